@@ -1,0 +1,68 @@
+"""Page ids and their reference counts. Knows nothing of what a page holds."""
+
+from __future__ import annotations
+
+
+class PoolFull(RuntimeError):
+    """A request for more pages than are free. Nothing that is stored was touched."""
+
+    def __init__(self, asked: int, used: int, total: int) -> None:
+        super().__init__(
+            f"the cache is full: {asked} more pages were asked for, {total - used} of {total} are free ({used} in use); "
+            "free or crop a sequence, or make the pool larger"
+        )
+        self.asked, self.used, self.total = asked, used, total
+
+
+class PagePool:
+    """Hands out page ids 0 ... total - 1. A page in use has one reference per sequence that reads it."""
+
+    def __init__(self, total: int) -> None:
+        if total < 0:
+            raise ValueError(f"a pool has at least 0 pages, got {total}")
+        self._references = [0] * total
+        self._free = list(range(total - 1, -1, -1))
+
+    @property
+    def total(self) -> int:
+        return len(self._references)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def take(self, count: int) -> list[int]:
+        """New pages with one reference each: all of them, or PoolFull and none."""
+        if count > self.free:
+            raise PoolFull(count, self.used, self.total)
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: list[int]) -> None:
+        """One more reference to each page."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free"
+            self._references[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One reference less to each page; a page without references is free again."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free already"
+            self._references[page] -= 1
+            if not self._references[page]:
+                self._free.append(page)
+
+    def grow(self, total: int) -> None:
+        """Adds pages up to a new total."""
+        assert total >= self.total, (total, self.total)
+        self._free[:0] = range(total - 1, self.total - 1, -1)
+        self._references += [0] * (total - self.total)

@@ -1,0 +1,96 @@
+"""Token-wise affine quantization: every token's head vector has its own scale and zero point."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
+
+
+def magnitude_quantile(x: Tensor, quantile: float) -> Tensor:
+    """The quantile of |x| along the last dim, linear between neighbours; torch.quantile refuses long prompts."""
+    ordered = x.abs().sort(dim=-1).values
+    place = quantile * (x.shape[-1] - 1)
+    below = int(place)
+    above = min(below + 1, x.shape[-1] - 1)
+    return torch.lerp(ordered[..., below : below + 1], ordered[..., above : above + 1], place - below)
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine(Codec):
+    """x ~ scale * code + min, or scale * (code - zero) with an integer zero point.
+
+    bits   width of a code.
+    group  channels that share a scale; 0 is the whole head.
+    zero   "float" stores the minimum itself (OSCAR A.5: z = -a/s, not rounded); "integer" stores round(-min/s)
+           (SAW-INT4 equations 3 and 4).
+    clip   a token's values are clipped at this quantile of their magnitudes over the whole head (OSCAR A.5), before the
+           groups are formed; 1 clips nothing.
+    meta   16-bit type of scale and zero. Codes are computed from the rounded scale and zero, so that rounding them
+           costs a clamp at the ends of the range and nothing in between.
+    """
+
+    bits: Literal[8, 4, 3, 2] = 4
+    group: int = 0
+    zero: Literal["float", "integer"] = "float"
+    clip: float = 1.0
+    meta: Literal["bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4, 3, 2):
+            raise ValueError(f"bits must be 8, 4, 3 or 2, got {self.bits}")
+        if self.group < 0:
+            raise ValueError(f"group must be a number of channels, or 0 for the whole head, got {self.group}")
+        if not 0.0 < self.clip <= 1.0:
+            raise ValueError(f"clip must be a quantile in (0, 1], got {self.clip}")
+
+    def groups(self, head_dim: int) -> int:
+        if self.group and head_dim % self.group:
+            raise ValueError(f"group must divide head_dim {head_dim}, got {self.group}")
+        return head_dim // self.group if self.group else 1
+
+    def fields(self, head_dim: int) -> tuple[Field, ...]:
+        groups = self.groups(head_dim)
+        offset = "min" if self.zero == "float" else "zero"
+        return (
+            Field("codes", "code", self.bits, head_dim),
+            Field("scale", "meta", 16, groups, dtype=self.meta),
+            Field(offset, "meta", 16, groups, dtype=self.meta),
+        )
+
+    def encode(self, x: Tensor) -> Parts:
+        x = x.float()
+        tokens, heads, dim = x.shape
+        if self.clip < 1.0:
+            limit = magnitude_quantile(x, self.clip)
+            x = x.clamp(-limit, limit)
+        x = x.reshape(tokens, heads, self.groups(dim), -1)
+        dtype = DTYPES[self.meta]
+        top = (1 << self.bits) - 1
+        low, high = x.amin(-1), x.amax(-1)
+        if self.zero == "float":
+            low = low.to(dtype).float()
+        # a constant group has scale 0; the smallest normal number keeps the division finite and the code 0
+        scale = ((high - low) / top).clamp_min(torch.finfo(dtype).tiny).to(dtype).float()
+        if self.zero == "float":
+            codes = ((x - low[..., None]) / scale[..., None]).round()
+            offset = {"min": low.to(dtype)}
+        else:
+            zero = (-low / scale).round().clamp(-32768, 32768).to(dtype).float()
+            codes = (x / scale[..., None]).round() + zero[..., None]
+            offset = {"zero": zero.to(dtype)}
+        codes = codes.clamp(0, top).to(torch.uint8).reshape(tokens, heads, dim)
+        return {"codes": codes, "scale": scale.to(dtype), **offset}
+
+    def decode(self, parts: Parts) -> Tensor:
+        codes, scale = parts["codes"], parts["scale"].float()
+        tokens, heads, dim = codes.shape
+        x = codes.reshape(tokens, heads, self.groups(dim), -1).float()
+        if self.zero == "float":
+            x = x * scale[..., None] + parts["min"].float()[..., None]
+        else:
+            x = (x - parts["zero"].float()[..., None]) * scale[..., None]
+        return x.reshape(tokens, heads, dim)

@@ -1,0 +1,1 @@
+"""Engines that kvant plugs into."""

@@ -1,0 +1,430 @@
+"""The transformers engine: a Cache whose layers write packed pages, and an attention function that reads them.
+
+`update` does not return dequantized tensors: it returns a handle that carries the new keys and values, and the attention
+function registered as "kvant" finds the pages behind it. Nothing of transformers is patched; `kvant.Cache(model, recipe)`
+switches the model's attention implementation to "kvant", which serves any other cache through torch's SDPA as before.
+
+Padding is dropped: pages hold a sequence's real tokens only, whatever their columns in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from kvant import recipes
+from kvant.cache import Entry, PagedCache
+from kvant.layout import Layout, Order
+from kvant.ops import PagedBatch
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+ATTENTION = "kvant"
+SERVED_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """What a cache has to know of a model."""
+
+    layers: tuple[int | None, ...]  # a layer's sliding window, or None where it sees everything
+    heads: int  # KV heads
+    head_dim: int
+    dtype: str
+
+    @staticmethod
+    def of(model_or_config: Any) -> ModelShape:
+        """Reads a model or its config; refuses with the reason what the cache cannot serve."""
+        config = getattr(model_or_config, "config", model_or_config)
+        name = getattr(config, "model_type", type(config).__name__)
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(f"expected a transformers model or config, got {type(model_or_config).__name__}")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"cannot serve {name}: encoder-decoder models have a second cache")
+        config = config.get_text_config(decoder=True)
+        if getattr(config, "kv_lora_rank", None):
+            raise ValueError(f"cannot serve {name}: latent attention (MLA) caches one compressed vector, not keys and values")
+        if getattr(config, "num_kv_shared_layers", 0):
+            raise ValueError(f"cannot serve {name}: some of its layers read other layers' cache")
+        if hasattr(model_or_config, "config") and not getattr(model_or_config, "_supports_attention_backend", True):
+            raise ValueError(f"cannot serve {name}: its attention does not go through transformers' AttentionInterface")
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        count = getattr(config, "num_hidden_layers", None)
+        if not heads or not count:
+            raise ValueError(f"cannot serve {name}: its config names no attention heads or layers")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+        odd = sorted(set(types) - set(SERVED_LAYERS))
+        if odd:
+            raise ValueError(f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(SERVED_LAYERS)}")
+        dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
+        return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."))
+
+
+@dataclasses.dataclass
+class Step:
+    """One forward pass through the layers of a group."""
+
+    batch: PagedBatch
+    real: Tensor | None  # bool [batch, columns]; None where every column is a token
+    columns: int
+
+
+@dataclasses.dataclass
+class Group:
+    """Layers that see the same tokens, and share block tables."""
+
+    window: int | None
+    layers: list[int]
+    paged: PagedCache
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    step: Step | None = None
+
+
+class Handle:
+    """What `update` gives to the attention function in place of keys and values."""
+
+    def __init__(self, cache: Cache, layer: int, key: Tensor, value: Tensor) -> None:
+        self.cache, self.layer, self.key, self.value = cache, layer, key, value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"packed keys and values have no {name!r}: they are read by the attention implementation {ATTENTION!r} alone. "
+            "Either the model's attention implementation was changed after the cache was made, or the model reads its cache "
+            "outside of its attention function and cannot be served"
+        )
+
+
+class PackedLayer(CacheLayerMixin):
+    """One layer of a `Cache`, as transformers sees it."""
+
+    is_croppable = True
+
+    def __init__(self, cache: Cache, index: int, window: int | None) -> None:
+        super().__init__()
+        self.cache, self.index = cache, index
+        self.is_sliding = window is not None
+        self.sliding_window = window
+        self.columns = 0  # seen so far, padding included
+        self.record_past = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        handle = Handle(self.cache, self.index, key_states, value_states)
+        self.columns += key_states.shape[-2]
+        return handle, handle
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    @property
+    def batch_size(self) -> int:
+        return self.cache.batch_size
+
+
+class Cache(transformers.Cache):
+    """A packed, paged cache for `model.generate(..., past_key_values=kvant.Cache(model, recipe))`.
+
+    model_or_config  a transformers model, or its config; its attention implementation becomes "kvant".
+    recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe.
+    max_tokens       tokens that the cache holds over all sequences, allocated at once; more raises PoolFull. Without it
+                     the cache grows as needed.
+    page_tokens, order, implementation  as in Layout.of and ops.choose.
+    """
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        recipe: str | Recipe = "saw-int4",
+        *,
+        max_tokens: int | None = None,
+        page_tokens: int | None = None,
+        order: Order | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        self.recipe = recipes.get(recipe)
+        self.shape = ModelShape.of(model_or_config)
+        self._layout_options: dict[str, Any] = {"page_tokens": page_tokens, "order": order}
+        self._implementation = implementation
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be positive, got {max_tokens}")
+        self.max_tokens = max_tokens
+        self.layout = self._make_layout(self.shape.dtype)
+        self.groups: list[Group] = []
+        self._group_of: list[Group] = []
+        self._real: Tensor | None = None  # bool [batch, columns]; None while no column is padding
+        self._batch_size = -1
+        self.on_attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
+        super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(self.shape.layers)])
+        config = getattr(model_or_config, "config", model_or_config)
+        for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+            part._attn_implementation = ATTENTION
+
+    def _make_layout(self, dtype: str) -> Layout:
+        return Layout.of(self.recipe, self.shape.heads, self.shape.head_dim, dtype=dtype, **self._layout_options)
+
+    def __repr__(self) -> str:
+        return f"Cache(recipe={self.recipe.name!r}, layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes})"
+
+    # --- sizes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that torch allocated for pages and full-precision windows."""
+        return sum(group.paged.nbytes for group in self.groups)
+
+    @property
+    def nbytes_used(self) -> int:
+        """The part of `nbytes` that sequences use."""
+        return sum(group.paged.nbytes_used for group in self.groups)
+
+    @property
+    def predicted_nbytes(self) -> int:
+        """What the layout predicts for `nbytes`."""
+        return sum(group.paged.predicted_nbytes for group in self.groups)
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.is_sliding for layer in self.layers]
+
+    # --- attention -------------------------------------------------------------------------------------------------
+
+    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+        """Stores a layer's new tokens and attends: query [batch, heads, columns, head_dim] -> [batch, columns, heads, head_dim]."""
+        layer, key, value = handle.layer, handle.key, handle.value
+        if not self.groups:
+            self._initialize(key)
+        group = self._group_of[layer]
+        columns = query.shape[2]
+        if self.layers[layer].columns > self._columns_begun:
+            self._begin(query.shape[0], columns, mask, self.layers[layer])
+        step = group.step
+        assert step is not None and step.columns == columns
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": group.window}
+        index = group.layers.index(layer)
+        q, k, v = (_flatten(x, step.real) for x in (query, key, value))
+        if columns == 1 and step.real is None:
+            group.paged.append(index, k, v, step.batch)
+            flat = group.paged.decode(index, q, step.batch, **options)
+        else:
+            flat = group.paged.prefill(index, q, k, v, step.batch, **options)
+            group.paged.append(index, k, v, step.batch)
+        out = _unflatten(flat, step.real, query.shape[0], columns)
+        if self.on_attend is not None:
+            self.on_attend(layer, query, key, value, out)
+        if layer == group.layers[-1]:
+            self._slide(group)
+        return out
+
+    def _initialize(self, key: Tensor) -> None:
+        """Allocates on the device and in the type that the first keys come in."""
+        heads, dim = key.shape[1], key.shape[3]
+        if (heads, dim) != (self.shape.heads, self.shape.head_dim):
+            raise ValueError(
+                f"cannot serve this model: its config says {self.shape.heads} KV heads of {self.shape.head_dim}, "
+                f"its keys have {heads} of {dim}"
+            )
+        self.layout = self._make_layout(str(key.dtype).removeprefix("torch."))
+        pages = None if self.max_tokens is None else max(1, self.layout.pages_for(self.max_tokens))
+        for window in dict.fromkeys(self.shape.layers):
+            layers = [i for i, w in enumerate(self.shape.layers) if w == window]
+            paged = PagedCache(self.layout, len(layers), pages, key.device, implementation=self._implementation)
+            self.groups.append(Group(window, layers, paged))
+        by_layer = {layer: group for group in self.groups for layer in group.layers}
+        self._group_of = [by_layer[i] for i in range(len(self.layers))]
+        self._columns_begun = 0
+
+    def _begin(self, batch_size: int, columns: int, mask: Tensor | None, layer: PackedLayer) -> None:
+        """Makes room for a forward pass's tokens in every group: in all of them, or in none."""
+        if self._batch_size == -1:
+            self._batch_size = batch_size
+            for group in self.groups:
+                group.entries = [group.paged.new() for _ in range(batch_size)]
+        if batch_size != self._batch_size:
+            raise ValueError(f"the cache holds {self._batch_size} sequences, the model was called with {batch_size}")
+        real = self._real_columns(columns, mask, layer)
+        counts = [columns] * batch_size if real is None else [int(count) for count in real.sum(1)]
+        lengths = [[entry.length for entry in group.entries] for group in self.groups]
+        try:
+            steps = [Step(group.paged.extend(group.entries, counts), real, columns) for group in self.groups]
+        except Exception:
+            for group, before in zip(self.groups, lengths, strict=True):
+                for entry, length in zip(group.entries, before, strict=True):
+                    group.paged.crop(entry, length)
+            for each in self.layers:
+                each.columns = self._columns_begun
+            raise
+        for group, step in zip(self.groups, steps, strict=True):
+            group.step = step
+        if real is not None or self._real is not None:
+            past = self._real
+            if past is None:
+                past = torch.ones(batch_size, self._columns_begun, dtype=torch.bool)
+            fresh = torch.ones(batch_size, columns, dtype=torch.bool) if real is None else real.cpu()
+            self._real = torch.cat((past, fresh), 1)
+        self._columns_begun += columns
+
+    def _real_columns(self, columns: int, mask: Tensor | None, layer: PackedLayer) -> Tensor | None:
+        """Which new columns are tokens, from the attention mask; refuses a mask that is not causal but for padding."""
+        if mask is None:
+            return None
+        total = self._columns_begun + columns
+        if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[-2:] != (columns, total):
+            raise ValueError(
+                f"expected a 2-D padding mask; got a {mask.ndim}-D {mask.dtype} mask of shape {tuple(mask.shape)} "
+                f"for {columns} new of {total} columns"
+            )
+        at = torch.arange(total, device=mask.device)
+        fresh = mask[:, 0, :, self._columns_begun :].diagonal(dim1=1, dim2=2)
+        past = mask.new_ones(len(mask), self._columns_begun) if self._real is None else self._real.to(mask.device)
+        query_at = at[self._columns_begun :, None]
+        expected = (at <= query_at) & torch.cat((past, fresh), 1)[:, None, None, :]
+        if layer.sliding_window is not None:
+            expected = expected & (at > query_at - layer.sliding_window)
+        if not torch.equal(expected.expand_as(mask), mask):
+            raise ValueError("cannot serve this attention mask: only causal attention with padded columns is supported")
+        return None if bool(fresh.all()) else fresh
+
+    def _slide(self, group: Group) -> None:
+        """Gives back pages that a sliding window has left behind, unless a crop may still come."""
+        if group.window is None or any(self.layers[i].record_past for i in group.layers):
+            return
+        for entry in group.entries:
+            group.paged.slide(entry, group.window)
+
+    # --- what generate does with a cache ---------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last columns: -k removes k; a positive number is the length to keep, as transformers once had it."""
+        columns = self.get_seq_length()
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, columns - tokens_to_remove)
+        if remove > columns:
+            raise ValueError(f"cannot remove {remove} of {columns} columns")
+        if self.groups and remove:
+            gone = [remove] * self._batch_size
+            if self._real is not None:
+                gone = [int(count) for count in self._real[:, columns - remove :].sum(1)]
+                self._real = self._real[:, : columns - remove]
+            for group in self.groups:
+                for entry, count in zip(group.entries, gone, strict=True):
+                    group.paged.crop(entry, entry.length - count)
+            self._columns_begun -= remove
+        for layer in self.layers:
+            layer.columns -= remove
+        for group in self.groups:
+            if group.window is not None:
+                for entry in group.entries:
+                    group.paged.slide(entry, group.window)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select([int(i) for i in beam_idx])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([i for i in range(max(0, self._batch_size)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        chosen = torch.arange(self._batch_size)[indices.cpu()]  # indices or a mask
+        self._select([int(i) for i in chosen])
+
+    def _select(self, order: Sequence[int]) -> None:
+        """The batch becomes the sequences at these indices. One used again is forked: it shares its pages."""
+        for group in self.groups:
+            used: set[int] = set()
+            chosen = []
+            for i in order:
+                entry = group.entries[i]
+                chosen.append(group.paged.fork(entry) if i in used else entry)
+                used.add(i)
+            for i, entry in enumerate(group.entries):
+                if i not in used:
+                    group.paged.free(entry)
+            group.entries, group.step = chosen, None
+        if self._real is not None:
+            self._real = self._real[list(order)]
+        if self.groups:
+            self._batch_size = len(order)
+
+    def reset(self) -> None:
+        """Forgets all sequences; memory stays allocated."""
+        for group in self.groups:
+            for entry in group.entries:
+                group.paged.free(entry)
+            group.entries, group.step = [], None
+        for layer in self.layers:
+            layer.columns = 0
+        self._batch_size, self._columns_begun, self._real = -1, 0, None
+
+
+def _flatten(x: Tensor, real: Tensor | None) -> Tensor:
+    """[batch, heads, columns, head_dim] -> [tokens, heads, head_dim], without padding."""
+    x = x.transpose(1, 2)
+    return x.reshape(-1, *x.shape[2:]) if real is None else x[real]
+
+
+def _unflatten(x: Tensor, real: Tensor | None, batch: int, columns: int) -> Tensor:
+    """[tokens, heads, head_dim] -> [batch, columns, heads, head_dim], zero where padding was."""
+    if real is None:
+        return x.reshape(batch, columns, *x.shape[1:])
+    out = x.new_zeros(batch, columns, *x.shape[1:])
+    out[real] = x
+    return out
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function "kvant": packed pages behind a handle, or plain tensors through SDPA."""
+    if not isinstance(key, Handle):
+        if softcap is not None:
+            raise ValueError("a logit soft cap without a kvant.Cache: set the model's attention implementation to eager")
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"cannot serve this model: its attention takes {name}")
+    if dropout or is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ValueError("cannot serve this call: a packed cache is for causal attention without dropout")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return key.cache.attend(key, query, attention_mask, scale, softcap), None
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

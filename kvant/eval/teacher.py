@@ -1,0 +1,220 @@
+"""Teacher-forced evaluation: every recipe reads the same text, and is compared with the full cache token by token.
+
+The text is cut into windows spread evenly over it. The first tokens of a window are prefilled and not scored; each later
+one is fed through the recipe's packed cache, `chunk` tokens at a time (1 is exact decode), and its next-token distribution
+is compared with that of transformers' own full cache on the same tokens. Windows run side by side as one batch. The
+reference runs a block ahead and only a block's distributions are held, so memory does not grow with the context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from kvant.engines.hf import Cache
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+BLOCK = 64  # tokens a window whose reference distributions are held at a time
+PROBE_EVERY = 16  # one step in so many also compares attention outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Windows over a text: ids is int64 [windows, scored + prompt + 1]; the last column is only a target."""
+
+    ids: Tensor
+    prompt: int
+
+    @property
+    def scored(self) -> int:
+        """Tokens a window whose prediction is scored."""
+        return self.ids.shape[1] - 1 - self.prompt
+
+    @property
+    def tokens(self) -> int:
+        return self.scored * len(self.ids)
+
+    @staticmethod
+    def over(ids: Sequence[int], context: int, tokens: int, prompt: int | None = None) -> Windows:
+        """As many windows as it takes to score at least `tokens` tokens, spread evenly over the text."""
+        prompt = context // 3 if prompt is None else prompt
+        if context < 2:
+            raise ValueError(f"context must be at least 2 tokens, got {context}")
+        if not 1 <= prompt < context:
+            raise ValueError(f"prompt must be at least 1 and shorter than the context of {context} tokens, got {prompt}")
+        if tokens < 1:
+            raise ValueError(f"tokens must be positive, got {tokens}")
+        if len(ids) < context + 1:
+            raise ValueError(f"the text has {len(ids)} tokens, a context of {context} needs at least {context + 1}")
+        count = math.ceil(tokens / (context - prompt))
+        length = prompt + math.ceil(tokens / count) + 1
+        room = len(ids) - length
+        starts = [round(room * i / max(1, count - 1)) for i in range(count)]
+        return Windows(torch.tensor([list(ids[start : start + length]) for start in starts]), prompt)
+
+
+@dataclasses.dataclass
+class Result:
+    """What one recipe scored; field names are those of `kvant eval --json`."""
+
+    recipe: str
+    bpe: float
+    ppl: float
+    kl: float
+    kl_se: float
+    top1: float
+    attn_rel_mse: float
+    seconds: float
+    layers: list[float] = dataclasses.field(default_factory=list)  # attn_rel_mse of each layer
+
+
+class AttentionProbe:
+    """Compares a cache's attention outputs with exact attention over the same queries, keys and values."""
+
+    def __init__(self, cache: Cache, scales: list[float]) -> None:
+        self.scales = scales
+        self.windows = cache.shape.layers
+        self.keys: list[list[Tensor]] = [[] for _ in self.windows]
+        self.values: list[list[Tensor]] = [[] for _ in self.windows]
+        self.error = torch.zeros(len(self.windows), dtype=torch.float64)
+        self.energy = torch.zeros(len(self.windows), dtype=torch.float64)
+        self.measuring = False
+        self.seconds = 0.0
+        cache.on_attend = self
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        begin = time.perf_counter()
+        self.keys[layer].append(key)
+        self.values[layer].append(value)
+        if self.measuring:
+            keys, values = torch.cat(self.keys[layer], 2), torch.cat(self.values[layer], 2)
+            self.keys[layer], self.values[layer] = [keys], [values]
+            fresh, total = query.shape[2], keys.shape[2]
+            at = torch.arange(total, device=query.device)
+            keep = at <= at[-fresh:, None]
+            window = self.windows[layer]
+            if window is not None:
+                keep &= at > at[-fresh:, None] - window
+            exact = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=keep, scale=self.scales[layer], enable_gqa=True
+            ).transpose(1, 2)
+            self.error[layer] += (out - exact).double().square().sum().cpu()
+            self.energy[layer] += exact.double().square().sum().cpu()
+        self.seconds += time.perf_counter() - begin
+
+    @property
+    def relative(self) -> list[float]:
+        return (self.error / self.energy).tolist()
+
+
+def attention_scales(model: Any) -> list[float]:
+    """The softmax scale of every attention layer."""
+    scales: dict[int, float] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if index is not None and hasattr(module, "scaling"):
+            scales[index] = float(module.scaling)
+    return [scales[i] for i in sorted(scales)]
+
+
+@dataclasses.dataclass
+class _Run:
+    """One recipe on its way through a batch of windows."""
+
+    cache: Cache
+    probe: AttentionProbe
+
+
+class _Scores:
+    """Sums over all scored tokens of one recipe."""
+
+    def __init__(self) -> None:
+        self.kl: list[Tensor] = []  # [windows of the batch, tokens] each
+        self.nll = 0.0
+        self.equal = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.bpe = 0.0
+        self.attention: list[list[float]] = []
+
+    def add(self, logits: Tensor, reference: Tensor, targets: Tensor) -> None:
+        """logits [windows, tokens, vocabulary]; reference: log-probabilities of the full cache."""
+        found = torch.log_softmax(logits.float(), -1)
+        self.kl.append((reference.exp() * (reference - found)).sum(-1).cpu())
+        self.nll -= float(found.gather(-1, targets[..., None]).double().sum())
+        self.equal += int((found.argmax(-1) == reference.argmax(-1)).sum())
+        self.tokens += targets.numel()
+
+    def result(self, name: str) -> Result:
+        kl = torch.cat([part.flatten() for part in self.kl]).double()
+        layers = torch.tensor(self.attention, dtype=torch.float64).mean(0)
+        return Result(
+            recipe=name,
+            bpe=self.bpe,
+            ppl=math.exp(self.nll / self.tokens),
+            kl=float(kl.mean()),
+            kl_se=float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else math.nan,
+            top1=self.equal / self.tokens,
+            attn_rel_mse=float(layers.mean()),
+            seconds=self.seconds,
+            layers=layers.tolist(),
+        )
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Any,
+    recipes: Sequence[Recipe],
+    windows: Windows,
+    chunk: int = 1,
+    batch: int = 8,
+    make_cache: Callable[[Recipe], Cache] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Result]:
+    """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens."""
+    if chunk < 1:
+        raise ValueError(f"chunk must be positive, got {chunk}")
+    make_cache = make_cache or (lambda recipe: Cache(model, recipe))
+    scores = [_Scores() for _ in recipes]
+    total = windows.tokens * len(recipes)
+    done = 0
+    scales = attention_scales(model)
+    for first in range(0, len(windows.ids), batch):
+        ids = windows.ids[first : first + batch].to(model.device)
+        runs = []
+        for recipe, score in zip(recipes, scores, strict=True):
+            cache = make_cache(recipe)
+            probe = AttentionProbe(cache, scales)
+            begin = time.perf_counter()
+            model(ids[:, : windows.prompt], past_key_values=cache, logits_to_keep=1)
+            score.seconds += time.perf_counter() - begin - probe.seconds
+            runs.append(_Run(cache, probe))
+        reference = DynamicCache(config=model.config)
+        model(ids[:, : windows.prompt], past_key_values=reference, logits_to_keep=1)
+        for start in range(windows.prompt, ids.shape[1] - 1, BLOCK):
+            stop = min(start + BLOCK, ids.shape[1] - 1)
+            expected = model(ids[:, start:stop], past_key_values=reference).logits.float().log_softmax(-1)
+            for run, score in zip(runs, scores, strict=True):
+                for at in range(start, stop, chunk):
+                    until = min(at + chunk, stop)
+                    run.probe.measuring = (at - windows.prompt) // chunk % PROBE_EVERY == 0
+                    begin, probed = time.perf_counter(), run.probe.seconds
+                    logits = model(ids[:, at:until], past_key_values=run.cache).logits
+                    score.seconds += time.perf_counter() - begin - (run.probe.seconds - probed)
+                    score.add(logits, expected[:, at - start : until - start], ids[:, at + 1 : until + 1])
+                    done += (until - at) * len(ids)
+                    if progress is not None:
+                        progress(done, total)
+        for run, score in zip(runs, scores, strict=True):
+            layout = run.cache.layout
+            score.bpe = layout.bits_per_element(ids.shape[1] - 1)
+            score.attention.append(run.probe.relative)
+    return [score.result(recipe.name) for recipe, score in zip(recipes, scores, strict=True)]

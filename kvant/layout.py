@@ -1,0 +1,382 @@
+"""Where every number lies in a page: the only byte arithmetic of the package.
+
+A page holds `page_tokens` tokens of all KV heads of one layer. One (page, head) is one run of bytes:
+
+    key codes | value codes | key scales and zeros | value scales and zeros        each section 16-byte aligned
+
+Codes of 1, 2, 4 or 8 bits lie in their section as a little-endian bit stream; other widths are split into such planes
+(3 = 2 + 1). Which code comes first is the layout's order, a permutation of (token, channel):
+
+plain     token after token, channel after channel.
+fragment  the order in which the lanes of a warp feed the tensor core's mma.m16n8k16, so that a lane's share of a tile of 16
+          tokens is one run of bytes and needs no shuffle. Keys: the halves of a 32-bit word hold two neighbouring channels;
+          lane (g, t) holds tokens g and g + 8, channels t * D/4 onwards. Values: the halves hold two neighbouring tokens of one
+          channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Scales lie in the same lanes' order:
+          those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels lie, so this
+          costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing.
+
+Fragment order needs widths that are a multiple of 16 and lanes that own whole bytes; where a recipe does not fit, the layout
+is plain and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from typing import Literal
+
+import torch
+
+from kvant.codecs import DTYPES, Field, Parts
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+StreamName = Literal["key", "value"]
+Order = Literal["fragment", "plain"]
+
+VERSION = 1
+ALIGN = 16
+PAGE_TOKENS = 64
+
+
+def planes(bits: int) -> tuple[tuple[int, int], ...]:
+    """Splits a code into planes of 8, 4, 2 or 1 bits: ((width, shift), ...), low bits first."""
+    out, shift = [], 0
+    for width in (8, 4, 2, 1):
+        while bits - shift >= width:
+            out.append((width, shift))
+            shift += width
+    return tuple(out)
+
+
+def fragment_refusal(width: int, bits: int, page_tokens: int) -> str | None:
+    """Why codes of this width do not fit fragment order, or None where they do."""
+    if page_tokens % 16:
+        return f"a page of {page_tokens} tokens is not a whole number of 16-token tiles"
+    if width % 16:
+        return f"{width} channels are not a whole number of 16-channel tiles"
+    for plane, _ in planes(bits):
+        if width * plane % 64:
+            return f"{width} channels of {plane} bits leave a lane with part of a byte"
+    return None
+
+
+def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, bits: int) -> Tensor:
+    """Place of every code in its plane's stream of codes: int64 [page_tokens, width]."""
+    token = torch.arange(page_tokens)[:, None]
+    channel = torch.arange(width)[None, :]
+    if order == "plain":
+        return token * width + channel
+    per_half = 16 // bits  # codes in one half of a 32-bit word
+    words = 2 * (width // 8) // per_half  # words a lane holds of a tile
+    tile, inside = token // 16, token % 16
+    if stream == "key":
+        row, g = inside // 8, inside % 8
+        t, rest = channel // (width // 4), channel % (width // 4)
+        pair, half = rest // 2, rest % 2
+        place = row * (width // 8) + pair
+    else:
+        pair, half = inside // 2, inside % 2
+        second, t = pair // 4, pair % 4
+        g, element = channel // (width // 8), channel % (width // 8)
+        place = second * (width // 8) + element
+    word, slot = place // per_half, place % per_half
+    return (((tile * 8 + g) * 4 + t) * words + word) * (2 * per_half) + half * per_half + slot
+
+
+def meta_places(order: Order, page_tokens: int, groups: int, names: int) -> Tensor:
+    """Place of every scale or zero in its section: int64 [page_tokens, groups, names]. A token's scale and zero are
+    neighbours; groups of channels lie one after another."""
+    token = torch.arange(page_tokens)[:, None, None]
+    group = torch.arange(groups)[None, :, None]
+    name = torch.arange(names)[None, None, :]
+    if order == "plain":
+        return (token * groups + group) * names + name
+    tile, row, g = token // 16, token % 16 // 8, token % 8
+    lane = g * (page_tokens // 8) + tile * 2 + row
+    return (group * page_tokens + lane) * names + name
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A run of bytes inside a run: one plane of a field of codes, or fields of 16-bit numbers side by side."""
+
+    stream: StreamName
+    names: tuple[str, ...]
+    kind: Literal["code", "meta", "raw"]
+    bits: int
+    shift: int  # of this plane inside its code
+    rows: int  # rows a page: one per token, or per group of tokens
+    width: int  # elements a row and name
+    dtype: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.width * len(self.names) * self.bits // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Bytes of a page for one recipe, number of heads and head dim. Build it with `Layout.of`."""
+
+    recipe: Recipe
+    heads: int
+    head_dim: int
+    page_tokens: int
+    order: Order
+    dtype: str  # the model's
+    order_reason: str = ""
+
+    @staticmethod
+    def of(
+        recipe: Recipe,
+        heads: int,
+        head_dim: int,
+        page_tokens: int | None = None,
+        order: Order | None = None,
+        dtype: str = "bfloat16",
+    ) -> Layout:
+        """The layout of a recipe; without `order`, fragment where it fits and plain where it does not; without
+        `page_tokens`, 64, or one group where the recipe's groups are longer."""
+        group = max(stream.codec.group_tokens for stream in recipe.streams.values())
+        page_tokens = page_tokens or max(PAGE_TOKENS, group)
+        if heads < 1 or head_dim < 1:
+            raise ValueError(f"heads and head_dim must be positive, got {heads} and {head_dim}")
+        if page_tokens not in (16, 32, 64, 128):
+            raise ValueError(f"page_tokens must be 16, 32, 64 or 128, got {page_tokens}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if order not in (None, "fragment", "plain"):
+            raise ValueError(f"order must be fragment or plain, got {order!r}")
+        if page_tokens % group:
+            raise ValueError(f"page_tokens must be a multiple of the recipe's group of {group} tokens, got {page_tokens}")
+        fields: list[Field] = []
+        for stream in recipe.streams.values():
+            for transform in stream.transforms:
+                transform.check(head_dim)
+            fields += stream.codec.bind(head_dim, dtype=dtype).fields(head_dim)
+        codes = [field for field in fields if field.kind == "code"]
+        refusals = [fragment_refusal(field.width, field.bits, page_tokens) for field in codes]
+        reason = next(filter(None, refusals), "") if codes else "the recipe stores no codes"
+        if order == "fragment" and reason:
+            raise ValueError(f"recipe {recipe.name} does not fit fragment order: {reason}")
+        chosen: Order = order or ("plain" if reason else "fragment")
+        return Layout(recipe, heads, head_dim, page_tokens, chosen, dtype, reason if chosen == "plain" else "")
+
+    # --- sizes -----------------------------------------------------------------------------------------------------
+
+    def fields(self, stream: StreamName) -> tuple[Field, ...]:
+        codec = self.recipe.streams[stream].codec.bind(self.head_dim, dtype=self.dtype)
+        return codec.fields(self.head_dim)
+
+    @functools.cached_property
+    def sections(self) -> tuple[Section, ...]:
+        out: list[Section] = []
+        offset = 0
+
+        def add(stream: StreamName, names: tuple[str, ...], field: Field, bits: int, shift: int) -> None:
+            nonlocal offset
+            section = Section(
+                stream, names, field.kind, bits, shift, self.page_tokens // field.tokens, field.width, field.dtype, offset
+            )
+            out.append(section)
+            offset += -(-section.nbytes // ALIGN) * ALIGN
+
+        streams: tuple[StreamName, StreamName] = ("key", "value")
+        for stream in streams:
+            for field in self.fields(stream):
+                if field.kind == "raw":
+                    add(stream, (field.name,), field, field.bits, 0)
+                elif field.kind == "code":
+                    for bits, shift in planes(field.bits):
+                        add(stream, (field.name,), field, bits, shift)
+        for stream in streams:
+            shapes: dict[tuple[int, int, str], list[Field]] = {}
+            for field in self.fields(stream):
+                if field.kind == "meta":
+                    shapes.setdefault((field.width, field.tokens, field.dtype), []).append(field)
+            for group in shapes.values():
+                add(stream, tuple(field.name for field in group), group[0], group[0].bits, 0)
+        return tuple(out)
+
+    @functools.cached_property
+    def run_bytes(self) -> int:
+        """Bytes of one (page, head)."""
+        last = self.sections[-1]
+        return last.offset + -(-last.nbytes // ALIGN) * ALIGN
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one layer, all heads."""
+        return self.heads * self.run_bytes
+
+    @property
+    def overlay_dtype(self) -> str:
+        """Type of tokens kept in full precision: the model's, if it has 16 bits; what a server would hold otherwise."""
+        return self.dtype if DTYPES[self.dtype].itemsize == 2 else "bfloat16"
+
+    def overlay_tokens(self, stream: StreamName) -> int:
+        """Full-precision tokens that a sequence holds of a stream."""
+        window = self.recipe.streams[stream].window
+        return window.sink + window.ring
+
+    @property
+    def overlay_bytes(self) -> int:
+        """Bytes of a sequence's full-precision windows in one layer."""
+        tokens = self.overlay_tokens("key") + self.overlay_tokens("value")
+        return tokens * self.heads * self.head_dim * DTYPES[self.overlay_dtype].itemsize
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of a sequence of that many tokens."""
+        return -(-max(0, tokens - self.recipe.origin) // self.page_tokens)
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Bytes of a sequence in one layer: whole pages and windows."""
+        return self.pages_for(tokens) * self.page_bytes + self.overlay_bytes
+
+    def bits_per_element(self, tokens: int | None = None) -> float:
+        """Bits per cached number, everything counted: of a full page, or of a sequence of that many tokens."""
+        if tokens is None:
+            return 8 * self.run_bytes / (2 * self.page_tokens * self.head_dim)
+        if tokens < 1:
+            raise ValueError(f"tokens must be positive, got {tokens}")
+        return 8 * self.sequence_bytes(tokens) / (2 * tokens * self.heads * self.head_dim)
+
+    def digest(self, artifact: str = "") -> str:
+        """Names what the stored bytes mean; anything with another digest is refused, never read."""
+        data = [VERSION, self.recipe.digest, artifact, self.heads, self.head_dim, self.page_tokens, self.order, self.dtype]
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+    # --- packing ---------------------------------------------------------------------------------------------------
+
+    def stream_sections(self, stream: StreamName, per_token: bool) -> list[Section]:
+        return [s for s in self.sections if s.stream == stream and (s.rows == self.page_tokens) == per_token]
+
+    def pack_tokens(self, stream: StreamName, parts: Parts, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes that tokens own in their runs, and where: uint8 [tokens, heads, n], int64 [tokens, n].
+
+        `offsets` are the tokens' places inside their pages. Fields that several tokens share are packed by `pack_shared`.
+        """
+        chunks, places = [], []
+        for section in self.stream_sections(stream, per_token=True):
+            gather, where = _token_tables(section, self.order, self.page_tokens, str(offsets.device))
+            chunks.append(_section_bytes(section, parts, gather[offsets]))
+            places.append(where[offsets])
+        return torch.cat(chunks, -1), torch.cat(places, -1)
+
+    def pack_shared(self, stream: StreamName, parts: Parts, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """As `pack_tokens`, for the fields that a group of tokens shares; `groups` are places of groups in their pages."""
+        chunks, places = [], []
+        for section in self.stream_sections(stream, per_token=False):
+            gather, where = _token_tables(section, "plain", section.rows, str(groups.device))
+            chunks.append(_section_bytes(section, parts, gather[groups]))
+            places.append(where[groups])
+        if not chunks:
+            heads = next(iter(parts.values())).shape[1]
+            return groups.new_zeros(len(groups), heads, 0, dtype=torch.uint8), groups.new_zeros(len(groups), 0)
+        return torch.cat(chunks, -1), torch.cat(places, -1)
+
+    def unpack(self, stream: StreamName, runs: Tensor) -> Parts:
+        """Parts of whole pages: uint8 [pages, heads, run_bytes] -> name: [pages * rows, heads, width]."""
+        pages, heads, nbytes = runs.shape
+        assert nbytes == self.run_bytes, (nbytes, self.run_bytes)
+        parts: Parts = {}
+        for section in self.sections:
+            if section.stream != stream:
+                continue
+            order = self.order if section.rows == self.page_tokens else "plain"
+            places = _places(section, order, self.page_tokens, str(runs.device))
+            data = runs[..., section.offset : section.offset + section.nbytes]
+            if section.kind == "code":
+                codes = _codes(data, section.bits)[..., places.flatten()]
+                codes = codes.reshape(pages, heads, section.rows, section.width)
+                if section.dtype != "uint8":
+                    codes = codes.to(getattr(torch, section.dtype))
+                name = section.names[0]
+                parts[name] = parts[name] | codes << section.shift if name in parts else codes << section.shift
+            else:
+                numbers = data.contiguous().view(DTYPES[section.dtype])[..., places.flatten()]
+                numbers = numbers.reshape(pages, heads, section.rows, section.width, len(section.names))
+                for index, name in enumerate(section.names):
+                    parts[name] = numbers[..., index]
+        return {
+            name: part.permute(0, 2, 1, 3).reshape(-1, heads, part.shape[-1])  # [pages, heads, rows, width] -> tokens
+            for name, part in parts.items()
+        }
+
+
+@functools.lru_cache(maxsize=512)
+def _places(section: Section, order: Order, page_tokens: int, device: str) -> Tensor:
+    """Place of every element in its section: [rows, width] for codes, [rows, width, names] otherwise."""
+    if section.kind == "code":
+        return code_places(section.stream, order, section.rows, section.width, section.bits).to(device)
+    if section.kind == "raw":
+        order = "plain"
+    return meta_places(order, section.rows, section.width, len(section.names)).to(device)
+
+
+@functools.lru_cache(maxsize=512)
+def _token_tables(section: Section, order: Order, page_tokens: int, device: str) -> tuple[Tensor, Tensor]:
+    """For each row of a section: its elements in the order of their places [rows, n], and its bytes in the run [rows, m]."""
+    places = _places(section, order, page_tokens, "cpu").reshape(section.rows, -1)
+    sorted_places, gather = places.sort(dim=-1)
+    if section.bits >= 8:
+        size = section.bits // 8
+        where = (sorted_places[..., None] * size + torch.arange(size)).flatten(1)
+    else:
+        per_byte = 8 // section.bits
+        where = sorted_places[:, ::per_byte] // per_byte
+        whole = sorted_places.reshape(section.rows, -1, per_byte) == (where * per_byte)[..., None] + torch.arange(per_byte)
+        assert whole.all(), f"a byte of {section.names} is shared by tokens in {order} order"
+    return gather.to(device), (where + section.offset).to(device)
+
+
+def _section_bytes(section: Section, parts: Parts, gather: Tensor) -> Tensor:
+    """Bytes of one section, a row per token: uint8 [rows, heads, n]; `gather` is [rows, elements]."""
+    first = parts[section.names[0]]
+    rows, heads = first.shape[:2]
+    if section.kind == "code":
+        codes = first.gather(-1, gather[:, None, :].expand(rows, heads, -1))
+        codes = (codes >> section.shift).to(torch.uint8) & ((1 << section.bits) - 1)
+        codes = codes.reshape(rows, heads, -1, 8 // section.bits)
+        shifts = torch.arange(0, 8, section.bits, device=codes.device, dtype=torch.uint8)
+        return (codes << shifts).sum(-1, dtype=torch.uint8)
+    numbers = torch.stack([parts[name] for name in section.names], -1).reshape(rows, heads, -1)
+    numbers = numbers.gather(-1, gather[:, None, :].expand(rows, heads, -1))
+    return numbers.contiguous().view(torch.uint8)
+
+
+def _codes(data: Tensor, bits: int) -> Tensor:
+    """The little-endian stream of codes in bytes: uint8 [..., n] -> uint8 [..., n * 8 / bits]."""
+    if bits == 8:
+        return data
+    shifts = torch.arange(0, 8, bits, device=data.device, dtype=torch.uint8)
+    return (data[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2)
+
+
+def describe(layout: Layout) -> list[dict[str, object]]:
+    """The sections of a run as a table, for people and for kernels that want constants."""
+    return [
+        {
+            "stream": s.stream,
+            "names": "+".join(s.names),
+            "bits": s.bits,
+            "rows": s.rows,
+            "width": s.width,
+            "offset": s.offset,
+            "bytes": s.nbytes,
+        }
+        for s in layout.sections
+    ]
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(4, int(math.log(count, 1024)))
+    return f"{count / 1024**power:.{0 if count / 1024**power >= 100 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

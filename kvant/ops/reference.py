@@ -1,0 +1,243 @@
+"""The operations in plain torch: what everything faster is tested against, on the same stored bytes.
+
+append   writes new tokens into their pages and into the full-precision windows.
+decode   attends from one query per sequence to the whole cached sequence, that token included.
+prefill  attends from new tokens to the cached history and, in full precision, to each other; called before their append,
+         it reads the history as decode would have read it at that length.
+
+All attention happens in the space of the stored tensors: queries are transformed once, outputs transformed back once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.codecs import DTYPES
+from kvant.layout import StreamName
+from kvant.ops.registry import register
+from kvant.ops.types import LayerStore, PagedBatch
+from kvant.recipe import Window
+
+Tensor = torch.Tensor
+QUERY_BLOCK = 256  # rows of scores that prefill holds at a time
+
+
+def serves_everything(layout: object, device: torch.device) -> None:
+    """The reference refuses nothing."""
+
+
+# --- writing -----------------------------------------------------------------------------------------------------------
+
+
+@register("append", "reference", serves_everything, rank=0)
+def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
+    """Stores new tokens: key and value are [new tokens, heads, head_dim]."""
+    sequence, position = batch.positions
+    real = batch.slots >= 0
+    for name, x in (("key", key), ("value", value)):
+        stream = store.stream(name)
+        stored = stream.forward(x.float())
+        if stream.spec.groupwise:
+            stored = stored.to(DTYPES[store.layout.overlay_dtype]).float()  # a group may pass through the tail
+            _append_groups(store, name, stored, batch)
+        else:
+            _append_tokens(store, name, stored, batch.slots, real & (position >= store.layout.recipe.origin))
+        _append_overlay(store, name, stored, batch, sequence, position, real)
+
+
+def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slots: Tensor, write: Tensor) -> None:
+    """Every token is coded alone and owns its bytes, so writing is a scatter."""
+    slots = slots[write]
+    parts = store.stream(name).codec.encode(stored[write])
+    data, places = store.layout.pack_tokens(name, parts, slots % store.layout.page_tokens)
+    _scatter(store.pages, slots // store.layout.page_tokens, places, data)
+
+
+def _append_groups(store: LayerStore, name: StreamName, stored: Tensor, batch: PagedBatch) -> None:
+    """Codes the groups that the new tokens complete; their older tokens come from the tail."""
+    layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
+    size, group = layout.page_tokens, stream.codec.group_tokens
+    for b in range(len(batch.lengths)):
+        start, stop = int(batch.starts[b]), int(batch.starts[b + 1])
+        n = int(batch.lengths[b])
+        before = n - (stop - start)
+        first, last = max(window.sink, window.packed_end(before)), window.packed_end(n)
+        if last <= first:
+            continue
+        tail = torch.arange(first, max(first, before), device=stored.device)
+        held = store.overlays[name][batch.owners[b]][overlay_index(window, tail)].float()
+        fresh = stored[start + max(0, first - before) : stop - (n - last)]
+        parts = stream.codec.encode(torch.cat((held, fresh)))
+        at = torch.arange(first, last, device=stored.device) - layout.recipe.origin
+        pages = batch.block_table[b][at // size]
+        data, places = layout.pack_tokens(name, parts, at % size)
+        _scatter(store.pages, pages, places, data)
+        data, places = layout.pack_shared(name, parts, at[::group] % size // group)
+        _scatter(store.pages, pages[::group], places, data)
+
+
+def _append_overlay(
+    store: LayerStore,
+    name: StreamName,
+    stored: Tensor,
+    batch: PagedBatch,
+    sequence: Tensor,
+    position: Tensor,
+    real: Tensor,
+) -> None:
+    """Keeps what the windows need: the sinks, and the last tokens in a ring."""
+    window = store.stream(name).spec.window
+    overlay = store.overlays[name]
+    if not overlay.shape[1]:
+        return
+    keep = real & ((position < window.sink) | (position >= batch.lengths[sequence] - window.ring))
+    rows = overlay_index(window, position[keep])
+    overlay[batch.owners[sequence[keep]], rows] = stored[keep].to(overlay.dtype)
+
+
+def overlay_index(window: Window, position: Tensor) -> Tensor:
+    """Row of a sequence's overlay that holds the token at a position."""
+    if not window.ring:
+        return position
+    return torch.where(position < window.sink, position, window.sink + (position - window.sink) % window.ring)
+
+
+def _scatter(pages: Tensor, page: Tensor, places: Tensor, data: Tensor) -> None:
+    """pages[page, :, places] = data for [n], [n, m] and [n, heads, m]."""
+    heads = torch.arange(pages.shape[1], device=pages.device)
+    pages[page[:, None, None], heads[None, :, None], places[:, None, :]] = data
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor) -> Tensor:
+    """A stream of every sequence as attention sees it at a length: float32 [sequences, tokens, heads, head_dim], in the
+    stored space; zero past the end."""
+    layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
+    sequences, pages = batch.block_table.shape
+    origin = layout.recipe.origin
+    runs = store.pages[batch.block_table.clamp_min(0).flatten()]
+    packed = stream.codec.decode(layout.unpack(name, runs))
+    packed = packed.reshape(sequences, pages * layout.page_tokens, layout.heads, layout.head_dim)
+    if origin:
+        packed = torch.cat((packed.new_zeros(sequences, origin, layout.heads, layout.head_dim), packed), 1)
+    position = torch.arange(packed.shape[1], device=packed.device)
+    n = lengths[:, None]
+    overlay = store.overlays[name]
+    if overlay.shape[1]:
+        frontier = n.clamp_max(window.sink) + (n - window.sink - window.recent).clamp_min(0) // window.flush * window.flush
+        sinks = position < torch.minimum(batch.sinks[:, None], n)
+        recent = (position >= frontier) & (position >= batch.exact[name][:, None]) & (position >= window.sink)
+        index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
+        full = overlay[batch.owners[:, None], index[None, :]].float()
+        packed = torch.where((sinks | recent)[..., None, None], full, packed)
+    return torch.where((position < n)[..., None, None], packed, 0.0)
+
+
+def _softmax(scores: Tensor, keep: Tensor, softcap: float | None) -> Tensor:
+    """Probabilities over the last dim of scores where `keep`; a row that keeps nothing is zero."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~keep, float("-inf"))
+    return torch.softmax(scores, -1).nan_to_num(0.0)
+
+
+@register("decode", "reference", serves_everything, rank=0)
+def decode(
+    store: LayerStore,
+    query: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of one query per sequence, [sequences, query heads, head_dim], over its cached tokens.
+
+    `window` lets a query see itself and the window - 1 tokens before it.
+    """
+    sequences, query_heads, dim = query.shape
+    accurate = query.dtype if query.dtype == torch.float64 else torch.float32
+    keys = read(store, "key", batch, batch.lengths).to(accurate)
+    values = read(store, "value", batch, batch.lengths).to(accurate)
+    q = store.key.dual(query.to(accurate).view(sequences, store.layout.heads, -1, dim))
+    scores = torch.einsum("bhgd,bnhd->bhgn", q, keys) * scale
+    position = torch.arange(keys.shape[1], device=query.device)
+    keep = position < batch.lengths[:, None]
+    if window is not None:
+        keep &= position >= batch.lengths[:, None] - window
+    weights = _softmax(scores, keep[:, None, None, :], softcap)
+    out = store.value.inverse(torch.einsum("bhgn,bnhd->bhgd", weights, values))
+    return out.reshape(sequences, query_heads, dim).to(query.dtype)
+
+
+@register("prefill", "reference", serves_everything, rank=0)
+def prefill(
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of new tokens, [new tokens, heads, head_dim] each, over cached history and each other. Before `append`."""
+    out = torch.empty_like(query)
+    counts = batch.starts.diff()
+    history = batch.lengths - counts
+    for b in range(len(counts)):
+        part = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
+        out[part] = _prefill_one(
+            store, query[part], key[part], value[part], _row(batch, b), int(history[b]), scale, softcap, window
+        )
+    return out
+
+
+def _row(batch: PagedBatch, b: int) -> PagedBatch:
+    """One sequence of a batch."""
+    at = slice(b, b + 1)
+    return batch._replace(
+        block_table=batch.block_table[at],
+        lengths=batch.lengths[at],
+        owners=batch.owners[at],
+        sinks=batch.sinks[at],
+        exact={name: exact[at] for name, exact in batch.exact.items()},
+    )
+
+
+def _prefill_one(
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PagedBatch,
+    history: int,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    fresh, query_heads, dim = query.shape
+    accurate = query.dtype if query.dtype == torch.float64 else torch.float32
+    keys, values = key.to(accurate), value.to(accurate)
+    q = query.to(accurate).view(fresh, store.layout.heads, -1, dim)
+    if history:
+        n = torch.tensor([history], device=query.device)
+        keys = torch.cat((read(store, "key", row, n)[0, :history].to(accurate), store.key.forward(keys)))
+        values = torch.cat((read(store, "value", row, n)[0, :history].to(accurate), store.value.forward(values)))
+        q = store.key.dual(q)
+    position = torch.arange(len(keys), device=query.device)
+    out = torch.empty_like(q)
+    for first in range(0, fresh, QUERY_BLOCK):
+        block = slice(first, min(fresh, first + QUERY_BLOCK))
+        at = position[history + first : history + block.stop, None]  # the queries' own positions
+        keep = position <= at
+        if window is not None:
+            keep &= position > at - window
+        scores = torch.einsum("qhgd,nhd->hgqn", q[block], keys) * scale
+        out[block] = torch.einsum("hgqn,nhd->qhgd", _softmax(scores, keep, softcap), values)
+    if history:
+        out = store.value.inverse(out)
+    return out.reshape(fresh, query_heads, dim).to(query.dtype)

@@ -1,0 +1,60 @@
+"""Implementations of the operations: each registers itself, one is chosen when a cache is made, none is taken in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from kvant.layout import Layout
+
+Op = Literal["append", "decode", "prefill"]
+OPS: tuple[Op, ...] = ("append", "decode", "prefill")
+Refusal = Callable[[Layout, torch.device], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    op: Op
+    name: str
+    run: Callable[..., Any]
+    refuse: Refusal  # why it cannot serve a layout on a device, or None
+    rank: int  # higher is tried first
+
+
+_FOUND: dict[tuple[Op, str], Implementation] = {}
+
+
+def register(op: Op, name: str, refuse: Refusal, rank: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator that offers a function as an implementation of an operation."""
+
+    def add(run: Callable[..., Any]) -> Callable[..., Any]:
+        if (op, name) in _FOUND:
+            raise TypeError(f"two implementations of {op} are called {name}")
+        _FOUND[op, name] = Implementation(op, name, run, refuse, rank)
+        return run
+
+    return add
+
+
+def implementations(op: Op) -> list[Implementation]:
+    """All implementations of an operation, best first."""
+    return sorted((i for i in _FOUND.values() if i.op == op), key=lambda i: -i.rank)
+
+
+def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None = None) -> Implementation:
+    """The best implementation that serves a layout on a device, or the one of that name; refusals are listed."""
+    device = torch.device(device)
+    candidates = [i for i in implementations(op) if name in (None, i.name)]
+    if not candidates:
+        known = ", ".join(i.name for i in implementations(op))
+        raise ValueError(f"unknown implementation {name!r} of {op}; known: {known}")
+    refusals = []
+    for candidate in candidates:
+        reason = candidate.refuse(layout, device)
+        if reason is None:
+            return candidate
+        refusals.append(f"{candidate.name}: {reason}")
+    raise ValueError(f"nothing can {op} recipe {layout.recipe.name} on {device}: {'; '.join(refusals)}")

@@ -1,0 +1,124 @@
+"""What an operation is given: one layer's storage, and where its sequences lie in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from kvant.codecs import DTYPES, Codec
+from kvant.layout import Layout, StreamName
+from kvant.recipe import Stream
+from kvant.transforms import BoundTransform
+
+Tensor = torch.Tensor
+
+
+class PagedBatch(NamedTuple):
+    """All that an operation knows of requests. New tokens of all sequences lie one after another."""
+
+    block_table: Tensor  # int64 [sequences, pages]; entries past a sequence's last page, or slid out, are never read
+    lengths: Tensor  # int64 [sequences]: tokens after the new ones
+    slots: Tensor  # int64 [new tokens]: page * page_tokens + place in it; -1 is padding
+    starts: Tensor  # int64 [sequences + 1]: where each sequence's new tokens start
+    owners: Tensor  # int64 [sequences]: row of the overlays
+    sinks: Tensor  # int64 [sequences]: sink tokens that the overlay really holds
+    exact: dict[StreamName, Tensor]  # int64 [sequences]: the ring of a stream holds no token before this one
+
+    @property
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Sequence and position of every new token: int64 [new tokens] each."""
+        counts = self.starts.diff()
+        sequence = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        first = self.lengths - counts - self.starts[:-1]
+        return sequence, torch.arange(len(sequence), device=counts.device) + first[sequence]
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundStream:
+    """A stream for one layer: transforms and codec with their tensors."""
+
+    spec: Stream
+    codec: Codec
+    transforms: tuple[BoundTransform, ...]
+
+    @staticmethod
+    def of(
+        spec: Stream,
+        head_dim: int,
+        dtype: str,
+        device: torch.device | str,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> BoundStream:
+        transforms = tuple(transform.bind(head_dim, tensors, device) for transform in spec.transforms)
+        return BoundStream(spec, spec.codec.bind(head_dim, tensors, dtype), transforms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keys or values into the space they are stored in: [..., heads, head_dim]."""
+        for transform in self.transforms:
+            x = transform.forward(x)
+        return x
+
+    def dual(self, q: Tensor) -> Tensor:
+        """Queries into the space of the stored keys: [..., heads, queries per head, head_dim]."""
+        for transform in self.transforms:
+            q = transform.dual(q)
+        return q
+
+    def inverse(self, o: Tensor) -> Tensor:
+        """Outputs out of the space of the stored values: [..., heads, queries per head, head_dim]."""
+        for transform in reversed(self.transforms):
+            o = transform.inverse(o)
+        return o
+
+
+@dataclasses.dataclass
+class LayerStore:
+    """One layer's pages and full-precision windows. Windows are stored transformed, like the pages."""
+
+    layout: Layout
+    key: BoundStream
+    value: BoundStream
+    pages: Tensor  # uint8 [pages, heads, run_bytes]
+    overlays: dict[StreamName, Tensor]  # [owners, overlay tokens, heads, head_dim]
+
+    @staticmethod
+    def allocate(
+        layout: Layout,
+        pages: int,
+        owners: int,
+        device: torch.device | str = "cpu",
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> LayerStore:
+        streams = {
+            name: BoundStream.of(stream, layout.head_dim, layout.dtype, device, _of_stream(tensors, name))
+            for name, stream in layout.recipe.streams.items()
+        }
+        return LayerStore(
+            layout,
+            streams["key"],
+            streams["value"],
+            torch.empty(pages, layout.heads, layout.run_bytes, dtype=torch.uint8, device=device),
+            {name: empty_overlay(layout, name, owners, device) for name in streams},
+        )
+
+    def stream(self, name: StreamName) -> BoundStream:
+        return self.key if name == "key" else self.value
+
+    @property
+    def nbytes(self) -> int:
+        """What torch allocated for this layer."""
+        return self.pages.nbytes + sum(overlay.nbytes for overlay in self.overlays.values())
+
+
+def empty_overlay(layout: Layout, name: StreamName, owners: int, device: torch.device | str) -> Tensor:
+    shape = owners, layout.overlay_tokens(name), layout.heads, layout.head_dim
+    return torch.empty(shape, dtype=DTYPES[layout.overlay_dtype], device=device)
+
+
+def _of_stream(tensors: Mapping[str, Tensor] | None, name: str) -> dict[str, Tensor]:
+    """Calibrated tensors of one stream: "key.rotation" -> "rotation"."""
+    prefix = f"{name}."
+    return {key[len(prefix) :]: value for key, value in (tensors or {}).items() if key.startswith(prefix)}

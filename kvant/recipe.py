@@ -1,0 +1,192 @@
+"""Recipes: which numbers a cache keeps, and which of its tokens in full precision.
+
+    Recipe = key Stream + value Stream (+ the fitter of its calibration artifact)
+    Stream = transforms -> codec, and a Window of tokens kept in full precision
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import typing
+from typing import Literal, NamedTuple
+
+from kvant.codecs import Codec
+from kvant.spec import Spec
+from kvant.transforms import Transform
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Spec):
+    """Tokens that are read in full precision: the first `sink` and the last `recent`.
+
+    Tokens enter the packed region `flush` at a time; a codec that codes groups of tokens needs a flush of whole groups.
+    """
+
+    sink: int = 0
+    recent: int = 0
+    flush: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("sink", 0), ("recent", 0), ("flush", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def packed_end(self, n: int) -> int:
+        """Of n tokens, [min(n, sink), packed_end) are read from packed pages."""
+        return min(n, self.sink) + max(0, n - self.sink - self.recent) // self.flush * self.flush
+
+    @property
+    def ring(self) -> int:
+        """Full-precision tokens after the sinks that a sequence has to hold."""
+        return self.recent + (self.flush if self.flush > 1 else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream(Spec):
+    """What happens to the keys, or to the values."""
+
+    codec: Codec
+    transforms: tuple[Transform, ...] = ()
+    window: Window = Window()
+
+    def __post_init__(self) -> None:
+        group, flush = self.codec.group_tokens, self.window.flush
+        if group == 1 and flush != 1:
+            raise ValueError(f"flush must be 1 where every token is coded alone, got {flush}")
+        if flush % group:
+            raise ValueError(f"flush must be a multiple of the codec's group of {group} tokens, got {flush}")
+
+    @property
+    def groupwise(self) -> bool:
+        return self.codec.group_tokens > 1
+
+    @property
+    def parts(self) -> dict[str, Spec]:
+        """Every part with fields of its own, under the name of its place."""
+        named: dict[str, Spec] = {f"transforms[{i}]": part for i, part in enumerate(self.transforms)}
+        return {**named, "codec": self.codec, "window": self.window}
+
+    def with_parts(self, parts: dict[str, Spec]) -> Stream:
+        """The stream made of parts under the names that `parts` gives them."""
+        transforms = tuple(part for place, part in parts.items() if place.startswith("transforms["))
+        rest = {place: part for place, part in parts.items() if not place.startswith("transforms[")}
+        return dataclasses.replace(self, transforms=transforms, **rest)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(Spec):
+    """A method. `name`, `paper` and `summary` are for people; everything else decides bytes."""
+
+    name: str
+    key: Stream
+    value: Stream
+    paper: str = ""
+    summary: str = ""
+    fitter: str | None = None
+
+    def __post_init__(self) -> None:
+        sinks = self.key.window.sink, self.value.window.sink
+        if sinks[0] != sinks[1]:
+            raise ValueError(f"keys and values must keep the same sink tokens, got k.sink={sinks[0]} v.sink={sinks[1]}")
+
+    @property
+    def origin(self) -> int:
+        """Position of the first token of the first page. Sinks shift the grid of group-wise streams."""
+        return self.key.window.sink if self.key.groupwise or self.value.groupwise else 0
+
+    @property
+    def digest(self) -> str:
+        """Names what decides the stored bytes and how they are read."""
+        data = {"key": self.key.to_dict(), "value": self.value.to_dict()}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def not_prefix_safe(self) -> str | None:
+        """Why pages may not be shared between requests, or None where they may: a page's bytes depend only on the tokens
+        before its end, on the recipe and on the artifact."""
+        for name, stream in self.streams.items():
+            for part in stream.parts.values():
+                reason = getattr(part, "fitted_on_request", None)
+                if reason:
+                    return f"{name} {type(part).__name__}: {reason}"
+        return None
+
+    @property
+    def streams(self) -> dict[Literal["key", "value"], Stream]:
+        return {"key": self.key, "value": self.value}
+
+    @property
+    def overridable(self) -> dict[str, str]:
+        """Fields that `with_fields` accepts -> the type of each."""
+        found: dict[str, str] = {}
+        for stream in self.streams.values():
+            for part in stream.parts.values():
+                hints = typing.get_type_hints(type(part))
+                found.update({field.name: _type_name(hints[field.name]) for field in dataclasses.fields(part)})
+        return found
+
+    def with_fields(self, fields: dict[str, str]) -> Recipe:
+        """A copy with fields of its parts replaced, as a command line names them.
+
+        `order=16` replaces every part's field of that name, in both streams; `k.order=16` or `v.order=16` in one.
+        """
+        parts = {name: stream.parts for name, stream in self.streams.items()}
+        for name, text in fields.items():
+            side, _, field = name.rpartition(".")
+            hits = 0
+            for which in {"": ("key", "value"), "k": ("key",), "v": ("value",)}.get(side, ()):
+                for place, part in parts[which].items():
+                    if any(f.name == field for f in dataclasses.fields(part)):
+                        parts[which][place] = part.with_text(field, text)
+                        hits += 1
+            if not hits:
+                known = ", ".join(f"{key} ({kind})" for key, kind in sorted(self.overridable.items()))
+                raise ValueError(
+                    f"recipe {self.name} has no field {name!r}; it has {known}; a prefix k. or v. names one stream"
+                )
+        label = ",".join(f"{key}={value}" for key, value in fields.items())
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}:{label}" if label else self.name,
+            key=self.key.with_parts(parts["key"]),
+            value=self.value.with_parts(parts["value"]),
+        )
+
+
+def _type_name(hint: object) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "|".join(map(str, typing.get_args(hint)))
+    return getattr(hint, "__name__", str(hint))
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of a sequence, and where their keys and values are read from."""
+
+    start: int
+    stop: int
+    key: Literal["packed", "full"]
+    value: Literal["packed", "full"]
+
+
+def spans(recipe: Recipe, n: int) -> tuple[Span, ...]:
+    """Where each of the n tokens of a sequence is read from: a pure function of the length, at most four spans."""
+    edges = {0, n}
+    packed: dict[str, tuple[int, int]] = {}
+    for name, stream in recipe.streams.items():
+        packed[name] = (min(n, stream.window.sink), stream.window.packed_end(n))
+        edges.update(packed[name])
+    ordered = sorted(edges)
+
+    def place(name: str, start: int) -> Literal["packed", "full"]:
+        first, last = packed[name]
+        return "packed" if first <= start < last else "full"
+
+    out: list[Span] = []
+    for start, stop in zip(ordered, ordered[1:], strict=False):
+        span = Span(start, stop, place("key", start), place("value", start))
+        if out and out[-1][2:] == span[2:]:
+            span = Span(out.pop().start, *span[1:])
+        out.append(span)
+    return tuple(out)

@@ -1,0 +1,57 @@
+"""Recipes, one file per paper. A recipe is found because a module here defines it as a constant."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from kvant.recipe import Recipe
+
+
+def _collect() -> dict[str, Recipe]:
+    found: dict[str, Recipe] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            if isinstance(value, Recipe) and found.setdefault(value.name, value) is not value:
+                raise TypeError(f"two recipes are called {value.name}; one is in {module.__name__}")
+    return found
+
+
+_RECIPES = _collect()
+
+
+def names() -> list[str]:
+    """All recipes, in the order of their files."""
+    return list(_RECIPES)
+
+
+def get(text: str | Recipe) -> Recipe:
+    """The recipe that a command line names: NAME or NAME:field=value,field=value."""
+    if isinstance(text, Recipe):
+        return text
+    name, colon, rest = text.strip().partition(":")
+    if name not in _RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; known: {', '.join(_RECIPES)}")
+    fields: dict[str, str] = {}
+    for item in rest.split(",") if colon else ():
+        field, equals, value = (part.strip() for part in item.partition("="))
+        if not (field and equals and value):
+            raise ValueError(f"recipe {text!r}: expected NAME:field=value,field=value, got {item!r}")
+        fields[field] = value
+    return _RECIPES[name].with_fields(fields)
+
+
+def split(text: str) -> list[str]:
+    """A comma-separated list of recipes, where the commas between one recipe's fields do not count; `all` is all."""
+    if text.strip() == "all":
+        return names()
+    out: list[str] = []
+    for item in text.split(","):
+        if out and "=" in item and ":" not in item:
+            out[-1] += f",{item}"
+        elif item.strip():
+            out.append(item.strip())
+    if not out:
+        raise ValueError(f"expected one or more recipes, got {text!r}; known: {', '.join(_RECIPES)}")
+    return out

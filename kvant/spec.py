@@ -1,0 +1,131 @@
+"""Specs: frozen dataclasses that say what a part of a recipe is, and survive a trip through JSON.
+
+A spec holds numbers and names only; tensors live in the objects that a spec is bound to. Every concrete spec registers
+itself under its class name, so a new codec or transform is readable from JSON because it exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+import types
+import typing
+from typing import Any, ClassVar, Self
+
+
+def discover(package: str) -> None:
+    """Imports every module of a package, so that what it defines registers itself. A broken import raises."""
+    module = importlib.import_module(package)
+    for info in pkgutil.iter_modules(module.__path__):
+        importlib.import_module(f"{package}.{info.name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Base of everything that a recipe is made of."""
+
+    registry: ClassVar[dict[str, type[Spec]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        other = Spec.registry.setdefault(cls.__name__, cls)
+        if other is not cls and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"two specs are called {cls.__name__}: in {other.__module__} and {cls.__module__}")
+        Spec.registry[cls.__name__] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: {"kind": class name, field: value, ...}."""
+        out: dict[str, Any] = {"kind": type(self).__name__}
+        for field in dataclasses.fields(self):
+            out[field.name] = _plain(getattr(self, field.name))
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Reads what `to_dict` wrote; refuses anything else by name."""
+        if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
+            raise ValueError(f"a spec is an object with a 'kind', got {data!r}")
+        kind = data["kind"]
+        found = Spec.registry.get(kind)
+        if found is None or not issubclass(found, cls):
+            known = sorted(name for name, spec in Spec.registry.items() if issubclass(spec, cls))
+            raise ValueError(f"unknown {cls.__name__} kind {kind!r}; known: {', '.join(known)}")
+        fields = {field.name for field in dataclasses.fields(found)}
+        unknown = sorted(set(data) - fields - {"kind"})
+        if unknown:
+            raise ValueError(f"{kind} has no field {', '.join(unknown)}; it has {', '.join(sorted(fields))}")
+        hints = typing.get_type_hints(found)
+        values = {
+            name: _read(value, hints[name], f"{kind}.{name}") for name, value in data.items() if name != "kind"
+        }
+        return found(**values)  # type: ignore[return-value]
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.from_dict(json.loads(text))
+
+    def with_text(self, name: str, text: str) -> Self:
+        """A copy in which the field called `name` is parsed from a command line's text."""
+        hint = typing.get_type_hints(type(self))[name]
+        return dataclasses.replace(self, **{name: parse_value(text, hint, name)})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _read(value: Any, hint: Any, where: str) -> Any:
+    """A JSON value as the type that a field declares."""
+    if isinstance(value, dict):
+        return Spec.from_dict(value)
+    if isinstance(value, list):
+        inner = typing.get_args(hint)[0] if typing.get_args(hint) else Any
+        return tuple(_read(item, inner, where) for item in value)
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if typing.get_origin(hint) is typing.Literal:
+        if value not in typing.get_args(hint):
+            raise ValueError(f"{where} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
+        return value
+    if float in options and isinstance(value, int) and not isinstance(value, bool) and int not in options:
+        return float(value)
+    allowed = tuple(option for option in options if isinstance(option, type))
+    if allowed and not (isinstance(value, allowed) and not (isinstance(value, bool) and bool not in allowed)):
+        raise ValueError(f"{where} must be {' or '.join(a.__name__ for a in allowed)}, got {value!r}")
+    return value
+
+
+def parse_value(text: str, hint: Any, name: str) -> Any:
+    """Text from a command line as the type that a field declares."""
+    if typing.get_origin(hint) is typing.Literal:
+        for option in typing.get_args(hint):
+            if text == str(option):
+                return option
+        raise ValueError(f"{name} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {text!r}")
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and text.lower() == "none":
+        return None
+    if bool in options:
+        if text.lower() in ("true", "yes", "on", "1"):
+            return True
+        if text.lower() in ("false", "no", "off", "0"):
+            return False
+        raise ValueError(f"{name} must be true or false, got {text!r}")
+    for kind in (int, float):
+        if kind in options:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    if str in options:
+        return text
+    names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"{name} must be {names}, got {text!r}")
