@@ -1,6 +1,6 @@
 """Recipes: which numbers a cache keeps, and which of its tokens in full precision.
 
-    Recipe = key Stream + value Stream (+ the fitter of its calibration artifact)
+    Recipe = key Stream + value Stream
     Stream = transforms -> codec, and a Window of tokens kept in full precision
 """
 
@@ -84,7 +84,6 @@ class Recipe(Spec):
     value: Stream
     paper: str = ""
     summary: str = ""
-    fitter: str | None = None
 
     def __post_init__(self) -> None:
         sinks = self.key.window.sink, self.value.window.sink
@@ -101,6 +100,11 @@ class Recipe(Spec):
         """Names what decides the stored bytes and how they are read."""
         data = {"key": self.key.to_dict(), "value": self.value.to_dict()}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs an artifact that `kvant calibrate` fits."""
+        return any(part.calibrated for stream in self.streams.values() for part in stream.parts.values())
 
     @property
     def not_prefix_safe(self) -> str | None:

@@ -27,6 +27,7 @@ class Spec:
     """Base of everything that a recipe is made of."""
 
     registry: ClassVar[dict[str, type[Spec]]] = {}
+    calibrated: ClassVar[bool] = False  # whether it needs tensors from an artifact
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -10,6 +10,7 @@ Padding is dropped: pages hold a sequence's real tokens only, whatever their col
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvant import recipes
+from kvant.artifact import Artifact
 from kvant.cache import Entry, PagedCache
 from kvant.layout import Layout, Order
 from kvant.ops import PagedBatch
@@ -151,6 +153,7 @@ class Cache(transformers.Cache):
 
     model_or_config  a transformers model, or its config; its attention implementation becomes "kvant".
     recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe.
+    artifact         what `kvant calibrate` wrote for a recipe that is fitted offline: its directory, or an Artifact.
     max_tokens       tokens that the cache holds over all sequences, allocated at once; more raises PoolFull. Without it
                      the cache grows as needed.
     page_tokens, order, implementation  as in Layout.of and ops.choose.
@@ -161,6 +164,7 @@ class Cache(transformers.Cache):
         model_or_config: Any,
         recipe: str | Recipe = "saw-int4",
         *,
+        artifact: Artifact | str | os.PathLike[str] | None = None,
         max_tokens: int | None = None,
         page_tokens: int | None = None,
         order: Order | None = None,
@@ -173,6 +177,11 @@ class Cache(transformers.Cache):
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be positive, got {max_tokens}")
         self.max_tokens = max_tokens
+        self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
+        if self.artifact is not None:
+            self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim)
+        elif self.recipe.calibrated:
+            raise ValueError(f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate")
         self.layout = self._make_layout(self.shape.dtype)
         self.groups: list[Group] = []
         self._group_of: list[Group] = []
@@ -206,6 +215,11 @@ class Cache(transformers.Cache):
     def predicted_nbytes(self) -> int:
         """What the layout predicts for `nbytes`."""
         return sum(group.paged.predicted_nbytes for group in self.groups)
+
+    @property
+    def digest(self) -> str:
+        """Names what the stored bytes mean."""
+        return self.layout.digest("" if self.artifact is None else self.artifact.digest)
 
     @property
     def batch_size(self) -> int:
@@ -256,7 +270,9 @@ class Cache(transformers.Cache):
         pages = None if self.max_tokens is None else max(1, self.layout.pages_for(self.max_tokens))
         for window in dict.fromkeys(self.shape.layers):
             layers = [i for i, w in enumerate(self.shape.layers) if w == window]
-            paged = PagedCache(self.layout, len(layers), pages, key.device, implementation=self._implementation)
+            tensors = {} if self.artifact is None else self.artifact.tensors
+            own = {index: tensors[layer] for index, layer in enumerate(layers) if layer in tensors}
+            paged = PagedCache(self.layout, len(layers), pages, key.device, own, self._implementation)
             self.groups.append(Group(window, layers, paged))
         by_layer = {layer: group for group in self.groups for layer in group.layers}
         self._group_of = [by_layer[i] for i in range(len(self.layers))]

@@ -52,8 +52,11 @@ class BoundStream:
         device: torch.device | str,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> BoundStream:
-        transforms = tuple(transform.bind(head_dim, tensors, device) for transform in spec.transforms)
-        return BoundStream(spec, spec.codec.bind(head_dim, tensors, dtype), transforms)
+        transforms = tuple(
+            transform.bind(head_dim, _below(tensors, f"transforms[{i}]."), device)
+            for i, transform in enumerate(spec.transforms)
+        )
+        return BoundStream(spec, spec.codec.bind(head_dim, _below(tensors, "codec."), dtype), transforms)
 
     def forward(self, x: Tensor) -> Tensor:
         """Keys or values into the space they are stored in: [..., heads, head_dim]."""
@@ -93,7 +96,7 @@ class LayerStore:
         tensors: Mapping[str, Tensor] | None = None,
     ) -> LayerStore:
         streams = {
-            name: BoundStream.of(stream, layout.head_dim, layout.dtype, device, _of_stream(tensors, name))
+            name: BoundStream.of(stream, layout.head_dim, layout.dtype, device, _below(tensors, f"{name}."))
             for name, stream in layout.recipe.streams.items()
         }
         return LayerStore(
@@ -118,7 +121,6 @@ def empty_overlay(layout: Layout, name: StreamName, owners: int, device: torch.d
     return torch.empty(shape, dtype=DTYPES[layout.overlay_dtype], device=device)
 
 
-def _of_stream(tensors: Mapping[str, Tensor] | None, name: str) -> dict[str, Tensor]:
-    """Calibrated tensors of one stream: "key.rotation" -> "rotation"."""
-    prefix = f"{name}."
+def _below(tensors: Mapping[str, Tensor] | None, prefix: str) -> dict[str, Tensor]:
+    """Calibrated tensors of one stream or part, by their names in it."""
     return {key[len(prefix) :]: value for key, value in (tensors or {}).items() if key.startswith(prefix)}

@@ -1,0 +1,106 @@
+"""Calibration artifacts: the tensors that a recipe was fitted with, in one safetensors file that says what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+FORMAT = "kvant-artifact-1"
+FILE = "artifact.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """Calibrated tensors per layer, e.g. tensors[3]["key.transforms[0].matrix"], and where they come from."""
+
+    recipe: Recipe
+    heads: int
+    head_dim: int
+    layers: int
+    tensors: dict[int, dict[str, Tensor]]
+    source: dict[str, Any] = dataclasses.field(default_factory=dict)  # model fingerprint, tokens, text hash, ...
+
+    @property
+    def digest(self) -> str:
+        """Names the tensors: two artifacts with the same digest read and write the same bytes."""
+        digest = hashlib.sha256(json.dumps([self.recipe.digest, self.heads, self.head_dim, self.layers]).encode())
+        for name, tensor in sorted(self._flat().items()):
+            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _flat(self) -> dict[str, Tensor]:
+        return {f"layers.{i}.{name}": t.cpu() for i, layer in self.tensors.items() for name, t in layer.items()}
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes the artifact whole or not at all; what was there before stays until then."""
+        target = Path(directory) / FILE
+        target.parent.mkdir(parents=True, exist_ok=True)
+        header = {
+            "format": FORMAT,
+            "digest": self.digest,
+            "recipe": self.recipe.to_json(),
+            "shape": json.dumps({"layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}),
+            "source": json.dumps(self.source),
+        }
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".artifact-")
+        os.close(handle)
+        try:
+            save_file({name: t.contiguous() for name, t in self._flat().items()}, temporary, metadata=header)
+            with open(temporary, "rb") as written:
+                os.fsync(written.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return target
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Artifact:
+        """Reads an artifact's directory or file; a damaged one is refused by name."""
+        file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise ValueError(f"artifact {str(path)!r}: no such file or directory")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                header = opened.metadata() or {}
+                if header.get("format") != FORMAT:
+                    raise ValueError(f"artifact {str(path)!r}: expected the format {FORMAT}, got {header.get('format')!r}")
+                shape = json.loads(header["shape"])
+                recipe = Recipe.from_json(header["recipe"])
+                tensors: dict[int, dict[str, Tensor]] = {}
+                for key in opened.keys():
+                    _, layer, name = key.split(".", 2)
+                    tensors.setdefault(int(layer), {})[name] = opened.get_tensor(key)
+                artifact = Artifact(
+                    recipe, shape["heads"], shape["head_dim"], shape["layers"], tensors, json.loads(header["source"])
+                )
+        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"artifact {str(path)!r} is damaged: {error}") from error
+        if artifact.digest != header.get("digest"):
+            raise ValueError(f"artifact {str(path)!r} is damaged: its digest is not that of its tensors")
+        return artifact
+
+    def check(self, recipe: Recipe, layers: int, heads: int, head_dim: int) -> None:
+        """Refuses a recipe or a model that the artifact was not fitted for."""
+        if recipe.digest != self.recipe.digest:
+            raise ValueError(f"the artifact was fitted for recipe {self.recipe.name}, not for {recipe.name}")
+        mine, theirs = (self.layers, self.heads, self.head_dim), (layers, heads, head_dim)
+        if mine != theirs:
+            raise ValueError(
+                "the artifact was fitted for a model of {} layers, {} KV heads of {}; this one has {}, {} of {}".format(
+                    *mine, *theirs
+                )
+            )

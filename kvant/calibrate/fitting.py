@@ -1,0 +1,87 @@
+"""Fitting a recipe: every calibrated part of a stream, in order, sees the statistics as the parts before it leave them.
+
+A fitter is a function registered for the class of a part:
+
+    @fits(Rotation)
+    def fit_rotation(part, stats, stream) -> dict[str, Tensor]
+
+The tensors that it returns come back to the part's `bind` under the same names, and lie in the artifact as
+"{stream}.{place}.{name}", e.g. "key.transforms[0].matrix" or "value.codec.codebooks".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvant.recipe import Recipe
+from kvant.spec import Spec
+from kvant.stats import LayerStats
+
+Tensor = torch.Tensor
+Fitter = Callable[[Any, LayerStats, str], dict[str, Tensor]]
+
+_FITTERS: dict[type[Spec], Fitter] = {}
+
+
+def fits(kind: type[Spec]) -> Callable[[Fitter], Fitter]:
+    """Decorator that makes a function the fitter of a class of parts."""
+
+    def add(fitter: Fitter) -> Fitter:
+        if kind in _FITTERS:
+            raise TypeError(f"two fitters for {kind.__name__}")
+        _FITTERS[kind] = fitter
+        return fitter
+
+    return add
+
+
+def fit_layer(recipe: Recipe, stats: LayerStats) -> dict[str, Tensor]:
+    """The calibrated tensors of one layer."""
+    out: dict[str, Tensor] = {}
+    for name, stream in recipe.streams.items():
+        seen = stats
+        for place, part in stream.parts.items():
+            tensors: dict[str, Tensor] = {}
+            if part.calibrated:
+                fitter = _FITTERS.get(type(part))
+                if fitter is None:
+                    raise TypeError(f"{type(part).__name__} is calibrated but has no fitter")
+                tensors = fitter(part, seen, name)
+                out.update({f"{name}.{place}.{key}": value for key, value in tensors.items()})
+            if place.startswith("transforms["):
+                seen = _through(seen, name, part.bind(seen.keys.mean.shape[-1], tensors))  # type: ignore[attr-defined]
+    return out
+
+
+def _through(stats: LayerStats, stream: str, transform: Any) -> LayerStats:
+    """Statistics as a transform leaves them. The transform is read off the unit vectors, so that any one will do."""
+    heads, dim = stats.keys.mean.shape
+    zero = torch.zeros(1, heads, dim)
+    eye = torch.eye(dim)[:, None, :].expand(dim, heads, dim)
+    shift = transform.forward(zero)[0]  # [heads, dim]: -mu A
+    matrix = (transform.forward(eye) - shift).permute(1, 0, 2).double()  # [heads, dim, dim]: A
+    dual = transform.dual(eye[:, :, None, :])[:, :, 0].permute(1, 0, 2).double()  # A^-T
+    offset = -(shift.double()[:, None, :] @ torch.linalg.inv(matrix))[:, 0]
+    if stream == "value":
+        moved = stats.attended - _outer(offset, stats.values.mean)  # p V - mu, where p sums to one
+        attended = matrix.mT @ moved @ matrix
+        excerpts = tuple(e._replace(values=transform.forward(e.values)) for e in stats.excerpts)
+        return dataclasses.replace(
+            stats, values=stats.values.through(matrix, offset), attended=attended, excerpts=excerpts
+        )
+    excerpts = tuple(
+        e._replace(keys=transform.forward(e.keys), queries=transform.dual(e.queries)) for e in stats.excerpts
+    )
+    return dataclasses.replace(
+        stats, keys=stats.keys.through(matrix, offset), queries=stats.queries.through(dual), excerpts=excerpts
+    )
+
+
+def _outer(offset: Tensor, mean: Tensor) -> Tensor:
+    """What removing a constant takes off a second moment whose vectors have this mean."""
+    cross = offset[:, :, None] * mean[:, None, :]
+    return cross + cross.mT - offset[:, :, None] * offset[:, None, :]

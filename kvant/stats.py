@@ -1,0 +1,78 @@
+"""What calibration gathers of one layer, and how it looks through a transform.
+
+Everything is per KV head; the queries of a group's heads are pooled for their KV head. Row vectors, after RoPE, over the
+positions that will be served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Excerpt(NamedTuple):
+    """A run of tokens of one text: queries [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
+    head_dim]. For searches that need real attention."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Streamed sums of a stream of vectors, all [heads, ...] in float64."""
+
+    count: int
+    mean: Tensor  # [heads, head_dim]
+    second: Tensor  # [heads, head_dim, head_dim]: mean of x^T x, not centred
+    absmax: Tensor  # [heads, head_dim]
+    sample: Tensor  # [heads, n, head_dim] float32: a uniform sample of the vectors
+
+    def through(self, matrix: Tensor, offset: Tensor | None = None) -> Moments:
+        """Moments of (x - offset) @ matrix; matrix [heads, d, d] or [d, d]. absmax is then that of the sample."""
+        matrix = matrix.to(torch.float64).expand(len(self.mean), *matrix.shape[-2:])
+        second, mean, sample = self.second, self.mean, self.sample.to(torch.float64)
+        if offset is not None:
+            offset = offset.to(torch.float64).expand_as(mean)
+            cross = offset[:, :, None] * mean[:, None, :]
+            second = second - cross - cross.mT + offset[:, :, None] * offset[:, None, :]
+            mean, sample = mean - offset, sample - offset[:, None, :]
+        sample = sample @ matrix
+        return Moments(
+            self.count,
+            (mean[:, None, :] @ matrix)[:, 0],
+            matrix.mT @ second @ matrix,
+            sample.abs().amax(1),
+            sample.float(),
+        )
+
+    def pooled(self) -> Moments:
+        """One set of moments for all heads together, as [1, ...]."""
+        dim = self.mean.shape[-1]
+        return Moments(
+            self.count * len(self.mean),
+            self.mean.mean(0, keepdim=True),
+            self.second.mean(0, keepdim=True),
+            self.absmax.amax(0, keepdim=True),
+            self.sample.reshape(1, -1, dim),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStats:
+    """All that a fitter may look at. `attended` is OSCAR's C_S: the mean of (p V)^T (p V) over queries, per head."""
+
+    queries: Moments
+    keys: Moments
+    values: Moments
+    attended: Tensor  # [heads, head_dim, head_dim] float64
+    excerpts: tuple[Excerpt, ...]
+    scale: float  # of the softmax
+
+    def of(self, stream: str) -> Moments:
+        return self.keys if stream == "key" else self.values
