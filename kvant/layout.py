@@ -2,7 +2,7 @@
 
 A page holds `page_tokens` tokens of all KV heads of one layer. One (page, head) is one run of bytes:
 
-    key codes | value codes | key scales and zeros | value scales and zeros        each section 16-byte aligned
+    key codes | value codes | key scales and zeros | value scales and zeros | indices      each section 16-byte aligned
 
 Codes of 1, 2, 4 or 8 bits lie in their section as a little-endian bit stream; other widths are split into such planes
 (3 = 2 + 1). Which code comes first is the layout's order, a permutation of (token, channel):
@@ -14,6 +14,8 @@ fragment  the order in which the lanes of a warp feed the tensor core's mma.m16n
           channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Scales lie in the same lanes' order:
           those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels lie, so this
           costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing.
+
+Indices of centroids are read by lookups, not by tensor cores: they lie in plain order always.
 
 Fragment order needs widths that are a multiple of 16 and lanes that own whole bytes; where a recipe does not fit, the layout
 is plain and says so.
@@ -106,7 +108,7 @@ class Section:
 
     stream: StreamName
     names: tuple[str, ...]
-    kind: Literal["code", "meta", "raw"]
+    kind: Literal["code", "index", "meta", "raw"]
     bits: int
     shift: int  # of this plane inside its code
     rows: int  # rows a page: one per token, or per group of tokens
@@ -201,6 +203,11 @@ class Layout:
                     shapes.setdefault((field.width, field.tokens, field.dtype), []).append(field)
             for group in shapes.values():
                 add(stream, tuple(field.name for field in group), group[0], group[0].bits, 0)
+        for stream in streams:
+            for field in self.fields(stream):
+                if field.kind == "index":
+                    for bits, shift in planes(field.bits):
+                        add(stream, (field.name,), field, bits, shift)
         return tuple(out)
 
     @functools.cached_property
@@ -291,7 +298,7 @@ class Layout:
             order = self.order if section.rows == self.page_tokens else "plain"
             places = _places(section, order, self.page_tokens, str(runs.device))
             data = runs[..., section.offset : section.offset + section.nbytes]
-            if section.kind == "code":
+            if section.kind in ("code", "index"):
                 codes = _codes(data, section.bits)[..., places.flatten()]
                 codes = codes.reshape(pages, heads, section.rows, section.width)
                 if section.dtype != "uint8":
@@ -312,7 +319,8 @@ class Layout:
 @functools.lru_cache(maxsize=512)
 def _places(section: Section, order: Order, page_tokens: int, device: str) -> Tensor:
     """Place of every element in its section: [rows, width] for codes, [rows, width, names] otherwise."""
-    if section.kind == "code":
+    if section.kind in ("code", "index"):
+        order = "plain" if section.kind == "index" else order
         return code_places(section.stream, order, section.rows, section.width, section.bits).to(device)
     if section.kind == "raw":
         order = "plain"
@@ -339,7 +347,7 @@ def _section_bytes(section: Section, parts: Parts, gather: Tensor) -> Tensor:
     """Bytes of one section, a row per token: uint8 [rows, heads, n]; `gather` is [rows, elements]."""
     first = parts[section.names[0]]
     rows, heads = first.shape[:2]
-    if section.kind == "code":
+    if section.kind in ("code", "index"):
         codes = first.gather(-1, gather[:, None, :].expand(rows, heads, -1))
         codes = (codes >> section.shift).to(torch.uint8) & ((1 << section.bits) - 1)
         codes = codes.reshape(rows, heads, -1, 8 // section.bits)

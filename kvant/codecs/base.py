@@ -25,32 +25,28 @@ DTYPES: dict[str, torch.dtype] = {
 class Field:
     """One kind of number that a codec stores.
 
-    code: small integers that the dot products read, in the layout's order of codes.
-    meta: 16-bit floats beside the codes (scale, zero), in the layout's order of tokens.
-    raw:  plain elements, tokens after one another.
+    code:  small integers that the dot products read, in the layout's order of codes.
+    index: integers that look something up (a centroid), tokens after one another whatever the layout's order.
+    meta:  16-bit floats beside the codes (scale, zero), in the layout's order of tokens.
+    raw:   plain elements, tokens after one another.
     """
 
     name: str
-    kind: Literal["code", "meta", "raw"]
+    kind: Literal["code", "index", "meta", "raw"]
     bits: int
     width: int  # elements a row
     tokens: int = 1  # tokens that share a row
     dtype: str = "uint8"  # of the decoded tensor: an entry of DTYPES, uint8 or int32
 
 
-@dataclasses.dataclass(frozen=True)
-class Codec(Spec):
-    """Base of all codecs. `encode` and `decode` are the reference: plain torch, the same on every machine."""
+class BoundCodec:
+    """A codec for one head dim, with its tensors. `encode` and `decode` are the reference: plain torch, the same on every
+    machine."""
 
     @property
     def group_tokens(self) -> int:
         """Tokens that are coded together; 1 where every token stands alone."""
         return 1
-
-    def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> Codec:
-        """The codec for one head dim, with its calibrated tensors if it has any. Refuses a head dim it cannot take."""
-        self.fields(head_dim)
-        return self
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         raise NotImplementedError(f"{type(self).__name__} must say which fields it stores")
@@ -62,3 +58,16 @@ class Codec(Spec):
     def decode(self, parts: Parts) -> Tensor:
         """Parts -> [tokens, heads, head_dim] float32."""
         raise NotImplementedError(f"{type(self).__name__} must decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec(BoundCodec, Spec):
+    """Base of all codec specs. One without calibrated tensors is its own bound form."""
+
+    def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
+        """The codec for one head dim, with its calibrated tensors if it has any. Refuses a head dim it cannot take.
+
+        Without `tensors` (None) it only knows its fields; a calibrated codec refuses a mapping that lacks what it needs.
+        """
+        self.fields(head_dim)
+        return self

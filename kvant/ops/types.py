@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.codecs import DTYPES, Codec
+from kvant.codecs import DTYPES, BoundCodec
 from kvant.layout import Layout, StreamName
 from kvant.recipe import Stream
 from kvant.transforms import BoundTransform
@@ -41,7 +41,7 @@ class BoundStream:
     """A stream for one layer: transforms and codec with their tensors."""
 
     spec: Stream
-    codec: Codec
+    codec: BoundCodec
     transforms: tuple[BoundTransform, ...]
 
     @staticmethod
@@ -52,6 +52,7 @@ class BoundStream:
         device: torch.device | str,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> BoundStream:
+        tensors = {name: tensor.to(device) for name, tensor in (tensors or {}).items()}
         transforms = tuple(
             transform.bind(head_dim, _below(tensors, f"transforms[{i}]."), device)
             for i, transform in enumerate(spec.transforms)
