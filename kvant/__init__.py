@@ -9,11 +9,12 @@ from kvant.layout import Layout
 from kvant.recipe import Recipe, Span, Stream, Window, spans
 from kvant.recipes import get as recipe
 from kvant.recipes import names as recipe_names
+from kvant.version import VERSION
 
 if TYPE_CHECKING:
     from kvant.engines.hf import Cache
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Cache",
     "Layout",

@@ -86,12 +86,13 @@ def _plain(value: Any) -> Any:
 
 def _read(value: Any, hint: Any, where: str) -> Any:
     """A JSON value as the type that a field declares."""
-    if isinstance(value, dict):
-        return Spec.from_dict(value)
-    if isinstance(value, list):
-        inner = typing.get_args(hint)[0] if typing.get_args(hint) else Any
-        return tuple(_read(item, inner, where) for item in value)
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, dict):
+        for option in options:
+            if isinstance(option, type) and issubclass(option, Spec):
+                return option.from_dict(value)
+    if isinstance(value, list) and typing.get_origin(hint) is tuple:
+        return tuple(_read(item, typing.get_args(hint)[0], where) for item in value)
     if typing.get_origin(hint) is typing.Literal:
         if value not in typing.get_args(hint):
             raise ValueError(f"{where} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")

@@ -1,0 +1,83 @@
+"""kvant eval: what recipes cost in quality, on the same tokens, through the real packed cache."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from kvant.cli.common import add_model_options, check_writable, load_model, print_table, progress, say, write_json
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="measure quality against the full cache",
+        description="Teacher-forced over windows of a text: next-token KL, top-1 agreement and perplexity of each recipe.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--recipe", required=True, metavar="R[,R...]", help="recipes, or all")
+    parser.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text")
+    parser.add_argument("--context", type=int, default=1536, metavar="N", help="tokens a window (default 1536)")
+    parser.add_argument("--tokens", type=int, default=1024, metavar="T", help="tokens to score in all (default 1024)")
+    parser.add_argument("--prompt", type=int, metavar="P", help="tokens a window that are prefilled (default a third)")
+    parser.add_argument("--chunk", type=int, default=1, metavar="C", help="tokens fed at a time; 1 is exact decode (default)")
+    parser.add_argument("--batch", type=int, default=8, metavar="B", help="windows that run side by side (default 8)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.set_defaults(run=run)
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"--text {path!r}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path!r}: expected a UTF-8 text: {error}") from error
+
+
+def tokenize(tokenizer: Any, text: str) -> list[int]:
+    """A long text's token ids, without the warning that it is longer than the model's context."""
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvant import recipes
+
+    chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
+    check_writable(args.json, "--json")
+    if args.chunk < 1 or args.batch < 1:
+        raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
+    text = read_text(args.text)
+    model, tokenizer = load_model(args)
+    from kvant.engines.hf import Cache
+    from kvant.eval import Windows, evaluate
+
+    windows = Windows.over(tokenize(tokenizer, text), args.context, args.tokens, args.prompt)
+    for recipe in chosen:
+        Cache(model, recipe)  # refuses what the model cannot take, before the work starts
+    say(f"{len(windows.ids)} windows of {args.context} tokens, {windows.prompt} of them prompt, {windows.tokens} scored")
+    with progress("evaluating") as advance:
+        results = evaluate(model, chosen, windows, args.chunk, args.batch, progress=advance)
+    report = {
+        "model": args.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "context": args.context,
+        "prompt": windows.prompt,
+        "chunk": args.chunk,
+        "tokens": windows.tokens,
+        "results": [dataclasses.asdict(result) for result in results],
+    }
+    if args.json:
+        write_json(args.json, report)
+    columns = [("recipe", "left"), ("bits", "right"), ("KL", "right"), ("± se", "right"), ("top-1", "right")]
+    columns += [("perplexity", "right"), ("attention error", "right"), ("seconds", "right")]
+    rows = [
+        [r.recipe, f"{r.bpe:.3f}", f"{r.kl:.5f}", f"{r.kl_se:.5f}", f"{r.top1:.1%}", f"{r.ppl:.3f}", f"{r.attn_rel_mse:.5f}", f"{r.seconds:.0f}"]
+        for r in results
+    ]
+    print_table("", columns, rows, f"{windows.tokens} tokens; bits with windows and partly filled pages at this context")
+    return 0

@@ -1,0 +1,3 @@
+"""The version, readable without importing torch."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,88 @@
+"""What all tests share. Memory that nothing has written is poisoned, so that reading it shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+from kvant import models
+from kvant.cache import PagedCache
+from kvant.layout import Layout
+from kvant.ops import LayerStore
+
+settings.register_profile("kvant", deadline=None, max_examples=25)
+settings.load_profile("kvant")
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh pages are 0xFF, fresh windows NaN."""
+    allocate, grow = LayerStore.allocate, PagedCache._reserve
+
+    def poisoned(*args: object, **kwargs: object) -> LayerStore:
+        store = allocate(*args, **kwargs)  # type: ignore[arg-type]
+        poison(store)
+        return store
+
+    def poisoned_reserve(self: PagedCache, count: int) -> None:
+        before = self.pool.total
+        grow(self, count)
+        for store in self.stores:
+            store.pages[before:] = 0xFF
+
+    monkeypatch.setattr(LayerStore, "allocate", staticmethod(poisoned))
+    monkeypatch.setattr(PagedCache, "_reserve", poisoned_reserve)
+
+
+def poison(store: LayerStore) -> None:
+    store.pages.fill_(0xFF)
+    for overlay in store.overlays.values():
+        overlay.fill_(float("nan"))
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of the last len(q) of len(k) tokens, one query at a time in float64: [tokens, heads, dim] each."""
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.empty_like(q)
+    group = q.shape[1] // k.shape[1]
+    for i in range(len(q)):
+        stop = len(k) - len(q) + i + 1
+        start = 0 if window is None else max(0, stop - window)
+        for head in range(q.shape[1]):
+            scores = k[start:stop, head // group] @ q[i, head] * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[i, head] = torch.softmax(scores, 0) @ v[start:stop, head // group]
+    return out
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def make_layout(recipe: object, heads: int = 2, head_dim: int = 64, **options: object) -> Layout:
+    from kvant import recipes
+
+    return Layout.of(recipes.get(recipe), heads, head_dim, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[object, object]:
+    """The real model and its tokenizer."""
+    if not (models.cache_dir() / "smollm2-135m-instruct" / "config.json").exists():
+        pytest.skip("SmolLM2 has not been fetched: run ./scripts/test, or any kvant command with --model smollm2")
+    return models.load("smollm2")
