@@ -107,6 +107,23 @@ class Recipe(Spec):
         return any(part.calibrated for stream in self.streams.values() for part in stream.parts.values())
 
     @property
+    def fits(self) -> dict[str, str]:
+        """Place of every calibrated part, e.g. "key.codec" -> a digest of what decides its tensors: the part and the parts
+        of its stream before it. Windows come after, so recipes that differ in them alone share an artifact; so do those
+        that differ in fields that a part lists in `fit_free`, where no other part was fitted behind it."""
+        out: dict[str, str] = {}
+        for name, stream in self.streams.items():
+            before: list[object] = []
+            for place, part in stream.parts.items():
+                data = part.to_dict()
+                if part.calibrated:
+                    own = {key: value for key, value in data.items() if key not in getattr(part, "fit_free", ())}
+                    text = json.dumps([*before, own], sort_keys=True)
+                    out[f"{name}.{place}"] = hashlib.sha256(text.encode()).hexdigest()
+                before.append(data)
+        return out
+
+    @property
     def not_prefix_safe(self) -> str | None:
         """Why pages may not be shared between requests, or None where they may: a page's bytes depend only on the tokens
         before its end, on the recipe and on the artifact."""

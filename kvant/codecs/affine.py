@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -28,7 +29,7 @@ class Affine(Codec):
     zero   "float" stores the minimum itself (OSCAR A.5: z = -a/s, not rounded); "integer" stores round(-min/s)
            (SAW-INT4 equations 3 and 4).
     clip   a token's values are clipped at this quantile of their magnitudes over the whole head (OSCAR A.5), before the
-           groups are formed; 1 clips nothing.
+           groups are formed; 1 clips nothing, 0 takes the ratio that kvant calibrate finds for each layer.
     meta   16-bit type of scale and zero. Codes are computed from the rounded scale and zero, so that rounding them
            costs a clamp at the ends of the range and nothing in between.
     """
@@ -44,8 +45,21 @@ class Affine(Codec):
             raise ValueError(f"bits must be 8, 4, 3 or 2, got {self.bits}")
         if self.group < 0:
             raise ValueError(f"group must be a number of channels, or 0 for the whole head, got {self.group}")
-        if not 0.0 < self.clip <= 1.0:
-            raise ValueError(f"clip must be a quantile in (0, 1], got {self.clip}")
+        if not 0.0 <= self.clip <= 1.0:
+            raise ValueError(f"clip must be a quantile in (0, 1], or 0 for the calibrated one, got {self.clip}")
+
+    @property
+    def calibrated(self) -> bool:  # type: ignore[override]
+        return self.clip == 0.0
+
+    def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> Affine:
+        """The codec with the layer's own clip ratio."""
+        self.fields(head_dim)
+        if not self.calibrated or tensors is None:
+            return self
+        if "clip" not in tensors:
+            raise ValueError("clip=0 needs the clip ratio that kvant calibrate fits")
+        return dataclasses.replace(self, clip=float(tensors["clip"]))
 
     def groups(self, head_dim: int) -> int:
         if self.group and head_dim % self.group:
@@ -62,6 +76,7 @@ class Affine(Codec):
         )
 
     def encode(self, x: Tensor) -> Parts:
+        assert self.clip > 0.0, "a calibrated clip is bound first"
         x = x.float()
         tokens, heads, dim = x.shape
         if self.clip < 1.0:
