@@ -48,6 +48,8 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> 
 def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slots: Tensor, write: Tensor) -> None:
     """Every token is coded alone and owns its bytes, so writing is a scatter."""
     slots = slots[write]
+    if not len(slots):
+        return
     parts = store.stream(name).codec.encode(stored[write])
     data, places = store.layout.pack_tokens(name, parts, slots % store.layout.page_tokens)
     _scatter(store.pages, slots // store.layout.page_tokens, places, data)

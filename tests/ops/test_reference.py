@@ -1,0 +1,149 @@
+"""The reference against attention written out: same stored bytes on both sides, poisoned memory, odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.cache import PagedCache
+from kvant.ops import choose, implementations
+from kvant.recipe import spans
+from tests.conftest import dense_attention, make_layout, relative_error
+
+TOKENWISE = [
+    name
+    for name in recipes.names()
+    if not recipes.get(name).calibrated and not any(s.groupwise for s in recipes.get(name).streams.values())
+]
+WINDOWED = ["int2:sink=5,recent=0", "int2:sink=0,recent=7", "saw-int4-kv:sink=3,recent=70,k.recent=9"]
+
+
+def stored(cache: PagedCache, x: torch.Tensor, side: str, n: int, whole: bool = True) -> torch.Tensor:
+    """What attention should see of the tokens x, computed without pages: coded where spans say packed."""
+    stream = cache.stores[0].stream(side)  # type: ignore[arg-type]
+    y = stream.forward(x.float())
+    coded = stream.codec.decode(stream.codec.encode(y))
+    out = torch.empty_like(y)
+    for span in spans(cache.layout.recipe, n):
+        part = slice(span.start, min(span.stop, len(x)))
+        full = y[part].to(getattr(torch, cache.layout.overlay_dtype)).float()
+        out[part] = coded[part] if getattr(span, side) == "packed" else full
+    return stream.inverse(out[:, :, None, :])[:, :, 0]
+
+
+@pytest.mark.parametrize("name", [*TOKENWISE, *WINDOWED])
+@pytest.mark.parametrize(("heads", "group", "head_dim"), [(2, 1, 64), (1, 3, 96), (2, 4, 128), (1, 8, 80)])
+def test_decode_reads_what_spans_say(name: str, heads: int, group: int, head_dim: int) -> None:
+    n, scale = 131, head_dim**-0.5
+    cache = PagedCache(make_layout(name, heads, head_dim, dtype="float32"), layers=1)
+    q, k, v = torch.randn(1, heads * group, head_dim), torch.randn(n, heads, head_dim), torch.randn(n, heads, head_dim) + 0.3
+    entry = cache.new()
+    cache.append(0, k, v, cache.extend([entry], [n]))
+    found = cache.decode(0, q, cache.batch([entry]), scale=scale)
+    expected = dense_attention(q, stored(cache, k, "key", n), stored(cache, v, "value", n), scale)
+    assert relative_error(found, expected) < 1e-5
+    assert found.dtype == q.dtype
+
+
+@pytest.mark.parametrize("name", ["full", "saw-int4-kv", *WINDOWED])
+def test_prefill_reads_history_as_decode_would_and_new_tokens_in_full(name: str) -> None:
+    heads, group, dim, history, fresh = 2, 3, 64, 150, 37
+    cache = PagedCache(make_layout(name, heads, dim, dtype="float32"), layers=1)
+    k, v = torch.randn(history + fresh, heads, dim), torch.randn(history + fresh, heads, dim)
+    q = torch.randn(fresh, heads * group, dim)
+    entry = cache.new()
+    cache.append(0, k[:history], v[:history], cache.extend([entry], [history]))
+    found = cache.prefill(0, q, k[history:], v[history:], cache.extend([entry], [fresh]), scale=0.2)
+    keys = torch.cat((stored(cache, k[:history], "key", history), k[history:]))
+    values = torch.cat((stored(cache, v[:history], "value", history), v[history:]))
+    assert relative_error(found, dense_attention(q, keys, values, 0.2)) < 1e-5
+
+
+@pytest.mark.parametrize("fresh", [1, 63, 600])
+def test_prefill_without_history_is_exact_for_every_recipe(fresh: int) -> None:
+    for name in ("int2", "quarot-int2-win", "full"):
+        cache = PagedCache(make_layout(name, 1, 64, dtype="float32"), layers=1)
+        q, k, v = torch.randn(fresh, 2, 64), torch.randn(fresh, 1, 64), torch.randn(fresh, 1, 64)
+        found = cache.prefill(0, q, k, v, cache.extend([cache.new()], [fresh]), scale=0.125)
+        assert relative_error(found, dense_attention(q, k, v, 0.125)) < 1e-5
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1)])
+def test_soft_cap_and_sliding_window(softcap: float | None, window: int | None) -> None:
+    cache = PagedCache(make_layout("int8", 2, 64, dtype="float32"), layers=1)
+    n = 150
+    k, v = torch.randn(n, 2, 64), torch.randn(n, 2, 64)
+    options = {"scale": 1.0, "softcap": softcap, "window": window}
+    entry = cache.new()
+    cache.append(0, k[:100], v[:100], cache.extend([entry], [100]))
+    q = torch.randn(50, 4, 64)
+    batch = cache.extend([entry], [50])
+    found = cache.prefill(0, q, k[100:], v[100:], batch, **options)
+    keys = torch.cat((stored(cache, k[:100], "key", 100), k[100:]))
+    values = torch.cat((stored(cache, v[:100], "value", 100), v[100:]))
+    assert relative_error(found, dense_attention(q, keys, values, 1.0, softcap, window)) < 1e-5
+    cache.append(0, k[100:], v[100:], batch)
+    found = cache.decode(0, q[-1:], cache.batch([entry]), **options)
+    expected = dense_attention(q[-1:], stored(cache, k, "key", n), stored(cache, v, "value", n), 1.0, softcap, window)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "quarot-int2-win", "int2:sink=3,recent=20"])
+def test_a_ragged_batch_is_each_sequence_alone(name: str) -> None:
+    lengths = [1, 63, 64, 129, 7]
+    layout = make_layout(name, 2, 64, dtype="float32")
+    together = PagedCache(layout, layers=1)
+    entries = [together.new() for _ in lengths]
+    k, v, q = torch.randn(sum(lengths), 2, 64), torch.randn(sum(lengths), 2, 64), torch.randn(sum(lengths), 6, 64)
+    batch = together.extend(entries, lengths)
+    prefilled = together.prefill(0, q, k, v, batch, scale=0.1)
+    together.append(0, k, v, batch)
+    query = torch.randn(len(lengths), 6, 64)
+    decoded = together.decode(0, query, together.batch(entries), scale=0.1)
+    start = 0
+    for row, n in enumerate(lengths):
+        part = slice(start, start + n)
+        alone = PagedCache(layout, layers=1)
+        entry = alone.new()
+        own = alone.extend([entry], [n])
+        torch.testing.assert_close(prefilled[part], alone.prefill(0, q[part], k[part], v[part], own, scale=0.1))
+        alone.append(0, k[part], v[part], own)
+        torch.testing.assert_close(decoded[row : row + 1], alone.decode(0, query[row : row + 1], own, scale=0.1))
+        start += n
+
+
+def test_padding_slots_write_nothing() -> None:
+    cache = PagedCache(make_layout("int2:sink=2,recent=3", 2, 64), layers=1)
+    entry = cache.new()
+    batch = cache.extend([entry], [5])
+    batch = batch._replace(slots=torch.full_like(batch.slots, -1))
+    before = cache.stores[0].pages.clone()
+    cache.append(0, torch.randn(5, 2, 64), torch.randn(5, 2, 64), batch)
+    assert torch.equal(cache.stores[0].pages, before)
+    assert cache.stores[0].overlays["key"].isnan().all()
+
+
+def test_float64_queries_are_answered_in_float64() -> None:
+    cache = PagedCache(make_layout("saw-int4", 2, 64), layers=1)
+    entry = cache.new()
+    cache.append(0, torch.randn(70, 2, 64), torch.randn(70, 2, 64), cache.extend([entry], [70]))
+    q = torch.randn(1, 2, 64)
+    exact = cache.decode(0, q.double(), cache.batch([entry]), scale=0.1)
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(cache.decode(0, q, cache.batch([entry]), scale=0.1).double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_implementation_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match="unknown implementation 'magic' of decode; known: .*reference"):
+        choose("decode", make_layout("int4"), "cpu", "magic")
+    assert "reference" in [i.name for i in implementations("append")]
+
+
+def test_refusals_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvant.ops import registry
+
+    broken = registry.Implementation("decode", "picky", lambda: None, lambda layout, device: "it is picky", rank=9)
+    monkeypatch.setattr(registry, "_FOUND", {("decode", "picky"): broken})
+    with pytest.raises(ValueError, match="nothing can decode recipe int4 on cpu: picky: it is picky"):
+        choose("decode", make_layout("int4"), "cpu")
