@@ -1,0 +1,113 @@
+"""K-means codebooks: Lloyd's iterations from a k-means++ seeding, in bounded memory.
+
+VecInfer and MILLION train their codebooks with at most 30 iterations (VecInfer section 4.1); we stop sooner where the error
+has settled.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.calibrate.fitting import fits
+from kvant.codecs.codebook import BOOK_DTYPE, nearest
+from kvant.codecs.product_vq import ProductVQ
+from kvant.codecs.residual_kmeans import ResidualKMeans
+from kvant.stats import LayerStats
+
+Tensor = torch.Tensor
+ITERATIONS = 30
+SETTLED = 1e-4  # relative gain of an iteration under which k-means stops
+LEAST = 4  # distinct vectors a centroid that a codebook is fitted on, at least
+ENOUGH = 64  # vectors a centroid; of more a random part is used
+MANY = 1 << 16  # vectors past which a part is used too, as long as it has
+FEW = 16  # vectors a centroid
+
+
+def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -> Tensor:
+    """Centroids of vectors: float32 [n, d] -> [count, d]. One centroid is the mean."""
+    centre = x.double().mean(0).float()
+    if count == 1:
+        return centre[None]
+    generator = torch.Generator().manual_seed(seed)
+    limit = max(FEW * count, min(ENOUGH * count, MANY))
+    if len(x) > limit:
+        x = x[torch.randperm(len(x), generator=generator)[:limit].to(x.device)]
+    x = x.float() - centre  # centred, so that float32 products are accurate
+    centroids = _seeds(x, count, generator)
+    before = float("inf")
+    for _ in range(iterations):
+        assigned = nearest(x[None], centroids[None], torch.float32)[0]
+        distance = (x - centroids[assigned]).square().sum(-1)
+        error = float(distance.double().sum())
+        sizes = torch.bincount(assigned, minlength=count)
+        sums = torch.zeros_like(centroids, dtype=torch.float64).index_add_(0, assigned, x.double())
+        empty = (sizes == 0).nonzero()[:, 0]
+        centroids = torch.where(sizes[:, None] > 0, sums / sizes.clamp_min(1)[:, None], centroids.double()).float()
+        if len(empty):  # a centroid that codes nothing moves to a vector that is coded worst
+            centroids[empty] = x[distance.topk(len(empty)).indices]
+        elif before - error <= SETTLED * error:
+            break
+        before = error
+    return centroids + centre
+
+
+def _seeds(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """k-means++: vectors drawn with the square of their distance to the nearest seed so far as weight. Beyond 64 seeds
+    several are drawn between updates of the distances, a 64th of those there are."""
+    first = int(torch.randint(len(x), (1,), generator=generator))
+    seeds = x[first : first + 1]
+    distance = (x - seeds).square().sum(-1)
+    while len(seeds) < count:
+        fresh = min(max(1, len(seeds) // 64), count - len(seeds))
+        weight = distance.double().cumsum(0)
+        draws = torch.rand(fresh, generator=generator, dtype=torch.float64).to(x.device) * weight[-1]
+        drawn = x[torch.searchsorted(weight, draws, right=True).clamp_max(len(x) - 1)]
+        seeds = torch.cat((seeds, drawn))
+        closest = drawn[nearest(x[None], drawn[None], torch.float32)[0]] if fresh > 1 else drawn
+        distance = torch.minimum(distance, (x - closest).square().sum(-1))
+    return seeds
+
+
+def distinct(x: Tensor) -> int:
+    """How many different vectors there are: float32 [n, d]."""
+    bits = (x.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zeros
+    mixed = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    for channel in bits.unbind(-1):
+        mixed = (mixed ^ channel) * -7046029254386353131  # odd; products wrap around
+        mixed = mixed ^ (mixed >> 29)
+    return len(mixed.unique())
+
+
+def codebook(x: Tensor, count: int, what: str, seed: int = 0) -> Tensor:
+    """A codebook of 16-bit centroids of vectors [n, d]; refuses too few vectors."""
+    found = distinct(x)
+    if count > 1 and found < LEAST * count:
+        raise ValueError(
+            f"{what}: {count} centroids need at least {LEAST * count} distinct vectors, the calibration has {found}; "
+            "calibrate with more tokens or use a smaller codebook"
+        )
+    book = kmeans(x, count, seed)
+    if float(book.abs().max()) > torch.finfo(BOOK_DTYPE).max:
+        raise ValueError(f"{what}: centroids up to {float(book.abs().max()):.3g} do not fit {BOOK_DTYPE}")
+    return book.to(BOOK_DTYPE)
+
+
+@fits(ProductVQ)
+def fit_product_vq(part: ProductVQ, stats: LayerStats, stream: str) -> dict[str, Tensor]:
+    """Codebooks of the sub-vectors, each fitted on all that it will code."""
+    sample = stats.of(stream).sample  # [heads, n, head_dim]
+    heads, _, head_dim = sample.shape
+    vectors = part.by_book(sample.transpose(0, 1))
+    what = f"{stream} codebooks d{part.dim}b{part.bits}"
+    books = torch.stack([codebook(each, part.centroids, what) for each in vectors])
+    return {"codebooks": books.reshape(part.book_shape(head_dim, heads))}
+
+
+@fits(ResidualKMeans)
+def fit_residual_kmeans(part: ResidualKMeans, stats: LayerStats, stream: str) -> dict[str, Tensor]:
+    """Centroids of whole head vectors. One centroid is the mean of all that was seen, not of the sample."""
+    moments = stats.of(stream) if part.books == "head" else stats.of(stream).pooled()
+    if part.centroids == 1:
+        return {"centroids": moments.mean[:, None, :].to(BOOK_DTYPE)}
+    what = f"{stream} centroids"
+    return {"centroids": torch.stack([codebook(each, part.centroids, what) for each in moments.sample])}

@@ -1,0 +1,106 @@
+"""A centroid of the head vector, and what is left of it in token-wise integers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+
+from kvant.codecs.affine import Affine
+from kvant.codecs.base import BoundCodec, Codec, Field, Parts, Tensor
+from kvant.codecs.codebook import BOOK_DTYPE, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualKMeans(Codec):
+    """x ~ c[j] + affine(x - c[j]), j = argmin |x - c[j]|^2 over the whole head vector (SAW-INT4 equations 5 and 6).
+
+    centroids  in a codebook. One takes no index: it only removes the mean. An index takes one byte, or two beyond 256
+               centroids, so that every byte belongs to one token.
+    books      who has a codebook of its own: the "layer" or each "head".
+    The rest is Affine's.
+    """
+
+    calibrated: ClassVar[bool] = True
+
+    centroids: int = 256
+    books: Literal["layer", "head"] = "head"
+    bits: Literal[8, 4, 3, 2] = 4
+    group: int = 0
+    zero: Literal["float", "integer"] = "float"
+    meta: Literal["bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.centroids <= 1 << 16:
+            raise ValueError(f"centroids must be between 1 and 65536, got {self.centroids}")
+        if self.books not in ("layer", "head"):
+            raise ValueError(f"books must be layer or head, got {self.books!r}")
+        assert self.residual, "Affine refuses what it does not take"
+
+    @property
+    def residual(self) -> Affine:
+        """The codec of what the centroid leaves."""
+        return Affine(bits=self.bits, group=self.group, zero=self.zero, meta=self.meta)
+
+    def fields(self, head_dim: int) -> tuple[Field, ...]:
+        rest = self.residual.fields(head_dim)
+        if self.centroids == 1:
+            return rest
+        wide = self.centroids > 256
+        return (*rest, Field("index", "index", 16 if wide else 8, 1, dtype="int32" if wide else "uint8"))
+
+    def codebook_bytes(self, head_dim: int, heads: int) -> int:
+        """Bytes of a layer's centroids. They are held once, whatever is cached, and are not in the bits per element."""
+        return (heads if self.books == "head" else 1) * self.centroids * head_dim * BOOK_DTYPE.itemsize
+
+    def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
+        self.fields(head_dim)
+        if tensors is None:
+            return self
+        if "centroids" not in tensors:
+            raise ValueError(
+                "residual k-means needs the centroids that kvant calibrate fits; the artifact has none for it"
+            )
+        book = tensors["centroids"]
+        if book.shape[1:] != (self.centroids, head_dim) or (self.books == "layer" and len(book) != 1):
+            raise ValueError(
+                f"centroids must be [{'heads' if self.books == 'head' else 1}, {self.centroids}, {head_dim}], "
+                f"got {list(book.shape)}"
+            )
+        return BoundResidualKMeans(self, book)
+
+
+class BoundResidualKMeans(BoundCodec):
+    """Residual k-means with one layer's centroids, [heads or 1, centroids, head_dim]."""
+
+    def __init__(self, spec: ResidualKMeans, book: Tensor) -> None:
+        self.spec, self.book = spec, book
+
+    def fields(self, head_dim: int) -> tuple[Field, ...]:
+        return self.spec.fields(head_dim)
+
+    def encode(self, x: Tensor) -> Parts:
+        x = x.float()
+        tokens, heads, dim = x.shape
+        index = torch.zeros(tokens, heads, 1, dtype=torch.int64, device=x.device)
+        if self.spec.centroids > 1:
+            vectors = x.transpose(0, 1).reshape(len(self.book), -1, dim)  # a layer's one book sees all heads at once
+            index = nearest(vectors, self.book).reshape(heads, tokens).T[..., None]
+        parts = self.spec.residual.encode(x - self._centroid(index))
+        if self.spec.centroids > 1:
+            parts["index"] = index.to(torch.int32 if self.spec.centroids > 256 else torch.uint8)
+        return parts
+
+    def decode(self, parts: Parts) -> Tensor:
+        rest = self.spec.residual.decode(parts)
+        if self.spec.centroids == 1:
+            return rest + self.book[:, 0].float()
+        return rest + self._centroid(parts["index"].long())
+
+    def _centroid(self, index: Tensor) -> Tensor:
+        """int64 [tokens, heads, 1] -> float32 [tokens, heads, head_dim]."""
+        own, count, dim = self.book.shape
+        head = torch.arange(index.shape[1], device=index.device) % own
+        return self.book.reshape(-1, dim)[head * count + index[..., 0]].float()
