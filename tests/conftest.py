@@ -7,13 +7,13 @@ import torch
 from hypothesis import settings
 
 from kvant import models
-from kvant.cache import PagedCache
+from kvant.cache import paged
 from kvant.layout import Layout
 from kvant.ops import LayerStore
 
 settings.register_profile("kvant", deadline=None, max_examples=25)
 settings.load_profile("kvant")
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny tensors: threads cost more than they give
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +24,26 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh pages are 0xFF, fresh windows NaN."""
-    allocate, grow = LayerStore.allocate, PagedCache._reserve
+    allocate, grown = LayerStore.allocate, paged._grown
 
     def poisoned(*args: object, **kwargs: object) -> LayerStore:
         store = allocate(*args, **kwargs)  # type: ignore[arg-type]
         poison(store)
         return store
 
-    def poisoned_reserve(self: PagedCache, count: int) -> None:
-        before = self.pool.total
-        grow(self, count)
-        for store in self.stores:
-            store.pages[before:] = 0xFF
+    def poisoned_grown(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        out = grown(tensor, rows)
+        out[len(tensor) :] = 0xFF if out.dtype == torch.uint8 else float("nan")
+        return out
 
     monkeypatch.setattr(LayerStore, "allocate", staticmethod(poisoned))
-    monkeypatch.setattr(PagedCache, "_reserve", poisoned_reserve)
+    monkeypatch.setattr(paged, "_grown", poisoned_grown)
 
 
 def poison(store: LayerStore) -> None:
     store.pages.fill_(0xFF)
-    for overlay in store.overlays.values():
-        overlay.fill_(float("nan"))
+    for owned in store.owned:
+        owned.fill_(float("nan"))
 
 
 def dense_attention(
