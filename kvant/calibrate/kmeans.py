@@ -1,7 +1,6 @@
 """K-means codebooks: Lloyd's iterations from a k-means++ seeding, in bounded memory.
 
-VecInfer and MILLION train their codebooks with at most 30 iterations (VecInfer section 4.1); we stop sooner where the error
-has settled.
+At most 30 iterations, as VecInfer has it (section 4.1); we stop sooner where the error has settled.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ SCORES_ELSEWHERE = 1 << 25
 def nearest(x: Tensor, books: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Index of the centroid nearest to each vector, the lowest of equals: [b, n, d] and [b, count, d] -> int64 [b, n].
 
-    Minimizes |x - c|^2 as the maximum of x.c - |c|^2 / 2, one product of matrices a chunk of vectors. With float32 vectors
-    and 16-bit centroids the terms are exact in float64 and their sum is off by a few units in the 53rd bit, so the index
-    is that of the true nearest, and does not depend on what else is in the batch.
+    The least |x - c|^2 is the largest x.c - |c|^2 / 2: a product of matrices, a chunk of vectors at a time. With
+    float32 vectors and 16-bit centroids the terms are exact in float64 and their sum is off by a few units in the
+    53rd bit, so the index is that of the true nearest, and does not depend on what else is in the batch.
     """
     batch, n, _ = x.shape
     count = books.shape[1]

@@ -1,9 +1,10 @@
-"""Scalar quantization of randomly rotated vectors: one norm a vector, and the best levels for what the rotation leaves."""
+"""Scalar quantization of randomly rotated vectors: one norm a vector, and the best levels for its direction."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Literal
 
@@ -38,12 +39,12 @@ def _half_power(base: float, exponent2: int) -> float:
 
 
 def sphere_density(t: float, dim: int) -> float:
-    """Density of a coordinate of a random unit vector in `dim` dimensions, times a constant: (1 - t^2)^((dim - 3) / 2)."""
+    """Density of a coordinate of a random unit vector, up to a constant factor: (1 - t^2)^((dim - 3) / 2)."""
     return _half_power(max(0.0, 1.0 - t * t), dim - 3)
 
 
 def _cell(low: float, high: float, dim: int) -> tuple[float, float]:
-    """Mass and first moment of the density between two points. The moment is closed; the mass is a Gauss-Legendre sum."""
+    """Mass and first moment of the density between two points: a Gauss-Legendre sum, and in closed form."""
     panels = 1 + int((high - low) * math.sqrt(dim) / _PANEL)
     half = (high - low) / (2 * panels)
     mass = 0.0
@@ -61,15 +62,15 @@ def lloyd_max_levels(bits: int, dim: int) -> tuple[float, ...]:
     """The 2^bits levels with the least mean squared error for a coordinate of a random unit vector in `dim` dimensions.
 
     Lloyd's iteration: each level is the mean of the density over the points nearest to it. The density is symmetric, so
-    the negative half mirrors the positive. With growing dim the levels times sqrt(dim) become those of a normal variable.
+    the negative half mirrors the positive. With growing dim the levels times sqrt(dim) become those of a normal number.
     """
-    assert dim >= 4 and 1 <= bits <= 8, (bits, dim)
+    assert dim >= 4, dim
     half = 1 << (bits - 1)
     end = min(1.0, 9.0 / math.sqrt(dim))  # nothing is left past nine standard deviations
     levels = [(i + 0.5) / half * min(end, 3.0 / math.sqrt(dim)) for i in range(half)]
     while True:
-        edges = [0.0, *((a + b) / 2 for a, b in zip(levels, levels[1:], strict=False)), end]
-        cells = [_cell(low, high, dim) for low, high in zip(edges, edges[1:], strict=False)]
+        edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(levels)), end]
+        cells = [_cell(low, high, dim) for low, high in itertools.pairwise(edges)]
         moved = [moment / mass for mass, moment in cells]
         change = max(abs(a - b) for a, b in zip(levels, moved, strict=True))
         levels = moved

@@ -80,8 +80,8 @@ class ProductVQ(Codec):
         expected = self.book_shape(head_dim, books.shape[0] if books.ndim == 4 else 0)
         if books.shape != expected or books.dtype != BOOK_DTYPE:
             raise ValueError(
-                f"codebooks must be {BOOK_DTYPE} of shape [heads or 1, spaces or 1, {self.centroids}, {self.dim}] with a "
-                f"codebook for each {self.books}, got {books.dtype} {list(books.shape)}"
+                f"codebooks must be {BOOK_DTYPE} [heads or 1, spaces or 1, {self.centroids}, {self.dim}], one for each "
+                f"{self.books}, got {books.dtype} {list(books.shape)}"
             )
         return BoundProductVQ(self, books)
 

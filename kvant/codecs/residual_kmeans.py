@@ -103,4 +103,5 @@ class BoundResidualKMeans(BoundCodec):
         """int64 [tokens, heads, 1] -> float32 [tokens, heads, head_dim]."""
         own, count, dim = self.book.shape
         head = torch.arange(index.shape[1], device=index.device) % own
-        return self.book.reshape(-1, dim)[head * count + index[..., 0]].float()
+        index = index[..., 0].clamp_max(count - 1)  # of a token that was never written, any byte
+        return self.book.reshape(-1, dim)[head * count + index].float()

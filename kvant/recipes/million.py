@@ -1,11 +1,11 @@
 """MILLION: outlier-immunized product quantization of the KV cache (arXiv 2504.03661), as VecInfer compares with it.
 
-Keys after RoPE and values are cut into sub-vectors and each is stored as the index of its nearest centroid (VecInfer section
-2.2, equation 2); no transforms; the last 128 tokens are read in full precision (VecInfer section 4.1). So these recipes and
-VecInfer's of the same size differ by the smoothing and the Hadamard rotation of the keys alone.
+Keys after RoPE and values are cut into sub-vectors and each is stored as the index of its nearest centroid (VecInfer
+section 2.2, equation 2); no transforms; the last 128 tokens are read in full precision (VecInfer section 4.1). So
+these recipes and VecInfer's of the same size differ by the smoothing and the Hadamard rotation of the keys alone.
 
-Where we differ: codebooks are shared by the sub-spaces and heads of a layer, as in VecInfer's; `books=space` gives every
-sub-space of every head its own, which is product quantization as first described.
+Where we differ: codebooks are shared by the sub-spaces and heads of a layer, as in VecInfer's; `books=space` gives
+every sub-space of every head its own, which is product quantization as first described.
 """
 
 from typing import Literal

@@ -1,17 +1,18 @@
 """VecInfer: Efficient LLM Inference with Low-Bit KV Cache via Outlier-Suppressed Vector Quantization.
 
-Section 3.2: keys are divided channel by channel by lambda_i = sqrt(max|K_i|) (equations 3 and 4), rotated by a Hadamard
-matrix (equations 5 and 6), and stored as indices of the nearest centroids of their sub-vectors (equations 2 and 8); values
-are stored so as they come. dXbY is sub-vectors of X channels with 2^Y centroids. The last 128 tokens are read in full
-precision ("the residual length for all methods is set to 128", section 4.1). Appendix B.1's Algorithm 1, which turns the
-query into a lookup table, is the implementation called "lookup" (kvant/ops/lookup.py).
+Section 3.2: keys are divided channel by channel by lambda_i = sqrt(max|K_i|) (equations 3 and 4), rotated by a
+Hadamard matrix (equations 5 and 6), and stored as indices of the nearest centroids of their sub-vectors (equations 2
+and 8); values are stored so as they come. dXbY is sub-vectors of X channels with 2^Y centroids. The last 128 tokens
+are read in full precision ("the residual length for all methods is set to 128", section 4.1). Appendix B.1's Algorithm
+1, which turns the query into a lookup table, is the implementation called "lookup" (kvant/ops/lookup.py).
 
-Choices where the text leaves one: Algorithm 1 and the size 2^b x d x 2 bytes of a codebook (section 2.2) have one codebook
-for all sub-spaces of a vector; we share it between the heads of a layer too (`books=head` or `books=space` do not), since a
-head alone gives too few vectors for 4,096 centroids. Centroids are float16. Lambda is per head and channel.
+Choices where the text leaves one: Algorithm 1 and the size 2^b x d x 2 bytes of a codebook (section 2.2) have one
+codebook for all sub-spaces of a vector; we share it between the heads of a layer too (`books=head` or `books=space` do
+not), since a head alone gives too few vectors for 4,096 centroids. Centroids are float16. Lambda is per head and
+channel.
 
-Where we differ: the Hadamard matrix has the order of the head dim up to 128 and is block-diagonal beyond (or where the head
-dim is no power of two); tokens are coded when they arrive and the window of 128 lies over them.
+Where we differ: the Hadamard matrix has the order of the head dim up to 128 and is block-diagonal beyond (or where the
+head dim is no power of two); tokens are coded when they arrive and the window of 128 lies over them.
 """
 
 from typing import Literal

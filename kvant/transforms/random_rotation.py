@@ -37,9 +37,10 @@ def _sum(x: Tensor) -> Tensor:
 def random_orthogonal(dim: int, seed: int) -> Tensor:
     """A random orthogonal matrix, float64 [dim, dim].
 
-    Rows of nearly normal numbers (sums of the 16 four-bit digits of 64 random bits, which need no logarithm), made orthonormal
-    one after another by the modified Gram-Schmidt process. Only sums, products, quotients and roots of float64 in a fixed
-    order, so the result depends on nothing but dim and seed; each row keeps its direction, so signs need no convention.
+    Rows of nearly normal numbers (sums of the 16 four-bit digits of 64 random bits, which need no logarithm), made
+    orthonormal one after another by the modified Gram-Schmidt process. Only sums, products, quotients and roots of
+    float64 in a fixed order, so the result depends on nothing but dim and seed; every row keeps its direction, so signs
+    need no convention.
     """
     digits = [sum((z >> shift) & 15 for shift in range(0, 64, 4)) for z in _mixed(seed, dim * dim)]
     rows = torch.tensor(digits, dtype=torch.float64).reshape(dim, dim) - 120.0  # 16 digits of mean 7.5

@@ -1,0 +1,125 @@
+"""Decode by lookup table: VecInfer's Algorithm 1, for keys that are stored as indices of centroids.
+
+The products of the query's sub-vectors with all centroids are made once (line 4); a token's score is then a sum of
+entries of that table, picked by the token's indices (line 11), and no key is ever decoded. Values are decoded a block at
+a time (line 16). Blocks are merged by a running softmax (lines 12, 13 and 18), so memory does not grow with the sequence.
+
+Tokens in a full-precision window are scored against the window. Appending and prefill are the reference's: they have no
+use for a table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvant.codecs.product_vq import BoundProductVQ, ProductVQ
+from kvant.layout import Layout, StreamName
+from kvant.ops import reference
+from kvant.ops.registry import register
+from kvant.ops.types import LayerStore, PagedBatch
+
+Tensor = torch.Tensor
+BLOCK_PAGES = 16  # pages of every sequence that are scored at a time
+
+
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why a layout cannot be decoded by lookup table, or None."""
+    key, value = layout.recipe.key, layout.recipe.value
+    if not isinstance(key.codec, ProductVQ):
+        return f"it looks scores up by the keys' indices of centroids, and {type(key.codec).__name__} stores none"
+    if value.groupwise:
+        return "it reads values token by token, and they are coded in groups"
+    if key.rope != "post":
+        return "it scores keys as they are stored, and they are stored before RoPE"
+    return None
+
+
+register("append", "lookup", refuse, rank=-1)(reference.append)
+register("prefill", "lookup", refuse, rank=-1)(reference.prefill)
+
+
+def score_table(q: Tensor, codec: BoundProductVQ) -> Tensor:
+    """Products of queries' sub-vectors with the centroids: [b, heads, group, head_dim] -> [..., spaces, centroids]."""
+    parts = q.unflatten(-1, (-1, codec.spec.dim))
+    books = codec.codebooks.to(q.dtype)
+    books = books.expand(q.shape[1], parts.shape[-2], *books.shape[2:])
+    return torch.einsum("bhgmd,hmcd->bhgmc", parts, books)
+
+
+def look_up(table: Tensor, indices: Tensor) -> Tensor:
+    """Scores of tokens, [b, heads, group, tokens], from the table and the tokens' indices [b, tokens, heads, spaces]."""
+    index = indices.permute(0, 2, 3, 1)[:, :, None].expand(-1, -1, table.shape[2], -1, -1)
+    return table.gather(-1, index).sum(-2)
+
+
+@register("decode", "lookup", refuse, rank=-1)
+def decode(
+    store: LayerStore,
+    query: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """As the reference's `decode`."""
+    sequences, query_heads, dim = query.shape
+    layout, codec = store.layout, store.key.codec
+    assert isinstance(codec, BoundProductVQ), codec
+    accurate = query.dtype if query.dtype == torch.float64 else torch.float32
+    q = store.key.dual(query.to(accurate).view(sequences, layout.heads, -1, dim))
+    table = score_table(q, codec)
+    out = torch.zeros_like(q)
+    total = q.new_zeros(*q.shape[:3], 1)
+    highest = q.new_full((*q.shape[:3], 1), torch.finfo(accurate).min)
+    for first in range(0, batch.block_table.shape[1], BLOCK_PAGES):
+        pages = batch.block_table[:, first : first + BLOCK_PAGES].clamp_min(0)
+        runs = store.pages[pages.flatten()]
+        position = torch.arange(pages.shape[1] * layout.page_tokens, device=query.device) + first * layout.page_tokens
+        rows = sequences, len(position), layout.heads
+        scores = look_up(table, layout.unpack("key", runs)["indices"].long().reshape(*rows, -1))
+        values = store.value.codec.decode(layout.unpack("value", runs)).to(accurate).reshape(*rows, dim)
+        full = _window(store, "key", batch, position)
+        if full is not None:
+            exact = torch.einsum("bhgd,bnhd->bhgn", q, full.tokens.to(accurate))
+            scores = torch.where(full.held[:, None, None], exact, scores)
+        full = _window(store, "value", batch, position)
+        if full is not None:
+            values = torch.where(full.held[..., None, None], full.tokens.to(accurate), values)
+        scores = scores * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        keep = position < batch.lengths[:, None]
+        values = torch.where(keep[..., None, None], values, 0.0)  # past the end a page may hold anything
+        if window is not None:
+            keep = keep & (position >= batch.lengths[:, None] - window)
+        scores = scores.masked_fill(~keep[:, None, None], float("-inf"))
+        top = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights, fade = (scores - top).exp(), (highest - top).exp()
+        total = total * fade + weights.sum(-1, keepdim=True)
+        out = out * fade + torch.einsum("bhgn,bnhd->bhgd", weights, values)
+        highest = top
+    out = store.value.inverse(out / total.clamp_min(torch.finfo(accurate).tiny))
+    return out.reshape(sequences, query_heads, dim).to(query.dtype)
+
+
+class _Full(NamedTuple):
+    """What a block of positions finds in the full-precision windows."""
+
+    held: Tensor  # bool [sequences, tokens]: read from the window
+    tokens: Tensor  # [sequences, tokens, heads, head_dim]; anything where not held
+
+
+def _window(store: LayerStore, name: StreamName, batch: PagedBatch, position: Tensor) -> _Full | None:
+    """The full-precision window of a stream at some positions; None where the recipe has none."""
+    window, overlay = store.stream(name).spec.window, store.overlays[name]
+    if not overlay.shape[1]:
+        return None
+    n = batch.lengths[:, None]
+    frontier = n.clamp_max(window.sink) + (n - window.sink - window.recent).clamp_min(0)
+    sinks = position < torch.minimum(batch.sinks[:, None], n)
+    recent = (position >= frontier) & (position >= batch.exact[name][:, None]) & (position >= window.sink)
+    index = reference.overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
+    return _Full(sinks | recent, overlay[batch.owners[:, None], index])
