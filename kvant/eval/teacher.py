@@ -22,7 +22,7 @@ from kvant.engines.hf import Cache
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-BLOCK = 64  # tokens a window whose reference distributions are held at a time
+BLOCK = 64  # tokens a window whose reference distributions are held at a time, at least
 PROBE_EVERY = 16  # one step in so many also compares attention outputs
 
 
@@ -187,6 +187,7 @@ def evaluate(
     total = windows.tokens * len(recipes)
     done = 0
     scales = attention_scales(model)
+    block = math.ceil(BLOCK / chunk) * chunk
     for first in range(0, len(windows.ids), batch):
         ids = windows.ids[first : first + batch].to(model.device)
         runs = []
@@ -199,8 +200,8 @@ def evaluate(
             runs.append(_Run(cache, probe))
         reference = DynamicCache(config=model.config)
         model(ids[:, : windows.prompt], past_key_values=reference, logits_to_keep=1)
-        for start in range(windows.prompt, ids.shape[1] - 1, BLOCK):
-            stop = min(start + BLOCK, ids.shape[1] - 1)
+        for start in range(windows.prompt, ids.shape[1] - 1, block):
+            stop = min(start + block, ids.shape[1] - 1)
             expected = model(ids[:, start:stop], past_key_values=reference).logits.float().log_softmax(-1)
             for run, score in zip(runs, scores, strict=True):
                 for at in range(start, stop, chunk):

@@ -1,0 +1,163 @@
+"""The command line as a user meets it: a tiny model on disk, real processes' argv, exit codes and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+
+from kvant import recipes
+from kvant.cli import main
+from tests.engines.test_hf import make_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama with a byte-level tokenizer, saved as a Hugging Face directory."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_model("llama", vocab_size=256 + 4).save_pretrained(path)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("The keeper lit the lamp and wrote the names of the ships into a green book. " * 20)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code = main(argv)
+    except SystemExit as stop:  # argparse
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_recipes_lists_all_with_the_fields_others_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "recipes", "--json")
+    found: list[dict[str, Any]] = json.loads(out)
+    assert code == 0
+    assert [entry["name"] for entry in found] == recipes.names()
+    for entry in found:
+        assert {"name", "paper", "bpe", "windows", "calibration", "engines", "prefix_safe"} <= entry.keys()
+    by_name = {entry["name"]: entry for entry in found}
+    assert by_name["saw-int4"]["bpe"] == 4.25
+    assert by_name["quarot-int2-win"]["windows"]["key"] == {"sink": 64, "recent": 256, "flush": 1}
+    assert by_name["quarot-int2-win"]["bpe_32k"] > by_name["quarot-int2"]["bpe_32k"] == 2.25
+    assert by_name["int4"]["prefix_safe"] is True
+    code, out, _ = run(capsys, "recipes", "--head-dim", "64")
+    assert code == 0
+    assert "saw-int4" in out
+    assert "4.500" in out
+
+
+def test_doctor_names_every_implementation(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert {entry["op"] for entry in found["implementations"]} == {"append", "decode", "prefill"}
+    reference = [e for e in found["implementations"] if e["name"] == "reference" and e["device"] == "cpu"]
+    assert all(e["serves"] == recipes.names() and not e["refused"] for e in reference)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "engine transformers: ready" in out
+
+
+def test_generate_one_recipe(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
+    code, out, err = run(capsys, "generate", "--model", tiny, "--recipe", "int4", "--prompt", "hello there", "--max-new-tokens", "5")
+    assert code == 0
+    assert "int4: 5 tokens" in err
+    assert "3.56 times smaller than 16-bit" in err
+    code, out, _ = run(capsys, "generate", "--model", tiny, "--prompt", "hello", "--max-new-tokens", "4", "--json")
+    (result,) = json.loads(out)["results"]
+    assert result["recipe"] == "saw-int4"
+    assert len(result["tokens"]) == 4
+    assert result["bpe"] == 4.5
+
+
+def test_generate_compares_recipes_with_the_full_cache(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
+    arguments = ["generate", "--model", tiny, "--recipe", "full,int8,int2:recent=2", "--prompt", "hello there", "--max-new-tokens", "8"]
+    code, out, _ = run(capsys, *arguments, "--json")
+    full, int8, int2 = json.loads(out)["results"]
+    assert code == 0
+    assert abs(full["kl"]) < 1e-6
+    assert full["top1"] == 1.0
+    assert 0 < int8["kl"] < int2["kl"]
+    assert full["cache_bytes"] > int8["cache_bytes"] > 0
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "int2:recent=2" in out.replace("\n", "")
+
+
+def test_sampling_repeats_with_its_seed(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
+    arguments = ["generate", "--model", tiny, "--prompt", "a", "--max-new-tokens", "12", "--temperature", "2", "--json", "--seed"]
+    first, again, other = (json.loads(run(capsys, *arguments, seed)[1])["results"][0]["tokens"] for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_eval_writes_the_report_others_rely_on(capsys: pytest.CaptureFixture[str], tiny: str, text: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    code, out, _ = run(
+        capsys, "eval", "--model", tiny, "--recipe", "full,int4", "--text", text, "--context", "60", "--tokens", "50",
+        "--prompt", "20", "--chunk", "3", "--json", str(report),
+    )  # fmt: skip
+    assert code == 0
+    data = json.loads(report.read_text())
+    assert {"model", "text_sha256", "context", "tokens", "results"} <= data.keys()
+    assert (data["context"], data["tokens"], data["prompt"]) == (60, 50, 20)
+    for entry in data["results"]:
+        assert {"recipe", "bpe", "ppl", "kl", "top1", "attn_rel_mse", "seconds"} <= entry.keys()
+    assert [entry["recipe"] for entry in data["results"]] == ["full", "int4"]
+    assert "int4" in out
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [], "no temporary file is left"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("generate --model {tiny} --recipe int5 --prompt hi", "unknown recipe 'int5'; known: "),
+        ("generate --model {tiny} --recipe int4:order=2 --prompt hi", "recipe int4 has no field 'order'"),
+        ("generate --model {tiny} --recipe saw-int4:order=128 --prompt hi", "order must be a power of two that divides head_dim 64"),
+        ("generate --model {tiny} --prompt=", "--prompt is empty: expected some text"),
+        ("generate --model {tiny} --prompt hi --max-new-tokens 0", "--max-new-tokens must be positive, got 0"),
+        ("generate --model {tiny} --prompt hi --max-cache-tokens 5 --max-new-tokens 99", "the cache is full: 1 more pages"),
+        ("generate --model /no/such/place --prompt hi", "model '/no/such/place': expected a Hugging Face directory or id, or smollm2"),
+        ("generate --model {tiny} --device tpu --prompt hi", "--device must be cpu or cuda, got 'tpu'"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 99999", "a context of 99999 needs at least 100000"),
+        ("eval --model {tiny} --recipe int4 --text /no/such/text", "--text '/no/such/text': there is no such file"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /no/such/dir/x", "--json '/no/such/dir/x': there is no directory"),
+        ("eval --model {tiny} --recipe , --text {text}", "expected one or more recipes"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --chunk 0", "--chunk and --batch must be positive"),
+        ("recipes --head-dim 0", "--head-dim must be positive, got 0"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tiny: str, text: str, argv: str, message: str
+) -> None:
+    code, out, err = run(capsys, *argv.format(tiny=tiny, text=text).split())
+    assert code == 2
+    assert out == ""
+    lines = [line for line in err.splitlines() if not line.startswith("kvant: ")]
+    assert len(lines) == 1, err
+    assert message in lines[0]
+
+
+def test_unknown_commands_and_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "fly")[0] == 2
+    assert run(capsys, "recipes", "--colour")[0] == 2
+    assert run(capsys)[0] == 2
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("kvant 0.")

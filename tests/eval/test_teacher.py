@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.eval import Windows, evaluate
+from tests.engines.test_hf import make_model, prompt
+
+
+def test_windows_are_spread_evenly_and_score_enough() -> None:
+    windows = Windows.over(range(1000), context=100, tokens=150, prompt=40)
+    assert (len(windows.ids), windows.prompt, windows.scored, windows.tokens) == (3, 40, 50, 150)
+    assert windows.ids[:, 0].tolist() == [0, 454, 909]
+    assert windows.ids[2, -1] == 999
+    assert Windows.over(range(1000), context=90, tokens=10).prompt == 30
+    assert Windows.over(range(101), context=100, tokens=60, prompt=40).ids.tolist() == [list(range(101))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 1000}, "the text has 1000 tokens, a context of 1000 needs at least 1001"),
+        ({"context": 1}, "context must be at least 2"),
+        ({"prompt": 100}, "prompt must be at least 1 and shorter than the context of 100"),
+        ({"prompt": 0}, "prompt must be at least 1"),
+        ({"tokens": 0}, "tokens must be positive"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Windows.over(range(1000), **{"context": 100, "tokens": 10, **options})
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 80])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_scores_are_those_of_the_definition(chunk: int, batch: int) -> None:
+    """Recomputed from plain forward passes: the full cache's distributions, and the recipe's through its own cache."""
+    model = make_model("llama", initializer_range=0.3)
+    windows = Windows(prompt(3, 121), 20)
+    import kvant
+
+    full, int4 = evaluate(model, [recipes.get("full"), recipes.get("int4")], windows, chunk=chunk, batch=batch)
+    assert (full.recipe, int4.recipe) == ("full", "int4")
+    assert abs(full.kl) < 1e-6
+    assert full.top1 == 1.0
+    assert full.attn_rel_mse < 1e-10
+    kl, nll, equal = [], [], []
+    with torch.inference_mode():
+        for row in windows.ids:
+            exact = model(row[None, :-1], use_cache=False).logits[0].log_softmax(-1)[20:]
+            cache = kvant.Cache(model, "int4")
+            model(row[None, :20], past_key_values=cache)
+            parts = [model(row[None, at : min(at + chunk, 120)], past_key_values=cache).logits[0] for at in range(20, 120, chunk)]
+            found = torch.cat(parts).log_softmax(-1)
+            kl.append((exact.exp() * (exact - found)).sum(-1))
+            nll.append(-found.gather(1, row[21:, None])[:, 0])
+            equal.append(exact.argmax(-1) == found.argmax(-1))
+    # code flips between batch sizes move single tokens, the means agree
+    assert int4.kl == pytest.approx(float(torch.cat(kl).mean()), rel=0.05)
+    assert int4.ppl == pytest.approx(math.exp(float(torch.cat(nll).mean())), rel=0.02)
+    assert int4.top1 == pytest.approx(float(torch.cat(equal).float().mean()), abs=0.02)
+    assert int4.bpe == 4.5 * 128 / 120
+    assert int4.kl_se > 0
+    assert len(int4.layers) == 3
+    assert 1e-5 < int4.attn_rel_mse < 1
+
+
+def test_fewer_bits_score_worse() -> None:
+    model = make_model("qwen3", initializer_range=0.3)
+    names = ["int8", "int4", "int3", "int2"]
+    results = evaluate(model, [recipes.get(name) for name in names], Windows(prompt(4, 101), 30), chunk=4)
+    assert [r.kl for r in results] == sorted(r.kl for r in results)
+    assert [r.attn_rel_mse for r in results] == sorted(r.attn_rel_mse for r in results)
+
+
+def test_sliding_layers_are_probed_with_their_window() -> None:
+    model = make_model("gemma3")
+    (full,) = evaluate(model, [recipes.get("full")], Windows(prompt(1, 81), 40), chunk=1)
+    assert full.attn_rel_mse < 1e-10
+
+
+def test_progress_reaches_its_total() -> None:
+    seen: list[tuple[int, int]] = []
+    model = make_model("llama")
+    evaluate(model, [recipes.get("full")], Windows(prompt(3, 31), 10), 3, 2, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (60, 60)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
