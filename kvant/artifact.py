@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Names the tensors: two artifacts with the same digest read and write the same bytes."""
-        digest = hashlib.sha256(json.dumps([self.recipe.digest, self.heads, self.head_dim, self.layers]).encode())
+        """Names the tensors and what they were fitted for: two artifacts with the same digest are interchangeable."""
+        shape = [self.recipe.fits, self.heads, self.head_dim, self.layers]
+        digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
         for name, tensor in sorted(self._flat().items()):
             digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _flat(self) -> dict[str, Tensor]:
@@ -55,15 +56,14 @@ class Artifact:
             "shape": json.dumps({"layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}),
             "source": json.dumps(self.source),
         }
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".artifact-")
-        os.close(handle)
+        temporary = target.with_name(f".{FILE}-{secrets.token_hex(8)}")
         try:
             save_file({name: t.contiguous() for name, t in self._flat().items()}, temporary, metadata=header)
-            with open(temporary, "rb") as written:
-                os.fsync(written.fileno())
+            _flush(temporary)
             os.replace(temporary, target)
+            _flush(target.parent)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         return target
 
@@ -77,26 +77,34 @@ class Artifact:
             with safe_open(file, framework="pt") as opened:
                 header = opened.metadata() or {}
                 if header.get("format") != FORMAT:
-                    raise ValueError(f"artifact {str(path)!r}: expected the format {FORMAT}, got {header.get('format')!r}")
+                    raise ValueError(f"expected the format {FORMAT}, got {header.get('format')!r}")
                 shape = json.loads(header["shape"])
                 recipe = Recipe.from_json(header["recipe"])
                 tensors: dict[int, dict[str, Tensor]] = {}
-                for key in opened.keys():
+                for key in opened.keys():  # noqa: SIM118 (not a dict)
                     _, layer, name = key.split(".", 2)
                     tensors.setdefault(int(layer), {})[name] = opened.get_tensor(key)
                 artifact = Artifact(
                     recipe, shape["heads"], shape["head_dim"], shape["layers"], tensors, json.loads(header["source"])
                 )
-        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"artifact {str(path)!r} is damaged: {error}") from error
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"artifact {str(path)!r} cannot be read: {error}") from error
         if artifact.digest != header.get("digest"):
             raise ValueError(f"artifact {str(path)!r} is damaged: its digest is not that of its tensors")
         return artifact
 
     def check(self, recipe: Recipe, layers: int, heads: int, head_dim: int) -> None:
-        """Refuses a recipe or a model that the artifact was not fitted for."""
-        if recipe.digest != self.recipe.digest:
-            raise ValueError(f"the artifact was fitted for recipe {self.recipe.name}, not for {recipe.name}")
+        """Refuses a recipe or a model that the artifact was not fitted for. What a recipe does not need from it, and
+        what does not decide the fit (windows, a fixed clip in place of the fitted one), may differ."""
+        if not recipe.calibrated:
+            raise ValueError(f"recipe {recipe.name} takes no artifact, got one of recipe {self.recipe.name}")
+        fitted = self.recipe.fits
+        for place, digest in recipe.fits.items():
+            if fitted.get(place) != digest:
+                raise ValueError(
+                    f"the artifact was fitted for recipe {self.recipe.name}, not for {recipe.name}: "
+                    f"they differ in {place}, or in what comes before it"
+                )
         mine, theirs = (self.layers, self.heads, self.head_dim), (layers, heads, head_dim)
         if mine != theirs:
             raise ValueError(
@@ -104,3 +112,12 @@ class Artifact:
                     *mine, *theirs
                 )
             )
+
+
+def _flush(path: Path) -> None:
+    """Makes sure that a file, or a directory's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,7 +1,7 @@
 """What calibration gathers of one layer, and how it looks through a transform.
 
-Everything is per KV head; the queries of a group's heads are pooled for their KV head. Row vectors, after RoPE, over the
-positions that will be served.
+Everything is per KV head; the queries of a group's heads are pooled for their KV head. Row vectors, after RoPE, over
+the positions that will be served.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ Tensor = torch.Tensor
 
 
 class Excerpt(NamedTuple):
-    """A run of tokens of one text: queries [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
-    head_dim]. For searches that need real attention."""
+    """The first tokens of a run of text, for searches that need real attention: some of its queries [rows, heads,
+    queries per head, head_dim] and where they stand, all of its keys and values [tokens, heads, head_dim]."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
+    rows: Tensor  # int64 [rows]: the queries' places in the excerpt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,10 @@ class Moments:
 
 @dataclasses.dataclass(frozen=True)
 class LayerStats:
-    """All that a fitter may look at. `attended` is OSCAR's C_S: the mean of (p V)^T (p V) over queries, per head."""
+    """All that a fitter may look at. `attended` is OSCAR's C_S: the mean of (p V)^T (p V) over queries, per head.
+
+    The recipe's sink tokens are never coded, so they count in no moment and no sample; excerpts contain them.
+    """
 
     queries: Moments
     keys: Moments
@@ -73,6 +77,11 @@ class LayerStats:
     attended: Tensor  # [heads, head_dim, head_dim] float64
     excerpts: tuple[Excerpt, ...]
     scale: float  # of the softmax
+    sink: int = 0  # tokens at the start of an excerpt that are never coded
+    recent: int = 0  # tokens before a query, itself included, that it reads in full precision
+    window: int | None = None  # tokens that a query sees, itself included; None is all before it
+    softcap: float | None = None  # of the logits
+    attended_mean: Tensor | None = None  # [heads, head_dim]: the mean of p V, for what removes a mean from the values
 
     def of(self, stream: str) -> Moments:
         return self.keys if stream == "key" else self.values

@@ -51,28 +51,34 @@ def fit_layer(recipe: Recipe, stats: LayerStats) -> dict[str, Tensor]:
                 if fitter is None:
                     raise TypeError(f"{type(part).__name__} is calibrated but has no fitter")
                 tensors = fitter(part, seen, name)
+                assert all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()), (name, place)
                 out.update({f"{name}.{place}.{key}": value for key, value in tensors.items()})
             if place.startswith("transforms["):
-                seen = _through(seen, name, part.bind(seen.keys.mean.shape[-1], tensors))  # type: ignore[attr-defined]
+                mean = seen.keys.mean
+                seen = _through(seen, name, part.bind(mean.shape[-1], tensors, mean.device))  # type: ignore[attr-defined]
     return out
 
 
 def _through(stats: LayerStats, stream: str, transform: Any) -> LayerStats:
     """Statistics as a transform leaves them. The transform is read off the unit vectors, so that any one will do."""
     heads, dim = stats.keys.mean.shape
-    zero = torch.zeros(1, heads, dim)
-    eye = torch.eye(dim)[:, None, :].expand(dim, heads, dim)
+    device = stats.keys.mean.device
+    zero = torch.zeros(1, heads, dim, device=device)
+    eye = torch.eye(dim, device=device)[:, None, :].expand(dim, heads, dim)
     shift = transform.forward(zero)[0]  # [heads, dim]: -mu A
     matrix = (transform.forward(eye) - shift).permute(1, 0, 2).double()  # [heads, dim, dim]: A
     dual = transform.dual(eye[:, :, None, :])[:, :, 0].permute(1, 0, 2).double()  # A^-T
     offset = -(shift.double()[:, None, :] @ torch.linalg.inv(matrix))[:, 0]
     if stream == "value":
-        moved = stats.attended - _outer(offset, stats.values.mean)  # p V - mu, where p sums to one
-        attended = matrix.mT @ moved @ matrix
+        attended, mean = stats.attended, stats.attended_mean
+        if bool(offset.any()):
+            assert mean is not None, "removing a mean from the values needs that of the attention outputs"
+            attended, mean = attended - _outer(offset, mean), mean - offset  # p V - mu, where p sums to one
+        attended = matrix.mT @ attended @ matrix
+        mean = mean if mean is None else (mean[:, None, :] @ matrix)[:, 0]
         excerpts = tuple(e._replace(values=transform.forward(e.values)) for e in stats.excerpts)
-        return dataclasses.replace(
-            stats, values=stats.values.through(matrix, offset), attended=attended, excerpts=excerpts
-        )
+        values = stats.values.through(matrix, offset)
+        return dataclasses.replace(stats, values=values, attended=attended, attended_mean=mean, excerpts=excerpts)
     excerpts = tuple(
         e._replace(keys=transform.forward(e.keys), queries=transform.dual(e.queries)) for e in stats.excerpts
     )

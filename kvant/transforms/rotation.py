@@ -1,4 +1,4 @@
-"""Rotations learnt from second moments: an eigenbasis composed with a Hadamard matrix and the bit-reversal permutation."""
+"""Rotations learnt from second moments: an eigenbasis composed with a Hadamard matrix and a permutation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Target = Literal["queries", "keys", "values", "attended", "none"]
 
 def bit_reversal(size: int) -> Tensor:
     """The bit-reversed number of every number below a power of two: int64 [size]. It is its own inverse."""
-    assert size > 0 and size & (size - 1) == 0, size
+    assert size.bit_count() == 1, size
     out = torch.zeros(1, dtype=torch.int64)
     while len(out) < size:
         out = torch.cat((2 * out, 2 * out + 1))
@@ -26,8 +26,8 @@ def bit_reversal(size: int) -> Tensor:
 def deal(dim: int, block: int) -> Tensor:
     """Which of `dim` sorted directions goes to every place, where the places are blocks: int64 [dim].
 
-    Directions are dealt like cards, one to each block in turn, so that every block gets its share of the important ones.
-    With a single block nothing moves.
+    Directions are dealt like cards, one to each block in turn, so that every block gets its share of the important
+    ones. With a single block nothing moves.
     """
     return torch.arange(dim).reshape(block, dim // block).T.flatten()
 
@@ -60,21 +60,22 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
 class Rotation(Transform):
     """x -> x R with R = U H P (`hadamard` = after) or H U P (before).
 
-    U holds the eigenvectors of a second moment by descending eigenvalue, H is a block Hadamard matrix, and P puts the k-th
-    column at the bit reversal of k, so that the first d/G columns fall into different groups of G, for every power of two.
+    U holds the eigenvectors of a second moment by descending eigenvalue, H is a block Hadamard matrix, and P puts the
+    k-th column at the bit reversal of k, so that for every power of two G the first d/G columns fall into different
+    groups of G.
 
-    target    whose second moment: queries (OSCAR's C_Q, pooled over the query heads of a KV head), attended (OSCAR's C_S, that
-              of the attention outputs before the output projection), keys, values; none is no U, and needs no calibration.
-              It is always that of the vectors as they enter this transform, before H: measured behind a Hadamard, H U would
-              be (H H) U = U, and the two would cancel.
+    target    whose second moment: queries (OSCAR's C_Q, pooled over the query heads of a KV head), attended (OSCAR's
+              C_S, that of the attention outputs before the output projection), keys, values; none is no U, and needs no
+              calibration. It is always that of the vectors as they enter this transform, before H: the basis measured
+              behind a Hadamard is H U', H (H U') = U', and the two would cancel.
     per_head  one basis for each KV head, or one for the layer from the moments pooled over its heads.
     hadamard  after U, before U, or none.
-    order     size of a Hadamard block, a power of two that divides the head dim; 0 is the largest. Where H comes after U and
-              has several blocks (head dim 96 is 3 blocks of 32), the eigenvectors are dealt to the blocks in turn, so that
-              Lemma 1 of OSCAR still holds within a block and nearly between blocks.
+    order     size of a Hadamard block, a power of two that divides the head dim; 0 is the largest. Where H comes after
+              U and has several blocks (head dim 96 is 3 blocks of 32), the eigenvectors are dealt to the blocks in
+              turn, so that Lemma 1 of OSCAR still holds within a block and nearly between blocks.
     bitrev    whether to apply P, within each Hadamard block.
-    damping   SAW-INT4's alpha: adds alpha times the mean of the diagonal to the diagonal before the decomposition. It moves
-              every eigenvalue by the same amount and no eigenvector; it is kept because the paper has it.
+    damping   SAW-INT4's alpha: adds alpha times the mean of the diagonal to the diagonal before the decomposition. It
+              moves every eigenvalue by the same amount and no eigenvector; it is kept because the paper has it.
     """
 
     target: Target = "queries"
@@ -98,8 +99,7 @@ class Rotation(Transform):
         largest = head_dim & -head_dim
         if self.order < 0 or self.order & (self.order - 1) or (self.order and head_dim % self.order):
             raise ValueError(
-                f"order must be a power of two that divides head_dim {head_dim} (at most {largest}), or 0 for that one, "
-                f"got {self.order}"
+                f"order must be a power of two that divides head_dim {head_dim} (or 0: {largest}), got {self.order}"
             )
         return self.order or largest
 

@@ -1,0 +1,359 @@
+"""Streams queries, keys and values out of a transformers model, and keeps of them what fitters look at.
+
+A run of text goes through the model with a cache that stores nothing: like `kvant.Cache` it hands the attention
+function a handle, and the attention function, already there for packed pages, asks it to attend. So whatever the
+engine serves can be measured, and nothing is patched. What is kept (sums, a sample, a few excerpts) has a size that
+does not depend on the number of tokens; where all layers together would take too much, the text is read several
+times, a few layers a time.
+
+Positions: attention does not change when q and k are turned by the same number of positions, but their second moments
+and ranges do. Every token of a run is therefore turned to a position of its own before it counts, the positions of a
+run spread evenly over those that will be served; excerpts, which need q and k to match, are turned as a whole, each
+by another offset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from kvant.engines.hf import ATTENTION, Handle, ModelShape, PackedLayer
+from kvant.rope import Rope, ropes_of
+from kvant.stats import Excerpt, LayerStats, Moments
+
+Tensor = torch.Tensor
+Progress = Callable[[str, int, int], None]
+
+BUDGET = 512 << 20  # bytes that statistics may take at a time
+SAMPLE_BUDGET = 128 << 20  # bytes of one layer's sampled keys and values
+SAMPLES = 16384  # sampled keys and values a head, at most
+QUERY_SAMPLES = 1024
+EXCERPTS = 4
+EXCERPT_TOKENS = 1024
+QUERY_STEP = 16  # one query of an excerpt in so many is kept
+SCORE_BYTES = 32 << 20  # of a block of attention scores, where they have to be formed
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is gathered: from how many tokens, at which positions, and how much of it is kept."""
+
+    runs: int
+    tokens: int
+    max_position: int
+    sink: int = 0
+    recent: int = 0
+    seed: int = 0
+    samples: int = SAMPLES
+    excerpts: int = EXCERPTS
+    excerpt_tokens: int = EXCERPT_TOKENS
+
+    def excerpt_offset(self, run: int, tokens: int) -> int | None:
+        """By how many positions a run is turned if it becomes an excerpt, else None: from 0 to the end of the range."""
+        count = min(self.excerpts, self.runs)
+        chosen = [round(i * (self.runs - 1) / max(1, count - 1)) for i in range(count)]
+        if run not in chosen:
+            return None
+        return round(chosen.index(run) * max(0, self.max_position - tokens) / max(1, count - 1))
+
+    def positions(self, run: int, tokens: int) -> Tensor | None:
+        """Where the tokens of a run are turned to: spread evenly over [0, max_position) in random order; None where the
+        run covers them as it is."""
+        if self.max_position <= tokens:
+            return None
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + run)
+        place = torch.randperm(tokens, generator=generator).double()
+        place += torch.rand(tokens, generator=generator, dtype=torch.float64)
+        return (place * (self.max_position / tokens)).long().clamp_max(self.max_position - 1)
+
+
+class Running:
+    """Streamed sums and a uniform sample of vectors; its size is fixed when it is made."""
+
+    def __init__(self, heads: int, dim: int, samples: int, device: torch.device, seed: int) -> None:
+        self.count = 0
+        self.total = torch.zeros(heads, dim, dtype=torch.float64, device=device)
+        self.second = torch.zeros(heads, dim, dim, dtype=torch.float64, device=device)
+        self.absmax = torch.zeros(heads, dim, dtype=torch.float64, device=device)
+        self.sample = torch.zeros(samples, heads, dim, dtype=torch.float32, device=device)
+        self.lots = torch.full((samples,), 2.0, dtype=torch.float64)  # every vector draws one; the lowest are kept
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @staticmethod
+    def nbytes(heads: int, dim: int, samples: int) -> int:
+        return 8 * heads * dim * (dim + 2) + samples * (4 * heads * dim + 8)
+
+    def add(self, x: Tensor) -> None:
+        """x is [vectors, heads, head_dim]."""
+        wide = x.double()
+        self.count += len(x)
+        self.total += wide.sum(0)
+        self.second += torch.einsum("nhd,nhe->hde", wide, wide)
+        self.absmax = torch.maximum(self.absmax, wide.abs().amax(0))
+        if not len(self.lots):
+            return
+        lots = torch.rand(len(x), dtype=torch.float64, generator=self.generator)
+        kept = torch.cat((self.lots, lots)).topk(len(self.lots), largest=False).indices.sort().values
+        stay = torch.zeros(len(self.lots), dtype=torch.bool)
+        stay[kept[kept < len(self.lots)]] = True
+        enter = kept[kept >= len(self.lots)] - len(self.lots)
+        self.lots[~stay] = lots[enter]
+        self.sample[(~stay).to(x.device)] = x[enter.to(x.device)].float()
+
+    def finish(self) -> Moments:
+        assert self.count, "no vectors were added"
+        sample = self.sample[(self.lots < 2.0).to(self.sample.device)].transpose(0, 1)
+        return Moments(self.count, self.total / self.count, self.second / self.count, self.absmax, sample)
+
+
+class LayerGatherer:
+    """Everything that is kept of one layer."""
+
+    def __init__(self, layer: int, shape: ModelShape, plan: Plan, rope: Rope | None, device: torch.device) -> None:
+        self.plan, self.rope, self.window = plan, rope, shape.layers[layer]
+        self.scale, self.softcap = 0.0, cast("float | None", None)
+        samples = sample_size(shape, plan)
+        seed = (plan.seed * 1_000_003 + layer) * 4
+        size = shape.heads, shape.head_dim
+        self.queries = Running(*size, min(samples, QUERY_SAMPLES), device, seed)
+        self.keys = Running(*size, samples, device, seed + 1)
+        self.values = Running(*size, samples, device, seed + 1)  # the same tokens as the keys
+        self.attended = Running(*size, 0, device, seed)
+        self.excerpts: list[Excerpt] = []
+
+    def add(self, run: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+        """One run's queries and outputs [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
+        head_dim]."""
+        tokens = len(k)
+        offset = self.plan.excerpt_offset(run, tokens)
+        if offset is not None:
+            size = min(tokens, self.plan.excerpt_tokens)
+            rows = torch.arange((size - 1) % QUERY_STEP, size, QUERY_STEP, device=k.device)
+            queries, keys = self._turn(q[rows].float(), offset), self._turn(k[:size].float(), offset)
+            self.excerpts.append(Excerpt(queries.clone(), keys.clone(), v[:size].float().clone(), rows))
+        coded = slice(min(self.plan.sink, tokens // 2), None)
+        positions = self.plan.positions(run, tokens)
+        if positions is not None:
+            by = (positions - torch.arange(tokens)).to(k.device)[coded]
+            q, k = self._turn(q[coded].float(), by), self._turn(k[coded].float(), by)
+        else:
+            q, k = q[coded], k[coded]
+        self.queries.add(q.transpose(1, 2).flatten(0, 1))
+        self.keys.add(k)
+        self.values.add(v[coded])
+        self.attended.add(o[coded].transpose(1, 2).flatten(0, 1))
+
+    def _turn(self, x: Tensor, by: Tensor | int) -> Tensor:
+        if isinstance(by, int) and by == 0:
+            return x
+        assert self.rope is not None
+        return self.rope.turn(x, by)
+
+    def finish(self) -> LayerStats:
+        attended = self.attended.finish()
+        return LayerStats(
+            queries=self.queries.finish(),
+            keys=self.keys.finish(),
+            values=self.values.finish(),
+            attended=attended.second,
+            attended_mean=attended.mean,
+            excerpts=tuple(self.excerpts),
+            scale=self.scale,
+            sink=self.plan.sink,
+            recent=self.plan.recent,
+            window=self.window,
+            softcap=self.softcap,
+        )
+
+
+def sample_size(shape: ModelShape, plan: Plan) -> int:
+    """Keys and values a head that are sampled: all of them, if they are few."""
+    fit = SAMPLE_BUDGET // (2 * 4 * shape.heads * shape.head_dim)
+    return max(1, min(plan.samples, plan.tokens, fit))
+
+
+def layer_bytes(shape: ModelShape, plan: Plan, groups: int) -> int:
+    """What the statistics of one layer take, whatever the number of tokens."""
+    samples = sample_size(shape, plan)
+    kinds = (min(samples, QUERY_SAMPLES), samples, samples, 0)
+    moments = sum(Running.nbytes(shape.heads, shape.head_dim, count) for count in kinds)
+    rows = -(-plan.excerpt_tokens // QUERY_STEP) * groups + 2 * plan.excerpt_tokens
+    return moments + plan.excerpts * rows * shape.heads * shape.head_dim * 4
+
+
+class _Enough(Exception):
+    """All layers of a pass have been seen; the rest of the model need not run."""
+
+
+class Capture(transformers.Cache):
+    """A cache that stores nothing: it attends exactly, and shows what goes through to the layers' gatherers."""
+
+    def __init__(self, shape: ModelShape, gatherers: dict[int, Any], run: int = 0) -> None:
+        self.shape, self.gatherers, self.run = shape, gatherers, run
+        super().__init__(layers=[PackedLayer(cast(Any, self), i, window) for i, window in enumerate(shape.layers)])
+
+    @property
+    def batch_size(self) -> int:
+        return 1
+
+    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+        layer = handle.layer
+        window = self.shape.layers[layer]
+        q, k, v = query, handle.key, handle.value
+        if mask is not None and not bool((mask == causal(q.shape[2], window, q.device)).all()):
+            raise ValueError("cannot calibrate this model: its attention mask is not causal")
+        out = exact_attention(q, k, v, scale, window, softcap)  # [1, query heads, tokens, head_dim]
+        gatherer = self.gatherers.get(layer)
+        if gatherer is not None:
+            groups = q.shape[1] // k.shape[1]
+            gatherer.scale, gatherer.softcap = scale, softcap
+            gatherer.add(
+                self.run,
+                q[0].unflatten(0, (-1, groups)).permute(2, 0, 1, 3),
+                k[0].transpose(0, 1),
+                v[0].transpose(0, 1),
+                out[0].unflatten(0, (-1, groups)).permute(2, 0, 1, 3),
+            )
+        if layer == max(self.gatherers):
+            raise _Enough
+        return out.transpose(1, 2)
+
+
+def causal(tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """Which tokens (columns) every query (row) sees."""
+    at = torch.arange(tokens, device=device)
+    keep = at <= at[:, None]
+    return keep if window is None else keep & (at > at[:, None] - window)
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+) -> Tensor:
+    """Causal attention of a run over itself, [1, heads, tokens, head_dim]. Scores are never formed for all queries."""
+    tokens, device = q.shape[2], q.device
+    if softcap is None:
+        if window is None or window >= tokens:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        keep = causal(tokens, window, device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep, scale=scale, enable_gqa=True)
+    groups = q.shape[1] // k.shape[1]
+    grouped = q.unflatten(1, (-1, groups))
+    block = max(1, SCORE_BYTES // (4 * q.shape[1] * tokens))
+    out = []
+    for first in range(0, tokens, block):
+        last = min(tokens, first + block)
+        scores = torch.einsum("bhgqd,bhnd->bhgqn", grouped[..., first:last, :], k[:, :, :last]).float() * scale
+        scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~causal(last, window, device)[first:], float("-inf"))
+        out.append(torch.einsum("bhgqn,bhnd->bhgqd", scores.softmax(-1).to(v.dtype), v[:, :, :last]))
+    return torch.cat(out, 3).flatten(1, 2)
+
+
+@contextlib.contextmanager
+def attending(model: Any) -> Iterator[None]:
+    """Sends a model's attention to the cache that it is called with, and puts everything back afterwards."""
+    config = model.config
+    parts = list({id(c): c for c in (config, config.get_text_config(decoder=True))}.values())
+    before = [part._attn_implementation for part in parts]
+    training = model.training
+    try:
+        for part in parts:
+            part._attn_implementation = ATTENTION
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for part, name in zip(parts, before, strict=True):
+            part._attn_implementation = name
+        model.train(training)
+
+
+def _forward(model: Any, capture: Capture, ids: Tensor, **options: Any) -> None:
+    """One run through the model's layers; no logits are computed."""
+    device = model.get_input_embeddings().weight.device
+    ids = ids.to(device=device, dtype=torch.int64)[None]
+    with contextlib.suppress(_Enough):
+        model.base_model(input_ids=ids, past_key_values=capture, use_cache=True, **options)
+
+
+class _Keys:
+    """Keeps a run's keys as they come."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.scale, self.softcap = 0.0, cast("float | None", None)
+
+    def add(self, run: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+        self.keys = k
+
+
+def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
+    """The rotation of every layer, tried on the model: a few tokens further on must give the same keys, turned."""
+    name = getattr(model.config, "model_type", type(model).__name__)
+    remedy = "set max_position to the length of a run to measure the positions of the text alone"
+    try:
+        ropes = ropes_of(model, len(shape.layers))
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from error
+    ids = ids[:16]
+    shift = 37
+    seen: list[list[Tensor]] = []
+    with attending(model):
+        for first in (0, shift):
+            kept = {layer: _Keys() for layer in range(len(shape.layers))}
+            at = torch.arange(first, first + len(ids), device=model.get_input_embeddings().weight.device)[None]
+            _forward(model, Capture(shape, kept), ids, position_ids=at)
+            seen.append([cast(Tensor, kept[layer].keys) for layer in kept])
+    for layer, (rope, near, far) in enumerate(zip(ropes, *seen, strict=True)):
+        missed = float((rope.turn(near.float(), shift) - far.float()).norm() / far.float().norm())
+        if not missed < (1e-3 if near.dtype == torch.float32 else 0.1):
+            raise ValueError(
+                f"cannot turn keys of {name} to other positions: the rotary embedding of layer {layer} is of a kind "
+                f"that kvant does not know (relative error {missed:.1e}); {remedy}"
+            )
+    return ropes
+
+
+def gather(
+    model: Any, runs: Sequence[Tensor], plan: Plan, progress: Progress | None = None, budget: int = BUDGET
+) -> Iterator[tuple[int, LayerStats]]:
+    """Statistics of every layer in turn, gathered of as many layers at a time as the budget allows. A run is the token
+    ids of one text."""
+    shape = ModelShape.of(model)
+    config = model.config.get_text_config(decoder=True)
+    groups = config.num_attention_heads // shape.heads
+    turning = any(plan.max_position > len(ids) for ids in runs)
+    ropes: Sequence[Rope | None] = checked_ropes(model, shape, runs[0]) if turning else [None] * len(shape.layers)
+    devices = _layer_devices(model, len(shape.layers))
+    at_once = max(1, budget // layer_bytes(shape, plan, groups))
+    layers = list(range(len(shape.layers)))
+    passes = [layers[first : first + at_once] for first in range(0, len(layers), at_once)]
+    total, done = sum(map(len, runs)) * len(passes), 0
+    for chosen in passes:
+        gatherers = {i: LayerGatherer(i, shape, plan, ropes[i], devices[i]) for i in chosen}
+        with attending(model):
+            for index, ids in enumerate(runs):
+                _forward(model, Capture(shape, gatherers, index), ids)
+                done += len(ids)
+                if progress is not None:
+                    progress("measuring", done, total)
+        for layer in chosen:
+            yield layer, gatherers.pop(layer).finish()
+
+
+def _layer_devices(model: Any, layers: int) -> list[torch.device]:
+    """Where every layer's keys will be."""
+    found: dict[int, torch.device] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        weight = next(module.parameters(), None)
+        if isinstance(index, int) and weight is not None:
+            found.setdefault(index, weight.device)
+    home = model.get_input_embeddings().weight.device
+    return [found.get(layer, home) for layer in range(layers)]

@@ -1,0 +1,60 @@
+"""The clip ratio of a layer: the one whose attention outputs over real text are nearest to the exact ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from kvant.calibrate.capture import causal
+from kvant.calibrate.fitting import fits
+from kvant.codecs.affine import Affine
+from kvant.stats import Excerpt, LayerStats
+
+Tensor = torch.Tensor
+RATIOS = tuple(round(0.80 + 0.02 * step, 2) for step in range(11))
+
+
+def scores(excerpt: Excerpt, keys: Tensor, stats: LayerStats) -> Tensor:
+    """Logits of an excerpt's queries [heads, queries per head, rows, tokens], -inf for keys that a query cannot see."""
+    out = torch.einsum("qhgd,nhd->hgqn", excerpt.queries, keys) * stats.scale
+    if stats.softcap is not None:
+        out = stats.softcap * torch.tanh(out / stats.softcap)
+    return out.masked_fill(~causal(len(keys), stats.window, keys.device)[excerpt.rows], float("-inf"))
+
+
+def outputs(weights: Tensor, values: Tensor) -> Tensor:
+    return torch.einsum("hgqn,nhd->hgqd", weights, values)
+
+
+def search_errors(codecs: Sequence[Affine], excerpt: Excerpt, stats: LayerStats, stream: str) -> list[float]:
+    """Squared error of the attention outputs with each codec, one stream coded outside of the recipe's windows and all
+    else exact. Queries that see nothing coded do not count."""
+    tokens = len(excerpt.keys)
+    sink = min(stats.sink, tokens // 4)
+    recent = min(stats.recent, tokens // 2 - sink)
+    late = excerpt.rows >= sink + recent
+    part = excerpt._replace(queries=excerpt.queries[late], rows=excerpt.rows[late])
+    at = torch.arange(tokens, device=excerpt.keys.device)
+    coded = (at >= sink) & (at <= part.rows[:, None] - recent)  # [rows, tokens]
+    exact = scores(part, part.keys, stats)
+    weights = exact.softmax(-1)
+    out = []
+    for codec in codecs:
+        if stream == "key":
+            rough = scores(part, codec.decode(codec.encode(part.keys)), stats)
+            error = outputs(torch.where(coded, rough, exact).softmax(-1) - weights, part.values)
+        else:
+            error = outputs(weights * coded, codec.decode(codec.encode(part.values)) - part.values)
+        out.append(float(error.double().square().sum()))
+    return out
+
+
+@fits(Affine)
+def fit_clip(part: Affine, stats: LayerStats, stream: str) -> dict[str, Tensor]:
+    """The ratio of least error, over all excerpts and heads of the layer."""
+    codecs = [dataclasses.replace(part, clip=ratio) for ratio in RATIOS]
+    errors = [search_errors(codecs, excerpt, stats, stream) for excerpt in stats.excerpts]
+    total = torch.tensor(errors, dtype=torch.float64).sum(0)
+    return {"clip": torch.tensor(RATIOS[int(total.argmin())])}

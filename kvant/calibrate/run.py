@@ -1,0 +1,120 @@
+"""Calibration from a model to an artifact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from kvant import recipes
+from kvant.artifact import Artifact
+from kvant.calibrate import text as texts
+from kvant.calibrate.capture import Plan, Progress, gather
+from kvant.calibrate.fitting import fit_layer
+from kvant.engines.hf import ModelShape
+from kvant.recipe import Recipe
+from kvant.version import VERSION
+
+Tensor = torch.Tensor
+TOKENS = 8192  # OSCAR calibrates on 8,878
+RUN = 1024  # tokens of one text
+FINGERPRINTED = 8  # weight tensors that name a model, spread over it
+
+
+def fingerprint(model: Any) -> str:
+    """Names a model by its config and a few rows of a few weights; the same in float32 and in bfloat16."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    volatile = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache")
+    plain = {key: value for key, value in config.items() if key not in volatile}
+    found = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+    weights = sorted((name, weight) for name, weight in model.named_parameters() if weight.ndim == 2)
+    for name, weight in weights[:: max(1, len(weights) // FINGERPRINTED)]:
+        found.update(f"{name}:{tuple(weight.shape)}".encode())
+        found.update(weight.detach()[:4].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return found.hexdigest()
+
+
+def calibrate(
+    model: Any,
+    tokenizer: Any,
+    recipe: str | Recipe,
+    text: str | Tensor | None = None,
+    *,
+    tokens: int | None = None,
+    max_position: int | None = None,
+    seed: int = 0,
+    run: int = RUN,
+    progress: Progress | None = None,
+) -> Artifact:
+    """Fits a recipe to a model.
+
+    model, tokenizer  a transformers model that the engine serves, and its tokenizer (None where `text` is token ids).
+    text              what the model reads while it is measured: a string, or token ids [n]; without it, what the model
+                      writes itself.
+    tokens            how many tokens of it (default 8192, or all of a shorter text), spread evenly over the text.
+    max_position      positions [0, max_position) will be served: what depends on the position is measured over all of
+                      them (default: as many as the model allows).
+    run               tokens that are read as one text.
+    progress          called with (stage, done, total); stages are sampling, measuring and fitting.
+    """
+    recipe = recipes.get(recipe)
+    if not recipe.calibrated:
+        raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
+    shape = ModelShape.of(model)
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if max_position is None:
+        if longest is None:
+            raise ValueError("max_position must be given: the model's config does not say how many positions it serves")
+        max_position = longest
+    for name, value in (("tokens", tokens), ("max_position", max_position), ("run", run)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+    sink = recipe.key.window.sink
+    run = min(max(run, 2 * sink), max_position, longest or max_position)
+    runs, source = _runs(model, tokenizer, text, tokens, run, seed, progress)
+    count = sum(map(len, runs))
+    plan = Plan(len(runs), count, max_position, sink, recipe.key.window.recent, seed)
+    tensors: dict[int, dict[str, Tensor]] = {}
+    for layer, stats in gather(model, runs, plan, progress):
+        tensors[layer] = {name: tensor.cpu() for name, tensor in fit_layer(recipe, stats).items()}
+        if progress is not None:
+            progress("fitting", layer + 1, len(shape.layers))
+    source |= {
+        "fingerprint": fingerprint(model),
+        "model_type": model.config.model_type,
+        "tokens": count,
+        "max_position": max_position,
+        "seed": seed,
+        "version": VERSION,
+    }
+    return Artifact(recipe, shape.heads, shape.head_dim, len(shape.layers), tensors, source)
+
+
+def _runs(
+    model: Any,
+    tokenizer: Any,
+    text: str | Tensor | None,
+    tokens: int | None,
+    run: int,
+    seed: int,
+    progress: Progress | None,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """The runs of tokens to measure on, and what they are."""
+    if text is None:
+        report = None if progress is None else lambda done, total: progress("sampling", done, total)
+        runs = texts.sample(model, tokenizer, tokens or TOKENS, run, seed, report)
+        return runs, {"text": "written by the model", "text_sha256": texts.digest(runs)}
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError("text is a string: a tokenizer is needed, or token ids in its place")
+        ids = texts.encode(tokenizer, text)
+        named = hashlib.sha256(text.encode()).hexdigest()
+    else:
+        ids = text.cpu().flatten()
+        named = texts.digest([ids])
+    if len(ids) < 2 or (tokens or 0) > len(ids):
+        raise ValueError(f"the text has {len(ids)} tokens, expected at least {max(2, tokens or 0)}")
+    runs = texts.cut(ids, min(len(ids), tokens or TOKENS), run)
+    return runs, {"text": "given", "text_sha256": named}
