@@ -160,7 +160,15 @@ class Layout:
         for stream in recipe.streams.values():
             for transform in stream.transforms:
                 transform.check(head_dim)
+            if stream.corrector is not None:
+                stream.corrector.check_dim(head_dim)
             fields += stream.codec.bind(head_dim, dtype=dtype).fields(head_dim)
+        for field in fields:
+            if field.kind == "index" and any(field.width * plane % 8 for plane, _ in planes(field.bits)):
+                raise ValueError(
+                    f"recipe {recipe.name} does not fit head_dim {head_dim}: a token's {field.width} indices of {field.bits} "
+                    "bits would share a byte with another token's"
+                )
         codes = [field for field in fields if field.kind == "code"]
         refusals = [fragment_refusal(field.width, field.bits, page_tokens) for field in codes]
         reason = next(filter(None, refusals), "") if codes else "the recipe stores no codes"
@@ -231,11 +239,18 @@ class Layout:
         window = self.recipe.streams[stream].window
         return window.sink + window.ring
 
+    def state_shape(self, stream: StreamName) -> tuple[int, ...] | None:
+        """Float32 numbers that a head of a sequence holds for the stream's corrector; None where it has none."""
+        spec = self.recipe.streams[stream]
+        return None if spec.corrector is None else spec.corrector.state_shape(self.head_dim, spec.window.ring)
+
     @property
     def overlay_bytes(self) -> int:
-        """Bytes of a sequence's full-precision windows in one layer."""
+        """Bytes of a sequence's full-precision windows, and of what correctors remember for it, in one layer."""
         tokens = self.overlay_tokens("key") + self.overlay_tokens("value")
-        return tokens * self.heads * self.head_dim * DTYPES[self.overlay_dtype].itemsize
+        states = (self.state_shape("key"), self.state_shape("value"))
+        remembered = sum(math.prod(shape) for shape in states if shape is not None)
+        return self.heads * (tokens * self.head_dim * DTYPES[self.overlay_dtype].itemsize + 4 * remembered)
 
     def pages_for(self, tokens: int) -> int:
         """Pages of a sequence of that many tokens."""

@@ -1,18 +1,20 @@
 """Recipes: which numbers a cache keeps, and which of its tokens in full precision.
 
     Recipe = key Stream + value Stream
-    Stream = transforms -> codec, and a Window of tokens kept in full precision
+    Stream = transforms -> (corrector) -> codec, and a Window of tokens kept in full precision
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import typing
 from typing import Literal, NamedTuple
 
 from kvant.codecs import Codec
+from kvant.correctors import Corrector
 from kvant.spec import Spec
 from kvant.transforms import Transform
 
@@ -45,11 +47,18 @@ class Window(Spec):
 
 @dataclasses.dataclass(frozen=True)
 class Stream(Spec):
-    """What happens to the keys, or to the values."""
+    """What happens to the keys, or to the values.
+
+    corrector  codes groups of tokens with an eye on the request's queries; its state belongs to the sequence.
+    rope       "pre" stores keys as they are before RoPE: they are turned back by their position before the transforms
+               and turned again after decoding. A token's position is its place among the sequence's tokens.
+    """
 
     codec: Codec
     transforms: tuple[Transform, ...] = ()
     window: Window = Window()
+    corrector: Corrector | None = None
+    rope: Literal["post", "pre"] = "post"
 
     def __post_init__(self) -> None:
         group, flush = self.codec.group_tokens, self.window.flush
@@ -57,6 +66,12 @@ class Stream(Spec):
             raise ValueError(f"flush must be 1 where every token is coded alone, got {flush}")
         if flush % group:
             raise ValueError(f"flush must be a multiple of the codec's group of {group} tokens, got {flush}")
+        if self.corrector is not None:
+            if group == 1:
+                raise ValueError(f"{type(self.corrector).__name__} needs a codec that codes groups of tokens")
+            self.corrector.check(self.codec)
+        elif self.codec.ranked:
+            raise ValueError(f"{type(self.codec).__name__} needs a corrector that says which tokens are salient")
 
     @property
     def groupwise(self) -> bool:
@@ -66,7 +81,8 @@ class Stream(Spec):
     def parts(self) -> dict[str, Spec]:
         """Every part with fields of its own, under the name of its place."""
         named: dict[str, Spec] = {f"transforms[{i}]": part for i, part in enumerate(self.transforms)}
-        return {**named, "codec": self.codec, "window": self.window}
+        named |= {"codec": self.codec, "window": self.window}
+        return named if self.corrector is None else {**named, "corrector": self.corrector}
 
     def with_parts(self, parts: dict[str, Spec]) -> Stream:
         """The stream made of parts under the names that `parts` gives them."""
@@ -89,6 +105,15 @@ class Recipe(Spec):
         sinks = self.key.window.sink, self.value.window.sink
         if sinks[0] != sinks[1]:
             raise ValueError(f"keys and values must keep the same sink tokens, got k.sink={sinks[0]} v.sink={sinks[1]}")
+        if self.value.rope != "post":
+            raise ValueError("only keys are turned by RoPE: a value stream cannot be stored before it")
+        if self.wants_rope and any(stream.codec.ranked for stream in self.streams.values()):
+            raise ValueError("saliency is attention after RoPE: the keys cannot be stored before it")
+        if self.value.corrector is not None and self.value.window != self.key.window:
+            raise ValueError(
+                "a corrector of the values looks at the same tokens' keys: both streams must have the same windows, "
+                f"got {self.key.window} and {self.value.window}"
+            )
 
     @property
     def origin(self) -> int:
@@ -102,18 +127,18 @@ class Recipe(Spec):
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     @property
-    def calibrated(self) -> bool:
+    def calibrated(self) -> bool:  # type: ignore[override]
         """Whether it needs an artifact that `kvant calibrate` fits."""
         return any(part.calibrated for stream in self.streams.values() for part in stream.parts.values())
 
     @property
     def fits(self) -> dict[str, str]:
-        """Place of every calibrated part, e.g. "key.codec" -> a digest of what decides its tensors: the part and the parts
-        of its stream before it. Windows come after, so recipes that differ in them alone share an artifact; so do those
-        that differ in fields that a part lists in `fit_free`, where no other part was fitted behind it."""
+        """Place of every calibrated part, e.g. "key.codec" -> a digest of what decides its tensors: the part and the
+        parts of its stream before it. Windows come after, so recipes that differ in them alone share an artifact; so do
+        those that differ in fields that a part lists in `fit_free`, where no other part was fitted behind it."""
         out: dict[str, str] = {}
         for name, stream in self.streams.items():
-            before: list[object] = []
+            before: list[object] = ["pre"] if stream.rope == "pre" else []
             for place, part in stream.parts.items():
                 data = part.to_dict()
                 if part.calibrated:
@@ -125,14 +150,24 @@ class Recipe(Spec):
 
     @property
     def not_prefix_safe(self) -> str | None:
-        """Why pages may not be shared between requests, or None where they may: a page's bytes depend only on the tokens
-        before its end, on the recipe and on the artifact."""
+        """Why pages may not be shared between requests, or None where they may: a page's bytes depend only on the
+        tokens before its end, on the recipe and on the artifact."""
         for name, stream in self.streams.items():
             for part in stream.parts.values():
                 reason = getattr(part, "fitted_on_request", None)
                 if reason:
                     return f"{name} {type(part).__name__}: {reason}"
         return None
+
+    @property
+    def wants_queries(self) -> bool:
+        """Whether new tokens have to come with their queries."""
+        return any(stream.corrector is not None for stream in self.streams.values())
+
+    @property
+    def wants_rope(self) -> bool:
+        """Whether keys are stored before RoPE, so that the model's rotation has to be known."""
+        return self.key.rope == "pre"
 
     @property
     def streams(self) -> dict[Literal["key", "value"], Stream]:
@@ -153,11 +188,16 @@ class Recipe(Spec):
 
         `order=16` replaces every part's field of that name, in both streams; `k.order=16` or `v.order=16` in one.
         """
+        sides: dict[str, tuple[Literal["key", "value"], ...]] = {
+            "": ("key", "value"),
+            "k": ("key",),
+            "v": ("value",),
+        }
         parts = {name: stream.parts for name, stream in self.streams.items()}
         for name, text in fields.items():
             side, _, field = name.rpartition(".")
             hits = 0
-            for which in {"": ("key", "value"), "k": ("key",), "v": ("value",)}.get(side, ()):
+            for which in sides.get(side, ()):
                 for place, part in parts[which].items():
                     if any(f.name == field for f in dataclasses.fields(part)):
                         parts[which][place] = part.with_text(field, text)
@@ -205,7 +245,7 @@ def spans(recipe: Recipe, n: int) -> tuple[Span, ...]:
         return "packed" if first <= start < last else "full"
 
     out: list[Span] = []
-    for start, stop in zip(ordered, ordered[1:], strict=False):
+    for start, stop in itertools.pairwise(ordered):
         span = Span(start, stop, place("key", start), place("value", start))
         if out and out[-1][2:] == span[2:]:
             span = Span(out.pop().start, *span[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from kvant.cache.pool import PagePool
 from kvant.layout import Layout, StreamName
 from kvant.ops import OPS, LayerStore, PagedBatch, choose
+from kvant.ops.reference import refill
+from kvant.rope import Rope
 
 Tensor = torch.Tensor
 SLID_OUT = -1  # stands in a sequence's pages for one that a sliding window has left behind
@@ -26,6 +29,7 @@ class Entry:
     sinks: int = 0  # sink tokens held in full precision
     exact: dict[StreamName, int] = dataclasses.field(default_factory=lambda: {"key": 0, "value": 0})
     # the ring of a stream holds no token before this one
+    visible: int | None = None  # tokens that the sliding window last seen keeps; None where nothing has slid out
 
 
 class PagedCache:
@@ -42,6 +46,7 @@ class PagedCache:
         device: torch.device | str = "cpu",
         tensors: Mapping[int, Mapping[str, Tensor]] | None = None,
         implementation: str | None = None,
+        ropes: Sequence[Rope] | None = None,
     ) -> None:
         self.layout = layout
         self.device = torch.device(device)
@@ -52,7 +57,9 @@ class PagedCache:
         self.sequences: list[Entry] = []
         self.ops = {op: choose(op, layout, self.device, implementation) for op in OPS}
         self.stores = [
-            LayerStore.allocate(layout, self.pool.total, 0, self.device, (tensors or {}).get(layer))
+            LayerStore.allocate(
+                layout, self.pool.total, 0, self.device, (tensors or {}).get(layer), ropes[layer] if ropes else None
+            )
             for layer in range(layers)
         ]
 
@@ -83,12 +90,12 @@ class PagedCache:
         return entry
 
     def fork(self, entry: Entry) -> Entry:
-        """A second sequence with the same tokens: pages are shared, windows copied."""
+        """A second sequence with the same tokens: pages are shared, windows and what correctors remember are copied."""
         twin = dataclasses.replace(entry, owner=self._take_owner(), pages=list(entry.pages), exact=dict(entry.exact))
         self.pool.share([page for page in twin.pages if page != SLID_OUT])
         for store in self.stores:
-            for overlay in store.overlays.values():
-                overlay[twin.owner] = overlay[entry.owner]
+            for owned in store.owned:
+                owned[twin.owner] = owned[entry.owner]
         self.sequences.append(twin)
         return twin
 
@@ -100,28 +107,57 @@ class PagedCache:
         entry.pages, entry.length = [], 0
 
     def crop(self, entry: Entry, length: int) -> None:
-        """Forgets the tokens from `length` on. Tokens that come back into a recent window and whose full-precision form is
-        gone are read from their pages."""
+        """Forgets the tokens from `length` on.
+
+        Tokens that come back into a recent window and whose full-precision form is gone are read from their pages.
+        Tokens that come back into the tail of a group are decoded into the window, unless it still holds them: the
+        group is coded again when it is complete again. What a corrector has learnt stays.
+        """
         if not 0 <= length <= entry.length:
             raise ValueError(f"length must be between 0 and {entry.length}, got {length}")
         if length == entry.length:
             return
+        self._check_slid(entry, length)
+        for name, stream in self.layout.recipe.streams.items():
+            window = stream.window
+            held = max(entry.exact[name], entry.length - window.ring)
+            tail = window.packed_end(length)  # a group-wise stream needs every token from here on
+            if stream.groupwise and tail < min(held, length):
+                for store in self.stores:
+                    pages = torch.tensor(entry.pages, device=self.device)
+                    refill(store, name, pages, entry.owner, tail, min(held, length))
+            entry.exact[name] = min(held, tail if stream.groupwise else length)
+        self.retract(entry, length)
+
+    def retract(self, entry: Entry, length: int) -> None:
+        """Takes back an `extend` whose tokens were never written."""
         keep = self.layout.pages_for(length)
         gone = [page for page in entry.pages[keep:] if page != SLID_OUT]
-        if length and len(entry.pages[keep:]) > len(gone):
-            raise ValueError(f"cannot crop to {length} tokens: the sliding window has already dropped tokens after them")
-        for name, stream in self.layout.recipe.streams.items():
-            entry.exact[name] = max(entry.exact[name], entry.length - stream.window.ring) if length else 0
         entry.sinks = min(entry.sinks, length)
         entry.length = length
         del entry.pages[keep:]
         self.pool.release(gone)
 
+    def _check_slid(self, entry: Entry, length: int) -> None:
+        """Refuses to crop to where a sliding window, or the tail of a group, would need tokens that have slid out."""
+        slid = entry.pages.count(SLID_OUT)
+        if slid and length:
+            assert entry.visible is not None
+            tails = [s.window.packed_end(length) for s in self.layout.recipe.streams.values() if s.groupwise]
+            if min([length + 1 - entry.visible, *tails]) < self.layout.recipe.origin + slid * self.layout.page_tokens:
+                raise ValueError(
+                    f"cannot crop to {length} tokens: the sliding window has already dropped tokens that are needed"
+                )
+
     def slide(self, entry: Entry, window: int) -> None:
-        """Gives back the pages that lie wholly before the last `window` tokens."""
-        first = max(0, entry.length - window - self.layout.recipe.origin) // self.layout.page_tokens
+        """Gives back the pages that lie wholly before the last `window` tokens, and that no group has yet to be coded
+        into."""
+        ends = [s.window.packed_end(entry.length) for s in self.layout.recipe.streams.values() if s.groupwise]
+        seen = min([entry.length - window, *ends]) - self.layout.recipe.origin
+        first = min(max(0, seen) // self.layout.page_tokens, len(entry.pages))
         gone = [page for page in entry.pages[:first] if page != SLID_OUT]
-        entry.pages[:first] = [SLID_OUT] * min(first, len(entry.pages))
+        entry.pages[:first] = [SLID_OUT] * first
+        entry.visible = window
         self.pool.release(gone)
 
     def extend(self, entries: Sequence[Entry], counts: Sequence[int]) -> PagedBatch:
@@ -132,10 +168,10 @@ class PagedCache:
         """
         layout, size = self.layout, self.layout.page_tokens
         fresh = [layout.pages_for(e.length + c) - len(e.pages) for e, c in zip(entries, counts, strict=True)]
-        copied = [e for e, c in zip(entries, counts, strict=True) if c and self._shares_open_page(e)]
+        copied = self._to_copy(entries, counts)
         self._reserve(sum(fresh) + len(copied))
-        for entry in copied:
-            self._copy_open_page(entry)
+        for entry, place in copied:
+            self._copy_page(entry, place)
         slots: list[Tensor] = []
         for entry, count, more in zip(entries, counts, fresh, strict=True):
             entry.pages += self.pool.take(more)
@@ -170,13 +206,19 @@ class PagedCache:
             starts=column(starts),
             owners=column([e.owner for e in entries]),
             sinks=column([e.sinks for e in entries]),
-            exact={"key": column([e.exact["key"] for e in entries]), "value": column([e.exact["value"] for e in entries])},
+            exact={
+                "key": column([e.exact["key"] for e in entries]),
+                "value": column([e.exact["value"] for e in entries]),
+            },
         )
 
     # --- operations on one layer -------------------------------------------------------------------------------------
 
-    def append(self, layer: int, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
-        self.ops["append"].run(self.stores[layer], key, value, batch)
+    def append(self, layer: int, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
+        """Writes the tokens that `extend` made room for. Recipes that learn from queries need `query`, the same
+        tokens'."""
+        options = {"query": query} if self.layout.recipe.wants_queries else {}
+        self.ops["append"].run(self.stores[layer], key, value, batch, **options)
 
     def decode(self, layer: int, query: Tensor, batch: PagedBatch, **options: Any) -> Tensor:
         return self.ops["decode"].run(self.stores[layer], query, batch, **options)
@@ -186,19 +228,38 @@ class PagedCache:
     ) -> Tensor:
         return self.ops["prefill"].run(self.stores[layer], query, key, value, batch, **options)
 
-    # --- memory --------------------------------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _shares_open_page(self, entry: Entry) -> bool:
-        """Whether the page that the next token goes to is there already and read by another sequence."""
-        at = max(0, entry.length - self.layout.recipe.origin)
-        return bool(at % self.layout.page_tokens) and self.pool.references(entry.pages[-1]) > 1
+    def _to_copy(self, entries: Sequence[Entry], counts: Sequence[int]) -> list[tuple[Entry, int]]:
+        """Places in sequences' pages that new tokens will write to and that another sequence reads too.
 
-    def _copy_open_page(self, entry: Entry) -> None:
+        A new token goes to the page after the last token; a group that it completes may lie in older pages.
+        """
+        layout = self.layout
+        out: list[tuple[Entry, int]] = []
+        left: Counter[int] = Counter()  # references that the copies so far give up
+        for entry, count in zip(entries, counts, strict=True):
+            starts = []
+            for stream in layout.recipe.streams.values():
+                end = stream.window.packed_end(entry.length) if stream.groupwise else entry.length
+                if count and (not stream.groupwise or stream.window.packed_end(entry.length + count) > end):
+                    starts.append(end)
+            if not starts:
+                continue
+            first = max(0, min(starts) - layout.recipe.origin) // layout.page_tokens
+            for place, page in enumerate(entry.pages[first:], first):
+                assert page != SLID_OUT, "a page is to be written that has slid out"
+                if self.pool.references(page) - left[page] > 1:
+                    out.append((entry, place))
+                    left[page] += 1
+        return out
+
+    def _copy_page(self, entry: Entry, place: int) -> None:
         (copy,) = self.pool.take(1)
         for store in self.stores:
-            store.pages[copy] = store.pages[entry.pages[-1]]
-        self.pool.release([entry.pages[-1]])
-        entry.pages[-1] = copy
+            store.pages[copy] = store.pages[entry.pages[place]]
+        self.pool.release([entry.pages[place]])
+        entry.pages[place] = copy
 
     def _reserve(self, count: int) -> None:
         """Grows the pool, if it may grow, so that `count` pages are free."""
@@ -216,8 +277,9 @@ class PagedCache:
         if not self._free_owners:
             more = 1 + self._owners // 4
             for store in self.stores:
-                for name, overlay in store.overlays.items():
-                    store.overlays[name] = _grown(overlay, self._owners + more)
+                for rows in (store.overlays, store.states):
+                    for name, tensor in rows.items():
+                        rows[name] = _grown(tensor, self._owners + more)
             self._free_owners = list(range(self._owners + more - 1, self._owners - 1, -1))
             self._owners += more
         return self._free_owners.pop()

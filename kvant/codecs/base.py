@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -63,6 +63,9 @@ class BoundCodec:
 @dataclasses.dataclass(frozen=True)
 class Codec(BoundCodec, Spec):
     """Base of all codec specs. One without calibrated tensors is its own bound form."""
+
+    channelwise: ClassVar[bool] = False  # codes every channel for itself, so that a corrector may drive it block by block
+    ranked: ClassVar[bool] = False  # codes the tokens of a group by their saliency, which a corrector has to tell it
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
         """The codec for one head dim, with its calibrated tensors if it has any. Refuses a head dim it cannot take.

@@ -27,6 +27,7 @@ from kvant.cache import Entry, PagedCache
 from kvant.layout import Layout, Order
 from kvant.ops import PagedBatch
 from kvant.recipe import Recipe
+from kvant.rope import Rope, ropes_of
 
 Tensor = torch.Tensor
 ATTENTION = "kvant"
@@ -182,6 +183,14 @@ class Cache(transformers.Cache):
             self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim)
         elif self.recipe.calibrated:
             raise ValueError(f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate")
+        self._ropes: list[Rope] | None = None
+        if self.recipe.wants_rope:
+            if not isinstance(model_or_config, torch.nn.Module):
+                raise ValueError(
+                    f"recipe {self.recipe.name} stores keys before RoPE: it needs the model itself, whose rotary "
+                    f"embedding it reads, got a {type(model_or_config).__name__}"
+                )
+            self._ropes = ropes_of(model_or_config, len(self.shape.layers))
         self.layout = self._make_layout(self.shape.dtype)
         self.groups: list[Group] = []
         self._group_of: list[Group] = []
@@ -246,11 +255,11 @@ class Cache(transformers.Cache):
         index = group.layers.index(layer)
         q, k, v = (_flatten(x, step.real) for x in (query, key, value))
         if columns == 1 and step.real is None:
-            group.paged.append(index, k, v, step.batch)
+            group.paged.append(index, k, v, step.batch, q)
             flat = group.paged.decode(index, q, step.batch, **options)
         else:
             flat = group.paged.prefill(index, q, k, v, step.batch, **options)
-            group.paged.append(index, k, v, step.batch)
+            group.paged.append(index, k, v, step.batch, q)
         out = _unflatten(flat, step.real, query.shape[0], columns)
         if self.on_attend is not None:
             self.on_attend(layer, query, key, value, out)
@@ -272,7 +281,8 @@ class Cache(transformers.Cache):
             layers = [i for i, w in enumerate(self.shape.layers) if w == window]
             tensors = {} if self.artifact is None else self.artifact.tensors
             own = {index: tensors[layer] for index, layer in enumerate(layers) if layer in tensors}
-            paged = PagedCache(self.layout, len(layers), pages, key.device, own, self._implementation)
+            ropes = None if self._ropes is None else [self._ropes[layer] for layer in layers]
+            paged = PagedCache(self.layout, len(layers), pages, key.device, own, self._implementation, ropes)
             self.groups.append(Group(window, layers, paged))
         by_layer = {layer: group for group in self.groups for layer in group.layers}
         self._group_of = [by_layer[i] for i in range(len(self.layers))]
@@ -294,7 +304,7 @@ class Cache(transformers.Cache):
         except Exception:
             for group, before in zip(self.groups, lengths, strict=True):
                 for entry, length in zip(group.entries, before, strict=True):
-                    group.paged.crop(entry, length)
+                    group.paged.retract(entry, length)
             for each in self.layers:
                 each.columns = self._columns_begun
             raise

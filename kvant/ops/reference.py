@@ -1,11 +1,14 @@
 """The operations in plain torch: what everything faster is tested against, on the same stored bytes.
 
-append   writes new tokens into their pages and into the full-precision windows.
+append   writes new tokens into their pages and into the full-precision windows. A stream that codes groups of tokens
+         keeps an unfinished group in its window, as its tail, and codes it when it is complete.
 decode   attends from one query per sequence to the whole cached sequence, that token included.
-prefill  attends from new tokens to the cached history and, in full precision, to each other; called before their append,
-         it reads the history as decode would have read it at that length.
+prefill  attends from new tokens to the cached history and, in full precision, to each other; called before their
+         append, it reads the history as decode would have read it at that length.
 
-All attention happens in the space of the stored tensors: queries are transformed once, outputs transformed back once.
+All attention happens in one space, that of the stored tensors: queries are transformed once, outputs transformed back
+once. Keys that are stored before RoPE are the exception: they are brought back into the model's own space when they are
+read.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from __future__ import annotations
 import torch
 
 from kvant.codecs import DTYPES
+from kvant.correctors import Progress
 from kvant.layout import StreamName
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch
-from kvant.recipe import Window
+from kvant.recipe import Stream, Window
 
 Tensor = torch.Tensor
 QUERY_BLOCK = 256  # rows of scores that prefill holds at a time
@@ -26,23 +30,32 @@ def serves_everything(layout: object, device: torch.device) -> None:
     """The reference refuses nothing."""
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 @register("append", "reference", serves_everything, rank=0)
-def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
-    """Stores new tokens: key and value are [new tokens, heads, head_dim]."""
+def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
+    """Stores new tokens: key and value are [new tokens, heads, head_dim]. Where a stream has a corrector, `query` are
+    the tokens' queries, [new tokens, query heads, head_dim]; nobody else looks at them."""
     sequence, position = batch.positions
     real = batch.slots >= 0
-    for name, x in (("key", key), ("value", value)):
+    if store.states and query is None:
+        raise ValueError(f"recipe {store.layout.recipe.name} learns from queries: append needs the new tokens' queries")
+    stored: dict[StreamName, Tensor] = {"key": key, "value": value}
+    for name, x in stored.items():
         stream = store.stream(name)
-        stored = stream.forward(x.float())
-        if stream.spec.groupwise:
-            stored = stored.to(DTYPES[store.layout.overlay_dtype]).float()  # a group may pass through the tail
-            _append_groups(store, name, stored, batch)
+        stored[name] = stream.stored(x.float(), position)
+        if stream.spec.groupwise:  # a group may pass through the tail
+            stored[name] = stored[name].to(DTYPES[store.layout.overlay_dtype]).float()
+    for name in stored:
+        if store.stream(name).spec.groupwise:
+            assert bool(real.all()), "a stream that codes groups of tokens cannot leave one out"
+            _append_groups(store, name, stored, batch, query)
         else:
-            _append_tokens(store, name, stored, batch.slots, real & (position >= store.layout.recipe.origin))
-        _append_overlay(store, name, stored, batch, sequence, position, real)
+            write = real & (position >= store.layout.recipe.origin)
+            _append_tokens(store, name, stored[name], batch.slots, write)
+    for name in stored:
+        _append_overlay(store, name, stored[name], batch, sequence, position, real)
 
 
 def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slots: Tensor, write: Tensor) -> None:
@@ -55,27 +68,75 @@ def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slots: T
     _scatter(store.pages, slots // store.layout.page_tokens, places, data)
 
 
-def _append_groups(store: LayerStore, name: StreamName, stored: Tensor, batch: PagedBatch) -> None:
+def _append_groups(
+    store: LayerStore, name: StreamName, stored: dict[StreamName, Tensor], batch: PagedBatch, query: Tensor | None
+) -> None:
     """Codes the groups that the new tokens complete; their older tokens come from the tail."""
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
     size, group = layout.page_tokens, stream.codec.group_tokens
     for b in range(len(batch.lengths)):
-        start, stop = int(batch.starts[b]), int(batch.starts[b + 1])
-        n = int(batch.lengths[b])
-        before = n - (stop - start)
-        first, last = max(window.sink, window.packed_end(before)), window.packed_end(n)
-        if last <= first:
+        progress = _progress(stream.spec, batch, b)
+        last = window.packed_end(progress.total)
+        tokens = max(0, last - progress.first)
+        known = None
+        if stream.spec.corrector is not None:
+            assert query is not None
+            known = _observe(store, name, stored["key"], query, batch, b)
+        if not tokens:
             continue
-        tail = torch.arange(first, max(first, before), device=stored.device)
-        held = store.overlays[name][batch.owners[b]][overlay_index(window, tail)].float()
-        fresh = stored[start + max(0, first - before) : stop - (n - last)]
-        parts = stream.codec.encode(torch.cat((held, fresh)))
-        at = torch.arange(first, last, device=stored.device) - layout.recipe.origin
+        x = _unpacked(store, name, stored[name], batch, b, progress)[:tokens]
+        if stream.spec.corrector is None:
+            parts = stream.codec.encode(x)
+        else:
+            assert known is not None
+            parts = stream.spec.corrector.encode(x, stream.codec, known)
+        at = torch.arange(progress.first, last, device=batch.block_table.device) - layout.recipe.origin
         pages = batch.block_table[b][at // size]
         data, places = layout.pack_tokens(name, parts, at % size)
         _scatter(store.pages, pages, places, data)
         data, places = layout.pack_shared(name, parts, at[::group] % size // group)
         _scatter(store.pages, pages[::group], places, data)
+
+
+def _progress(stream: Stream, batch: PagedBatch, b: int) -> Progress:
+    """How far sequence b has come, before its new tokens are coded."""
+    window, group = stream.window, stream.codec.group_tokens
+    total = int(batch.lengths[b])
+    before = total - int(batch.starts[b + 1] - batch.starts[b])
+    return Progress(max(window.sink, window.packed_end(before)), before, total, window.sink, window.ring, group)
+
+
+def _unpacked(
+    store: LayerStore, name: StreamName, stored: Tensor, batch: PagedBatch, b: int, progress: Progress
+) -> Tensor:
+    """The tokens of sequence b from `progress.first` on: its tail, then the new ones."""
+    first, before = progress.first, progress.before
+    tail = torch.arange(first, max(first, before), device=stored.device)
+    held = store.overlays[name][int(batch.owners[b])][overlay_index(store.stream(name).spec.window, tail)]
+    start, stop = int(batch.starts[b]), int(batch.starts[b + 1])
+    return torch.cat((held.float(), stored[min(stop, start + max(0, first - before)) : stop]))
+
+
+def _observe(store: LayerStore, name: StreamName, keys: Tensor, query: Tensor, batch: PagedBatch, b: int) -> Tensor:
+    """Shows the new tokens of sequence b to a stream's corrector."""
+    spec, state = store.stream(name).spec, store.states[name]
+    corrector = spec.corrector
+    assert corrector is not None
+    progress, source = _progress(spec, batch, b), corrector.source(b)
+    own = state[int(batch.owners[b])]  # a view: what is learnt stays
+    if progress.before == 0:
+        own.zero_()
+    if source != b:
+        if progress.first == progress.sink:  # until the first group is coded
+            own.copy_(state[int(batch.owners[source])])
+        return own
+    part = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
+    if part.start == part.stop:
+        return own
+    at = torch.arange(progress.before, progress.total, device=query.device)
+    probes = store.key.probes(query[part].float().unflatten(1, (store.layout.heads, -1)), at)
+    # the keys' tail: a value stream with a corrector has the same windows as its keys
+    return corrector.observe(own, probes, _unpacked(store, "key", keys, batch, b, progress), progress)
 
 
 def _append_overlay(
@@ -110,16 +171,31 @@ def _scatter(pages: Tensor, page: Tensor, places: Tensor, data: Tensor) -> None:
     pages[page[:, None, None], heads[None, :, None], places[:, None, :]] = data
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+def refill(store: LayerStore, name: StreamName, pages: Tensor, owner: int, first: int, last: int) -> None:
+    """Puts tokens [first, last) of a sequence back into its window, decoded from its pages: what a crop brings back
+    into the tail of a group and the window has let go."""
+    layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
+    position = torch.arange(first, last, device=store.pages.device)
+    at = position - layout.recipe.origin
+    start = int(at[0]) // layout.page_tokens
+    runs = store.pages[pages[start : int(at[-1]) // layout.page_tokens + 1]]
+    decoded = stream.codec.decode(layout.unpack(name, runs))[at - start * layout.page_tokens]
+    overlay = store.overlays[name]
+    overlay[owner, overlay_index(window, position)] = decoded.to(overlay.dtype)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor) -> Tensor:
     """A stream of every sequence as attention sees it at a length: float32 [sequences, tokens, heads, head_dim], in the
-    stored space; zero past the end."""
+    space of attention; zero past the end."""
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
     sequences, pages = batch.block_table.shape
     origin = layout.recipe.origin
-    runs = store.pages[batch.block_table.clamp_min(0).flatten()]
+    table = batch.block_table.clamp_min(0).flatten()
+    # where every token so far is a sink, there may be no page at all
+    runs = store.pages[table] if len(store.pages) else store.pages.new_zeros(len(table), *store.pages.shape[1:])
     packed = stream.codec.decode(layout.unpack(name, runs))
     packed = packed.reshape(sequences, pages * layout.page_tokens, layout.heads, layout.head_dim)
     if origin:
@@ -128,12 +204,14 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor
     n = lengths[:, None]
     overlay = store.overlays[name]
     if overlay.shape[1]:
-        frontier = n.clamp_max(window.sink) + (n - window.sink - window.recent).clamp_min(0) // window.flush * window.flush
+        waiting = (n - window.sink - window.recent).clamp_min(0)
+        frontier = n.clamp_max(window.sink) + waiting // window.flush * window.flush
         sinks = position < torch.minimum(batch.sinks[:, None], n)
         recent = (position >= frontier) & (position >= batch.exact[name][:, None]) & (position >= window.sink)
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
         full = overlay[batch.owners[:, None], index[None, :]].float()
         packed = torch.where((sinks | recent)[..., None, None], full, packed)
+    packed = stream.attended(packed.transpose(0, 1), position).transpose(0, 1)
     return torch.where((position < n)[..., None, None], packed, 0.0)
 
 
@@ -186,7 +264,8 @@ def prefill(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of new tokens, [new tokens, heads, head_dim] each, over cached history and each other. Before `append`."""
+    """Attention of new tokens, [new tokens, heads, head_dim] each, over cached history and each other. Before
+    `append`."""
     out = torch.empty_like(query)
     counts = batch.starts.diff()
     history = batch.lengths - counts

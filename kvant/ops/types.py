@@ -11,6 +11,7 @@ import torch
 from kvant.codecs import DTYPES, BoundCodec
 from kvant.layout import Layout, StreamName
 from kvant.recipe import Stream
+from kvant.rope import Rope
 from kvant.transforms import BoundTransform
 
 Tensor = torch.Tensor
@@ -38,11 +39,17 @@ class PagedBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BoundStream:
-    """A stream for one layer: transforms and codec with their tensors."""
+    """A stream for one layer: transforms and codec with their tensors.
+
+    Attention happens in one space: that of the stored tensors, or the model's own where keys are stored before RoPE,
+    since no one query fits keys that have yet to be turned. `forward`, `dual` and `inverse` lead into that space and
+    out of it.
+    """
 
     spec: Stream
     codec: BoundCodec
     transforms: tuple[BoundTransform, ...]
+    rope: Rope | None = None  # of a stream that is stored before RoPE
 
     @staticmethod
     def of(
@@ -51,28 +58,58 @@ class BoundStream:
         dtype: str,
         device: torch.device | str,
         tensors: Mapping[str, Tensor] | None = None,
+        rope: Rope | None = None,
     ) -> BoundStream:
         tensors = {name: tensor.to(device) for name, tensor in (tensors or {}).items()}
         transforms = tuple(
             transform.bind(head_dim, _below(tensors, f"transforms[{i}]."), device)
             for i, transform in enumerate(spec.transforms)
         )
-        return BoundStream(spec, spec.codec.bind(head_dim, _below(tensors, "codec."), dtype), transforms)
+        if spec.rope == "post":
+            rope = None
+        elif rope is None:
+            raise ValueError("keys are stored before RoPE: the layer's rope is needed, got none")
+        else:
+            rope = Rope(rope.inv_freq.to(device))
+        return BoundStream(spec, spec.codec.bind(head_dim, _below(tensors, "codec."), dtype), transforms, rope)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keys or values into the space they are stored in: [..., heads, head_dim]."""
+        """Keys or values into the space of attention: [..., heads, head_dim]."""
+        return x if self.rope is not None else self._forward(x)
+
+    def dual(self, q: Tensor) -> Tensor:
+        """Queries into the space of attention: [..., heads, queries per head, head_dim]."""
+        return q if self.rope is not None else self._dual(q)
+
+    def inverse(self, o: Tensor) -> Tensor:
+        """Outputs out of the space of attention: [..., heads, queries per head, head_dim]."""
+        return o if self.rope is not None else self._inverse(o)
+
+    def stored(self, x: Tensor, position: Tensor) -> Tensor:
+        """Keys or values at these positions as they are stored: [tokens, heads, head_dim]."""
+        return self._forward(x if self.rope is None else self.rope.turn(x, -position))
+
+    def probes(self, q: Tensor, position: Tensor) -> Tensor:
+        """Queries in the space of the stored keys: [tokens, heads, queries per head, head_dim]."""
+        return self._dual(q if self.rope is None else self.rope.turn(q, -position))
+
+    def attended(self, x: Tensor, position: Tensor) -> Tensor:
+        """Stored keys or values in the space of attention: [tokens, ..., heads, head_dim]."""
+        if self.rope is None:
+            return x
+        return self.rope.turn(self._inverse(x[..., None, :])[..., 0, :], position)
+
+    def _forward(self, x: Tensor) -> Tensor:
         for transform in self.transforms:
             x = transform.forward(x)
         return x
 
-    def dual(self, q: Tensor) -> Tensor:
-        """Queries into the space of the stored keys: [..., heads, queries per head, head_dim]."""
+    def _dual(self, q: Tensor) -> Tensor:
         for transform in self.transforms:
             q = transform.dual(q)
         return q
 
-    def inverse(self, o: Tensor) -> Tensor:
-        """Outputs out of the space of the stored values: [..., heads, queries per head, head_dim]."""
+    def _inverse(self, o: Tensor) -> Tensor:
         for transform in reversed(self.transforms):
             o = transform.inverse(o)
         return o
@@ -80,13 +117,15 @@ class BoundStream:
 
 @dataclasses.dataclass
 class LayerStore:
-    """One layer's pages and full-precision windows. Windows are stored transformed, like the pages."""
+    """One layer's pages and full-precision windows. Windows are stored transformed, like the pages; keys that are
+    stored before RoPE are so in the windows too."""
 
     layout: Layout
     key: BoundStream
     value: BoundStream
     pages: Tensor  # uint8 [pages, heads, run_bytes]
     overlays: dict[StreamName, Tensor]  # [owners, overlay tokens, heads, head_dim]
+    states: dict[StreamName, Tensor]  # float32 [owners, heads, ...]: what a stream's corrector remembers
 
     @staticmethod
     def allocate(
@@ -95,9 +134,10 @@ class LayerStore:
         owners: int,
         device: torch.device | str = "cpu",
         tensors: Mapping[str, Tensor] | None = None,
+        rope: Rope | None = None,
     ) -> LayerStore:
         streams = {
-            name: BoundStream.of(stream, layout.head_dim, layout.dtype, device, _below(tensors, f"{name}."))
+            name: BoundStream.of(stream, layout.head_dim, layout.dtype, device, _below(tensors, f"{name}."), rope)
             for name, stream in layout.recipe.streams.items()
         }
         return LayerStore(
@@ -106,6 +146,7 @@ class LayerStore:
             streams["value"],
             torch.empty(pages, layout.heads, layout.run_bytes, dtype=torch.uint8, device=device),
             {name: empty_overlay(layout, name, owners, device) for name in streams},
+            empty_states(layout, owners, device),
         )
 
     def stream(self, name: StreamName) -> BoundStream:
@@ -114,12 +155,26 @@ class LayerStore:
     @property
     def nbytes(self) -> int:
         """What torch allocated for this layer."""
-        return self.pages.nbytes + sum(overlay.nbytes for overlay in self.overlays.values())
+        return self.pages.nbytes + sum(owned.nbytes for owned in self.owned)
+
+    @property
+    def owned(self) -> list[Tensor]:
+        """Tensors with a row for every sequence."""
+        return [*self.overlays.values(), *self.states.values()]
 
 
 def empty_overlay(layout: Layout, name: StreamName, owners: int, device: torch.device | str) -> Tensor:
     shape = owners, layout.overlay_tokens(name), layout.heads, layout.head_dim
     return torch.empty(shape, dtype=DTYPES[layout.overlay_dtype], device=device)
+
+
+def empty_states(layout: Layout, owners: int, device: torch.device | str) -> dict[StreamName, Tensor]:
+    shapes = {name: layout.state_shape(name) for name in layout.recipe.streams}
+    return {
+        name: torch.empty(owners, layout.heads, *shape, dtype=torch.float32, device=device)
+        for name, shape in shapes.items()
+        if shape is not None
+    }
 
 
 def _below(tensors: Mapping[str, Tensor] | None, prefix: str) -> dict[str, Tensor]:
