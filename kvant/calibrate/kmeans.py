@@ -16,7 +16,7 @@ from kvant.stats import LayerStats
 Tensor = torch.Tensor
 ITERATIONS = 30
 SETTLED = 1e-4  # relative gain of an iteration under which k-means stops
-LEAST = 4  # distinct vectors a centroid that a codebook is fitted on, at least
+LEAST = 3  # distinct vectors a centroid that a codebook is fitted on, at least
 ENOUGH = 64  # vectors a centroid; of more a random part is used
 MANY = 1 << 16  # vectors past which a part is used too, as long as it has
 FEW = 16  # vectors a centroid
@@ -85,9 +85,14 @@ def codebook(x: Tensor, count: int, what: str, seed: int = 0) -> Tensor:
             f"{what}: {count} centroids need at least {LEAST * count} distinct vectors, the calibration has {found}; "
             "calibrate with more tokens or use a smaller codebook"
         )
-    book = kmeans(x, count, seed)
-    if float(book.abs().max()) > torch.finfo(BOOK_DTYPE).max:
-        raise ValueError(f"{what}: centroids up to {float(book.abs().max()):.3g} do not fit {BOOK_DTYPE}")
+    return stored(kmeans(x, count, seed), what)
+
+
+def stored(book: Tensor, what: str) -> Tensor:
+    """Centroids in the type they are kept in; refuses what it cannot hold."""
+    largest = float(book.abs().max())
+    if largest > torch.finfo(BOOK_DTYPE).max:
+        raise ValueError(f"{what}: centroids up to {largest:.3g} do not fit {BOOK_DTYPE}")
     return book.to(BOOK_DTYPE)
 
 
@@ -106,7 +111,7 @@ def fit_product_vq(part: ProductVQ, stats: LayerStats, stream: str) -> dict[str,
 def fit_residual_kmeans(part: ResidualKMeans, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     """Centroids of whole head vectors. One centroid is the mean of all that was seen, not of the sample."""
     moments = stats.of(stream) if part.books == "head" else stats.of(stream).pooled()
-    if part.centroids == 1:
-        return {"centroids": moments.mean[:, None, :].to(BOOK_DTYPE)}
     what = f"{stream} centroids"
+    if part.centroids == 1:
+        return {"centroids": stored(moments.mean[:, None, :], what)}
     return {"centroids": torch.stack([codebook(each, part.centroids, what) for each in moments.sample])}

@@ -63,12 +63,13 @@ class ProductVQ(Codec):
     def by_book(self, x: Tensor) -> Tensor:
         """Sub-vectors by the codebook that codes them: [tokens, heads, head_dim] -> [books, vectors, dim]."""
         tokens, heads, head_dim = x.shape
-        x = x.reshape(tokens, heads, self.spaces(head_dim), self.dim)
+        spaces = self.spaces(head_dim)
+        x = x.reshape(tokens, heads, spaces, self.dim)
         if self.books == "layer":
-            return x.reshape(1, -1, self.dim)
+            return x.reshape(1, tokens * heads * spaces, self.dim)
         if self.books == "head":
-            return x.transpose(0, 1).reshape(heads, -1, self.dim)
-        return x.permute(1, 2, 0, 3).reshape(-1, tokens, self.dim)
+            return x.transpose(0, 1).reshape(heads, tokens * spaces, self.dim)
+        return x.permute(1, 2, 0, 3).reshape(heads * spaces, tokens, self.dim)
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
         self.fields(head_dim)

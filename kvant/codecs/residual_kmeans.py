@@ -86,7 +86,8 @@ class BoundResidualKMeans(BoundCodec):
         tokens, heads, dim = x.shape
         index = torch.zeros(tokens, heads, 1, dtype=torch.int64, device=x.device)
         if self.spec.centroids > 1:
-            vectors = x.transpose(0, 1).reshape(len(self.book), -1, dim)  # a layer's one book sees all heads at once
+            own = len(self.book)  # the one book of a layer sees all heads at once
+            vectors = x.transpose(0, 1).reshape(own, heads * tokens // own, dim)
             index = nearest(vectors, self.book).reshape(heads, tokens).T[..., None]
         parts = self.spec.residual.encode(x - self._centroid(index))
         if self.spec.centroids > 1:

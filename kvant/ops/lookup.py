@@ -1,8 +1,9 @@
 """Decode by lookup table: VecInfer's Algorithm 1, for keys that are stored as indices of centroids.
 
 The products of the query's sub-vectors with all centroids are made once (line 4); a token's score is then a sum of
-entries of that table, picked by the token's indices (line 11), and no key is ever decoded. Values are decoded a block at
-a time (line 16). Blocks are merged by a running softmax (lines 12, 13 and 18), so memory does not grow with the sequence.
+entries of that table, picked by the token's indices (line 11), and no key is ever decoded. Values are decoded a block
+at a time (line 16). Blocks are merged by a running softmax (lines 12, 13 and 18), so memory does not grow with the
+sequence.
 
 Tokens in a full-precision window are scored against the window. Appending and prefill are the reference's: they have no
 use for a table.
@@ -49,7 +50,7 @@ def score_table(q: Tensor, codec: BoundProductVQ) -> Tensor:
 
 
 def look_up(table: Tensor, indices: Tensor) -> Tensor:
-    """Scores of tokens, [b, heads, group, tokens], from the table and the tokens' indices [b, tokens, heads, spaces]."""
+    """Scores of tokens, [b, heads, group, tokens], from the table and their indices [b, tokens, heads, spaces]."""
     index = indices.permute(0, 2, 3, 1)[:, :, None].expand(-1, -1, table.shape[2], -1, -1)
     return table.gather(-1, index).sum(-2)
 
