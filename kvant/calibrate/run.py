@@ -13,6 +13,7 @@ from kvant.artifact import Artifact
 from kvant.calibrate import text as texts
 from kvant.calibrate.capture import Plan, Progress, gather
 from kvant.calibrate.fitting import fit_layer
+from kvant.engines.fold import folded
 from kvant.engines.hf import ModelShape
 from kvant.recipe import Recipe
 from kvant.version import VERSION
@@ -62,6 +63,12 @@ def calibrate(
     recipe = recipes.get(recipe)
     if not recipe.calibrated:
         raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
+    if recipe.wants_rope:
+        raise ValueError(
+            f"cannot calibrate recipe {recipe.name}: it stores keys before RoPE, they are measured after it"
+        )
+    if folded(model.config) is not None:
+        raise ValueError("cannot calibrate this model: its weights have value transforms folded in; load it anew")
     shape = ModelShape.of(model)
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if max_position is None:

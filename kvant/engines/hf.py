@@ -24,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.cache import Entry, PagedCache
+from kvant.engines import fold
 from kvant.layout import Layout, Order
 from kvant.ops import PagedBatch
 from kvant.recipe import Recipe
@@ -183,6 +184,7 @@ class Cache(transformers.Cache):
             self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim)
         elif self.recipe.calibrated:
             raise ValueError(f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate")
+        self.recipe = fold.served(self.recipe, self.artifact, getattr(model_or_config, "config", model_or_config))
         self._ropes: list[Rope] | None = None
         if self.recipe.wants_rope:
             if not isinstance(model_or_config, torch.nn.Module):

@@ -1,0 +1,118 @@
+"""kvant calibrate: what a recipe has to learn from a model before it serves it, in one artifact."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvant.cli.common import add_model_options, load_model, say
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="fit a recipe to a model",
+        description="Measures a model on a text and writes what the recipe learns from it to DIR/artifact.safetensors.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that is fitted offline")
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text (default: the model writes one itself)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens to read (default 8192, or all of a shorter text)"
+    )
+    parser.add_argument(
+        "--max-position",
+        type=int,
+        metavar="P",
+        help="positions that will be served (default: all that the model allows)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn (default 0)")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="directory of the artifact; replaced whole or not at all"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvant import recipes
+
+    recipe = recipes.get(args.recipe)
+    if not recipe.calibrated:
+        raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
+    text = None if args.text is None else read_text(args.text)
+    check_directory(args.out)
+    model, tokenizer = load_model(args)
+    from kvant.calibrate.run import calibrate
+
+    begin = time.perf_counter()
+    with stages() as progress:
+        artifact = calibrate(
+            model,
+            tokenizer,
+            recipe,
+            text,
+            tokens=args.tokens,
+            max_position=args.max_position,
+            seed=args.seed,
+            progress=progress,
+        )
+    path = artifact.save(args.out)
+    report = {
+        "model": args.model,
+        "recipe": recipe.name,
+        "artifact": str(path),
+        "bytes": path.stat().st_size,
+        "digest": artifact.digest,
+        "seconds": round(time.perf_counter() - begin, 1),
+        **artifact.source,
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        say(f"read {report['tokens']} tokens, positions up to {report['max_position']}, in {report['seconds']:.0f} s")
+        print(path)
+    return 0
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"--text {path!r}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path!r}: expected a UTF-8 text: {error}") from error
+
+
+def check_directory(path: str) -> None:
+    """Refuses an output directory that could not be written to, before the work starts."""
+    if Path(path).exists() and not Path(path).is_dir():
+        raise ValueError(f"--out {path!r}: expected a directory, got a file")
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {path!r}: cannot make this directory: {error}") from error
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr for every stage; silent where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield advance

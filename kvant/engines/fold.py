@@ -1,0 +1,149 @@
+"""Folding the value transforms of a recipe into a model's own weights, so that they cost nothing at serving time.
+
+Values reach the cache as v = x W_v, and what attention makes of them leaves through o W_o. A linear transform A of
+the values commutes with attention, so v A = x (W_v A), and o A^-1 W_o puts the output back: both products are done
+once, in the weights (OSCAR section 4). The folded model computes what it computed before with any cache; its config
+says what was folded (`kvant_folded`), and a `kvant.Cache` of the same recipe and artifact then takes values as they
+come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from kvant import recipes
+from kvant.artifact import Artifact
+from kvant.ops.types import BoundStream
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+MARK = "kvant_folded"
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, of the logits; 16-bit weights are rounded anew: 0.1
+
+
+def fold(model: Any, recipe: str | Recipe, artifact: Artifact | None = None) -> None:
+    """Folds the recipe's value transforms into `v_proj` and `o_proj` of every layer of a transformers model, in place.
+
+    Refuses, and leaves the model as it was, where the weights are not plain linear layers, where the transforms remove
+    a mean (the output would need a bias), or where the folded model does not give the logits that it gave before.
+    """
+    recipe = recipes.get(recipe)
+    name = model.config.model_type
+    if folded(model.config) is not None:
+        raise ValueError(f"cannot fold into this {name}: value transforms have been folded into it already")
+    if not recipe.value.transforms:
+        raise ValueError(f"recipe {recipe.name} has no value transforms to fold")
+    layers = _attention_layers(model)
+    head_dim = layers[0].head_dim
+    heads = layers[0].v_proj.out_features // head_dim
+    if artifact is not None:
+        artifact.check(recipe, len(layers), heads, head_dim)
+    elif any(part.calibrated for part in recipe.value.transforms):
+        raise ValueError(f"recipe {recipe.name} is fitted offline: it needs an artifact made by kvant calibrate")
+    maps = [_value_map(recipe, artifact, i, heads, head_dim) for i in range(len(layers))]
+    linears = [linear for layer in layers for linear in (layer.v_proj, layer.o_proj)]
+    before = [{key: p.detach().to("cpu", copy=True) for key, p in linear.named_parameters()} for linear in linears]
+    wanted = _logits(model)
+    with torch.no_grad():
+        for layer, matrix in zip(layers, maps, strict=True):
+            _fold_values(layer.v_proj, matrix)
+            _fold_output(layer.o_proj, matrix)
+        missed = float((_logits(model) - wanted).norm() / wanted.norm())
+        if not missed < TOLERANCE.get(model.dtype, 0.1):
+            for linear, saved in zip(linears, before, strict=True):
+                for key, parameter in linear.named_parameters():
+                    parameter.copy_(saved[key])
+            raise ValueError(
+                f"cannot fold into this {name}: its logits would change by {missed:.1e}; what lies between its value "
+                "and output projections is not linear. The model was left as it was"
+            )
+    setattr(model.config, MARK, mark(recipe, artifact))
+
+
+def folded(config: Any) -> str | None:
+    """What was folded into the model of a config: a digest of the transforms and the artifact, or None."""
+    return getattr(config, MARK, None)
+
+
+def mark(recipe: Recipe, artifact: Artifact | None) -> str:
+    """Names the value transforms of a recipe with their tensors."""
+    specs = [transform.to_dict() for transform in recipe.value.transforms]
+    data = json.dumps([specs, artifact.digest if artifact is not None else None], sort_keys=True)
+    return hashlib.sha256(data.encode()).hexdigest()
+
+
+def served(recipe: Recipe, artifact: Artifact | None, config: Any) -> Recipe:
+    """The recipe as a cache of this model has to apply it: without its value transforms where the model has them in its
+    weights. Refuses a recipe whose value stream was fitted to the model before it was folded."""
+    found = folded(config)
+    if found is None:
+        return recipe
+    if found == mark(recipe, artifact):
+        return dataclasses.replace(recipe, value=dataclasses.replace(recipe.value, transforms=()))
+    if any(place.startswith("value.") for place in recipe.fits):
+        raise ValueError(
+            f"the model's weights have other value transforms folded in than those of recipe {recipe.name} with this "
+            "artifact; load the model anew, or fold this recipe into it"
+        )
+    return recipe
+
+
+def _attention_layers(model: Any) -> list[Any]:
+    """The attention modules in order; refuses a model whose projections cannot be folded."""
+    name = model.config.model_type
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and hasattr(module, "o_proj"):
+            found[index] = module
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for index in range(count):
+        for part in ("v_proj", "o_proj"):
+            linear = getattr(found.get(index), part, None)
+            if type(linear) is not torch.nn.Linear:
+                kind = "none" if linear is None else f"a {type(linear).__name__}"
+                raise ValueError(
+                    f"cannot fold into this {name}: layer {index} needs a linear {part} of its own, it has {kind}"
+                )
+    return [found[index] for index in range(count)]
+
+
+def _value_map(recipe: Recipe, artifact: Artifact | None, layer: int, heads: int, head_dim: int) -> Tensor:
+    """The matrix A of the value stream, read off the unit vectors: float64 [heads, head_dim, head_dim]."""
+    prefix = "value."
+    tensors = {} if artifact is None else artifact.tensors[layer]
+    own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    stream = BoundStream.of(recipe.value, head_dim, "float32", "cpu", own)
+    eye = torch.eye(head_dim, dtype=torch.float64)[:, None, :].expand(head_dim, heads, head_dim)
+    if bool(stream.forward(torch.zeros_like(eye[:1])).any()):
+        raise ValueError(f"cannot fold recipe {recipe.name}: its value transforms remove a mean, which needs biases")
+    return stream.forward(eye).permute(1, 0, 2)
+
+
+def _fold_values(linear: torch.nn.Linear, matrix: Tensor) -> None:
+    heads, dim, _ = matrix.shape
+    matrix = matrix.to(linear.weight.device)
+    weight = linear.weight.double().view(heads, dim, -1)
+    linear.weight.copy_(torch.einsum("hde,hdx->hex", matrix, weight).flatten(0, 1))
+    if linear.bias is not None:
+        linear.bias.copy_(torch.einsum("hde,hd->he", matrix, linear.bias.double().view(heads, dim)).flatten())
+
+
+def _fold_output(linear: torch.nn.Linear, matrix: Tensor) -> None:
+    heads, dim, _ = matrix.shape
+    back = torch.linalg.inv(matrix).to(linear.weight.device)
+    weight = linear.weight.double().view(linear.out_features, heads, -1, dim)  # query heads of a KV head are neighbours
+    linear.weight.copy_(torch.einsum("hed,xhgd->xhge", back, weight).flatten(1))
+
+
+def _logits(model: Any) -> Tensor:
+    """Logits of a few arbitrary tokens, to see that nothing changed."""
+    embedding = model.get_input_embeddings()
+    ids = torch.arange(16, device=embedding.weight.device)[None] * 7919 % embedding.num_embeddings
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits.double().cpu()
