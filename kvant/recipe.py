@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from kvant.codecs import Codec
 from kvant.correctors import Corrector
-from kvant.spec import Spec
+from kvant.spec import Spec, parse_value
 from kvant.transforms import Transform
 
 
@@ -194,19 +194,23 @@ class Recipe(Spec):
             "v": ("value",),
         }
         parts = {name: stream.parts for name, stream in self.streams.items()}
+        changes: dict[tuple[Literal["key", "value"], str], dict[str, object]] = {}
         for name, text in fields.items():
             side, _, field = name.rpartition(".")
             hits = 0
             for which in sides.get(side, ()):
                 for place, part in parts[which].items():
                     if any(f.name == field for f in dataclasses.fields(part)):
-                        parts[which][place] = part.with_text(field, text)
+                        hint = typing.get_type_hints(type(part))[field]
+                        changes.setdefault((which, place), {})[field] = parse_value(text, hint, field)
                         hits += 1
             if not hits:
                 known = ", ".join(f"{key} ({kind})" for key, kind in sorted(self.overridable.items()))
                 raise ValueError(
                     f"recipe {self.name} has no field {name!r}; it has {known}; a prefix k. or v. names one stream"
                 )
+        for (which, place), values in changes.items():  # a part's fields at once: they may only fit together
+            parts[which][place] = dataclasses.replace(parts[which][place], **values)  # type: ignore[arg-type]
         label = ",".join(f"{key}={value}" for key, value in fields.items())
         return dataclasses.replace(
             self,

@@ -70,11 +70,6 @@ class Spec:
     def from_json(cls, text: str) -> Self:
         return cls.from_dict(json.loads(text))
 
-    def with_text(self, name: str, text: str) -> Self:
-        """A copy in which the field called `name` is parsed from a command line's text."""
-        hint = typing.get_type_hints(type(self))[name]
-        return dataclasses.replace(self, **{name: parse_value(text, hint, name)})
-
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Spec):
