@@ -1,0 +1,105 @@
+"""From a model to an artifact that its cache takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import kvant
+from kvant import recipes
+from kvant.calibrate.run import calibrate, fingerprint
+from kvant.engines.fold import fold
+from tests.engines.test_hf import FAMILIES, make_model
+
+SMALL = "oscar:sink=4,recent=16"
+
+
+def ids_of(count: int) -> torch.Tensor:
+    return torch.randint(2, 200, (count,), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_that_is_served_is_calibrated(family: str) -> None:
+    model = make_model(family)
+    artifact = calibrate(model, None, SMALL, ids_of(150), run=60)
+    assert artifact.source["tokens"] == 150
+    assert artifact.source["max_position"] == 512
+    assert sorted(artifact.tensors) == list(range(artifact.layers))
+    cache = kvant.Cache(model, SMALL, artifact=artifact)
+    ids = ids_of(80)[None]
+    with torch.inference_mode():
+        model(ids[:, :60], past_key_values=cache)
+        assert bool(model(ids[:, 60:], past_key_values=cache).logits.isfinite().all())
+
+
+def test_an_artifact_is_reproducible_and_the_seed_counts() -> None:
+    model = make_model("qwen3")
+    first, again = (calibrate(model, None, SMALL, ids_of(150), run=60) for _ in range(2))
+    assert first.digest == again.digest
+    other = calibrate(model, None, SMALL, ids_of(150), run=60, seed=1)
+    assert other.digest != first.digest
+
+
+def test_calibration_on_the_models_own_text() -> None:
+    model = make_model("llama")
+    stages: list[str] = []
+    artifact = calibrate(
+        model, None, "saw-int4-hessian-kv", tokens=48, run=24, progress=lambda stage, *_: stages.append(stage)
+    )
+    assert artifact.source["text"] == "written by the model"
+    assert artifact.source["tokens"] == 48
+    assert [s for s, before in zip(stages, ["", *stages], strict=False) if s != before] == [
+        "sampling",
+        "measuring",
+        "fitting",
+    ]
+    names = set(artifact.tensors[0])
+    assert names == {"key.transforms[0].basis", "value.transforms[0].basis"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("saw-int4", {}, "nothing to calibrate"),
+        ("oscar", {"tokens": 0}, "tokens must be positive"),
+        ("oscar", {"max_position": -3}, "max_position must be positive"),
+        ("oscar", {"tokens": 500}, "the text has 100 tokens, expected at least 500"),
+    ],
+)
+def test_mistakes_are_named(recipe: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        calibrate(make_model("llama"), None, recipe, ids_of(100), **options)
+
+
+def test_a_string_needs_a_tokenizer_and_a_folded_model_is_refused() -> None:
+    model = make_model("llama")
+    with pytest.raises(ValueError, match="tokenizer"):
+        calibrate(model, None, "oscar", "some text")
+    fold(model, "quarot-int2")
+    with pytest.raises(ValueError, match="folded"):
+        calibrate(model, None, "oscar", ids_of(100))
+
+
+def test_fingerprints_tell_models_apart_but_not_their_types() -> None:
+    model = make_model("llama")
+    found = fingerprint(model)
+    assert fingerprint(make_model("llama")) == found
+    assert fingerprint(make_model("llama").to(torch.bfloat16)) == found
+    assert fingerprint(make_model("qwen3")) != found
+    with torch.no_grad():
+        model.lm_head.weight += 1
+        model.model.embed_tokens.weight += 1
+    assert fingerprint(model) != found
+
+
+def test_refuses_keys_before_rope() -> None:
+    chosen = [recipes.get(name) for name in recipes.names()]
+    assert not [r.name for r in chosen if r.calibrated and r.wants_rope]  # none of ours asks for it
+    model = make_model("llama")
+    recipe = recipes.get("oscar")
+    early = dataclasses.replace(recipe, key=dataclasses.replace(recipe.key, rope="pre"))
+    with pytest.raises(ValueError, match="before RoPE"):
+        calibrate(model, None, early, ids_of(100))
