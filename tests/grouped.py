@@ -88,6 +88,8 @@ def whole_groups(layout: Layout, side: str, tokens: Tokens, prompt: int, rope: R
     q = tokens.q.float().unflatten(1, (layout.heads, -1))
     if layout.recipe.key.rope == "pre":
         q = rope.turn(q, -torch.arange(len(q)))
+    for transform in layout.recipe.key.transforms:
+        q = transform.bind(layout.head_dim).dual(q)
     group, sink = stream.codec.group_tokens, stream.window.sink
     out = torch.full_like(x, float("nan"))
     for start in range(sink, len(x) - group + 1, group):
@@ -114,15 +116,16 @@ def attention_received(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def stored(layout: Layout, side: str, x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Tokens as a stream stores them, rounded where it is group-wise as if they had waited in the tail."""
     stream = layout.recipe.streams[side]  # type: ignore[index]
-    assert not stream.transforms, "these recipes have none"
     x = x.float()
     if stream.rope == "pre":
         x = rope.turn(x, -torch.arange(len(x)))
+    for transform in stream.transforms:
+        x = transform.bind(layout.head_dim).forward(x)
     return x.to(getattr(torch, layout.overlay_dtype)).float() if stream.groupwise else x
 
 
 def attended(layout: Layout, side: str, tokens: Tokens, n: int, prompt: int, rope: Rope | None = None) -> torch.Tensor:
-    """What attention should see of the first n tokens: coded where spans say packed."""
+    """What attention should see of the first n tokens, in the model's space: coded where spans say packed."""
     rope = rope or some_rope(layout.head_dim)
     stream = layout.recipe.streams[side]  # type: ignore[index]
     y = stored(layout, side, (tokens.k if side == "key" else tokens.v)[:n], rope)
@@ -138,6 +141,8 @@ def attended(layout: Layout, side: str, tokens: Tokens, n: int, prompt: int, rop
         at = slice(span.start, span.stop)
         full = y[at].to(getattr(torch, layout.overlay_dtype)).float()
         out[at] = coded[at] if getattr(span, side) == "packed" else full
+    for transform in reversed(stream.transforms):
+        out = transform.bind(layout.head_dim).inverse(out[:, :, None])[:, :, 0]
     if stream.rope == "pre":
         out = rope.turn(out, torch.arange(n))
     return out

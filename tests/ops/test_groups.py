@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 
 from kvant import recipes
 from kvant.cache import PagedCache
+from kvant.codecs import Codec
+from kvant.codecs.affine import Affine
+from kvant.codecs.boosted import Boosted
 from kvant.codecs.channel import Channel
 from kvant.codecs.salient import Salient
 from kvant.correctors.saliency import Saliency
 from kvant.correctors.subspace import Subspace
 from kvant.recipe import Recipe, Stream, Window
+from kvant.transforms.hadamard import Hadamard
 from tests.conftest import dense_attention, poison, relative_error
 from tests.grouped import GROUPWISE, SMALL, Tokens, attended, fill, make_cache, same_bytes
 
@@ -31,6 +35,32 @@ def test_decode_reads_what_spans_say(name: str, heads: int, group: int, dim: int
         k, v = (attended(cache.layout, side, tokens, length, length) for side in ("key", "value"))
         expected = dense_attention(tokens.q[length - 1 : length], k, v, scale)
         assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.parametrize("codec", [Boosted(0.25, 16), Channel(4, 16)])
+def test_parts_combine(rope: str, codec: Codec) -> None:
+    """A rotation under Kitty's boost, or under SQuat's corrector, before RoPE or after it."""
+    corrector = Subspace(weight=0.01, block=16) if codec.channelwise else None
+    recipe = Recipe(
+        "combined",
+        Stream(codec, (Hadamard(order=16),), Window(3, flush=32), corrector, rope),  # type: ignore[arg-type]
+        Stream(Affine(bits=2), (Hadamard(seed=3),), Window(3, recent=9)),
+    )
+    tokens, scale = Tokens.random(150, 2, 2, 64), 0.2
+    cache = make_cache(recipe)
+    entry = cache.new()
+    fill(cache, entry, tokens[:149], [100, 49])
+    batch = cache.extend([entry], [1])
+    last = tokens[149:]
+    history = [attended(cache.layout, side, tokens, 149, 100) for side in ("key", "value")]
+    found = cache.prefill(0, last.q, last.k, last.v, batch, scale=scale)
+    seen = [torch.cat((history[0], last.k)), torch.cat((history[1], last.v))]
+    assert relative_error(found, dense_attention(last.q, *seen, scale)) < 1e-4
+    cache.append(0, last.k, last.v, batch, last.q)
+    found = cache.decode(0, last.q, cache.batch([entry]), scale=scale)
+    seen = [attended(cache.layout, side, tokens, 150, 100) for side in ("key", "value")]
+    assert relative_error(found, dense_attention(last.q, *seen, scale)) < 1e-4
 
 
 @pytest.mark.parametrize("name", SMALL)
