@@ -15,11 +15,11 @@ from kvant.stats import LayerStats
 
 Tensor = torch.Tensor
 ITERATIONS = 30
-SETTLED = 1e-4  # relative gain of an iteration under which k-means stops
+SETTLED = 1e-3  # relative gain of an iteration under which k-means stops
 LEAST = 3  # distinct vectors a centroid that a codebook is fitted on, at least
-ENOUGH = 64  # vectors a centroid; of more a random part is used
-MANY = 1 << 16  # vectors past which a part is used too, as long as it has
-FEW = 16  # vectors a centroid
+FEW = 16  # vectors a centroid; of more than that and than VECTORS a random part is used
+VECTORS = {"cpu": 1 << 16}
+VECTORS_ELSEWHERE = 1 << 20
 
 
 def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -> Tensor:
@@ -28,7 +28,7 @@ def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -
     if count == 1:
         return centre[None]
     generator = torch.Generator().manual_seed(seed)
-    limit = max(FEW * count, min(ENOUGH * count, MANY))
+    limit = max(FEW * count, VECTORS.get(x.device.type, VECTORS_ELSEWHERE))
     if len(x) > limit:
         x = x[torch.randperm(len(x), generator=generator)[:limit].to(x.device)]
     x = x.float() - centre  # centred, so that float32 products are accurate
