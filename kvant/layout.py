@@ -155,7 +155,9 @@ class Layout:
         if order not in (None, "fragment", "plain"):
             raise ValueError(f"order must be fragment or plain, got {order!r}")
         if page_tokens % group:
-            raise ValueError(f"page_tokens must be a multiple of the recipe's group of {group} tokens, got {page_tokens}")
+            raise ValueError(
+                f"page_tokens must be a multiple of the recipe's group of {group} tokens, got {page_tokens}"
+            )
         fields: list[Field] = []
         for stream in recipe.streams.values():
             for transform in stream.transforms:
@@ -191,7 +193,15 @@ class Layout:
         def add(stream: StreamName, names: tuple[str, ...], field: Field, bits: int, shift: int) -> None:
             nonlocal offset
             section = Section(
-                stream, names, field.kind, bits, shift, self.page_tokens // field.tokens, field.width, field.dtype, offset
+                stream,
+                names,
+                field.kind,
+                bits,
+                shift,
+                self.page_tokens // field.tokens,
+                field.width,
+                field.dtype,
+                offset,
             )
             out.append(section)
             offset += -(-section.nbytes // ALIGN) * ALIGN
@@ -270,7 +280,16 @@ class Layout:
 
     def digest(self, artifact: str = "") -> str:
         """Names what the stored bytes mean; anything with another digest is refused, never read."""
-        data = [VERSION, self.recipe.digest, artifact, self.heads, self.head_dim, self.page_tokens, self.order, self.dtype]
+        data = [
+            VERSION,
+            self.recipe.digest,
+            artifact,
+            self.heads,
+            self.head_dim,
+            self.page_tokens,
+            self.order,
+            self.dtype,
+        ]
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     # --- packing ---------------------------------------------------------------------------------------------------
@@ -353,7 +372,9 @@ def _token_tables(section: Section, order: Order, page_tokens: int, device: str)
     else:
         per_byte = 8 // section.bits
         where = sorted_places[:, ::per_byte] // per_byte
-        whole = sorted_places.reshape(section.rows, -1, per_byte) == (where * per_byte)[..., None] + torch.arange(per_byte)
+        whole = sorted_places.reshape(section.rows, -1, per_byte) == (where * per_byte)[..., None] + torch.arange(
+            per_byte
+        )
         assert whole.all(), f"a byte of {section.names} is shared by tokens in {order} order"
     return gather.to(device), (where + section.offset).to(device)
 
@@ -402,4 +423,6 @@ def human_bytes(count: float) -> str:
     if count < 1024:
         return f"{count:.0f} B"
     power = min(4, int(math.log(count, 1024)))
-    return f"{count / 1024**power:.{0 if count / 1024**power >= 100 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return (
+        f"{count / 1024**power:.{0 if count / 1024**power >= 100 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    )

@@ -92,7 +92,9 @@ def resolve(name: str, say: Any = None) -> str:
             raise ValueError(f"model {name!r}: the directory has no config.json")
         return str(path)
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"model {name!r}: expected a Hugging Face directory or id, or {SMOLLM2}; there is no such directory")
+        raise ValueError(
+            f"model {name!r}: expected a Hugging Face directory or id, or {SMOLLM2}; there is no such directory"
+        )
     return name
 
 
@@ -113,4 +115,3 @@ def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = No
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"model {name!r}: expected a Hugging Face directory or id, or {SMOLLM2}; {first}") from error
     return model.to(device).eval(), tokenizer
-

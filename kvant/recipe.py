@@ -1,7 +1,7 @@
 """Recipes: which numbers a cache keeps, and which of its tokens in full precision.
 
-    Recipe = key Stream + value Stream
-    Stream = transforms -> (corrector) -> codec, and a Window of tokens kept in full precision
+Recipe = key Stream + value Stream
+Stream = transforms -> (corrector) -> codec, and a Window of tokens kept in full precision
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def ropes_of(model: torch.nn.Module, layers: int) -> list[Rope]:
     modules = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     if not modules:
         raise ValueError(f"cannot find the rotary embedding of {name}")
-    module = modules[0]
+    module: Any = modules[0]
     kinds = getattr(module.config, "layer_types", None) or ["full_attention"] * layers
     ropes = []
     for kind in kinds:

@@ -58,9 +58,7 @@ class Spec:
         if unknown:
             raise ValueError(f"{kind} has no field {', '.join(unknown)}; it has {', '.join(sorted(fields))}")
         hints = typing.get_type_hints(found)
-        values = {
-            name: _read(value, hints[name], f"{kind}.{name}") for name, value in data.items() if name != "kind"
-        }
+        values = {name: _read(value, hints[name], f"{kind}.{name}") for name, value in data.items() if name != "kind"}
         return found(**values)  # type: ignore[return-value]
 
     def to_json(self) -> str:

@@ -72,7 +72,9 @@ def test_scales_lie_in_lane_order() -> None:
     st.sampled_from([16, 32, 48, 64, 80, 96, 128, 192, 256]),
     st.sampled_from([1, 2, 4, 8]),
 )
-def test_fragment_order_is_a_permutation_in_which_tokens_own_bytes(stream: str, page: int, width: int, bits: int) -> None:
+def test_fragment_order_is_a_permutation_in_which_tokens_own_bytes(
+    stream: str, page: int, width: int, bits: int
+) -> None:
     if fragment_refusal(width, bits, page):
         return
     places = code_places(stream, "fragment", page, width, bits)  # type: ignore[arg-type]

@@ -55,7 +55,9 @@ def test_digest_sees_what_decides_bytes_and_not_the_name() -> None:
     base = recipes.get("int4")
     assert recipes.get("int4:bits=4").digest == base.digest
     assert recipes.get("int4:bits=4").name != base.name
-    digests = {recipes.get(text).digest for text in ("int4", "int4:group=32", "int4:k.bits=2", "int4:recent=8", "saw-int4")}
+    digests = {
+        recipes.get(text).digest for text in ("int4", "int4:group=32", "int4:k.bits=2", "int4:recent=8", "saw-int4")
+    }
     assert len(digests) == 5
 
 

@@ -24,7 +24,9 @@ PROMPTS = [
 
 def ask(tokenizer: Any, text: str) -> torch.Tensor:
     messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,9 @@ def answers(smollm2: tuple[Any, Any]) -> list[list[int]]:
     out = []
     for text in PROMPTS:
         ids = ask(tokenizer, text)
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, min_new_tokens=64)
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, min_new_tokens=64
+        )
         out.append(found[0, ids.shape[1] :].tolist())
     return out
 
@@ -45,7 +49,10 @@ def test_full_gives_the_logits_of_transformers_own_cache(smollm2: tuple[Any, Any
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
         cache = kvant.Cache(model, "full")
-        parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 30), (30, 31), (31, 50), (50, ids.shape[1]))]
+        parts = [
+            model(ids[:, a:b], past_key_values=cache).logits
+            for a, b in ((0, 30), (30, 31), (31, 50), (50, ids.shape[1]))
+        ]
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -56,7 +63,12 @@ def test_int8_answers_as_the_full_cache_does(smollm2: tuple[Any, Any], answers: 
         ids = ask(tokenizer, text)
         cache = kvant.Cache(model, "int8")
         found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, min_new_tokens=64, past_key_values=cache
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=64,
+            min_new_tokens=64,
+            past_key_values=cache,
         )
         equal += found[0, ids.shape[1] :].tolist() == expected
     assert equal >= 4

@@ -13,6 +13,7 @@ from kvant.cache.pool import PagePool
 from kvant.layout import Layout, StreamName
 from kvant.ops import OPS, LayerStore, PagedBatch, choose
 from kvant.ops.reference import refill
+from kvant.ops.replay import replay
 from kvant.rope import Rope
 
 Tensor = torch.Tensor
@@ -227,6 +228,13 @@ class PagedCache:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, **options: Any
     ) -> Tensor:
         return self.ops["prefill"].run(self.stores[layer], query, key, value, batch, **options)
+
+    def replay(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, **options: Any
+    ) -> Tensor:
+        """Appends new tokens and attends from each as one-by-one decode would have."""
+        store = self.stores[layer]
+        return replay(store, query, key, value, batch, lambda: self.append(layer, key, value, batch, query), **options)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from kvant.stats import Excerpt, LayerStats, Moments
 Tensor = torch.Tensor
 Progress = Callable[[str, int, int], None]
 
-BUDGET = 512 << 20  # bytes that statistics may take at a time
+BUDGET = 384 << 20  # bytes that statistics may take at a time
 SAMPLE_BUDGET = 128 << 20  # bytes of one layer's sampled keys and values
 SAMPLES = 16384  # sampled keys and values a head, at most
 QUERY_SAMPLES = 1024

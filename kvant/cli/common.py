@@ -19,8 +19,12 @@ from rich.table import Table
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="M", help="Hugging Face directory or id, or smollm2 (default)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 elsewhere")
+    parser.add_argument(
+        "--model", default="smollm2", metavar="M", help="Hugging Face directory or id, or smollm2 (default)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 elsewhere"
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
 
@@ -65,9 +69,13 @@ def progress(title: str) -> Iterator[Advance]:
         yield advance
 
 
-def print_table(title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+def print_table(
+    title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], caption: str = ""
+) -> None:
     """A table that fits a terminal; columns are (heading, "left" or "right")."""
-    table = Table(title=title or None, title_justify="left", caption=caption or None, caption_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=title or None, title_justify="left", caption=caption or None, caption_justify="left", box=SIMPLE_HEAD
+    )
     for heading, justify in columns:
         table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:

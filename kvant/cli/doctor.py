@@ -13,7 +13,9 @@ from kvant.cli.common import print_table
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="say what this machine can run", description="Says what this machine can run.")
+    parser = commands.add_parser(
+        "doctor", help="say what this machine can run", description="Says what this machine can run."
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -35,7 +37,9 @@ def examine() -> dict[str, Any]:
 
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     engines = {
-        "transformers": None if importlib.util.find_spec("transformers") else "transformers is not installed: pip install 'kvant[hf]'",
+        "transformers": None
+        if importlib.util.find_spec("transformers")
+        else "transformers is not installed: pip install 'kvant[hf]'",
         "vllm": "kvant has no vLLM backend yet",
     }
     found = []
@@ -49,13 +53,17 @@ def examine() -> dict[str, Any]:
                         serves.append(name)
                     else:
                         refused[name] = reason
-                found.append({"op": op, "name": implementation.name, "device": device, "serves": serves, "refused": refused})
+                found.append(
+                    {"op": op, "name": implementation.name, "device": device, "serves": serves, "refused": refused}
+                )
     smollm2 = models.cache_dir() / "smollm2-135m-instruct"
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in ("kvant", "torch", "transformers", "vllm", "triton", "safetensors")},
+        "versions": {
+            name: _version(name) for name in ("kvant", "torch", "transformers", "vllm", "triton", "safetensors")
+        },
         "devices": devices,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "engines": engines,
@@ -80,8 +88,20 @@ def run(args: argparse.Namespace) -> int:
         reasons = sorted(set(entry["refused"].values()))
         total = len(entry["serves"]) + len(entry["refused"])
         rows.append(
-            [entry["op"], entry["name"], entry["device"], f"{len(entry['serves'])} of {total} recipes", "; ".join(reasons) or "-"]
+            [
+                entry["op"],
+                entry["name"],
+                entry["device"],
+                f"{len(entry['serves'])} of {total} recipes",
+                "; ".join(reasons) or "-",
+            ]
         )
-    columns = [("operation", "left"), ("implementation", "left"), ("device", "left"), ("serves", "left"), ("refuses", "left")]
+    columns = [
+        ("operation", "left"),
+        ("implementation", "left"),
+        ("device", "left"),
+        ("serves", "left"),
+        ("refuses", "left"),
+    ]
     print_table("", columns, rows)
     return 0

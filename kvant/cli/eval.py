@@ -23,7 +23,13 @@ def add(commands: Any) -> None:
     parser.add_argument("--context", type=int, default=1536, metavar="N", help="tokens a window (default 1536)")
     parser.add_argument("--tokens", type=int, default=1024, metavar="T", help="tokens to score in all (default 1024)")
     parser.add_argument("--prompt", type=int, metavar="P", help="tokens a window that are prefilled (default a third)")
-    parser.add_argument("--chunk", type=int, default=1, metavar="C", help="tokens fed at a time; 1 is exact decode (default)")
+    parser.add_argument(
+        "--chunk", type=int, default=1, metavar="C", help="tokens fed at a time; 1 is exact decode (default)"
+    )
+    parser.add_argument(
+        "--stepwise", action="store_true", help="with --chunk 1: feed tokens one by one for real (slow, same result)"
+    )
+    parser.add_argument("--offset", type=int, default=0, metavar="N", help="move all tokens by N positions (default 0)")
     parser.add_argument("--batch", type=int, default=8, metavar="B", help="windows that run side by side (default 8)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.set_defaults(run=run)
@@ -58,9 +64,13 @@ def run(args: argparse.Namespace) -> int:
     windows = Windows.over(tokenize(tokenizer, text), args.context, args.tokens, args.prompt)
     for recipe in chosen:
         Cache(model, recipe)  # refuses what the model cannot take, before the work starts
-    say(f"{len(windows.ids)} windows of {args.context} tokens, {windows.prompt} of them prompt, {windows.tokens} scored")
+    say(
+        f"{len(windows.ids)} windows of {args.context} tokens, {windows.prompt} of them prompt, {windows.tokens} scored"
+    )
     with progress("evaluating") as advance:
-        results = evaluate(model, chosen, windows, args.chunk, args.batch, progress=advance)
+        results = evaluate(
+            model, chosen, windows, args.chunk, args.batch, progress=advance, stepwise=args.stepwise, offset=args.offset
+        )
     report = {
         "model": args.model,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -69,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "prompt": windows.prompt,
         "chunk": args.chunk,
         "tokens": windows.tokens,
+        "offset": args.offset,
         "results": [dataclasses.asdict(result) for result in results],
     }
     if args.json:
@@ -76,8 +87,19 @@ def run(args: argparse.Namespace) -> int:
     columns = [("recipe", "left"), ("bits", "right"), ("KL", "right"), ("± se", "right"), ("top-1", "right")]
     columns += [("perplexity", "right"), ("attention error", "right"), ("seconds", "right")]
     rows = [
-        [r.recipe, f"{r.bpe:.3f}", f"{r.kl:.5f}", f"{r.kl_se:.5f}", f"{r.top1:.1%}", f"{r.ppl:.3f}", f"{r.attn_rel_mse:.5f}", f"{r.seconds:.0f}"]
+        [
+            r.recipe,
+            f"{r.bpe:.3f}",
+            f"{r.kl:.5f}",
+            f"{r.kl_se:.5f}",
+            f"{r.top1:.1%}",
+            f"{r.ppl:.3f}",
+            f"{r.attn_rel_mse:.5f}",
+            f"{r.seconds:.0f}",
+        ]
         for r in results
     ]
-    print_table("", columns, rows, f"{windows.tokens} tokens; bits with windows and partly filled pages at this context")
+    print_table(
+        "", columns, rows, f"{windows.tokens} tokens; bits with windows and partly filled pages at this context"
+    )
     return 0

@@ -18,9 +18,13 @@ def add(commands: Any) -> None:
         description="Generates from a packed cache. With several recipes, compares them with the full cache in a table.",
     )
     add_model_options(parser)
-    parser.add_argument("--recipe", default="saw-int4", metavar="R[,R...]", help="a recipe, or several to compare (default saw-int4)")
+    parser.add_argument(
+        "--recipe", default="saw-int4", metavar="R[,R...]", help="a recipe, or several to compare (default saw-int4)"
+    )
     parser.add_argument("--prompt", required=True, help="what to ask")
-    parser.add_argument("--raw", action="store_true", help="feed the prompt as it is, without the model's chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="feed the prompt as it is, without the model's chat template"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
@@ -69,7 +73,9 @@ def encode(tokenizer: Any, prompt: str, raw: bool) -> Any:
     if raw or not tokenizer.chat_template:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
     messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
 
 
 def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, args: argparse.Namespace) -> Answer:
@@ -86,12 +92,19 @@ def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, args: argparse.Nam
     if args.temperature > 0:
         options = {"do_sample": True, "temperature": args.temperature}
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=args.max_new_tokens, streamer=clock, **options
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=args.max_new_tokens,
+        streamer=clock,
+        **options,
     )
     new = out[0, ids.shape[1] :].tolist()
     length = cache.get_seq_length()
     shape = cache.shape
-    half = Layout.of(get("full"), shape.heads, shape.head_dim, dtype="bfloat16").sequence_bytes(length) * len(shape.layers)
+    half = Layout.of(get("full"), shape.heads, shape.head_dim, dtype="bfloat16").sequence_bytes(length) * len(
+        shape.layers
+    )
     return Answer(
         recipe=recipe.name,
         text=tokenizer.decode(new, skip_special_tokens=True).strip(),
@@ -157,7 +170,9 @@ def run(args: argparse.Namespace) -> int:
     for a in answers:
         kl, top1 = ("-" if a.kl is None else f"{a.kl:.4f}"), ("-" if a.top1 is None else f"{a.top1:.0%}")
         size = human_bytes(a.cache_bytes)
-        rows.append([a.recipe, f"{a.bpe:.2f}", size, f"{a.times_smaller:.2f}x", kl, top1, f"{a.tokens_per_second:.1f}", a.text])
+        rows.append(
+            [a.recipe, f"{a.bpe:.2f}", size, f"{a.times_smaller:.2f}x", kl, top1, f"{a.tokens_per_second:.1f}", a.text]
+        )
     dtype = str(model.dtype).removeprefix("torch.")
     caption = (
         f"bits per cached number; cache of {ids.shape[1]} prompt tokens and the answer; smaller than a 16-bit cache "

@@ -10,9 +10,13 @@ from kvant.cli.common import print_table
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes with their bits, counted.")
+    parser = commands.add_parser(
+        "recipes", help="list the recipes", description="Lists the recipes with their bits, counted."
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="head dim to count bits at (default 128)")
+    parser.add_argument(
+        "--head-dim", type=int, default=128, metavar="D", help="head dim to count bits at (default 128)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -64,7 +64,9 @@ class BoundCodec:
 class Codec(BoundCodec, Spec):
     """Base of all codec specs. One without calibrated tensors is its own bound form."""
 
-    channelwise: ClassVar[bool] = False  # codes every channel for itself, so that a corrector may drive it block by block
+    channelwise: ClassVar[bool] = (
+        False  # codes every channel for itself, so that a corrector may drive it block by block
+    )
     ranked: ClassVar[bool] = False  # codes the tokens of a group by their saliency, which a corrector has to tell it
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:

@@ -16,7 +16,7 @@ class Raw(Codec):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> Raw:
-        return dataclasses.replace(self, dtype=dtype) if self.dtype == "auto" else self
+        return dataclasses.replace(self, dtype=dtype) if self.dtype == "auto" else self  # type: ignore[arg-type]
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         dtype = "bfloat16" if self.dtype == "auto" else self.dtype

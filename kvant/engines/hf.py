@@ -55,7 +55,9 @@ class ModelShape:
             raise ValueError(f"cannot serve {name}: encoder-decoder models have a second cache")
         config = config.get_text_config(decoder=True)
         if getattr(config, "kv_lora_rank", None):
-            raise ValueError(f"cannot serve {name}: latent attention (MLA) caches one compressed vector, not keys and values")
+            raise ValueError(
+                f"cannot serve {name}: latent attention (MLA) caches one compressed vector, not keys and values"
+            )
         if getattr(config, "num_kv_shared_layers", 0):
             raise ValueError(f"cannot serve {name}: some of its layers read other layers' cache")
         if hasattr(model_or_config, "config") and not getattr(model_or_config, "_supports_attention_backend", True):
@@ -69,7 +71,9 @@ class ModelShape:
         types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
         odd = sorted(set(types) - set(SERVED_LAYERS))
         if odd:
-            raise ValueError(f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(SERVED_LAYERS)}")
+            raise ValueError(
+                f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(SERVED_LAYERS)}"
+            )
         dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
         return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."))
@@ -183,7 +187,9 @@ class Cache(transformers.Cache):
         if self.artifact is not None:
             self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim)
         elif self.recipe.calibrated:
-            raise ValueError(f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate")
+            raise ValueError(
+                f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate"
+            )
         self.recipe = fold.served(self.recipe, self.artifact, getattr(model_or_config, "config", model_or_config))
         self._ropes: list[Rope] | None = None
         if self.recipe.wants_rope:
@@ -198,6 +204,7 @@ class Cache(transformers.Cache):
         self._group_of: list[Group] = []
         self._real: Tensor | None = None  # bool [batch, columns]; None while no column is padding
         self._batch_size = -1
+        self.one_by_one = False  # several columns attend as if they had come one at a time: for reading a known text
         self.on_attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
         super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(self.shape.layers)])
         config = getattr(model_or_config, "config", model_or_config)
@@ -259,6 +266,8 @@ class Cache(transformers.Cache):
         if columns == 1 and step.real is None:
             group.paged.append(index, k, v, step.batch, q)
             flat = group.paged.decode(index, q, step.batch, **options)
+        elif self.one_by_one:
+            flat = group.paged.replay(index, q, k, v, step.batch, **options)
         else:
             flat = group.paged.prefill(index, q, k, v, step.batch, **options)
             group.paged.append(index, k, v, step.batch, q)
@@ -441,7 +450,9 @@ def attention_forward(
     """The attention function "kvant": packed pages behind a handle, or plain tensors through SDPA."""
     if not isinstance(key, Handle):
         if softcap is not None:
-            raise ValueError("a logit soft cap without a kvant.Cache: set the model's attention implementation to eager")
+            raise ValueError(
+                "a logit soft cap without a kvant.Cache: set the model's attention implementation to eager"
+            )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )

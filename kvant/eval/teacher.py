@@ -1,9 +1,11 @@
 """Teacher-forced evaluation: every recipe reads the same text, and is compared with the full cache token by token.
 
 The text is cut into windows spread evenly over it. The first tokens of a window are prefilled and not scored; each later
-one is fed through the recipe's packed cache, `chunk` tokens at a time (1 is exact decode), and its next-token distribution
-is compared with that of transformers' own full cache on the same tokens. Windows run side by side as one batch. The
-reference runs a block ahead and only a block's distributions are held, so memory does not grow with the context.
+one is fed through the recipe's packed cache, `chunk` tokens at a time, and its next-token distribution is compared with that
+of transformers' own full cache on the same tokens. A chunk of 1 is decode; since the text is known, decode is computed for a
+block of tokens at once (kvant.ops.replay), which gives what one-by-one gives; `stepwise` does it one by one for real. Windows
+run side by side as one batch. The reference runs a block ahead and only a block's distributions are held, so memory does not
+grow with the context.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
 BLOCK = 64  # tokens a window whose reference distributions are held at a time, at least
-PROBE_EVERY = 16  # one step in so many also compares attention outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,9 @@ class Windows:
         if context < 2:
             raise ValueError(f"context must be at least 2 tokens, got {context}")
         if not 1 <= prompt < context:
-            raise ValueError(f"prompt must be at least 1 and shorter than the context of {context} tokens, got {prompt}")
+            raise ValueError(
+                f"prompt must be at least 1 and shorter than the context of {context} tokens, got {prompt}"
+            )
         if tokens < 1:
             raise ValueError(f"tokens must be positive, got {tokens}")
         if len(ids) < context + 1:
@@ -178,15 +181,31 @@ def evaluate(
     batch: int = 8,
     make_cache: Callable[[Recipe], Cache] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    stepwise: bool = False,
+    offset: int = 0,
 ) -> list[Result]:
-    """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens."""
+    """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens.
+
+    `offset` moves every token by so many positions: RoPE is relative, so the full cache does not change, but a recipe that
+    was fitted to keys at other positions does.
+    """
     if chunk < 1:
         raise ValueError(f"chunk must be positive, got {chunk}")
+    if offset < 0:
+        raise ValueError(f"offset must be at least 0, got {offset}")
+
+    def feed(cache: Any, ids: Tensor, start: int, stop: int, **options: Any) -> Tensor:
+        position = torch.arange(offset + start, offset + stop, device=ids.device).expand(len(ids), -1)
+        return model(ids[:, start:stop], position_ids=position, past_key_values=cache, **options).logits
+
     make_cache = make_cache or (lambda recipe: Cache(model, recipe))
     scores = [_Scores() for _ in recipes]
     total = windows.tokens * len(recipes)
     done = 0
     scales = attention_scales(model)
+    probe_every = 16 if chunk == 1 and stepwise else 1  # one step in so many also compares attention outputs
+    at_once = chunk == 1 and not stepwise
+    chunk = BLOCK if at_once else chunk
     block = math.ceil(BLOCK / chunk) * chunk
     for first in range(0, len(windows.ids), batch):
         ids = windows.ids[first : first + batch].to(model.device)
@@ -195,20 +214,21 @@ def evaluate(
             cache = make_cache(recipe)
             probe = AttentionProbe(cache, scales)
             begin = time.perf_counter()
-            model(ids[:, : windows.prompt], past_key_values=cache, logits_to_keep=1)
+            feed(cache, ids, 0, windows.prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - probe.seconds
+            cache.one_by_one = at_once
             runs.append(_Run(cache, probe))
         reference = DynamicCache(config=model.config)
-        model(ids[:, : windows.prompt], past_key_values=reference, logits_to_keep=1)
+        feed(reference, ids, 0, windows.prompt, logits_to_keep=1)
         for start in range(windows.prompt, ids.shape[1] - 1, block):
             stop = min(start + block, ids.shape[1] - 1)
-            expected = model(ids[:, start:stop], past_key_values=reference).logits.float().log_softmax(-1)
+            expected = feed(reference, ids, start, stop).float().log_softmax(-1)
             for run, score in zip(runs, scores, strict=True):
                 for at in range(start, stop, chunk):
                     until = min(at + chunk, stop)
-                    run.probe.measuring = (at - windows.prompt) // chunk % PROBE_EVERY == 0
+                    run.probe.measuring = (at - windows.prompt) // chunk % probe_every == 0
                     begin, probed = time.perf_counter(), run.probe.seconds
-                    logits = model(ids[:, at:until], past_key_values=run.cache).logits
+                    logits = feed(run.cache, ids, at, until)
                     score.seconds += time.perf_counter() - begin - (run.probe.seconds - probed)
                     score.add(logits, expected[:, at - start : until - start], ids[:, at + 1 : until + 1])
                     done += (until - at) * len(ids)

@@ -19,7 +19,7 @@ from kvant.codecs import DTYPES
 from kvant.correctors import Progress
 from kvant.layout import StreamName
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 from kvant.recipe import Stream, Window
 
 Tensor = torch.Tensor
@@ -212,10 +212,12 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor
         full = overlay[batch.owners[:, None], index[None, :]].float()
         packed = torch.where((sinks | recent)[..., None, None], full, packed)
     packed = stream.attended(packed.transpose(0, 1), position).transpose(0, 1)
-    return torch.where((position < n)[..., None, None], packed, 0.0)
+    there = (batch.block_table >= 0).repeat_interleave(layout.page_tokens, 1)
+    there = torch.nn.functional.pad(there, (origin, 0), value=True)  # a page that slid out may hold anything
+    return torch.where((there & (position < n))[..., None, None], packed, 0.0)
 
 
-def _softmax(scores: Tensor, keep: Tensor, softcap: float | None) -> Tensor:
+def softmax(scores: Tensor, keep: Tensor, softcap: float | None) -> Tensor:
     """Probabilities over the last dim of scores where `keep`; a row that keeps nothing is zero."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -247,7 +249,7 @@ def decode(
     keep = position < batch.lengths[:, None]
     if window is not None:
         keep &= position >= batch.lengths[:, None] - window
-    weights = _softmax(scores, keep[:, None, None, :], softcap)
+    weights = softmax(scores, keep[:, None, None, :], softcap)
     out = store.value.inverse(torch.einsum("bhgn,bnhd->bhgd", weights, values))
     return out.reshape(sequences, query_heads, dim).to(query.dtype)
 
@@ -272,21 +274,9 @@ def prefill(
     for b in range(len(counts)):
         part = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
         out[part] = _prefill_one(
-            store, query[part], key[part], value[part], _row(batch, b), int(history[b]), scale, softcap, window
+            store, query[part], key[part], value[part], one_sequence(batch, b), int(history[b]), scale, softcap, window
         )
     return out
-
-
-def _row(batch: PagedBatch, b: int) -> PagedBatch:
-    """One sequence of a batch."""
-    at = slice(b, b + 1)
-    return batch._replace(
-        block_table=batch.block_table[at],
-        lengths=batch.lengths[at],
-        owners=batch.owners[at],
-        sinks=batch.sinks[at],
-        exact={name: exact[at] for name, exact in batch.exact.items()},
-    )
 
 
 def _prefill_one(
@@ -318,7 +308,7 @@ def _prefill_one(
         if window is not None:
             keep &= position > at - window
         scores = torch.einsum("qhgd,nhd->hgqn", q[block], keys) * scale
-        out[block] = torch.einsum("hgqn,nhd->qhgd", _softmax(scores, keep, softcap), values)
+        out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap), values)
     if history:
         out = store.value.inverse(out)
     return out.reshape(fresh, query_heads, dim).to(query.dtype)

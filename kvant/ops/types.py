@@ -37,6 +37,18 @@ class PagedBatch(NamedTuple):
         return sequence, torch.arange(len(sequence), device=counts.device) + first[sequence]
 
 
+def one_sequence(batch: PagedBatch, b: int) -> PagedBatch:
+    """One sequence of a batch; slots and starts stay those of the batch."""
+    at = slice(b, b + 1)
+    return batch._replace(
+        block_table=batch.block_table[at],
+        lengths=batch.lengths[at],
+        owners=batch.owners[at],
+        sinks=batch.sinks[at],
+        exact={name: exact[at] for name, exact in batch.exact.items()},
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class BoundStream:
     """A stream for one layer: transforms and codec with their tensors.

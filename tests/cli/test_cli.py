@@ -76,7 +76,9 @@ def test_doctor_names_every_implementation(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_generate_one_recipe(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
-    code, out, err = run(capsys, "generate", "--model", tiny, "--recipe", "int4", "--prompt", "hello there", "--max-new-tokens", "5")
+    code, out, err = run(
+        capsys, "generate", "--model", tiny, "--recipe", "int4", "--prompt", "hello there", "--max-new-tokens", "5"
+    )
     assert code == 0
     assert "int4: 5 tokens" in err
     assert "3.56 times smaller than 16-bit" in err
@@ -88,7 +90,17 @@ def test_generate_one_recipe(capsys: pytest.CaptureFixture[str], tiny: str) -> N
 
 
 def test_generate_compares_recipes_with_the_full_cache(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
-    arguments = ["generate", "--model", tiny, "--recipe", "full,int8,int2:recent=2", "--prompt", "hello there", "--max-new-tokens", "8"]
+    arguments = [
+        "generate",
+        "--model",
+        tiny,
+        "--recipe",
+        "full,int8,int2:recent=2",
+        "--prompt",
+        "hello there",
+        "--max-new-tokens",
+        "8",
+    ]
     code, out, _ = run(capsys, *arguments, "--json")
     full, int8, int2 = json.loads(out)["results"]
     assert code == 0
@@ -102,12 +114,28 @@ def test_generate_compares_recipes_with_the_full_cache(capsys: pytest.CaptureFix
 
 
 def test_sampling_repeats_with_its_seed(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
-    arguments = ["generate", "--model", tiny, "--prompt", "a", "--max-new-tokens", "12", "--temperature", "2", "--json", "--seed"]
-    first, again, other = (json.loads(run(capsys, *arguments, seed)[1])["results"][0]["tokens"] for seed in ("1", "1", "2"))
+    arguments = [
+        "generate",
+        "--model",
+        tiny,
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "2",
+        "--json",
+        "--seed",
+    ]
+    first, again, other = (
+        json.loads(run(capsys, *arguments, seed)[1])["results"][0]["tokens"] for seed in ("1", "1", "2")
+    )
     assert first == again != other
 
 
-def test_eval_writes_the_report_others_rely_on(capsys: pytest.CaptureFixture[str], tiny: str, text: str, tmp_path: Path) -> None:
+def test_eval_writes_the_report_others_rely_on(
+    capsys: pytest.CaptureFixture[str], tiny: str, text: str, tmp_path: Path
+) -> None:
     report = tmp_path / "report.json"
     code, out, _ = run(
         capsys, "eval", "--model", tiny, "--recipe", "full,int4", "--text", text, "--context", "60", "--tokens", "50",

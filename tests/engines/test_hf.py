@@ -133,7 +133,9 @@ def test_beams_share_the_pages_of_their_prompt() -> None:
     model = make_model("llama")
     ids = prompt(1, 200)
     cache = kvant.Cache(model, "int4")
-    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, num_beams=4, do_sample=False, max_new_tokens=8)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, num_beams=4, do_sample=False, max_new_tokens=8
+    )
     (group,) = cache.groups
     shared = set.intersection(*(set(entry.pages) for entry in group.entries))
     assert len(shared) >= 3, "the beams come from one prompt and share its whole pages"
@@ -155,7 +157,9 @@ def test_sliding_layers_keep_their_window_only(family: str) -> None:
     with torch.inference_mode():
         for start, stop in ((0, 100), (100, 101), (101, 160), (160, 161)):
             expected = model(ids[:, start:stop], past_key_values=theirs).logits
-            torch.testing.assert_close(model(ids[:, start:stop], past_key_values=ours).logits, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                model(ids[:, start:stop], past_key_values=ours).logits, expected, rtol=1e-4, atol=1e-4
+            )
 
 
 def test_crop_forgets_and_generation_goes_on() -> None:

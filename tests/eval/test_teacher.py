@@ -53,7 +53,10 @@ def test_scores_are_those_of_the_definition(chunk: int, batch: int) -> None:
             exact = model(row[None, :-1], use_cache=False).logits[0].log_softmax(-1)[20:]
             cache = kvant.Cache(model, "int4")
             model(row[None, :20], past_key_values=cache)
-            parts = [model(row[None, at : min(at + chunk, 120)], past_key_values=cache).logits[0] for at in range(20, 120, chunk)]
+            parts = [
+                model(row[None, at : min(at + chunk, 120)], past_key_values=cache).logits[0]
+                for at in range(20, 120, chunk)
+            ]
             found = torch.cat(parts).log_softmax(-1)
             kl.append((exact.exp() * (exact - found)).sum(-1))
             nll.append(-found.gather(1, row[21:, None])[:, 0])
@@ -85,6 +88,13 @@ def test_sliding_layers_are_probed_with_their_window() -> None:
 def test_progress_reaches_its_total() -> None:
     seen: list[tuple[int, int]] = []
     model = make_model("llama")
-    evaluate(model, [recipes.get("full")], Windows(prompt(3, 31), 10), 3, 2, progress=lambda done, total: seen.append((done, total)))
+    evaluate(
+        model,
+        [recipes.get("full")],
+        Windows(prompt(3, 31), 10),
+        3,
+        2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen[-1] == (60, 60)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)

@@ -37,7 +37,11 @@ def stored(cache: PagedCache, x: torch.Tensor, side: str, n: int, whole: bool = 
 def test_decode_reads_what_spans_say(name: str, heads: int, group: int, head_dim: int) -> None:
     n, scale = 131, head_dim**-0.5
     cache = PagedCache(make_layout(name, heads, head_dim, dtype="float32"), layers=1)
-    q, k, v = torch.randn(1, heads * group, head_dim), torch.randn(n, heads, head_dim), torch.randn(n, heads, head_dim) + 0.3
+    q, k, v = (
+        torch.randn(1, heads * group, head_dim),
+        torch.randn(n, heads, head_dim),
+        torch.randn(n, heads, head_dim) + 0.3,
+    )
     entry = cache.new()
     cache.append(0, k, v, cache.extend([entry], [n]))
     found = cache.decode(0, q, cache.batch([entry]), scale=scale)
@@ -131,7 +135,9 @@ def test_float64_queries_are_answered_in_float64() -> None:
     q = torch.randn(1, 2, 64)
     exact = cache.decode(0, q.double(), cache.batch([entry]), scale=0.1)
     assert exact.dtype == torch.float64
-    torch.testing.assert_close(cache.decode(0, q, cache.batch([entry]), scale=0.1).double(), exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        cache.decode(0, q, cache.batch([entry]), scale=0.1).double(), exact, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_an_unknown_implementation_is_refused_with_what_there_is() -> None:

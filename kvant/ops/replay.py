@@ -1,0 +1,107 @@
+"""Decode of many tokens at once: what one-by-one decode computes, when all the tokens are known beforehand.
+
+A text that is only read, not written, need not be fed token by token. Each new token's query attends exactly as decode
+would have at that token's length: to codes where `spans` says packed, to full precision in the windows. The codes are
+read from the real pages; the windows as they were are put together from the overlays and the new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvant.codecs import DTYPES
+from kvant.layout import StreamName
+from kvant.ops.reference import overlay_index, read, softmax
+from kvant.ops.types import LayerStore, PagedBatch, one_sequence
+
+Tensor = torch.Tensor
+
+
+def replay(
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: PagedBatch,
+    append: Callable[[], None],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Calls `append`, which stores the new tokens, and attends from each of them: [new tokens, heads, head_dim] each."""
+    rows = [one_sequence(batch, b) for b in range(len(batch.lengths))]
+    parts = [slice(int(batch.starts[b]), int(batch.starts[b + 1])) for b in range(len(rows))]
+    new: dict[StreamName, Tensor] = {"key": key, "value": value}
+    windows = [
+        {name: _window(store, name, x[part], row) for name, x in new.items()}
+        for part, row in zip(parts, rows, strict=True)
+    ]
+    append()
+    out = torch.empty_like(query)
+    for part, row, full in zip(parts, rows, windows, strict=True):
+        out[part] = _attend(store, query[part], row, full, scale, softcap, window)
+    return out
+
+
+def _window(store: LayerStore, name: StreamName, x: Tensor, row: PagedBatch) -> Tensor | None:
+    """Full-precision tokens of a sequence as its windows hold them on the way: [tokens, heads, head_dim], zero where no window
+    of these lengths reaches; None where there are no windows. Before the append, which overwrites the ring."""
+    stream, overlay = store.stream(name), store.overlays[name]
+    spec = stream.spec.window
+    if not overlay.shape[1]:
+        return None
+    total = int(row.lengths[0])
+    before = total - len(x)
+    position = torch.arange(total, device=x.device)
+    old = position[:before]
+    held = (old < row.sinks[0]) | ((old >= spec.sink) & (old >= before - spec.ring) & (old >= row.exact[name][0]))
+    index = overlay_index(spec, old).clamp_max(overlay.shape[1] - 1)
+    history = torch.where(held[:, None, None], overlay[int(row.owners[0])][index].float(), 0.0)
+    fresh = stream.stored(x.float(), position[before:]).to(DTYPES[store.layout.overlay_dtype]).float()
+    return stream.attended(torch.cat((history, fresh)), position)
+
+
+def _attend(
+    store: LayerStore,
+    query: Tensor,
+    row: PagedBatch,
+    windows: dict[StreamName, Tensor | None],
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    fresh, query_heads, dim = query.shape
+    total = int(row.lengths[0])
+    position = torch.arange(total, device=query.device)
+    at = position[total - fresh :, None]
+    keep = position <= at
+    if window is not None:
+        keep &= position > at - window
+    packed: dict[StreamName, Tensor] = {}
+    from_page: dict[StreamName, Tensor] = {}
+    nothing = row._replace(sinks=torch.zeros_like(row.sinks), exact=dict.fromkeys(row.exact, row.lengths))
+    for name in windows:
+        spec = store.stream(name).spec.window
+        length = at + 1
+        frontier = (
+            length.clamp_max(spec.sink) + (length - spec.sink - spec.recent).clamp_min(0) // spec.flush * spec.flush
+        )
+        from_page[name] = (position >= spec.sink) & (position < frontier)  # [new tokens, tokens]
+        codes = read(store, name, nothing, row.lengths)[0, :total]
+        packed[name] = torch.where((position < frontier[-1])[:, None, None], codes, 0.0)
+    q = store.key.dual(query.float().view(fresh, store.layout.heads, -1, dim))
+    scores = torch.einsum("qhgd,nhd->hgqn", q, packed["key"])
+    full = windows["key"]
+    if full is not None:
+        scores = torch.where(from_page["key"], scores, torch.einsum("qhgd,nhd->hgqn", q, full))
+    weights = softmax(scores * scale, keep, softcap)
+    full = windows["value"]
+    if full is None:
+        out = torch.einsum("hgqn,nhd->qhgd", weights, packed["value"])
+    else:
+        out = torch.einsum("hgqn,nhd->qhgd", weights * from_page["value"], packed["value"])
+        out += torch.einsum("hgqn,nhd->qhgd", weights * ~from_page["value"], full)
+    return store.value.inverse(out).reshape(fresh, query_heads, dim).to(query.dtype)
