@@ -24,6 +24,7 @@ VECTORS_ELSEWHERE = 1 << 20
 
 def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -> Tensor:
     """Centroids of vectors: float32 [n, d] -> [count, d]. One centroid is the mean."""
+    assert len(x) >= count, (len(x), count)
     centre = x.double().mean(0).float()
     if count == 1:
         return centre[None]

@@ -24,6 +24,7 @@ class ResidualKMeans(Codec):
     """
 
     calibrated: ClassVar[bool] = True
+    fit_free: ClassVar[tuple[str, ...]] = ("bits", "group", "zero", "meta")  # how the residual is coded
 
     centroids: int = 256
     books: Literal["layer", "head"] = "head"

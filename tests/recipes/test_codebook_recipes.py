@@ -108,6 +108,15 @@ def test_queries_and_keys_keep_their_products_through_the_transforms(name: str) 
     torch.testing.assert_close(found, torch.einsum("nhgd,nhd->nhg", q, k), rtol=1e-5, atol=1e-5)
 
 
+def test_an_artifact_serves_every_way_to_code_the_residual_but_no_other_codebook() -> None:
+    fits = recipes.get("saw-int4-kmeans").fits
+    assert set(fits) == {"key.codec", "value.codec"}
+    assert recipes.get("saw-int4-kmeans:bits=3,zero=integer").fits == fits
+    assert recipes.get("saw-int4-kmeans:centroids=16").fits != fits
+    assert recipes.get("vecinfer-2:recent=5").fits == recipes.get("vecinfer-2").fits
+    assert recipes.get("vecinfer-2:power=0.3").fits != recipes.get("vecinfer-2").fits
+
+
 def test_a_cache_without_the_artifact_is_refused() -> None:
     for name in ("vecinfer-2", "million-4", "saw-int4-kmeans"):
         with pytest.raises(ValueError, match="that kvant calibrate fits"):
