@@ -66,8 +66,8 @@ def test_fields_override_parts_of_both_streams_or_of_one() -> None:
     assert recipe.key.transforms == (Hadamard(order=16),)
     assert recipe.name == "saw-int4:order=16"
     recipe = recipes.get("int2:sink=64,recent=256,k.bits=4")
-    assert recipe.key == Stream(Affine(bits=4), window=Window(64, 256))
-    assert recipe.value == Stream(Affine(bits=2), window=Window(64, 256))
+    assert recipe.key == Stream(Affine(bits=4, zero="integer"), window=Window(64, 256))
+    assert recipe.value == Stream(Affine(bits=2, zero="integer"), window=Window(64, 256))
     assert recipes.get("quarot-int2:seed=7").key.transforms == (Hadamard(seed=7),)
     assert recipes.get("quarot-int2:seed=none").key.transforms == (Hadamard(),)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,13 +61,35 @@ def calibrate(
     run               tokens that are read as one text.
     progress          called with (stage, done, total); stages are sampling, measuring and fitting.
     """
-    recipe = recipes.get(recipe)
-    if not recipe.calibrated:
-        raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
-    if recipe.wants_rope:
-        raise ValueError(
-            f"cannot calibrate recipe {recipe.name}: it stores keys before RoPE, they are measured after it"
-        )
+    (artifact,) = calibrate_all(
+        model,
+        tokenizer,
+        [recipes.get(recipe)],
+        text,
+        tokens=tokens,
+        max_position=max_position,
+        seed=seed,
+        run=run,
+        progress=progress,
+    )
+    return artifact
+
+
+def calibrate_all(
+    model: Any,
+    tokenizer: Any,
+    chosen: Sequence[Recipe],
+    text: str | Tensor | None = None,
+    *,
+    tokens: int | None = None,
+    max_position: int | None = None,
+    seed: int = 0,
+    run: int = RUN,
+    progress: Progress | None = None,
+) -> list[Artifact]:
+    """As `calibrate`, for several recipes: those that look at the same windows share one reading of the text."""
+    for recipe in chosen:
+        _check(recipe)
     if folded(model.config) is not None:
         raise ValueError("cannot calibrate this model: its weights have value transforms folded in; load it anew")
     shape = ModelShape.of(model)
@@ -78,25 +101,42 @@ def calibrate(
     for name, value in (("tokens", tokens), ("max_position", max_position), ("run", run)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
-    sink = recipe.key.window.sink
-    run = min(max(run, 2 * sink), max_position, longest or max_position)
-    runs, source = _runs(model, tokenizer, text, tokens, run, seed, progress)
-    count = sum(map(len, runs))
-    plan = Plan(len(runs), count, max_position, sink, recipe.key.window.recent, seed)
-    tensors: dict[int, dict[str, Tensor]] = {}
-    for layer, stats in gather(model, runs, plan, progress):
-        tensors[layer] = {name: tensor.cpu() for name, tensor in fit_layer(recipe, stats).items()}
-        if progress is not None:
-            progress("fitting", layer + 1, len(shape.layers))
-    source |= {
-        "fingerprint": fingerprint(model),
-        "model_type": model.config.model_type,
-        "tokens": count,
-        "max_position": max_position,
-        "seed": seed,
-        "version": VERSION,
-    }
-    return Artifact(recipe, shape.heads, shape.head_dim, len(shape.layers), tensors, source)
+    tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
+    sources: list[dict[str, Any]] = [{} for _ in chosen]
+    for window in dict.fromkeys((recipe.key.window.sink, recipe.key.window.recent) for recipe in chosen):
+        mine = [i for i, r in enumerate(chosen) if (r.key.window.sink, r.key.window.recent) == window]
+        sink, recent = window
+        length = min(max(run, 2 * sink), max_position, longest or max_position)
+        runs, source = _runs(model, tokenizer, text, tokens, length, seed, progress)
+        count = sum(map(len, runs))
+        for layer, stats in gather(model, runs, Plan(len(runs), count, max_position, sink, recent, seed), progress):
+            for i in mine:
+                tensors[i][layer] = {name: tensor.cpu() for name, tensor in fit_layer(chosen[i], stats).items()}
+            if progress is not None:
+                progress("fitting", layer + 1, len(shape.layers))
+        for i in mine:
+            sources[i] = source | {
+                "fingerprint": fingerprint(model),
+                "model_type": model.config.model_type,
+                "tokens": count,
+                "max_position": max_position,
+                "seed": seed,
+                "version": VERSION,
+            }
+    layers = len(shape.layers)
+    return [
+        Artifact(recipe, shape.heads, shape.head_dim, layers, found, source)
+        for recipe, found, source in zip(chosen, tensors, sources, strict=True)
+    ]
+
+
+def _check(recipe: Recipe) -> None:
+    if not recipe.calibrated:
+        raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
+    if recipe.wants_rope:
+        raise ValueError(
+            f"cannot calibrate recipe {recipe.name}: it stores keys before RoPE, they are measured after it"
+        )
 
 
 def _runs(

@@ -13,7 +13,7 @@ from kvant.engines.hf import ModelShape
 
 Tensor = torch.Tensor
 PIECE = 1 << 16  # characters that are turned into tokens at a time
-CACHE_BYTES = 128 << 20  # of the plain cache that sampling fills
+CACHE_BYTES = 384 << 20  # of the plain cache that sampling fills
 TOP = 50  # likeliest tokens that sampling draws from
 BATCH = 16
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.common import add_model_options, load_model, say
+from kvant.cli.common import add_model_options, load_model, read_text, say, stages
 
 
 def add(commands: Any) -> None:
@@ -80,15 +78,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"--text {path!r}: there is no such file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text {path!r}: expected a UTF-8 text: {error}") from error
-
-
 def check_directory(path: str) -> None:
     """Refuses an output directory that could not be written to, before the work starts."""
     if Path(path).exists() and not Path(path).is_dir():
@@ -97,22 +86,3 @@ def check_directory(path: str) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {path!r}: cannot make this directory: {error}") from error
-
-
-@contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr for every stage; silent where stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield advance

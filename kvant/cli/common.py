@@ -7,14 +7,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -56,17 +56,36 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Advance]:
-    """A progress bar on stderr; silent where stderr is not a terminal."""
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr for every stage of some work; silent where stderr is not a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
+        tasks: dict[str, TaskID] = {}
 
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
 
         yield advance
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Advance]:
+    """A progress bar for work of one stage."""
+    with stages() as advance:
+        yield lambda done, total: advance(title, done, total)
+
+
+def read_text(path: str, option: str = "--text") -> str:
+    """A UTF-8 file that an option names."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{option} {path!r}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path!r}: expected a UTF-8 text: {error}") from error
 
 
 def print_table(

@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-from pathlib import Path
 from typing import Any
 
-from kvant.cli.common import add_model_options, check_writable, load_model, print_table, progress, say, write_json
+from kvant.cli.artifacts import add_artifact_options, artifacts_for
+from kvant.cli.common import (
+    add_model_options,
+    check_writable,
+    load_model,
+    print_table,
+    progress,
+    read_text,
+    say,
+    write_json,
+)
 
 
 def add(commands: Any) -> None:
@@ -31,17 +40,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="move all tokens by N positions (default 0)")
     parser.add_argument("--batch", type=int, default=8, metavar="B", help="windows that run side by side (default 8)")
+    add_artifact_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.set_defaults(run=run)
-
-
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"--text {path!r}: there is no such file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text {path!r}: expected a UTF-8 text: {error}") from error
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:
@@ -58,18 +59,29 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
     text = read_text(args.text)
     model, tokenizer = load_model(args)
-    from kvant.engines.hf import Cache
+    from kvant.engines.hf import Cache, ModelShape
     from kvant.eval import Windows, evaluate
+    from kvant.layout import Layout
 
     windows = Windows.over(tokenize(tokenizer, text), args.context, args.tokens, args.prompt)
+    shape = ModelShape.of(model)
     for recipe in chosen:
-        Cache(model, recipe)  # refuses what the model cannot take, before the work starts
+        Layout.of(recipe, shape.heads, shape.head_dim)  # refuses what the model cannot take, before the work starts
+    artifacts = artifacts_for(model, tokenizer, chosen, args)
     say(
         f"{len(windows.ids)} windows of {args.context} tokens, {windows.prompt} of them prompt, {windows.tokens} scored"
     )
     with progress("evaluating") as advance:
         results = evaluate(
-            model, chosen, windows, args.chunk, args.batch, progress=advance, stepwise=args.stepwise, offset=args.offset
+            model,
+            chosen,
+            windows,
+            args.chunk,
+            args.batch,
+            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name]),
+            progress=advance,
+            stepwise=args.stepwise,
+            offset=args.offset,
         )
     report = {
         "model": args.model,

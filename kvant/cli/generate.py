@@ -8,6 +8,7 @@ import json
 import time
 from typing import Any
 
+from kvant.cli.artifacts import add_artifact_options, artifacts_for
 from kvant.cli.common import add_model_options, load_model, print_table, progress, say
 
 
@@ -29,6 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
     parser.add_argument("--max-cache-tokens", type=int, metavar="N", help="size of the cache; without it, it grows")
+    add_artifact_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -78,14 +80,14 @@ def encode(tokenizer: Any, prompt: str, raw: bool) -> Any:
     ]
 
 
-def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, args: argparse.Namespace) -> Answer:
+def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, artifact: Any, args: argparse.Namespace) -> Answer:
     import torch
 
     from kvant.engines.hf import Cache
     from kvant.layout import Layout
     from kvant.recipes import get
 
-    cache = Cache(model, recipe, max_tokens=args.max_cache_tokens)
+    cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
     clock = _Clock()
     torch.manual_seed(args.seed)
     options: dict[str, Any] = {"do_sample": False}
@@ -116,10 +118,11 @@ def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, args: argparse.Nam
     )
 
 
-def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any]) -> None:
+def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], artifacts: Any) -> None:
     """Fills in KL and top-1 agreement: every recipe reads the full cache's own answer, token by token."""
     import torch
 
+    from kvant.engines.hf import Cache
     from kvant.eval import Windows, evaluate
 
     reference = next((a for a in answers if a.recipe == "full"), answers[0])
@@ -127,7 +130,13 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any]) -> N
     if whole.shape[1] - ids.shape[1] < 2:
         return
     with progress("comparing with the full cache") as advance:
-        results = evaluate(model, chosen, Windows(whole, ids.shape[1]), progress=advance)
+        results = evaluate(
+            model,
+            chosen,
+            Windows(whole, ids.shape[1]),
+            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name]),
+            progress=advance,
+        )
     for found, result in zip(answers, results, strict=True):
         found.kl, found.top1 = result.kl, result.top1
 
@@ -145,13 +154,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompt is empty: expected some text")
     model, tokenizer = load_model(args)
     ids = encode(tokenizer, args.prompt, args.raw).to(model.device)
+    artifacts = artifacts_for(model, tokenizer, chosen, args)
     answers = []
     for recipe in chosen:
         if len(chosen) > 1:
             say(f"generating from the {recipe.name} cache")
-        answers.append(answer(model, tokenizer, ids, recipe, args))
+        answers.append(answer(model, tokenizer, ids, recipe, artifacts[recipe.name], args))
     if len(chosen) > 1:
-        compare(model, ids, answers, chosen)
+        compare(model, ids, answers, chosen, artifacts)
     if args.json:
         data = {"model": args.model, "prompt": args.prompt, "prompt_tokens": ids.shape[1]}
         print(json.dumps({**data, "results": [dataclasses.asdict(a) for a in answers]}, indent=2))

@@ -30,7 +30,7 @@ class ResidualKMeans(Codec):
     books: Literal["layer", "head"] = "head"
     bits: Literal[8, 4, 3, 2] = 4
     group: int = 0
-    zero: Literal["float", "integer"] = "float"
+    zero: Literal["float", "integer"] = "integer"
     meta: Literal["bfloat16", "float16"] = "bfloat16"
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ grow with the context.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from kvant.engines.hf import Cache
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
+AT_ONCE = (
+    3  # recipes that run side by side behind one reference; each holds its exact keys and values too, for the probe
+)
 BLOCK = 64  # tokens a window whose reference distributions are held at a time, at least
 
 
@@ -128,14 +132,6 @@ def attention_scales(model: Any) -> list[float]:
     return [scales[i] for i in sorted(scales)]
 
 
-@dataclasses.dataclass
-class _Run:
-    """One recipe on its way through a batch of windows."""
-
-    cache: Cache
-    probe: AttentionProbe
-
-
 class _Scores:
     """Sums over all scored tokens of one recipe."""
 
@@ -207,35 +203,35 @@ def evaluate(
     at_once = chunk == 1 and not stepwise
     chunk = BLOCK if at_once else chunk
     block = math.ceil(BLOCK / chunk) * chunk
-    for first in range(0, len(windows.ids), batch):
+    turns = itertools.product(range(0, len(windows.ids), batch), range(0, len(recipes), AT_ONCE))
+    for first, some in turns:
         ids = windows.ids[first : first + batch].to(model.device)
-        runs = []
-        for recipe, score in zip(recipes, scores, strict=True):
+        runs: list[tuple[Cache, AttentionProbe, _Scores]] = []
+        for recipe, score in zip(recipes[some : some + AT_ONCE], scores[some : some + AT_ONCE], strict=True):
             cache = make_cache(recipe)
             probe = AttentionProbe(cache, scales)
             begin = time.perf_counter()
             feed(cache, ids, 0, windows.prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - probe.seconds
             cache.one_by_one = at_once
-            runs.append(_Run(cache, probe))
+            runs.append((cache, probe, score))
         reference = DynamicCache(config=model.config)
         feed(reference, ids, 0, windows.prompt, logits_to_keep=1)
         for start in range(windows.prompt, ids.shape[1] - 1, block):
             stop = min(start + block, ids.shape[1] - 1)
             expected = feed(reference, ids, start, stop).float().log_softmax(-1)
-            for run, score in zip(runs, scores, strict=True):
+            for cache, probe, score in runs:
                 for at in range(start, stop, chunk):
                     until = min(at + chunk, stop)
-                    run.probe.measuring = (at - windows.prompt) // chunk % probe_every == 0
-                    begin, probed = time.perf_counter(), run.probe.seconds
-                    logits = feed(run.cache, ids, at, until)
-                    score.seconds += time.perf_counter() - begin - (run.probe.seconds - probed)
+                    probe.measuring = (at - windows.prompt) // chunk % probe_every == 0
+                    begin, probed = time.perf_counter(), probe.seconds
+                    logits = feed(cache, ids, at, until)
+                    score.seconds += time.perf_counter() - begin - (probe.seconds - probed)
                     score.add(logits, expected[:, at - start : until - start], ids[:, at + 1 : until + 1])
                     done += (until - at) * len(ids)
                     if progress is not None:
                         progress(done, total)
-        for run, score in zip(runs, scores, strict=True):
-            layout = run.cache.layout
-            score.bpe = layout.bits_per_element(ids.shape[1] - 1)
-            score.attention.append(run.probe.relative)
+        for cache, probe, score in runs:
+            score.bpe = cache.layout.bits_per_element(ids.shape[1] - 1)
+            score.attention.append(probe.relative)
     return [score.result(recipe.name) for recipe, score in zip(recipes, scores, strict=True)]

@@ -1,7 +1,9 @@
 """The unquantized cache, and round-to-nearest over each token's head vector: what every method is compared with.
 
-`int4` is the naive INT4 of SAW-INT4 (appendix A.1, equations 3 and 4), except that the minimum is stored as it is rather
-than as an integer zero point; `int4:zero=integer` is the paper's. See docs/methods.md for what that costs.
+`int4` is the naive INT4 of SAW-INT4 (appendix A.1, equations 3 and 4): one scale and one integer zero point for each token
+and head; the other widths are the same equations. `zero=float` stores the minimum itself in place of the zero point, at
+the same bits and with less error; docs/results.md has both. `int8` keeps its scale in float16, since the eight bits of a
+bfloat16 would cost it half a step at the ends of its range.
 """
 
 from kvant.codecs.affine import Affine
@@ -12,7 +14,7 @@ FULL = Recipe("full", Stream(Raw()), Stream(Raw()), summary="the unquantized cac
 
 
 def _naive(bits: int, meta: str = "bfloat16") -> Recipe:
-    stream = Stream(Affine(bits=bits, meta=meta))  # type: ignore[arg-type]
+    stream = Stream(Affine(bits=bits, zero="integer", meta=meta))  # type: ignore[arg-type]
     return Recipe(f"int{bits}", stream, stream, summary=f"round to nearest, {bits} bits a token and head")
 
 

@@ -12,7 +12,6 @@ Choices, where the text is open:
 - "For the Value Hessian computation, we use the same calibration pipeline, learned rotation and apply the transform
   to V": we read it as the same pipeline run on the values, since a basis of the queries means nothing to them;
   `v.target=queries` is the other reading.
-- The zero point is a float, as in `saw-int4`; `zero=integer` restores the paper's.
 """
 
 from kvant.codecs.affine import Affine
@@ -20,7 +19,7 @@ from kvant.recipe import Recipe, Stream
 from kvant.transforms.rotation import Rotation
 
 _PAPER = "SAW-INT4, arXiv 2604.19157"
-_CODEC = Affine(bits=4)
+_CODEC = Affine(bits=4, zero="integer")
 _KEYS = Stream(_CODEC, (Rotation(target="queries", hadamard="before", bitrev=False, damping=0.01),))
 _VALUES = Stream(_CODEC, (Rotation(target="values", hadamard="before", bitrev=False, damping=0.01),))
 

@@ -9,8 +9,8 @@ The rotation comes before the centroids here. That is the same as rotating the r
 the centroids of rotated vectors are the rotated centroids.
 
 Choices where the text leaves one: every head has its own C centroids ("mapping head vectors to a learned codebook",
-section 3); `books=layer` shares them. An index takes a whole byte (two beyond 256 centroids) and is counted. As in
-saw-int4, the minimum is stored as a float; `zero=integer` is the paper's equation 3.
+section 3); `books=layer` shares them. An index takes a whole byte (two beyond 256 centroids) and is counted. The
+residual has the integer zero point of equation 3; `zero=float` stores its minimum instead.
 """
 
 from kvant.codecs.residual_kmeans import ResidualKMeans
