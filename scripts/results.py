@@ -1,0 +1,157 @@
+"""Measures recipes on SmolLM2 and writes docs/results.json and the tables of docs/results.md.
+
+    .venv/bin/python scripts/results.py --text wikitext2.test.txt --calibration-text wikitext2.valid.txt [--device cuda]
+    .venv/bin/python scripts/results.py --recipe saw-int4,oscar ...     only these; the others' figures stay
+    .venv/bin/python scripts/results.py                                 only writes the tables again
+
+A recipe may carry "@P" (calibrated for positions below P) and "+N" (read at positions moved by N).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvant import models, recipes
+from kvant.calibrate.run import calibrate
+from kvant.cli.common import read_text, say, write_json
+from kvant.engines.hf import Cache
+from kvant.eval import Windows, evaluate
+from kvant.layout import Layout
+
+DOCS = Path(__file__).parent.parent / "docs"
+ABLATIONS = {
+    "Zero points": ["int4", "int4:zero=float", "saw-int4", "saw-int4:zero=float"],
+    "OSCAR's parts": [
+        "oscar",
+        "oscar:k.clip=0.96,v.clip=0.92",
+        "oscar:clip=1",
+        "oscar:target=none",
+        "oscar:hadamard=none",
+        "oscar:k.target=keys,v.target=values",
+        "oscar:per_head=true",
+        "oscar:sink=0,recent=0",
+    ],
+    "Positions": ["oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"],
+    "SQuat beside KIVI with the same group and residual": [
+        "kivi-k2v2:group=32,k.flush=32,v.recent=32",
+        "squat",
+        "squat-pre",
+    ],
+    "SAW-INT4's centroids": [
+        "saw-int4-kmeans:centroids=16,zero=float",
+        "saw-int4-kmeans:zero=float",
+        "saw-int4-kmeans-rot:zero=float",
+        "saw-int4-hessian:zero=float",
+        "saw-int4-hessian-kv:zero=float",
+    ],
+}
+
+
+def measure(name: str, model: Any, tokenizer: Any, windows: Windows, text: str | None, tokens: int) -> dict[str, Any]:
+    """One row: quality, bits, and what the calibration took."""
+    plain, _, offset = name.partition("+")
+    plain, _, positions = plain.partition("@")
+    recipe = recipes.get(plain)
+    begin, artifact = time.perf_counter(), None
+    if recipe.calibrated:
+        limit = int(positions) if positions else None
+        artifact = calibrate(model, tokenizer, recipe, text, tokens=tokens, max_position=limit)
+    calibration = time.perf_counter() - begin
+    (found,) = evaluate(
+        model,
+        [recipe],
+        windows,
+        batch=len(windows.ids),
+        make_cache=lambda chosen: Cache(model, chosen, artifact=artifact),
+        offset=int(offset or 0),
+    )
+    row = dataclasses.asdict(found)
+    row["recipe"] = name
+    row["tokens"] = windows.tokens
+    row["bits"] = {str(dim): bits_at(recipe, dim) for dim in (64, 128)}
+    row["calibration_tokens"] = tokens if recipe.calibrated else 0
+    row["calibration_seconds"] = calibration
+    return row
+
+
+def bits_at(recipe: Any, head_dim: int) -> list[float]:
+    """Bits per element of a page, and of a sequence of 32k tokens with its windows."""
+    layout = Layout.of(recipe, 1, head_dim)
+    return [layout.bits_per_element(), layout.bits_per_element(32768)]
+
+
+def table(rows: dict[str, dict[str, Any]], names: list[str]) -> str:
+    lines = [
+        "| recipe | bits (64) | bits (128) | at 32k (128) | KL | ± se | top-1 | perplexity | attention error |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        if name not in rows:
+            lines.append(f"| `{name}` | | | | not measured | | | | |")
+            continue
+        row = rows[name]
+        (small, _), (large, long) = row["bits"]["64"], row["bits"]["128"]
+        lines.append(
+            f"| `{name}` | {small:.3f} | {large:.3f} | {long:.3f} | {row['kl']:.4f} | {row['kl_se']:.4f} "
+            f"| {row['top1']:.1%} | {row['ppl']:.2f} | {row['attn_rel_mse']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def render(data: dict[str, Any]) -> None:
+    """Puts the tables between their markers in docs/results.md."""
+    rows = {row["recipe"]: row for row in data["results"]}
+    everything = sorted(recipes.names(), key=lambda name: rows[name]["kl"] if name in rows else float("inf"))
+    tables = {"all": table(rows, everything), **{title: table(rows, names) for title, names in ABLATIONS.items()}}
+    path = DOCS / "results.md"
+    text = path.read_text()
+    for title, body in tables.items():
+        begin, end = f"<!-- table: {title} -->", "<!-- end -->"
+        if begin not in text:
+            raise ValueError(f"docs/results.md has no marker {begin}")
+        head, rest = text.split(begin, 1)
+        text = f"{head}{begin}\n{body}\n{end}{rest.split(end, 1)[1]}"
+    path.write_text(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", help="recipes to measure (default: all, and the ablations)")
+    parser.add_argument("--text", help="text to measure on; without it, only the tables are written again")
+    parser.add_argument("--calibration-text", help="text to calibrate on (default: the model's own)")
+    parser.add_argument("--calibration-tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=12288)
+    parser.add_argument("--context", type=int, default=1536)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    path = DOCS / "results.json"
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"results": []}
+    if args.text:
+        model, tokenizer = models.load("smollm2", "float32", args.device, say)
+        text = read_text(args.text)
+        calibration = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
+        windows = Windows.over(tokenizer(text, verbose=False)["input_ids"], args.context, args.tokens, args.prompt)
+        extra = [name for names in ABLATIONS.values() for name in names]
+        chosen = recipes.split(args.recipe) if args.recipe else list(dict.fromkeys([*recipes.names(), *extra]))
+        data["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        data |= {"context": args.context, "prompt": args.prompt, "tokens": windows.tokens}
+        for name in chosen:
+            say(f"measuring {name}")
+            row = measure(name, model, tokenizer, windows, calibration, args.calibration_tokens)
+            data["results"] = [other for other in data["results"] if other["recipe"] != name] + [row]
+            write_json(str(path), data)
+            say(f"{name}: KL {row['kl']:.5f} ± {row['kl_se']:.5f}")
+    render(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
