@@ -36,9 +36,7 @@ def answers(smollm2: tuple[Any, Any]) -> list[list[int]]:
     out = []
     for text in PROMPTS:
         ids = ask(tokenizer, text)
-        found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, min_new_tokens=64
-        )
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
         out.append(found[0, ids.shape[1] :].tolist())
     return out
 

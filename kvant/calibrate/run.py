@@ -103,11 +103,14 @@ def calibrate_all(
             raise ValueError(f"{name} must be positive, got {value}")
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
+    read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # a text is sampled once for every length of its runs
     for window in dict.fromkeys((recipe.key.window.sink, recipe.key.window.recent) for recipe in chosen):
         mine = [i for i, r in enumerate(chosen) if (r.key.window.sink, r.key.window.recent) == window]
         sink, recent = window
         length = min(max(run, 2 * sink), max_position, longest or max_position)
-        runs, source = _runs(model, tokenizer, text, tokens, length, seed, progress)
+        if length not in read:
+            read[length] = _runs(model, tokenizer, text, tokens, length, seed, progress)
+        runs, source = read[length]
         count = sum(map(len, runs))
         for layer, stats in gather(model, runs, Plan(len(runs), count, max_position, sink, recent, seed), progress):
             for i in mine:

@@ -1,9 +1,9 @@
 """The unquantized cache, and round-to-nearest over each token's head vector: what every method is compared with.
 
 `int4` is the naive INT4 of SAW-INT4 (appendix A.1, equations 3 and 4): one scale and one integer zero point for each token
-and head; the other widths are the same equations. `zero=float` stores the minimum itself in place of the zero point, at
-the same bits and with less error; docs/results.md has both. `int8` keeps its scale in float16, since the eight bits of a
-bfloat16 would cost it half a step at the ends of its range.
+and head; `int3` and `int2` are the same equations. `zero=float` stores the minimum itself in place of the zero point, at
+the same bits and with less error; docs/results.md has both. `int8`, which no paper defines, has it, and keeps scale and
+minimum in float16: the eight bits of a bfloat16 would cost it half a step at the ends of its range.
 """
 
 from kvant.codecs.affine import Affine
@@ -13,12 +13,12 @@ from kvant.recipe import Recipe, Stream
 FULL = Recipe("full", Stream(Raw()), Stream(Raw()), summary="the unquantized cache, in the model's own type")
 
 
-def _naive(bits: int, meta: str = "bfloat16") -> Recipe:
-    stream = Stream(Affine(bits=bits, zero="integer", meta=meta))  # type: ignore[arg-type]
+def _naive(bits: int, zero: str = "integer", meta: str = "bfloat16") -> Recipe:
+    stream = Stream(Affine(bits=bits, zero=zero, meta=meta))  # type: ignore[arg-type]
     return Recipe(f"int{bits}", stream, stream, summary=f"round to nearest, {bits} bits a token and head")
 
 
-INT8 = _naive(8, meta="float16")
+INT8 = _naive(8, zero="float", meta="float16")
 INT4 = _naive(4)
 INT3 = _naive(3)
 INT2 = _naive(2)

@@ -27,11 +27,11 @@ def test_equations_5_and_6(books: str, centroids: int) -> None:
     distance = (x.double()[:, :, None] - book.double()).square().sum(-1)  # [tokens, heads, centroids]
     index = distance.argmin(-1)
     if centroids == 1:
-        assert set(parts) == {"codes", "scale", "min"}
+        assert set(parts) == {"codes", "scale", "zero"}
     else:
         assert torch.equal(parts["index"][..., 0].long(), index)
     centroid = book[torch.arange(3), index]
-    plain = Affine(bits=4)
+    plain = Affine(bits=4, zero="integer")
     rest = plain.encode(x - centroid)
     assert all(torch.equal(parts[name], rest[name]) for name in rest)
     assert torch.equal(codec.decode(parts), plain.decode(rest) + centroid)
@@ -43,7 +43,7 @@ def test_near_its_centroid_a_vector_costs_next_to_nothing() -> None:
     x = codec.book.float()[torch.arange(2), index] + torch.randn(40, 2, 128) * 0.01
     assert torch.equal(codec.encode(x)["index"][..., 0].long(), index)
     assert float((codec.decode(codec.encode(x)) - x).abs().max()) < 0.01
-    plain = Affine(bits=4)
+    plain = Affine(bits=4, zero="integer")
     assert float((plain.decode(plain.encode(x)) - x).abs().max()) > 1.0
 
 
