@@ -15,10 +15,10 @@ pytestmark = pytest.mark.model
 
 PROMPTS = [
     "Why is the sky blue?",
-    "Write a short story about a lighthouse keeper and her cat.",
-    "List five fruits and say what colour they are.",
-    "Explain what a compiler does to someone who has never programmed.",
-    "What should I pack for a week of hiking in the mountains?",
+    "Recite the days of the week and the months of the year.",
+    "Write a Python function that returns the factorial of a number.",
+    "What is photosynthesis?",
+    "Who wrote Romeo and Juliet, and what is it about?",
 ]
 
 
