@@ -175,18 +175,18 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     columns = [("recipe", "left"), ("bits", "right"), ("cache", "right"), ("smaller", "right"), ("KL", "right")]
-    columns += [("top-1", "right"), ("tokens/s", "right"), ("answer", "left")]
+    columns += [("top-1", "right"), ("tokens/s", "right")]
     rows = []
     for a in answers:
         kl, top1 = ("-" if a.kl is None else f"{a.kl:.4f}"), ("-" if a.top1 is None else f"{a.top1:.0%}")
         size = human_bytes(a.cache_bytes)
-        rows.append(
-            [a.recipe, f"{a.bpe:.2f}", size, f"{a.times_smaller:.2f}x", kl, top1, f"{a.tokens_per_second:.1f}", a.text]
-        )
+        rows.append([a.recipe, f"{a.bpe:.2f}", size, f"{a.times_smaller:.2f}x", kl, top1, f"{a.tokens_per_second:.1f}"])
     dtype = str(model.dtype).removeprefix("torch.")
     caption = (
         f"bits per cached number; cache of {ids.shape[1]} prompt tokens and the answer; smaller than a 16-bit cache "
         f"(full here is {dtype}); KL and top-1: next-token distributions against the full cache on its own answer"
     )
     print_table("", columns, rows, caption)
+    for a in answers:
+        print(f"{a.recipe}: {' '.join(a.text.split())}\n")
     return 0
