@@ -93,9 +93,10 @@ class Artifact:
             raise ValueError(f"artifact {str(path)!r} is damaged: its digest is not that of its tensors")
         return artifact
 
-    def check(self, recipe: Recipe, layers: int, heads: int, head_dim: int) -> None:
+    def check(self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None) -> None:
         """Refuses a recipe or a model that the artifact was not fitted for. What a recipe does not need from it, and
-        what does not decide the fit (windows, a fixed clip in place of the fitted one), may differ."""
+        what does not decide the fit (windows, a fixed clip in place of the fitted one), may differ. The model's
+        fingerprint is looked at where both sides know one."""
         if not recipe.calibrated:
             raise ValueError(f"recipe {recipe.name} takes no artifact, got one of recipe {self.recipe.name}")
         fitted = self.recipe.fits
@@ -111,6 +112,12 @@ class Artifact:
                 "the artifact was fitted for a model of {} layers, {} KV heads of {}; this one has {}, {} of {}".format(
                     *mine, *theirs
                 )
+            )
+        fitted_to = self.source.get("fingerprint")
+        if fingerprint is not None and fitted_to is not None and fitted_to != fingerprint:
+            raise ValueError(
+                f"the artifact was fitted to another model of the same shape: its fingerprint is {fitted_to:.16}..., this "
+                f"model's is {fingerprint:.16}...; calibrate this model"
             )
 
 

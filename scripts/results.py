@@ -44,6 +44,10 @@ ABLATIONS = {
         "squat",
         "squat-pre",
     ],
+    "Vector quantization and the first token": [
+        *("vecinfer-4", "million-4", "vecinfer-2", "million-2"),
+        *("vecinfer-4:sink=0", "million-4:sink=0", "vecinfer-2:sink=0", "million-2:sink=0"),
+    ],
     "SAW-INT4's centroids": [
         "saw-int4-kmeans:centroids=16,zero=float",
         "saw-int4-kmeans:zero=float",
@@ -99,7 +103,7 @@ def table(rows: dict[str, dict[str, Any]], names: list[str]) -> str:
         row = rows[name]
         (small, _), (large, long) = row["bits"]["64"], row["bits"]["128"]
         lines.append(
-            f"| `{name}` | {small:.3f} | {large:.3f} | {long:.3f} | {row['kl']:.4f} | {row['kl_se']:.4f} "
+            f"| `{name}` | {small:.3f} | {large:.3f} | {long:.3f} | {row['kl'] + 1e-9:.4f} | {row['kl_se']:.4f} "
             f"| {row['top1']:.1%} | {row['ppl']:.2f} | {row['attn_rel_mse']:.4f} |"
         )
     return "\n".join(lines)

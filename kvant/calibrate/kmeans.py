@@ -19,7 +19,7 @@ SETTLED = 1e-3  # relative gain of an iteration under which k-means stops
 LEAST = 3  # distinct vectors a centroid that a codebook is fitted on, at least
 FEW = 16  # vectors a centroid; of more than that and than VECTORS a random part is used
 VECTORS = {"cpu": 1 << 16}
-VECTORS_ELSEWHERE = 1 << 20
+VECTORS_ELSEWHERE = 1 << 18
 
 
 def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -> Tensor:

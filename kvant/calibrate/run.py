@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from kvant.artifact import Artifact
 from kvant.calibrate import text as texts
 from kvant.calibrate.capture import Plan, Progress, gather
 from kvant.calibrate.fitting import fit_layer
+from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import folded
 from kvant.engines.hf import ModelShape
 from kvant.recipe import Recipe
@@ -22,20 +22,6 @@ from kvant.version import VERSION
 Tensor = torch.Tensor
 TOKENS = 8192  # OSCAR calibrates on 8,878
 RUN = 1024  # tokens of one text
-FINGERPRINTED = 8  # weight tensors that name a model, spread over it
-
-
-def fingerprint(model: Any) -> str:
-    """Names a model by its config and a few rows of a few weights; the same in float32 and in bfloat16."""
-    config = model.config.get_text_config(decoder=True).to_dict()
-    volatile = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache")
-    plain = {key: value for key, value in config.items() if key not in volatile}
-    found = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
-    weights = sorted((name, weight) for name, weight in model.named_parameters() if weight.ndim == 2)
-    for name, weight in weights[:: max(1, len(weights) // FINGERPRINTED)]:
-        found.update(f"{name}:{tuple(weight.shape)}".encode())
-        found.update(weight.detach()[:4].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return found.hexdigest()
 
 
 def calibrate(

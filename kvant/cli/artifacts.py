@@ -43,8 +43,9 @@ def artifacts_for(
 ) -> Mapping[str, Artifact | None]:
     """An artifact for every recipe, by name; None where it needs none. One that was given and fits is taken, then one that was
     kept; what is still missing is calibrated, said aloud, and kept."""
-    from kvant.calibrate.run import calibrate_all, fingerprint
+    from kvant.calibrate.run import calibrate_all
     from kvant.cli.calibrate import stages
+    from kvant.engines.fingerprint import fingerprint
     from kvant.engines.hf import ModelShape
 
     given = [Artifact.load(path) for path in args.artifact]
@@ -56,7 +57,7 @@ def artifacts_for(
         if not recipe.calibrated:
             found[recipe.name] = None
             continue
-        fitting = _first_that_fits(given, recipe, shape)
+        fitting = _first_that_fits(given, recipe, shape, named)
         path = kept_at(named, recipe)
         if fitting is not None:
             found[recipe.name] = fitting
@@ -79,12 +80,12 @@ def artifacts_for(
     return found
 
 
-def _first_that_fits(given: Sequence[Artifact], recipe: Recipe, shape: Any) -> Artifact | None:
+def _first_that_fits(given: Sequence[Artifact], recipe: Recipe, shape: Any, named: str) -> Artifact | None:
     """The first of the given artifacts that a recipe can use; if there is but one recipe's worth, its refusal is the user's."""
     refusals = []
     for artifact in given:
         try:
-            artifact.check(recipe, len(shape.layers), shape.heads, shape.head_dim)
+            artifact.check(recipe, len(shape.layers), shape.heads, shape.head_dim, named)
         except ValueError as error:
             refusals.append(str(error))
         else:

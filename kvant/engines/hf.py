@@ -25,6 +25,7 @@ from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.cache import Entry, PagedCache
 from kvant.engines import fold
+from kvant.engines.fingerprint import fingerprint
 from kvant.layout import Layout, Order
 from kvant.ops import PagedBatch
 from kvant.recipe import Recipe
@@ -185,7 +186,8 @@ class Cache(transformers.Cache):
         self.max_tokens = max_tokens
         self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
         if self.artifact is not None:
-            self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim)
+            named = fingerprint(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
+            self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim, named)
         elif self.recipe.calibrated:
             raise ValueError(
                 f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate"

@@ -5,7 +5,8 @@ section 2.2, equation 2); no transforms; the last 128 tokens are read in full pr
 these recipes and VecInfer's of the same size differ by the smoothing and the Hadamard rotation of the keys alone.
 
 Where we differ: codebooks are shared by the sub-spaces and heads of a layer, as in VecInfer's; `books=space` gives
-every sub-space of every head its own, which is product quantization as first described.
+every sub-space of every head its own, which is product quantization as first described. The first token is kept exact,
+as in our VecInfer recipes, which say why.
 """
 
 from typing import Literal
@@ -15,8 +16,8 @@ from kvant.recipe import Recipe, Stream, Window
 
 
 def _million(name: str, dim: Literal[2, 4, 8], bits: int) -> Recipe:
-    stream = Stream(ProductVQ(dim, bits), (), Window(recent=128))
-    summary = f"product VQ d{dim}b{bits}, no transforms, 128 recent tokens"
+    stream = Stream(ProductVQ(dim, bits), (), Window(sink=1, recent=128))
+    summary = f"product VQ d{dim}b{bits}, no transforms, 1 sink and 128 recent tokens"
     return Recipe(f"million-{name}", stream, stream, paper="MILLION, arXiv 2504.03661", summary=summary)
 
 

@@ -10,7 +10,8 @@ import torch
 
 import kvant
 from kvant import recipes
-from kvant.calibrate.run import calibrate, fingerprint
+from kvant.calibrate.run import calibrate
+from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import fold
 from tests.engines.test_hf import FAMILIES, make_model
 
@@ -88,6 +89,7 @@ def test_fingerprints_tell_models_apart_but_not_their_types() -> None:
     found = fingerprint(model)
     assert fingerprint(make_model("llama")) == found
     assert fingerprint(make_model("llama").to(torch.bfloat16)) == found
+    assert fingerprint(make_model("llama").to(torch.float16)) == found
     assert fingerprint(make_model("qwen3")) != found
     with torch.no_grad():
         model.lm_head.weight += 1
@@ -103,3 +105,16 @@ def test_refuses_keys_before_rope() -> None:
     early = dataclasses.replace(recipe, key=dataclasses.replace(recipe.key, rope="pre"))
     with pytest.raises(ValueError, match="before RoPE"):
         calibrate(model, None, early, ids_of(100))
+
+
+def test_an_artifact_of_another_model_of_the_same_shape_is_refused() -> None:
+    model = make_model("llama")
+    artifact = calibrate(model, None, "oscar:sink=0,recent=0", ids_of(300))
+    kvant.Cache(model, artifact.recipe, artifact=artifact)
+    folded = make_model("llama")
+    fold(folded, artifact.recipe, artifact)
+    kvant.Cache(folded, artifact.recipe, artifact=artifact)  # still the same model
+    with torch.no_grad():
+        model.model.embed_tokens.weight.neg_()
+    with pytest.raises(ValueError, match="another model of the same shape"):
+        kvant.Cache(model, artifact.recipe, artifact=artifact)
