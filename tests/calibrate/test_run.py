@@ -115,6 +115,8 @@ def test_an_artifact_of_another_model_of_the_same_shape_is_refused() -> None:
     fold(folded, artifact.recipe, artifact)
     kvant.Cache(folded, artifact.recipe, artifact=artifact)  # still the same model
     with torch.no_grad():
-        model.model.embed_tokens.weight.neg_()
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.neg_()
+            layer.self_attn.q_proj.weight.neg_()
     with pytest.raises(ValueError, match="another model of the same shape"):
         kvant.Cache(model, artifact.recipe, artifact=artifact)
