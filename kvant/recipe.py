@@ -11,12 +11,14 @@ import hashlib
 import itertools
 import json
 import typing
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvant.codecs import Codec
 from kvant.correctors import Corrector
 from kvant.spec import Spec, parse_value
 from kvant.transforms import Transform
+
+OF_A_STREAM = ("rope", "rope_block")  # fields of a stream that are its own, not a part's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +52,22 @@ class Stream(Spec):
     """What happens to the keys, or to the values.
 
     corrector  codes groups of tokens with an eye on the request's queries; its state belongs to the sequence.
-    rope       "pre" stores keys as they are before RoPE: they are turned back by their position before the transforms
-               and turned again after decoding. A token's position is its place among the sequence's tokens.
+    rope       "post" stores keys as they come, turned by RoPE. "pre" stores them as they are before RoPE: they are turned
+               back by their position before the transforms and turned again after decoding. "block" turns them back
+               to the start of their block of `rope_block` positions only, so that keys look alike at every position and a
+               query has to be turned once a block. A token's position is its place among the sequence's tokens.
     """
 
     codec: Codec
     transforms: tuple[Transform, ...] = ()
     window: Window = Window()
     corrector: Corrector | None = None
-    rope: Literal["post", "pre"] = "post"
+    rope: Literal["post", "pre", "block"] = "post"
+    rope_block: int = 256
 
     def __post_init__(self) -> None:
+        if self.rope_block < 1:
+            raise ValueError(f"rope_block must be at least 1 position, got {self.rope_block}")
         group, flush = self.codec.group_tokens, self.window.flush
         if group == 1 and flush != 1:
             raise ValueError(f"flush must be 1 where every token is coded alone, got {flush}")
@@ -78,17 +85,22 @@ class Stream(Spec):
         return self.codec.group_tokens > 1
 
     @property
+    def turned_back(self) -> int:
+        """Positions of a block to whose start keys are turned back; 0 where they are stored as they come."""
+        return {"post": 0, "pre": 1, "block": self.rope_block}[self.rope]
+
+    @property
     def parts(self) -> dict[str, Spec]:
         """Every part with fields of its own, under the name of its place."""
         named: dict[str, Spec] = {f"transforms[{i}]": part for i, part in enumerate(self.transforms)}
         named |= {"codec": self.codec, "window": self.window}
         return named if self.corrector is None else {**named, "corrector": self.corrector}
 
-    def with_parts(self, parts: dict[str, Spec]) -> Stream:
-        """The stream made of parts under the names that `parts` gives them."""
+    def with_parts(self, parts: dict[str, Spec], **own: Any) -> Stream:
+        """The stream made of parts under the names that `parts` gives them, and with other fields of its own."""
         transforms = tuple(part for place, part in parts.items() if place.startswith("transforms["))
         rest = {place: part for place, part in parts.items() if not place.startswith("transforms[")}
-        return dataclasses.replace(self, transforms=transforms, **rest)  # type: ignore[arg-type]
+        return dataclasses.replace(self, transforms=transforms, **rest, **own)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +150,7 @@ class Recipe(Spec):
         those that differ in fields that a part lists in `fit_free`, where no other part was fitted behind it."""
         out: dict[str, str] = {}
         for name, stream in self.streams.items():
-            before: list[object] = ["pre"] if stream.rope == "pre" else []
+            before: list[object] = [stream.turned_back] if stream.turned_back else []
             for place, part in stream.parts.items():
                 data = part.to_dict()
                 if part.calibrated:
@@ -166,8 +178,13 @@ class Recipe(Spec):
 
     @property
     def wants_rope(self) -> bool:
-        """Whether keys are stored before RoPE, so that the model's rotation has to be known."""
-        return self.key.rope == "pre"
+        """Whether keys are stored turned back, so that the model's rotation has to be known."""
+        return self.key.rope != "post"
+
+    @property
+    def reads(self) -> bool:
+        """Whether calibration has to weigh tokens by what attention reads of them."""
+        return any(getattr(part, "reads", False) for stream in self.streams.values() for part in stream.parts.values())
 
     @property
     def streams(self) -> dict[Literal["key", "value"], Stream]:
@@ -178,6 +195,8 @@ class Recipe(Spec):
         """Fields that `with_fields` accepts -> the type of each."""
         found: dict[str, str] = {}
         for stream in self.streams.values():
+            hints = typing.get_type_hints(type(stream))
+            found.update({name: _type_name(hints[name]) for name in OF_A_STREAM})
             for part in stream.parts.values():
                 hints = typing.get_type_hints(type(part))
                 found.update({field.name: _type_name(hints[field.name]) for field in dataclasses.fields(part)})
@@ -195,10 +214,15 @@ class Recipe(Spec):
         }
         parts = {name: stream.parts for name, stream in self.streams.items()}
         changes: dict[tuple[Literal["key", "value"], str], dict[str, object]] = {}
+        own: dict[str, dict[str, Any]] = {name: {} for name in self.streams}  # a stream's own fields
         for name, text in fields.items():
             side, _, field = name.rpartition(".")
             hits = 0
             for which in sides.get(side, ()):
+                if field in OF_A_STREAM and (side or which == "key"):  # only keys know positions
+                    hint = typing.get_type_hints(Stream)[field]
+                    own[which][field] = parse_value(text, hint, field)
+                    hits += 1
                 for place, part in parts[which].items():
                     if any(f.name == field for f in dataclasses.fields(part)):
                         hint = typing.get_type_hints(type(part))[field]
@@ -215,8 +239,8 @@ class Recipe(Spec):
         return dataclasses.replace(
             self,
             name=f"{self.name}:{label}" if label else self.name,
-            key=self.key.with_parts(parts["key"]),
-            value=self.value.with_parts(parts["value"]),
+            key=self.key.with_parts(parts["key"], **own["key"]),
+            value=self.value.with_parts(parts["value"], **own["value"]),
         )
 
 

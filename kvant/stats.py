@@ -64,11 +64,36 @@ class Moments:
         )
 
 
+class Spread(NamedTuple):
+    """Mean and second moment of vectors, each weighted by what attention reads of it; all in float64."""
+
+    mean: Tensor  # [heads, head_dim]
+    second: Tensor  # [heads, head_dim, head_dim], not centred
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.second - self.mean[:, :, None] * self.mean[:, None, :]
+
+    def mixed(self, other: Spread | None, share: float) -> Spread:
+        """This much of the other one."""
+        if not share:
+            return self
+        assert other is not None, "a part that looks at what is read says so (`reads`)"
+        return Spread(*(torch.lerp(a, b, share) for a, b in zip(self, other, strict=True)))
+
+    def through(self, matrix: Tensor, offset: Tensor) -> Spread:
+        """Of (x - offset) @ matrix; matrix [heads, d, d], offset [heads, d]."""
+        mean = self.mean - offset
+        second = self.covariance + mean[:, :, None] * mean[:, None, :]
+        return Spread((mean[:, None, :] @ matrix)[:, 0], matrix.mT @ second @ matrix)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerStats:
     """All that a fitter may look at. `attended` is OSCAR's C_S: the mean of (p V)^T (p V) over queries, per head.
 
-    The recipe's sink tokens are never coded, so they count in no moment and no sample; excerpts contain them.
+    The recipe's sink tokens are never coded, so they count in no moment and no sample; excerpts contain them. Where tokens
+    are weighed by what attention reads of them, the first 16 count nowhere: they would outweigh all others.
     """
 
     queries: Moments
@@ -82,6 +107,15 @@ class LayerStats:
     window: int | None = None  # tokens that a query sees, itself included; None is all before it
     softcap: float | None = None  # of the logits
     attended_mean: Tensor | None = None  # [heads, head_dim]: the mean of p V, for what removes a mean from the values
+    read_keys: Spread | None = None  # where a part asks for it (`reads`): of keys and values as attention reads them
+    read_values: Spread | None = None
 
     def of(self, stream: str) -> Moments:
         return self.keys if stream == "key" else self.values
+
+    def spread(self, stream: str, share: float) -> Spread:
+        """Mean and second moment of a stream; this share of a token's weight is what attention reads of it, the rest the
+        same for all."""
+        moments = self.of(stream)
+        plain = Spread(moments.mean, moments.second)
+        return plain.mixed(self.read_keys if stream == "key" else self.read_values, share)

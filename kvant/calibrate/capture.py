@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ import transformers
 
 from kvant.engines.hf import ATTENTION, Handle, ModelShape, PackedLayer
 from kvant.rope import Rope, ropes_of
-from kvant.stats import Excerpt, LayerStats, Moments
+from kvant.stats import Excerpt, LayerStats, Moments, Spread
 
 Tensor = torch.Tensor
 Progress = Callable[[str, int, int], None]
@@ -38,6 +38,8 @@ EXCERPTS = 4
 EXCERPT_TOKENS = 1024
 QUERY_STEP = 16  # one query of an excerpt in so many is kept
 SCORE_BYTES = 32 << 20  # of a block of attention scores, where they have to be formed
+UNREAD = 16  # tokens at the start of a run that weigh nothing in what attention reads: the sinks outweigh all others
+HEAVIEST = 100.0  # times the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Plan:
     sink: int = 0
     recent: int = 0
     seed: int = 0
+    reads: bool = False  # whether to weigh tokens by what attention reads of them
+    block: int = 0  # keys are stored relative to the start of their block of so many positions; 0 is as they come
     samples: int = SAMPLES
     excerpts: int = EXCERPTS
     excerpt_tokens: int = EXCERPT_TOKENS
@@ -62,15 +66,16 @@ class Plan:
             return None
         return round(chosen.index(run) * max(0, self.max_position - tokens) / max(1, count - 1))
 
-    def positions(self, run: int, tokens: int) -> Tensor | None:
-        """Where the tokens of a run are turned to: spread evenly over [0, max_position) in random order; None where the
-        run covers them as it is."""
-        if self.max_position <= tokens:
+    def positions(self, run: int, tokens: int, below: int | None = None) -> Tensor | None:
+        """Where the tokens of a run are turned to: spread evenly over [0, below) in random order, by default over all
+        that will be served; None where the run covers them as it is."""
+        below = below or self.max_position
+        if below == tokens or (below < tokens and below == self.max_position):
             return None
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + run)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + run) * 2 + (below != self.max_position))
         place = torch.randperm(tokens, generator=generator).double()
         place += torch.rand(tokens, generator=generator, dtype=torch.float64)
-        return (place * (self.max_position / tokens)).long().clamp_max(self.max_position - 1)
+        return (place * (below / tokens)).long().clamp_max(below - 1)
 
 
 class Running:
@@ -112,6 +117,70 @@ class Running:
         return Moments(self.count, self.total / self.count, self.second / self.count, self.absmax, sample)
 
 
+class Weighted:
+    """Streamed weighted sums of vectors."""
+
+    def __init__(self, heads: int, dim: int, device: torch.device) -> None:
+        self.weight = torch.zeros(heads, dtype=torch.float64, device=device)
+        self.total = torch.zeros(heads, dim, dtype=torch.float64, device=device)
+        self.second = torch.zeros(heads, dim, dim, dtype=torch.float64, device=device)
+
+    def add(self, x: Tensor, weight: Tensor) -> None:
+        """x is [vectors, heads, head_dim], weight [vectors, heads]."""
+        wide, weight = x.double(), weight.double()
+        heavy = wide * weight[..., None]
+        self.weight += weight.sum(0)
+        self.total += heavy.sum(0)
+        self.second += torch.einsum("nhd,nhe->hde", heavy, wide)
+
+    def finish(self) -> Spread:
+        assert bool((self.weight > 0).all()), "no vectors were added"
+        return Spread(self.total / self.weight[:, None], self.second / self.weight[:, None, None])
+
+
+def relative(read: Tensor) -> Tensor:
+    """Weights of a run's tokens [tokens, heads] in terms of their mean."""
+    return (read / read.mean(0).clamp_min(1e-30)).clamp_max(HEAVIEST)
+
+
+class Read(NamedTuple):
+    """What attention reads, summed over the tokens that a query finds coded: those before the recent window, and none of
+    the first, which are sinks."""
+
+    keys: (
+        Tensor  # [tokens, heads]: sum over queries of p^2 |v - o|^2, how much an error of its logits moves the outputs
+    )
+    values: Tensor  # [tokens, heads]: sum over queries of p^2, how much an error of its value does
+
+
+def what_is_read(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, scale: float, window: int | None, softcap: float | None, recent: int
+) -> Read:
+    """Arguments as in `LayerGatherer.add`."""
+    tokens, heads = k.shape[:2]
+    keys, values = k.float(), v.float()
+    energy = values.square().sum(-1).T  # [heads, tokens]
+    squares = torch.zeros(heads, tokens, device=k.device)
+    cross = torch.zeros(heads, tokens, v.shape[-1], device=k.device)
+    norms = torch.zeros(heads, tokens, device=k.device)
+    block = max(1, SCORE_BYTES // (4 * q.shape[1] * q.shape[2] * tokens))
+    keep = causal(tokens, window, k.device)
+    at = torch.arange(tokens, device=k.device)
+    coded = (at >= min(UNREAD, tokens // 2)) & (at <= at[:, None] - min(recent, tokens // 4))
+    for first in range(0, tokens, block):
+        rows = slice(first, min(tokens, first + block))
+        scores = torch.einsum("qhgd,nhd->hgqn", q[rows].float(), keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        p2 = scores.masked_fill(~keep[rows], float("-inf")).softmax(-1).square() * coded[rows]
+        out = o[rows].float()
+        squares += p2.sum((1, 2))
+        cross += torch.einsum("hgqn,qhgd->hnd", p2, out)
+        norms += torch.einsum("hgqn,qhg->hn", p2, out.square().sum(-1))
+    read = squares * energy - 2.0 * (cross * values.transpose(0, 1)).sum(-1) + norms
+    return Read(read.clamp_min(0.0).T, squares.T)
+
+
 class LayerGatherer:
     """Everything that is kept of one layer."""
 
@@ -125,6 +194,8 @@ class LayerGatherer:
         self.keys = Running(*size, samples, device, seed + 1)
         self.values = Running(*size, samples, device, seed + 1)  # the same tokens as the keys
         self.attended = Running(*size, 0, device, seed)
+        self.read_keys = Weighted(*size, device) if plan.reads else None
+        self.read_values = Weighted(*size, device) if plan.reads else None
         self.excerpts: list[Excerpt] = []
 
     def add(self, run: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
@@ -137,17 +208,27 @@ class LayerGatherer:
             rows = torch.arange((size - 1) % QUERY_STEP, size, QUERY_STEP, device=k.device)
             queries, keys = self._turn(q[rows].float(), offset), self._turn(k[:size].float(), offset)
             self.excerpts.append(Excerpt(queries.clone(), keys.clone(), v[:size].float().clone(), rows))
-        coded = slice(min(self.plan.sink, tokens // 2), None)
-        positions = self.plan.positions(run, tokens)
-        if positions is not None:
-            by = (positions - torch.arange(tokens)).to(k.device)[coded]
-            q, k = self._turn(q[coded].float(), by), self._turn(k[coded].float(), by)
-        else:
-            q, k = q[coded], k[coded]
-        self.queries.add(q.transpose(1, 2).flatten(0, 1))
-        self.keys.add(k)
+        first = max(self.plan.sink, UNREAD) if self.plan.reads else self.plan.sink
+        coded = slice(min(first, tokens // 2), None)
+        weights = None
+        if self.plan.reads:
+            weights = what_is_read(q, k, v, o, self.scale, self.window, self.softcap, self.plan.recent)
+        q = self._turned(q, self.plan.positions(run, tokens))
+        k = self._turned(k, self.plan.positions(run, tokens, self.plan.block or None))
+        self.queries.add(q[coded].transpose(1, 2).flatten(0, 1))
+        self.keys.add(k[coded])
         self.values.add(v[coded])
         self.attended.add(o[coded].transpose(1, 2).flatten(0, 1))
+        if weights is not None:
+            assert self.read_keys and self.read_values
+            self.read_keys.add(k, relative(weights.keys))
+            self.read_values.add(v, relative(weights.values))
+
+    def _turned(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """A run's queries or keys, each turned to a position of its own."""
+        if positions is None:
+            return x
+        return self._turn(x.float(), (positions - torch.arange(len(x))).to(x.device))
 
     def _turn(self, x: Tensor, by: Tensor | int) -> Tensor:
         if isinstance(by, int) and by == 0:
@@ -169,6 +250,8 @@ class LayerGatherer:
             recent=self.plan.recent,
             window=self.window,
             softcap=self.softcap,
+            read_keys=None if self.read_keys is None else self.read_keys.finish(),
+            read_values=None if self.read_values is None else self.read_values.finish(),
         )
 
 
@@ -183,6 +266,7 @@ def layer_bytes(shape: ModelShape, plan: Plan, groups: int) -> int:
     samples = sample_size(shape, plan)
     kinds = (min(samples, QUERY_SAMPLES), samples, samples, 0)
     moments = sum(Running.nbytes(shape.heads, shape.head_dim, count) for count in kinds)
+    moments += 2 * Running.nbytes(shape.heads, shape.head_dim, 0) if plan.reads else 0
     rows = -(-plan.excerpt_tokens // QUERY_STEP) * groups + 2 * plan.excerpt_tokens
     return moments + plan.excerpts * rows * shape.heads * shape.head_dim * 4
 
@@ -328,7 +412,7 @@ def gather(
     shape = ModelShape.of(model)
     config = model.config.get_text_config(decoder=True)
     groups = config.num_attention_heads // shape.heads
-    turning = any(plan.max_position > len(ids) for ids in runs)
+    turning = bool(plan.block) or any(plan.max_position > len(ids) for ids in runs)
     ropes: Sequence[Rope | None] = checked_ropes(model, shape, runs[0]) if turning else [None] * len(shape.layers)
     devices = _layer_devices(model, len(shape.layers))
     at_once = max(1, budget // layer_bytes(shape, plan, groups))

@@ -13,6 +13,7 @@ from kvant.artifact import Artifact
 from kvant.calibrate import text as texts
 from kvant.calibrate.capture import Plan, Progress, gather
 from kvant.calibrate.fitting import fit_layer
+from kvant.codecs.affine import Affine
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import folded
 from kvant.engines.hf import ModelShape
@@ -90,15 +91,16 @@ def calibrate_all(
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
     read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # a text is sampled once for every length of its runs
-    for window in dict.fromkeys((recipe.key.window.sink, recipe.key.window.recent) for recipe in chosen):
-        mine = [i for i, r in enumerate(chosen) if (r.key.window.sink, r.key.window.recent) == window]
-        sink, recent = window
+    for look in dict.fromkeys(map(_look, chosen)):
+        mine = [i for i, recipe in enumerate(chosen) if _look(recipe) == look]
+        sink, recent, reads, block = look
         length = min(max(run, 2 * sink), max_position, longest or max_position)
         if length not in read:
             read[length] = _runs(model, tokenizer, text, tokens, length, seed, progress)
         runs, source = read[length]
         count = sum(map(len, runs))
-        for layer, stats in gather(model, runs, Plan(len(runs), count, max_position, sink, recent, seed), progress):
+        plan = Plan(len(runs), count, max_position, sink, recent, seed, reads, block)
+        for layer, stats in gather(model, runs, plan, progress):
             for i in mine:
                 tensors[i][layer] = {name: tensor.cpu() for name, tensor in fit_layer(chosen[i], stats).items()}
             if progress is not None:
@@ -119,12 +121,18 @@ def calibrate_all(
     ]
 
 
+def _look(recipe: Recipe) -> tuple[int, int, bool, int]:
+    """What decides how a text is measured: recipes that look alike share one reading of it."""
+    window = recipe.key.window
+    return window.sink, window.recent, recipe.reads, recipe.key.turned_back
+
+
 def _check(recipe: Recipe) -> None:
     if not recipe.calibrated:
         raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
-    if recipe.wants_rope:
+    if recipe.wants_rope and recipe.key.codec.calibrated and isinstance(recipe.key.codec, Affine):
         raise ValueError(
-            f"cannot calibrate recipe {recipe.name}: it stores keys before RoPE, they are measured after it"
+            f"cannot calibrate recipe {recipe.name}: its clip is searched on keys after RoPE, it stores them turned back"
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifacts import add_artifact_options, artifacts_for
 from kvant.cli.common import (
@@ -18,6 +19,9 @@ from kvant.cli.common import (
     say,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from kvant.eval.teacher import Result
 
 
 def add(commands: Any) -> None:
@@ -37,6 +41,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--stepwise", action="store_true", help="with --chunk 1: feed tokens one by one for real (slow, same result)"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also print attention and logit errors layer by layer, to see a fragile one",
     )
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="move all tokens by N positions (default 0)")
     parser.add_argument("--batch", type=int, default=8, metavar="B", help="windows that run side by side (default 8)")
@@ -82,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
             progress=advance,
             stepwise=args.stepwise,
             offset=args.offset,
+            profile=args.profile,
         )
     report = {
         "model": args.model,
@@ -114,4 +124,24 @@ def run(args: argparse.Namespace) -> int:
     print_table(
         "", columns, rows, f"{windows.tokens} tokens; bits with windows and partly filled pages at this context"
     )
+    if args.profile:
+        print_profile(results)
     return 0
+
+
+def print_profile(results: Sequence[Result]) -> None:
+    """Errors of every layer, three recipes a table, so that it fits a terminal."""
+    for some in (results[first : first + 3] for first in range(0, len(results), 3)):
+        columns: list[tuple[str, str]] = [("layer", "right")]
+        for result in some:
+            columns += [(f"{result.recipe} attention", "right"), ("logits", "right")]
+        rows = [
+            [str(layer), *(text for r in some for text in (f"{r.layers[layer]:.5f}", f"{r.logits[layer]:.4f}"))]
+            for layer in range(len(some[0].layers))
+        ]
+        print_table(
+            "",
+            columns,
+            rows,
+            "attention: error of the outputs over their energy; logits: squared error, as attention weighs it",
+        )

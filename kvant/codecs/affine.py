@@ -10,6 +10,8 @@ import torch
 
 from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
 
+NARROWEST = 0.7  # part of a group's range that `search` tries last
+
 
 def magnitude_quantile(x: Tensor, quantile: float) -> Tensor:
     """The quantile of |x| along the last dim, linear between neighbours; torch.quantile refuses long prompts."""
@@ -30,6 +32,8 @@ class Affine(Codec):
            (SAW-INT4 equations 3 and 4).
     clip   a token's values are clipped at this quantile of their magnitudes over the whole head (OSCAR A.5), before the
            groups are formed; 1 clips nothing, 0 takes the ratio that kvant calibrate finds for each layer.
+    search how many ranges are tried for a group, from its whole range down to 0.7 of it about its middle; the one with the
+           least squared error is kept. 1 keeps the whole range.
     meta   16-bit type of scale and zero. Codes are computed from the rounded scale and zero, so that rounding them
            costs a clamp at the ends of the range and nothing in between.
     """
@@ -38,6 +42,7 @@ class Affine(Codec):
     group: int = 0
     zero: Literal["float", "integer"] = "float"
     clip: float = 1.0
+    search: int = 1
     meta: Literal["bfloat16", "float16"] = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -45,6 +50,8 @@ class Affine(Codec):
             raise ValueError(f"bits must be 8, 4, 3 or 2, got {self.bits}")
         if self.group < 0:
             raise ValueError(f"group must be a number of channels, or 0 for the whole head, got {self.group}")
+        if self.search < 1:
+            raise ValueError(f"search must be at least 1, got {self.search}")
         if not 0.0 <= self.clip <= 1.0:
             raise ValueError(f"clip must be a quantile in (0, 1], or 0 for the calibrated one, got {self.clip}")
 
@@ -83,29 +90,47 @@ class Affine(Codec):
             limit = magnitude_quantile(x, self.clip)
             x = x.clamp(-limit, limit)
         x = x.reshape(tokens, heads, self.groups(dim), -1)
+        low, high = x.amin(-1), x.amax(-1)
+        best = self._coded(x, low, high)
+        if self.search > 1:
+            middle, half = (high + low) / 2, (high - low) / 2
+            least = (self._value(*best) - x).square().sum(-1)
+            for i in range(1, self.search):
+                reach = half * (1.0 - (1.0 - NARROWEST) * i / (self.search - 1))
+                found = self._coded(x, middle - reach, middle + reach)
+                error = (self._value(*found) - x).square().sum(-1)
+                better = error < least
+                least = torch.where(better, error, least)
+                codes = torch.where(better[..., None], found[0], best[0])
+                best = codes, torch.where(better, found[1], best[1]), torch.where(better, found[2], best[2])
+        codes, scale, offset = best
+        dtype = DTYPES[self.meta]
+        name = "min" if self.zero == "float" else "zero"
+        codes = codes.to(torch.uint8).reshape(tokens, heads, dim)
+        return {"codes": codes, "scale": scale.to(dtype), name: offset.to(dtype)}
+
+    def _coded(self, x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scale and minimum (or zero) of groups [..., channels] for a range; numbers that the stored types hold."""
         dtype = DTYPES[self.meta]
         top = (1 << self.bits) - 1
-        low, high = x.amin(-1), x.amax(-1)
         if self.zero == "float":
             low = low.to(dtype).float()
         # a constant group has scale 0; the smallest normal number keeps the division finite and the code 0
         scale = ((high - low) / top).clamp_min(torch.finfo(dtype).tiny).to(dtype).float()
         if self.zero == "float":
             codes = ((x - low[..., None]) / scale[..., None]).round()
-            offset = {"min": low.to(dtype)}
-        else:
-            zero = (-low / scale).round().clamp(-32768, 32768).to(dtype).float()
-            codes = (x / scale[..., None]).round() + zero[..., None]
-            offset = {"zero": zero.to(dtype)}
-        codes = codes.clamp(0, top).to(torch.uint8).reshape(tokens, heads, dim)
-        return {"codes": codes, "scale": scale.to(dtype), **offset}
+            return codes.clamp(0, top), scale, low
+        zero = (-low / scale).round().clamp(-32768, 32768).to(dtype).float()
+        return ((x / scale[..., None]).round() + zero[..., None]).clamp(0, top), scale, zero
+
+    def _value(self, codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+        if self.zero == "float":
+            return codes * scale[..., None] + offset[..., None]
+        return (codes - offset[..., None]) * scale[..., None]
 
     def decode(self, parts: Parts) -> Tensor:
         codes, scale = parts["codes"], parts["scale"].float()
         tokens, heads, dim = codes.shape
         x = codes.reshape(tokens, heads, self.groups(dim), -1).float()
-        if self.zero == "float":
-            x = x * scale[..., None] + parts["min"].float()[..., None]
-        else:
-            x = (x - parts["zero"].float()[..., None]) * scale[..., None]
-        return x.reshape(tokens, heads, dim)
+        offset = parts["min" if self.zero == "float" else "zero"].float()
+        return self._value(x, scale, offset).reshape(tokens, heads, dim)

@@ -28,6 +28,7 @@ from kvant.engines import fold
 from kvant.engines.fingerprint import fingerprint
 from kvant.layout import Layout, Order
 from kvant.ops import PagedBatch
+from kvant.ops.reference import restored
 from kvant.recipe import Recipe
 from kvant.rope import Rope, ropes_of
 
@@ -197,7 +198,7 @@ class Cache(transformers.Cache):
         if self.recipe.wants_rope:
             if not isinstance(model_or_config, torch.nn.Module):
                 raise ValueError(
-                    f"recipe {self.recipe.name} stores keys before RoPE: it needs the model itself, whose rotary "
+                    f"recipe {self.recipe.name} stores keys turned back: it needs the model itself, whose rotary "
                     f"embedding it reads, got a {type(model_or_config).__name__}"
                 )
             self._ropes = ropes_of(model_or_config, len(self.shape.layers))
@@ -279,6 +280,12 @@ class Cache(transformers.Cache):
         if layer == group.layers[-1]:
             self._slide(group)
         return out
+
+    def keys_as_read(self, layer: int) -> Tensor:
+        """A layer's keys as attention now reads them, in the model's space: float32 [batch, tokens, heads, head_dim]."""
+        group = self._group_of[layer]
+        paged = group.paged
+        return restored(paged.stores[group.layers.index(layer)], "key", paged.batch(group.entries))
 
     def _initialize(self, key: Tensor) -> None:
         """Allocates on the device and in the type that the first keys come in."""

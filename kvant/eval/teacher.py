@@ -81,13 +81,16 @@ class Result:
     attn_rel_mse: float
     seconds: float
     layers: list[float] = dataclasses.field(default_factory=list)  # attn_rel_mse of each layer
+    logits: list[float] = dataclasses.field(default_factory=list)  # with `profile`: logit error of each layer
 
 
 class AttentionProbe:
     """Compares a cache's attention outputs with exact attention over the same queries, keys and values."""
 
-    def __init__(self, cache: Cache, scales: list[float]) -> None:
-        self.scales = scales
+    def __init__(self, cache: Cache, scales: list[float], profile: bool = False) -> None:
+        self.cache, self.scales, self.profile = cache, scales, profile
+        self.logit_error = torch.zeros(len(cache.shape.layers), dtype=torch.float64)
+        self.probes = torch.zeros(len(cache.shape.layers), dtype=torch.float64)
         self.windows = cache.shape.layers
         self.keys: list[list[Tensor]] = [[] for _ in self.windows]
         self.values: list[list[Tensor]] = [[] for _ in self.windows]
@@ -115,7 +118,21 @@ class AttentionProbe:
             ).transpose(1, 2)
             self.error[layer] += (out - exact).double().square().sum().cpu()
             self.energy[layer] += exact.double().square().sum().cpu()
+            if self.profile:
+                self._probe_logits(layer, query[:, :, -1], keys, keep[-1])
         self.seconds += time.perf_counter() - begin
+
+    def _probe_logits(self, layer: int, query: Tensor, keys: Tensor, keep: Tensor) -> None:
+        """Squared error of the last query's logits, as its attention weighs them; what is the same for all does not count."""
+        grouped = query.float().unflatten(1, (keys.shape[1], -1))  # [batch, heads, queries per head, head_dim]
+        packed = self.cache.keys_as_read(layer)[:, : keys.shape[2]]
+        exact = torch.einsum("bhgd,bhnd->bhgn", grouped, keys.float()) * self.scales[layer]
+        missed = torch.einsum("bhgd,bnhd->bhgn", grouped, packed) * self.scales[layer] - exact
+        weights = exact.masked_fill(~keep, float("-inf")).softmax(-1)
+        missed = torch.where(keep, missed, 0.0)
+        missed = missed - (weights * missed).sum(-1, keepdim=True)
+        self.logit_error[layer] += (weights * missed.square()).sum(-1).double().mean().cpu()
+        self.probes[layer] += 1
 
     @property
     def relative(self) -> list[float]:
@@ -143,6 +160,7 @@ class _Scores:
         self.seconds = 0.0
         self.bpe = 0.0
         self.attention: list[list[float]] = []
+        self.logits: list[list[float]] = []
 
     def add(self, logits: Tensor, reference: Tensor, targets: Tensor) -> None:
         """logits [windows, tokens, vocabulary]; reference: log-probabilities of the full cache."""
@@ -165,6 +183,7 @@ class _Scores:
             attn_rel_mse=float(layers.mean()),
             seconds=self.seconds,
             layers=layers.tolist(),
+            logits=torch.tensor(self.logits, dtype=torch.float64).mean(0).tolist() if self.logits else [],
         )
 
 
@@ -179,11 +198,12 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     stepwise: bool = False,
     offset: int = 0,
+    profile: bool = False,
 ) -> list[Result]:
     """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens.
 
     `offset` moves every token by so many positions: RoPE is relative, so the full cache does not change, but a recipe that
-    was fitted to keys at other positions does.
+    was fitted to keys at other positions does. `profile` also compares the logits of some queries, layer by layer.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be positive, got {chunk}")
@@ -209,7 +229,7 @@ def evaluate(
         runs: list[tuple[Cache, AttentionProbe, _Scores]] = []
         for recipe, score in zip(recipes[some : some + AT_ONCE], scores[some : some + AT_ONCE], strict=True):
             cache = make_cache(recipe)
-            probe = AttentionProbe(cache, scales)
+            probe = AttentionProbe(cache, scales, profile)
             begin = time.perf_counter()
             feed(cache, ids, 0, windows.prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - probe.seconds
@@ -234,4 +254,6 @@ def evaluate(
         for cache, probe, score in runs:
             score.bpe = cache.layout.bits_per_element(ids.shape[1] - 1)
             score.attention.append(probe.relative)
+            if profile:
+                score.logits.append((probe.logit_error / probe.probes).tolist())
     return [score.result(recipe.name) for recipe, score in zip(recipes, scores, strict=True)]

@@ -33,7 +33,7 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     if value.groupwise:
         return "it reads values token by token, and they are coded in groups"
     if key.rope != "post":
-        return "it scores keys as they are stored, and they are stored before RoPE"
+        return "it scores keys as they are stored, and they are stored turned back"
     return None
 
 
@@ -70,7 +70,9 @@ def decode(
     layout, codec = store.layout, store.key.codec
     assert isinstance(codec, BoundProductVQ), codec
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
-    q = store.key.dual(query.to(accurate).view(sequences, layout.heads, -1, dim))
+    q = query.to(accurate).view(sequences, layout.heads, -1, dim)
+    lost = reference.lost_logits(store, q, scale, softcap)
+    q = store.key.dual(q)
     table = score_table(q, codec)
     out = torch.zeros_like(q)
     total = q.new_zeros(*q.shape[:3], 1)
@@ -91,6 +93,7 @@ def decode(
             values = torch.where(full.held[..., None, None], full.tokens.to(accurate), values)
         scores = scores * scale
         if softcap is not None:
+            scores = scores if lost is None else scores + lost[..., None]
             scores = softcap * torch.tanh(scores / softcap)
         keep = position < batch.lengths[:, None]
         values = torch.where(keep[..., None, None], values, 0.0)  # past the end a page may hold anything

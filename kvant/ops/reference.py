@@ -7,7 +7,7 @@ prefill  attends from new tokens to the cached history and, in full precision, t
          append, it reads the history as decode would have read it at that length.
 
 All attention happens in one space, that of the stored tensors: queries are transformed once, outputs transformed back
-once. Keys that are stored before RoPE are the exception: they are brought back into the model's own space when they are
+once. Keys that are stored turned back are the exception: they are brought back into the model's own space when they are
 read.
 """
 
@@ -217,12 +217,27 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor
     return torch.where((there & (position < n))[..., None, None], packed, 0.0)
 
 
-def softmax(scores: Tensor, keep: Tensor, softcap: float | None) -> Tensor:
-    """Probabilities over the last dim of scores where `keep`; a row that keeps nothing is zero."""
+def restored(store: LayerStore, name: StreamName, batch: PagedBatch) -> Tensor:
+    """A stream of every sequence as attention sees it, in the model's own space: float32 [sequences, tokens, heads,
+    head_dim]; anything past the end."""
+    return store.stream(name).inverse(read(store, name, batch, batch.lengths)[..., None, :])[..., 0, :]
+
+
+def softmax(scores: Tensor, keep: Tensor, softcap: float | None, lost: Tensor | None = None) -> Tensor:
+    """Probabilities over the last dim of scores where `keep`; a row that keeps nothing is zero. `lost` is what all
+    scores of a row are short of: the softmax does not care, the cap before it does."""
     if softcap is not None:
+        scores = scores if lost is None else scores + lost[..., None]
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~keep, float("-inf"))
     return torch.softmax(scores, -1).nan_to_num(0.0)
+
+
+def lost_logits(store: LayerStore, q: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+    """What the logits of queries [..., heads, queries per head, head_dim] are short of where a mean was taken off the
+    keys; None where it does not matter."""
+    lost = None if softcap is None else store.key.lost(q)
+    return None if lost is None else lost * scale
 
 
 @register("decode", "reference", serves_everything, rank=0)
@@ -243,13 +258,15 @@ def decode(
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     keys = read(store, "key", batch, batch.lengths).to(accurate)
     values = read(store, "value", batch, batch.lengths).to(accurate)
-    q = store.key.dual(query.to(accurate).view(sequences, store.layout.heads, -1, dim))
+    q = query.to(accurate).view(sequences, store.layout.heads, -1, dim)
+    lost = lost_logits(store, q, scale, softcap)
+    q = store.key.dual(q)
     scores = torch.einsum("bhgd,bnhd->bhgn", q, keys) * scale
     position = torch.arange(keys.shape[1], device=query.device)
     keep = position < batch.lengths[:, None]
     if window is not None:
         keep &= position >= batch.lengths[:, None] - window
-    weights = softmax(scores, keep[:, None, None, :], softcap)
+    weights = softmax(scores, keep[:, None, None, :], softcap, lost)
     out = store.value.inverse(torch.einsum("bhgn,bnhd->bhgd", weights, values))
     return out.reshape(sequences, query_heads, dim).to(query.dtype)
 
@@ -294,8 +311,10 @@ def _prefill_one(
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     keys, values = key.to(accurate), value.to(accurate)
     q = query.to(accurate).view(fresh, store.layout.heads, -1, dim)
+    lost: Tensor | None = None
     if history:
         n = torch.tensor([history], device=query.device)
+        lost = lost_logits(store, q, scale, softcap)
         keys = torch.cat((read(store, "key", row, n)[0, :history].to(accurate), store.key.forward(keys)))
         values = torch.cat((read(store, "value", row, n)[0, :history].to(accurate), store.value.forward(values)))
         q = store.key.dual(q)
@@ -308,7 +327,8 @@ def _prefill_one(
         if window is not None:
             keep &= position > at - window
         scores = torch.einsum("qhgd,nhd->hgqn", q[block], keys) * scale
-        out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap), values)
+        short = None if lost is None else lost[block].permute(1, 2, 0)
+        out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap, short), values)
     if history:
         out = store.value.inverse(out)
     return out.reshape(fresh, query_heads, dim).to(query.dtype)

@@ -1,0 +1,24 @@
+"""What banded codes learn: how much an error costs in every channel, and the mean that a token may be coded without."""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.calibrate.fitting import fits
+from kvant.codecs.banded import Banded
+from kvant.stats import LayerStats
+
+Tensor = torch.Tensor
+
+
+@fits(Banded)
+def fit_banded(part: Banded, stats: LayerStats, stream: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if part.weighted:
+        if stream != "key":
+            raise ValueError("an error in the values is weighed by no query: weighted=false")
+        second = stats.queries.second.diagonal(dim1=-2, dim2=-1)
+        found["weights"] = (second / second.mean(-1, keepdim=True).clamp_min(1e-30)).float()
+    if part.flag:
+        found["mean"] = stats.spread(stream, part.share).mean.float()
+    return found
