@@ -166,9 +166,11 @@ class Layout:
                 stream.corrector.check_dim(head_dim)
             fields += stream.codec.bind(head_dim, dtype=dtype).fields(head_dim)
         for field in fields:
-            if field.kind == "index" and any(field.width * plane % 8 for plane, _ in planes(field.bits)):
+            alone = field.kind == "index" or (field.kind == "code" and field.tokens == 1)
+            if alone and any(field.width * plane % 8 for plane, _ in planes(field.bits)):
+                what = "indices" if field.kind == "index" else "codes"
                 raise ValueError(
-                    f"recipe {recipe.name} does not fit head_dim {head_dim}: a token's {field.width} indices of {field.bits} "
+                    f"recipe {recipe.name} does not fit head_dim {head_dim}: a token's {field.width} {what} of {field.bits} "
                     "bits would share a byte with another token's"
                 )
         codes = [field for field in fields if field.kind == "code"]

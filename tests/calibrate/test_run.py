@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import kvant
-from kvant import recipes
 from kvant.calibrate.run import calibrate
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import fold
@@ -97,14 +95,11 @@ def test_fingerprints_tell_models_apart_but_not_their_types() -> None:
     assert fingerprint(model) != found
 
 
-def test_refuses_keys_before_rope() -> None:
-    chosen = [recipes.get(name) for name in recipes.names()]
-    assert not [r.name for r in chosen if r.calibrated and r.wants_rope]  # none of ours asks for it
+def test_refuses_to_search_a_clip_for_keys_before_rope() -> None:
     model = make_model("llama")
-    recipe = recipes.get("oscar")
-    early = dataclasses.replace(recipe, key=dataclasses.replace(recipe.key, rope="pre"))
-    with pytest.raises(ValueError, match="before RoPE"):
-        calibrate(model, None, early, ids_of(100))
+    with pytest.raises(ValueError, match="its clip is searched on keys after RoPE"):
+        calibrate(model, None, "oscar:rope=pre", ids_of(100))
+    calibrate(model, None, "oscar:rope=pre,k.clip=0.96", ids_of(100))
 
 
 def test_an_artifact_of_another_model_of_the_same_shape_is_refused() -> None:
