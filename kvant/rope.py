@@ -14,10 +14,12 @@ Tensor = torch.Tensor
 class Rope:
     """The rotation of the half-split kind (channel i is paired with i + rotated / 2), as Llama, Qwen, Mistral and Gemma use it.
 
-    inv_freq has one entry per pair; channels past the rotated ones are left alone.
+    inv_freq has one entry per pair; channels past the rotated ones are left alone. `first` is the position of a sequence's
+    first token, for who counts its tokens.
     """
 
     inv_freq: Tensor  # [rotated / 2]
+    first: int = 0
 
     def turn(self, x: Tensor, positions: Tensor | int) -> Tensor:
         """Turns vectors by a number of positions (negative turns back).

@@ -73,7 +73,7 @@ def measure(name: str, model: Any, tokenizer: Any, windows: Windows, text: str |
         [recipe],
         windows,
         batch=len(windows.ids),
-        make_cache=lambda chosen: Cache(model, chosen, artifact=artifact),
+        make_cache=lambda chosen: Cache(model, chosen, artifact=artifact, first_position=int(offset or 0)),
         offset=int(offset or 0),
     )
     row = dataclasses.asdict(found)

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             windows,
             args.chunk,
             args.batch,
-            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name]),
+            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset),
             progress=advance,
             stepwise=args.stepwise,
             offset=args.offset,

@@ -45,6 +45,8 @@ class Banded(Codec):
     meta     16-bit type of the scale.
     """
 
+    fit_free: ClassVar[tuple[str, ...]] = ("bits", "levels", "search", "unbiased", "meta")
+
     bits: str = "4/2/0"
     levels: Literal["uniform", "lloyd"] = "uniform"
     search: int = 9
@@ -113,7 +115,7 @@ class Banded(Codec):
 
 
 class BoundBanded(BoundCodec):
-    calibrated: ClassVar[bool] = False
+    """Banded codes with the weights of their channels and the mean of their tokens, whichever there are."""
 
     def __init__(self, spec: Banded, head_dim: int, weights: Tensor | None, mean: Tensor | None) -> None:
         self.spec, self.head_dim = spec, head_dim

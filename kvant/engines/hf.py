@@ -164,6 +164,7 @@ class Cache(transformers.Cache):
     artifact         what `kvant calibrate` wrote for a recipe that is fitted offline: its directory, or an Artifact.
     max_tokens       tokens that the cache holds over all sequences, allocated at once; more raises PoolFull. Without it
                      the cache grows as needed.
+    first_position   position of a sequence's first token, for who calls the model with position_ids that do not begin at 0.
     page_tokens, order, implementation  as in Layout.of and ops.choose.
     """
 
@@ -174,6 +175,7 @@ class Cache(transformers.Cache):
         *,
         artifact: Artifact | str | os.PathLike[str] | None = None,
         max_tokens: int | None = None,
+        first_position: int = 0,
         page_tokens: int | None = None,
         order: Order | None = None,
         implementation: str | None = None,
@@ -201,7 +203,8 @@ class Cache(transformers.Cache):
                     f"recipe {self.recipe.name} stores keys turned back: it needs the model itself, whose rotary "
                     f"embedding it reads, got a {type(model_or_config).__name__}"
                 )
-            self._ropes = ropes_of(model_or_config, len(self.shape.layers))
+            ropes = ropes_of(model_or_config, len(self.shape.layers))
+            self._ropes = [dataclasses.replace(rope, first=first_position) for rope in ropes]
         self.layout = self._make_layout(self.shape.dtype)
         self.groups: list[Group] = []
         self._group_of: list[Group] = []

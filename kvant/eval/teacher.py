@@ -214,7 +214,7 @@ def evaluate(
         position = torch.arange(offset + start, offset + stop, device=ids.device).expand(len(ids), -1)
         return model(ids[:, start:stop], position_ids=position, past_key_values=cache, **options).logits
 
-    make_cache = make_cache or (lambda recipe: Cache(model, recipe))
+    make_cache = make_cache or (lambda recipe: Cache(model, recipe, first_position=offset))
     scores = [_Scores() for _ in recipes]
     total = windows.tokens * len(recipes)
     done = 0

@@ -82,7 +82,7 @@ class BoundStream:
         elif rope is None:
             raise ValueError("keys are stored turned back: the layer's rope is needed, got none")
         else:
-            rope = Rope(rope.inv_freq.to(device))
+            rope = Rope(rope.inv_freq.to(device), rope.first)
         return BoundStream(spec, spec.codec.bind(head_dim, _below(tensors, "codec."), dtype), transforms, rope)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,8 +109,9 @@ class BoundStream:
         return found
 
     def turned(self, position: Tensor) -> Tensor:
-        """By how many positions keys at these positions are turned back."""
-        return position // self.spec.turned_back * self.spec.turned_back
+        """By how many positions a sequence's keys at these places are turned back."""
+        assert self.rope is not None
+        return (position + self.rope.first) // self.spec.turned_back * self.spec.turned_back
 
     def stored(self, x: Tensor, position: Tensor) -> Tensor:
         """Keys or values at these positions as they are stored: [tokens, heads, head_dim]."""

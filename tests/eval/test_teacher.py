@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kvant import recipes
+from kvant.calibrate.run import calibrate
+from kvant.engines.hf import Cache
 from kvant.eval import Windows, evaluate
 from tests.engines.test_hf import make_model, prompt
 
@@ -98,3 +100,39 @@ def test_progress_reaches_its_total() -> None:
     )
     assert seen[-1] == (60, 60)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_keys_relative_to_their_block_do_not_care_where_a_text_stands() -> None:
+    model = make_model("llama")
+    ids = torch.randint(0, 100, (600,), generator=torch.Generator().manual_seed(1))
+    recipe = recipes.get("kvant-2:recent=8,rope_block=32")
+    artifact = calibrate(model, None, recipe, ids, run=128, max_position=1024)
+    windows = Windows.over(ids.tolist(), context=90, tokens=60, prompt=30)
+    found = [
+        evaluate(
+            model,
+            [recipe],
+            windows,
+            offset=offset,
+            make_cache=lambda chosen, first=offset: Cache(model, chosen, artifact=artifact, first_position=first),
+        )[0].kl
+        for offset in (0, 640, 649)
+    ]
+    assert found[0] > 0
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+    assert found[2] == pytest.approx(found[0], rel=0.5)  # other blocks, other codes
+
+
+def test_a_profile_shows_the_fragile_layer() -> None:
+    """One layer's keys made large: its logits, and no other layer's, are wrong by far more."""
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight *= 12
+    windows = Windows.over(prompt(1, 120)[0].tolist(), context=90, tokens=60, prompt=30)
+    (result,) = evaluate(model, [recipes.get("int4")], windows, profile=True)
+    assert len(result.logits) == len(result.layers) == len(model.model.layers)
+    assert result.logits[1] > 20 * result.logits[0] > 0
+    (exact,) = evaluate(model, [recipes.get("full")], windows, profile=True)
+    assert max(exact.logits) < 1e-6
+    (without,) = evaluate(model, [recipes.get("int4")], windows)
+    assert without.logits == []
