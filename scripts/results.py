@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/results.py --text wikitext2.test.txt --calibration-text wikitext2.valid.txt [--device cuda]
     .venv/bin/python scripts/results.py --recipe saw-int4,oscar ...     only these; the others' figures stay
+    .venv/bin/python scripts/results.py --long --context 8192 --prompt 4096 --tokens 8192 --text war_and_peace.txt ...
     .venv/bin/python scripts/results.py                                 only writes the tables again
 
 A recipe may carry "@P" (calibrated for positions below P) and "+N" (read at positions moved by N).
@@ -27,6 +28,15 @@ from kvant.layout import Layout
 
 DOCS = Path(__file__).parent.parent / "docs"
 ABLATIONS = {
+    "kvant's parts": [
+        *("kvant-2", "kvant-2:rope=post", "kvant-2:rope_block=1024", "kvant-2:k.mean=false", "kvant-2:share=0"),
+        *("kvant-2:k.bits=2,k.bands=one", "kvant-2:k.bits=3/2/1", "kvant-2:k.hadamard=false", "kvant-2:k.unbiased=false"),
+        *("kvant-2:search=1", "kvant-2:k.search=1", "kvant-2:v.search=1", "kvant-2:levels=lloyd", "kvant-2:v.flag=false"),
+        *("kvant-2:recent=16", "kvant-2:recent=256", "kvant-2:sink=0"),
+        *("oscar:sink=4,recent=64", "oscar:sink=4,recent=256"),
+        *("kvant-4", "kvant-4:search=1", "kvant-4:sink=4", "kvant-4:rope=block"),
+        *("saw-int4-kv", "saw-int4-kv:zero=float,search=5", "saw-int4-kv:sink=4"),
+    ],
     "Zero points": ["int4", "int4:zero=float", "saw-int4", "saw-int4:zero=float"],
     "OSCAR's parts": [
         "oscar",
@@ -38,7 +48,10 @@ ABLATIONS = {
         "oscar:per_head=true",
         "oscar:sink=0,recent=0",
     ],
-    "Positions": ["oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"],
+    "Positions": [
+        *("oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"),
+        *("kvant-2", "kvant-2+20000", "kvant-4@32768", "kvant-4@32768+20000"),
+    ],
     "SQuat beside KIVI with the same group and residual": [
         "kivi-k2v2:group=32,k.flush=32,v.recent=32",
         "squat",
@@ -56,6 +69,8 @@ ABLATIONS = {
         "saw-int4-hessian-kv:zero=float",
     ],
 }
+
+LONG = ["saw-int4", "saw-int4-kv", "kvant-4", "kvant-2", "oscar:sink=4,recent=64"]
 
 
 def measure(name: str, model: Any, tokenizer: Any, windows: Windows, text: str | None, tokens: int) -> dict[str, Any]:
@@ -93,17 +108,17 @@ def bits_at(recipe: Any, head_dim: int) -> list[float]:
 
 def table(rows: dict[str, dict[str, Any]], names: list[str]) -> str:
     lines = [
-        "| recipe | bits (64) | bits (128) | at 32k (128) | KL | ± se | top-1 | perplexity | attention error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| recipe | bits (64) | at 32k (64) | bits (128) | at 32k (128) | KL | ± se | top-1 | perplexity | attention error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
         if name not in rows:
-            lines.append(f"| `{name}` | | | | not measured | | | | |")
+            lines.append(f"| `{name}` | | | | | not measured | | | | |")
             continue
         row = rows[name]
-        (small, _), (large, long) = row["bits"]["64"], row["bits"]["128"]
+        bits = " | ".join(f"{bits:.3f}" for dim in ("64", "128") for bits in row["bits"][dim])
         lines.append(
-            f"| `{name}` | {small:.3f} | {large:.3f} | {long:.3f} | {row['kl'] + 1e-9:.4f} | {row['kl_se']:.4f} "
+            f"| `{name}` | {bits} | {max(0.0, row['kl']):.4f} | {row['kl_se']:.4f} "
             f"| {row['top1']:.1%} | {row['ppl']:.2f} | {row['attn_rel_mse']:.4f} |"
         )
     return "\n".join(lines)
@@ -114,6 +129,8 @@ def render(data: dict[str, Any]) -> None:
     rows = {row["recipe"]: row for row in data["results"]}
     everything = sorted(recipes.names(), key=lambda name: rows[name]["kl"] if name in rows else float("inf"))
     tables = {"all": table(rows, everything), **{title: table(rows, names) for title, names in ABLATIONS.items()}}
+    long = {row["recipe"]: row for row in data.get("long", {}).get("results", [])}
+    tables["long"] = table(long, LONG)
     path = DOCS / "results.md"
     text = path.read_text()
     for title, body in tables.items():
@@ -134,6 +151,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=12288)
     parser.add_argument("--context", type=int, default=1536)
     parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--long", action="store_true", help="the table of long contexts, e.g. with --context 8192")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     path = DOCS / "results.json"
@@ -144,13 +162,15 @@ def main() -> int:
         calibration = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
         windows = Windows.over(tokenizer(text, verbose=False)["input_ids"], args.context, args.tokens, args.prompt)
         extra = [name for names in ABLATIONS.values() for name in names]
-        chosen = recipes.split(args.recipe) if args.recipe else list(dict.fromkeys([*recipes.names(), *extra]))
-        data["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        data |= {"context": args.context, "prompt": args.prompt, "tokens": windows.tokens}
+        everything = LONG if args.long else list(dict.fromkeys([*recipes.names(), *extra]))
+        chosen = recipes.split(args.recipe) if args.recipe else everything
+        into = data.setdefault("long", {"results": []}) if args.long else data
+        into["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        into |= {"context": args.context, "prompt": args.prompt, "tokens": windows.tokens}
         for name in chosen:
             say(f"measuring {name}")
             row = measure(name, model, tokenizer, windows, calibration, args.calibration_tokens)
-            data["results"] = [other for other in data["results"] if other["recipe"] != name] + [row]
+            into["results"] = [other for other in into["results"] if other["recipe"] != name] + [row]
             write_json(str(path), data)
             say(f"{name}: KL {row['kl']:.5f} ± {row['kl_se']:.5f}")
     render(data)
