@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvant.cache import PagedCache, PoolFull
@@ -12,6 +13,7 @@ from kvant.recipes import names as recipe_names
 from kvant.version import VERSION
 
 if TYPE_CHECKING:
+    from kvant.calibrate.kept import artifact_for
     from kvant.engines.hf import Cache
 
 __version__ = VERSION
@@ -24,19 +26,22 @@ __all__ = [
     "Span",
     "Stream",
     "Window",
+    "artifact_for",
     "recipe",
     "recipe_names",
     "spans",
 ]
 
 
+_NEED_TRANSFORMERS = {"Cache": "kvant.engines.hf", "artifact_for": "kvant.calibrate.kept"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "Cache":  # needs transformers, which the core does not
+    if name in _NEED_TRANSFORMERS:  # which the core does not
         try:
-            from kvant.engines.hf import Cache
+            return getattr(importlib.import_module(_NEED_TRANSFORMERS[name]), name)
         except ModuleNotFoundError as error:
             if error.name and error.name.split(".")[0] == "transformers":
-                raise ModuleNotFoundError("kvant.Cache needs transformers: pip install 'kvant[hf]'") from error
+                raise ModuleNotFoundError(f"kvant.{name} needs transformers: pip install 'kvant[hf]'") from error
             raise
-        return Cache
     raise AttributeError(f"module 'kvant' has no attribute {name!r}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,19 +28,12 @@ def add_artifact_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def kept_at(fingerprint: str, recipe: Recipe) -> Path:
-    """Where an artifact that a command made is kept: by the model and by what decides the fit."""
-    from kvant import models
-
-    fits = hashlib.sha256(json.dumps(recipe.fits, sort_keys=True).encode()).hexdigest()
-    return models.cache_dir() / "artifacts" / fingerprint[:16] / fits[:16]
-
-
 def artifacts_for(
     model: Any, tokenizer: Any, chosen: Sequence[Recipe], args: argparse.Namespace
 ) -> Mapping[str, Artifact | None]:
     """An artifact for every recipe, by name; None where it needs none. One that was given and fits is taken, then one that was
     kept; what is still missing is calibrated, said aloud, and kept."""
+    from kvant.calibrate.kept import kept, kept_at
     from kvant.calibrate.run import calibrate_all
     from kvant.cli.calibrate import stages
     from kvant.engines.fingerprint import fingerprint
@@ -61,8 +52,8 @@ def artifacts_for(
         path = kept_at(named, recipe)
         if fitting is not None:
             found[recipe.name] = fitting
-        elif (path / "artifact.safetensors").exists() and args.calibration_text is None:
-            found[recipe.name] = Artifact.load(path)
+        elif args.calibration_text is None and (old := kept(named, recipe)) is not None:
+            found[recipe.name] = old
         else:
             missing.setdefault(path, recipe)
     if missing:

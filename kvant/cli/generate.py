@@ -10,6 +10,7 @@ from typing import Any
 
 from kvant.cli.artifacts import add_artifact_options, artifacts_for
 from kvant.cli.common import add_model_options, load_model, print_table, progress, say
+from kvant.recipes import DEFAULT
 
 
 def add(commands: Any) -> None:
@@ -20,7 +21,10 @@ def add(commands: Any) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--recipe", default="saw-int4", metavar="R[,R...]", help="a recipe, or several to compare (default saw-int4)"
+        "--recipe",
+        default=DEFAULT,
+        metavar="R[,R...]",
+        help=f"a recipe, or several to compare (default {DEFAULT}; the first time, it is fitted to the model)",
     )
     parser.add_argument("--prompt", required=True, help="what to ask")
     parser.add_argument(

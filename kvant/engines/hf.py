@@ -160,7 +160,8 @@ class Cache(transformers.Cache):
     """A packed, paged cache for `model.generate(..., past_key_values=kvant.Cache(model, recipe))`.
 
     model_or_config  a transformers model, or its config; its attention implementation becomes "kvant".
-    recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe.
+    recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe; without it, the artifact's recipe,
+                     or saw-int4 where there is no artifact either.
     artifact         what `kvant calibrate` wrote for a recipe that is fitted offline: its directory, or an Artifact.
     max_tokens       tokens that the cache holds over all sequences, allocated at once; more raises PoolFull. Without it
                      the cache grows as needed.
@@ -171,7 +172,7 @@ class Cache(transformers.Cache):
     def __init__(
         self,
         model_or_config: Any,
-        recipe: str | Recipe = "saw-int4",
+        recipe: str | Recipe | None = None,
         *,
         artifact: Artifact | str | os.PathLike[str] | None = None,
         max_tokens: int | None = None,
@@ -180,6 +181,9 @@ class Cache(transformers.Cache):
         order: Order | None = None,
         implementation: str | None = None,
     ) -> None:
+        self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
+        if recipe is None:
+            recipe = recipes.PLAIN if self.artifact is None else self.artifact.recipe
         self.recipe = recipes.get(recipe)
         self.shape = ModelShape.of(model_or_config)
         self._layout_options: dict[str, Any] = {"page_tokens": page_tokens, "order": order}
@@ -187,13 +191,13 @@ class Cache(transformers.Cache):
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be positive, got {max_tokens}")
         self.max_tokens = max_tokens
-        self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
         if self.artifact is not None:
             named = fingerprint(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
             self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim, named)
         elif self.recipe.calibrated:
             raise ValueError(
-                f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate"
+                f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate, or by "
+                "kvant.artifact_for(model, tokenizer, recipe)"
             )
         self.recipe = fold.served(self.recipe, self.artifact, getattr(model_or_config, "config", model_or_config))
         self._ropes: list[Rope] | None = None

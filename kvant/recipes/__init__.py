@@ -7,6 +7,9 @@ import pkgutil
 
 from kvant.recipe import Recipe
 
+DEFAULT = "kvant-2"  # of commands: the best there is at its bits; fitted to a model, once
+PLAIN = "saw-int4"  # of a cache that is given neither a recipe nor an artifact: it needs no fit
+
 
 def _collect() -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}

@@ -82,7 +82,11 @@ def test_generate_one_recipe(capsys: pytest.CaptureFixture[str], tiny: str) -> N
     assert code == 0
     assert "int4: 5 tokens" in err
     assert "3.56 times smaller than 16-bit" in err
-    code, out, _ = run(capsys, "generate", "--model", tiny, "--prompt", "hello", "--max-new-tokens", "4", "--json")
+    code, out, _ = run(
+        capsys,
+        "generate",
+        *("--model", tiny, "--recipe", "saw-int4", "--prompt", "hello", "--max-new-tokens", "4", "--json"),
+    )
     (result,) = json.loads(out)["results"]
     assert result["recipe"] == "saw-int4"
     assert len(result["tokens"]) == 4
@@ -118,6 +122,8 @@ def test_sampling_repeats_with_its_seed(capsys: pytest.CaptureFixture[str], tiny
         "generate",
         "--model",
         tiny,
+        "--recipe",
+        "saw-int4",
         "--prompt",
         "a",
         "--max-new-tokens",
@@ -160,7 +166,7 @@ def test_eval_writes_the_report_others_rely_on(
         ("generate --model {tiny} --recipe saw-int4:order=128 --prompt hi", "order must be a power of two that divides head_dim 64"),
         ("generate --model {tiny} --prompt=", "--prompt is empty: expected some text"),
         ("generate --model {tiny} --prompt hi --max-new-tokens 0", "--max-new-tokens must be positive, got 0"),
-        ("generate --model {tiny} --prompt hi --max-cache-tokens 5 --max-new-tokens 99", "the cache is full: 1 more pages"),
+        ("generate --model {tiny} --recipe saw-int4 --prompt hi --max-cache-tokens 5 --max-new-tokens 99", "the cache is full: 1 more pages"),
         ("generate --model /no/such/place --prompt hi", "model '/no/such/place': expected a Hugging Face directory or id, or smollm2"),
         ("generate --model {tiny} --device tpu --prompt hi", "--device must be cpu or cuda, got 'tpu'"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 99999", "a context of 99999 needs at least 100000"),
