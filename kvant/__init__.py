@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvant.cache import PagedCache, PoolFull
+from kvant.cache import NotFinite, PagedCache, PoolFull
 from kvant.layout import Layout
+from kvant.plan import plan
 from kvant.recipe import Recipe, Span, Stream, Window, spans
 from kvant.recipes import get as recipe
 from kvant.recipes import names as recipe_names
@@ -20,6 +21,7 @@ __version__ = VERSION
 __all__ = [
     "Cache",
     "Layout",
+    "NotFinite",
     "PagedCache",
     "PoolFull",
     "Recipe",
@@ -27,6 +29,7 @@ __all__ = [
     "Stream",
     "Window",
     "artifact_for",
+    "plan",
     "recipe",
     "recipe_names",
     "spans",

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-FORMAT = "kvant-artifact-1"
+FORMAT = "kvant-artifact-2"
+UNSEALED = "kvant-artifact-1"  # written before headers had a seal; still read
 FILE = "artifact.safetensors"
 
 
@@ -56,6 +57,7 @@ class Artifact:
             "shape": json.dumps({"layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}),
             "source": json.dumps(self.source),
         }
+        header["seal"] = _seal(header)
         temporary = target.with_name(f".{FILE}-{secrets.token_hex(8)}")
         try:
             save_file({name: t.contiguous() for name, t in self._flat().items()}, temporary, metadata=header)
@@ -76,18 +78,26 @@ class Artifact:
         try:
             with safe_open(file, framework="pt") as opened:
                 header = opened.metadata() or {}
-                if header.get("format") != FORMAT:
+                if header.get("format") not in (FORMAT, UNSEALED):
                     raise ValueError(f"expected the format {FORMAT}, got {header.get('format')!r}")
+                if header.pop("seal", None) != (_seal(header) if header["format"] == FORMAT else None):
+                    raise ValueError("its header is not what was written")
                 shape = json.loads(header["shape"])
                 recipe = Recipe.from_json(header["recipe"])
                 tensors: dict[int, dict[str, Tensor]] = {}
                 for key in opened.keys():  # noqa: SIM118 (not a dict)
-                    _, layer, name = key.split(".", 2)
+                    place, layer, name = key.split(".", 2)
+                    if place != "layers" or int(layer) not in range(shape["layers"]):
+                        raise ValueError(f"it has a tensor {key!r:.80}")
                     tensors.setdefault(int(layer), {})[name] = opened.get_tensor(key)
                 artifact = Artifact(
                     recipe, shape["heads"], shape["head_dim"], shape["layers"], tensors, json.loads(header["source"])
                 )
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+                if not all(type(n) is int and n > 0 for n in (artifact.heads, artifact.head_dim, artifact.layers)):
+                    raise ValueError(f"its model has {shape}")
+                if not isinstance(artifact.source, dict):
+                    raise ValueError("it does not say where it comes from")
+        except (SafetensorError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"artifact {str(path)!r} cannot be read: {error}") from error
         if artifact.digest != header.get("digest"):
             raise ValueError(f"artifact {str(path)!r} is damaged: its digest is not that of its tensors")
@@ -119,6 +129,11 @@ class Artifact:
                 f"the artifact was fitted to another model of the same shape: its fingerprint is {fitted_to:.16}..., this "
                 f"model's is {fingerprint:.16}...; calibrate this model"
             )
+
+
+def _seal(header: dict[str, str]) -> str:
+    """Names everything that a header says but the seal itself."""
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(path: Path) -> None:

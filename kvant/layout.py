@@ -280,12 +280,14 @@ class Layout:
             raise ValueError(f"tokens must be positive, got {tokens}")
         return 8 * self.sequence_bytes(tokens) / (2 * tokens * self.heads * self.head_dim)
 
-    def digest(self, artifact: str = "") -> str:
-        """Names what the stored bytes mean; anything with another digest is refused, never read."""
+    def digest(self, artifact: str = "", model: str = "") -> str:
+        """Names what the stored bytes mean; anything with another digest is refused, never read. `artifact` is the digest of
+        the calibrated tensors, `model` the fingerprint of the model, where they are known."""
         data = [
             VERSION,
             self.recipe.digest,
             artifact,
+            model,
             self.heads,
             self.head_dim,
             self.page_tokens,

@@ -84,7 +84,9 @@ def _read(value: Any, hint: Any, where: str) -> Any:
         for option in options:
             if isinstance(option, type) and issubclass(option, Spec):
                 return option.from_dict(value)
-    if isinstance(value, list) and typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} must be a list, got {value!r}")
         return tuple(_read(item, typing.get_args(hint)[0], where) for item in value)
     if typing.get_origin(hint) is typing.Literal:
         if value not in typing.get_args(hint):

@@ -16,6 +16,11 @@ settings.load_profile("kvant")
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they give
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--examples", type=int, default=2000, help="examples of the state machine of the cache")
+    parser.addoption("--mutations", type=int, default=10000, help="damaged snapshots and artifacts that are read")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -161,11 +161,12 @@ def test_another_file_or_header_is_refused(tmp_path: Path) -> None:
     path = made_up().save(tmp_path)
     tensors = load_file(path)
     save_file(tensors, path)
-    with pytest.raises(ValueError, match="expected the format kvant-artifact-1, got None"):
+    with pytest.raises(ValueError, match="expected the format kvant-artifact-2, got None"):
         Artifact.load(path)
-    save_file(tensors, path, metadata={"format": "kvant-artifact-1"})
-    with pytest.raises(ValueError, match="cannot be read"):
-        Artifact.load(path)
+    for version in (1, 2):
+        save_file(tensors, path, metadata={"format": f"kvant-artifact-{version}"})
+        with pytest.raises(ValueError, match="cannot be read"):
+            Artifact.load(path)
     header = {"format": "kvant-artifact-1", "digest": "0" * 64, "recipe": recipes.get("oscar").to_json()}
     header |= {"shape": '{"layers": 3, "heads": 2, "head_dim": 64}', "source": "{}"}
     save_file(tensors, path, metadata=header)

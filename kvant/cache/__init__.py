@@ -1,6 +1,23 @@
 """Paged storage of packed keys and values: a pool of pages, sequences over it, and their operations."""
 
-from kvant.cache.paged import Entry, PagedCache
+from kvant.cache.entry import Entry
+from kvant.cache.finite import NotFinite
+from kvant.cache.paged import PagedCache
 from kvant.cache.pool import PagePool, PoolFull
+from kvant.cache.prefix import PrefixCache
+from kvant.cache.snapshot import Snapshot, save
+from kvant.cache.swap import Swapped, swap_in, swap_out
 
-__all__ = ["Entry", "PagePool", "PagedCache", "PoolFull"]
+__all__ = [
+    "Entry",
+    "NotFinite",
+    "PagePool",
+    "PagedCache",
+    "PoolFull",
+    "PrefixCache",
+    "Snapshot",
+    "Swapped",
+    "save",
+    "swap_in",
+    "swap_out",
+]

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class PoolFull(RuntimeError):
-    """A request for more pages than are free. Nothing that is stored was touched."""
+    """A request for more pages than can be had. Nothing that is stored was touched: free something and try again.
 
-    def __init__(self, asked: int, used: int, total: int) -> None:
-        super().__init__(
-            f"the cache is full: {asked} more pages were asked for, {total - used} of {total} are free ({used} in use); "
-            "free or crop a sequence, or make the pool larger"
+    asked      pages that were asked for
+    used       pages in use, of `total`
+    evictable  of these, pages that only the prefix cache holds: they would have been given up, and are not enough
+    sequences  where room for one more sequence was asked for: how many there may be
+    frees      pages that freeing (or swapping out) each sequence alone would give back, in the order of the sequences
+    """
+
+    def __init__(
+        self,
+        asked: int,
+        used: int,
+        total: int,
+        evictable: int = 0,
+        frees: Sequence[int] = (),
+        sequences: int | None = None,
+    ) -> None:
+        text = (
+            f"the cache is full: {asked} more pages were asked for, {total - used} of {total} are free ({used} in use)"
         )
+        if sequences is not None:
+            text = f"the cache is full: one more sequence was asked for, all {sequences} have their windows in use"
+        if evictable:
+            text += f", {evictable} more are held by the prefix cache alone"
+        if frees:
+            gains = ", ".join(map(str, frees[:8])) + (", ..." if len(frees) > 8 else "")
+            text += f"; freeing a sequence gives back {gains} pages" + (" (one figure each)" if len(frees) > 1 else "")
+        super().__init__(f"{text}; free, crop or swap out a sequence, or make the pool larger")
         self.asked, self.used, self.total = asked, used, total
+        self.evictable, self.frees, self.sequences = evictable, tuple(frees), sequences
 
 
 class PagePool:
-    """Hands out page ids 0 ... total - 1. A page in use has one reference per sequence that reads it."""
+    """Hands out page ids 0 ... total - 1. A page in use has one reference per sequence that reads it, and one where the
+    prefix cache keeps it."""
 
     def __init__(self, total: int) -> None:
         if total < 0:
@@ -47,13 +73,13 @@ class PagePool:
             self._references[page] = 1
         return pages
 
-    def share(self, pages: list[int]) -> None:
+    def share(self, pages: Sequence[int]) -> None:
         """One more reference to each page."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free"
             self._references[page] += 1
 
-    def release(self, pages: list[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """One reference less to each page; a page without references is free again."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free already"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from typing import Any
 
@@ -26,7 +27,12 @@ def add(commands: Any) -> None:
         metavar="R[,R...]",
         help=f"a recipe, or several to compare (default {DEFAULT}; the first time, it is fitted to the model)",
     )
-    parser.add_argument("--prompt", required=True, help="what to ask")
+    parser.add_argument("--prompt", help="what to ask; needed without --chat")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="go on asking: a line of standard input is a message, an answer re-uses all pages",
+    )
     parser.add_argument(
         "--raw", action="store_true", help="feed the prompt as it is, without the model's chat template"
     )
@@ -72,14 +78,12 @@ class _Clock:
         return (len(tokens) - 1) / (tokens[-1] - tokens[0]) if len(tokens) > 1 else float("nan")
 
 
-def encode(tokenizer: Any, prompt: str, raw: bool) -> Any:
-    """Token ids [1, n] of a prompt, in the model's chat template if it has one."""
-    if not prompt.strip():
-        raise ValueError("--prompt is empty: expected some text")
+def encode(tokenizer: Any, messages: list[str], raw: bool) -> Any:
+    """Token ids [1, n] of messages of user and assistant in turn, in the model's chat template if it has one."""
     if raw or not tokenizer.chat_template:
-        return tokenizer(prompt, return_tensors="pt")["input_ids"]
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        return tokenizer("".join(messages), return_tensors="pt")["input_ids"]
+    chat = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(messages)]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
         "input_ids"
     ]
 
@@ -94,16 +98,13 @@ def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, artifact: Any, arg
     cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
     clock = _Clock()
     torch.manual_seed(args.seed)
-    options: dict[str, Any] = {"do_sample": False}
-    if args.temperature > 0:
-        options = {"do_sample": True, "temperature": args.temperature}
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
         max_new_tokens=args.max_new_tokens,
         streamer=clock,
-        **options,
+        **sampling(args),
     )
     new = out[0, ids.shape[1] :].tolist()
     length = cache.get_seq_length()
@@ -120,6 +121,54 @@ def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, artifact: Any, arg
         times_smaller=half / cache.nbytes_used,
         tokens_per_second=clock.rate,
     )
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    if args.temperature > 0:
+        return {"do_sample": True, "temperature": args.temperature}
+    return {"do_sample": False}
+
+
+def chat(model: Any, tokenizer: Any, recipe: Any, artifact: Any, args: argparse.Namespace) -> int:
+    """Answers messages until there are no more; each answer computes only the tokens that the cache does not hold."""
+    import torch
+
+    from kvant.engines.hf import Cache
+    from kvant.layout import human_bytes
+
+    cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
+    torch.manual_seed(args.seed)
+    said: list[str] = []
+    turns: list[dict[str, Any]] = []
+    given = [] if args.prompt is None else [args.prompt]
+    person = sys.stdin.isatty() and not args.json
+    while True:
+        if not given and person:
+            print("> ", end="", flush=True)
+        text = given.pop() if given else sys.stdin.readline()
+        if not text:
+            break
+        if not text.strip():
+            continue
+        said.append(text.rstrip("\n"))
+        ids = encode(tokenizer, said, args.raw).to(model.device)
+        start = time.perf_counter()
+        out = cache.generate(model, ids, max_new_tokens=args.max_new_tokens, **sampling(args))
+        seconds = time.perf_counter() - start
+        new = out[0, ids.shape[1] :].tolist()
+        answer = tokenizer.decode(new, skip_special_tokens=True)
+        said.append(answer if args.raw or not tokenizer.chat_template else answer.strip())
+        turn = {"prompt": said[-2], "text": answer.strip(), "prompt_tokens": ids.shape[1], "reused": cache.reused}
+        turns.append(turn | {"tokens": new, "seconds": seconds, "cache_bytes": cache.nbytes_used})
+        if not args.json:
+            print(answer.strip(), flush=True)
+            say(
+                f"{recipe.name}: {cache.reused} of {ids.shape[1]} prompt tokens re-used, {len(new)} new ones in "
+                f"{seconds:.1f} s, cache {human_bytes(cache.nbytes_used)}"
+            )
+    if args.json:
+        print(json.dumps({"model": args.model, "recipe": recipe.name, "turns": turns}, indent=2))
+    return 0
 
 
 def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], artifacts: Any) -> None:
@@ -154,11 +203,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-new-tokens must be positive, got {args.max_new_tokens}")
     if args.temperature < 0:
         raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
-    if not args.prompt.strip():
+    if args.prompt is None and not args.chat:
+        raise ValueError("--prompt is missing: give a prompt, or --chat")
+    if args.prompt is not None and not args.prompt.strip():
         raise ValueError("--prompt is empty: expected some text")
+    if args.chat and len(chosen) > 1:
+        raise ValueError(f"--chat takes one recipe, got {len(chosen)}")
     model, tokenizer = load_model(args)
-    ids = encode(tokenizer, args.prompt, args.raw).to(model.device)
     artifacts = artifacts_for(model, tokenizer, chosen, args)
+    if args.chat:
+        return chat(model, tokenizer, chosen[0], artifacts[chosen[0].name], args)
+    ids = encode(tokenizer, [args.prompt], args.raw).to(model.device)
     answers = []
     for recipe in chosen:
         if len(chosen) > 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,62 +24,19 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvant import recipes
 from kvant.artifact import Artifact
-from kvant.cache import Entry, PagedCache
+from kvant.cache import Entry, PagedCache, PrefixCache
 from kvant.engines import fold
 from kvant.engines.fingerprint import fingerprint
+from kvant.engines.serving import Serving
 from kvant.layout import Layout, Order
 from kvant.ops import PagedBatch
 from kvant.ops.reference import restored
 from kvant.recipe import Recipe
 from kvant.rope import Rope, ropes_of
+from kvant.shape import ModelShape
 
 Tensor = torch.Tensor
 ATTENTION = "kvant"
-SERVED_LAYERS = ("full_attention", "sliding_attention")
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelShape:
-    """What a cache has to know of a model."""
-
-    layers: tuple[int | None, ...]  # a layer's sliding window, or None where it sees everything
-    heads: int  # KV heads
-    head_dim: int
-    dtype: str
-
-    @staticmethod
-    def of(model_or_config: Any) -> ModelShape:
-        """Reads a model or its config; refuses with the reason what the cache cannot serve."""
-        config = getattr(model_or_config, "config", model_or_config)
-        name = getattr(config, "model_type", type(config).__name__)
-        if not hasattr(config, "get_text_config"):
-            raise ValueError(f"expected a transformers model or config, got {type(model_or_config).__name__}")
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"cannot serve {name}: encoder-decoder models have a second cache")
-        config = config.get_text_config(decoder=True)
-        if getattr(config, "kv_lora_rank", None):
-            raise ValueError(
-                f"cannot serve {name}: latent attention (MLA) caches one compressed vector, not keys and values"
-            )
-        if getattr(config, "num_kv_shared_layers", 0):
-            raise ValueError(f"cannot serve {name}: some of its layers read other layers' cache")
-        if hasattr(model_or_config, "config") and not getattr(model_or_config, "_supports_attention_backend", True):
-            raise ValueError(f"cannot serve {name}: its attention does not go through transformers' AttentionInterface")
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-        count = getattr(config, "num_hidden_layers", None)
-        if not heads or not count:
-            raise ValueError(f"cannot serve {name}: its config names no attention heads or layers")
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
-        odd = sorted(set(types) - set(SERVED_LAYERS))
-        if odd:
-            raise ValueError(
-                f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(SERVED_LAYERS)}"
-            )
-        dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-        windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
-        return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."))
 
 
 @dataclasses.dataclass
@@ -88,6 +46,9 @@ class Step:
     batch: PagedBatch
     real: Tensor | None  # bool [batch, columns]; None where every column is a token
     columns: int
+    before: list[int]  # lengths of the sequences before it
+    same: list[int] | None  # where rows of the batch are the same text: for every row, the first one like it
+    written: int = 0  # layers of the group that have their new tokens
 
 
 @dataclasses.dataclass
@@ -156,17 +117,22 @@ class PackedLayer(CacheLayerMixin):
         return self.cache.batch_size
 
 
-class Cache(transformers.Cache):
+class Cache(Serving, transformers.Cache):
     """A packed, paged cache for `model.generate(..., past_key_values=kvant.Cache(model, recipe))`.
 
     model_or_config  a transformers model, or its config; its attention implementation becomes "kvant".
     recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe; without it, the artifact's recipe,
                      or saw-int4 where there is no artifact either.
     artifact         what `kvant calibrate` wrote for a recipe that is fitted offline: its directory, or an Artifact.
-    max_tokens       tokens that the cache holds over all sequences, allocated at once; more raises PoolFull. Without it
-                     the cache grows as needed.
+    max_tokens       tokens that the cache holds, allocated at once; more raises PoolFull. Over all sequences, or of each where
+                     max_sequences is given too. Without it the cache grows as needed.
+    max_sequences    sequences that the cache holds; their windows are allocated at once. What `kvant plan` counts.
+    share            keep the pages of finished sequences, and find them again by their tokens: see `generate` and `start`.
     first_position   position of a sequence's first token, for who calls the model with position_ids that do not begin at 0.
     page_tokens, order, implementation  as in Layout.of and ops.choose.
+    check_finite     refuse keys and values that are NaN or infinite, naming layer and token; on a GPU this waits for them.
+
+    One thread uses a cache at a time; a second one is refused.
     """
 
     def __init__(
@@ -180,19 +146,31 @@ class Cache(transformers.Cache):
         page_tokens: int | None = None,
         order: Order | None = None,
         implementation: str | None = None,
+        check_finite: bool = True,
+        share: bool = False,
+        max_sequences: int | None = None,
     ) -> None:
         self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
         if recipe is None:
             recipe = recipes.PLAIN if self.artifact is None else self.artifact.recipe
-        self.recipe = recipes.get(recipe)
+        self.recipe = self.asked = recipes.get(recipe)
         self.shape = ModelShape.of(model_or_config)
         self._layout_options: dict[str, Any] = {"page_tokens": page_tokens, "order": order}
         self._implementation = implementation
+        self.check_finite = check_finite
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be positive, got {max_tokens}")
-        self.max_tokens = max_tokens
+        if max_sequences is not None and (max_sequences < 1 or max_tokens is None):
+            raise ValueError(f"max_sequences must be positive and come with max_tokens, got {max_sequences}")
+        if share and self.recipe.not_prefix_safe is not None:
+            raise ValueError(
+                f"recipe {self.recipe.name} cannot share pages between requests: {self.recipe.not_prefix_safe}"
+            )
+        self.max_tokens, self.max_sequences, self.share = max_tokens, max_sequences, share
+        self.first_position = first_position
+        named = fingerprint(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
+        self.fingerprint = named  # None where only a config is known
         if self.artifact is not None:
-            named = fingerprint(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
             self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim, named)
         elif self.recipe.calibrated:
             raise ValueError(
@@ -213,7 +191,12 @@ class Cache(transformers.Cache):
         self.groups: list[Group] = []
         self._group_of: list[Group] = []
         self._real: Tensor | None = None  # bool [batch, columns]; None while no column is padding
+        self._ids: list[list[int]] | None = None  # tokens of the sequences, where they were told
+        self._salt = ""  # of the tenant whose tokens they are
         self._batch_size = -1
+        self._columns_begun = self._columns_before = 0
+        self._guard = threading.Lock()
+        self._thread: int | None = None  # whose forward pass is under way
         self.one_by_one = False  # several columns attend as if they had come one at a time: for reading a known text
         self.on_attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
         super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(self.shape.layers)])
@@ -247,7 +230,10 @@ class Cache(transformers.Cache):
     @property
     def digest(self) -> str:
         """Names what the stored bytes mean."""
-        return self.layout.digest("" if self.artifact is None else self.artifact.digest)
+        model = self.fingerprint or ""
+        if self.first_position:  # keys that are stored turned back depend on it
+            model += f"@{self.first_position}"
+        return self.layout.digest("" if self.artifact is None else self.artifact.digest, model)
 
     @property
     def batch_size(self) -> int:
@@ -261,18 +247,61 @@ class Cache(transformers.Cache):
 
     def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
         """Stores a layer's new tokens and attends: query [batch, heads, columns, head_dim] -> [batch, columns, heads, head_dim]."""
+        try:
+            out = self._attend(handle, query, mask, scale, softcap)
+        except BaseException:
+            self._abort()
+            raise
+        if handle.layer == len(self.layers) - 1:
+            self._thread = None
+        return out
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._claim()
+        return super().update(*args, **kwargs)
+
+    def _claim(self) -> None:
+        """Refuses a thread that would use the cache while another one's forward pass is under way."""
+        with self._guard:
+            if self._thread not in (None, threading.get_ident()):
+                raise RuntimeError(
+                    "this cache is in use by another thread: a kvant.Cache serves one forward pass at a time; "
+                    "wait for it, or make a cache for every thread"
+                )
+            self._thread = threading.get_ident()
+
+    def _abort(self) -> None:
+        """Takes back a forward pass that failed: no sequence has grown."""
+        for group in self.groups:
+            step, group.step = group.step, None
+            if step is not None and step.columns:
+                for entry, length in zip(group.entries, step.before, strict=True):
+                    group.paged.rollback(entry, length, range(step.written))
+        columns = self._columns_before
+        self._columns_begun = columns
+        if self._real is not None:
+            self._real = self._real[:, :columns]
+        for layer in self.layers:
+            layer.columns = columns
+        self._thread = None
+
+    def _attend(
+        self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    ) -> Tensor:
         layer, key, value = handle.layer, handle.key, handle.value
         if not self.groups:
             self._initialize(key)
         group = self._group_of[layer]
         columns = query.shape[2]
         if self.layers[layer].columns > self._columns_begun:
-            self._begin(query.shape[0], columns, mask, self.layers[layer])
+            self._begin(query, key, value, mask, self.layers[layer])
         step = group.step
         assert step is not None and step.columns == columns
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": group.window}
         index = group.layers.index(layer)
-        q, k, v = (_flatten(x, step.real) for x in (query, key, value))
+        rows = query.shape[0] if step.same is None else len(step.batch.lengths)
+        first = None if step.same is None else sorted(set(step.same))
+        q, k, v = (_flatten(x if first is None else x[first], step.real) for x in (query, key, value))
         if columns == 1 and step.real is None:
             group.paged.append(index, k, v, step.batch, q)
             flat = group.paged.decode(index, q, step.batch, **options)
@@ -281,7 +310,13 @@ class Cache(transformers.Cache):
         else:
             flat = group.paged.prefill(index, q, k, v, step.batch, **options)
             group.paged.append(index, k, v, step.batch, q)
-        out = _unflatten(flat, step.real, query.shape[0], columns)
+        step.written += 1
+        out = _unflatten(flat, step.real, rows, columns)
+        if first is not None and step.same is not None:
+            out = out[[first.index(source) for source in step.same]]
+            for row, source in enumerate(step.same):
+                if source != row:
+                    group.paged.copy_owned(index, group.entries[source], group.entries[row])
         if self.on_attend is not None:
             self.on_attend(layer, query, key, value, out)
         if layer == group.layers[-1]:
@@ -302,21 +337,43 @@ class Cache(transformers.Cache):
                 f"cannot serve this model: its config says {self.shape.heads} KV heads of {self.shape.head_dim}, "
                 f"its keys have {heads} of {dim}"
             )
-        self.layout = self._make_layout(str(key.dtype).removeprefix("torch."))
-        pages = None if self.max_tokens is None else max(1, self.layout.pages_for(self.max_tokens))
+        self._allocate(str(key.dtype).removeprefix("torch."), key.device)
+
+    def _allocate(self, dtype: str, device: torch.device) -> None:
+        self.layout = self._make_layout(dtype)
+        pages = None
+        if self.max_tokens is not None:
+            pages = max(1, self.layout.pages_for(self.max_tokens)) * (self.max_sequences or 1)
         for window in dict.fromkeys(self.shape.layers):
             layers = [i for i, w in enumerate(self.shape.layers) if w == window]
             tensors = {} if self.artifact is None else self.artifact.tensors
             own = {index: tensors[layer] for index, layer in enumerate(layers) if layer in tensors}
             ropes = None if self._ropes is None else [self._ropes[layer] for layer in layers]
-            paged = PagedCache(self.layout, len(layers), pages, key.device, own, self._implementation, ropes)
+            paged = PagedCache(
+                self.layout,
+                len(layers),
+                pages,
+                device,
+                own,
+                self._implementation,
+                ropes,
+                owners=self.max_sequences,
+                digest=self.digest,
+                check=self.check_finite,
+                numbers=layers,
+            )
+            if self.share:
+                PrefixCache(paged, window)
             self.groups.append(Group(window, layers, paged))
         by_layer = {layer: group for group in self.groups for layer in group.layers}
         self._group_of = [by_layer[i] for i in range(len(self.layers))]
-        self._columns_begun = 0
 
-    def _begin(self, batch_size: int, columns: int, mask: Tensor | None, layer: PackedLayer) -> None:
+    def _begin(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: PackedLayer) -> None:
         """Makes room for a forward pass's tokens in every group: in all of them, or in none."""
+        batch_size, _, columns, _ = query.shape
+        self._columns_before = self._columns_begun
+        for group in self.groups:
+            group.step = None
         if self._batch_size == -1:
             self._batch_size = batch_size
             for group in self.groups:
@@ -324,19 +381,19 @@ class Cache(transformers.Cache):
         if batch_size != self._batch_size:
             raise ValueError(f"the cache holds {self._batch_size} sequences, the model was called with {batch_size}")
         real = self._real_columns(columns, mask, layer)
-        counts = [columns] * batch_size if real is None else [int(count) for count in real.sum(1)]
-        lengths = [[entry.length for entry in group.entries] for group in self.groups]
-        try:
-            steps = [Step(group.paged.extend(group.entries, counts), real, columns) for group in self.groups]
-        except Exception:
-            for group, before in zip(self.groups, lengths, strict=True):
-                for entry, length in zip(group.entries, before, strict=True):
-                    group.paged.retract(entry, length)
-            for each in self.layers:
-                each.columns = self._columns_begun
-            raise
-        for group, step in zip(self.groups, steps, strict=True):
-            group.step = step
+        same = self._same_rows(query, key, value, real) if columns > 1 and batch_size > 1 else None
+        rows = range(batch_size) if same is None else sorted(set(same))
+        counts = [columns if real is None else int(real[row].sum()) for row in rows]
+        for group in self.groups:  # one that is full undoes those before it
+            before = [entry.length for entry in group.entries]
+            batch = group.paged.extend([group.entries[row] for row in rows], counts)
+            part = real if same is None or real is None else real[list(rows)]
+            group.step = Step(batch, part, columns, before, same)
+        for group in self.groups:
+            for row, source in enumerate(same or ()):
+                if source != row:
+                    group.paged.free(group.entries[row])
+                    group.entries[row] = group.paged.fork(group.entries[source])
         if real is not None or self._real is not None:
             past = self._real
             if past is None:
@@ -344,6 +401,25 @@ class Cache(transformers.Cache):
             fresh = torch.ones(batch_size, columns, dtype=torch.bool) if real is None else real.cpu()
             self._real = torch.cat((past, fresh), 1)
         self._columns_begun += columns
+
+    def _same_rows(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None) -> list[int] | None:
+        """For every row of the batch the first one with the same text, as its first layer shows; None where all differ.
+
+        Samples of one prompt come as equal rows: they are stored, and attended from, once.
+        """
+        found: dict[Any, int] = {}
+        same: list[int] = []
+        if any(s.groupwise for s in self.recipe.streams.values()) and self._columns_begun:
+            return None  # tails may differ where pages do not
+        ends = key[:, 0, -1, :4].tolist()
+        for row in range(len(key)):
+            pages = tuple(tuple(group.entries[row].pages) for group in self.groups)
+            state = tuple((group.entries[row].length, str(group.entries[row].exact)) for group in self.groups)
+            padding = None if real is None else tuple(real[row].tolist())
+            first = found.setdefault((tuple(ends[row]), pages, state, padding), row)
+            equal = first == row or all(torch.equal(x[first], x[row]) for x in (query, key, value))
+            same.append(first if equal else row)
+        return same if len(set(same)) < len(same) else None
 
     def _real_columns(self, columns: int, mask: Tensor | None, layer: PackedLayer) -> Tensor | None:
         """Which new columns are tokens, from the attention mask; refuses a mask that is not causal but for padding."""
@@ -381,6 +457,8 @@ class Cache(transformers.Cache):
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, columns - tokens_to_remove)
         if remove > columns:
             raise ValueError(f"cannot remove {remove} of {columns} columns")
+        if remove:
+            self._ids = None
         if self.groups and remove:
             gone = [remove] * self._batch_size
             if self._real is not None:
@@ -409,6 +487,7 @@ class Cache(transformers.Cache):
 
     def _select(self, order: Sequence[int]) -> None:
         """The batch becomes the sequences at these indices. One used again is forked: it shares its pages."""
+        self._ids = None
         for group in self.groups:
             used: set[int] = set()
             chosen = []
@@ -426,14 +505,17 @@ class Cache(transformers.Cache):
             self._batch_size = len(order)
 
     def reset(self) -> None:
-        """Forgets all sequences; memory stays allocated."""
+        """Forgets all sequences, and gives back their pages but those that are kept to be shared; memory stays
+        allocated."""
+        self._ids = None
         for group in self.groups:
             for entry in group.entries:
                 group.paged.free(entry)
             group.entries, group.step = [], None
         for layer in self.layers:
             layer.columns = 0
-        self._batch_size, self._columns_begun, self._real = -1, 0, None
+        self._batch_size, self._real, self._thread = -1, None, None
+        self._columns_begun = self._columns_before = 0
 
 
 def _flatten(x: Tensor, real: Tensor | None) -> Tensor:

@@ -75,7 +75,7 @@ def _append_groups(
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
     size, group = layout.page_tokens, stream.codec.group_tokens
     for b in range(len(batch.lengths)):
-        progress = _progress(stream.spec, batch, b)
+        progress = _progress(name, stream.spec, batch, b)
         last = window.packed_end(progress.total)
         tokens = max(0, last - progress.first)
         known = None
@@ -98,12 +98,13 @@ def _append_groups(
         _scatter(store.pages, pages[::group], places, data)
 
 
-def _progress(stream: Stream, batch: PagedBatch, b: int) -> Progress:
-    """How far sequence b has come, before its new tokens are coded."""
+def _progress(name: StreamName, stream: Stream, batch: PagedBatch, b: int) -> Progress:
+    """How far sequence b has come, before its new tokens are coded. What its ring does not hold is in pages already."""
     window, group = stream.window, stream.codec.group_tokens
     total = int(batch.lengths[b])
     before = total - int(batch.starts[b + 1] - batch.starts[b])
-    return Progress(max(window.sink, window.packed_end(before)), before, total, window.sink, window.ring, group)
+    first = max(window.sink, window.packed_end(before), int(batch.exact[name][b]))
+    return Progress(first, before, total, window.sink, window.ring, group)
 
 
 def _unpacked(
@@ -122,7 +123,7 @@ def _observe(store: LayerStore, name: StreamName, keys: Tensor, query: Tensor, b
     spec, state = store.stream(name).spec, store.states[name]
     corrector = spec.corrector
     assert corrector is not None
-    progress, source = _progress(spec, batch, b), corrector.source(b)
+    progress, source = _progress(name, spec, batch, b), corrector.source(b)
     own = state[int(batch.owners[b])]  # a view: what is learnt stays
     if progress.before == 0:
         own.zero_()

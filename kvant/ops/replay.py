@@ -46,9 +46,9 @@ def replay(
     return out
 
 
-def _window(store: LayerStore, name: StreamName, x: Tensor, row: PagedBatch) -> Tensor | None:
-    """Full-precision tokens of a sequence as its windows hold them on the way: [tokens, heads, head_dim], zero where no window
-    of these lengths reaches; None where there are no windows. Before the append, which overwrites the ring."""
+def _window(store: LayerStore, name: StreamName, x: Tensor, row: PagedBatch) -> tuple[Tensor, Tensor] | None:
+    """Full-precision tokens of a sequence as its windows hold them on the way, [tokens, heads, head_dim], and which tokens
+    they hold, [tokens]; None where there are no windows. Before the append, which overwrites the ring."""
     stream, overlay = store.stream(name), store.overlays[name]
     spec = stream.spec.window
     if not overlay.shape[1]:
@@ -61,14 +61,15 @@ def _window(store: LayerStore, name: StreamName, x: Tensor, row: PagedBatch) -> 
     index = overlay_index(spec, old).clamp_max(overlay.shape[1] - 1)
     history = torch.where(held[:, None, None], overlay[int(row.owners[0])][index].float(), 0.0)
     fresh = stream.stored(x.float(), position[before:]).to(DTYPES[store.layout.overlay_dtype]).float()
-    return stream.attended(torch.cat((history, fresh)), position)
+    held = torch.cat((held, held.new_ones(len(fresh))))
+    return stream.attended(torch.cat((history, fresh)), position), held
 
 
 def _attend(
     store: LayerStore,
     query: Tensor,
     row: PagedBatch,
-    windows: dict[StreamName, Tensor | None],
+    windows: dict[StreamName, tuple[Tensor, Tensor] | None],
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -83,27 +84,29 @@ def _attend(
     packed: dict[StreamName, Tensor] = {}
     from_page: dict[StreamName, Tensor] = {}
     nothing = row._replace(sinks=torch.zeros_like(row.sinks), exact=dict.fromkeys(row.exact, row.lengths))
-    for name in windows:
+    for name, full in windows.items():
         spec = store.stream(name).spec.window
         length = at + 1
         frontier = (
             length.clamp_max(spec.sink) + (length - spec.sink - spec.recent).clamp_min(0) // spec.flush * spec.flush
         )
         from_page[name] = (position >= spec.sink) & (position < frontier)  # [new tokens, tokens]
+        if full is not None:  # where a window is missing, the packed form serves
+            from_page[name] = from_page[name] | ~full[1]
         codes = read(store, name, nothing, row.lengths)[0, :total]
-        packed[name] = torch.where((position < frontier[-1])[:, None, None], codes, 0.0)
+        packed[name] = torch.where(from_page[name].any(0)[:, None, None], codes, 0.0)
     q = query.float().view(fresh, store.layout.heads, -1, dim)
     lost = lost_logits(store, q, scale, softcap)
     q = store.key.dual(q)
     scores = torch.einsum("qhgd,nhd->hgqn", q, packed["key"])
     full = windows["key"]
     if full is not None:
-        scores = torch.where(from_page["key"], scores, torch.einsum("qhgd,nhd->hgqn", q, full))
+        scores = torch.where(from_page["key"], scores, torch.einsum("qhgd,nhd->hgqn", q, full[0]))
     weights = softmax(scores * scale, keep, softcap, None if lost is None else lost.permute(1, 2, 0))
     full = windows["value"]
     if full is None:
         out = torch.einsum("hgqn,nhd->qhgd", weights, packed["value"])
     else:
         out = torch.einsum("hgqn,nhd->qhgd", weights * from_page["value"], packed["value"])
-        out += torch.einsum("hgqn,nhd->qhgd", weights * ~from_page["value"], full)
+        out += torch.einsum("hgqn,nhd->qhgd", weights * ~from_page["value"], full[0])
     return store.value.inverse(out).reshape(fresh, query_heads, dim).to(query.dtype)

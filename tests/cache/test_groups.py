@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvant.cache import Entry, PagedCache, PoolFull
-from kvant.cache.paged import SLID_OUT
+from kvant.cache.entry import SLID_OUT
 from kvant.ops.reference import read
 from tests.conftest import dense_attention, relative_error
 from tests.grouped import GROUPWISE, SMALL, Tokens, attended, fill, make_cache

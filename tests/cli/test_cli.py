@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -195,3 +197,56 @@ def test_unknown_commands_and_options_exit_with_2(capsys: pytest.CaptureFixture[
     code, out, _ = run(capsys, "--version")
     assert code == 0
     assert out.startswith("kvant 0.")
+
+
+def test_plan_counts_from_a_config_alone(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
+    code, out, _ = run(
+        capsys, "plan", "--model", "llama-3.1-8b", "--recipe", "saw-int4,kitty", "--memory", "16GiB", "--json"
+    )
+    assert code == 0
+    first, second = json.loads(out)["plans"]
+    assert first["recipe"]["bytes_per_token"] == 32 * 2 * 8 * 128 * 4.25 / 8
+    assert first["bf16"]["requests"] == 16 < first["fp8"]["requests"] == 32 < first["recipe"]["requests"] == 60
+    assert second["recipe"]["sequence_bytes"] > 0 == first["recipe"]["sequence_bytes"]
+    code, out, _ = run(
+        capsys,
+        "plan",
+        "--model",
+        tiny,
+        "--recipe",
+        "saw-int4",
+        "--memory",
+        "10MB",
+        "--context",
+        "100",
+        "--tensor-parallel",
+        "2",
+    )
+    assert code == 0
+    assert "saw-int4" in out
+    assert "with 1 KV heads" in " ".join(out.split())
+    code, out, _ = run(capsys, "plan", "--presets")
+    assert "qwen3-32b" in out
+    code, _, err = run(capsys, "plan", "--model", "/no/such", "--memory", "1GiB")
+    assert code == 2
+    assert "expected a Hugging Face directory or id" in err
+
+
+def test_a_chat_reuses_its_pages(
+    capsys: pytest.CaptureFixture[str], tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("how are you\n\nand you\n"))
+    arguments = ["generate", "--model", tiny, "--recipe", "full", "--chat", "--max-new-tokens", "6"]
+    code, out, err = run(capsys, *arguments, "--prompt", "hello", "--json")
+    assert code == 0, err
+    turns = json.loads(out)["turns"]
+    assert [turn["prompt"] for turn in turns] == ["hello", "how are you", "and you"]
+    assert turns[0]["reused"] == 0
+    for before, after in itertools.pairwise(turns):
+        assert before["prompt_tokens"] <= after["reused"] < after["prompt_tokens"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nhow are you\nand you\n"))
+    code, out, err = run(capsys, *arguments)
+    assert out.splitlines() == [line for turn in turns for line in turn["text"].splitlines()]
+    assert f"{turns[1]['reused']} of {turns[1]['prompt_tokens']} prompt tokens re-used" in err
+    assert run(capsys, "generate", "--model", tiny, "--chat", "--recipe", "int4,int8")[0] == 2
+    assert run(capsys, "generate", "--model", tiny)[0] == 2

@@ -1,0 +1,42 @@
+"""Keys and values that no page may hold."""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.layout import Layout, StreamName
+from kvant.ops import PagedBatch
+
+Tensor = torch.Tensor
+
+
+def largest(layout: Layout) -> float:
+    """Beyond it, the range or the rotation of a vector may overflow what a page stores: float16, or float32 on the way."""
+    streams: tuple[StreamName, ...] = ("key", "value")
+    types = {field.dtype for name in streams for field in layout.fields(name)} | {layout.overlay_dtype}
+    return 2.0**15 / layout.head_dim**0.5 if "float16" in types else 1e30
+
+
+class NotFinite(ValueError):
+    """A key or value that is NaN, infinite or beyond what can be coded. The layer's pages were not touched."""
+
+    def __init__(self, layer: int, stream: str, sequence: int, token: int, number: float, limit: float) -> None:
+        super().__init__(
+            f"layer {layer}: the {stream} of token {token} of sequence {sequence} holds {number:g}; expected finite numbers "
+            f"up to {limit:g}. Nothing of this layer was stored"
+        )
+        self.layer, self.stream, self.sequence, self.token = layer, stream, sequence, token
+
+
+def check_finite(layer: int, key: Tensor, value: Tensor, batch: PagedBatch, limit: float) -> None:
+    """Raises NotFinite, naming the first token that may not be stored."""
+    if not key.numel() or bool(torch.maximum(key.abs().amax(), value.abs().amax()) <= limit):  # false for NaN too
+        return
+    sequence, position = batch.positions
+    for name, x in (("key", key), ("value", value)):
+        bad = ~(x.abs() <= limit) & (batch.slots >= 0)[:, None, None]
+        rows = bad.flatten(1).any(1).nonzero()
+        if len(rows):
+            row = int(rows[0])
+            number = float(x[row][bad[row]][0])
+            raise NotFinite(layer, name, int(sequence[row]), int(position[row]), number, limit)

@@ -1,0 +1,102 @@
+"""kvant plan: what fits into memory, from a model's config alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from kvant.cli.common import print_table
+from kvant.recipes import DEFAULT
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="say how many tokens and requests fit into memory",
+        description="Counts what fits into memory, beside a 16-bit and an 8-bit cache. Needs a model's config, no weights.",
+    )
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="M",
+        help="a preset (see --presets), a Hugging Face directory or id, or smollm2 (default)",
+    )
+    parser.add_argument(
+        "--recipe", default=DEFAULT, metavar="R[,R...]", help=f"one or more recipes (default {DEFAULT})"
+    )
+    parser.add_argument(
+        "--memory", default="80GiB", metavar="SIZE", help="for the cache, on one device (default 80GiB)"
+    )
+    parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of a request (default 8192)")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="T", help="devices that share the KV heads (default 1)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (default: its config's)"
+    )
+    parser.add_argument("--presets", action="store_true", help="list the presets")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def find(name: str) -> Any:
+    """A preset, or the config of a model; weights are not read."""
+    from kvant import models
+    from kvant.plan import PRESETS
+
+    if name.lower() in PRESETS:
+        return name
+    if name == models.SMOLLM2:
+        return "smollm2-135m"
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(models.resolve(name))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model {name!r}: expected a preset ({', '.join(PRESETS)}), a Hugging Face directory or id; {first}"
+        ) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvant import recipes
+    from kvant.layout import human_bytes
+    from kvant.plan import PRESETS, plan
+
+    if args.presets:
+        columns = [("preset", "left"), ("layers", "right"), ("KV heads", "right"), ("head dim", "right")]
+        rows = [[name, str(len(s.layers)), str(s.heads), str(s.head_dim)] for name, s in PRESETS.items()]
+        print_table("", columns, rows)
+        return 0
+    model = find(args.model)
+    plans = [
+        plan(model, name, args.memory, args.context, tensor_parallel=args.tensor_parallel, dtype=args.dtype)
+        for name in recipes.split(args.recipe)
+    ]
+    if args.json:
+        print(json.dumps({"model": args.model, "plans": [each.to_dict() for each in plans]}, indent=2))
+        return 0
+    first = plans[0]
+    columns = [("cache", "left"), ("bits", "right"), ("bytes/token", "right"), ("longest", "right")]
+    columns += [(f"requests of {first.context:,}", "right"), ("against bf16", "right"), ("against fp8", "right")]
+    rows = []
+    for kind in (first.bf16, first.fp8, *(each.recipe for each in plans)):
+        against = [
+            f"{kind.requests / other.requests:.2f}x" if other.requests else "-" for other in (first.bf16, first.fp8)
+        ]
+        per_token = f"{kind.bytes_per_token:,.0f}"
+        rows.append([kind.recipe, f"{kind.bits:.3f}", per_token, f"{kind.tokens:,}", f"{kind.requests:,}", *against])
+    windows = ", ".join(
+        f"{each.recipe.recipe} {human_bytes(each.recipe.sequence_bytes)}"
+        for each in plans
+        if each.recipe.sequence_bytes
+    )
+    caption = (
+        f"{args.model}, {human_bytes(first.memory)} for the cache on each of {first.tensor_parallel} device(s) with "
+    )
+    caption += f"{first.kv_heads} KV heads; longest: tokens of one sequence alone; weights are not counted"
+    caption += f"; windows of a request: {windows}" if windows else ""
+    print_table("", columns, rows, caption)
+    return 0

@@ -1,0 +1,54 @@
+"""What a cache has to know of a model, read from its config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+SERVED_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """What a cache has to know of a model."""
+
+    layers: tuple[int | None, ...]  # a layer's sliding window, or None where it sees everything
+    heads: int  # KV heads
+    head_dim: int
+    dtype: str
+
+    @staticmethod
+    def of(model_or_config: Any) -> ModelShape:
+        """Reads a model or its config; refuses with the reason what the cache cannot serve."""
+        config = getattr(model_or_config, "config", model_or_config)
+        name = getattr(config, "model_type", type(config).__name__)
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(f"expected a transformers model or config, got {type(model_or_config).__name__}")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"cannot serve {name}: encoder-decoder models have a second cache")
+        config = config.get_text_config(decoder=True)
+        if getattr(config, "kv_lora_rank", None):
+            raise ValueError(
+                f"cannot serve {name}: latent attention (MLA) caches one compressed vector, not keys and values"
+            )
+        if getattr(config, "num_kv_shared_layers", 0):
+            raise ValueError(f"cannot serve {name}: some of its layers read other layers' cache")
+        if hasattr(model_or_config, "config") and not getattr(model_or_config, "_supports_attention_backend", True):
+            raise ValueError(f"cannot serve {name}: its attention does not go through transformers' AttentionInterface")
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        count = getattr(config, "num_hidden_layers", None)
+        if not heads or not count:
+            raise ValueError(f"cannot serve {name}: its config names no attention heads or layers")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+        odd = sorted(set(types) - set(SERVED_LAYERS))
+        if odd:
+            raise ValueError(
+                f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(SERVED_LAYERS)}"
+            )
+        dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
+        return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."))
