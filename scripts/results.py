@@ -30,8 +30,19 @@ DOCS = Path(__file__).parent.parent / "docs"
 ABLATIONS = {
     "kvant's parts": [
         *("kvant-2", "kvant-2:rope=post", "kvant-2:rope_block=1024", "kvant-2:k.mean=false", "kvant-2:share=0"),
-        *("kvant-2:k.bits=2,k.bands=one", "kvant-2:k.bits=3/2/1", "kvant-2:k.hadamard=false", "kvant-2:k.unbiased=false"),
-        *("kvant-2:search=1", "kvant-2:k.search=1", "kvant-2:v.search=1", "kvant-2:levels=lloyd", "kvant-2:v.flag=false"),
+        *(
+            "kvant-2:k.bits=2,k.bands=one",
+            "kvant-2:k.bits=3/2/1",
+            "kvant-2:k.hadamard=false",
+            "kvant-2:k.unbiased=false",
+        ),
+        *(
+            "kvant-2:search=1",
+            "kvant-2:k.search=1",
+            "kvant-2:v.search=1",
+            "kvant-2:levels=lloyd",
+            "kvant-2:v.flag=false",
+        ),
         *("kvant-2:recent=16", "kvant-2:recent=256", "kvant-2:sink=0"),
         *("oscar:sink=4,recent=64", "oscar:sink=4,recent=256"),
         *("kvant-4", "kvant-4:search=1", "kvant-4:sink=4", "kvant-4:rope=block"),
