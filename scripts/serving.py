@@ -47,27 +47,27 @@ def text_ids(tokenizer: Any, count: int, device: str) -> torch.Tensor:
 
 
 def memory(model: Any, tokenizer: Any, recipe: str, device: str) -> dict[str, Any]:
-    """Bytes of 16 samples of one prompt, each with its own answer."""
+    """Bytes of 16 samples of one prompt, each with its own answer; and of one alone."""
     ids = text_ids(tokenizer, PROMPT, device)
-    found: dict[str, Any] = {"recipe": recipe, "samples": SAMPLES, "prompt": PROMPT, "new": NEW}
-    for name, sharing in (("shared", True), ("apart", False)):
-        cache = Cache(model, recipe)
-        if not sharing:
-            cache._same_rows = lambda *rows: None  # type: ignore[method-assign]
-        torch.manual_seed(0)
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            do_sample=True,
-            num_return_sequences=SAMPLES,
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
-        )
-        found[f"{name}_bytes"] = cache.nbytes_used
-    layout = cache.layout
-    found["one_bytes"] = layout.sequence_bytes(PROMPT + NEW - 1) * len(cache.layers)
-    return found
+    used = {}
+    with torch.inference_mode():
+        for samples in (1, SAMPLES):
+            cache = Cache(model, recipe)
+            model(ids, past_key_values=cache, logits_to_keep=1)
+            cache.batch_repeat_interleave(samples)
+            random = torch.Generator().manual_seed(0)
+            for _ in range(NEW):
+                model(torch.randint(100, 1000, (samples, 1), generator=random).to(device), past_key_values=cache)
+            used[samples] = cache.nbytes_used
+    return {
+        "recipe": recipe,
+        "samples": SAMPLES,
+        "prompt": PROMPT,
+        "new": NEW,
+        "one_bytes": used[1],
+        "apart_bytes": SAMPLES * used[1],
+        "shared_bytes": used[SAMPLES],
+    }
 
 
 def prefix(model: Any, tokenizer: Any, recipe: str, device: str, repeats: int) -> dict[str, Any]:

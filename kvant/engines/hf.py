@@ -256,9 +256,16 @@ class Cache(Serving, transformers.Cache):
             self._thread = None
         return out
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         self._claim()
-        return super().update(*args, **kwargs)
+        if layer_idx == 0 and any(g.step is not None and g.step.written < len(g.layers) for g in self.groups):
+            self._abort()
+            raise RuntimeError(
+                "the last forward pass through this cache broke off between layers: it has been taken back; call again"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _claim(self) -> None:
         """Refuses a thread that would use the cache while another one's forward pass is under way."""

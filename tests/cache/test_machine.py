@@ -180,20 +180,18 @@ class Machine(RuleBasedStateMachine):
         if count:
             self.grow([life], [[(first + i * i) % 9 for i in range(count)]])
 
-    @rule(which=st.integers(0, 9), first=st.integers(0, 8), count=st.integers(1, 50))
+    @rule(
+        which=st.integers(0, 9),
+        word=st.integers(0, 8),
+        count=st.integers(1, 50),
+        chunk=st.sampled_from([1, 3, 7, 50, 50]),
+    )
     @precondition(lambda self: self.lives)
-    def append(self, which: int, first: int, count: int) -> None:
+    def append(self, which: int, word: int, count: int, chunk: int) -> None:
         life = self.pick(which)
-        if life.entry.length + count <= LONGEST:
-            self.grow([life], [[(first + i * i) % 9 for i in range(count)]])
-
-    @rule(which=st.integers(0, 9), chunks=st.lists(st.integers(1, 9), min_size=2, max_size=5), word=st.integers(0, 8))
-    @precondition(lambda self: self.lives)
-    def append_in_chunks(self, which: int, chunks: list[int], word: int) -> None:
-        life = self.pick(which)
-        for count in chunks:
-            if life.entry.length + count <= LONGEST:
-                self.grow([life], [[word] * count])
+        ids = [(word + i * i) % 9 for i in range(min(count, LONGEST - life.entry.length, 6 * chunk))]
+        for first in range(0, len(ids), chunk):
+            self.grow([life], [ids[first : first + chunk]])
 
     @rule(counts=st.lists(st.integers(1, 12), min_size=2, max_size=4), word=st.integers(0, 8))
     @precondition(lambda self: len(self.lives) > 1)
@@ -216,7 +214,7 @@ class Machine(RuleBasedStateMachine):
         length = life.entry.length * part // 40
         self.cache.crop(life.entry, length)
         life.happened("crop", length)
-        if again:
+        if 0 < again <= LONGEST - length:
             self.grow([life], [[word] * again])
 
     @rule(which=st.integers(0, 9))
@@ -230,8 +228,16 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), salt=st.sampled_from(["", "", "tenant"]))
     @precondition(lambda self: self.lives and self.sharing)
-    def kept_by_a_tenant(self, which: int, salt: str) -> None:
+    def keep_for_later(self, which: int, salt: str) -> None:
         self.keep(which, salt)
+
+    @rule(which=st.integers(0, 9), back=st.integers(1, 20), again=st.integers(0, 30), more=st.integers(0, 30))
+    @precondition(lambda self: self.sharing and 0 < len(self.lives) < 5)
+    def go_back_and_share(self, which: int, back: int, again: int, more: int) -> None:
+        """An answer is given again, differently, and then someone asks the same."""
+        life = self.pick(which)
+        self.crop(which, 40 * max(0, life.entry.length - back) // max(1, life.entry.length), 8, again)
+        self.share(self.lives.index(life), 0, 7, more, 1)
 
     def keep(self, which: int, salt: str) -> None:
         life = self.pick(which)
@@ -370,7 +376,7 @@ def test_any_order_of_operations(request: pytest.FixtureRequest, monkeypatch: py
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     run_state_machine_as_test(
         Machine,
-        settings=settings(max_examples=examples, stateful_step_count=14, deadline=None, suppress_health_check=checks),
+        settings=settings(max_examples=examples, stateful_step_count=16, deadline=None, suppress_health_check=checks),
     )
 
 

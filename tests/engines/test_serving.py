@@ -226,3 +226,28 @@ def test_a_full_pool_gives_up_prefixes_first_and_then_says_what_could_be_freed()
         cache.generate(model, prompt(1, 330), do_sample=False, max_new_tokens=2)
     cache.generate(model, prompt(1, 300), do_sample=False, max_new_tokens=2)
     assert cache.get_seq_length() == 301
+
+
+def test_a_pass_that_breaks_off_between_layers_is_taken_back() -> None:
+    model = make_model("llama")
+    cache, expected = kvant.Cache(model, "int4:recent=5"), kvant.Cache(model, "int4:recent=5")
+    ids = prompt(1, 40)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.inference_mode():
+        for each in (cache, expected):
+            model(ids[:, :30], past_key_values=each)
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 30:40], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="broke off between layers: it has been taken back; call again"):
+            model(ids[:, 30:40], past_key_values=cache)
+        assert cache.get_seq_length() == 30
+        model(ids[:, 30:40], past_key_values=expected)
+        expected.crop(-10)  # the recent window is as short
+        for start, end in ((30, 31), (31, 40)):
+            found = model(ids[:, start:end], past_key_values=cache).logits
+            assert torch.equal(found, model(ids[:, start:end], past_key_values=expected).logits)
