@@ -17,104 +17,24 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvant import recipes
 from kvant.artifact import Artifact
-from kvant.cache import Entry, PagedCache, PrefixCache
+from kvant.cache import PagedCache, PrefixCache
 from kvant.engines import fold
 from kvant.engines.fingerprint import fingerprint
+from kvant.engines.layers import ATTENTION, Group, Handle, PackedLayer, Step, flatten, unflatten
 from kvant.engines.serving import Serving
 from kvant.layout import Layout, Order
-from kvant.ops import PagedBatch
 from kvant.ops.reference import restored
 from kvant.recipe import Recipe
 from kvant.rope import Rope, ropes_of
 from kvant.shape import ModelShape
 
 Tensor = torch.Tensor
-ATTENTION = "kvant"
-
-
-@dataclasses.dataclass
-class Step:
-    """One forward pass through the layers of a group."""
-
-    batch: PagedBatch
-    real: Tensor | None  # bool [batch, columns]; None where every column is a token
-    columns: int
-    before: list[int]  # lengths of the sequences before it
-    same: list[int] | None  # where rows of the batch are the same text: for every row, the first one like it
-    written: int = 0  # layers of the group that have their new tokens
-
-
-@dataclasses.dataclass
-class Group:
-    """Layers that see the same tokens, and share block tables."""
-
-    window: int | None
-    layers: list[int]
-    paged: PagedCache
-    entries: list[Entry] = dataclasses.field(default_factory=list)
-    step: Step | None = None
-
-
-class Handle:
-    """What `update` gives to the attention function in place of keys and values."""
-
-    def __init__(self, cache: Cache, layer: int, key: Tensor, value: Tensor) -> None:
-        self.cache, self.layer, self.key, self.value = cache, layer, key, value
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"packed keys and values have no {name!r}: they are read by the attention implementation {ATTENTION!r} alone. "
-            "Either the model's attention implementation was changed after the cache was made, or the model reads its cache "
-            "outside of its attention function and cannot be served"
-        )
-
-
-class PackedLayer(CacheLayerMixin):
-    """One layer of a `Cache`, as transformers sees it."""
-
-    is_croppable = True
-
-    def __init__(self, cache: Cache, index: int, window: int | None) -> None:
-        super().__init__()
-        self.cache, self.index = cache, index
-        self.is_sliding = window is not None
-        self.sliding_window = window
-        self.columns = 0  # seen so far, padding included
-        self.record_past = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        handle = Handle(self.cache, self.index, key_states, value_states)
-        self.columns += key_states.shape[-2]
-        return handle, handle
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-
-    @property
-    def batch_size(self) -> int:
-        return self.cache.batch_size
 
 
 class Cache(Serving, transformers.Cache):
@@ -308,7 +228,7 @@ class Cache(Serving, transformers.Cache):
         index = group.layers.index(layer)
         rows = query.shape[0] if step.same is None else len(step.batch.lengths)
         first = None if step.same is None else sorted(set(step.same))
-        q, k, v = (_flatten(x if first is None else x[first], step.real) for x in (query, key, value))
+        q, k, v = (flatten(x if first is None else x[first], step.real) for x in (query, key, value))
         if columns == 1 and step.real is None:
             group.paged.append(index, k, v, step.batch, q)
             flat = group.paged.decode(index, q, step.batch, **options)
@@ -318,7 +238,7 @@ class Cache(Serving, transformers.Cache):
             flat = group.paged.prefill(index, q, k, v, step.batch, **options)
             group.paged.append(index, k, v, step.batch, q)
         step.written += 1
-        out = _unflatten(flat, step.real, rows, columns)
+        out = unflatten(flat, step.real, rows, columns)
         if first is not None and step.same is not None:
             out = out[[first.index(source) for source in step.same]]
             for row, source in enumerate(step.same):
@@ -523,21 +443,6 @@ class Cache(Serving, transformers.Cache):
             layer.columns = 0
         self._batch_size, self._real, self._thread = -1, None, None
         self._columns_begun = self._columns_before = 0
-
-
-def _flatten(x: Tensor, real: Tensor | None) -> Tensor:
-    """[batch, heads, columns, head_dim] -> [tokens, heads, head_dim], without padding."""
-    x = x.transpose(1, 2)
-    return x.reshape(-1, *x.shape[2:]) if real is None else x[real]
-
-
-def _unflatten(x: Tensor, real: Tensor | None, batch: int, columns: int) -> Tensor:
-    """[tokens, heads, head_dim] -> [batch, columns, heads, head_dim], zero where padding was."""
-    if real is None:
-        return x.reshape(batch, columns, *x.shape[1:])
-    out = x.new_zeros(batch, columns, *x.shape[1:])
-    out[real] = x
-    return out
 
 
 def attention_forward(

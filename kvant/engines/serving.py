@@ -20,7 +20,7 @@ from kvant.layout import Layout
 from kvant.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kvant.engines.hf import Group
+    from kvant.engines.layers import Group
 
 Tensor = torch.Tensor
 
