@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -154,6 +154,7 @@ class LayerStore:
     pages: Tensor  # uint8 [pages, heads, run_bytes]
     overlays: dict[StreamName, Tensor]  # [owners, overlay tokens, heads, head_dim]
     states: dict[StreamName, Tensor]  # float32 [owners, heads, ...]: what a stream's corrector remembers
+    prepared: dict[str, Any] = dataclasses.field(default_factory=dict)  # what an implementation made of the above, once
 
     @staticmethod
     def allocate(

@@ -1,0 +1,1 @@
+"""How fast: attention, append and prefill over packed pages, measured after they were checked."""

@@ -1,0 +1,124 @@
+"""Appending new tokens: bytes read and written a second, against a plain copy in the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from kvant.bench.synthetic import Shape, make_cache, vectors
+from kvant.bench.timing import buffer_bytes, median_seconds
+from kvant.layout import Layout
+from kvant.ops import LayerStore, choose, reference
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+LIMIT = 2e-3  # of the decoded tokens, relative to what the reference wrote
+CHECKED = 2048  # tokens that the reference is asked for
+
+
+@dataclasses.dataclass
+class Result:
+    recipe: str
+    implementation: str
+    shape: dict[str, Any]
+    error: float
+    differing: float  # share of bytes that are not the reference's
+    seconds: float
+    moved_bytes: int  # read and written by one call
+    bandwidth: float  # bytes a second
+    copy_bandwidth: float = 0.0
+    share: float = 0.0  # of the copy's bandwidth
+
+
+def difference(found: LayerStore, expected: LayerStore, tokens: int) -> tuple[float, float]:
+    """Relative difference of what the first tokens of two stores decode to, and the share of bytes that differ."""
+    pages = -(-tokens // found.layout.page_tokens)
+    errors = []
+    for name in found.layout.recipe.streams:
+        rows = [
+            store.stream(name).codec.decode(store.layout.unpack(name, store.pages[:pages]))[:tokens].double()
+            for store in (found, expected)
+        ]
+        errors.append(float((rows[0] - rows[1]).norm() / rows[1].norm()))
+    return max(errors), float((found.pages[:pages] != expected.pages[:pages]).double().mean())
+
+
+def check(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None) -> tuple[float, float]:
+    """As `difference`, of one sequence's tokens appended by an implementation and by the reference. Fresh pages are 0xFF on
+    both sides."""
+    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+    tokens = min(CHECKED, shape.context * shape.batch)
+    key, value = _tokens(shape, tokens, device)
+    query = torch.randn(tokens, shape.heads, shape.head_dim, device=device) if recipe.wants_queries else None
+    cache = make_cache(recipe, shape, device, [tokens])
+    batch = cache.extend([cache.new()], [tokens])
+    options = {"query": query} if recipe.wants_queries else {}
+    stores = []
+    for run in (choose("append", layout, device, implementation).run, reference.append):
+        empty = cache.stores[0]
+        overlays = {name: torch.zeros_like(x) for name, x in empty.overlays.items()}
+        states = {name: torch.zeros_like(x) for name, x in empty.states.items()}
+        pages = torch.full_like(empty.pages, 0xFF)
+        stores.append(dataclasses.replace(empty, pages=pages, overlays=overlays, states=states))
+        run(stores[-1], key, value, batch, **options)
+    return difference(stores[0], stores[1], max(0, recipe.key.window.packed_end(tokens) - layout.recipe.origin))
+
+
+def _tokens(shape: Shape, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    key, value = (vectors(tokens, shape.kv_heads, shape.head_dim, device, shift) for shift in (0.0, 0.4))
+    return key.to(shape.torch_dtype), value.to(shape.torch_dtype)
+
+
+def measure(
+    recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
+) -> Result:
+    """Appends `context` tokens to each of `batch` empty sequences."""
+    error, differing = check(recipe, shape, device, implementation)
+    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+    chosen = choose("append", layout, device, implementation)
+    if not error <= LIMIT:
+        raise ValueError(
+            f"{chosen.name} appends to recipe {recipe.name} what decodes with a relative difference of {error:.2e} from the "
+            f"reference, more than {LIMIT}: not timed"
+        )
+    cache = make_cache(recipe, shape, device, [shape.context] * shape.batch)
+    entries = [cache.new() for _ in range(shape.batch)]
+    batch = cache.extend(entries, [shape.context] * shape.batch)
+    order = torch.randperm(cache.pool.total, device=device)  # pages lie anywhere
+    size = layout.page_tokens
+    batch = batch._replace(
+        block_table=order[batch.block_table], slots=order[batch.slots // size] * size + batch.slots % size
+    )
+    tokens = shape.batch * shape.context
+    written = tokens * layout.heads * sum(_token_bytes(layout))
+    moved = shape.full_bytes + written
+    count = min(64, max(1, -(-buffer_bytes(device) // moved)))
+    inputs = [_tokens(shape, tokens, device) for _ in range(count)]
+    query = torch.randn(tokens, shape.heads, shape.head_dim, device=device) if recipe.wants_queries else None
+    options = {"query": query} if recipe.wants_queries else {}
+    stores = [cache.stores[0]]
+    for _ in range(count - 1):
+        stores.append(dataclasses.replace(stores[0], pages=stores[0].pages.clone()))
+    calls = [
+        functools.partial(chosen.run, store, *pair, batch, **options)
+        for store, pair in zip(stores, inputs, strict=True)
+    ]
+    seconds = median_seconds(calls, device, repeat)
+    return Result(
+        recipe.name, chosen.name, dataclasses.asdict(shape), error, differing, seconds, moved, moved / seconds
+    )
+
+
+def _token_bytes(layout: Layout) -> list[int]:
+    return [section.nbytes // layout.page_tokens for section in layout.sections]
+
+
+def copy_bandwidth(device: torch.device, repeat: int = 20) -> float:
+    """Bytes a second of a large copy, read and written."""
+    size = (1 << 30) if device.type == "cuda" else (1 << 26)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median_seconds([lambda: target.copy_(source)], device, repeat, graph=False)

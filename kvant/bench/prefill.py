@@ -1,0 +1,90 @@
+"""Prefill of new tokens over a packed history: time and memory, against fused attention over the same tokens unquantized."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+
+from kvant.bench.attention import LIMIT
+from kvant.bench.synthetic import Shape, fill, vectors
+from kvant.bench.timing import median_seconds
+from kvant.ops import choose, reference
+from kvant.ops.types import one_sequence
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class Result:
+    recipe: str
+    implementation: str
+    shape: dict[str, Any]
+    new_tokens: int
+    error: float
+    seconds: float
+    workspace: int  # bytes beyond inputs and outputs, at most; 0 where it is not counted
+    baseline_seconds: float
+    times: float  # faster than the baseline
+
+
+def measure(
+    recipe: Recipe,
+    shape: Shape,
+    device: torch.device,
+    implementation: str | None = None,
+    repeat: int = 20,
+    new_tokens: int = 512,
+) -> Result:
+    """`new_tokens` more tokens of every sequence of `context` tokens."""
+    filled = fill(recipe, shape, device)
+    cache, tokens = filled.cache, shape.batch * new_tokens
+    chosen = choose("prefill", cache.layout, device, implementation)
+    ends = filled.batch.lengths + new_tokens
+    starts = torch.arange(shape.batch + 1, device=device) * new_tokens
+    batch = filled.batch._replace(lengths=ends, starts=starts)
+    query = torch.randn(tokens, shape.heads, shape.head_dim, device=device).to(shape.torch_dtype)
+    key, value = (
+        vectors(tokens, shape.kv_heads, shape.head_dim, device, shift).to(shape.torch_dtype) for shift in (0.0, 0.4)
+    )
+    run = functools.partial(chosen.run, filled.store, query, key, value, batch, scale=shape.head_dim**-0.5)
+    found = run()
+    few = slice(new_tokens - 8, new_tokens)  # the last rows of the first sequence are enough for the reference
+    row = one_sequence(batch, 0)._replace(starts=torch.tensor([0, new_tokens], device=device))
+    part = slice(0, new_tokens)
+    expected = reference.prefill(
+        filled.store, query[part].double(), key[part].double(), value[part].double(), row, scale=shape.head_dim**-0.5
+    )
+    error = float((found[few].double() - expected[few]).norm() / expected[few].norm())
+    if not error <= LIMIT:
+        raise ValueError(
+            f"{chosen.name} prefills recipe {recipe.name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"
+        )
+    workspace = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        workspace = torch.cuda.max_memory_allocated(device) - before
+    seconds = median_seconds([run], device, repeat, graph=False)
+    full = _baseline(shape, new_tokens, device, repeat)
+    name, size = chosen.name, dataclasses.asdict(shape)
+    return Result(recipe.name, name, size, new_tokens, error, seconds, workspace, full, full / seconds)
+
+
+def _baseline(shape: Shape, new_tokens: int, device: torch.device, repeat: int) -> float:
+    total = shape.context + new_tokens
+    query = torch.randn(shape.batch, shape.heads, new_tokens, shape.head_dim, device=device).to(shape.torch_dtype)
+    kv = [
+        torch.randn(shape.batch, shape.kv_heads, total, shape.head_dim, device=device, dtype=shape.torch_dtype)
+        for _ in range(2)
+    ]
+    mask: Any = causal_lower_right(new_tokens, total)
+    call = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, query, kv[0], kv[1], attn_mask=mask, enable_gqa=True
+    )
+    return median_seconds([call], device, repeat, graph=False)

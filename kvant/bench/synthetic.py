@@ -1,0 +1,134 @@
+"""Work to measure on: random keys and values of a model's shape, in a real cache, pages in random order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+import kvant.calibrate  # noqa: F401  registers the fitters
+from kvant.cache import Entry, PagedCache
+from kvant.calibrate.fitting import fit_layer
+from kvant.layout import Layout
+from kvant.ops import LayerStore, PagedBatch
+from kvant.recipe import Recipe
+from kvant.rope import Rope
+from kvant.stats import Excerpt, LayerStats, Moments, Spread
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One layer's work."""
+
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unquantized keys and values."""
+        return 2 * self.batch * self.context * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
+
+
+def vectors(tokens: int, heads: int, dim: int, device: torch.device | str, shift: float = 0.0) -> Tensor:
+    """Random keys or values with channels of different widths, as models have them: float32 [tokens, heads, head_dim]."""
+    widths = torch.linspace(0.3, 2.0, dim, device=device)
+    return torch.randn(tokens, heads, dim, device=device) * widths + shift
+
+
+def fitted(recipe: Recipe, shape: Shape, device: torch.device | str) -> dict[str, Tensor]:
+    """What calibration on such vectors gives; nothing for a recipe that needs none."""
+    if not recipe.calibrated:
+        return {}
+    tokens, heads, dim = 512, shape.kv_heads, shape.head_dim
+    keys, values = (vectors(tokens, heads, dim, "cpu", shift) for shift in (0.0, 0.3))
+    queries = torch.randn(tokens, heads, shape.heads // heads, dim)
+    rows = torch.arange(tokens - 64, tokens)
+    attended = moments(values[:256].transpose(0, 1))
+    of_keys, of_values = (moments(x.transpose(0, 1)) for x in (keys, values))
+    stats = LayerStats(
+        queries=moments(queries.permute(1, 0, 2, 3).flatten(1, 2)),
+        keys=of_keys,
+        values=of_values,
+        attended=attended.second,
+        excerpts=(Excerpt(queries[rows], keys, values, rows),),
+        scale=dim**-0.5,
+        attended_mean=attended.mean,
+        read_keys=Spread(of_keys.mean, of_keys.second),
+        read_values=Spread(of_values.mean, of_values.second),
+    )
+    return {name: tensor.to(device) for name, tensor in fit_layer(recipe, stats).items()}
+
+
+def moments(x: Tensor) -> Moments:
+    """Moments of vectors [heads, n, head_dim]."""
+    wide = x.double()
+    return Moments(x.shape[1], wide.mean(1), wide.mT @ wide / x.shape[1], wide.abs().amax(1), x.float())
+
+
+def make_cache(recipe: Recipe, shape: Shape, device: torch.device | str, tokens: Sequence[int]) -> PagedCache:
+    """An empty cache of one layer with room for sequences of that many tokens."""
+    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+    pages = sum(max(1, layout.pages_for(n)) for n in tokens)
+    rope = Rope(10_000.0 ** -(torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim))
+    return PagedCache(
+        layout, 1, pages, device, {0: fitted(recipe, shape, device)}, None, [rope] if recipe.wants_rope else None
+    )
+
+
+@dataclasses.dataclass
+class Filled:
+    """A cache of one layer with sequences in it."""
+
+    cache: PagedCache
+    entries: list[Entry]
+    batch: PagedBatch
+
+    @property
+    def store(self) -> LayerStore:
+        return self.cache.stores[0]
+
+
+def fill(recipe: Recipe, shape: Shape, device: torch.device | str, lengths: list[int] | None = None) -> Filled:
+    """Sequences of random tokens, appended by the cache itself, then their pages shuffled."""
+    lengths = lengths or [shape.context] * shape.batch
+    cache = make_cache(recipe, shape, device, lengths)
+    entries = [cache.new() for _ in lengths]
+    for entry, n in zip(entries, lengths, strict=True):
+        key, value = (vectors(n, shape.kv_heads, shape.head_dim, device, shift) for shift in (0.0, 0.4))
+        key, value = key.to(shape.torch_dtype), value.to(shape.torch_dtype)
+        query = torch.randn(n, shape.heads, shape.head_dim, device=device) if recipe.wants_queries else None
+        cache.append(0, key, value, cache.extend([entry], [n]), query)
+    batch = cache.batch(entries)
+    order = torch.randperm(cache.pool.total, device=device)
+    cache.stores[0].pages = cache.stores[0].pages[order]
+    batch = batch._replace(block_table=order.argsort()[batch.block_table])
+    return Filled(cache, entries, batch)
+
+
+def copies(filled: Filled, total: int) -> list[LayerStore]:
+    """The store and as many copies of it as take `total` bytes, so that no cache holds them all."""
+    store = filled.store
+    count = min(64, max(1, -(-total // max(1, store.nbytes))))
+    out = [store]
+    for _ in range(count - 1):
+        overlays = {name: overlay.clone() for name, overlay in store.overlays.items()}
+        out.append(dataclasses.replace(store, pages=store.pages.clone(), overlays=overlays))
+    return out

@@ -1,0 +1,332 @@
+// Stores new tokens: transform, scale, codes, page bytes and full-precision windows in one pass.
+//
+// A warp takes two neighbouring tokens of one head: four rows (keys, keys, values, values), eight lanes a row, D / 8 neighbouring
+// channels a lane. Two neighbouring tokens share the words of the values' codes, so a pair at an even place writes whole words; any
+// other token writes its own halves. Every byte belongs to one token (kvant/layout.py), so nothing is read.
+//
+// Constants beside those of common.cu: for KEY_ and VALUE_: TYPE (of the input), BITS, SEARCH, OFFSET, META, META_TYPE, META_OFFSET,
+// HADAMARD (order, 1 for none) and HADAMARD_SCALE; SINK, RING, RING_TOKENS, WINDOW_TOKENS,
+// WINDOW_TYPE, WARPS.
+
+constexpr int D = HEAD_DIM, OWN = D / 8;
+
+struct Arguments {
+  const void *key, *value;
+  const float *key_mean, *value_mean;  // [KV_HEADS, D], taken off first; or null
+  const float *key_signs, *value_signs;
+  u8* pages;
+  const s64 *slots, *starts, *lengths, *owners;
+  void *window_key, *window_value;
+  int tokens, batch, half_batch;  // the last is the largest power of two below the batch, or 0
+};
+
+template <int TYPE> DEV void load_row(float* x, const void* p, s64 place) {
+  if constexpr (TYPE == 2) {
+    u32 w[OWN];
+    load_words<OWN>(w, (const u8*)p + place * 4);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) x[i] = __uint_as_float(w[i]);
+  } else {
+    u32 w[OWN / 2];
+    load_words<OWN / 2>(w, (const u8*)p + place * 2);
+#pragma unroll
+    for (int i = 0; i < OWN / 2; i++) x[2 * i] = low<TYPE>(w[i]), x[2 * i + 1] = high<TYPE>(w[i]);
+  }
+}
+
+// As kvant.transforms.hadamard does it, sum for sum: passes of sums and differences, then one multiplication.
+template <int ORDER> DEV void hadamard(float* x, const float* signs, float by, int j, float* scratch) {
+  if (signs)
+#pragma unroll
+    for (int i = 0; i < OWN; i++) x[i] *= signs[j * OWN + i];
+  if constexpr ((OWN & (OWN - 1)) == 0) {
+#pragma unroll
+    for (int half = 1; half < ORDER; half *= 2) {
+      if (half < OWN) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+          if (!(i & half)) {
+            const float first = x[i], second = x[(i + half) % OWN];
+            x[i] = first + second, x[(i + half) % OWN] = first - second;
+          }
+      } else {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+          const float other = __shfl_xor_sync(FULL, x[i], half / OWN);
+          x[i] = fmaf(x[i], j & half / OWN ? -1.f : 1.f, other);
+        }
+      }
+    }
+  } else {  // blocks do not end where lanes do: through shared memory
+#pragma unroll
+    for (int i = 0; i < OWN; i++) scratch[j * OWN + i] = x[i];
+    for (int half = 1; half < ORDER; half *= 2) {
+      __syncwarp();
+      for (int i = j; i < D / 2; i += 8) {
+        const int e = i / half * 2 * half + i % half;
+        const float first = scratch[e], second = scratch[e + half];
+        scratch[e] = first + second, scratch[e + half] = first - second;
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < OWN; i++) x[i] = scratch[j * OWN + i];
+    __syncwarp();
+  }
+#pragma unroll
+  for (int i = 0; i < OWN; i++) x[i] *= by;
+}
+
+// The same for the rows of one stream. The others go along, since lanes that wait cost as much.
+template <int ORDER> DEV void one_stream(float* x, bool mine, const float* signs, float by, int j, float* scratch) {
+  float y[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) y[i] = x[i];
+  hadamard<ORDER>(y, signs, by, j, scratch);
+#pragma unroll
+  for (int i = 0; i < OWN; i++) x[i] = mine ? y[i] : x[i];
+}
+
+template <int TYPE> DEV float rounded(float x) { return TYPE == 0 ? bf16_low(bf16_pair(x, 0.f)) : fp16_low(fp16_pair(x, 0.f)); }
+
+// x / y rounded as a division is, with back = 1 / y: numbers of few bits often lie halfway between two codes.
+DEV float quotient(float x, float y, float back) {
+  const float z = x * back;
+  return fmaf(fmaf(-z, y, x), back, z);
+}
+
+struct Scale {
+  float scale, back, zero;  // zero is the minimum, or the integer zero point
+};
+
+// As kvant.codecs.affine computes them from a range.
+template <int BITS, int META, int TYPE> DEV Scale scale_of(float least, float most) {
+  constexpr float TOP = (1 << BITS) - 1, TINY = TYPE == 0 ? 1.17549435e-38f : 6.103515625e-05f;
+  if (META == 0) least = rounded<TYPE>(least);
+  const float scale = rounded<TYPE>(fmaxf(__fdiv_rn(most - least, TOP), TINY));
+  const float zero = META == 0 ? least : rounded<TYPE>(fminf(fmaxf(rintf(__fdiv_rn(-least, scale)), -32768.f), 32768.f));
+  return {scale, __fdiv_rn(1.f, scale), zero};
+}
+// Rounds to the nearest whole number, ties to even: adding 1.5 * 2^23 leaves no bits behind the point. It is four times as fast as
+// the instruction that rounds.
+constexpr float MAGIC = 12582912.f;
+template <int BITS, int META> DEV float within(float x, Scale s) {  // the code before it is rounded, less an integer zero
+  constexpr float TOP = (1 << BITS) - 1;
+  if (META == 0) return fminf(fmaxf(quotient(x - s.zero, s.scale, s.back), 0.f), TOP);
+  return fminf(fmaxf(quotient(x, s.scale, s.back), -s.zero), TOP - s.zero);
+}
+template <int BITS, int META> DEV float code_of(float x, Scale s) {
+  const float code = within<BITS, META>(x, s) + MAGIC - MAGIC;
+  return META == 0 ? code : code + s.zero;
+}
+template <int BITS, int META> DEV u32 code_byte(float x, Scale s) {  // in the lowest byte; others may be anything
+  const u32 code = __float_as_uint(within<BITS, META>(x, s) + MAGIC);
+  return META == 0 ? code : code + (u32)__float2int_rn(s.zero);
+}
+
+// Codes of a row, four to a word, and its scale and zero as one word. SEARCH ranges are tried, down to 0.7 of the whole.
+template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* x, u32* codes) {
+  float least = x[0], most = x[0];
+#pragma unroll
+  for (int i = 1; i < OWN; i++) least = fminf(least, x[i]), most = fmaxf(most, x[i]);
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1) {
+    least = fminf(least, __shfl_xor_sync(FULL, least, o));
+    most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
+  }
+  Scale best = scale_of<BITS, META, TYPE>(least, most);
+  if constexpr (SEARCH > 1) {
+    const float middle = (most + least) * 0.5f, half = (most - least) * 0.5f;
+    float lowest = 0.f;
+    for (int k = 0; k < SEARCH; k++) {
+      const float reach = half * (float)(1.0 - (1.0 - 0.7) * k / (SEARCH - 1));
+      const Scale found = k ? scale_of<BITS, META, TYPE>(middle - reach, middle + reach) : best;
+      float error = 0.f;
+#pragma unroll
+      for (int i = 0; i < OWN; i++) {
+        const float code = code_of<BITS, META>(x[i], found);
+        const float missed = (META == 0 ? fmaf(code, found.scale, found.zero) : (code - found.zero) * found.scale) - x[i];
+        error = fmaf(missed, missed, error);
+      }
+#pragma unroll
+      for (int o = 1; o < 8; o <<= 1) error += __shfl_xor_sync(FULL, error, o);
+      if (k == 0 || error < lowest) lowest = error, best = found;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < (OWN + 3) / 4; i++) {
+    u32 c[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) c[k] = 4 * i + k < OWN ? code_byte<BITS, META>(x[(4 * i + k) % OWN], best) : 0u;
+    codes[i] = __byte_perm(__byte_perm(c[0], c[1], 0x0040), __byte_perm(c[2], c[3], 0x0040), 0x5410);
+  }
+  return TYPE == 0 ? bf16_pair(best.scale, best.zero) : fp16_pair(best.scale, best.zero);
+}
+
+// Bits of `count` codes, one in every `step`-th byte, from the first on.
+template <int BITS> DEV u32 gathered(const u8* codes, int count, int step) {
+  u32 x = 0;
+#pragma unroll
+  for (int i = 0; i < count; i++) x |= (u32)codes[i * step] << (i * BITS);
+  return x;
+}
+
+// A word of key codes from 32 / BITS bytes: every other code in the low half, the others in the high half.
+template <int BITS> DEV u32 key_word(const u8* codes) {
+  if constexpr (BITS == 8) return __byte_perm(*(const u32*)codes, 0u, 0x3120);
+  if constexpr (BITS == 4) {
+    const uint2 w = *(const uint2*)codes;
+    return __byte_perm(w.x | w.x >> 12, w.y | w.y >> 12, 0x5140);
+  }
+  if constexpr (BITS == 2) {
+    const uint4 w = *(const uint4*)codes;
+    const u32 x = ((w.x | w.x >> 14) & 0x0F0Fu) | ((w.y | w.y >> 14) & 0x0F0Fu) << 4;
+    const u32 y = ((w.z | w.z >> 14) & 0x0F0Fu) | ((w.w | w.w >> 14) & 0x0F0Fu) << 4;
+    return __byte_perm(x, y, 0x5140);
+  }
+}
+// A word of value codes from 16 / BITS bytes each of two tokens: one token in each half.
+template <int BITS> DEV u32 value_word(const u8* a, const u8* b) {
+  if constexpr (BITS == 8) return *(const u16*)a | (u32) * (const u16*)b << 16;
+  if constexpr (BITS == 4) {
+    const u32 x = *(const u32*)a, y = *(const u32*)b;
+    return __byte_perm(x | x >> 4, y | y >> 4, 0x6420);
+  }
+  if constexpr (BITS == 2) {
+    uint2 x = *(const uint2*)a, y = *(const uint2*)b;
+    x.x |= x.x >> 6, x.y |= x.y >> 6, y.x |= y.x >> 6, y.y |= y.y >> 6;
+    x.x |= x.x >> 12, x.y |= x.y >> 12, y.x |= y.x >> 12, y.y |= y.y >> 12;
+    return __byte_perm(__byte_perm(x.x, x.y, 0x0040), __byte_perm(y.x, y.y, 0x0040), 0x5410);
+  }
+}
+
+struct Place {  // of a token in its page
+  int tile, inside;
+  DEV Place(s64 slot) : tile((int)(slot % PAGE) / 16), inside((int)(slot % PAGE) % 16) {}
+};
+
+template <int BITS, int OFFSET> DEV void store_keys(u8* run, Place p, const u8* codes, int lane, int lanes) {
+  constexpr int ROW = D * BITS / 64, WORDS = ROW, PER = 8 / BITS;  // bytes of a row and half; words of a lane; codes of a byte
+  const int row = p.inside / 8, g = p.inside % 8;
+  for (int i = lane; i < 4 * (ROW % 2 ? 2 * ROW : ROW / 2); i += lanes) {
+    if constexpr (ROW % 2 == 0) {
+      const int k = i % (ROW / 2), t = i / (ROW / 2);
+      const u32 w = key_word<BITS>(codes + t * (D / 4) + k * (32 / BITS));
+      ((u32*)(run + OFFSET))[((p.tile * 8 + g) * 4 + t) * WORDS + row * (ROW / 2) + k] = w;
+    } else {
+      const int half = i % 2, k = i / 2 % ROW, t = i / 2 / ROW, byte = row * ROW + k;
+      const u32 w = gathered<BITS>(codes + t * (D / 4) + k * 2 * PER + half, PER, 2);
+      run[OFFSET + (((p.tile * 8 + g) * 4 + t) * WORDS + byte / 2) * 4 + byte % 2 + 2 * half] = (u8)w;
+    }
+  }
+}
+
+// `codes` and `next` are of two neighbouring tokens, the first at an even place; without `next`, one token at any place.
+template <int BITS, int OFFSET> DEV void store_values(u8* run, Place p, const u8* codes, const u8* next, int lane) {
+  constexpr int ROW = D * BITS / 64, WORDS = ROW, PER = 8 / BITS;
+  const int second = p.inside / 8, t = p.inside / 2 % 4, half = p.inside % 2;
+  for (int i = lane; i < 8 * (ROW % 2 ? ROW : ROW / 2); i += 32) {
+    if constexpr (ROW % 2 == 0) {
+      const int k = i % (ROW / 2), g = i / (ROW / 2), from = g * (D / 8) + k * 2 * PER;
+      u32* word = (u32*)(run + OFFSET) + ((p.tile * 8 + g) * 4 + t) * WORDS + second * (ROW / 2) + k;
+      const u32 w = value_word<BITS>(codes + from, (next ? next : codes) + from);
+      if (next) *word = w;
+      else ((u16*)word)[half] = (u16)w;
+    } else {
+      const int k = i % ROW, g = i / ROW, byte = second * ROW + k, from = g * (D / 8) + k * PER;
+      u8* word = run + OFFSET + (((p.tile * 8 + g) * 4 + t) * WORDS + byte / 2) * 4 + byte % 2;
+      word[2 * half] = (u8)gathered<BITS>(codes + from, PER, 1);
+      if (next) word[2] = (u8)gathered<BITS>(next + from, PER, 1);
+    }
+  }
+}
+
+struct Shared {
+  u8 codes[WARPS][4][(D + 15) / 16 * 16];
+  float scratch[OWN & (OWN - 1) ? WARPS : 1][4][D];
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Arguments a) {
+  __shared__ __align__(16) Shared sh;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = lane >> 3, j = lane & 7;
+  const s64 job = (s64)blockIdx.x * WARPS + warp;
+  const int head = (int)(job % KV_HEADS), first = (int)(job / KV_HEADS) * 2, token = first + (row & 1);
+  if (first >= a.tokens) return;
+  const s64 slot = token < a.tokens ? a.slots[token] : -1;
+  const s64 place = ((s64)min(token, a.tokens - 1) * KV_HEADS + head) * D + j * OWN;
+  const bool is_key = row < 2;
+
+  float x[OWN];
+  if (is_key) load_row<KEY_TYPE>(x, a.key, place);
+  else load_row<VALUE_TYPE>(x, a.value, place);
+  const float* mean = is_key ? a.key_mean : a.value_mean;
+  if (mean)
+#pragma unroll
+    for (int i = 0; i < OWN; i++) x[i] -= mean[head * D + j * OWN + i];
+  float* scratch = sh.scratch[OWN & (OWN - 1) ? warp : 0][row];
+  if constexpr (KEY_HADAMARD == VALUE_HADAMARD && KEY_HADAMARD > 1) {
+    hadamard<KEY_HADAMARD>(x, is_key ? a.key_signs : a.value_signs, (float)KEY_HADAMARD_SCALE, j, scratch);
+  } else {
+    if constexpr (KEY_HADAMARD > 1) one_stream<KEY_HADAMARD>(x, is_key, a.key_signs, (float)KEY_HADAMARD_SCALE, j, scratch);
+    if constexpr (VALUE_HADAMARD > 1) one_stream<VALUE_HADAMARD>(x, !is_key, a.value_signs, (float)VALUE_HADAMARD_SCALE, j, scratch);
+  }
+
+#if WINDOW_TOKENS
+  if (slot >= 0) {
+    int b = 0;  // the last sequence that starts at the token or before
+    for (int step = a.half_batch; step; step >>= 1)
+      if (b + step < a.batch && a.starts[b + step] <= token) b += step;
+    const s64 length = a.lengths[b], position = length - (a.starts[b + 1] - token);
+    if (position < SINK || position >= length - RING_TOKENS) {
+      const s64 at = position < SINK ? position : SINK + (position - SINK) % RING;
+      const s64 to = ((a.owners[b] * WINDOW_TOKENS + at) * KV_HEADS + head) * D + j * OWN;
+      u32* p = (u32*)((u16*)(is_key ? a.window_key : a.window_value) + to);
+#pragma unroll
+      for (int i = 0; i < OWN / 2; i++) p[i] = WINDOW_TYPE == 0 ? bf16_pair(x[2 * i], x[2 * i + 1]) : fp16_pair(x[2 * i], x[2 * i + 1]);
+    }
+  }
+#endif
+
+  u32 codes[(OWN + 3) / 4], meta;
+  if constexpr (KEY_BITS == VALUE_BITS && KEY_META == VALUE_META && KEY_META_TYPE == VALUE_META_TYPE && KEY_SEARCH == VALUE_SEARCH) {
+    meta = encode<KEY_BITS, KEY_META, KEY_META_TYPE, KEY_SEARCH>(x, codes);
+  } else {
+    u32 other[(OWN + 3) / 4];
+    meta = encode<KEY_BITS, KEY_META, KEY_META_TYPE, KEY_SEARCH>(x, codes);
+    const u32 of_value = encode<VALUE_BITS, VALUE_META, VALUE_META_TYPE, VALUE_SEARCH>(x, other);
+    if (!is_key) {
+      meta = of_value;
+#pragma unroll
+      for (int i = 0; i < (OWN + 3) / 4; i++) codes[i] = other[i];
+    }
+  }
+  if constexpr (OWN % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < OWN / 4; i++) ((u32*)sh.codes[warp][row])[j * (OWN / 4) + i] = codes[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) sh.codes[warp][row][j * OWN + i] = (u8)(codes[i / 4] >> (8 * (i % 4)));
+  }
+  if (j == 0 && slot >= 0) {
+    const int in_page = (int)(slot % PAGE), lane_order = in_page % 8 * (PAGE / 8) + in_page / 16 * 2 + in_page % 16 / 8;
+    u8* run = a.pages + (slot / PAGE * KV_HEADS + head) * RUN;
+    ((u32*)(run + (is_key ? KEY_META_OFFSET : VALUE_META_OFFSET)))[lane_order] = meta;
+  }
+  __syncwarp();
+
+  const s64 slots[2] = {__shfl_sync(FULL, slot, 0), __shfl_sync(FULL, slot, 8)};
+  {  // sixteen lanes a token
+    const s64 own = lane < 16 ? slots[0] : slots[1];
+    if (own >= 0)
+      store_keys<KEY_BITS, KEY_OFFSET>(a.pages + (own / PAGE * KV_HEADS + head) * RUN, Place(own), sh.codes[warp][lane >> 4], lane & 15, 16);
+  }
+  u8* run = a.pages + (slots[0] / PAGE * KV_HEADS + head) * RUN;
+  if (slots[0] >= 0 && slots[0] % 2 == 0 && slots[1] == slots[0] + 1) {
+    store_values<VALUE_BITS, VALUE_OFFSET>(run, Place(slots[0]), sh.codes[warp][2], sh.codes[warp][3], lane);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (slots[i] >= 0)
+        store_values<VALUE_BITS, VALUE_OFFSET>(a.pages + (slots[i] / PAGE * KV_HEADS + head) * RUN, Place(slots[i]), sh.codes[warp][2 + i], nullptr, lane);
+  }
+}

@@ -1,0 +1,189 @@
+"""Appending by the kernel in append.cu: one launch for any number of new tokens."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+
+import torch
+
+from kvant.codecs.affine import Affine
+from kvant.layout import Layout, StreamName
+from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda.plan import TYPES
+from kvant.ops.cuda.spaces import HADAMARD, NONE, Space, space_of
+from kvant.ops.registry import register
+from kvant.ops.types import LayerStore, PagedBatch
+
+Tensor = torch.Tensor
+WARPS = 8
+_PLANS: list[AppendPlan] = []
+
+
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why the kernel cannot append to a layout on a device, or None."""
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device.type}"
+    return refuse_layout(layout) or plan.refuse(layout, device)
+
+
+def refuse_layout(layout: Layout) -> str | None:
+    """The part of `refuse` that does not look at the machine."""
+    for name, stream in layout.recipe.streams.items():
+        if not isinstance(stream.codec, Affine):
+            return f"it writes token-wise affine codes, and the {name}s are coded by {type(stream.codec).__name__}"
+        if stream.codec.bits == 3:
+            return f"it writes codes of 2, 4 or 8 bits, and the {name}s have 3"
+        if stream.codec.clip != 1.0:
+            return f"it clips nothing, and the {name}s are clipped at a quantile"
+    return plan.refuse_layout(layout)
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("key", "value", "key_mean", "value_mean", "key_signs", "value_signs")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("pages", "slots", "starts", "lengths", "owners", "window_key", "window_value")
+        ),
+        *((name, ctypes.c_int) for name in ("tokens", "batch", "half_batch")),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendPlan:
+    """A kernel for one layout and way to call it. Orders are those of Hadamard transforms, 1 where there is none."""
+
+    layout: Layout
+    types: tuple[str, str]  # of the keys and values as they come
+    orders: tuple[int, int]
+
+    @functools.cached_property
+    def text(self) -> str:
+        layout, window = self.layout, self.layout.recipe.key.window
+        constants: dict[str, object] = {
+            "HEAD_DIM": layout.head_dim,
+            "PAGE": layout.page_tokens,
+            "RUN": layout.run_bytes,
+            "KV_HEADS": layout.heads,
+            "SINK": window.sink,
+            "RING": max(1, window.ring),
+            "RING_TOKENS": window.ring,
+            "WINDOW_TOKENS": layout.overlay_tokens("key"),
+            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+            "WARPS": WARPS,
+        }
+        for name, kind, order in zip(layout.recipe.streams, self.types, self.orders, strict=True):
+            own = [s for s in layout.sections if s.stream == name]
+            (codes,) = (s for s in own if s.kind == "code")
+            (meta,) = (s for s in own if s.kind == "meta")
+            constants |= {
+                f"{name.upper()}_TYPE": TYPES[kind],
+                f"{name.upper()}_HADAMARD": order,
+                f"{name.upper()}_HADAMARD_SCALE": order**-0.5,
+                f"{name.upper()}_BITS": codes.bits,
+                f"{name.upper()}_SEARCH": layout.recipe.streams[name].codec.search,  # type: ignore[attr-defined]
+                f"{name.upper()}_OFFSET": codes.offset,
+                f"{name.upper()}_META": plan.META_KINDS[meta.names],
+                f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
+                f"{name.upper()}_META_OFFSET": meta.offset,
+            }
+        return nvrtc.with_constants(nvrtc.source("common.cu", "append.cu"), constants)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_number(made: AppendPlan) -> int:
+    _PLANS.append(made)
+    return len(_PLANS) - 1
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(made: AppendPlan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
+
+
+@register("append", "cuda", refuse, rank=10)
+def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
+    """As the reference's `append`. Transforms other than a mean and a Hadamard are matrix products before the kernel."""
+    spaces = _spaces(store)
+    rows: dict[StreamName, Tensor] = {"key": key, "value": value}
+    for name, space in zip(rows, spaces, strict=True):
+        x = rows[name]
+        if space.kind not in (NONE, HADAMARD):
+            x = store.stream(name).forward(x.float())
+        if str(x.dtype).removeprefix("torch.") not in TYPES:
+            raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
+        rows[name] = x.contiguous()
+    types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
+    made = AppendPlan(store.layout, types, tuple(space.order for space in spaces))  # type: ignore[arg-type]
+    _append(
+        store.pages,
+        store.overlays["key"],
+        store.overlays["value"],
+        rows["key"],
+        rows["value"],
+        *(space.mean for space in spaces),
+        *(space.tensor if space.kind == HADAMARD else None for space in spaces),
+        batch.slots,
+        batch.starts,
+        batch.lengths,
+        batch.owners,
+        _plan_number(made),
+    )
+
+
+def _spaces(store: LayerStore) -> tuple[Space, Space]:
+    found = store.prepared.get("cuda.forward")
+    if found is None:
+        found = tuple(
+            space_of(stream.transforms, "forward", store.layout, store.pages.device)
+            for stream in (store.key, store.value)
+        )
+        store.prepared["cuda.forward"] = found
+    return found  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("kvant::append", mutates_args=("pages", "window_key", "window_value"))
+def _append(
+    pages: Tensor,
+    window_key: Tensor,
+    window_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mean: Tensor | None,
+    value_mean: Tensor | None,
+    key_signs: Tensor | None,
+    value_signs: Tensor | None,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    owners: Tensor,
+    plan: int,
+) -> None:
+    made = _PLANS[plan]
+    if not len(key):
+        return
+    kernel = _kernel(made, key.device)
+    arguments = _Arguments(
+        key.data_ptr(),
+        value.data_ptr(),
+        *(None if x is None else x.data_ptr() for x in (key_mean, value_mean, key_signs, value_signs)),
+        pages.data_ptr(),
+        slots.data_ptr(),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        owners.data_ptr(),
+        window_key.data_ptr(),
+        window_value.data_ptr(),
+        len(key),
+        len(lengths),
+        1 << (len(lengths) - 1).bit_length() >> 1,
+    )
+    jobs = -(-len(key) // 2) * made.layout.heads
+    kernel.launch((-(-jobs // WARPS), 1), arguments)
+
+
+@_append.register_fake
+def _(*args: object) -> None:
+    return None

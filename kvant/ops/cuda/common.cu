@@ -1,0 +1,170 @@
+// What the kernels share. Compiled by NVRTC: no host headers, so the few conversions needed are written as PTX.
+//
+// Constants that come from the layout (as -D options): HEAD_DIM, PAGE (tokens), RUN (bytes of one page and head), KV_HEADS.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long s64;
+
+#define DEV __device__ __forceinline__
+#define FULL 0xffffffffu
+
+// --- 16-bit floats --------------------------------------------------------------------------------------------------
+
+DEV float bf16_low(u32 x) { return __uint_as_float(x << 16); }
+DEV float bf16_high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+DEV float fp16_low(u32 x) { float y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(y) : "r"(x)); return y; }
+DEV float fp16_high(u32 x) { float y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(y) : "r"(x)); return y; }
+DEV u32 fp16_pair(float low, float high) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
+DEV u32 bf16_pair(float low, float high) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
+DEV float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+// A 16-bit type by number: 0 is bfloat16, 1 is float16; 2 is float32 where the whole word is one number.
+template <int TYPE> DEV float low(u32 x) { return TYPE == 0 ? bf16_low(x) : fp16_low(x); }
+template <int TYPE> DEV float high(u32 x) { return TYPE == 0 ? bf16_high(x) : fp16_high(x); }
+template <int TYPE> DEV u32 to_fp16(u32 x) { return TYPE == 1 ? x : fp16_pair(bf16_low(x), bf16_high(x)); }
+
+template <int TYPE> DEV float load_number(const void* p, s64 i) {
+  if (TYPE == 2) return ((const float*)p)[i];
+  const u32 x = ((const u16*)p)[i];
+  return low<TYPE>(x);
+}
+template <int TYPE> DEV void store_number(void* p, s64 i, float x) {
+  if (TYPE == 2) ((float*)p)[i] = x;
+  else ((u16*)p)[i] = (u16)(TYPE == 0 ? bf16_pair(x, 0.f) : fp16_pair(x, 0.f));
+}
+
+// --- tensor cores ---------------------------------------------------------------------------------------------------
+
+// c += a b for a [16, 16] and b [16, 8] of fp16. With lane = 4 g + t: a0 is (row g, columns 2t, 2t + 1), a1 row g + 8, a2 and
+// a3 the same eight columns on; b0 is (rows 2t, 2t + 1, column g), b1 eight rows on; c is (g, 2t), (g, 2t + 1), (g + 8, ...).
+DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEV u32 transpose8(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// c += a b for a [16, 32] of unsigned and b [32, 8] of signed bytes, exact. As above with four columns a register: a0 is (row g,
+// columns 4t to 4t + 3), a2 sixteen columns on; b0 is (rows 4t to 4t + 3, column g), b1 sixteen rows on.
+DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <int N> DEV void load_words(u32* w, const u8* p) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      const uint4 v = ((const uint4*)p)[i];
+      w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+    }
+  } else if constexpr (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      const uint2 v = ((const uint2*)p)[i];
+      w[2 * i] = v.x, w[2 * i + 1] = v.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) w[i] = ((const u32*)p)[i];
+  }
+}
+
+// --- codes of keys: bytes ---------------------------------------------------------------------------------------------
+
+// One plane of one band of channels: WIDTH channels from FIRST on, codes of BITS bits from byte OFFSET of the run on, each of
+// which counts WEIGHT / 2^20 (the planes of three-bit codes are 1 and 4). The register of its queries is the BEFORE-th on.
+//
+// A lane's share of a tile is two rows (tokens g, g + 8) of WIDTH / 4 channels. Read as bytes, a word is four streams of codes,
+// two of channels 2 pair and two of 2 pair + 1. Masking gives four codes at a time as bytes; those one place up count 2^BITS
+// times as much, which goes into the query, so that half of the shifts are saved.
+template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFORE_> struct KeyPlane {
+  static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_, BEFORE = BEFORE_;
+  static constexpr float WEIGHT = WEIGHT_ / 1048576.f, TOP = (1 << BITS) - 1;
+  static constexpr int WORDS = WIDTH * BITS / 64;             // of a lane and tile
+  static constexpr int ROW_BYTES = WIDTH * BITS / 64;         // of a row and half
+  static constexpr int ROW_WORDS = (ROW_BYTES + 1) / 2, PER = 8 / BITS;
+  static constexpr int REGISTERS = (ROW_WORDS * PER + 1) / 2 * 2;  // of a row: the product takes two at a time
+  static constexpr bool SHIFTED = BITS >= 4;                  // every place is shifted down, so that no query loses bits
+
+  DEV static constexpr int raised(int i) { return SHIFTED ? 0 : i % PER % 2 * BITS; }  // power of two that a register counts too much
+  DEV static constexpr int shift(int i) { return SHIFTED ? i % PER * BITS : i % PER / 2 * 2 * BITS; }
+
+  DEV static u32 row_word(const u32* w, int row, int k) {  // a row of an odd number of bytes starts inside a word
+    const int byte = row * ROW_BYTES + 2 * k;
+    if (byte % 2 == 0) return w[byte / 2];
+    return __byte_perm(w[byte / 2], byte / 2 + 1 < WORDS ? w[byte / 2 + 1] : 0u, 0x6341);
+  }
+  DEV static u32 get(const u32* w, int row, int i) {  // register i of a row
+    if (i >= ROW_WORDS * PER) return 0u;
+    const u32 x = row_word(w, row, i / PER);
+    if (BITS == 8) return x;
+    return (x >> shift(i)) & ((u32)(TOP * (1 << raised(i))) * 0x01010101u);
+  }
+  // The channel of a byte of register i in lane t, or -1.
+  DEV static int channel(int i, int byte, int t) {
+    const int pair = i / PER * (16 / BITS) + (byte & 1) * PER + i % PER;
+    return pair < WIDTH / 8 && i < ROW_WORDS * PER ? FIRST + t * (WIDTH / 4) + 2 * pair + (byte >> 1) : -1;
+  }
+};
+
+// --- codes of values: pairs of fp16 -------------------------------------------------------------------------------------
+
+// A code c of B bits at bit p of a half becomes the fp16 number 1024 + c 2^p by one lop3 with 0x6400, for every p inside the
+// mantissa, so most pairs need no shift. Where a place in the word cannot be reached, a shift serves several places.
+template <int B> DEV constexpr int bit_of(int place) { return place % (16 / B) * B; }  // of a place, inside its half
+template <int B> DEV constexpr int position(int place) {  // p of a place
+  const int bit = bit_of<B == 3 ? 2 : B>(place);
+  if (B == 2) return bit < 4 ? bit + 4 : bit <= 8 ? bit : bit - 6;
+  if (B == 3) return bit % 4 + 4;
+  return bit < 8 ? bit : bit - 6;  // four bits: 0, 4, 2, 6; eight: 0, 2
+}
+DEV u32 moved(u32 w, int right) { return right > 0 ? w >> right : w << -right; }
+DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
+  u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(y) : "r"(w), "r"(mask), "r"(rest));
+  return y;
+}
+
+// Codes of BITS bits from byte OFFSET of the run on; the high plane of three-bit codes from HIGH on. A code counts
+// STEP / 2^20 where the stream has no minimum.
+template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_> struct ValueCodes {
+  static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, HIGH = HIGH_;
+  static constexpr int PAIRS = WIDTH / 8, LOW_BITS = BITS == 3 ? 2 : BITS, PER = 16 / LOW_BITS;
+  static constexpr int WORDS = WIDTH * LOW_BITS / 64;  // of a lane and tile
+  static constexpr int HIGH_WORDS = BITS == 3 ? WIDTH / 64 : 1;
+  static constexpr float TOP = (1 << BITS) - 1, STEP = STEP_ / 1048576.f;
+  u32 w[WORDS], h[HIGH_WORDS];
+
+  DEV static constexpr int power(int element) { return position<BITS>(element); }
+
+  DEV void load(const u8* run, int tile, int lane) {
+    load_words<WORDS>(w, run + OFFSET + (tile * 32 + lane) * WORDS * 4);
+    if constexpr (BITS == 3) {
+      static_assert(WIDTH % 64 == 0, "a lane has whole words");
+      load_words<HIGH_WORDS>(h, run + HIGH + (tile * 32 + lane) * HIGH_WORDS * 4);
+    }
+  }
+  // Two neighbouring tokens' codes of a channel as fp16: 1024 + c 2^p in the low half, -(1024 + (top - c) 2^p) =
+  // c 2^p - 1024 - top 2^p in the high one. What rides on the codes has two signs and cancels instead of growing with the sequence.
+  DEV u32 get(int second, int element) const {
+    const int place = second * PAIRS + element, p = power(element);
+    const u32 mask = (u32)((1 << BITS) - 1) << p;
+    const u32 rest = 0x64006400u ^ (0x8000u | mask) << 16;
+    if constexpr (BITS == 3) {
+      const u32 part = pick(moved(w[place / PER], bit_of<2>(place) - p), 0x00030003u << p, rest);
+      return pick(moved(h[place / 16], place % 16 - p - 2), 0x00040004u << p, part);
+    } else {
+      return pick(moved(w[place / PER], bit_of<LOW_BITS>(place) - p), mask * 0x10001u, rest);
+    }
+  }
+};

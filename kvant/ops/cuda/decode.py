@@ -1,0 +1,271 @@
+"""Decode attention by the kernel in decode.cu: one launch for any batch, no host synchronisation, safe in a CUDA graph."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+
+import torch
+
+from kvant.layout import Layout
+from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
+from kvant.ops.cuda.spaces import MATRIX, Space, space_of
+from kvant.ops.registry import register
+from kvant.ops.types import LayerStore, PagedBatch
+
+Tensor = torch.Tensor
+ROWS_A_BLOCK = 4  # of queries or outputs that are multiplied by a matrix
+_PLANS: list[Plan] = []
+POOL = 1 << 20  # counters for calls that are captured in graphs
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+_POOLS: dict[torch.device, _Pool] = {}
+
+
+@dataclasses.dataclass
+class _Pool:
+    zeros: Tensor
+    taken: int = 0
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
+        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
+        *((name, ctypes.c_void_p) for name in ("partial", "arrived")),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+        *((name, ctypes.c_int) for name in ("batch", "table_width", "window")),
+    ]
+
+
+class _RowArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("source", "out", "matrix", "offset")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "rows")),
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def plan_number(plan: Plan) -> int:
+    """A number for a plan: what an operator of torch can be given."""
+    _PLANS.append(plan)
+    return len(_PLANS) - 1
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_decode", device, plan.warps * 32, plan.dynamic_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, name, device, 4 * plan.layout.head_dim)
+
+
+def _multiply(plan: Plan, name: str, x: Tensor, matrix: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Queries or outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    heads, rows = len(matrix), x.shape[1] // len(matrix)
+    arguments = _RowArguments(
+        x.data_ptr(),
+        out.data_ptr(),
+        matrix.data_ptr(),
+        None if offset is None else offset.data_ptr(),
+        len(x),
+        heads,
+        rows,
+    )
+    kernel = _row_kernel(plan, name, x.device)
+    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
+    kernel.launch((blocks, heads), arguments)
+    return out
+
+
+@register("decode", "cuda", refuse, rank=10)
+def decode(
+    store: LayerStore,
+    query: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """As the reference's `decode`."""
+    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, window=window)[0]
+
+
+def decode_with_lse(
+    store: LayerStore,
+    query: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    tuned: tuple[tuple[str, int], ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
+    [sequences, query heads]."""
+    layout = store.layout
+    dtype = str(query.dtype).removeprefix("torch.")
+    if dtype not in TYPES:
+        raise ValueError(f"queries must be {', '.join(TYPES)}, got {dtype}")
+    if query.shape[1] % layout.heads or query.shape[2] != layout.head_dim:
+        raise ValueError(
+            f"queries must be [sequences, a multiple of {layout.heads} heads, {layout.head_dim}], got {list(query.shape)}"
+        )
+    spaces = _spaces(store)
+    group = query.shape[1] // layout.heads
+    kinds = [(space.kind, space.order) for space in spaces]
+    lost = None
+    if softcap is not None:
+        lost = store.key.lost(query.float().view(len(query), layout.heads, group, layout.head_dim))
+        lost = None if lost is None else lost.float().contiguous()
+    plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned)
+    return _decode(
+        query.contiguous(),
+        store.pages,
+        batch.block_table,
+        batch.lengths,
+        batch.owners,
+        batch.sinks,
+        batch.exact["key"],
+        batch.exact["value"],
+        store.overlays["key"],
+        store.overlays["value"],
+        spaces[0].tensor,
+        spaces[1].tensor,
+        spaces[1].offset,
+        getattr(store.value.codec, "mean", None),
+        lost,
+        plan,
+        scale,
+        softcap or 0.0,
+        window or 0,
+    )
+
+
+def _spaces(store: LayerStore) -> tuple[Space, Space]:
+    """How queries enter the space of attention and outputs leave it; made once for a store."""
+    found = store.prepared.get("cuda.spaces")
+    if found is None:
+        found = (
+            space_of(store.key.transforms, "dual", store.layout, store.pages.device),
+            space_of(store.value.transforms, "inverse", store.layout, store.pages.device),
+        )
+        store.prepared["cuda.spaces"] = found
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    layout: Layout,
+    group: int,
+    dtype: str,
+    dual: tuple[int, int],
+    inverse: tuple[int, int],
+    softcap: bool,
+    device: torch.device,
+    tuned: tuple[tuple[str, int], ...],
+) -> int:
+    bulk = torch.cuda.get_device_capability(device) >= (9, 0)
+    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned)
+    return plan_number(made)
+
+
+@torch.library.custom_op("kvant::decode", mutates_args=())
+def _decode(
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    owners: Tensor,
+    sinks: Tensor,
+    exact_key: Tensor,
+    exact_value: Tensor,
+    window_key: Tensor,
+    window_value: Tensor,
+    dual: Tensor | None,
+    inverse: Tensor | None,
+    inverse_offset: Tensor | None,
+    mean: Tensor | None,
+    lost: Tensor | None,
+    plan: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    made = _PLANS[plan]
+    constants = made.constants
+    kernel = _kernel(made, query.device)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    if not len(query):
+        return torch.empty_like(query), lse
+    by_matrix = made.inverse[0] == MATRIX
+    out = torch.empty(query.shape, dtype=torch.float32 if by_matrix else query.dtype, device=query.device)
+    heads = int(str(constants["QUERY_TILES"])) * made.layout.heads
+    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
+    size = parts * made.tile_heads * (made.layout.head_dim + 4)
+    partial = torch.empty(size, dtype=torch.float32, device=query.device)
+    q, signs = query, dual
+    if made.dual[0] == MATRIX:
+        assert dual is not None
+        q, signs = _multiply(made, "kvant_dual", query, dual, None, torch.float32), None
+    log2e = math.log2(math.e)
+    tensors: list[Tensor | None] = [
+        q,
+        out,
+        lse,
+        pages,
+        table,
+        lengths,
+        owners,
+        sinks,
+        exact_key,
+        exact_value,
+        window_key,
+    ]
+    tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, partial]
+    tensors += [_counters(query.device, len(query) * heads)]
+    arguments = _Arguments(
+        *(None if x is None else x.data_ptr() for x in tensors),
+        2.0 * log2e * scale / softcap if softcap else scale * log2e,
+        softcap * log2e,
+        len(query),
+        table.shape[1],
+        window,
+    )
+    kernel.launch((kernel.blocks, 1), arguments)
+    if by_matrix:
+        assert inverse is not None
+        out = _multiply(made, "kvant_inverse", out, inverse, inverse_offset, query.dtype)
+    return out, lse
+
+
+@_decode.register_fake
+def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """Zeros that the kernel leaves zero. One set for each stream, so that two streams do not meet in it. A call that is
+    being captured in a graph gets a stretch of its own, once and for all: zeroing it in the graph would take as long as
+    a short attention does."""
+    pool = _POOLS.get(device)
+    if torch.cuda.is_current_stream_capturing():
+        if pool is None or pool.taken + count > len(pool.zeros):
+            return torch.zeros(count, dtype=torch.int32, device=device)  # in the graph, then
+        pool.taken += count
+        return pool.zeros[pool.taken - count : pool.taken]
+    if pool is None:
+        _POOLS[device] = _Pool(torch.zeros(POOL, dtype=torch.int32, device=device))
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    found = _COUNTERS.get(key)
+    if found is None or len(found) < count:
+        found = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+        _COUNTERS[key] = found
+    return found

@@ -1,0 +1,173 @@
+"""From a text of CUDA C++ to a function that launches: NVRTC and the driver by their C interfaces, nothing to install or build.
+
+Compiled code is kept in the user's cache directory under a digest of the text, the GPU's architecture and the compiler, so
+that a kernel is compiled once on a machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+OPTIONS = ("--std=c++17",)
+_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def source(*names: str) -> str:
+    """The text of kernels of this directory, one after another."""
+    return "\n".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
+
+
+def with_constants(text: str, constants: Mapping[str, object]) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + text
+
+
+def _candidates() -> list[str]:
+    """Where libnvrtc may lie: beside PyTorch's other libraries, in a CUDA toolkit, or where the loader looks."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    found = [str(Path(root, "nvidia", part, "lib", name)) for root in sys.path for part in (f"cu{major}", "cuda_nvrtc")]
+    found.append(str(Path(torch.__file__).parent / "lib" / name))
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    found += [str(Path(home, "lib64", name)), name, "libnvrtc.so"]
+    return [path for path in found if "/" not in path or Path(path).exists()]
+
+
+@functools.cache
+def compiler() -> ctypes.CDLL:
+    """NVRTC; OSError where there is none."""
+    for path in _candidates():
+        try:
+            for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")) if "/" in path else ():
+                ctypes.CDLL(str(builtins))  # NVRTC opens it by name, and finds what is open
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise OSError("NVRTC was not found beside PyTorch or in a CUDA toolkit (libnvrtc.so)")
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """NVIDIA's driver; OSError where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def missing() -> str | None:
+    """Why kernels cannot be compiled and run on this machine, or None."""
+    for part in (driver, compiler):
+        try:
+            part()
+        except OSError as error:
+            return str(error)
+    return None
+
+
+def compile_text(text: str, arch: str) -> bytes:
+    """Machine code for an architecture such as "sm_90". A text that does not compile raises with the compiler's log."""
+    nvrtc = compiler()
+    program = ctypes.c_void_p()
+    _checked(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kvant.cu", 0, None, None), "nvrtcCreateProgram"
+    )
+    try:
+        options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}")]
+        array = (ctypes.c_char_p * len(options))(*options)
+        status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+        if status:
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"a kernel does not compile for {arch}:\n{log.value.decode()}")
+        size = ctypes.c_size_t()
+        _checked(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        code = ctypes.create_string_buffer(size.value)
+        _checked(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def compiler_version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _checked(compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    return major.value, minor.value
+
+
+def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
+    """As `compile_text`, from the cache directory where it is there; written whole or not at all."""
+    if directory is None:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvant" / "kernels"
+    name = hashlib.sha256(repr((text, arch, compiler_version(), OPTIONS)).encode()).hexdigest()
+    path = directory / f"{name}.cubin"
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        pass
+    code = compile_text(text, arch)
+    directory.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=".kernel-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return code
+
+
+class Kernel:
+    """A kernel on one device. Arguments are passed as one C structure."""
+
+    def __init__(self, text: str, name: str, device: torch.device, threads: int, shared: int = 0) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        code = cached_code(text, f"sm_{major}{minor}")
+        self.threads, self.shared, self.device = threads, shared, device
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # torch's context is the current one from here on
+            cuda = driver()
+            _driver(cuda.cuModuleLoadData(ctypes.byref(self._module), code), "cuModuleLoadData")
+            _driver(
+                cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
+                "cuModuleGetFunction",
+            )
+            if shared:  # more than 48 KiB with the kernel's own have to be asked for
+                _driver(cuda.cuFuncSetAttribute(self._function, _SHARED_BYTES, shared), "cuFuncSetAttribute")
+            count = ctypes.c_int()
+            status = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared)
+            )
+            _driver(status, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+        self.blocks_per_processor = count.value
+        self.blocks = count.value * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure) -> None:
+        """Queues the kernel on the current stream of the device."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        status = driver().cuLaunchKernel(
+            self._function, *blocks, 1, self.threads, 1, 1, self.shared, stream, parameters, None
+        )
+        _driver(status, "cuLaunchKernel")
+
+
+def _checked(status: int, call: str) -> None:
+    if status:
+        raise RuntimeError(f"{call} failed with status {status}")
+
+
+def _driver(status: int, call: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{call} failed: {(text.value or b'unknown').decode()} ({status})")

@@ -1,0 +1,195 @@
+"""What a kernel has to know of a layout, as constants of its text; and what the kernels cannot serve, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from kvant.codecs.affine import Affine
+from kvant.codecs.banded import STEPS, Banded
+from kvant.layout import Layout, Section, StreamName
+from kvant.ops.cuda import nvrtc
+
+TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
+WARPS, STAGES = 4, 2
+STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
+MAX_HEAD_DIM = 256
+META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
+ONE = 1 << 20  # what a code counts, as the kernels write fractions
+
+
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why the CUDA kernels cannot serve a layout on a device, or None."""
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device.type}"
+    reason = refuse_layout(layout) or nvrtc.missing()
+    if reason is not None:
+        return reason
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    if STAGES * layout.run_bytes + STATIC_BYTES > shared_memory(device)[0]:
+        return f"two pages of {layout.run_bytes} bytes a head are more than this GPU's shared memory holds"
+    return None
+
+
+def shared_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of shared memory that a block may have, and that a multiprocessor has."""
+    found = torch.cuda.get_device_properties(device)
+    return found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor  # type: ignore[attr-defined]
+
+
+def refuse_layout(layout: Layout) -> str | None:
+    """The part of `refuse` that does not look at the machine."""
+    for name, stream in layout.recipe.streams.items():
+        codec = stream.codec
+        if isinstance(codec, Affine):
+            if codec.groups(layout.head_dim) > 1:
+                return f"it reads one scale a token, and the {name}s have {codec.groups(layout.head_dim)}"
+        elif isinstance(codec, Banded):
+            if codec.levels != "uniform":
+                return f"it reads evenly spaced levels, and those of the {name}s are not"
+            if name == "value" and len(codec.bands(layout.head_dim)) > 1:
+                return "it reads values of one width, and they have bands"
+        else:
+            return f"it reads token-wise affine codes, and the {name}s are coded by {type(codec).__name__}"
+        if stream.rope != "post":
+            return "it scores keys as they are stored, and they are stored turned back"
+    if layout.order != "fragment":
+        return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
+    if layout.recipe.key.window != layout.recipe.value.window:
+        return "keys and values have different windows"
+    if layout.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {layout.head_dim} is more than {MAX_HEAD_DIM}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A kernel for one layout, number of query heads a KV head, and way to call it."""
+
+    layout: Layout
+    group: int
+    query: str  # type of the queries
+    dual: tuple[int, int]  # kind and order of the transform of queries: 0 none, 1 Hadamard, 2 matrix
+    inverse: tuple[int, int]
+    softcap: bool
+    bulk: bool  # whether the GPU copies in bulk (sm_90 on)
+    shared: tuple[int, int]  # as `shared_memory`
+    tuned: tuple[tuple[str, int], ...] = ()  # constants to override, for measuring
+
+    @property
+    def tile_heads(self) -> int:
+        """Query heads that a block serves at once."""
+        tiles = -(-self.group // (8 if self.layout.head_dim > 128 else 16))
+        return -(-self.group // tiles)
+
+    @property
+    def warps(self) -> int:
+        fit = (self.shared[0] - STATIC_BYTES) // self.warp_bytes
+        return dict(self.tuned).get("WARPS", WARPS if fit >= WARPS else 2 if fit >= 2 else 1)
+
+    @property
+    def stages(self) -> int:
+        return dict(self.tuned).get("STAGES", STAGES)
+
+    @property
+    def own_heads(self) -> int:
+        """Query heads of a lane."""
+        return {1: 1, 2: 2, 3: 4, 4: 4}[-(-self.tile_heads // 4)]
+
+    @property
+    def warp_bytes(self) -> int:
+        """Shared memory of a warp: its pages in flight, then its outputs."""
+        return max(self.stages * self.layout.run_bytes, 16 * self.own_heads * self.layout.head_dim)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return self.warps * self.warp_bytes
+
+    @functools.cached_property
+    def constants(self) -> dict[str, object]:
+        layout, window = self.layout, self.layout.recipe.key.window
+        heads = self.tile_heads
+        unit = (
+            (32 if self.own_heads == 1 else 16) * layout.head_dim * 4
+        )  # bytes of the windows that are attended to at once
+        constants: dict[str, object] = {
+            "HEAD_DIM": layout.head_dim,
+            "PAGE": layout.page_tokens,
+            "RUN": layout.run_bytes,
+            "KV_HEADS": layout.heads,
+            "GROUP": self.group,
+            "TILE_HEADS": heads,
+            "QUERY_TILES": -(-self.group // heads),
+            "KEY_PLANES": self._key_planes(),
+            "VALUE_CODES": self._value_codes(),
+            "VALUE_FLAG": int(getattr(layout.recipe.value.codec, "flag", False)),
+            "SINK": window.sink,
+            "RECENT": window.recent,
+            "RING": max(1, window.ring),
+            "WINDOW_TOKENS": layout.overlay_tokens("key"),
+            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+            "UNIT": max(1, round(unit / layout.run_bytes)),
+            "QUERY_TYPE": TYPES[self.query],
+            "DUAL": self.dual[0],
+            "DUAL_ORDER": self.dual[1],
+            "INVERSE": self.inverse[0],
+            "INVERSE_ORDER": self.inverse[1],
+            "SOFTCAP": int(self.softcap),
+            "STAGES": self.stages,
+            "WARPS": self.warps,
+            "WARP_BYTES": self.warp_bytes,
+            "MIN_BLOCKS": max(
+                1,
+                min(3 if layout.head_dim * -(-heads // 8) <= 128 else 2, self.shared[1] // (self.dynamic_bytes + 4096)),
+            ),
+            "BULK": int(self.bulk),
+        }
+        for name in ("key", "value"):
+            (section,) = self._sections(name, "meta")  # type: ignore[arg-type]
+            constants[f"{name.upper()}_META"] = META_KINDS[section.names]
+            constants[f"{name.upper()}_META_TYPE"] = TYPES[section.dtype]
+            constants[f"{name.upper()}_META_OFFSET"] = section.offset
+        return constants | dict(self.tuned)
+
+    @functools.cached_property
+    def text(self) -> str:
+        return nvrtc.with_constants(
+            nvrtc.source("common.cu", "softmax.cu", "queries.cu", "attend.cu", "decode.cu"), self.constants
+        )
+
+    def _sections(self, stream: StreamName, kind: str) -> list[Section]:
+        return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
+
+    def _bands(self, stream: StreamName) -> list[tuple[str, int, float]]:
+        """Bands of a stream that are stored: the field of their codes, their first channel, and what a code counts."""
+        codec = self.layout.recipe.streams[stream].codec
+        if not isinstance(codec, Banded):
+            return [("codes", 0, 1.0)]
+        out, first = [], 0
+        for i, (width, bits) in enumerate(codec.bands(self.layout.head_dim)):
+            if bits:
+                out.append((f"codes{i}", first, STEPS[bits]))
+            first += width
+        return out
+
+    def _key_planes(self) -> str:
+        """Planes of the keys' codes in the kernel's words."""
+        planes, before = [], 0
+        for name, first, step in self._bands("key"):
+            for plane in self._sections("key", "code"):
+                if plane.names != (name,):
+                    continue
+                weight = round(ONE * step * (1 << plane.shift))
+                planes.append(f"KeyPlane<{plane.width}, {plane.bits}, {plane.offset}, {first}, {weight}, {before}>")
+                row_words = -(-plane.width * plane.bits // 64 // 2)
+                before += -(-row_words * 8 // plane.bits // 2) * 2
+        return f"Planes<{', '.join(planes)}>"
+
+    def _value_codes(self) -> str:
+        ((_, _, step),) = self._bands("value")
+        low, *high = self._sections("value", "code")
+        bits = low.bits + sum(plane.bits for plane in high)
+        return f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * step)}>"

@@ -1,0 +1,154 @@
+// Decode attention, 1 of 4: what a block is asked for, and what a warp knows of the softmax. See decode.cu.
+
+constexpr int D = HEAD_DIM, TILES = PAGE / 16, CHUNK = TILES < 4 ? TILES : 4, HEADS = KV_HEADS * QUERY_TILES;
+constexpr int OWN = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
+constexpr bool PAIRED = OWN == 1;
+constexpr int COLUMN_TILES = OWN == 4 ? 2 : 1;                             // of the second product
+constexpr int WINDOW_TILES = PAIRED ? 2 : 1;
+constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
+constexpr float VALUE_NORM = 1099511627776.f;      // 2^40: what a value's scale is multiplied by until one has been seen
+constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
+DEV float minus_infinity() { return __int_as_float(0xff800000); }
+
+template <class... P> struct Planes {
+  static constexpr int REGISTERS = (P::REGISTERS + ...);
+};
+using Keys = KEY_PLANES;
+using Values = VALUE_CODES;
+
+struct Arguments {
+  const void* query;
+  void* out;
+  float* lse;
+  const u8* pages;
+  const s64 *table, *lengths, *owners, *sinks, *exact_key, *exact_value;
+  const void *window_key, *window_value;
+  const float *dual_signs, *inverse_signs, *mean, *lost;
+  float* partial;
+  int* arrived;
+  float scale, cap;
+  int batch, table_width, window;
+};
+
+struct Work {  // of one sequence: tokens [low, first_end) and [second, n) in windows, [packed, packed_end) in pages
+  int n, low, first_end, second, packed, packed_end, page, pages, units_first, units_windows, units;
+};
+
+DEV Work work_of(const Arguments& a, int b) {
+  Work w;
+  w.n = (int)a.lengths[b];
+  w.low = a.window > 0 ? max(0, w.n - a.window) : 0;
+  int sinks = 0, recent = w.n;
+#if WINDOW_TOKENS
+  sinks = min((int)a.sinks[b], w.n);
+  recent = max(min(w.n, SINK) + max(0, w.n - SINK - RECENT), max((int)max(a.exact_key[b], a.exact_value[b]), SINK));
+  recent = min(recent, w.n);
+#endif
+  w.packed = max(sinks, w.low);
+  w.packed_end = recent;
+  w.page = w.packed / PAGE;
+  w.pages = w.packed < recent ? (recent - 1) / PAGE - w.page + 1 : 0;
+  w.first_end = sinks;
+  w.second = max(recent, w.low);
+  constexpr int TOKENS = 16 * WINDOW_TILES;
+  w.units_first = (max(0, sinks - w.low) + TOKENS - 1) / TOKENS;
+  w.units_windows = w.units_first + (w.n - w.second + TOKENS - 1) / TOKENS;
+  w.units = max(1, w.units_windows * UNIT + w.pages);
+  return w;
+}
+
+// --- what a warp knows of the softmax ---------------------------------------------------------------------------------
+
+struct State {
+  float m[OWN], l[OWN], z[OWN], flags[OWN];  // of the lane's heads; m is the same in all lanes of a head
+  float acc[COLUMN_TILES][D / 16][4], riding[COLUMN_TILES][4];
+  float norm;  // power of two: scale * norm is at most one for every value so far
+  bool fresh;
+
+  DEV static constexpr int head(int column_tile, int i) { return PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of an accumulator
+
+  DEV void clear() {
+#pragma unroll
+    for (int h = 0; h < OWN; h++) m[h] = l[h] = z[h] = flags[h] = 0.f;
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) riding[n][i] = 0.f;
+#pragma unroll
+      for (int k = 0; k < D / 16; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) acc[n][k][i] = 0.f;
+    }
+    norm = VALUE_NORM;
+    fresh = true;
+  }
+
+  // s are scores in powers of two, less m. Where one is beyond the headroom, or a value's scale beyond what was seen, m and
+  // norm are set anew; most of the time nothing happens.
+  template <int N> DEV void settle(float s[N][OWN][2], float largest) {
+    float top[OWN], any = minus_infinity();
+#pragma unroll
+    for (int h = 0; h < OWN; h++) {
+      top[h] = minus_infinity();
+#pragma unroll
+      for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1]));
+      any = fmaxf(any, top[h]);
+    }
+    if (__any_sync(FULL, fresh | (any > HEADROOM) | (largest * norm > 1.f))) reset<N>(s, top, largest);
+  }
+  template <int N> DEV void reset(float s[N][OWN][2], float* top, float largest) {
+    float ratio = 1.f, fade[OWN];
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, o));
+    if (largest * norm > 1.f) {
+      const int exponent = max(1, min(252, (int)(__float_as_uint(largest) >> 23)));
+      const float wanted = fminf(__uint_as_float((u32)(253 - exponent) << 23), norm);
+      ratio = __fdividef(wanted, norm);
+      norm = wanted;
+    }
+#pragma unroll
+    for (int h = 0; h < OWN; h++) {
+      float x = top[h];
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
+      x -= REFERENCE;
+      const float by = fresh ? x : fmaxf(x, 0.f);
+      fade[h] = fresh ? 1.f : exp2_(-by);
+      m[h] += by, l[h] *= fade[h], z[h] *= fade[h], flags[h] *= fade[h];
+#pragma unroll
+      for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
+    }
+    float own[2 * COLUMN_TILES];
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) own[2 * n + (i & 1)] = fade[head(n, i)] * ratio;
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) riding[n][i] *= own[2 * n + (i & 1)];
+#pragma unroll
+      for (int k = 0; k < D / 16; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) acc[n][k][i] *= own[2 * n + (i & 1)];
+    }
+    fresh = false;
+  }
+};
+
+// Probabilities as the second operand of the second product. Where two tiles share the columns, those of the other one are zero.
+DEV u32 only(u32 x, int tile, int g) { return !PAIRED || (g & 1) == (tile & 1) ? x : 0u; }
+
+struct Meta {
+  float scale, zero;
+};
+template <int KIND, int TYPE> DEV void load_meta(Meta* out, const u8* section, int place) {  // of rows g and g + 8
+  if constexpr (KIND == 2) {
+    const u32 x = *(const u32*)(section + place * 2);
+    out[0].scale = low<TYPE>(x), out[1].scale = high<TYPE>(x);
+  } else {
+    const uint2 x = *(const uint2*)(section + place * 4);
+    out[0].scale = low<TYPE>(x.x), out[0].zero = high<TYPE>(x.x);
+    out[1].scale = low<TYPE>(x.y), out[1].zero = high<TYPE>(x.y);
+  }
+}

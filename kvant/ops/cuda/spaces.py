@@ -1,0 +1,70 @@
+"""A stream's transforms as a kernel applies them: nothing, a Hadamard in shared memory, or one matrix and an offset."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from kvant.layout import Layout
+from kvant.transforms import BoundTransform
+from kvant.transforms.affine_map import BoundAffine
+from kvant.transforms.hadamard import BoundHadamard
+
+Tensor = torch.Tensor
+NONE, HADAMARD, MATRIX = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    kind: int = NONE
+    order: int = 1  # of a Hadamard's blocks
+    tensor: Tensor | None = None  # a Hadamard's signs, float32 [head_dim]; a matrix, [1 or heads, head_dim, head_dim]
+    offset: Tensor | None = None  # added after the matrix, float32 [1 or heads, head_dim]
+    mean: Tensor | None = None  # taken off before a Hadamard, float32 [heads, head_dim]
+
+
+def space_of(
+    transforms: Sequence[BoundTransform],
+    way: Literal["forward", "dual", "inverse"],
+    layout: Layout,
+    device: torch.device,
+) -> Space:
+    """The composition of transforms in one direction, read off what it does to the unit vectors."""
+    heads, dim = layout.heads, layout.head_dim
+    unit = torch.eye(dim, dtype=torch.float64, device=device).expand(heads, dim, dim)
+    if way == "dual":  # a mean that was taken off the keys does nothing to queries
+        transforms = [transform for transform in transforms if not torch.equal(transform.dual(unit), unit)]
+    mean = None
+    plain = len(transforms) in (1, 2) and all(isinstance(rest, BoundHadamard) for rest in transforms[1:])
+    if way == "forward" and plain and _only_a_mean(transforms[0]):
+        mean = transforms[0].offset.float().expand(heads, dim).contiguous()  # type: ignore[attr-defined]
+        transforms = transforms[1:]
+    if not transforms:
+        return Space(mean=mean)
+    if len(transforms) == 1 and isinstance(transforms[0], BoundHadamard):
+        signs = transforms[0].signs
+        return Space(HADAMARD, transforms[0].order, None if signs is None else signs.float().contiguous(), mean=mean)
+    zero = torch.zeros(heads, 1, dim, dtype=torch.float64, device=device)
+    if way == "forward":  # takes [..., heads, head_dim]
+        offset = _apply(transforms, way, zero.transpose(0, 1)).transpose(0, 1)
+        matrix = _apply(transforms, way, unit.transpose(0, 1)).transpose(0, 1) - offset
+    else:
+        offset = _apply(transforms, way, zero)
+        matrix = _apply(transforms, way, unit) - offset
+    if torch.equal(matrix, matrix[:1].expand_as(matrix)) and torch.equal(offset, offset[:1].expand_as(offset)):
+        matrix, offset = matrix[:1], offset[:1]
+    shift = offset[:, 0].float().contiguous() if bool(offset.any()) else None
+    return Space(MATRIX, 1, matrix.float().contiguous(), shift)
+
+
+def _only_a_mean(transform: BoundTransform) -> bool:
+    return isinstance(transform, BoundAffine) and transform.matrix is None and transform.offset is not None
+
+
+def _apply(transforms: Sequence[BoundTransform], way: str, x: Tensor) -> Tensor:
+    for transform in reversed(transforms) if way == "inverse" else transforms:
+        x = getattr(transform, way)(x)
+    return x

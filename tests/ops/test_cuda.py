@@ -1,0 +1,309 @@
+"""The CUDA kernels against the reference on the same bytes: float64, poisoned memory, odd shapes. What needs no GPU runs anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.bench import attention
+from kvant.bench.append import difference
+from kvant.bench.synthetic import Shape, fitted, vectors
+from kvant.cache import Entry, PagedCache
+from kvant.codecs.affine import Affine
+from kvant.layout import Layout
+from kvant.ops import OPS, choose, implementations, reference
+from kvant.ops.cuda import append as cuda_append
+from kvant.ops.cuda import decode as cuda_decode
+from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda.spaces import HADAMARD, MATRIX, NONE, space_of
+from kvant.ops.types import BoundStream
+from kvant.transforms.hadamard import Hadamard
+from kvant.transforms.random_rotation import RandomRotation
+from tests.conftest import make_layout, relative_error
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+LENGTHS = [1, 63, 64, 129, 700, 2000]
+H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
+
+
+def filled(
+    name: str, heads: int, group: int, dim: int, dtype: str, lengths: list[int], page: int | None = None
+) -> tuple[PagedCache, list[Entry]]:
+    """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference."""
+    recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
+    layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
+    pages = sum(layout.pages_for(n) for n in lengths) + 2
+    cache = PagedCache(layout, 1, pages, "cuda", {0: fitted(recipe, shape, "cuda")})
+    entries = [cache.new() for _ in lengths]
+    store = cache.stores[0]
+    store.pages.fill_(0xFF)
+    for overlay in store.overlays.values():
+        overlay.fill_(float("nan"))
+    for entry, n in zip(entries, lengths, strict=True):
+        k, v = (vectors(n, heads, dim, "cuda", shift).to(shape.torch_dtype) for shift in (0.0, 0.4))
+        reference.append(store, k, v, cache.extend([entry], [n]))
+    return cache, entries
+
+
+def check_decode(
+    name: str,
+    group: int = 4,
+    dim: int = 128,
+    dtype: str = "float32",
+    softcap: float | None = None,
+    window: int | None = None,
+    page: int | None = None,
+    lengths: list[int] | None = None,
+    heads: int = 2,
+    limit: float = 5e-4,
+) -> None:
+    cache, entries = filled(name, heads, group, dim, dtype, lengths or LENGTHS, page)
+    assert cache.ops["decode"].name == "cuda"
+    batch, store = cache.batch(entries), cache.stores[0]
+    q = torch.randn(len(entries), heads * group, dim, device="cuda").to(getattr(torch, dtype))
+    options = {"scale": dim**-0.5, "softcap": softcap, "window": window}
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, **options)  # type: ignore[arg-type]
+    assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < limit  # type: ignore[arg-type]
+    keys = reference.read(store, "key", batch, batch.lengths).double()
+    scores = (
+        torch.einsum("bhgd,bnhd->bhgn", store.key.dual(q.double().view(len(q), heads, group, dim)), keys) * dim**-0.5
+    )
+    if softcap is not None:
+        lost = store.key.lost(q.double().view(len(q), heads, group, dim))
+        scores = softcap * torch.tanh((scores if lost is None else scores + lost[..., None] * dim**-0.5) / softcap)
+    at = torch.arange(keys.shape[1], device="cuda")
+    keep = (at < batch.lengths[:, None]) & (at >= batch.lengths[:, None] - (window or keys.shape[1]))
+    expected = torch.logsumexp(scores.masked_fill(~keep[:, None, None], float("-inf")), -1).flatten(1)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+@pytest.mark.parametrize(
+    ("group", "dim"), [(1, 128), (2, 64), (3, 96), (4, 256), (5, 64), (8, 128), (12, 96), (16, 256), (40, 64)]
+)
+def test_decode_of_every_shape(name: str, group: int, dim: int) -> None:
+    check_decode(name, group, dim)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int8", "int3", "int2", "int4:zero=float", "int4:k.bits=8,v.bits=3", "saw-int4-kv:seed=3", "oscar"),
+        *("int2:sink=5,recent=70", "int4:sink=0,recent=33", "int2:sink=7,recent=0"),
+        *("kvant-4", "kvant-2:rope=post", "kvant-2:rope=post,k.bits=4/4/0"),
+    ],
+)
+def test_decode_of_every_recipe(name: str, dim: int) -> None:
+    check_decode(name, 4, dim)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 5e-4)])
+def test_decode_in_16_bits(dtype: str, limit: float) -> None:
+    check_decode("saw-int4-kv", dtype=dtype, limit=limit)
+    check_decode("quarot-int2-win", dtype=dtype, limit=limit)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("softcap", "window"), [(5.0, None), (None, 100), (30.0, 300), (None, 1)])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | None, window: int | None) -> None:
+    check_decode(name, softcap=softcap, window=window)
+    check_decode("kvant-4", 5, 64, softcap=softcap, window=window)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("page", [16, 32, 128])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+def test_decode_of_other_pages(name: str, page: int) -> None:
+    check_decode(name, page=page)
+    check_decode(name, 2, 64, window=77, page=page)
+
+
+@gpu
+@needs_gpu
+def test_decode_of_long_and_of_many_sequences() -> None:
+    check_decode("int2", lengths=[40_000, 3])
+    check_decode("quarot-int2-win", lengths=[40_000])
+    check_decode("int2", 8, lengths=list(range(1, 200, 3)))
+
+
+@gpu
+@needs_gpu
+def test_decode_in_a_cuda_graph_follows_its_inputs() -> None:
+    cache, entries = filled("quarot-int2-win", 2, 4, 128, "bfloat16", [900, 400])
+    batch, store = cache.batch(entries), cache.stores[0]
+    q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
+    run = cache.ops["decode"].run
+    run(store, q, batch, scale=0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(store, q, batch, scale=0.1)
+    for _ in range(2):
+        q.copy_(torch.randn_like(q))
+        batch.lengths.sub_(3)
+        graph.replay()
+        assert relative_error(out, reference.decode(store, q.double(), batch, scale=0.1)) < 2e-3
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int4",
+        "saw-int4",
+        "saw-int4-kv:seed=3",
+        "int8",
+        "int2:sink=5,recent=70",
+        "quarot-int2-win",
+        "int4:k.bits=2",
+        "saw-hessian",
+    ],
+)
+def test_append_writes_what_the_reference_writes(name: str, dim: int, dtype: str) -> None:
+    """The reference runs on the CPU: on a GPU, torch divides by a number through its reciprocal."""
+    if name == "saw-hessian":
+        name = next(n for n in recipes.names() if n.startswith("saw") and "hessian" in n)
+    recipe, heads = recipes.get(name), 3
+    layout = Layout.of(recipe, heads, dim, dtype=dtype)
+    tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, dtype), "cpu")
+    caches = [PagedCache(layout, 1, 40, device, {0: tensors}) for device in ("cuda", "cpu")]
+    assert caches[0].ops["append"].name == "cuda"
+    entries = [[cache.new() for _ in range(3)] for cache in caches]
+    stores = [cache.stores[0] for cache in caches]
+    for store in stores:
+        store.pages.fill_(0xFF)
+        for overlay in store.overlays.values():
+            overlay.fill_(7.0)
+    for counts in ([130, 1, 64], [1, 1, 1], [5, 700, 2]):
+        k, v = (vectors(sum(counts), heads, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+        cuda_append.append(stores[0], k.cuda(), v.cuda(), caches[0].extend(entries[0], counts))
+        reference.append(stores[1], k, v, caches[1].extend(entries[1], counts))
+    stores[0].pages = stores[0].pages.cpu()
+    assert float((stores[0].pages != stores[1].pages).double().mean()) < 1e-4
+    assert entries[0][0].pages[0] == entries[1][0].pages[0] == 0
+    error, _ = difference(stores[0], stores[1], layout.page_tokens)  # of a page that is full
+    assert error < 1e-3
+    for side in ("key", "value"):
+        found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@gpu
+@needs_gpu
+def test_padding_slots_write_nothing() -> None:
+    cache = PagedCache(make_layout("int2:sink=2,recent=3", 2, 64, dtype="bfloat16"), 1, 4, "cuda")
+    batch = cache.extend([cache.new()], [5])
+    batch = batch._replace(slots=torch.full_like(batch.slots, -1))
+    store = cache.stores[0]
+    store.pages.fill_(0xFF)
+    for overlay in store.overlays.values():
+        overlay.fill_(float("nan"))
+    cuda_append.append(store, *torch.randn(2, 5, 2, 64, device="cuda"), batch)
+    assert bool((store.pages == 0xFF).all())
+    assert bool(store.overlays["key"].isnan().all())
+
+
+# --- without a GPU ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_offered_on_a_cpu() -> None:
+    layout = make_layout("saw-int4")
+    for op in OPS:
+        names = {i.name: i.refuse(layout, torch.device("cpu")) for i in implementations(op)}
+        if "cuda" in names:
+            assert names["cuda"] == "it runs on CUDA devices, not on cpu"
+    assert choose("decode", layout, "cpu").name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("kivi-k2v2", "it reads token-wise affine codes, and the keys are coded by Channel"),
+        ("full", "it reads token-wise affine codes, and the keys are coded by Raw"),
+        ("int4:group=32", "it reads one scale a token, and the keys have 2"),
+        ("int2:k.recent=3", "keys and values have different windows"),
+        ("saw-int4", None),
+        ("oscar", None),
+    ],
+)
+def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> None:
+    assert plan.refuse_layout(make_layout(name)) == reason
+    assert plan.refuse_layout(Layout.of(recipes.get("int4"), 2, 64, order="plain")) is not None
+
+
+def test_append_refuses_what_it_cannot_write() -> None:
+    assert "clip" in (cuda_append.refuse_layout(make_layout("oscar")) or "")
+    assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
+    assert cuda_append.refuse_layout(make_layout("saw-int4-kv")) is None
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 11, 16, 17, 64])
+def test_query_heads_are_tiled(group: int) -> None:
+    made = plan.Plan(make_layout("int4", 2, 128), group, "bfloat16", (0, 1), (0, 1), False, True, H200)
+    tiles = int(str(made.constants["QUERY_TILES"]))
+    assert made.tile_heads <= 16
+    assert (tiles - 1) * made.tile_heads < group <= tiles * made.tile_heads
+    assert 4 * made.own_heads >= made.tile_heads
+    assert made.dynamic_bytes <= H200[0]
+
+
+def test_constants_are_the_layouts() -> None:
+    layout = make_layout("int3:k.bits=8", 2, 64)
+    constants = plan.Plan(layout, 4, "float16", (1, 64), (2, 1), True, True, H200).constants
+    offsets = {(s.stream, s.kind, s.bits): s.offset for s in layout.sections}
+    assert constants["RUN"] == layout.run_bytes
+    assert constants["KEY_PLANES"] == f"Planes<KeyPlane<64, 8, {offsets['key', 'code', 8]}, 0, {1 << 20}, 0>>"
+    low, high = offsets["value", "code", 2], offsets["value", "code", 1]
+    assert constants["VALUE_CODES"] == f"ValueCodes<64, 3, {low}, {high}, {1 << 20}>"
+    assert constants["VALUE_META_OFFSET"] == offsets["value", "meta", 16]
+
+
+def test_spaces_are_the_transforms() -> None:
+    layout = make_layout("int4", 2, 64)
+    stream = BoundStream.of(recipes.get("saw-int4").key, 64, "bfloat16", "cpu")
+    assert space_of((), "dual", layout, torch.device("cpu")).kind == NONE
+    found = space_of(stream.transforms, "dual", layout, torch.device("cpu"))
+    assert (found.kind, found.order, found.tensor) == (HADAMARD, 64, None)
+    two = (Hadamard(seed=1).bind(64), RandomRotation().bind(64))
+    q = torch.randn(3, 2, 5, 64, dtype=torch.float64)
+    for way in ("dual", "inverse"):
+        found = space_of(two, way, layout, torch.device("cpu"))
+        assert found.kind == MATRIX and found.tensor is not None and len(found.tensor) == 1 and found.offset is None
+        expected = q
+        for transform in two if way == "dual" else reversed(two):
+            expected = getattr(transform, way)(expected)
+        torch.testing.assert_close(q @ found.tensor[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8"])
+def test_kernels_compile(name: str, tmp_path: object) -> None:
+    try:
+        nvrtc.compiler()
+    except OSError as error:
+        pytest.skip(str(error))
+    layout = make_layout(name, 2, 128)
+    made = plan.Plan(layout, 6, "bfloat16", (2, 1), (1, 128), True, True, H200)
+    for arch in ("sm_80", "sm_90"):
+        nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
+    if all(isinstance(s.codec, Affine) and s.codec.bits != 3 for s in layout.recipe.streams.values()):
+        code = nvrtc.cached_code(
+            cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1)).text, "sm_90", tmp_path
+        )  # type: ignore[arg-type]
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="does not compile for sm_90"):
+        nvrtc.compile_text("nonsense", "sm_90")
