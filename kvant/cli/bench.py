@@ -29,8 +29,13 @@ def add(commands: Any) -> None:
         help="tokens a sequence (default 8192), one for each --batch or for all",
     )
     parser.add_argument(
-        "--new-tokens", type=int, default=512, metavar="N", help="prefill: new tokens of each sequence (default 512)"
+        "--new-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="prefill, generate: new tokens of a sequence (default 512)",
     )
+    parser.add_argument("--layers", type=int, default=36, help="generate: layers (default 36)")
     parser.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
     parser.add_argument("--kv-heads", type=int, default=8, help="KV heads (default 8)")
     parser.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
@@ -67,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
-    if args.repeat < 1 or args.new_tokens < 1:
-        raise ValueError(f"--repeat and --new-tokens must be positive, got {args.repeat} and {args.new_tokens}")
+    if min(args.repeat, args.new_tokens, args.layers) < 1:
+        given = f"{args.repeat}, {args.new_tokens} and {args.layers}"
+        raise ValueError(f"--repeat, --new-tokens and --layers must be positive, got {given}")
     batches, contexts = _numbers(args.batch, "--batch"), _numbers(args.context, "--context")
     count = max(len(batches), len(contexts))
     if {len(batches), len(contexts)} - {1, count}:
@@ -184,8 +190,38 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
     return results
 
 
+def _generate(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
+    from kvant.bench import generate
+    from kvant.layout import human_bytes
+
+    results, rows = [], []
+    model = generate.make_model(shapes[0], args.layers, device)
+    for shape in shapes:
+        for recipe in (None, *recipes):
+            say(f"{recipe.name if recipe else 'transformers'}, batch {shape.batch} x {shape.context}")
+            found = generate.measure(model, recipe, shape, args.new_tokens, args.implementation if recipe else None)
+            results.append(dataclasses.asdict(found))
+            rows.append(
+                [
+                    found.recipe,
+                    found.implementations.get("decode", "sdpa"),
+                    f"{shape.batch} x {shape.context} + {args.new_tokens}",
+                    f"{found.prefill_seconds:.2f}",
+                    f"{found.tokens_per_second:.1f}",
+                    human_bytes(found.cache_bytes),
+                ]
+            )
+    names = ("cache", "by", "batch x tokens", "prompt, s", "tokens/s", "cache")
+    columns = [(name, "left" if i in (0, 1, 2) else "right") for i, name in enumerate(names)]
+    print_table(
+        f"generation, {args.layers} layers, random weights", columns, rows, "transformers: its own cache, unquantized"
+    )
+    return results
+
+
 WORK: dict[str, Callable[[argparse.Namespace, list[Any], list[Any], Any], list[dict[str, Any]]]] = {
     "append": _append,
     "attention": _attention,
+    "generate": _generate,
     "prefill": _prefill,
 }

@@ -90,6 +90,35 @@ def test_the_command_writes_its_results(work: str, tmp_path: Path, capsys: pytes
     assert "int2" in capsys.readouterr().out
 
 
+def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    shape = ["--batch", "2", "--context", "70", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
+    assert (
+        main(
+            [
+                "bench",
+                "generate",
+                "--recipe",
+                "int8,int4",
+                *shape,
+                "--layers",
+                "2",
+                "--new-tokens",
+                "3",
+                "--json",
+                str(target),
+            ]
+        )
+        == 0
+    )
+    found = json.loads(target.read_text())["results"]
+    assert [r["recipe"] for r in found] == ["transformers", "int8", "int4"]
+    assert found[0]["cache_bytes"] == 2 * 2 * 2 * 73 * 2 * 32 * 4  # layers, sequences, keys and values, float32
+    assert found[0]["cache_bytes"] > found[1]["cache_bytes"] > found[2]["cache_bytes"]
+    assert all(r["tokens_per_second"] > 0 for r in found)
+    assert main(["bench", "generate", "--recipe", "oscar", *shape, "--layers", "1"]) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

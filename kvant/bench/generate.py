@@ -1,0 +1,98 @@
+"""Generation through transformers: a model of Qwen3's kind with random weights, prompts of random tokens, greedy steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+from kvant.bench.synthetic import Shape
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class Result:
+    recipe: str  # or transformers, its own cache and attention
+    implementations: dict[str, str]
+    shape: dict[str, Any]
+    layers: int
+    new_tokens: int
+    prefill_seconds: float
+    tokens_per_second: float  # of all sequences together, once the prompt has been read
+    cache_bytes: int
+
+
+def make_model(shape: Shape, layers: int, device: torch.device) -> Any:
+    """A Qwen3 of this shape; everything but the attention is as wide as the heads are together."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden = shape.heads * shape.head_dim
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=1 << 20,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(shape.torch_dtype)
+    try:
+        with device:
+            return Qwen3ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def measure(
+    model: Any, recipe: Recipe | None, shape: Shape, new_tokens: int, implementation: str | None = None
+) -> Result:
+    """One prompt and `new_tokens` steps; without a recipe, with transformers' own cache."""
+    from transformers import DynamicCache
+
+    from kvant.engines.hf import Cache
+
+    if recipe is not None and recipe.calibrated:
+        raise ValueError(
+            f"recipe {recipe.name} is fitted to a model, and random weights are none: name one that needs no artifact"
+        )
+    layers = model.config.num_hidden_layers
+    cache: Any = (
+        DynamicCache(config=model.config) if recipe is None else Cache(model, recipe, implementation=implementation)
+    )
+    if recipe is None:
+        model.config._attn_implementation = "sdpa"
+    tokens = torch.randint(0, 32_000, (shape.batch, shape.context), device=model.device)
+    start = _now(model.device)
+    with torch.inference_mode():
+        token = _step(model, tokens, cache)
+        read = _now(model.device)
+        for _ in range(new_tokens):
+            token = _step(model, token, cache)
+    end = _now(model.device)
+    names: dict[str, str] = {}
+    if recipe is None:
+        nbytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    else:
+        nbytes = cache.nbytes_used
+        names = {op: chosen.name for op, chosen in cache.groups[0].paged.ops.items()}
+    name = "transformers" if recipe is None else recipe.name
+    speed = shape.batch * new_tokens / (end - read)
+    return Result(name, names, dataclasses.asdict(shape), layers, new_tokens, read - start, speed, nbytes)
+
+
+def _step(model: Any, tokens: Tensor, cache: Any) -> Tensor:
+    logits = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1:].argmax(-1)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
