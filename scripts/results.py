@@ -29,23 +29,13 @@ from kvant.layout import Layout
 DOCS = Path(__file__).parent.parent / "docs"
 ABLATIONS = {
     "kvant's parts": [
-        *("kvant-2", "kvant-2:rope=post", "kvant-2:rope_block=1024", "kvant-2:k.mean=false", "kvant-2:share=0"),
-        *(
-            "kvant-2:k.bits=2,k.bands=one",
-            "kvant-2:k.bits=3/2/1",
-            "kvant-2:k.hadamard=false",
-            "kvant-2:k.unbiased=false",
-        ),
-        *(
-            "kvant-2:search=1",
-            "kvant-2:k.search=1",
-            "kvant-2:v.search=1",
-            "kvant-2:levels=lloyd",
-            "kvant-2:v.flag=false",
-        ),
-        *("kvant-2:recent=16", "kvant-2:recent=256", "kvant-2:sink=0"),
+        *("kvant-2", "kvant-2:search=9"),
+        *("kvant-2:search=9,rope=post", "kvant-2:search=9,k.mean=false", "kvant-2:search=9,share=0"),
+        *("kvant-2:search=9,k.bits=2,k.bands=one", "kvant-2:search=9,k.bits=3/2/1"),
+        *("kvant-2:search=9,k.hadamard=false", "kvant-2:search=9,k.unbiased=false", "kvant-2:search=9,levels=lloyd"),
+        *("kvant-2:search=9,recent=16", "kvant-2:search=9,recent=256", "kvant-2:search=9,sink=0"),
         *("oscar:sink=4,recent=64", "oscar:sink=4,recent=256"),
-        *("kvant-4", "kvant-4:search=1", "kvant-4:sink=4", "kvant-4:rope=block"),
+        *("kvant-4", "kvant-4:search=1", "kvant-4:sink=4"),
         *("saw-int4-kv", "saw-int4-kv:zero=float,search=5", "saw-int4-kv:sink=4"),
     ],
     "Zero points": ["int4", "int4:zero=float", "saw-int4", "saw-int4:zero=float"],
@@ -55,13 +45,12 @@ ABLATIONS = {
         "oscar:clip=1",
         "oscar:target=none",
         "oscar:hadamard=none",
-        "oscar:k.target=keys,v.target=values",
         "oscar:per_head=true",
         "oscar:sink=0,recent=0",
     ],
     "Positions": [
         *("oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"),
-        *("kvant-2", "kvant-2+20000", "kvant-4@32768", "kvant-4@32768+20000"),
+        *("kvant-4@32768", "kvant-4@32768+20000"),
     ],
     "SQuat beside KIVI with the same group and residual": [
         "kivi-k2v2:group=32,k.flush=32,v.recent=32",
@@ -81,7 +70,7 @@ ABLATIONS = {
     ],
 }
 
-LONG = ["saw-int4", "saw-int4-kv", "kvant-4", "kvant-2", "oscar:sink=4,recent=64"]
+LONG = ["saw-int4", "kvant-2:search=9", "oscar:sink=4,recent=64"]
 
 
 def measure(name: str, model: Any, tokenizer: Any, windows: Windows, text: str | None, tokens: int) -> dict[str, Any]:

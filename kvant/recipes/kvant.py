@@ -3,10 +3,10 @@
 **kvant-2** codes what attention reads. Keys are turned back to the start of their block of 256 positions, so that they
 look alike wherever they stand; their mean is taken off; a basis in which they are white and in which queries have sorted
 variances (transforms.affine_map.Balance) puts what queries read most into the first channels. The first quarter of the
-channels has 4 bits, the next half 2, the last quarter none. One scale per token, searched for the least error weighed by
-the queries' variances and then stretched so that the token's product with itself is kept (codecs.banded). Values: part
-of the way to white, mixed, 2 bits, one searched scale, whose sign says whether the values' mean was taken off. 2.25 bits
-per element at head dim 64, 2.125 at 128.
+channels has 4 bits, the next half 2, the last quarter none. One scale per token: the root mean square, stretched so that
+the token's product with itself, weighed by the queries' variances, is kept (codecs.banded). Values: part of the way to
+white, mixed, 2 bits, one scale, whose sign says whether the values' mean was taken off. 2.25 bits per element at head dim
+64, 2.125 at 128. `search=9` searches the scale for the least error first; it gains nothing once the scale is stretched.
 
 Queries are turned back once per block of positions, which costs head_dim / 256 of the products. `rope=post` codes
 keys as they come instead; statistics are then, as everybody's, measured over all positions that will be served.
@@ -27,7 +27,7 @@ from kvant.transforms.hadamard import Hadamard
 
 _WINDOW = Window(sink=4, recent=64)
 _INT4 = Affine(bits=4, search=5)
-_KEYS = Stream(Banded("4/2/0"), (Balance(),), _WINDOW, rope="block")
+_KEYS = Stream(Banded("4/2/0", search=1), (Balance(),), _WINDOW, rope="block")
 
 KVANT_4 = Recipe(
     "kvant-4",
@@ -40,7 +40,7 @@ KVANT_4 = Recipe(
 KVANT_2 = Recipe(
     "kvant-2",
     _KEYS,
-    Stream(Banded("2", weighted=False, unbiased=False, flag=True), (Spectral(),), _WINDOW),
+    Stream(Banded("2", search=1, weighted=False, unbiased=False, flag=True), (Spectral(),), _WINDOW),
     paper="kvant",
     summary="keys in bands of 4, 2 and 0 bits by what queries read, values 2 bits, 4 sink and 64 recent tokens",
 )
