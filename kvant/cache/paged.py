@@ -213,6 +213,8 @@ class PagedCache:
         keep = self.layout.pages_for(length)
         gone = [page for page in entry.pages[keep:] if page != SLID_OUT]
         entry.sinks = min(entry.sinks, length)
+        if entry.pure is not None and length <= entry.pure:
+            entry.pure = None  # what had been coded again is gone
         entry.length = length
         del entry.pages[keep:]
         self.pool.release(gone)

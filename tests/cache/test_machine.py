@@ -376,7 +376,7 @@ def test_any_order_of_operations(request: pytest.FixtureRequest, monkeypatch: py
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     run_state_machine_as_test(
         Machine,
-        settings=settings(max_examples=examples, stateful_step_count=16, deadline=None, suppress_health_check=checks),
+        settings=settings(max_examples=examples, stateful_step_count=14, deadline=None, suppress_health_check=checks),
     )
 
 

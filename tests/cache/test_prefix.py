@@ -152,6 +152,12 @@ def test_a_group_that_was_cut_and_coded_again_is_not_kept() -> None:
     cache.crop(entry, 40)  # the ring holds 48 ... 63: 32 ... 39 come back from their page
     append(cache, [entry], [[3] * 40])
     assert prefix.keep(entry, [1, 2] * 20 + [3] * 40) == 32
+    cache.crop(entry, 30)
+    append(cache, [entry], [[4] * 50])
+    assert prefix.keep(entry, [1, 2] * 15 + [4] * 50) == 16, "17 ... 29 were cut again"
+    cache.crop(entry, 16)
+    append(cache, [entry], [[5] * 20])
+    assert prefix.keep(entry, [1, 2] * 8 + [5] * 20) == 32, "now nothing of it was ever cut"
     straight = cache.new()
     append(cache, [straight], [[1, 2] * 20 + [3] * 40])
     assert prefix.keep(straight, [1, 2] * 20 + [3] * 40) == 80
