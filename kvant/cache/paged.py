@@ -199,8 +199,9 @@ class PagedCache:
             first = max(window.packed_end(length), min(length, aligned(min(entry.exact[name], length))))
             if whole and stop > first:
                 first = aligned(stop)
-            if first < stop:
+            if first < (stop if stream.corrector is None else length):  # a corrector has seen the queries that are gone
                 entry.pure = first if entry.pure is None else min(entry.pure, first)
+            if first < stop:
                 pages = torch.tensor(entry.pages, device=self.device)
                 for layer in layers:
                     refill(self.stores[layer], name, pages, entry.owner, first, stop)

@@ -163,6 +163,16 @@ def test_a_group_that_was_cut_and_coded_again_is_not_kept() -> None:
     assert prefix.keep(straight, [1, 2] * 20 + [3] * 40) == 80
 
 
+def test_a_group_whose_saliency_has_seen_other_queries_is_not_kept() -> None:
+    """The window still holds the tokens that come back, but their weights include those of a query that is gone."""
+    cache, prefix = cache_of("zipcache:group=16,flush=16")
+    entry = cache.new()
+    append(cache, [entry], [[1, 2] * 16])
+    cache.crop(entry, 31)
+    append(cache, [entry], [[8, 8]])
+    assert prefix.keep(entry, [*[1, 2] * 15, 1, 8, 8]) == 16
+
+
 def test_under_a_sliding_window_only_what_it_sees_is_needed() -> None:
     cache, prefix = cache_of("int4", window=20)
     ids = list(range(9)) * 10
