@@ -50,7 +50,7 @@ ABLATIONS = {
     ],
     "Positions": [
         *("oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"),
-        *("kvant-4@32768", "kvant-4@32768+20000"),
+        *("kvant-2", "kvant-2+20000", "kvant-4@32768", "kvant-4@32768+20000"),
     ],
     "SQuat beside KIVI with the same group and residual": [
         "kivi-k2v2:group=32,k.flush=32,v.recent=32",
