@@ -29,7 +29,7 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
         if stream.groupwise:
             return f"it reads streams that are coded token by token, and the {name}s are coded in groups"
         if stream.rope != "post":
-            return f"it reads {name}s as they are stored, and they are stored before RoPE"
+            return f"it reads {name}s as they are stored, and they are stored turned back"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -45,16 +46,23 @@ def implementations(op: Op) -> list[Implementation]:
 
 
 def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None = None) -> Implementation:
-    """The best implementation that serves a layout on a device, or the one of that name; refusals are listed."""
+    """The best implementation that serves a layout on a device, or the one of that name; refusals are listed. On a GPU,
+    the plain reference is not taken without a word."""
     device = torch.device(device)
     candidates = [i for i in implementations(op) if name in (None, i.name)]
     if not candidates:
         known = ", ".join(i.name for i in implementations(op))
         raise ValueError(f"unknown implementation {name!r} of {op}; known: {known}")
-    refusals = []
+    refusals: list[str] = []
     for candidate in candidates:
         reason = candidate.refuse(layout, device)
         if reason is None:
+            if name is None and candidate.rank == 0 and refusals and device.type != "cpu":
+                warnings.warn(
+                    f"{op} of recipe {layout.recipe.name} on {device} is the plain torch reference, which is slow: "
+                    f"{'; '.join(refusals)} (implementation='{candidate.name}' takes it in silence)",
+                    stacklevel=2,
+                )
             return candidate
         refusals.append(f"{candidate.name}: {reason}")
     raise ValueError(f"nothing can {op} recipe {layout.recipe.name} on {device}: {'; '.join(refusals)}")

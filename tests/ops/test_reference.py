@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -153,3 +155,13 @@ def test_refusals_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_FOUND", {("decode", "picky"): broken})
     with pytest.raises(ValueError, match="nothing can decode recipe int4 on cpu: picky: it is picky"):
         choose("decode", make_layout("int4"), "cpu")
+
+
+def test_the_reference_is_not_taken_without_a_word_on_a_gpu() -> None:
+    layout = make_layout("kivi-k2v2")
+    with pytest.warns(UserWarning, match=r"decode of recipe kivi-k2v2 on cuda is the plain torch reference.*cuda: "):
+        assert choose("decode", layout, "cuda").name == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose("decode", layout, "cuda", "reference")
+        choose("decode", layout, "cpu")
