@@ -28,8 +28,6 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     for name, stream in layout.recipe.streams.items():
         if stream.groupwise:
             return f"it reads streams that are coded token by token, and the {name}s are coded in groups"
-        if stream.rope != "post":
-            return f"it reads {name}s as they are stored, and they are stored turned back"
     return None
 
 
@@ -117,13 +115,13 @@ def read_block(store: LayerStore, name: StreamName, row: PagedBatch, n: int, fir
     window, size = stream.spec.window, layout.page_tokens
     pages = row.block_table[0, first // size : -(-last // size)].clamp_min(0)
     packed = stream.codec.decode(layout.unpack(name, store.pages[pages]))[: last - first]
+    position = torch.arange(first, last, device=packed.device)
     if overlay.shape[1]:
-        position = torch.arange(first, last, device=packed.device)
         frontier = max(window.packed_end(n), window.sink)
         full = (position < row.sinks[0].clamp_max(n)) | ((position >= frontier) & (position >= row.exact[name][0]))
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
         packed = torch.where(full[:, None, None], overlay[row.owners[0]][index].float(), packed)
-    return packed
+    return stream.attended(packed, position)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:

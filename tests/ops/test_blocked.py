@@ -7,14 +7,18 @@ import torch
 
 from kvant.cache import PagedCache
 from kvant.ops import blocked, reference
+from tests.calibrate.synthetic import rope_of
 from tests.conftest import make_layout, relative_error
+from tests.fitted import made_up_tensors
 
 NAMES = ["full", "saw-int4-kv", "int2:sink=5,recent=0", "int2:sink=0,recent=70", "saw-int4:sink=3,recent=70,k.recent=9"]
+NAMES += ["kvant-2", "kvant-2:rope=post", "kvant-4", "oscar:sink=3,recent=20"]
 
 
 def check(name: str, history: int, fresh: int, device: str, limit: float, **options: float | int | None) -> None:
     layout = make_layout(name, 2, 64, dtype="float32")
-    cache = PagedCache(layout, layers=1, device=device)
+    ropes = [rope_of(64)] if layout.recipe.wants_rope else None
+    cache = PagedCache(layout, 1, device=device, tensors={0: made_up_tensors(layout.recipe, 2, 64)}, ropes=ropes)
     entries = [cache.new(), cache.new()]
     counts = [history, history // 3]
     if history:
@@ -41,7 +45,8 @@ def test_soft_cap_and_sliding_window(
     softcap: float | None, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", 64)
-    check("quarot-int2-win", 500, 33, "cpu", 1e-5, softcap=softcap, window=window)
+    for name in ("quarot-int2-win", "kvant-2", "kvant-4"):
+        check(name, 500, 33, "cpu", 1e-5, softcap=softcap, window=window)
 
 
 def test_what_is_better_served_elsewhere_is_refused() -> None:
