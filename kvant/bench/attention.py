@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvant.bench.synthetic import Filled, Shape, copies, fill
 from kvant.bench.timing import buffer_bytes, median_seconds
 from kvant.ops import choose, reference
+from kvant.ops.registry import Implementation
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 from kvant.recipe import Recipe
 
@@ -78,19 +79,30 @@ def error_of(run: Any, store: LayerStore, query: Tensor, batch: PagedBatch, **op
     return float((found[rows].double() - expected).norm() / expected.norm())
 
 
+def queries(shape: Shape, device: torch.device) -> Tensor:
+    return torch.randn(shape.batch, shape.heads, shape.head_dim, device=device).to(shape.torch_dtype)
+
+
+def checked(filled: Filled, query: Tensor, chosen: Implementation, options: dict[str, float]) -> float:
+    """As `error_of`; refuses to go on where it is too large."""
+    error = error_of(chosen.run, filled.store, query, filled.batch, **options)
+    if not error <= LIMIT:
+        name = filled.cache.layout.recipe.name
+        raise ValueError(
+            f"{chosen.name} decodes recipe {name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"
+        )
+    return error
+
+
 def measure(
     recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
 ) -> Result:
     filled = fill(recipe, shape, device)
     layout = filled.cache.layout
     chosen = choose("decode", layout, device, implementation)
-    query = torch.randn(shape.batch, shape.heads, shape.head_dim, device=device).to(shape.torch_dtype)
+    query = queries(shape, device)
     options = {"scale": shape.head_dim**-0.5}
-    error = error_of(chosen.run, filled.store, query, filled.batch, **options)
-    if not error <= LIMIT:
-        raise ValueError(
-            f"{chosen.name} decodes recipe {recipe.name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"
-        )
+    error = checked(filled, query, chosen, options)
     stores = copies(filled, buffer_bytes(device))
     calls = [lambda store=store: chosen.run(store, query, filled.batch, **options) for store in stores]
     seconds = median_seconds(calls, device, repeat)

@@ -1,4 +1,7 @@
-"""Generation through transformers: a model of Qwen3's kind with random weights, prompts of random tokens, greedy steps."""
+"""Generation through transformers: a model of Qwen3's kind with random weights, prompts of random tokens, greedy steps.
+
+First append and decode are checked against the reference on pages of the same shape, as when they are timed themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from typing import Any
 
 import torch
 
-from kvant.bench.synthetic import Shape
+from kvant.bench import append, attention
+from kvant.bench.synthetic import Shape, fill
+from kvant.ops import choose
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
+CHECKED = (4, 2048)  # sequences and tokens of each that are checked, at most
 
 
 @dataclasses.dataclass
@@ -24,6 +30,7 @@ class Result:
     prefill_seconds: float
     tokens_per_second: float  # of all sequences together, once the prompt has been read
     cache_bytes: int
+    error: float = 0.0  # of decode, against the reference in float64
 
 
 def make_model(shape: Shape, layers: int, device: torch.device) -> Any:
@@ -62,6 +69,7 @@ def measure(
         raise ValueError(
             f"recipe {recipe.name} is fitted to a model, and random weights are none: name one that needs no artifact"
         )
+    error = 0.0 if recipe is None else _check(recipe, shape, model.device, implementation)
     layers = model.config.num_hidden_layers
     cache: Any = (
         DynamicCache(config=model.config) if recipe is None else Cache(model, recipe, implementation=implementation)
@@ -84,7 +92,16 @@ def measure(
         names = {op: chosen.name for op, chosen in cache.groups[0].paged.ops.items()}
     name = "transformers" if recipe is None else recipe.name
     speed = shape.batch * new_tokens / (end - read)
-    return Result(name, names, dataclasses.asdict(shape), layers, new_tokens, read - start, speed, nbytes)
+    return Result(name, names, dataclasses.asdict(shape), layers, new_tokens, read - start, speed, nbytes, error)
+
+
+def _check(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None) -> float:
+    """The error of decode on a small part of the work; append has then been checked too."""
+    small = dataclasses.replace(shape, batch=min(shape.batch, CHECKED[0]), context=min(shape.context, CHECKED[1]))
+    append.check(recipe, small, device, implementation)
+    filled = fill(recipe, small, device)
+    chosen = choose("decode", filled.cache.layout, device, implementation)
+    return attention.checked(filled, attention.queries(small, device), chosen, {"scale": small.head_dim**-0.5})
 
 
 def _step(model: Any, tokens: Tensor, cache: Any) -> Tensor:

@@ -206,12 +206,13 @@ def _generate(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], d
                     found.recipe,
                     found.implementations.get("decode", "sdpa"),
                     f"{shape.batch} x {shape.context} + {args.new_tokens}",
+                    f"{found.error:.1e}",
                     f"{found.prefill_seconds:.2f}",
                     f"{found.tokens_per_second:.1f}",
                     human_bytes(found.cache_bytes),
                 ]
             )
-    names = ("cache", "by", "batch x tokens", "prompt, s", "tokens/s", "cache")
+    names = ("cache", "by", "batch x tokens", "error", "prompt, s", "tokens/s", "cache")
     columns = [(name, "left" if i in (0, 1, 2) else "right") for i, name in enumerate(names)]
     print_table(
         f"generation, {args.layers} layers, random weights", columns, rows, "transformers: its own cache, unquantized"

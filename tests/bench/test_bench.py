@@ -116,6 +116,8 @@ def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
     assert found[0]["cache_bytes"] == 2 * 2 * 2 * 73 * 2 * 32 * 4  # layers, sequences, keys and values, float32
     assert found[0]["cache_bytes"] > found[1]["cache_bytes"] > found[2]["cache_bytes"]
     assert all(r["tokens_per_second"] > 0 for r in found)
+    assert found[0]["error"] == 0
+    assert all(0 < r["error"] < 2e-3 for r in found[1:])
     assert main(["bench", "generate", "--recipe", "oscar", *shape, "--layers", "1"]) == 2
 
 
