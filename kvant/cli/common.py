@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from kvant.files import replacing
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -116,13 +116,5 @@ def check_writable(path: str | None, option: str) -> None:
 
 def write_json(path: str, data: Any) -> None:
     """Writes a report whole or not at all."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.resolve().parent, prefix=f".{target.name}-")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=2)
-            file.write("\n")
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(json.dumps(data, indent=2) + "\n")

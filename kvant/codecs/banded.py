@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvant.bands import quarters
 from kvant.codecs.base import DTYPES, BoundCodec, Codec, Field, Parts, Tensor
 from kvant.codecs.lloyd_max import lloyd_max_levels
 
@@ -58,7 +59,7 @@ class Banded(Codec):
 
     def __post_init__(self) -> None:
         widths = self.bits.split("/")
-        if len(widths) not in (1, 3) or any(w not in ("0", "1", "2", "3", "4") for w in widths) or not self.band_bits:
+        if len(widths) not in (1, 3) or any(w not in ("0", "1", "2", "3", "4") for w in widths) or {*widths} == {"0"}:
             raise ValueError(f"bits must be one width or three from 0 to 4, such as 2 or 4/2/0, got {self.bits!r}")
         if self.search < 1:
             raise ValueError(f"search must be at least 1, got {self.search}")
@@ -71,25 +72,14 @@ class Banded(Codec):
     def reads(self) -> bool:
         return self.flag and self.share > 0
 
-    @property
-    def band_bits(self) -> tuple[int, ...]:
-        """Bits of the bands, without empty ones at the end."""
-        found = [int(width) for width in self.bits.split("/")]
-        while found and not found[-1]:
-            found.pop()
-        return tuple(found)
-
     def bands(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """(width, bits) of every band that is stored or left out, in order; neighbours of the same bits are one band."""
         bits = [int(width) for width in self.bits.split("/")]
         if len(bits) == 1:
             return ((head_dim, bits[0]),)
-        if head_dim % 4:
-            raise ValueError(f"head_dim must be a multiple of 4 to be cut into bands, got {head_dim}")
-        widths = (head_dim // 4, head_dim // 2, head_dim // 4)
+        pairs = zip(quarters(head_dim), bits, strict=True)
         return tuple(
-            (sum(width for width, _ in run), same)
-            for same, run in itertools.groupby(zip(widths, bits, strict=True), key=lambda pair: pair[1])
+            (sum(width for width, _ in run), same) for same, run in itertools.groupby(pairs, key=lambda pair: pair[1])
         )
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
@@ -120,7 +110,12 @@ class BoundBanded(BoundCodec):
     def __init__(self, spec: Banded, head_dim: int, weights: Tensor | None, mean: Tensor | None) -> None:
         self.spec, self.head_dim = spec, head_dim
         self.weights, self.mean = weights, mean  # [heads, head_dim] each
-        self.stored = sum(width for width, bits in spec.bands(head_dim) if bits)
+        self.bands: list[tuple[str, slice, int]] = []  # that are stored: name of the codes, channels, bits
+        first = 0
+        for i, (width, bits) in enumerate(spec.bands(head_dim)):
+            if bits:
+                self.bands.append((f"codes{i}", slice(first, first + width), bits))
+            first += width
         self.factors = (
             [1.0]
             if spec.search == 1
@@ -133,6 +128,10 @@ class BoundBanded(BoundCodec):
     def _levels(self, bits: int, device: torch.device) -> Tensor:
         return torch.tensor(normal_levels(bits, self.spec.levels), dtype=torch.float32, device=device)
 
+    def _weights(self, device: torch.device) -> Tensor:
+        """What an error costs in every channel: [heads or 1, head_dim]."""
+        return torch.ones(1, self.head_dim, device=device) if self.weights is None else self.weights.to(device)
+
     def _codes(self, band: Tensor, scale: Tensor, bits: int) -> Tensor:
         """Nearest levels of a band's channels: int64."""
         unit = band / scale
@@ -144,25 +143,19 @@ class BoundBanded(BoundCodec):
 
     def _scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The best scale of every token [tokens, heads, 1], and the squared error it leaves."""
-        dtype = DTYPES[self.spec.meta]
-        bands = self.spec.bands(self.head_dim)
-        keep = torch.cat([torch.full((width,), bits > 0, device=x.device) for width, bits in bands])
-        rms = (torch.where(keep, x, 0.0).square().sum(-1, keepdim=True) / self.stored).sqrt()
+        limits = torch.finfo(DTYPES[self.spec.meta])
+        stored = torch.cat([x[..., at] for _, at, _ in self.bands], -1)
+        rms = stored.square().mean(-1, keepdim=True).sqrt()
         best = torch.full_like(rms, float("inf"))
         chosen = torch.ones_like(rms)
-        weights = None if self.weights is None else self.weights.to(x.device)
+        weights = self._weights(x.device)
         for factor in self.factors:
-            scale = (rms * factor).clamp(torch.finfo(dtype).tiny, torch.finfo(dtype).max).to(dtype).float()
+            scale = (rms * factor).clamp(limits.tiny, limits.max).to(DTYPES[self.spec.meta]).float()
             error = torch.zeros_like(rms)
-            first = 0
-            for width, bits in bands:
-                at = slice(first, first + width)
-                first += width
-                if not bits:
-                    continue
+            for _, at, bits in self.bands:
                 levels = self._levels(bits, x.device)
                 missed = (x[..., at] - scale * levels[self._codes(x[..., at], scale, bits)]).square()
-                error += (missed if weights is None else missed * weights[:, at]).sum(-1, keepdim=True)
+                error += (missed * weights[:, at]).sum(-1, keepdim=True)
             better = error < best
             best, chosen = torch.where(better, error, best), torch.where(better, scale, chosen)
         return chosen, best
@@ -179,16 +172,12 @@ class BoundBanded(BoundCodec):
             scale, sign = torch.where(taken, other, scale), torch.where(taken, -1.0, 1.0)
         parts: Parts = {}
         reached = torch.zeros_like(scale)  # the weighted product of x and its code
-        weights = torch.ones(1, self.head_dim, device=x.device) if self.weights is None else self.weights.to(x.device)
-        first = 0
-        for i, (width, bits) in enumerate(self.spec.bands(self.head_dim)):
-            at = slice(first, first + width)
-            first += width
-            if bits:
-                codes = self._codes(x[..., at], scale, bits)
-                parts[f"codes{i}"] = codes.to(torch.uint8)
-                levels = self._levels(bits, x.device)[codes]
-                reached += (weights[:, at] * x[..., at] * levels).sum(-1, keepdim=True)
+        weights = self._weights(x.device)
+        for name, at, bits in self.bands:
+            codes = self._codes(x[..., at], scale, bits)
+            parts[name] = codes.to(torch.uint8)
+            levels = self._levels(bits, x.device)[codes]
+            reached += (weights[:, at] * x[..., at] * levels).sum(-1, keepdim=True)
         if self.spec.unbiased:
             wanted = (weights * x.square()).sum(-1, keepdim=True)
             stretch = wanted / (reached * scale).clamp_min(torch.finfo(torch.float32).tiny)
@@ -200,13 +189,9 @@ class BoundBanded(BoundCodec):
     def decode(self, parts: Parts) -> Tensor:
         signed = parts["scale"].float()
         scale = signed.abs()
-        bands = []
-        for i, (width, bits) in enumerate(self.spec.bands(self.head_dim)):
-            if bits:
-                bands.append(scale * self._levels(bits, scale.device)[parts[f"codes{i}"].long()])
-            else:
-                bands.append(scale.new_zeros(*scale.shape[:-1], width))
-        out = torch.cat(bands, -1)
+        out = scale.new_zeros(*scale.shape[:-1], self.head_dim)
+        for name, at, bits in self.bands:
+            out[..., at] = scale * self._levels(bits, scale.device)[parts[name].long()]
         if self.mean is not None:
             out = torch.where(signed < 0, out + self.mean.to(out.device), out)
         return out

@@ -8,17 +8,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvant.bands import quarters
 from kvant.transforms.base import BoundTransform, Tensor, Transform
-
-
-def quarters(dim: int) -> tuple[int, int, int]:
-    """Channels of the three bands of a head: a quarter, a half, a quarter."""
-    return dim // 4, dim - 2 * (dim // 4), dim // 4
-
-
-def check_share(share: float, name: str) -> None:
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {share}")
 
 
 class BoundAffine(BoundTransform):
@@ -56,10 +47,23 @@ class BoundAffine(BoundTransform):
 
 @dataclasses.dataclass(frozen=True)
 class _Learnt(Transform):
-    """Binds the tensors `offset` and `matrix`, whichever there are."""
+    """Binds the tensors `offset` and `matrix`, whichever there are.
+
+    share  of a token's weight in what is learnt that is what attention reads of it; the rest is the same for all.
+    """
 
     names: ClassVar[tuple[str, ...]] = ()
     calibrated: ClassVar[bool] = True
+
+    share: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ValueError(f"share must be between 0 and 1, got {self.share}")
+
+    @property
+    def reads(self) -> bool:
+        return self.share > 0
 
     def bind(
         self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"
@@ -79,21 +83,9 @@ class _Learnt(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Mean(_Learnt):
-    """x -> x - mu. In the keys it costs nothing at decode: q mu is the same for every token, and the softmax cancels it.
-
-    share  of a token's weight in the mean that is what attention reads of it; the rest is the same for all.
-    """
+    """x -> x - mu. In the keys it costs nothing at decode: q mu is the same for every token, and the softmax cancels it."""
 
     names: ClassVar[tuple[str, ...]] = ("offset",)
-
-    share: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_share(self.share, "share")
-
-    @property
-    def reads(self) -> bool:
-        return self.share > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +98,6 @@ class Balance(_Learnt):
     and brought back to unit variance, so that within a band an error costs the same in every channel.
 
     mean      whether mu, the keys' mean, is taken off.
-    share     of a key's weight in mu and Sigma that is what attention reads of it; the rest is the same for all.
     bands     "quarters" as above, or "one": all channels in one band, for codes of one width.
     hadamard  whether to mix within the bands.
     """
@@ -114,16 +105,8 @@ class Balance(_Learnt):
     names: ClassVar[tuple[str, ...]] = ("offset", "matrix")
 
     mean: bool = True
-    share: float = 0.3
     bands: Literal["quarters", "one"] = "quarters"
     hadamard: bool = True
-
-    def __post_init__(self) -> None:
-        check_share(self.share, "share")
-
-    @property
-    def reads(self) -> bool:
-        return self.share > 0
 
     def widths(self, head_dim: int) -> tuple[int, ...]:
         return quarters(head_dim) if self.bands == "quarters" else (head_dim,)
@@ -135,7 +118,6 @@ class Spectral(_Learnt):
 
     power     1/4 weighs an error in a strong direction and in a weak one alike once it is coded; 0 is the plain
               eigenbasis, 1/2 is white.
-    share     of a token's weight in the covariance that is what attention reads of it; the rest is the same for all.
     """
 
     names: ClassVar[tuple[str, ...]] = ("matrix",)
@@ -144,10 +126,6 @@ class Spectral(_Learnt):
     share: float = 0.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.power <= 0.5:
             raise ValueError(f"power must be between 0 and 0.5, got {self.power}")
-        check_share(self.share, "share")
-
-    @property
-    def reads(self) -> bool:
-        return self.share > 0

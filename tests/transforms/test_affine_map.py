@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvant.transforms.affine_map import Balance, Mean, Spectral, quarters
+from kvant.bands import quarters
+from kvant.transforms.affine_map import Balance, Mean, Spectral
 
 
 def tensors(dim: int) -> dict[str, torch.Tensor]:
@@ -32,7 +33,8 @@ def test_a_token_is_mapped_alike_in_any_batch() -> None:
 
 def test_quarters() -> None:
     assert quarters(128) == (32, 64, 32)
-    assert sum(quarters(70)) == 70
+    with pytest.raises(ValueError, match="multiple of 4"):
+        quarters(70)
 
 
 @pytest.mark.parametrize("part", [Mean(), Balance(), Spectral()])

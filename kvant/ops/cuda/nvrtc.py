@@ -11,11 +11,12 @@ import functools
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from kvant.files import cache_dir, replacing
 
 OPTIONS = ("--std=c++17",)
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -105,7 +106,7 @@ def compiler_version() -> tuple[int, int]:
 def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
     """As `compile_text`, from the cache directory where it is there; written whole or not at all."""
     if directory is None:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvant" / "kernels"
+        directory = cache_dir() / "kernels"
     name = hashlib.sha256(repr((text, arch, compiler_version(), OPTIONS)).encode()).hexdigest()
     path = directory / f"{name}.cubin"
     try:
@@ -114,14 +115,8 @@ def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
         pass
     code = compile_text(text, arch)
     directory.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=".kernel-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        temporary.write_bytes(code)
     return code
 
 
