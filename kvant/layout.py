@@ -15,10 +15,15 @@ fragment  the order in which the lanes of a warp feed the tensor core's mma.m16n
           those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels lie, so this
           costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing.
 
-Indices of centroids are read by lookups, not by tensor cores: they lie in plain order always.
+lanes     the order in which a CPU's dot-product instructions read: four bytes that one 32-bit lane sums lie together. A byte
+          holds the codes of channels that are width / (codes a byte) apart, so that a mask and a shift give neighbours.
+          Keys: a tile of 16 tokens, four bytes of each token in turn; lanes are tokens. Values: four tokens, byte after byte;
+          lanes are channels. Scales of a page's tokens are neighbours.
 
-Fragment order needs widths that are a multiple of 16 and lanes that own whole bytes; where a recipe does not fit, the layout
-is plain and says so.
+Indices of centroids are read by lookups, not by dot products: they lie in plain order always.
+
+Fragment order is the default on GPUs, lanes on CPUs. Both need widths whose lanes own whole bytes; where a recipe does not fit,
+the layout is plain and says so.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
 StreamName = Literal["key", "value"]
-Order = Literal["fragment", "plain"]
+Order = Literal["fragment", "lanes", "plain"]
 
 VERSION = 1
 ALIGN = 16
@@ -66,12 +71,31 @@ def fragment_refusal(width: int, bits: int, page_tokens: int) -> str | None:
     return None
 
 
+def lanes_refusal(width: int, bits: int, page_tokens: int) -> str | None:
+    """Why codes of this width do not fit the order of lanes, or None where they do."""
+    if page_tokens % 16:
+        return f"a page of {page_tokens} tokens is not a whole number of 16-token tiles"
+    for plane, _ in planes(bits):
+        if width * plane % 32:
+            return f"{width} channels of {plane} bits are not a whole number of 32-bit lanes"
+    return None
+
+
 def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, bits: int) -> Tensor:
     """Place of every code in its plane's stream of codes: int64 [page_tokens, width]."""
     token = torch.arange(page_tokens)[:, None]
     channel = torch.arange(width)[None, :]
     if order == "plain":
         return token * width + channel
+    if order == "lanes":
+        per_byte = 8 // bits
+        count = width // per_byte  # bytes of a token
+        slot, byte = channel // count, channel % count
+        if stream == "key":
+            where = token // 16 * 16 * count + byte // 4 * 64 + token % 16 * 4 + byte % 4
+        else:
+            where = token // 4 * 4 * count + byte * 4 + token % 4
+        return where * per_byte + slot
     per_half = 16 // bits  # codes in one half of a 32-bit word
     words = 2 * (width // 8) // per_half  # words a lane holds of a tile
     tile, inside = token // 16, token % 16
@@ -91,12 +115,14 @@ def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, 
 
 def meta_places(order: Order, page_tokens: int, groups: int, names: int) -> Tensor:
     """Place of every scale or zero in its section: int64 [page_tokens, groups, names]. A token's scale and zero are
-    neighbours; groups of channels lie one after another."""
+    neighbours, but not in the order of lanes; groups of channels lie one after another."""
     token = torch.arange(page_tokens)[:, None, None]
     group = torch.arange(groups)[None, :, None]
     name = torch.arange(names)[None, None, :]
     if order == "plain":
         return (token * groups + group) * names + name
+    if order == "lanes":
+        return (group * names + name) * page_tokens + token
     tile, row, g = token // 16, token % 16 // 8, token % 8
     lane = g * (page_tokens // 8) + tile * 2 + row
     return (group * page_tokens + lane) * names + name
@@ -141,8 +167,9 @@ class Layout:
         page_tokens: int | None = None,
         order: Order | None = None,
         dtype: str = "bfloat16",
+        device: torch.device | str = "cuda",
     ) -> Layout:
-        """The layout of a recipe; without `order`, fragment where it fits and plain where it does not; without
+        """The layout of a recipe; without `order`, the one for the device where it fits and plain where it does not; without
         `page_tokens`, 64, or one group where the recipe's groups are longer."""
         group = max(stream.codec.group_tokens for stream in recipe.streams.values())
         page_tokens = page_tokens or max(PAGE_TOKENS, group)
@@ -152,8 +179,8 @@ class Layout:
             raise ValueError(f"page_tokens must be 16, 32, 64 or 128, got {page_tokens}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if order not in (None, "fragment", "plain"):
-            raise ValueError(f"order must be fragment or plain, got {order!r}")
+        if order not in (None, "fragment", "lanes", "plain"):
+            raise ValueError(f"order must be fragment, lanes or plain, got {order!r}")
         if page_tokens % group:
             raise ValueError(
                 f"page_tokens must be a multiple of the recipe's group of {group} tokens, got {page_tokens}"
@@ -174,11 +201,13 @@ class Layout:
                     "bits would share a byte with another token's"
                 )
         codes = [field for field in fields if field.kind == "code"]
-        refusals = [fragment_refusal(field.width, field.bits, page_tokens) for field in codes]
+        wanted: Order = order or ("lanes" if torch.device(device).type == "cpu" else "fragment")
+        refusal = lanes_refusal if wanted == "lanes" else fragment_refusal
+        refusals = [refusal(field.width, field.bits, page_tokens) for field in codes]
         reason = next(filter(None, refusals), "") if codes else "the recipe stores no codes"
-        if order == "fragment" and reason:
-            raise ValueError(f"recipe {recipe.name} does not fit fragment order: {reason}")
-        chosen: Order = order or ("plain" if reason else "fragment")
+        if order not in (None, "plain") and reason:
+            raise ValueError(f"recipe {recipe.name} does not fit {order} order: {reason}")
+        chosen: Order = order or ("plain" if reason else wanted)
         return Layout(recipe, heads, head_dim, page_tokens, chosen, dtype, reason if chosen == "plain" else "")
 
     # --- sizes -----------------------------------------------------------------------------------------------------

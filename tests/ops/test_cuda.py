@@ -16,7 +16,7 @@ from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import nvrtc, plan
-from kvant.ops.cuda.spaces import HADAMARD, MATRIX, NONE, space_of
+from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
 from kvant.ops.types import BoundStream
 from kvant.transforms.hadamard import Hadamard
 from kvant.transforms.random_rotation import RandomRotation

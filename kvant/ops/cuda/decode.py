@@ -12,7 +12,7 @@ import torch
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
-from kvant.ops.cuda.spaces import MATRIX, Space, space_of
+from kvant.ops.spaces import MATRIX, Space, space_of
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch
 

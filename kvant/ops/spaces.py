@@ -11,7 +11,7 @@ import torch
 from kvant.layout import Layout
 from kvant.transforms import BoundTransform
 from kvant.transforms.affine_map import BoundAffine
-from kvant.transforms.hadamard import BoundHadamard
+from kvant.transforms.hadamard import BoundHadamard, walsh_hadamard
 
 Tensor = torch.Tensor
 NONE, HADAMARD, MATRIX = 0, 1, 2
@@ -68,3 +68,13 @@ def _apply(transforms: Sequence[BoundTransform], way: str, x: Tensor) -> Tensor:
     for transform in reversed(transforms) if way == "inverse" else transforms:
         x = getattr(transform, way)(x)
     return x
+
+
+def as_matrix(space: Space, dim: int) -> Space:
+    """The same as one matrix where it is a Hadamard transform."""
+    if space.kind != HADAMARD:
+        return space
+    assert space.mean is None
+    unit = torch.eye(dim, dtype=torch.float64, device=None if space.tensor is None else space.tensor.device)
+    rows = unit if space.tensor is None else unit * space.tensor
+    return Space(MATRIX, 1, walsh_hadamard(rows, space.order).float()[None].contiguous(), space.offset)

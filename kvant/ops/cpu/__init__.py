@@ -1,0 +1,5 @@
+"""Operations for CPUs, written in C (native/) and compiled when kvant is installed. Every module here registers itself."""
+
+from kvant.spec import discover
+
+discover(__name__)

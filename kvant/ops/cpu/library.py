@@ -1,0 +1,76 @@
+"""The compiled module: whether it is there, what it can run here, and on which threads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import sys
+from types import ModuleType
+
+import torch
+
+from kvant.ops.cpu import structures
+
+ISA = "KVANT_CPU_ISA"  # environment variable that names the instruction set to use
+
+
+@functools.cache
+def module() -> ModuleType | str:
+    """The compiled module, or why there is none."""
+    try:
+        found = importlib.import_module("kvant.ops.cpu._native")
+    except ImportError as error:
+        return f"its compiled part is missing ({error}); it is built when kvant is installed and a C compiler is there"
+    sizes = tuple(map(ctypes.sizeof, (structures.Stream, structures.Decode, structures.Append, structures.Read)))
+    if found.sizes() != sizes:
+        return f"its compiled part is of another version of kvant ({found.sizes()} in place of {sizes}); install kvant again"
+    return found
+
+
+def missing() -> str | None:
+    """Why nothing compiled can run here, or None."""
+    found = module()
+    return found if isinstance(found, str) else None
+
+
+def kinds() -> list[str]:
+    """The instruction sets that this machine can run, best first."""
+    found = module()
+    return [] if isinstance(found, str) else list(found.kinds())
+
+
+@functools.cache
+def isa() -> int:
+    """Number of the instruction set to use: the best, or the one that KVANT_CPU_ISA names."""
+    wanted = os.environ.get(ISA)
+    if not wanted:
+        return 0
+    if wanted not in kinds():
+        raise ValueError(f"{ISA} must be one of {', '.join(kinds())}, got {wanted!r}")
+    return kinds().index(wanted)
+
+
+@functools.cache
+def parallel() -> int:
+    """Address of the entry point of torch's OpenMP runtime; 0 where it brings none that we know."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split(maxsplit=5)) == 6}
+    for path in sorted(paths):
+        if any(name in os.path.basename(path) for name in ("libgomp", "libiomp5", "libomp")):
+            entry = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if entry is not None:
+                return ctypes.cast(entry, ctypes.c_void_p).value or 0
+    return 0
+
+
+def run(name: str, call: ctypes.Structure, tasks: int, scratch: torch.Tensor | None, stride: int) -> None:
+    """Runs an operation on torch's threads."""
+    found = module()
+    assert not isinstance(found, str), found
+    at = 0 if scratch is None else scratch.data_ptr()
+    threads = torch.get_num_threads()
+    getattr(found, name)(ctypes.addressof(call), isa(), threads, parallel(), tasks, at, stride)

@@ -1,0 +1,571 @@
+/* Decode attention. Codes are summed as integers against queries and weights that are split into two limbs of seven bits;
+ * scales touch the sums alone. The same numbers are added in the same order whatever the number of threads. */
+
+#define LIMIT 8128.0f /* 64 * 127: the largest number that two limbs of up to 64 hold, about */
+#define CHUNK 4       /* queries that are attended from at once */
+
+/* A query as the integer dot products read it. */
+typedef struct {
+  const float *vector;
+  const int8_t *high, *low;
+  const float *scale, *sum; /* of every span: what a unit of the integers is worth, and the sum of the query's numbers */
+  const float *lost;        /* what logits are short of, and what those of flagged tokens are */
+} Pack;
+
+INLINE Pack pack_at(const Decode *call, int64_t index) {
+  const float *p = call->prepared + index * call->prepared_stride;
+  const int dim = call->dim;
+  const int8_t *limbs = (const int8_t *)(p + dim + 16 + 2 * MAX_SPANS);
+  return (Pack){p, limbs, limbs + dim, p + dim + 16, p + dim + 16 + MAX_SPANS, p + dim};
+}
+
+/* Numbers as two limbs: x ~ scale * (128 high + low). Returns the scale. */
+INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low) {
+  float most = 0.0f;
+  for (int i = 0; i < count; i++) {
+    float size = fabsf(x[i]);
+    most = size > most ? size : most;
+  }
+  if (!(most > 0x1p-100f)) { /* nothing, or next to it */
+    memset(high, 0, (size_t)count);
+    memset(low, 0, (size_t)count);
+    return 0.0f;
+  }
+  const float times = LIMIT / most;
+  for (int i = 0; i < count; i++) {
+    int v = (int)(x[i] * times + 16384.5f) - 16384;
+    int h = (v + 64) >> 7;
+    high[i] = (int8_t)h;
+    low[i] = (int8_t)(v - 128 * h);
+  }
+  return most / LIMIT;
+}
+
+/* y = x M for a row x and a matrix [dim, dim]. */
+INLINE void times_matrix(const float *x, const float *matrix, int dim, float *y) {
+  for (int e = 0; e < dim; e++) y[e] = 0.0f;
+  for (int d = 0; d < dim; d++) {
+    const float *row = matrix + (int64_t)d * dim;
+    const float factor = x[d];
+    for (int e = 0; e < dim; e++) y[e] += factor * row[e];
+  }
+}
+
+/* Products of the queries of a chunk with every centroid, side by side: [spaces, 2^bits, CHUNK]. */
+INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
+  const int64_t size = (int64_t)(call->dim / call->key.extra) * CHUNK << call->key.book_bits;
+  return call->tables + (row * ((call->group + CHUNK - 1) / CHUNK) + chunk / CHUNK) * size;
+}
+
+/* Task: all queries of one (sequence, head, block of positions). */
+static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
+  const int dim = call->dim, group = call->group, half = call->half;
+  const int block = (int)(task % call->blocks), head = (int)(task / call->blocks % call->heads);
+  const int64_t b = task / call->blocks / call->heads;
+  const int64_t last = (call->lengths[b] - 1 + call->first) / (call->block ? call->block : 1);
+  if (call->block && block + call->first / call->block > last) return;
+  const Stream *s = &call->key;
+  float *turned = scratch;
+  for (int g = 0; g < group; g++) {
+    const int64_t index = ((b * call->heads + head) * call->blocks + block) * group + g;
+    const int64_t source = ((b * call->heads + head) * group + g) * dim;
+    float *p = call->prepared + index * call->prepared_stride, *vector = p;
+    for (int c = 0; c < dim; c++) turned[c] = load_one(call->query, source + c, call->type);
+    if (call->block) {
+      const float *cosine = call->cosine + (int64_t)block * half, *sine = call->sine + (int64_t)block * half;
+      for (int c = 0; c < half; c++) {
+        const float x = turned[c], y = turned[c + half];
+        turned[c] = x * cosine[c] + y * sine[c];
+        turned[c + half] = y * cosine[c] - x * sine[c];
+      }
+    }
+    float lost = 0.0f, flagged = 0.0f;
+    if (call->use_lost)
+      for (int c = 0; c < dim; c++) lost += turned[c] * call->lost[(int64_t)head * dim + c];
+    if (call->dual)
+      times_matrix(turned, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, vector);
+    else
+      memcpy(vector, turned, sizeof(float) * (size_t)dim);
+    if (s->mean)
+      for (int c = 0; c < dim; c++) flagged += vector[c] * s->mean[(int64_t)head * dim + c];
+    p[dim] = lost;
+    p[dim + 1] = flagged;
+    float *scale = p + dim + 16, *sum = scale + MAX_SPANS;
+    int8_t *high = (int8_t *)(sum + MAX_SPANS), *low = high + dim;
+    for (int i = 0; i < s->spans; i++) {
+      const int first = s->span[i].first, count = s->span[i].end - first;
+      scale[i] = to_limbs(vector + first, count, high + first, low + first);
+      sum[i] = 0.0f;
+      for (int c = first; c < first + count; c++) sum[i] += vector[c];
+    }
+    if (s->kind == CENTROIDS) {
+      const int length = s->extra, spaces = dim / length, lane = g % CHUNK;
+      float *table = lookup_tables(call, b * call->heads + head, g - lane);
+      for (int space = 0; space < spaces; space++) {
+        const float *book = book_of(s, head, space, length);
+        for (int j = 0; j < 1 << s->book_bits; j++) {
+          float dot = 0.0f;
+          for (int i = 0; i < length; i++) dot += vector[space * length + i] * book[(int64_t)j * length + i];
+          table[(((int64_t)space << s->book_bits) + j) * CHUNK + lane] = dot;
+        }
+      }
+    }
+  }
+}
+
+/* --- keys ------------------------------------------------------------------------------------------------------- */
+
+/* Scores of VECTORS * LANE_COUNT tokens of a page from `token` on: scores[query * stride + token]. */
+INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const uint8_t *run, int page_tokens, int token,
+                 const Pack *pack, float *scores, int stride) {
+  vf total[4][CHUNK];
+  for (int k = 0; k < VECTORS; k++)
+    for (int g = 0; g < QUERIES; g++) total[k][g] = splat(0.0f);
+  for (int i = 0; i < s->spans; i++) {
+    const Span *span = &s->span[i];
+    vf dots[4][CHUNK];
+    for (int k = 0; k < VECTORS; k++)
+      for (int g = 0; g < QUERIES; g++) dots[k][g] = splat(0.0f);
+    for (int j = 0; j < s->sections; j++) {
+      const Section *section = &s->section[j];
+      const int bits = section->bits, bytes = section->width * bits / 8;
+      const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << bits) - 1));
+      const uint8_t *base[4];
+      for (int k = 0; k < VECTORS; k++) base[k] = run + section->offset + key_place(bytes, token + k * LANE_COUNT, 0);
+      vi high[4][CHUNK], low[4][CHUNK];
+      for (int k = 0; k < VECTORS; k++)
+        for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
+      int start = section->first;
+      for (int shift = 0; shift < 8; shift += bits, start += bytes) {
+        const int from = start > span->first ? start : span->first;
+        const int to = start + bytes < span->end ? start + bytes : span->end;
+        for (int c = from; c < to; c += 4)
+          for (int k = 0; k < VECTORS; k++) {
+            const vu codes = load_bytes(base[k] + (c - start) * LANES) >> (uint32_t)shift & mask;
+            for (int g = 0; g < QUERIES; g++) {
+              high[k][g] = dot4(high[k][g], codes, word(pack[g].high + c), bits == 8);
+              low[k][g] = dot4(low[k][g], codes, word(pack[g].low + c), bits == 8);
+            }
+          }
+      }
+      for (int k = 0; k < VECTORS; k++)
+        for (int g = 0; g < QUERIES; g++) dots[k][g] += splat(section->alpha) * floats((high[k][g] << 7) + low[k][g]);
+    }
+    for (int k = 0; k < VECTORS; k++) {
+      const int at = token + k * LANE_COUNT;
+      if (s->kind == CHANNEL) {
+        for (int g = 0; g < QUERIES; g++) total[k][g] += dots[k][g] * splat(pack[g].scale[i]) + splat(pack[g].sum[i]);
+        continue;
+      }
+      const vf scale = meta_vector(s, run, page_tokens, span->meta, 0, at);
+      const vf size = magnitude(scale);
+      vf more = splat(0.0f);
+      if (s->kind == SCALE_MIN) more = meta_vector(s, run, page_tokens, span->meta, 1, at);
+      if (s->kind == SCALE_ZERO) more = -size * meta_vector(s, run, page_tokens, span->meta, 1, at);
+      for (int g = 0; g < QUERIES; g++) {
+        const float sum = pack[g].sum[i];
+        total[k][g] += size * (dots[k][g] * splat(pack[g].scale[i]) + splat(span->center * sum)) + more * splat(sum);
+        if (s->mean && i == 0)
+          total[k][g] += choose(scale < splat(0.0f), splat(pack[g].lost[1]), splat(0.0f));
+      }
+    }
+  }
+  for (int k = 0; k < VECTORS; k++)
+    for (int g = 0; g < QUERIES; g++) store_floats(scores + g * stride + token + k * LANE_COUNT, total[k][g]);
+}
+
+/* As many vectors at a time as registers allow. */
+INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const Pack *pack,
+                  float *scores, int stride) {
+  const int most = LANE_COUNT == 8 ? (QUERIES == 1 ? 2 : 1) : QUERIES == 1 ? 4 : 2;
+  int token = from / LANE_COUNT * LANE_COUNT;
+  for (; token + most * LANE_COUNT <= page_tokens && token < to; token += most * LANE_COUNT)
+    tile(QUERIES, most, s, run, page_tokens, token, pack, scores, stride);
+  for (; token < to; token += LANE_COUNT) tile(QUERIES, 1, s, run, page_tokens, token, pack, scores, stride);
+}
+
+static void code_scores(int queries, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const Pack *pack,
+                        float *scores, int stride) {
+  switch (queries) {
+    case 1: tiles(1, s, run, page_tokens, from, to, pack, scores, stride); break;
+    case 2: tiles(2, s, run, page_tokens, from, to, pack, scores, stride); break;
+    case 3: tiles(3, s, run, page_tokens, from, to, pack, scores, stride); break;
+    default: tiles(4, s, run, page_tokens, from, to, pack, scores, stride);
+  }
+}
+
+/* Keys whose channels have their own scales: the scales go into the query, a group of tokens at a time. */
+static void channel_scores(int queries, const Stream *s, const uint8_t *run, int page_tokens, int dim, int from, int to,
+                           const Pack *pack, float *scores, int stride) {
+  const int size = s->group_tokens;
+  for (int group = from / size; group * size < to; group++) {
+    int8_t limbs[CHUNK][2 * 256];
+    float numbers[256], scale[CHUNK], sum[CHUNK];
+    Pack own[CHUNK];
+    for (int g = 0; g < queries; g++) {
+      sum[g] = 0.0f;
+      for (int c = 0; c < dim; c++) {
+        const int64_t at = 2 * ((int64_t)group * dim + c);
+        numbers[c] = pack[g].vector[c] * load_one(run + s->meta_offset, at, s->meta_type);
+        sum[g] += pack[g].vector[c] * load_one(run + s->meta_offset, at + 1, s->meta_type);
+      }
+      scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim);
+      own[g] = (Pack){pack[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], pack[g].lost};
+    }
+    const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
+    code_scores(queries, s, run, page_tokens, first, last, own, scores, stride);
+  }
+}
+
+/* Product of two vectors of floats, by sixteen partial sums. */
+INLINE float product(const float *x, const float *y, int dim) {
+  float part[16] = {0};
+  int c = 0;
+  for (; c + 16 <= dim; c += 16)
+    for (int i = 0; i < 16; i++) part[i] += x[c + i] * y[c + i];
+  for (; c < dim; c++) part[c % 16] += x[c] * y[c];
+  return sum16(part);
+}
+
+/* Scores of tokens [from, to) of a page. */
+static void page_scores(const Decode *call, int queries, const uint8_t *run, int64_t row, int chunk, int from, int to,
+                        const Pack *pack, float *scores, int stride) {
+  const Stream *s = &call->key;
+  const int head = (int)(row % call->heads);
+  const int dim = call->dim;
+  if (s->kind <= SCALE_ALONE) {
+    code_scores(queries, s, run, call->page_tokens, from, to, pack, scores, stride);
+  } else if (s->kind == CHANNEL) {
+    channel_scores(queries, s, run, call->page_tokens, dim, from, to, pack, scores, stride);
+  } else if (s->kind == CENTROIDS) {
+    const float *table = lookup_tables(call, row, chunk);
+    const int spaces = dim / s->extra;
+    for (int token = from; token < to; token++) {
+      float sum[CHUNK] = {0};
+      for (int space = 0; space < spaces; space++) {
+        const int64_t at = ((int64_t)space << s->book_bits) + centroid_of(s, run, token, spaces, space);
+        for (int g = 0; g < CHUNK; g++) sum[g] += table[at * CHUNK + g];
+      }
+      for (int g = 0; g < queries; g++) scores[g * stride + token] = sum[g];
+    }
+  } else {
+    float key[256];
+    for (int token = from; token < to; token++) {
+      token_row(s, 1, run, call->page_tokens, head, token, dim, key);
+      for (int g = 0; g < queries; g++) scores[g * stride + token] = product(pack[g].vector, key, dim);
+    }
+  }
+}
+
+/* --- values ----------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  int8_t high[CHUNK][128], low[CHUNK][128];
+  float scale[CHUNK];
+} Weights;
+
+INLINE vu part_bytes(const uint8_t *p, int lanes) {
+  vu x = {};
+  memcpy(&x, p, 4 * (size_t)lanes);
+  return x;
+}
+
+/* out[query][channel + lane] += the weighted sum of codes of VECTORS * LANE_COUNT channels, or of `lanes` of one vector. */
+INLINE void column(const int QUERIES, const int VECTORS, const Section *section, int bytes, const uint8_t *base, int shift, int lanes,
+                   int quad, int quads, const Weights *w, float *out, int dim) {
+  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << section->bits) - 1));
+  vi high[2][CHUNK], low[2][CHUNK];
+  for (int k = 0; k < VECTORS; k++)
+    for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
+  for (int i = quad; i < quads; i++)
+    for (int k = 0; k < VECTORS; k++) {
+      const uint8_t *p = base + (int64_t)i * 4 * bytes + k * BYTES;
+      const vu codes = (lanes ? part_bytes(p, lanes) : load_bytes(p)) >> (uint32_t)shift & mask;
+      for (int g = 0; g < QUERIES; g++) {
+        high[k][g] = dot4(high[k][g], codes, word(w->high[g] + 4 * i), section->bits == 8);
+        low[k][g] = dot4(low[k][g], codes, word(w->low[g] + 4 * i), section->bits == 8);
+      }
+    }
+  for (int g = 0; g < QUERIES; g++)
+    for (int k = 0; k < VECTORS; k++) {
+      const vf sum = splat(section->alpha * w->scale[g]) * floats((high[k][g] << 7) + low[k][g]);
+      float *at = out + g * dim + k * LANE_COUNT;
+      if (!lanes)
+        store_floats(at, load_floats(at) + sum);
+      else
+        for (int lane = 0; lane < lanes; lane++) at[lane] += sum[lane];
+    }
+}
+
+INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int quad, int quads, const Weights *w, float *out,
+                    int dim) {
+  const int most = LANE_COUNT == 8 && QUERIES > 2 ? 1 : 2;
+  for (int j = 0; j < s->sections; j++) {
+    const Section *section = &s->section[j];
+    const int bytes = section->width * section->bits / 8;
+    const uint8_t *base = run + section->offset;
+    int start = section->first, i = 0;
+    for (int shift = 0; shift < 8; shift += section->bits, start += bytes)
+      for (int c = start; c < start + bytes;) {
+        while (s->span[i].end <= c || s->span[i].first > c) i = (i + 1) % s->spans;
+        const int end = s->span[i].end < start + bytes ? s->span[i].end : start + bytes;
+        const Weights *own = &w[s->span[i].meta];
+        const uint8_t *p = base + (c - start) * 4;
+        if (end - c >= most * LANE_COUNT) {
+          column(QUERIES, most, section, bytes, p, shift, 0, quad, quads, own, out + c, dim);
+          c += most * LANE_COUNT;
+        } else if (end - c >= LANE_COUNT) {
+          column(QUERIES, 1, section, bytes, p, shift, 0, quad, quads, own, out + c, dim);
+          c += LANE_COUNT;
+        } else {
+          column(QUERIES, 1, section, bytes, p, shift, end - c, quad, quads, own, out + c, dim);
+          c = end;
+        }
+      }
+  }
+}
+
+static void code_sums(int queries, const Stream *s, const uint8_t *run, int quad, int quads, const Weights *w, float *out, int dim) {
+  switch (queries) {
+    case 1: columns(1, s, run, quad, quads, w, out, dim); break;
+    case 2: columns(2, s, run, quad, quads, w, out, dim); break;
+    case 3: columns(3, s, run, quad, quads, w, out, dim); break;
+    default: columns(4, s, run, quad, quads, w, out, dim);
+  }
+}
+
+/* What tokens add to all channels of a span: sums over the whole split, by span's scale and query. */
+typedef struct {
+  float scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
+} Sums;
+
+INLINE float across(vf x) {
+  float part[16] = {0};
+  for (int lane = 0; lane < LANE_COUNT; lane++) part[lane] = x[lane];
+  return sum16(part);
+}
+
+/* Adds tokens [from, to) of a page: weight[query * stride + token]. */
+static void page_sums(const Decode *call, int queries, const uint8_t *run, int head, int from, int to, const float *weight, int stride,
+                      float *out, Sums *sums) {
+  const Stream *s = &call->value;
+  const int dim = call->dim, size = call->page_tokens;
+  if (s->kind > SCALE_ALONE) {
+    float row[256];
+    for (int token = from; token < to; token++) {
+      token_row(s, 0, run, size, head, token, dim, row);
+      for (int g = 0; g < queries; g++) {
+        const float p = weight[g * stride + token];
+        for (int c = 0; c < dim; c++) out[g * dim + c] += p * row[c];
+      }
+    }
+    return;
+  }
+  Weights w[MAX_SPANS];
+  float own[128] __attribute__((aligned(64)));
+  const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
+  for (int g = 0; g < queries; g++) {
+    memset(own + first, 0, sizeof(float) * (size_t)(last - first));
+    memcpy(own + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
+    for (int m = 0; m < s->metas; m++) {
+      float scaled[128] __attribute__((aligned(64)));
+      vf most = splat(0.0f), total = splat(0.0f), more = splat(0.0f), flagged = splat(0.0f);
+      for (int t = first; t < last; t += LANE_COUNT) {
+        const vf p = load_floats(own + t), scale = meta_vector(s, run, size, m, 0, t);
+        const vi there = p > splat(0.0f); /* elsewhere lies anything, also what is no number */
+        const vf x = choose(there, p * magnitude(scale), splat(0.0f));
+        store_floats(scaled + t, x);
+        most = highest(x, most);
+        total += x;
+        if (s->kind == SCALE_MIN) more += choose(there, p * meta_vector(s, run, size, m, 1, t), splat(0.0f));
+        if (s->kind == SCALE_ZERO) more -= choose(there, x * meta_vector(s, run, size, m, 1, t), splat(0.0f));
+        if (s->mean) flagged += choose(there & (scale < splat(0.0f)), p, splat(0.0f));
+      }
+      sums->scale[m][g] += across(total);
+      sums->more[m][g] += across(more);
+      if (m == 0) sums->flagged[g] += across(flagged);
+      float top = 0.0f;
+      for (int lane = 0; lane < LANE_COUNT; lane++) top = most[lane] > top ? most[lane] : top;
+      const float times = top > 0x1p-100f ? LIMIT / top : 0.0f;
+      w[m].scale[g] = top / LIMIT;
+      for (int t = first; t < last; t++) {
+        const int v = (int)(scaled[t] * times + 0.5f), h = (v + 64) >> 7;
+        w[m].high[g][t] = (int8_t)h;
+        w[m].low[g][t] = (int8_t)(v - 128 * h);
+      }
+    }
+  }
+  code_sums(queries, s, run, first / 4, last / 4, w, out, dim);
+}
+
+/* --- a split of a sequence ---------------------------------------------------------------------------------------- */
+
+/* Positions whose full-precision form is at hand: [0, sinks) and [recent, length); the others are in pages. */
+INLINE void held(const Decode *call, const Stream *s, int64_t b, int64_t *sinks, int64_t *recent) {
+  const int64_t n = call->lengths[b];
+  *sinks = 0;
+  *recent = n;
+  if (!s->rows) return;
+  const int64_t waiting = n - s->sink - s->recent > 0 ? n - s->sink - s->recent : 0;
+  int64_t from = (n < s->sink ? n : s->sink) + waiting / s->flush * s->flush;
+  if (from < s->exact[b]) from = s->exact[b];
+  if (from < s->sink) from = s->sink;
+  *recent = from < n ? from : n;
+  *sinks = call->sinks[b] < n ? call->sinks[b] : n;
+}
+
+INLINE int64_t window_row(const Stream *s, int64_t position) {
+  return position < s->sink || !s->ring ? position : s->sink + (position - s->sink) % s->ring;
+}
+
+INLINE void window_vector(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, float *out) {
+  const int64_t at = ((call->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
+  for (int c = 0; c < call->dim; c++) out[c] = load_one(s->window, at + c, call->window_type);
+}
+
+/* Task: one (sequence, head, split). Leaves the weighted sum, the largest score and the sum of weights of every query. */
+static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
+  const int dim = call->dim, group = call->group, size = call->page_tokens;
+  const int split = (int)(task % call->splits), head = (int)(task / call->splits % call->heads);
+  const int64_t b = task / call->splits / call->heads, n = call->lengths[b];
+  int64_t begin = split ? call->origin + (int64_t)split * call->split_tokens : 0;
+  int64_t end = call->origin + (int64_t)(split + 1) * call->split_tokens;
+  if (end > n) end = n;
+  if (call->visible && begin < n - call->visible) begin = n - call->visible;
+  const int stride = call->split_tokens + call->origin + 128;
+  float row[256];
+  for (int chunk = 0; chunk < group; chunk += CHUNK) {
+    const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
+    float *partial = call->partial + (((b * call->heads + head) * call->splits + split) * group + chunk) * (dim + 2);
+    if (begin >= end) {
+      for (int g = 0; g < queries; g++, partial += dim + 2) {
+        partial[dim] = -INFINITY;
+        partial[dim + 1] = 0.0f;
+      }
+      continue;
+    }
+    float *scores = scratch + 64; /* scores[query * stride + position - begin] */
+    int64_t sinks, recent;
+    held(call, &call->key, b, &sinks, &recent);
+    for (int64_t position = begin; position < end;) {
+      /* a run of positions with the same queries, and in one page or in the window */
+      int64_t to = end, index = ((b * call->heads + head) * call->blocks) * group + chunk;
+      if (call->block) {
+        const int64_t block = (position + call->first) / call->block;
+        index += (block - call->first / call->block) * group;
+        if ((block + 1) * call->block - call->first < to) to = (block + 1) * call->block - call->first;
+      }
+      Pack pack[CHUNK];
+      for (int g = 0; g < queries; g++) pack[g] = pack_at(call, index + g);
+      float *at = scores + (position - begin);
+      if (position < sinks || position >= recent) {
+        if (position < sinks && sinks < to) to = sinks;
+        for (; position < to; position++, at++) {
+          window_vector(call, &call->key, b, head, position, row);
+          for (int g = 0; g < queries; g++) at[g * stride] = product(pack[g].vector, row, dim);
+        }
+      } else {
+        if (recent < to) to = recent;
+        const int64_t place = position - call->origin, page = place / size;
+        if ((page + 1) * size + call->origin < to) to = (page + 1) * size + call->origin;
+        const int from = (int)(place - page * size), last = (int)(to - call->origin - page * size);
+        const uint8_t *run = call->pages + (call->table[b * call->table_width + page] * call->heads + head) * call->run_bytes;
+        float own[CHUNK * 128] __attribute__((aligned(64)));
+        page_scores(call, queries, run, b * call->heads + head, chunk, from, last, pack, own, 128);
+        for (int g = 0; g < queries; g++) memcpy(at + g * stride, own + g * 128 + from, sizeof(float) * (size_t)(last - from));
+        position = to;
+      }
+      if (call->use_lost)
+        for (int g = 0; g < queries; g++)
+          for (float *x = scores + g * stride + (at - scores), *stop = scores + g * stride + (position - begin); x < stop; x++) *x += pack[g].lost[0];
+    }
+    const int count = (int)(end - begin), whole = (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
+    float *out = scratch + 64 + (int64_t)CHUNK * stride;
+    Sums sums;
+    memset(&sums, 0, sizeof sums);
+    for (int g = 0; g < queries; g++) {
+      float *x = scores + g * stride;
+      for (int t = 0; t < count; t++) x[t] *= call->scale;
+      if (call->cap > 0.0f)
+        for (int t = 0; t < count; t++) x[t] = call->cap * tanhf(x[t] / call->cap);
+      for (int t = count; t < whole; t++) x[t] = -INFINITY;
+      vf most = splat(-INFINITY), total = splat(0.0f);
+      for (int t = 0; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t), most);
+      float top = -INFINITY;
+      for (int lane = 0; lane < LANE_COUNT; lane++) top = most[lane] > top ? most[lane] : top;
+      for (int t = 0; t < whole; t += LANE_COUNT) {
+        const vf p = exponential(load_floats(x + t) - splat(top));
+        store_floats(x + t, p);
+        total += p;
+      }
+      partial[g * (dim + 2) + dim] = top;
+      partial[g * (dim + 2) + dim + 1] = across(total);
+      memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
+    }
+    held(call, &call->value, b, &sinks, &recent);
+    for (int64_t position = begin; position < end;) {
+      int64_t to = end;
+      const float *weight = scores + (position - begin);
+      if (position < sinks || position >= recent) {
+        if (position < sinks && sinks < to) to = sinks;
+        for (; position < to; position++, weight++) {
+          window_vector(call, &call->value, b, head, position, row);
+          for (int g = 0; g < queries; g++) {
+            const float p = weight[g * stride];
+            for (int c = 0; c < dim; c++) out[g * dim + c] += p * row[c];
+          }
+        }
+        continue;
+      }
+      if (recent < to) to = recent;
+      const int64_t place = position - call->origin, page = place / size;
+      if ((page + 1) * size + call->origin < to) to = (page + 1) * size + call->origin;
+      const int from = (int)(place - page * size), last = (int)(to - call->origin - page * size);
+      const uint8_t *run = call->pages + (call->table[b * call->table_width + page] * call->heads + head) * call->run_bytes;
+      page_sums(call, queries, run, head, from, last, weight - from, stride, out, &sums);
+      position = to;
+    }
+    for (int g = 0; g < queries; g++) {
+      float *x = out + g * dim;
+      if (call->value.kind <= SCALE_ALONE)
+        for (int i = 0; i < call->value.spans; i++) {
+          const Span *span = &call->value.span[i];
+          const float add = span->center * sums.scale[span->meta][g] + sums.more[span->meta][g];
+          for (int c = span->first; c < span->end; c++) x[c] += add;
+        }
+      if (call->value.mean)
+        for (int c = 0; c < dim; c++) x[c] += sums.flagged[g] * call->value.mean[(int64_t)head * dim + c];
+      memcpy(partial + g * (dim + 2), x, sizeof(float) * (size_t)dim);
+    }
+  }
+}
+
+/* Task: one (sequence, head). Splits are added in their order. */
+static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
+  const int dim = call->dim, group = call->group, head = (int)(task % call->heads);
+  for (int g = 0; g < group; g++) {
+    const float *first = call->partial + (task * call->splits * group + g) * (dim + 2);
+    float *sum = scratch, *back = scratch + dim, top = -INFINITY, total = 0.0f;
+    for (int i = 0; i < call->splits; i++) top = fmaxf(top, first[(int64_t)i * group * (dim + 2) + dim]);
+    memset(sum, 0, sizeof(float) * (size_t)dim);
+    for (int i = 0; i < call->splits; i++) {
+      const float *part = first + (int64_t)i * group * (dim + 2);
+      if (!(part[dim + 1] > 0.0f)) continue;
+      const float times = expf(part[dim] - top);
+      total += times * part[dim + 1];
+      for (int c = 0; c < dim; c++) sum[c] += times * part[c];
+    }
+    const float times = total > 0.0f ? 1.0f / total : 0.0f;
+    for (int c = 0; c < dim; c++) sum[c] *= times;
+    const float *out = sum;
+    if (call->inverse) {
+      times_matrix(sum, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, back);
+      out = back;
+    }
+    if (call->inverse_offset)
+      for (int c = 0; c < dim; c++) ((float *)out)[c] += call->inverse_offset[(int64_t)(head % call->offset_heads) * dim + c];
+    const int64_t at = (task * group + g) * dim;
+    for (int c = 0; c < dim; c++) store_one(call->out, at + c, call->type, out[c]);
+    if (call->lse) call->lse[task * group + g] = total > 0.0f ? top + logf(total) : -INFINITY;
+  }
+}

@@ -1,0 +1,25 @@
+/* x86 with AVX-512 and its dot-product instruction. */
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c,prefer-vector-width=512")
+#endif
+#include <immintrin.h>
+#define LANE_COUNT 16
+#define NAME(x) x##_avx512
+#include "vector.h"
+
+INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
+  (void)wide;
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(numbers));
+}
+
+#include "operations.h"
+const Isa KVANT_AVX512 = {"AVX-512 VNNI", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int kvant_not_x86;
+#endif

@@ -1,0 +1,18 @@
+/* Any machine: vectors of four lanes that the compiler lowers to what it has. */
+#define LANE_COUNT 4
+#define NAME(x) x##_generic
+#include "vector.h"
+
+INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
+  (void)wide;
+  uint8_t c[BYTES];
+  int8_t n[4];
+  memcpy(c, &codes, sizeof c);
+  memcpy(n, &numbers, sizeof n);
+  for (int lane = 0; lane < LANE_COUNT; lane++)
+    for (int i = 0; i < 4; i++) acc[lane] += c[4 * lane + i] * n[i];
+  return acc;
+}
+
+#include "operations.h"
+const Isa KVANT_GENERIC = {"generic", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};

@@ -1,0 +1,109 @@
+/* What Python hands to the compiled operations. The structures are mirrored, field by field, in ../structures.py. */
+#ifndef KVANT_H
+#define KVANT_H
+
+#include <stdint.h>
+
+#define MAX_SECTIONS 8
+#define MAX_SPANS 64
+#define LANES 16 /* tokens of a tile of keys, see the order "lanes" in layout.py */
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN };
+
+/* Codes of some channels: one plane of a field. A code adds alpha times itself to an element's value over its scale. */
+typedef struct {
+  int64_t offset;
+  int32_t bits, first, width;
+  float alpha;
+} Section;
+
+/* Channels that share a scale, and what an element of code zero is worth, over that scale. */
+typedef struct {
+  int32_t first, end, meta;
+  float center;
+} Span;
+
+/* Keys or values of one layer, as they lie in a run of bytes and in the full-precision windows. */
+typedef struct {
+  int32_t kind, sections, spans, metas, names, meta_type;
+  int32_t sink, ring, flush, recent, rows, group_tokens; /* rows: full-precision tokens of a sequence */
+  int32_t extra, books_heads, books_spaces, book_bits;   /* boosted channels; whose the codebooks are */
+  int64_t meta_offset, high_offset, index_offset;
+  const float *mean;    /* what tokens whose scale is negative are short of, [heads, dim], or nothing */
+  const float *books;   /* centroids, [heads or 1, spaces or 1, 2^bits, length] */
+  void *window;         /* [owners, rows, heads, dim] */
+  const int64_t *exact; /* [sequences] */
+  Section section[MAX_SECTIONS];
+  Span span[MAX_SPANS];
+} Stream;
+
+typedef struct {
+  Stream key, value;
+  const void *query;
+  void *out;
+  float *lse;
+  uint8_t *pages;
+  const int64_t *table, *lengths, *owners, *sinks;
+  const float *dual, *inverse, *inverse_offset, *lost; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
+  const float *cosine, *sine;                          /* [blocks, half]: turns of the blocks of positions */
+  float *prepared, *tables, *partial;
+  int64_t run_bytes, table_width, prepared_stride;
+  int32_t batch, heads, group, dim, page_tokens, origin, type, window_type;
+  int32_t dual_heads, inverse_heads, offset_heads, half, block, first, blocks, splits, split_tokens, visible, use_lost;
+  float scale, cap;
+} Decode;
+
+/* How vectors enter the space they are stored in: turned back, a mean off, then a Hadamard transform or a matrix. */
+typedef struct {
+  const float *mean;     /* [heads, dim] */
+  const float *signs;    /* [dim] */
+  const double *matrix;  /* [1 or heads, dim, dim] */
+  const double *offset;  /* [1 or heads, dim], added after the matrix */
+  const float *cosine, *sine;
+  const float *weights;  /* of an error in a channel, [heads, dim] */
+  const float *taken;    /* a mean that a token may be coded without, [heads, dim] */
+  const float *lengths;  /* of centroids, squared and halved, as the codebooks lie */
+  const float *columns;  /* the codebooks channel after channel: [.., length, 2^bits] */
+  float levels[2][16];   /* of codes, ascending: of the widest band and of the next */
+  float clip_share;      /* between the two magnitudes that a quantile lies between */
+  int32_t order, matrix_heads, offset_heads, half, block, first;
+  int32_t clip_below, search, unbiased, bits, length, turns;
+} Space;
+
+typedef struct {
+  Stream key, value;
+  Space key_space, value_space;
+  const void *source[2]; /* [tokens, heads, dim] each */
+  uint8_t *pages;
+  const int64_t *slots, *starts, *lengths, *owners;
+  int64_t run_bytes, stride[2], head_stride[2]; /* elements from token to token and from head to head */
+  int32_t batch, tokens, heads, dim, page_tokens, origin, type[2], window_type;
+} Append;
+
+typedef struct {
+  Stream stream;
+  uint8_t *pages;
+  const int64_t *table; /* of one sequence */
+  float *out;           /* [tokens, heads, dim] */
+  int64_t run_bytes;
+  int32_t first, last, heads, dim, page_tokens, keys; /* places in pages of the tokens that are read */
+} Read;
+
+typedef struct {
+  const char *name;
+  void (*prepare)(const Decode *, int64_t task, float *scratch);
+  void (*split)(const Decode *, int64_t task, float *scratch);
+  void (*merge)(const Decode *, int64_t task, float *scratch);
+  void (*append)(const Append *, int64_t task, float *scratch);
+  void (*read)(const Read *, int64_t task, float *scratch);
+} Isa;
+
+extern const Isa KVANT_GENERIC;
+#if defined(__x86_64__)
+extern const Isa KVANT_AVX2, KVANT_AVX512;
+#elif defined(__aarch64__)
+extern const Isa KVANT_NEON;
+#endif
+
+#endif

@@ -1,0 +1,103 @@
+/* Vectors of LANE_COUNT 32-bit lanes by the compiler's vector extension. The file that includes this one has set
+ * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers. */
+#include <math.h>
+#include <string.h>
+
+#include "kvant.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define BYTES (4 * LANE_COUNT)
+
+typedef int32_t vi __attribute__((vector_size(BYTES)));
+typedef uint32_t vu __attribute__((vector_size(BYTES)));
+typedef float vf __attribute__((vector_size(BYTES)));
+typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
+
+INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
+INLINE vf load_floats(const float *p) { vf x; memcpy(&x, p, sizeof x); return x; }
+INLINE void store_floats(float *p, vf x) { memcpy(p, &x, sizeof x); }
+INLINE vf splat(float x) { return (vf){} + x; }
+INLINE vf floats(vi x) { return __builtin_convertvector(x, vf); }
+INLINE int32_t word(const int8_t *p) { int32_t w; memcpy(&w, p, 4); return w; }
+
+INLINE vf lowest(vf a, vf b) { vi less = a < b; return (vf)((less & (vi)a) | (~less & (vi)b)); }
+INLINE vf highest(vf a, vf b) { vi more = a > b; return (vf)((more & (vi)a) | (~more & (vi)b)); }
+INLINE vf choose(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
+INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
+
+/* 16-bit floats to 32 bits: bfloat16 is the upper half; float16 is moved into place and multiplied up. */
+INLINE vf widen(vh half, int type) {
+  vu bits = __builtin_convertvector(half, vu);
+  if (type == BFLOAT16) return (vf)(bits << 16);
+  vf small = (vf)((bits & 0x7fff) << 13) * splat(0x1p112f);
+  return (vf)((vu)small | (bits & 0x8000) << 16);
+}
+INLINE vf load_halves(const void *p, int type) { vh x; memcpy(&x, p, sizeof x); return widen(x, type); }
+
+INLINE float widen_one(uint16_t half, int type) {
+  uint32_t bits = type == BFLOAT16 ? (uint32_t)half << 16 : (uint32_t)(half & 0x7fff) << 13;
+  float x;
+  memcpy(&x, &bits, 4);
+  if (type == BFLOAT16) return x;
+  x *= 0x1p112f;
+  return half & 0x8000 ? -x : x;
+}
+
+INLINE float load_one(const void *p, int64_t i, int type) {
+  return type == FLOAT32 ? ((const float *)p)[i] : widen_one(((const uint16_t *)p)[i], type);
+}
+
+/* To the nearest 16-bit float, ties to even, as torch rounds. */
+INLINE uint16_t narrow_one(float x, int type) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if (type == BFLOAT16) {
+    if (x != x) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (size >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more is infinite */
+  if (size < 0x38800000) { /* below the smallest normal number: let an addition do the rounding */
+    float small, magic = 0.5f;
+    memcpy(&small, &size, 4);
+    small += magic;
+    uint32_t sum;
+    memcpy(&sum, &small, 4);
+    return (uint16_t)(sign | (sum - 0x3f000000));
+  }
+  size += 0xfff + (size >> 13 & 1);
+  return (uint16_t)(sign | (size - 0x38000000) >> 13);
+}
+INLINE float rounded_one(float x, int type) { return widen_one(narrow_one(x, type), type); }
+
+INLINE void store_one(void *p, int64_t i, int type, float x) {
+  if (type == FLOAT32)
+    ((float *)p)[i] = x;
+  else
+    ((uint16_t *)p)[i] = narrow_one(x, type);
+}
+
+/* Sums of lanes go by halves, so that they are the same whatever the width of a vector: the first 16 partial sums are. */
+INLINE float sum16(const float *p) {
+  float s[16];
+  memcpy(s, p, sizeof s);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) s[i] += s[i + half];
+  return s[0];
+}
+
+/* e^x for x up to 0, to two units in the last place; 0 below -87. */
+INLINE vf exponential(vf x) {
+  vi tiny = x < splat(-87.0f);
+  vf t = highest(x, splat(-87.0f)) * splat(1.44269504f);
+  vf n = (t + splat(12582912.0f)) - splat(12582912.0f);
+  vf f = (highest(x, splat(-87.0f)) - n * splat(0.693145752f)) - n * splat(1.42860677e-6f);
+  vf y = splat(1.3888889e-3f) * f + splat(8.3333333e-3f);
+  y = y * f + splat(4.1666667e-2f);
+  y = y * f + splat(1.6666667e-1f);
+  y = y * f + splat(0.5f);
+  y = y * f * f + f + splat(1.0f);
+  vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+  return choose(tiny, splat(0.0f), y * (vf)power);
+}

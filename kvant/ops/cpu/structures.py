@@ -1,0 +1,80 @@
+"""The structures of native/kvant.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+MAX_SECTIONS, MAX_SPANS = 8, 64
+TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN = range(7)
+
+
+def _all(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Section(ctypes.Structure):
+    _fields_ = [("offset", c_int64), *_all(c_int32, "bits first width"), ("alpha", c_float)]
+
+
+class Span(ctypes.Structure):
+    _fields_ = [*_all(c_int32, "first end meta"), ("center", c_float)]
+
+
+class Stream(ctypes.Structure):
+    _fields_ = [
+        *_all(c_int32, "kind sections spans metas names meta_type"),
+        *_all(c_int32, "sink ring flush recent rows group_tokens"),
+        *_all(c_int32, "extra books_heads books_spaces book_bits"),
+        *_all(c_int64, "meta_offset high_offset index_offset"),
+        *_all(c_void_p, "mean books window exact"),
+        ("section", Section * MAX_SECTIONS),
+        ("span", Span * MAX_SPANS),
+    ]
+
+
+class Decode(ctypes.Structure):
+    _fields_ = [
+        *_all(Stream, "key value"),
+        *_all(c_void_p, "query out lse pages table lengths owners sinks"),
+        *_all(c_void_p, "dual inverse inverse_offset lost cosine sine prepared tables partial"),
+        *_all(c_int64, "run_bytes table_width prepared_stride"),
+        *_all(c_int32, "batch heads group dim page_tokens origin type window_type"),
+        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first blocks splits split_tokens visible use_lost"),
+        *_all(c_float, "scale cap"),
+    ]
+
+
+class Space(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "mean signs matrix offset cosine sine weights taken lengths columns"),
+        ("levels", c_float * 16 * 2),
+        ("clip_share", c_float),
+        *_all(c_int32, "order matrix_heads offset_heads half block first"),
+        *_all(c_int32, "clip_below search unbiased bits length turns"),
+    ]
+
+
+class Append(ctypes.Structure):
+    _fields_ = [
+        *_all(Stream, "key value"),
+        *_all(Space, "key_space value_space"),
+        ("source", c_void_p * 2),
+        *_all(c_void_p, "pages slots starts lengths owners"),
+        ("run_bytes", c_int64),
+        ("stride", c_int64 * 2),
+        ("head_stride", c_int64 * 2),
+        *_all(c_int32, "batch tokens heads dim page_tokens origin"),
+        ("type", c_int32 * 2),
+        ("window_type", c_int32),
+    ]
+
+
+class Read(ctypes.Structure):
+    _fields_ = [
+        ("stream", Stream),
+        *_all(c_void_p, "pages table out"),
+        ("run_bytes", c_int64),
+        *_all(c_int32, "first last heads dim page_tokens keys"),
+    ]

@@ -1,0 +1,24 @@
+"""The compiled operations for CPUs. Everything else about the package is in pyproject.toml."""
+
+import sys
+
+from setuptools import Extension, setup
+
+NATIVE = "kvant/ops/cpu/native"
+FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread", "-Wno-psabi"]
+
+extension = Extension(
+    "kvant.ops.cpu._native",
+    [f"{NATIVE}/{name}.c" for name in ("module", "generic", "avx2", "avx512", "neon")],
+    depends=[f"{NATIVE}/{name}.h" for name in ("kvant", "vector", "operations", "rows", "attend", "append")],
+    extra_compile_args=FLAGS,
+    extra_link_args=["-pthread"],
+    py_limited_api=True,
+    optional=True,  # without a compiler, kvant installs all the same; `kvant doctor` says what is missing
+)
+
+# The C is written for GCC and Clang.
+setup(
+    ext_modules=[] if sys.platform == "win32" else [extension],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
