@@ -146,7 +146,7 @@ def decode_with_lse(
     call.prepared = work.data_ptr()
     call.tables = call.prepared + 4 * rows * call.blocks * call.prepared_stride
     call.partial = call.tables + 4 * tables
-    each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + dim) + 2 * dim
+    each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
     scratch = torch.empty(torch.get_num_threads() * each)
     library.run("decode", call, 0, scratch, each)
     return out, lse

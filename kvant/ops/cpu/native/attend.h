@@ -4,6 +4,21 @@
 #define LIMIT 8128.0f /* 64 * 127: the largest number that two limbs of up to 64 hold, about */
 #define CHUNK 4       /* queries that are attended from at once */
 
+/* e^x for x up to 0, to two units in the last place; 0 below -87. */
+INLINE vf exponential(vf x) {
+  const vi tiny = x < splat(-87.0f);
+  x = highest(x, splat(-87.0f));
+  const vf n = fused(x, splat(1.44269504f), splat(12582912.0f)) - splat(12582912.0f);
+  const vf f = fused(n, splat(-1.42860677e-6f), fused(n, splat(-0.693145752f), x));
+  vf y = fused(splat(1.3888889e-3f), f, splat(8.3333333e-3f));
+  y = fused(y, f, splat(4.1666667e-2f));
+  y = fused(y, f, splat(1.6666667e-1f));
+  y = fused(y, f, splat(0.5f));
+  y = fused(y * f, f, f + splat(1.0f));
+  const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+  return choose(tiny, splat(0.0f), y * (vf)power);
+}
+
 /* A query as the integer dot products read it. */
 typedef struct {
   const float *vector;
@@ -19,9 +34,11 @@ INLINE Pack pack_at(const Decode *call, int64_t index) {
   return (Pack){p, limbs, limbs + dim, p + dim + 16, p + dim + 16 + MAX_SPANS, p + dim};
 }
 
-/* Numbers as two limbs: x ~ scale * (128 high + low). Returns the scale. */
-INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low) {
+/* Numbers as two limbs: x ~ scale * (128 high + low). Returns the scale. `sum` is of the numbers as the limbs hold them, so that
+ * what rounds them off meets elements about their middle and not about zero. */
+INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, float *sum) {
   float most = 0.0f;
+  *sum = 0.0f;
   for (int i = 0; i < count; i++) {
     float size = fabsf(x[i]);
     most = size > most ? size : most;
@@ -32,22 +49,62 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low) {
     return 0.0f;
   }
   const float times = LIMIT / most;
+  int32_t total = 0;
   for (int i = 0; i < count; i++) {
     int v = (int)(x[i] * times + 16384.5f) - 16384;
     int h = (v + 64) >> 7;
     high[i] = (int8_t)h;
     low[i] = (int8_t)(v - 128 * h);
+    total += v;
   }
+  *sum = (float)total * (most / LIMIT);
   return most / LIMIT;
 }
 
-/* y = x M for a row x and a matrix [dim, dim]. */
-INLINE void times_matrix(const float *x, const float *matrix, int dim, float *y) {
-  for (int e = 0; e < dim; e++) y[e] = 0.0f;
-  for (int d = 0; d < dim; d++) {
-    const float *row = matrix + (int64_t)d * dim;
-    const float factor = x[d];
-    for (int e = 0; e < dim; e++) y[e] += factor * row[e];
+/* Product of two vectors of floats, by sixteen partial sums. */
+INLINE float product(const float *x, const float *y, int dim) {
+  float part[16] = {0};
+  int c = 0;
+  for (; c + 16 <= dim; c += 16)
+    for (int i = 0; i < 16; i++) part[i] += x[c + i] * y[c + i];
+  for (; c < dim; c++) part[c % 16] += x[c] * y[c];
+  return sum16(part);
+}
+
+/* y = x M for up to CHUNK rows x and a matrix [dim, dim]; rows of y are `stride` apart. */
+INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, float *y, int64_t stride) {
+  int e = 0;
+  for (; e + 2 * LANE_COUNT <= dim; e += 2 * LANE_COUNT) {
+    vf sum[CHUNK][2];
+    for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = splat(0.0f);
+    for (int d = 0; d < dim; d++) {
+      const float *row = matrix + (int64_t)d * dim + e;
+      const vf a = load_floats(row), b = load_floats(row + LANE_COUNT);
+      for (int r = 0; r < ROWS; r++) {
+        const vf factor = splat(x[r * dim + d]);
+        sum[r][0] = fused(factor, a, sum[r][0]);
+        sum[r][1] = fused(factor, b, sum[r][1]);
+      }
+    }
+    for (int r = 0; r < ROWS; r++) {
+      store_floats(y + r * stride + e, sum[r][0]);
+      store_floats(y + r * stride + e + LANE_COUNT, sum[r][1]);
+    }
+  }
+  for (; e < dim; e++)
+    for (int r = 0; r < ROWS; r++) {
+      float sum = 0.0f;
+      for (int d = 0; d < dim; d++) sum += x[r * dim + d] * matrix[(int64_t)d * dim + e];
+      y[r * stride + e] = sum;
+    }
+}
+
+static void times_matrix(int rows, const float *x, const float *matrix, int dim, float *y, int64_t stride) {
+  switch (rows) {
+    case 1: times_matrix_of(1, x, matrix, dim, y, stride); break;
+    case 2: times_matrix_of(2, x, matrix, dim, y, stride); break;
+    case 3: times_matrix_of(3, x, matrix, dim, y, stride); break;
+    default: times_matrix_of(4, x, matrix, dim, y, stride);
   }
 }
 
@@ -65,38 +122,40 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
   const int64_t last = (call->lengths[b] - 1 + call->first) / (call->block ? call->block : 1);
   if (call->block && block + call->first / call->block > last) return;
   const Stream *s = &call->key;
-  float *turned = scratch;
+  const float *cosine = call->cosine + (int64_t)block * half, *sine = call->sine + (int64_t)block * half;
   for (int g = 0; g < group; g++) {
+    const int lane = g % CHUNK, rows = group - g < CHUNK ? group - g : CHUNK;
     const int64_t index = ((b * call->heads + head) * call->blocks + block) * group + g;
-    const int64_t source = ((b * call->heads + head) * group + g) * dim;
-    float *p = call->prepared + index * call->prepared_stride, *vector = p;
-    for (int c = 0; c < dim; c++) turned[c] = load_one(call->query, source + c, call->type);
-    if (call->block) {
-      const float *cosine = call->cosine + (int64_t)block * half, *sine = call->sine + (int64_t)block * half;
-      for (int c = 0; c < half; c++) {
-        const float x = turned[c], y = turned[c + half];
-        turned[c] = x * cosine[c] + y * sine[c];
-        turned[c + half] = y * cosine[c] - x * sine[c];
+    float *p = call->prepared + index * call->prepared_stride, *vector = p, *turned = scratch + lane * dim;
+    if (!lane) { /* a chunk of queries at once */
+      const int64_t source = ((b * call->heads + head) * group + g) * dim;
+      for (int r = 0; r < rows; r++) {
+        float *x = scratch + r * dim;
+        for (int c = 0; c < dim; c++) x[c] = load_one(call->query, source + r * dim + c, call->type);
+        if (!call->block) continue;
+        for (int c = 0; c < half; c++) {
+          const float u = x[c], v = x[c + half];
+          x[c] = u * cosine[c] + v * sine[c];
+          x[c + half] = v * cosine[c] - u * sine[c];
+        }
       }
+      if (call->dual)
+        times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, vector, call->prepared_stride);
+      else
+        for (int r = 0; r < rows; r++)
+          memcpy(vector + r * call->prepared_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
     }
     float lost = 0.0f, flagged = 0.0f;
-    if (call->use_lost)
-      for (int c = 0; c < dim; c++) lost += turned[c] * call->lost[(int64_t)head * dim + c];
-    if (call->dual)
-      times_matrix(turned, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, vector);
-    else
-      memcpy(vector, turned, sizeof(float) * (size_t)dim);
+    if (call->use_lost) lost = product(turned, call->lost + (int64_t)head * dim, dim);
     if (s->mean)
-      for (int c = 0; c < dim; c++) flagged += vector[c] * s->mean[(int64_t)head * dim + c];
+      flagged = product(vector, s->mean + (int64_t)head * dim, dim);
     p[dim] = lost;
     p[dim + 1] = flagged;
     float *scale = p + dim + 16, *sum = scale + MAX_SPANS;
     int8_t *high = (int8_t *)(sum + MAX_SPANS), *low = high + dim;
     for (int i = 0; i < s->spans; i++) {
       const int first = s->span[i].first, count = s->span[i].end - first;
-      scale[i] = to_limbs(vector + first, count, high + first, low + first);
-      sum[i] = 0.0f;
-      for (int c = first; c < first + count; c++) sum[i] += vector[c];
+      scale[i] = to_limbs(vector + first, count, high + first, low + first, &sum[i]);
     }
     if (s->kind == CENTROIDS) {
       const int length = s->extra, spaces = dim / length, lane = g % CHUNK;
@@ -149,12 +208,12 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
           }
       }
       for (int k = 0; k < VECTORS; k++)
-        for (int g = 0; g < QUERIES; g++) dots[k][g] += splat(section->alpha) * floats((high[k][g] << 7) + low[k][g]);
+        for (int g = 0; g < QUERIES; g++) dots[k][g] = fused(splat(section->alpha), floats((high[k][g] << 7) + low[k][g]), dots[k][g]);
     }
     for (int k = 0; k < VECTORS; k++) {
       const int at = token + k * LANE_COUNT;
       if (s->kind == CHANNEL) {
-        for (int g = 0; g < QUERIES; g++) total[k][g] += dots[k][g] * splat(pack[g].scale[i]) + splat(pack[g].sum[i]);
+        for (int g = 0; g < QUERIES; g++) total[k][g] += fused(dots[k][g], splat(pack[g].scale[i]), splat(pack[g].sum[i]));
         continue;
       }
       const vf scale = meta_vector(s, run, page_tokens, span->meta, 0, at);
@@ -164,7 +223,8 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
       if (s->kind == SCALE_ZERO) more = -size * meta_vector(s, run, page_tokens, span->meta, 1, at);
       for (int g = 0; g < QUERIES; g++) {
         const float sum = pack[g].sum[i];
-        total[k][g] += size * (dots[k][g] * splat(pack[g].scale[i]) + splat(span->center * sum)) + more * splat(sum);
+        total[k][g] = fused(more, splat(sum), total[k][g]);
+        total[k][g] = fused(size, fused(dots[k][g], splat(pack[g].scale[i]), splat(span->center * sum)), total[k][g]);
         if (s->mean && i == 0)
           total[k][g] += choose(scale < splat(0.0f), splat(pack[g].lost[1]), splat(0.0f));
       }
@@ -209,22 +269,13 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *run, int
         numbers[c] = pack[g].vector[c] * load_one(run + s->meta_offset, at, s->meta_type);
         sum[g] += pack[g].vector[c] * load_one(run + s->meta_offset, at + 1, s->meta_type);
       }
-      scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim);
+      float unused;
+      scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim, &unused);
       own[g] = (Pack){pack[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], pack[g].lost};
     }
     const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
     code_scores(queries, s, run, page_tokens, first, last, own, scores, stride);
   }
-}
-
-/* Product of two vectors of floats, by sixteen partial sums. */
-INLINE float product(const float *x, const float *y, int dim) {
-  float part[16] = {0};
-  int c = 0;
-  for (; c + 16 <= dim; c += 16)
-    for (int i = 0; i < 16; i++) part[i] += x[c + i] * y[c + i];
-  for (; c < dim; c++) part[c % 16] += x[c] * y[c];
-  return sum16(part);
 }
 
 /* Scores of tokens [from, to) of a page. */
@@ -288,12 +339,12 @@ INLINE void column(const int QUERIES, const int VECTORS, const Section *section,
     }
   for (int g = 0; g < QUERIES; g++)
     for (int k = 0; k < VECTORS; k++) {
-      const vf sum = splat(section->alpha * w->scale[g]) * floats((high[k][g] << 7) + low[k][g]);
+      const vf unit = splat(section->alpha * w->scale[g]), sum = floats((high[k][g] << 7) + low[k][g]);
       float *at = out + g * dim + k * LANE_COUNT;
       if (!lanes)
-        store_floats(at, load_floats(at) + sum);
+        store_floats(at, fused(unit, sum, load_floats(at)));
       else
-        for (int lane = 0; lane < lanes; lane++) at[lane] += sum[lane];
+        for (int lane = 0; lane < lanes; lane++) at[lane] += unit[lane] * sum[lane];
     }
 }
 
@@ -362,37 +413,48 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
     return;
   }
   Weights w[MAX_SPANS];
-  float own[128] __attribute__((aligned(64)));
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
+  float own[CHUNK][128] __attribute__((aligned(64)));
   for (int g = 0; g < queries; g++) {
-    memset(own + first, 0, sizeof(float) * (size_t)(last - first));
-    memcpy(own + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
-    for (int m = 0; m < s->metas; m++) {
-      float scaled[128] __attribute__((aligned(64)));
-      vf most = splat(0.0f), total = splat(0.0f), more = splat(0.0f), flagged = splat(0.0f);
-      for (int t = first; t < last; t += LANE_COUNT) {
-        const vf p = load_floats(own + t), scale = meta_vector(s, run, size, m, 0, t);
-        const vi there = p > splat(0.0f); /* elsewhere lies anything, also what is no number */
-        const vf x = choose(there, p * magnitude(scale), splat(0.0f));
-        store_floats(scaled + t, x);
-        most = highest(x, most);
-        total += x;
-        if (s->kind == SCALE_MIN) more += choose(there, p * meta_vector(s, run, size, m, 1, t), splat(0.0f));
-        if (s->kind == SCALE_ZERO) more -= choose(there, x * meta_vector(s, run, size, m, 1, t), splat(0.0f));
-        if (s->mean) flagged += choose(there & (scale < splat(0.0f)), p, splat(0.0f));
+    for (int t = first; t < from; t++) own[g][t] = 0.0f;
+    memcpy(own[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
+    for (int t = to; t < last; t++) own[g][t] = 0.0f;
+  }
+  for (int m = 0; m < s->metas; m++) {
+    vf size_of[128 / LANE_COUNT], more_of[128 / LANE_COUNT], flag_of[128 / LANE_COUNT];
+    for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
+      const vf scale = meta_vector(s, run, size, m, 0, t);
+      size_of[k] = magnitude(scale);
+      if (s->kind == SCALE_MIN) more_of[k] = meta_vector(s, run, size, m, 1, t) / size_of[k];
+      if (s->kind == SCALE_ZERO) more_of[k] = -meta_vector(s, run, size, m, 1, t);
+      if (s->mean) flag_of[k] = choose(scale < splat(0.0f), splat(1.0f), splat(0.0f));
+    }
+    for (int g = 0; g < queries; g++) {
+      vf most = splat(0.0f), more = splat(0.0f), flagged = splat(0.0f), scaled[128 / LANE_COUNT];
+      vi total = {};
+      for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
+        const vf p = load_floats(own[g] + t);
+        scaled[k] = choose(p > splat(0.0f), p * size_of[k], splat(0.0f)); /* elsewhere lies anything, also what is no number */
+        most = highest(scaled[k], most);
+        if (s->mean) flagged = fused(p, choose(p > splat(0.0f), flag_of[k], splat(0.0f)), flagged);
       }
-      sums->scale[m][g] += across(total);
-      sums->more[m][g] += across(more);
-      if (m == 0) sums->flagged[g] += across(flagged);
       float top = 0.0f;
       for (int lane = 0; lane < LANE_COUNT; lane++) top = most[lane] > top ? most[lane] : top;
-      const float times = top > 0x1p-100f ? LIMIT / top : 0.0f;
-      w[m].scale[g] = top / LIMIT;
-      for (int t = first; t < last; t++) {
-        const int v = (int)(scaled[t] * times + 0.5f), h = (v + 64) >> 7;
-        w[m].high[g][t] = (int8_t)h;
-        w[m].low[g][t] = (int8_t)(v - 128 * h);
+      const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
+      const float unit = top / LIMIT;
+      w[m].scale[g] = unit;
+      for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
+        const vi v = __builtin_convertvector(fused(scaled[k], times, splat(0.5f)), vi);
+        const vi h = (v + 64) >> 7;
+        const vc high = __builtin_convertvector(h, vc), low = __builtin_convertvector(v - (h << 7), vc);
+        memcpy(w[m].high[g] + t, &high, sizeof high);
+        memcpy(w[m].low[g] + t, &low, sizeof low);
+        total += v;
+        if (s->kind != SCALE_ALONE) more += choose(v > 0, floats(v) * more_of[k], splat(0.0f));
       }
+      sums->scale[m][g] += across(floats(total)) * unit;
+      sums->more[m][g] += across(more) * unit;
+      if (m == 0) sums->flagged[g] += across(flagged);
     }
   }
   code_sums(queries, s, run, first / 4, last / 4, w, out, dim);
@@ -559,7 +621,7 @@ static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
     for (int c = 0; c < dim; c++) sum[c] *= times;
     const float *out = sum;
     if (call->inverse) {
-      times_matrix(sum, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, back);
+      times_matrix(1, sum, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, back, dim);
       out = back;
     }
     if (call->inverse_offset)

@@ -16,6 +16,8 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
   return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
+INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+
 #include "operations.h"
 const Isa KVANT_AVX2 = {"AVX2", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
 #if defined(__clang__)

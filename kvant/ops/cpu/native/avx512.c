@@ -15,6 +15,8 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(numbers));
 }
 
+INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
 #include "operations.h"
 const Isa KVANT_AVX512 = {"AVX-512 VNNI", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
 #if defined(__clang__)

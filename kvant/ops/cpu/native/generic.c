@@ -14,5 +14,7 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
   return acc;
 }
 
+INLINE vf fused(vf a, vf b, vf c) { return a * b + c; }
+
 #include "operations.h"
 const Isa KVANT_GENERIC = {"generic", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};

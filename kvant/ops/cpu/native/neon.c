@@ -19,6 +19,8 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
   return (vi)vdotq_s32(sum, bit, n);
 }
 
+INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+
 #include "operations.h"
 const Isa KVANT_NEON = {"NEON with dot products", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
 #if defined(__clang__)

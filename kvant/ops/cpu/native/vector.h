@@ -1,5 +1,5 @@
 /* Vectors of LANE_COUNT 32-bit lanes by the compiler's vector extension. The file that includes this one has set
- * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers. */
+ * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers, and fused: a * b + c. */
 #include <math.h>
 #include <string.h>
 
@@ -11,6 +11,7 @@
 typedef int32_t vi __attribute__((vector_size(BYTES)));
 typedef uint32_t vu __attribute__((vector_size(BYTES)));
 typedef float vf __attribute__((vector_size(BYTES)));
+typedef int8_t vc __attribute__((vector_size(LANE_COUNT)));
 typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 
 INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
@@ -85,19 +86,4 @@ INLINE float sum16(const float *p) {
   for (int half = 8; half; half /= 2)
     for (int i = 0; i < half; i++) s[i] += s[i + half];
   return s[0];
-}
-
-/* e^x for x up to 0, to two units in the last place; 0 below -87. */
-INLINE vf exponential(vf x) {
-  vi tiny = x < splat(-87.0f);
-  vf t = highest(x, splat(-87.0f)) * splat(1.44269504f);
-  vf n = (t + splat(12582912.0f)) - splat(12582912.0f);
-  vf f = (highest(x, splat(-87.0f)) - n * splat(0.693145752f)) - n * splat(1.42860677e-6f);
-  vf y = splat(1.3888889e-3f) * f + splat(8.3333333e-3f);
-  y = y * f + splat(4.1666667e-2f);
-  y = y * f + splat(1.6666667e-1f);
-  y = y * f + splat(0.5f);
-  y = y * f * f + f + splat(1.0f);
-  vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-  return choose(tiny, splat(0.0f), y * (vf)power);
 }
