@@ -37,22 +37,32 @@ INLINE Pack pack_at(const Decode *call, int64_t index) {
 /* Numbers as two limbs: x ~ scale * (128 high + low). Returns the scale. `sum` is of the numbers as the limbs hold them, so that
  * what rounds them off meets elements about their middle and not about zero. */
 INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, float *sum) {
+  const int whole = count / LANE_COUNT * LANE_COUNT;
+  vf tops = splat(0.0f);
+  for (int i = 0; i < whole; i += LANE_COUNT) tops = highest(magnitude(load_floats(x + i)), tops);
   float most = 0.0f;
+  for (int lane = 0; lane < LANE_COUNT; lane++) most = tops[lane] > most ? tops[lane] : most;
+  for (int i = whole; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
   *sum = 0.0f;
-  for (int i = 0; i < count; i++) {
-    float size = fabsf(x[i]);
-    most = size > most ? size : most;
-  }
   if (!(most > 0x1p-100f)) { /* nothing, or next to it */
     memset(high, 0, (size_t)count);
     memset(low, 0, (size_t)count);
     return 0.0f;
   }
   const float times = LIMIT / most;
+  vi totals = {};
+  for (int i = 0; i < whole; i += LANE_COUNT) {
+    const vi v = __builtin_convertvector(fused(load_floats(x + i), splat(times), splat(16384.5f)), vi) - 16384;
+    const vi h = (v + 64) >> 7;
+    const vc upper = __builtin_convertvector(h, vc), lower = __builtin_convertvector(v - (h << 7), vc);
+    memcpy(high + i, &upper, sizeof upper);
+    memcpy(low + i, &lower, sizeof lower);
+    totals += v;
+  }
   int32_t total = 0;
-  for (int i = 0; i < count; i++) {
-    int v = (int)(x[i] * times + 16384.5f) - 16384;
-    int h = (v + 64) >> 7;
+  for (int lane = 0; lane < LANE_COUNT; lane++) total += totals[lane];
+  for (int i = whole; i < count; i++) {
+    const int v = (int)(x[i] * times + 16384.5f) - 16384, h = (v + 64) >> 7;
     high[i] = (int8_t)h;
     low[i] = (int8_t)(v - 128 * h);
     total += v;
@@ -61,14 +71,40 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
   return most / LIMIT;
 }
 
-/* Product of two vectors of floats, by sixteen partial sums. */
-INLINE float product(const float *x, const float *y, int dim) {
+INLINE float across(vf x) {
   float part[16] = {0};
-  int c = 0;
-  for (; c + 16 <= dim; c += 16)
-    for (int i = 0; i < 16; i++) part[i] += x[c + i] * y[c + i];
-  for (; c < dim; c++) part[c % 16] += x[c] * y[c];
+  for (int lane = 0; lane < LANE_COUNT; lane++) part[lane] = x[lane];
   return sum16(part);
+}
+
+/* Product of two vectors of floats. */
+INLINE float product(const float *x, const float *y, int dim) {
+  vf sum = splat(0.0f);
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT) sum = fused(load_floats(x + c), load_floats(y + c), sum);
+  float out = across(sum);
+  for (; c < dim; c++) out += x[c] * y[c];
+  return out;
+}
+
+/* y += factor * x. */
+INLINE void add_times(float *y, float factor, const float *x, int dim) {
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT)
+    store_floats(y + c, fused(splat(factor), load_floats(x + c), load_floats(y + c)));
+  for (; c < dim; c++) y[c] += factor * x[c];
+}
+
+/* Numbers of any type to floats. */
+INLINE void load_row(const void *source, int64_t at, int type, int dim, float *out) {
+  if (type == FLOAT32) {
+    memcpy(out, (const float *)source + at, sizeof(float) * (size_t)dim);
+    return;
+  }
+  const uint16_t *p = (const uint16_t *)source + at;
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT) store_floats(out + c, load_halves(p + c, type));
+  for (; c < dim; c++) out[c] = widen_one(p[c], type);
 }
 
 /* y = x M for up to CHUNK rows x and a matrix [dim, dim]; rows of y are `stride` apart. */
@@ -131,7 +167,7 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
       const int64_t source = ((b * call->heads + head) * group + g) * dim;
       for (int r = 0; r < rows; r++) {
         float *x = scratch + r * dim;
-        for (int c = 0; c < dim; c++) x[c] = load_one(call->query, source + r * dim + c, call->type);
+        load_row(call->query, source + r * dim, call->type, dim, x);
         if (!call->block) continue;
         for (int c = 0; c < half; c++) {
           const float u = x[c], v = x[c + half];
@@ -260,15 +296,16 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *run, int
   const int size = s->group_tokens;
   for (int group = from / size; group * size < to; group++) {
     int8_t limbs[CHUNK][2 * 256];
-    float numbers[256], scale[CHUNK], sum[CHUNK];
+    float metas[512], scales[256], least[256], numbers[256], scale[CHUNK], sum[CHUNK];
     Pack own[CHUNK];
+    load_row(run + s->meta_offset, 2 * (int64_t)group * dim, s->meta_type, 2 * dim, metas);
+    for (int c = 0; c < dim; c++) {
+      scales[c] = metas[2 * c];
+      least[c] = metas[2 * c + 1];
+    }
     for (int g = 0; g < queries; g++) {
-      sum[g] = 0.0f;
-      for (int c = 0; c < dim; c++) {
-        const int64_t at = 2 * ((int64_t)group * dim + c);
-        numbers[c] = pack[g].vector[c] * load_one(run + s->meta_offset, at, s->meta_type);
-        sum[g] += pack[g].vector[c] * load_one(run + s->meta_offset, at + 1, s->meta_type);
-      }
+      for (int c = 0; c < dim; c++) numbers[c] = pack[g].vector[c] * scales[c];
+      sum[g] = product(pack[g].vector, least, dim);
       float unused;
       scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim, &unused);
       own[g] = (Pack){pack[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], pack[g].lost};
@@ -390,12 +427,6 @@ typedef struct {
   float scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
 } Sums;
 
-INLINE float across(vf x) {
-  float part[16] = {0};
-  for (int lane = 0; lane < LANE_COUNT; lane++) part[lane] = x[lane];
-  return sum16(part);
-}
-
 /* Adds tokens [from, to) of a page: weight[query * stride + token]. */
 static void page_sums(const Decode *call, int queries, const uint8_t *run, int head, int from, int to, const float *weight, int stride,
                       float *out, Sums *sums) {
@@ -407,7 +438,7 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
       token_row(s, 0, run, size, head, token, dim, row);
       for (int g = 0; g < queries; g++) {
         const float p = weight[g * stride + token];
-        for (int c = 0; c < dim; c++) out[g * dim + c] += p * row[c];
+        add_times(out + g * dim, p, row, dim);
       }
     }
     return;
@@ -482,7 +513,7 @@ INLINE int64_t window_row(const Stream *s, int64_t position) {
 
 INLINE void window_vector(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, float *out) {
   const int64_t at = ((call->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
-  for (int c = 0; c < call->dim; c++) out[c] = load_one(s->window, at + c, call->window_type);
+  load_row(s->window, at, call->window_type, call->dim, out);
 }
 
 /* Task: one (sequence, head, split). Leaves the weighted sum, the largest score and the sum of weights of every query. */
@@ -519,7 +550,8 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
       }
       Pack pack[CHUNK];
       for (int g = 0; g < queries; g++) pack[g] = pack_at(call, index + g);
-      float *at = scores + (position - begin);
+      const int64_t begun = position - begin;
+      float *at = scores + begun;
       if (position < sinks || position >= recent) {
         if (position < sinks && sinks < to) to = sinks;
         for (; position < to; position++, at++) {
@@ -539,7 +571,7 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
       }
       if (call->use_lost)
         for (int g = 0; g < queries; g++)
-          for (float *x = scores + g * stride + (at - scores), *stop = scores + g * stride + (position - begin); x < stop; x++) *x += pack[g].lost[0];
+          for (int64_t t = begun; t < position - begin; t++) scores[g * stride + t] += pack[g].lost[0];
     }
     const int count = (int)(end - begin), whole = (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
     float *out = scratch + 64 + (int64_t)CHUNK * stride;
@@ -572,10 +604,7 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
         if (position < sinks && sinks < to) to = sinks;
         for (; position < to; position++, weight++) {
           window_vector(call, &call->value, b, head, position, row);
-          for (int g = 0; g < queries; g++) {
-            const float p = weight[g * stride];
-            for (int c = 0; c < dim; c++) out[g * dim + c] += p * row[c];
-          }
+          for (int g = 0; g < queries; g++) add_times(out + g * dim, weight[g * stride], row, dim);
         }
         continue;
       }

@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 
 #include "kvant.h"
@@ -17,19 +18,29 @@
 typedef void (*Task)(const void *, int64_t, float *);
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
 
+#define PHASES 3
+
+/* Phases of tasks, one after another. A thread that comes late finds less to do; nobody waits for one that has no task. */
 typedef struct {
-  Task run;
   const void *call;
-  int64_t tasks, scratch_stride;
+  Task run[PHASES];
+  int64_t tasks[PHASES], scratch_stride;
   float *scratch;
-  atomic_llong next;
+  atomic_llong next[PHASES], done[PHASES];
   atomic_int threads;
 } Job;
 
 static void work(void *data) {
   Job *job = data;
   float *scratch = job->scratch + atomic_fetch_add(&job->threads, 1) * job->scratch_stride;
-  for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < job->tasks;) job->run(job->call, task, scratch);
+  for (int phase = 0; phase < PHASES; phase++) {
+    const int64_t tasks = job->tasks[phase];
+    for (int64_t task; (task = atomic_fetch_add(&job->next[phase], 1)) < tasks; atomic_fetch_add(&job->done[phase], 1))
+      job->run[phase](job->call, task, scratch);
+    if (phase + 1 < PHASES && job->tasks[phase + 1])
+      for (int spins = 0; atomic_load(&job->done[phase]) < tasks; spins++)
+        if (spins > 10000) sched_yield();
+  }
 }
 
 static void *work_thread(void *data) {
@@ -37,19 +48,20 @@ static void *work_thread(void *data) {
   return NULL;
 }
 
-static void run(Task task, const void *call, int64_t tasks, float *scratch, int64_t stride, int threads, Parallel parallel) {
-  Job job = {task, call, tasks, stride, scratch, 0, 0};
-  if (threads > tasks) threads = (int)tasks;
+static void run(Job *job, int threads, Parallel parallel) {
+  int64_t most = 1;
+  for (int phase = 0; phase < PHASES; phase++) most = job->tasks[phase] > most ? job->tasks[phase] : most;
+  if (threads > most) threads = (int)most;
   if (threads <= 1) {
-    work(&job);
+    work(job);
   } else if (parallel) {
-    parallel(work, &job, (unsigned)threads, 0);
+    parallel(work, job, (unsigned)threads, 0);
   } else {
     pthread_t started[64];
     int count = 0;
     for (; count < threads - 1 && count < 64; count++)
-      if (pthread_create(&started[count], NULL, work_thread, &job)) break;
-    work(&job);
+      if (pthread_create(&started[count], NULL, work_thread, job)) break;
+    work(job);
     while (count) pthread_join(started[--count], NULL);
   }
 }
@@ -129,9 +141,9 @@ static PyObject *decode(PyObject *self, PyObject *args) {
   const Decode *call = data;
   const int64_t rows = (int64_t)call->batch * call->heads;
   Py_BEGIN_ALLOW_THREADS
-  run((Task)isa->prepare, call, rows * call->blocks, scratch, stride, rows * call->blocks < 32 ? 1 : threads, parallel);
-  run((Task)isa->split, call, rows * call->splits, scratch, stride, threads, parallel);
-  run((Task)isa->merge, call, rows, scratch, stride, rows * call->splits < 64 ? 1 : threads, parallel);
+  Job job = {call, {(Task)isa->prepare, (Task)isa->split, (Task)isa->merge}, {rows * call->blocks, rows * call->splits, rows},
+             stride, scratch, {0}, {0}, 0};
+  run(&job, threads, parallel);
   Py_END_ALLOW_THREADS
   return Py_BuildValue("");
 }
@@ -146,7 +158,8 @@ static PyObject *append(PyObject *self, PyObject *args) {
   float *scratch;
   if (!parsed(args, &data, &isa, &threads, &parallel, &tasks, &scratch, &stride)) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  run((Task)isa->append, data, tasks, scratch, stride, threads, parallel);
+  Job job = {data, {(Task)isa->append}, {tasks}, stride, scratch, {0}, {0}, 0};
+  run(&job, threads, parallel);
   Py_END_ALLOW_THREADS
   return Py_BuildValue("");
 }
@@ -161,7 +174,8 @@ static PyObject *read_rows(PyObject *self, PyObject *args) {
   float *scratch;
   if (!parsed(args, &data, &isa, &threads, &parallel, &tasks, &scratch, &stride)) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  run((Task)isa->read, data, tasks, scratch, stride, threads, parallel);
+  Job job = {data, {(Task)isa->read}, {tasks}, stride, scratch, {0}, {0}, 0};
+  run(&job, threads, parallel);
   Py_END_ALLOW_THREADS
   return Py_BuildValue("");
 }
