@@ -107,7 +107,8 @@ class Cache(Serving, transformers.Cache):
                 )
             ropes = ropes_of(model_or_config, len(self.shape.layers))
             self._ropes = [dataclasses.replace(rope, first=first_position) for rope in ropes]
-        self.layout = self._make_layout(self.shape.dtype)
+        device = next(iter(model_or_config.parameters())).device if named is not None else torch.device("cpu")
+        self.layout = self._make_layout(self.shape.dtype, device)
         self.groups: list[Group] = []
         self._group_of: list[Group] = []
         self._real: Tensor | None = None  # bool [batch, columns]; None while no column is padding
@@ -124,8 +125,9 @@ class Cache(Serving, transformers.Cache):
         for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
             part._attn_implementation = ATTENTION
 
-    def _make_layout(self, dtype: str) -> Layout:
-        return Layout.of(self.recipe, self.shape.heads, self.shape.head_dim, dtype=dtype, **self._layout_options)
+    def _make_layout(self, dtype: str, device: torch.device) -> Layout:
+        shape = self.shape
+        return Layout.of(self.recipe, shape.heads, shape.head_dim, dtype=dtype, device=device, **self._layout_options)
 
     def __repr__(self) -> str:
         return f"Cache(recipe={self.recipe.name!r}, layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes})"
@@ -267,7 +269,7 @@ class Cache(Serving, transformers.Cache):
         self._allocate(str(key.dtype).removeprefix("torch."), key.device)
 
     def _allocate(self, dtype: str, device: torch.device) -> None:
-        self.layout = self._make_layout(dtype)
+        self.layout = self._make_layout(dtype, device)
         pages = None
         if self.max_tokens is not None:
             pages = max(1, self.layout.pages_for(self.max_tokens)) * (self.max_sequences or 1)

@@ -1,12 +1,13 @@
 """Prefill over a packed history a block of pages at a time: what it holds at once does not grow with the history.
 
 Each block is decoded, attended to by all new tokens, and merged with what came before by the log-sum-exps; the new tokens among
-themselves are one more block. On a GPU a block is torch's fused attention in float16, which holds codes times scales better
-than bfloat16 does; with a soft cap or a sliding window, and on a CPU, it is two matrix products in float32 around a softmax.
+themselves are one more block. A block is torch's fused attention: on a GPU in float16, which holds codes times scales better
+than bfloat16 does, on a CPU in float32. With a soft cap or a sliding window it is two matrix products around a softmax.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,22 @@ QUERY_BLOCK = 256  # rows of scores that are held at a time, where they are held
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why a layout is better served by another, or None."""
     if device.type == "cpu":
-        return "it is for GPUs; on a CPU the reference does the same"
+        return "it is for GPUs; on a CPU another reads blocks"
     for name, stream in layout.recipe.streams.items():
         if stream.groupwise:
             return f"it reads streams that are coded token by token, and the {name}s are coded in groups"
     return None
+
+
+Unpack = Callable[[LayerStore, StreamName, Tensor, int, int], Tensor]
+"""The tokens at places [first, last) of a sequence's pages, as they are stored: float32 [tokens, heads, head_dim]."""
+
+
+def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last: int) -> Tensor:
+    """In torch. `first` is the first place of a page."""
+    layout = store.layout
+    here = pages[first // layout.page_tokens : -(-last // layout.page_tokens)].clamp_min(0)
+    return store.stream(name).codec.decode(layout.unpack(name, store.pages[here]))[: last - first]
 
 
 class Part(NamedTuple):
@@ -60,12 +72,27 @@ def prefill(
     window: int | None = None,
 ) -> Tensor:
     """As the reference's `prefill`."""
+    return by_blocks(store, query, key, value, batch, scale, softcap, window, unpack)
+
+
+def by_blocks(
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    read: Unpack,
+) -> Tensor:
+    """Prefill with a way to read packed tokens."""
     out = torch.empty_like(query)
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
     for b, length in enumerate(lengths):
         part = slice(starts[b], starts[b + 1])
         row, history = one_sequence(batch, b), length - (part.stop - part.start)
-        out[part] = _one(store, query[part], key[part], value[part], row, history, scale, softcap, window)
+        out[part] = _one(store, query[part], key[part], value[part], row, history, scale, softcap, window, read)
     return out
 
 
@@ -79,6 +106,7 @@ def _one(
     scale: float,
     softcap: float | None,
     window: int | None,
+    read: Unpack,
 ) -> Tensor:
     fresh, query_heads, dim = query.shape
     heads, size = store.layout.heads, store.layout.page_tokens
@@ -91,12 +119,15 @@ def _one(
         lost = None if lost is None else lost.permute(1, 2, 0)
         q, k, v = store.key.dual(q), store.key.forward(k), store.value.forward(v)
     q = q.permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
-    fused = query.is_cuda and softcap is None and window is None
+    fused = softcap is None and (window is None or window >= history + fresh)
     total: Part | None = None
+    origin = store.layout.recipe.origin
     low = 0 if window is None else max(0, history + 1 - window)
-    for first in range(low // size * size, history, BLOCK_TOKENS):
-        last = min(history, first + BLOCK_TOKENS)
-        keys, values = (read_block(store, name, row, history, first, last) for name in ("key", "value"))  # type: ignore[arg-type]
+    for place in range(max(0, low - origin) // size * size, max(1, history - origin), BLOCK_TOKENS):
+        if not history:
+            break
+        first, last = origin + place if place else 0, min(history, origin + place + BLOCK_TOKENS)
+        keys, values = (read_block(store, name, row, history, first, last, read) for name in ("key", "value"))  # type: ignore[arg-type]
         if fused:
             total = merge(total, _fused(q, keys, values, scale, causal=False))
         else:
@@ -108,13 +139,18 @@ def _one(
     return out.reshape(fresh, query_heads, dim).to(query.dtype)
 
 
-def read_block(store: LayerStore, name: StreamName, row: PagedBatch, n: int, first: int, last: int) -> Tensor:
+def read_block(
+    store: LayerStore, name: StreamName, row: PagedBatch, n: int, first: int, last: int, read: Unpack
+) -> Tensor:
     """Tokens [first, last) of one sequence of n as attention sees them: float32 [tokens, heads, head_dim]. `first` is the
-    first token of a page."""
-    layout, stream, overlay = store.layout, store.stream(name), store.overlays[name]
-    window, size = stream.spec.window, layout.page_tokens
-    pages = row.block_table[0, first // size : -(-last // size)].clamp_min(0)
-    packed = stream.codec.decode(layout.unpack(name, store.pages[pages]))[: last - first]
+    first token of a page, or 0."""
+    stream, overlay = store.stream(name), store.overlays[name]
+    window = stream.spec.window
+    origin = store.layout.recipe.origin
+    before = max(0, min(last, origin) - first)  # tokens that lie before the first page
+    packed = read(store, name, row.block_table[0], max(0, first - origin), max(0, last - origin))
+    if before:
+        packed = torch.cat((packed.new_zeros(before, *packed.shape[1:]), packed))
     position = torch.arange(first, last, device=packed.device)
     if overlay.shape[1]:
         frontier = max(window.packed_end(n), window.sink)
@@ -127,15 +163,18 @@ def read_block(store: LayerStore, name: StreamName, row: PagedBatch, n: int, fir
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:
     """Torch's fused attention; the query heads of a KV head are further rows, unless every row sees other keys."""
     heads, group, rows, dim = q.shape
-    k, v = (x.transpose(0, 1).half()[None] for x in (k, v))  # [1, heads, tokens, head_dim]
+    k, v = (x.transpose(0, 1)[None] for x in (k, v))  # [1, heads, tokens, head_dim]
     if causal:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         wide = q.reshape(1, heads * group, rows, dim)
     else:
         wide = q.reshape(1, heads, group * rows, dim)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        wide.half(), k, v, 0.0, causal, False, scale=scale
-    )
+    if q.is_cuda:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = attend(wide.half(), k.half(), v.half(), 0.0, causal, False, scale=scale)
+    else:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = attend(wide, k.contiguous(), v.contiguous(), 0.0, causal, scale=scale)
     return Part(out.float().reshape(heads, group, rows, dim), lse.reshape(heads, group, rows, 1))
 
 

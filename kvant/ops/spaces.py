@@ -31,8 +31,9 @@ def space_of(
     way: Literal["forward", "dual", "inverse"],
     layout: Layout,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> Space:
-    """The composition of transforms in one direction, read off what it does to the unit vectors."""
+    """The composition of transforms in one direction, read off what it does to the unit vectors. `dtype` is the matrix's."""
     heads, dim = layout.heads, layout.head_dim
     unit = torch.eye(dim, dtype=torch.float64, device=device).expand(heads, dim, dim)
     if way == "dual":  # a mean that was taken off the keys does nothing to queries
@@ -56,8 +57,8 @@ def space_of(
         matrix = _apply(transforms, way, unit) - offset
     if torch.equal(matrix, matrix[:1].expand_as(matrix)) and torch.equal(offset, offset[:1].expand_as(offset)):
         matrix, offset = matrix[:1], offset[:1]
-    shift = offset[:, 0].float().contiguous() if bool(offset.any()) else None
-    return Space(MATRIX, 1, matrix.float().contiguous(), shift)
+    shift = offset[:, 0].to(dtype).contiguous() if bool(offset.any()) else None
+    return Space(MATRIX, 1, matrix.to(dtype).contiguous(), shift)
 
 
 def _only_a_mean(transform: BoundTransform) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from kvant.codecs.product_vq import ProductVQ
 from kvant.ops.cpu import library, structures
-from kvant.ops.cpu.plan import refuse, stream_of
+from kvant.ops.cpu.plan import refuse, stream_of, turns
 from kvant.ops.cpu.structures import TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import as_matrix, space_of
@@ -26,8 +26,7 @@ class Prepared:
     call: structures.Decode
     kept: list[object]  # that the call points to
     block: int = 0  # positions that share a turn of the queries; 0 where none turns
-    cosine: Tensor | None = None
-    sine: Tensor | None = None
+    turns: tuple[Tensor, Tensor] | None = None
 
 
 def prepared(store: LayerStore) -> Prepared:
@@ -121,7 +120,8 @@ def decode_with_lse(
     if made.block:
         assert store.key.rope is not None
         call.blocks = max(0, longest - 1 + call.first) // made.block - call.first // made.block + 1
-        _turns(made, store, call.blocks)
+        made.turns = turns(store, call.blocks)
+        call.cosine, call.sine = (x.data_ptr() for x in made.turns)
     call.splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))
     call.split_tokens, call.visible = SPLIT_TOKENS, window or 0
     call.batch, call.group, call.type = sequences, group, kind
@@ -150,15 +150,3 @@ def decode_with_lse(
     scratch = torch.empty(torch.get_num_threads() * each)
     library.run("decode", call, 0, scratch, each)
     return out, lse
-
-
-def _turns(made: Prepared, store: LayerStore, blocks: int) -> None:
-    """Cosines and sines of the turns of the first blocks of positions."""
-    if made.cosine is None or len(made.cosine) < blocks:
-        assert store.key.rope is not None
-        count = max(blocks, 64 if made.cosine is None else 2 * len(made.cosine))
-        first = made.call.first // made.block
-        at = torch.arange(first, first + count, dtype=torch.float64)[:, None] * made.block
-        angle = at * store.key.rope.inv_freq.double()
-        made.cosine, made.sine = angle.cos().float().contiguous(), angle.sin().float().contiguous()
-    made.call.cosine, made.call.sine = made.cosine.data_ptr(), made.sine.data_ptr()  # type: ignore[union-attr]

@@ -69,8 +69,9 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         field = next(f for f in layout.fields(name) if f.name == section.names[0])
         if isinstance(codec, Banded):
             alpha *= STEPS[field.bits]
+        start = first.get(section.names[0], 0)
         out.section[i] = structures.Section(
-            section.offset, section.bits, first.get(section.names[0], 0), section.width, alpha
+            section.offset, section.bits, start, section.width, section.shift, alpha
         )
     out.sections = len(codes)
     for section in own:
@@ -81,14 +82,14 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         elif section.names == ("index",):
             out.index_offset = section.offset
     out.metas = out.spans = 1
-    out.span[0] = structures.Span(0, layout.head_dim, 0, 0.0)
+    out.span[0] = structures.Span(0, layout.head_dim, 0, 0, 1.0, 0.0)
     if isinstance(codec, Banded):
         out.kind, out.spans = SCALE_ALONE, 0
         start = 0
         for width, bits in codec.bands(layout.head_dim):
             if bits:
                 center = -STEPS[bits] * ((1 << bits) - 1) / 2
-                out.span[out.spans] = structures.Span(start, start + width, 0, center)
+                out.span[out.spans] = structures.Span(start, start + width, 0, bits, STEPS[bits], center)
                 out.spans += 1
             start += width
         mean = getattr(store.stream(name).codec, "mean", None)
@@ -100,7 +101,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         out.metas = out.spans = codec.groups(layout.head_dim)
         size = layout.head_dim // out.spans
         for i in range(out.spans):
-            out.span[i] = structures.Span(i * size, (i + 1) * size, i, 0.0)
+            out.span[i] = structures.Span(i * size, (i + 1) * size, i, codec.bits, 1.0, 0.0)
     elif isinstance(codec, Channel):
         out.kind = CHANNEL
     elif isinstance(codec, Boosted):
@@ -114,3 +115,18 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         out.kind, out.extra, out.book_bits, out.books = CENTROIDS, codec.dim, codec.bits, books.data_ptr()
         out.books_heads, out.books_spaces = books.shape[:2]
     return out, kept
+
+
+def turns(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [at least so many blocks, pairs of channels], by which the keys of a sequence's blocks of positions
+    are turned back."""
+    found = store.prepared.get("cpu.turns")
+    if found is None or len(found[0]) < blocks:
+        rope, size = store.key.rope, store.key.spec.turned_back
+        assert rope is not None
+        count = max(blocks, 64 if found is None else 2 * len(found[0]))
+        at = torch.arange(rope.first // size, rope.first // size + count, dtype=torch.float64)[:, None] * size
+        angle = at * rope.inv_freq.double()
+        found = angle.cos().float().contiguous(), angle.sin().float().contiguous()
+        store.prepared["cpu.turns"] = found
+    return found  # type: ignore[no-any-return]

@@ -15,11 +15,11 @@ def _all(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class Section(ctypes.Structure):
-    _fields_ = [("offset", c_int64), *_all(c_int32, "bits first width"), ("alpha", c_float)]
+    _fields_ = [("offset", c_int64), *_all(c_int32, "bits first width shift"), ("alpha", c_float)]
 
 
 class Span(ctypes.Structure):
-    _fields_ = [*_all(c_int32, "first end meta"), ("center", c_float)]
+    _fields_ = [*_all(c_int32, "first end meta bits"), *_all(c_float, "step center")]
 
 
 class Stream(ctypes.Structure):
@@ -48,11 +48,10 @@ class Decode(ctypes.Structure):
 
 class Space(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "mean signs matrix offset cosine sine weights taken lengths columns"),
-        ("levels", c_float * 16 * 2),
+        *_all(c_void_p, "mean signs matrix offset cosine sine weights taken columns quick"),
         ("clip_share", c_float),
         *_all(c_int32, "order matrix_heads offset_heads half block first"),
-        *_all(c_int32, "clip_below search unbiased bits length turns"),
+        *_all(c_int32, "clip_rank search unbiased"),
     ]
 
 

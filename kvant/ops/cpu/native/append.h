@@ -1,1 +1,334 @@
-static void NAME(append)(const Append *call, int64_t task, float *scratch) { (void)call; (void)task; (void)scratch; }
+/* Storing new tokens: into the space they are stored in, then codes, then bytes. The arithmetic is the reference's, operation by
+ * operation, so that the bytes are the same but where a sum of many numbers is rounded in another order. */
+
+#define DOUBLES (LANE_COUNT / 2)
+#define STRETCH 128 /* centroids that are looked through together */
+
+INLINE vd load_doubles(const double *p) { vd x; memcpy(&x, p, sizeof x); return x; }
+
+/* x <- x M + offset in double precision. */
+static void enter_matrix(const Space *space, int head, int dim, float *x) {
+  double in[256], out[256];
+  const double *matrix = space->matrix + (int64_t)(head % space->matrix_heads) * dim * dim;
+  for (int c = 0; c < dim; c++) in[c] = x[c];
+  int e = 0;
+  for (; e + 2 * DOUBLES <= dim; e += 2 * DOUBLES) {
+    vd a = {}, b = {};
+    for (int d = 0; d < dim; d++) {
+      const double *row = matrix + (int64_t)d * dim + e;
+      const vd factor = (vd){} + in[d];
+      a += factor * load_doubles(row);
+      b += factor * load_doubles(row + DOUBLES);
+    }
+    memcpy(out + e, &a, sizeof a);
+    memcpy(out + e + DOUBLES, &b, sizeof b);
+  }
+  for (; e < dim; e++) {
+    out[e] = 0.0;
+    for (int d = 0; d < dim; d++) out[e] += in[d] * matrix[(int64_t)d * dim + e];
+  }
+  const double *offset = space->offset ? space->offset + (int64_t)(head % space->offset_heads) * dim : NULL;
+  for (int c = 0; c < dim; c++) x[c] = (float)(offset ? out[c] + offset[c] : out[c]);
+}
+
+/* Sums and differences, pass by pass, of every run of `order` numbers. */
+static void enter_hadamard(const Space *space, int dim, float *x) {
+  if (space->signs)
+    for (int c = 0; c < dim; c++) x[c] *= space->signs[c];
+  for (int half = 1; half < space->order; half *= 2)
+    for (int start = 0; start < dim; start += 2 * half)
+      for (int c = start; c < start + half; c++) {
+        const float a = x[c], b = x[c + half];
+        x[c] = a + b;
+        x[c + half] = a - b;
+      }
+  const float scale = (float)(1.0 / sqrt((double)space->order));
+  for (int c = 0; c < dim; c++) x[c] *= scale;
+}
+
+static void enter(const Space *space, int head, int64_t position, int dim, float *x) {
+  if (space->block) {
+    const int64_t block = (position + space->first) / space->block - space->first / space->block;
+    const float *cosine = space->cosine + block * space->half, *sine = space->sine + block * space->half;
+    for (int c = 0; c < space->half; c++) {
+      const float u = x[c], v = x[c + space->half];
+      x[c] = u * cosine[c] + v * sine[c];
+      x[c + space->half] = v * cosine[c] - u * sine[c];
+    }
+  }
+  if (space->mean)
+    for (int c = 0; c < dim; c++) x[c] = (float)((double)x[c] - (double)space->mean[(int64_t)head * dim + c]);
+  if (space->order > 1) enter_hadamard(space, dim, x);
+  if (space->matrix) enter_matrix(space, head, dim, x);
+}
+
+/* --- codes ------------------------------------------------------------------------------------------------------- */
+
+/* Writes a token's codes, one byte each, into the planes of its page. */
+static void write_codes(const Stream *s, int keys, uint8_t *run, int token, const uint8_t *codes) {
+  for (int i = 0; i < s->sections; i++) {
+    const Section *section = &s->section[i];
+    const int bits = section->bits, bytes = section->width * bits / 8, mask = (1 << bits) - 1;
+    uint8_t *base = run + section->offset;
+    for (int byte = 0; byte < bytes; byte++) {
+      const uint8_t *c = codes + section->first + byte;
+      int x = 0;
+      for (int shift = 0; shift < 8; shift += bits, c += bytes) x |= (*c >> section->shift & mask) << shift;
+      base[keys ? key_place(bytes, token, byte) : value_place(bytes, token, byte)] = (uint8_t)x;
+    }
+  }
+}
+
+INLINE void write_meta(const Stream *s, uint8_t *run, int page_tokens, int meta, int name, int token, float x) {
+  ((uint16_t *)(run + s->meta_offset))[(int64_t)(meta * s->names + name) * page_tokens + token] = narrow_one(x, s->meta_type);
+}
+
+INLINE float smallest_of(int type) { return type == FLOAT16 ? 0x1p-14f : 0x1p-126f; }
+INLINE float largest_of(int type) { return type == FLOAT16 ? 65504.0f : 0x1.fep127f; }
+INLINE float between(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
+/* Clips numbers at a quantile of their magnitudes. */
+static void clip(const Space *space, int dim, float *x) {
+  if (space->clip_rank < 0) return;
+  float top[256]; /* the largest magnitudes, descending */
+  const int kept = dim - space->clip_rank;
+  int count = 0;
+  for (int c = 0; c < dim; c++) {
+    const float size = fabsf(x[c]);
+    if (count == kept && !(size > top[count - 1])) continue;
+    int at = count < kept ? count++ : count - 1;
+    for (; at > 0 && top[at - 1] < size; at--) top[at] = top[at - 1];
+    top[at] = size;
+  }
+  const float below = top[kept - 1], above = top[kept > 1 ? kept - 2 : 0], share = space->clip_share;
+  const float limit = share < 0.5f ? below + share * (above - below) : above - (above - below) * (1.0f - share);
+  for (int c = 0; c < dim; c++) x[c] = between(x[c], -limit, limit);
+}
+
+/* Codes of a group for a range; the scale and the minimum or zero as they are stored. */
+INLINE void affine_range(const Stream *s, const float *x, int count, int top, float low, float high, float *codes, float *scale,
+                         float *more) {
+  const float last = (float)top;
+  const int type = s->meta_type;
+  if (s->kind == SCALE_MIN) low = rounded_one(low, type);
+  float step = (high - low) / last;
+  step = rounded_one(step < smallest_of(type) ? smallest_of(type) : step, type);
+  *scale = step;
+  if (s->kind == SCALE_MIN) {
+    *more = low;
+    for (int c = 0; c < count; c++) codes[c] = between(rintf((x[c] - low) / step), 0.0f, last);
+  } else {
+    const float zero = rounded_one(between(rintf(-low / step), -32768.0f, 32768.0f), type);
+    *more = zero;
+    for (int c = 0; c < count; c++) codes[c] = between(rintf(x[c] / step) + zero, 0.0f, last);
+  }
+}
+
+INLINE float affine_error(const Stream *s, const float *x, const float *codes, int count, float scale, float more) {
+  float sum = 0.0f;
+  for (int c = 0; c < count; c++) {
+    const float missed = (s->kind == SCALE_MIN ? codes[c] * scale + more : (codes[c] - more) * scale) - x[c];
+    sum += missed * missed;
+  }
+  return sum;
+}
+
+static void encode_affine(const Stream *s, const Space *space, int keys, uint8_t *run, int page_tokens, int token, int dim, float *x) {
+  float best[256], tried[256];
+  uint8_t codes[256];
+  clip(space, dim, x);
+  for (int i = 0; i < s->spans; i++) {
+    const Span *span = &s->span[i];
+    const int first = span->first, count = span->end - first, top = (1 << span->bits) - 1;
+    const float *own = x + first;
+    float low = own[0], high = own[0], scale, more;
+    for (int c = 1; c < count; c++) {
+      low = own[c] < low ? own[c] : low;
+      high = own[c] > high ? own[c] : high;
+    }
+    affine_range(s, own, count, top, low, high, best, &scale, &more);
+    if (space->search > 1) {
+      const float middle = (high + low) / 2, half = (high - low) / 2;
+      float least = affine_error(s, own, best, count, scale, more);
+      for (int j = 1; j < space->search; j++) {
+        const float reach = half * (float)(1.0 - (1.0 - 0.7) * j / (space->search - 1));
+        float other, offset;
+        affine_range(s, own, count, top, middle - reach, middle + reach, tried, &other, &offset);
+        const float error = affine_error(s, own, tried, count, other, offset);
+        if (!(error < least)) continue;
+        least = error, scale = other, more = offset;
+        memcpy(best, tried, sizeof(float) * (size_t)count);
+      }
+    }
+    for (int c = 0; c < count; c++) codes[first + c] = (uint8_t)best[c];
+    write_meta(s, run, page_tokens, span->meta, 0, token, scale);
+    write_meta(s, run, page_tokens, span->meta, 1, token, more);
+  }
+  write_codes(s, keys, run, token, codes);
+}
+
+INLINE float banded_code(float x, float scale, const Span *span, float top) {
+  return between(rintf(x / scale / span->step + top / 2), 0.0f, top);
+}
+
+/* The best scale of a token; the weighted squared error that it leaves goes to `least`. */
+static float banded_scale(const Stream *s, const Space *space, int head, int dim, const float *x, float *least) {
+  const float *weights = space->weights ? space->weights + (int64_t)head * dim : NULL;
+  float squares = 0.0f, chosen = 1.0f;
+  int count = 0;
+  for (int i = 0; i < s->spans; i++)
+    for (int c = s->span[i].first; c < s->span[i].end; c++, count++) squares += x[c] * x[c];
+  const float rms = sqrtf(squares / (float)count);
+  *least = INFINITY;
+  for (int j = 0; j < space->search; j++) {
+    const float factor = space->search == 1 ? 1.0f : (float)(0.6 + (1.4 - 0.6) * j / (space->search - 1));
+    const float scale = rounded_one(between(rms * factor, smallest_of(s->meta_type), largest_of(s->meta_type)), s->meta_type);
+    float error = 0.0f;
+    for (int i = 0; i < s->spans; i++) {
+      const Span *span = &s->span[i];
+      const float top = (float)((1 << span->bits) - 1);
+      float own = 0.0f;
+      for (int c = span->first; c < span->end; c++) {
+        const float missed = x[c] - scale * (span->step * (banded_code(x[c], scale, span, top) - top / 2));
+        own += missed * missed * (weights ? weights[c] : 1.0f);
+      }
+      error += own;
+    }
+    if (error < *least) *least = error, chosen = scale;
+  }
+  return chosen;
+}
+
+static void encode_banded(const Stream *s, const Space *space, int keys, uint8_t *run, int page_tokens, int head, int token, int dim,
+                          float *x) {
+  const float *weights = space->weights ? space->weights + (int64_t)head * dim : NULL;
+  float error, sign = 1.0f, scale = banded_scale(s, space, head, dim, x, &error);
+  if (space->taken) {
+    float centred[256], less;
+    for (int c = 0; c < dim; c++) centred[c] = x[c] - space->taken[(int64_t)head * dim + c];
+    const float other = banded_scale(s, space, head, dim, centred, &less);
+    if (less < error) {
+      memcpy(x, centred, sizeof(float) * (size_t)dim);
+      scale = other, sign = -1.0f;
+    }
+  }
+  uint8_t codes[256];
+  float reached = 0.0f, wanted = 0.0f;
+  for (int i = 0; i < s->spans; i++) {
+    const Span *span = &s->span[i];
+    const float top = (float)((1 << span->bits) - 1);
+    float own = 0.0f;
+    for (int c = span->first; c < span->end; c++) {
+      const float code = banded_code(x[c], scale, span, top);
+      codes[c] = (uint8_t)code;
+      own += (weights ? weights[c] : 1.0f) * x[c] * (span->step * (code - top / 2));
+    }
+    reached += own;
+  }
+  if (space->unbiased) {
+    for (int c = 0; c < dim; c++) wanted += (weights ? weights[c] : 1.0f) * (x[c] * x[c]);
+    const float product = reached * scale;
+    scale *= between(wanted / (product < 0x1p-126f ? 0x1p-126f : product), 0.8f, 1.6f);
+  }
+  scale = between(scale, smallest_of(s->meta_type), largest_of(s->meta_type));
+  write_meta(s, run, page_tokens, 0, 0, token, scale * sign);
+  write_codes(s, keys, run, token, codes);
+}
+
+/* The centroid with the largest x.c - |c|^2 / 2, the first of equals. Single precision finds those that may be it, double
+ * precision decides. */
+static int nearest(const float *quick, const double *columns, int length, int count, const float *x, float *scores) {
+  float top[(1 << 16) / STRETCH], most = -INFINITY, size = 0.0f; /* the best of every stretch of centroids */
+  for (int start = 0, block = 0; start < count; start += STRETCH, block++) {
+    const int stop = count - start < STRETCH ? count : start + STRETCH;
+    vf tops = splat(-INFINITY);
+    int j = start;
+    for (; j + LANE_COUNT <= stop; j += LANE_COUNT) {
+      vf sum = load_floats(quick + (int64_t)length * count + j);
+      for (int i = 0; i < length; i++) sum = fused(splat(x[i]), load_floats(quick + (int64_t)i * count + j), sum);
+      store_floats(scores + j, sum);
+      tops = highest(sum, tops);
+    }
+    top[block] = top_of(tops);
+    for (; j < stop; j++) {
+      scores[j] = quick[(int64_t)length * count + j];
+      for (int i = 0; i < length; i++) scores[j] += x[i] * quick[(int64_t)i * count + j];
+      top[block] = scores[j] > top[block] ? scores[j] : top[block];
+    }
+    most = top[block] > most ? top[block] : most;
+  }
+  for (int i = 0; i < length; i++) size += x[i] * x[i];
+  /* a centroid that is as good as the best is not much longer than x; what rounding takes is some last places of the terms */
+  const float least = most - (0x1p-18f * (size + fabsf(most)) + 0x1p-120f);
+  double best = -INFINITY;
+  int found = 0;
+  for (int start = 0; start < count; start += STRETCH) {
+    if (!(top[start / STRETCH] >= least)) continue;
+    for (int k = start; k < start + STRETCH && k < count; k++) {
+      if (!(scores[k] >= least)) continue;
+      double sum = 0.0;
+      for (int i = 0; i < length; i++) sum += (double)x[i] * columns[(int64_t)i * count + k];
+      sum += columns[(int64_t)length * count + k];
+      if (sum > best) best = sum, found = k;
+    }
+  }
+  return found;
+}
+
+static void encode_centroids(const Stream *s, const Space *space, uint8_t *run, int head, int token, int dim, const float *x,
+                             float *scratch) {
+  const int length = s->extra, spaces = dim / length, count = 1 << s->book_bits;
+  for (int i = 0; i < s->sections; i++)
+    memset(run + s->section[i].offset + (int64_t)token * spaces * s->section[i].bits / 8, 0,
+           (size_t)(spaces * s->section[i].bits / 8));
+  for (int at = 0; at < spaces; at++) {
+    const int64_t book = (int64_t)(head % s->books_heads) * s->books_spaces + at % s->books_spaces;
+    const int64_t start = book * (length + 1) * count;
+    const int found = nearest(space->quick + start, space->columns + start, length, count, x + at * length, scratch);
+    for (int i = 0, shift = 0; i < s->sections; shift += s->section[i++].bits) {
+      const int bits = s->section[i].bits, bit = at * bits;
+      uint8_t *row = run + s->section[i].offset + (int64_t)token * spaces * bits / 8;
+      row[bit / 8] |= (uint8_t)((found >> shift & ((1 << bits) - 1)) << bit % 8);
+    }
+  }
+}
+
+/* --- tokens ------------------------------------------------------------------------------------------------------- */
+
+/* Task: one head of one new token. */
+static void NAME(append)(const Append *call, int64_t task, float *scratch) {
+  const int dim = call->dim, head = (int)(task % call->heads), size = call->page_tokens;
+  const int64_t token = task / call->heads, slot = call->slots[token];
+  if (slot < 0) return;
+  int b = 0, above = call->batch; /* the sequence that the token belongs to */
+  while (above - b > 1) {
+    const int middle = (b + above) / 2;
+    if (call->starts[middle] <= token)
+      b = middle;
+    else
+      above = middle;
+  }
+  const int64_t n = call->lengths[b], position = n - call->starts[b + 1] + token;
+  uint8_t *run = call->pages + (slot / size * call->heads + head) * call->run_bytes;
+  for (int side = 0; side < 2; side++) {
+    const Stream *s = side ? &call->value : &call->key;
+    const Space *space = side ? &call->value_space : &call->key_space;
+    float x[256];
+    load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
+    enter(space, head, position, dim, x);
+    if (s->rows && (position < s->sink || position >= n - s->ring)) {
+      const int64_t at = ((call->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * dim;
+      for (int c = 0; c < dim; c++) store_one(s->window, at + c, call->window_type, x[c]);
+    }
+    if (position < call->origin) continue;
+    const int place = (int)(slot % size);
+    if (s->kind == PLAIN)
+      for (int c = 0; c < dim; c++) store_one(run + s->section[0].offset, (int64_t)place * dim + c, s->meta_type, x[c]);
+    else if (s->kind == CENTROIDS)
+      encode_centroids(s, space, run, head, place, dim, x, scratch);
+    else if (s->kind == SCALE_ALONE)
+      encode_banded(s, space, !side, run, size, head, place, dim, x);
+    else
+      encode_affine(s, space, !side, run, size, place, dim, x);
+  }
+}

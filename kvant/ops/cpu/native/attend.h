@@ -40,8 +40,7 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
   const int whole = count / LANE_COUNT * LANE_COUNT;
   vf tops = splat(0.0f);
   for (int i = 0; i < whole; i += LANE_COUNT) tops = highest(magnitude(load_floats(x + i)), tops);
-  float most = 0.0f;
-  for (int lane = 0; lane < LANE_COUNT; lane++) most = tops[lane] > most ? tops[lane] : most;
+  float most = top_of(tops);
   for (int i = whole; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
   *sum = 0.0f;
   if (!(most > 0x1p-100f)) { /* nothing, or next to it */
@@ -71,18 +70,12 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
   return most / LIMIT;
 }
 
-INLINE float across(vf x) {
-  float part[16] = {0};
-  for (int lane = 0; lane < LANE_COUNT; lane++) part[lane] = x[lane];
-  return sum16(part);
-}
-
 /* Product of two vectors of floats. */
 INLINE float product(const float *x, const float *y, int dim) {
   vf sum = splat(0.0f);
   int c = 0;
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT) sum = fused(load_floats(x + c), load_floats(y + c), sum);
-  float out = across(sum);
+  float out = total_of(sum);
   for (; c < dim; c++) out += x[c] * y[c];
   return out;
 }
@@ -469,8 +462,7 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
         most = highest(scaled[k], most);
         if (s->mean) flagged = fused(p, choose(p > splat(0.0f), flag_of[k], splat(0.0f)), flagged);
       }
-      float top = 0.0f;
-      for (int lane = 0; lane < LANE_COUNT; lane++) top = most[lane] > top ? most[lane] : top;
+      const float top = top_of(most);
       const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
       const float unit = top / LIMIT;
       w[m].scale[g] = unit;
@@ -483,9 +475,9 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
         total += v;
         if (s->kind != SCALE_ALONE) more += choose(v > 0, floats(v) * more_of[k], splat(0.0f));
       }
-      sums->scale[m][g] += across(floats(total)) * unit;
-      sums->more[m][g] += across(more) * unit;
-      if (m == 0) sums->flagged[g] += across(flagged);
+      sums->scale[m][g] += total_of(floats(total)) * unit;
+      sums->more[m][g] += total_of(more) * unit;
+      if (m == 0) sums->flagged[g] += total_of(flagged);
     }
   }
   code_sums(queries, s, run, first / 4, last / 4, w, out, dim);
@@ -579,21 +571,24 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
     memset(&sums, 0, sizeof sums);
     for (int g = 0; g < queries; g++) {
       float *x = scores + g * stride;
-      for (int t = 0; t < count; t++) x[t] *= call->scale;
       if (call->cap > 0.0f)
-        for (int t = 0; t < count; t++) x[t] = call->cap * tanhf(x[t] / call->cap);
+        for (int t = 0; t < count; t++) x[t] = call->cap * tanhf(x[t] * call->scale / call->cap);
       for (int t = count; t < whole; t++) x[t] = -INFINITY;
+      const vf scale = splat(call->cap > 0.0f ? 1.0f : call->scale);
       vf most = splat(-INFINITY), total = splat(0.0f);
-      for (int t = 0; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t), most);
-      float top = -INFINITY;
-      for (int lane = 0; lane < LANE_COUNT; lane++) top = most[lane] > top ? most[lane] : top;
+      for (int t = 0; t < whole; t += LANE_COUNT) {
+        const vf scaled = load_floats(x + t) * scale;
+        store_floats(x + t, scaled);
+        most = highest(scaled, most);
+      }
+      const float top = top_of(most);
       for (int t = 0; t < whole; t += LANE_COUNT) {
         const vf p = exponential(load_floats(x + t) - splat(top));
         store_floats(x + t, p);
         total += p;
       }
       partial[g * (dim + 2) + dim] = top;
-      partial[g * (dim + 2) + dim + 1] = across(total);
+      partial[g * (dim + 2) + dim + 1] = total_of(total);
       memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
     }
     held(call, &call->value, b, &sinks, &recent);

@@ -17,6 +17,9 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
 
 INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
+INLINE float total_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE float top_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+
 #include "operations.h"
 const Isa KVANT_AVX512 = {"AVX-512 VNNI", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
 #if defined(__clang__)

@@ -16,5 +16,11 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
 
 INLINE vf fused(vf a, vf b, vf c) { return a * b + c; }
 
+INLINE float total_of(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+INLINE float top_of(vf x) {
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+
 #include "operations.h"
 const Isa KVANT_GENERIC = {"generic", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};

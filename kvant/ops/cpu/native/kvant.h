@@ -14,14 +14,14 @@ enum { SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN };
 /* Codes of some channels: one plane of a field. A code adds alpha times itself to an element's value over its scale. */
 typedef struct {
   int64_t offset;
-  int32_t bits, first, width;
+  int32_t bits, first, width, shift; /* shift: of this plane inside its code */
   float alpha;
 } Section;
 
-/* Channels that share a scale, and what an element of code zero is worth, over that scale. */
+/* Channels that share a scale and a width of codes; the step between levels and what code zero is worth, over that scale. */
 typedef struct {
-  int32_t first, end, meta;
-  float center;
+  int32_t first, end, meta, bits;
+  float step, center;
 } Span;
 
 /* Keys or values of one layer, as they lie in a run of bytes and in the full-precision windows. */
@@ -63,12 +63,11 @@ typedef struct {
   const float *cosine, *sine;
   const float *weights;  /* of an error in a channel, [heads, dim] */
   const float *taken;    /* a mean that a token may be coded without, [heads, dim] */
-  const float *lengths;  /* of centroids, squared and halved, as the codebooks lie */
-  const float *columns;  /* the codebooks channel after channel: [.., length, 2^bits] */
-  float levels[2][16];   /* of codes, ascending: of the widest band and of the next */
-  float clip_share;      /* between the two magnitudes that a quantile lies between */
+  const double *columns; /* codebooks channel after channel, then minus half of the centroids' squares: [.., length + 1, 2^bits] */
+  const float *quick;    /* the same in single precision */
+  float clip_share;      /* how far between the two magnitudes that the quantile lies between */
   int32_t order, matrix_heads, offset_heads, half, block, first;
-  int32_t clip_below, search, unbiased, bits, length, turns;
+  int32_t clip_rank, search, unbiased; /* clip_rank: magnitudes below the lower of the two, or -1 where nothing is clipped */
 } Space;
 
 typedef struct {

@@ -21,6 +21,9 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
 
 INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 
+INLINE float total_of(vf x) { return vaddvq_f32((float32x4_t)x); }
+INLINE float top_of(vf x) { return vmaxvq_f32((float32x4_t)x); }
+
 #include "operations.h"
 const Isa KVANT_NEON = {"NEON with dot products", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
 #if defined(__clang__)

@@ -1,5 +1,6 @@
 /* Vectors of LANE_COUNT 32-bit lanes by the compiler's vector extension. The file that includes this one has set
- * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers, and fused: a * b + c. */
+ * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers; fused: a * b + c;
+ * total_of and top_of: the sum and the largest of the lanes. */
 #include <math.h>
 #include <string.h>
 
@@ -12,6 +13,7 @@ typedef int32_t vi __attribute__((vector_size(BYTES)));
 typedef uint32_t vu __attribute__((vector_size(BYTES)));
 typedef float vf __attribute__((vector_size(BYTES)));
 typedef int8_t vc __attribute__((vector_size(LANE_COUNT)));
+typedef double vd __attribute__((vector_size(BYTES)));
 typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 
 INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
@@ -77,13 +79,4 @@ INLINE void store_one(void *p, int64_t i, int type, float x) {
     ((float *)p)[i] = x;
   else
     ((uint16_t *)p)[i] = narrow_one(x, type);
-}
-
-/* Sums of lanes go by halves, so that they are the same whatever the width of a vector: the first 16 partial sums are. */
-INLINE float sum16(const float *p) {
-  float s[16];
-  memcpy(s, p, sizeof s);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) s[i] += s[i + half];
-  return s[0];
 }

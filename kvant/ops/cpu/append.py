@@ -1,0 +1,144 @@
+"""Appending by native/append.h: one call for any number of new tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from kvant.codecs.affine import Affine
+from kvant.codecs.banded import Banded
+from kvant.codecs.product_vq import ProductVQ
+from kvant.layout import Layout, StreamName
+from kvant.ops.cpu import library, plan, structures
+from kvant.ops.cpu.plan import stream_of, turns
+from kvant.ops.cpu.structures import TYPES
+from kvant.ops.registry import register
+from kvant.ops.spaces import HADAMARD, MATRIX, space_of
+from kvant.ops.types import LayerStore, PagedBatch
+
+Tensor = torch.Tensor
+
+
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why it cannot append to a layout on a device, or None."""
+    for name, stream in layout.recipe.streams.items():
+        if stream.groupwise:
+            return f"it codes token by token, and the {name}s are coded in groups"
+    return plan.refuse(layout, device)
+
+
+@dataclasses.dataclass
+class Prepared:
+    """What a store's layer looks like to the compiled operation, but for what changes from call to call."""
+
+    call: structures.Append
+    kept: list[object]  # that the call points to
+    block: int = 0  # positions to whose start keys are turned back; 0 where none is
+    turns: tuple[Tensor, Tensor] | None = None
+    scratch: int = 0  # floats that a thread needs
+
+
+def prepared(store: LayerStore) -> Prepared:
+    """Made once for a store."""
+    found = store.prepared.get("cpu.append")
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    layout = store.layout
+    call = structures.Append(heads=layout.heads, dim=layout.head_dim, page_tokens=layout.page_tokens)
+    call.run_bytes, call.origin = layout.run_bytes, layout.recipe.origin
+    call.window_type = TYPES[layout.overlay_dtype]
+    found = Prepared(call, [])
+    call.key, kept = stream_of(store, "key")
+    found.kept += kept
+    call.value, kept = stream_of(store, "value")
+    found.kept += kept
+    call.key_space, kept = _space(store, "key")
+    found.kept += kept
+    call.value_space, kept = _space(store, "value")
+    found.kept += kept
+    if store.key.rope is not None:
+        found.block = store.key.spec.turned_back
+        call.key_space.block, call.key_space.first = found.block, store.key.rope.first
+        call.key_space.half = len(store.key.rope.inv_freq)
+    codecs = [stream.codec for stream in layout.recipe.streams.values()]
+    found.scratch = max((codec.centroids for codec in codecs if isinstance(codec, ProductVQ)), default=0)
+    store.prepared["cpu.append"] = found
+    return found
+
+
+def _space(store: LayerStore, name: StreamName) -> tuple[structures.Space, list[Tensor]]:
+    """How a stream's vectors are transformed and coded; and the tensors that it points to."""
+    layout, stream = store.layout, store.stream(name)
+    space = space_of(stream.transforms, "forward", layout, store.pages.device, torch.float64)
+    out = structures.Space(order=1, clip_rank=-1, search=1)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> int:
+        kept.append(tensor.contiguous())
+        return kept[-1].data_ptr()
+
+    if space.mean is not None:
+        out.mean = keep(space.mean)
+    if space.kind == HADAMARD:
+        out.order = space.order
+        if space.tensor is not None:
+            out.signs = keep(space.tensor)
+    if space.kind == MATRIX:
+        assert space.tensor is not None
+        out.matrix, out.matrix_heads = keep(space.tensor), len(space.tensor)
+        if space.offset is not None:
+            out.offset, out.offset_heads = keep(space.offset), len(space.offset)
+    codec = stream.codec
+    spec = stream.spec.codec
+    if isinstance(spec, Affine):
+        assert isinstance(codec, Affine)
+        out.search = spec.search
+        if codec.clip < 1.0:
+            place = codec.clip * (layout.head_dim - 1)
+            out.clip_rank, out.clip_share = int(place), place - int(place)
+    elif isinstance(spec, Banded):
+        out.search, out.unbiased = spec.search, spec.unbiased
+        for field, tensor in (("weights", codec.weights), ("taken", codec.mean)):  # type: ignore[attr-defined]
+            if tensor is not None:
+                setattr(out, field, keep(tensor.float()))
+    elif isinstance(spec, ProductVQ):
+        books = codec.codebooks.double()  # type: ignore[attr-defined]
+        columns = torch.cat((books, books.square().sum(-1, keepdim=True) / -2), -1).mT
+        out.columns, out.quick = keep(columns), keep(columns.float())
+    return out, kept
+
+
+@register("append", "cpu", refuse, rank=10)
+def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
+    """As the reference's `append`."""
+    if not len(key):
+        return
+    made = prepared(store)
+    call = made.call
+    call.tokens, call.batch = len(key), len(batch.lengths)
+    for i, (name, x) in enumerate((("key", key), ("value", value))):
+        kind = TYPES.get(str(x.dtype).removeprefix("torch."))
+        if kind is None:
+            raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        call.source[i], call.type[i] = x.data_ptr(), kind
+        call.stride[i], call.head_stride[i] = x.stride(0), x.stride(1)
+        if i == 0:
+            key = x
+        else:
+            value = x
+    if made.block:
+        first = call.key_space.first
+        made.turns = turns(store, (int(batch.lengths.max()) - 1 + first) // made.block - first // made.block + 1)
+        call.key_space.cosine, call.key_space.sine = (x.data_ptr() for x in made.turns)
+    call.pages, call.slots = store.pages.data_ptr(), batch.slots.data_ptr()
+    call.starts, call.lengths, call.owners = (
+        batch.starts.data_ptr(),
+        batch.lengths.data_ptr(),
+        batch.owners.data_ptr(),
+    )
+    call.key.window, call.value.window = store.overlays["key"].data_ptr(), store.overlays["value"].data_ptr()
+    scratch = torch.empty(torch.get_num_threads() * made.scratch) if made.scratch else None
+    library.run("append", call, len(key) * store.layout.heads, scratch, made.scratch)

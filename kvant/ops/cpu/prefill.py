@@ -1,0 +1,48 @@
+"""Prefill over a packed history whose blocks are decoded by native/rows.h."""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.layout import StreamName
+from kvant.ops.blocked import by_blocks
+from kvant.ops.cpu import library, structures
+from kvant.ops.cpu.plan import refuse, stream_of
+from kvant.ops.registry import register
+from kvant.ops.types import LayerStore, PagedBatch
+
+Tensor = torch.Tensor
+
+
+@register("prefill", "cpu", refuse, rank=10)
+def prefill(
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """As the reference's `prefill`."""
+    return by_blocks(store, query, key, value, batch, scale, softcap, window, unpack)
+
+
+def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last: int) -> Tensor:
+    """The tokens at places [first, last) of a sequence's pages: float32 [tokens, heads, head_dim]. Of a page that has slid
+    out, anything."""
+    layout = store.layout
+    key = f"cpu.read.{name}"
+    if key not in store.prepared:
+        store.prepared[key] = stream_of(store, name)
+    out = torch.empty(last - first, layout.heads, layout.head_dim)
+    table = pages.clamp_min(0).contiguous()
+    call = structures.Read(stream=store.prepared[key][0], run_bytes=layout.run_bytes, heads=layout.heads)
+    call.pages, call.table, call.out = store.pages.data_ptr(), table.data_ptr(), out.data_ptr()
+    call.first, call.last, call.dim = first, last, layout.head_dim
+    call.page_tokens, call.keys = layout.page_tokens, name == "key"
+    touched = -(-last // layout.page_tokens) - first // layout.page_tokens
+    library.run("read", call, touched * layout.heads, None, 0)
+    return out
