@@ -85,7 +85,7 @@ def tensors_of(name: str, heads: int, dim: int) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def layout_of(name: str, heads: int, dim: int, page_tokens: int | None) -> Layout:
-    return make_layout(name, heads, dim, dtype="float32", page_tokens=page_tokens)
+    return make_layout(name, heads, dim, dtype="float32", page_tokens=page_tokens, device="cpu")
 
 
 def make(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant import recipes
-from kvant.layout import Layout, code_places, fragment_refusal, human_bytes, meta_places, planes
+from kvant.layout import Layout, code_places, fragment_refusal, human_bytes, lanes_refusal, meta_places, planes
 from tests.conftest import make_layout
 
 HEAD_DIMS = [64, 80, 96, 128, 192, 256]
@@ -72,12 +72,14 @@ def test_scales_lie_in_lane_order() -> None:
     st.sampled_from([16, 32, 48, 64, 80, 96, 128, 192, 256]),
     st.sampled_from([1, 2, 4, 8]),
 )
-def test_fragment_order_is_a_permutation_in_which_tokens_own_bytes(
-    stream: str, page: int, width: int, bits: int
-) -> None:
-    if fragment_refusal(width, bits, page):
-        return
-    places = code_places(stream, "fragment", page, width, bits)  # type: ignore[arg-type]
+def test_orders_are_permutations_in_which_tokens_own_bytes(stream: str, page: int, width: int, bits: int) -> None:
+    for order, refusal in (("fragment", fragment_refusal), ("lanes", lanes_refusal)):
+        if refusal(width, bits, page) is None:
+            check_order(order, stream, page, width, bits)
+
+
+def check_order(order: str, stream: str, page: int, width: int, bits: int) -> None:
+    places = code_places(stream, order, page, width, bits)  # type: ignore[arg-type]
     assert sorted(places.flatten().tolist()) == list(range(page * width))
     owner = torch.full((page * width * bits // 8,), -1)
     for token in range(page):
@@ -89,8 +91,9 @@ def test_fragment_order_is_a_permutation_in_which_tokens_own_bytes(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", TOKENWISE)
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
-def test_what_is_packed_token_by_token_is_unpacked(name: str, head_dim: int, page_tokens: int) -> None:
-    layout = make_layout(name, heads=3, head_dim=head_dim, page_tokens=page_tokens)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_packed_token_by_token_is_unpacked(name: str, head_dim: int, page_tokens: int, device: str) -> None:
+    layout = make_layout(name, heads=3, head_dim=head_dim, page_tokens=page_tokens, device=device)
     runs = torch.full((2, 3, layout.run_bytes), 0xFF, dtype=torch.uint8)
     tokens = torch.randperm(2 * page_tokens)
     expected = {}
@@ -109,7 +112,7 @@ def test_what_is_packed_token_by_token_is_unpacked(name: str, head_dim: int, pag
             assert torch.equal(found[field], part), (stream, field)
 
 
-@pytest.mark.parametrize("order", ["plain", "fragment"])
+@pytest.mark.parametrize("order", ["plain", "fragment", "lanes"])
 def test_orders_hold_the_same_numbers_in_the_same_space(order: str) -> None:
     layout = make_layout("int4", order=order)
     assert layout.order == order
@@ -177,7 +180,7 @@ def test_digest_names_everything_that_decides_bytes() -> None:
     [
         ({"page_tokens": 48}, "page_tokens must be 16, 32, 64 or 128, got 48"),
         ({"heads": 0}, "heads and head_dim must be positive"),
-        ({"order": "random"}, "order must be fragment or plain"),
+        ({"order": "random"}, "order must be fragment, lanes or plain"),
         ({"dtype": "int8"}, "dtype must be one of float32"),
     ],
 )
@@ -193,3 +196,25 @@ def test_a_head_dim_that_a_recipe_cannot_take_is_refused() -> None:
 
 def test_human_bytes() -> None:
     assert [human_bytes(n) for n in (3, 1536, 250 * 1024**2, 1.5 * 1024**4)] == ["3 B", "1.5 KiB", "250 MiB", "1.5 TiB"]
+
+
+def test_the_order_of_lanes_is_what_dot_products_read() -> None:
+    keys = code_places("key", "lanes", 32, 64, 4)
+    # a 32-bit lane holds four neighbouring channels of a token in its low halves of bytes, and those 32 further on in the high
+    assert [int(keys[0, c]) // 8 for c in (0, 1, 2, 3, 32, 35)] == [0] * 6
+    assert [int(keys[t, 0]) // 8 for t in (0, 1, 15, 16)] == [0, 1, 15, 16 * 8]
+    values = code_places("value", "lanes", 32, 64, 4)
+    # a lane holds a byte of each of four tokens
+    assert [int(values[t, 0]) // 2 for t in range(5)] == [0, 1, 2, 3, 4 * 32]
+    assert [int(values[0, c]) // 8 for c in (0, 1, 31, 32)] == [0, 1, 31, 0]
+
+
+def test_on_a_cpu_the_order_is_lanes_where_it_fits() -> None:
+    assert make_layout("int2", head_dim=64, device="cpu").order == "lanes"
+    layout = make_layout("int2", head_dim=40, device="cpu")
+    assert (layout.order, layout.order_reason) == (
+        "plain",
+        "40 channels of 2 bits are not a whole number of 32-bit lanes",
+    )
+    with pytest.raises(ValueError, match="recipe int2 does not fit lanes order: 40 channels of 2 bits"):
+        make_layout("int2", head_dim=40, order="lanes")

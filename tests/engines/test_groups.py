@@ -116,7 +116,7 @@ def nothing_leaks(cache: Any) -> None:
 def test_a_left_padded_batch_generates_from_what_spans_say(family: str, recipe: str) -> None:
     model = make_model(family, num_hidden_layers=2)
     ids, mask = left_padded([61, 50, 56])
-    cache = kvant.Cache(model, recipe)
+    cache = kvant.Cache(model, recipe, implementation="reference")
     oracle = Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
     assert [entry.length for entry in cache.groups[0].entries] == [65, 54, 60]
@@ -129,7 +129,7 @@ def test_a_left_padded_batch_generates_from_what_spans_say(family: str, recipe: 
 def test_beam_search_forks_tails_and_what_correctors_remember(recipe: str) -> None:
     model = make_model("llama", num_hidden_layers=2)
     ids = prompt(2, 61)
-    cache = kvant.Cache(model, recipe)
+    cache = kvant.Cache(model, recipe, implementation="reference")
     oracle = Oracle(cache)
     options: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 6}
     model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
@@ -143,7 +143,7 @@ def test_sliding_layers_code_their_groups_too(family: str, recipe: str) -> None:
     """Gemma's layers differ in their rotary embeddings, Mistral's window is shorter than a group."""
     model = make_model(family)
     ids, mask = left_padded([77, 62])
-    cache = kvant.Cache(model, recipe, page_tokens=32)
+    cache = kvant.Cache(model, recipe, page_tokens=32, implementation="reference")
     Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
     sliding = [group for group in cache.groups if group.window is not None]
@@ -155,7 +155,7 @@ def test_sliding_layers_code_their_groups_too(family: str, recipe: str) -> None:
 def test_lookup_decoding_crops_into_groups(recipe: str) -> None:
     model = make_model("llama", num_hidden_layers=2)
     ids = prompt(1, 40).repeat(1, 2)
-    cache = kvant.Cache(model, recipe)
+    cache = kvant.Cache(model, recipe, implementation="reference")
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1, "do_sample": False}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=20, **options)
     assert out.shape == (1, 100)
@@ -166,7 +166,7 @@ def test_lookup_decoding_crops_into_groups(recipe: str) -> None:
 def test_a_chunked_prompt_is_read_as_decode_would_read_it(recipe: str) -> None:
     model = make_model("qwen3", num_hidden_layers=2)
     ids = prompt(2, 100)
-    cache = kvant.Cache(model, recipe)
+    cache = kvant.Cache(model, recipe, implementation="reference")
     Oracle(cache)
     with torch.inference_mode():
         for start, stop in ((0, 40), (40, 41), (41, 73), (73, 74), (74, 100)):

@@ -182,7 +182,7 @@ def test_crop_forgets_and_generation_goes_on() -> None:
 def test_batch_selection_and_repetition() -> None:
     model = make_model("llama")
     ids = prompt(3, 70)
-    cache = kvant.Cache(model, "int4")
+    cache = kvant.Cache(model, "int4", implementation="reference")
     with torch.inference_mode():
         model(ids, past_key_values=cache)
         cache.batch_select_indices(torch.tensor([2, 0]))
@@ -190,7 +190,7 @@ def test_batch_selection_and_repetition() -> None:
         assert cache.batch_size == 4
         found = model(prompt(1, 1).expand(4, 1), past_key_values=cache).logits
         for row, source in enumerate((2, 2, 0, 0)):
-            alone = kvant.Cache(model, "int4")
+            alone = kvant.Cache(model, "int4", implementation="reference")
             model(ids[source : source + 1], past_key_values=alone)
             expected = model(prompt(1, 1), past_key_values=alone).logits
             torch.testing.assert_close(found[row], expected[0], rtol=1e-4, atol=1e-4)

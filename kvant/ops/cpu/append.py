@@ -23,6 +23,8 @@ Tensor = torch.Tensor
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why it cannot append to a layout on a device, or None."""
     for name, stream in layout.recipe.streams.items():
+        if stream.corrector is not None:
+            return f"it looks at keys and values alone, and the {name}s' {type(stream.corrector).__name__} learns from queries"
         if stream.groupwise:
             return f"it codes token by token, and the {name}s are coded in groups"
     return plan.refuse(layout, device)

@@ -42,8 +42,10 @@ def prepared(store: LayerStore) -> Prepared:
     call.run_bytes, call.origin = layout.run_bytes, layout.recipe.origin
     call.window_type = TYPES[layout.overlay_dtype]
     dual, inverse = (
-        as_matrix(space_of(stream.transforms, way, layout, device), layout.head_dim)  # of one query a Hadamard is as quick
-        for stream, way in ((store.key, "dual"), (store.value, "inverse"))
+        as_matrix(
+            space_of(stream.transforms, way, layout, device), layout.head_dim
+        )  # of one query a Hadamard is as quick
+        for stream, way in ((store.key, "dual"), (store.value, "inverse"))  # type: ignore[arg-type]
     )
     kept += [dual, inverse]
     if dual.tensor is not None:

@@ -70,9 +70,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         if isinstance(codec, Banded):
             alpha *= STEPS[field.bits]
         start = first.get(section.names[0], 0)
-        out.section[i] = structures.Section(
-            section.offset, section.bits, start, section.width, section.shift, alpha
-        )
+        out.section[i] = structures.Section(section.offset, section.bits, start, section.width, section.shift, alpha)
     out.sections = len(codes)
     for section in own:
         if section.kind == "meta":

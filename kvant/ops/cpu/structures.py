@@ -41,7 +41,10 @@ class Decode(ctypes.Structure):
         *_all(c_void_p, "dual inverse inverse_offset lost cosine sine prepared tables partial"),
         *_all(c_int64, "run_bytes table_width prepared_stride"),
         *_all(c_int32, "batch heads group dim page_tokens origin type window_type"),
-        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first blocks splits split_tokens visible use_lost"),
+        *_all(
+            c_int32,
+            "dual_heads inverse_heads offset_heads half block first blocks splits split_tokens visible use_lost",
+        ),
         *_all(c_float, "scale cap"),
     ]
 

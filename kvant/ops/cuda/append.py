@@ -12,8 +12,8 @@ from kvant.codecs.affine import Affine
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
-from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
 from kvant.ops.registry import register
+from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor

@@ -12,8 +12,8 @@ import torch
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
-from kvant.ops.spaces import MATRIX, Space, space_of
 from kvant.ops.registry import register
+from kvant.ops.spaces import MATRIX, Space, space_of
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor

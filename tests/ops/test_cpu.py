@@ -1,0 +1,384 @@
+"""The compiled operations against the reference: every instruction set of this machine, one and two threads, poisoned memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvant import recipes
+from kvant.cache import PagedCache
+from kvant.ops import choose, reference
+from kvant.ops.cpu import append as cpu_append
+from kvant.ops.cpu import library, plan, structures
+from kvant.ops.cpu.append import append
+from kvant.ops.cpu.decode import decode, decode_with_lse
+from kvant.ops.cpu.prefill import prefill
+from tests.calibrate.synthetic import rope_of
+from tests.conftest import make_layout, relative_error
+from tests.fitted import made_up_tensors
+
+pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"nothing compiled: {library.missing()}")
+
+TOKENWISE = [
+    "full",
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "int4:group=16",
+    "int8:group=32",
+    "saw-int4",
+    "saw-int4-kv",
+    "oscar:recent=20,sink=3",
+]
+TOKENWISE += [
+    "int2:k.recent=70,v.recent=9",
+    "quarot-int2-win",
+    "kvant-4",
+    "kvant-4:sink=4",
+    "kvant-2",
+    "kvant-2:rope=post",
+    "kvant-2:search=9",
+]
+TOKENWISE += [
+    "vecinfer-2",
+    "vecinfer-4:sink=3",
+    "million-2",
+    "vecinfer-3:k.bits=9,v.bits=9",
+    "kvant-2:k.bits=3,v.bits=4",
+    "int3:zero=float,meta=float16",
+]
+GROUPWISE = [
+    "kivi-k2v2",
+    "kivi-k4v2-sink",
+    "kivi-k2v2:k.group=16,k.flush=32,k.recent=7,v.recent=9,sink=5",
+    "kitty",
+    "kitty-pro",
+    "squat",
+]
+
+
+@pytest.fixture(params=range(len(library.kinds())), ids=library.kinds())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(library, "isa", lambda: request.param)
+    return library.kinds()[request.param]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def cache_of(name: str, heads: int = 2, dim: int = 64, first: int = 0, **options: object) -> PagedCache:
+    layout = make_layout(name, heads, dim, dtype="float32", device="cpu", **options)
+    rope = rope_of(dim)
+    ropes = [type(rope)(rope.inv_freq, first)] if layout.recipe.wants_rope else None
+    return PagedCache(
+        layout, 1, tensors={0: made_up_tensors(layout.recipe, heads, dim)}, ropes=ropes, implementation="reference"
+    )
+
+
+def filled(name: str, lengths: list[int], heads: int = 2, dim: int = 64, group: int = 3, **options: int) -> PagedCache:
+    cache = cache_of(name, heads, dim, **options)
+    entries = [cache.new() for _ in lengths]
+    k, v = torch.randn(2, sum(lengths), heads, dim)
+    cache.append(0, k, v, cache.extend(entries, lengths), torch.randn(sum(lengths), heads * group, dim))
+    return cache
+
+
+def check(cache: PagedCache, group: int, limit: float = 2e-3, **options: float | int | None) -> torch.Tensor:
+    layout, batch = cache.layout, cache.batch(cache.sequences)
+    q = torch.randn(len(cache.sequences), layout.heads * group, layout.head_dim)
+    settings = {"scale": layout.head_dim**-0.5} | options
+    expected = reference.decode(cache.stores[0], q.double(), batch, **settings)  # type: ignore[arg-type]
+    found = decode(cache.stores[0], q, batch, **settings)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < limit
+    return found
+
+
+@pytest.mark.parametrize("name", TOKENWISE + GROUPWISE)
+def test_decode_of_every_recipe(name: str, isa: str) -> None:
+    check(filled(name, [1, 63, 300, 700]), 3)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
+@pytest.mark.parametrize("dim", [32, 96, 128, 256])
+def test_decode_of_every_shape(group: int, dim: int, isa: str) -> None:
+    for name in ("saw-int4", "int2:sink=2,recent=5", "kvant-2", "int4:group=32"):
+        check(filled(name, [130, 67], heads=1, dim=dim, group=group), group)
+
+
+@pytest.mark.parametrize("page", [16, 32, 128])
+def test_decode_of_other_pages(page: int, isa: str) -> None:
+    for name in ("saw-int4", "int2", "kvant-2", "vecinfer-2", "kivi-k2v2:k.group=16,k.flush=16"):
+        check(filled(name, [page - 1, page, 3 * page + 1], page_tokens=page), 3)
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 600)])
+def test_decode_with_soft_cap_and_sliding_window(softcap: float | None, window: int | None) -> None:
+    for name in ("saw-int4", "kvant-2", "kvant-4", "quarot-int2-win", "kivi-k2v2-sink"):
+        check(filled(name, [5, 600]), 2, softcap=softcap, window=window)
+
+
+def test_decode_from_another_first_position() -> None:
+    for first in (1, 255, 256, 1000):
+        check(filled("kvant-2", [1, 255, 513], first=first), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decode_in_16_bits(dtype: torch.dtype) -> None:
+    cache = filled("saw-int4", [100])
+    batch, q = cache.batch(cache.sequences), torch.randn(1, 6, 64).to(dtype)
+    expected = reference.decode(cache.stores[0], q.double(), batch, scale=0.125)
+    found = decode(cache.stores[0], q, batch, scale=0.125)
+    assert found.dtype == dtype
+    assert relative_error(found, expected) < 5e-3
+
+
+def test_log_sum_exp() -> None:
+    cache = filled("full", [200, 3])
+    batch, q = cache.batch(cache.sequences), torch.randn(2, 6, 64)
+    keys = reference.read(cache.stores[0], "key", batch, batch.lengths)
+    for b, n in enumerate((200, 3)):
+        scores = torch.einsum("hgd,nhd->hgn", q[b].view(2, 3, 64), keys[b, :n]) * 0.125
+        lse = decode_with_lse(cache.stores[0], q, batch, scale=0.125)[1][b]
+        torch.testing.assert_close(lse, scores.logsumexp(-1).flatten())
+
+
+@pytest.mark.parametrize("name", TOKENWISE + GROUPWISE)
+def test_threads_do_not_show(name: str, two_threads: None) -> None:
+    cache = filled(name, [1200, 700, 40])
+    batch, q = cache.batch(cache.sequences), torch.randn(3, 6, 64)
+    found = decode(cache.stores[0], q, batch, scale=0.125)
+    torch.set_num_threads(1)
+    assert torch.equal(decode(cache.stores[0], q, batch, scale=0.125), found)
+
+
+def test_without_an_openmp_runtime_threads_are_started(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled("kvant-2", [1200])
+    batch, q = cache.batch(cache.sequences), torch.randn(1, 6, 64)
+    found = decode(cache.stores[0], q, batch, scale=0.125)
+    monkeypatch.setattr(library, "parallel", lambda: 0)
+    assert torch.equal(decode(cache.stores[0], q, batch, scale=0.125), found)
+
+
+def test_what_lies_beyond_a_sequence_does_not_show() -> None:
+    for name in ("saw-int4", "kvant-2", "kivi-k2v2", "vecinfer-2"):
+        cache = filled(name, [77])
+        batch, q = cache.batch(cache.sequences), torch.randn(1, 6, 64)
+        found = decode(cache.stores[0], q, batch, scale=0.125)
+        cache.extend(cache.sequences, [200])  # poisoned pages behind it, and its own page as it was
+        assert torch.equal(decode(cache.stores[0], q, batch, scale=0.125), found)
+
+
+# --- append ----------------------------------------------------------------------------------------------------------
+
+
+def twins(name: str, heads: int = 2, dim: int = 64, **options: int) -> tuple[PagedCache, PagedCache]:
+    state = torch.random.get_rng_state()
+    one = cache_of(name, heads, dim, **options)
+    torch.random.set_rng_state(state)  # the same calibrated tensors
+    two = cache_of(name, heads, dim, **options)
+    two.ops["append"] = choose("append", two.layout, "cpu", "cpu")
+    return one, two
+
+
+def same_bytes(one: PagedCache, two: PagedCache, share: float = 0.0) -> None:
+    """Of pages and windows, but for a share of them."""
+    pairs = [(one.stores[0].pages, two.stores[0].pages)]
+    pairs += [(one.stores[0].overlays[s], two.stores[0].overlays[s]) for s in ("key", "value")]
+    for mine, theirs in pairs:
+        mine, theirs = (x.contiguous().view(torch.uint8) for x in (mine, theirs))
+        assert int((mine != theirs).sum()) <= share * mine.numel()
+
+
+@pytest.mark.parametrize("name", TOKENWISE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_append_writes_what_the_reference_writes(name: str, dtype: torch.dtype, isa: str) -> None:
+    caches = twins(name)
+    entries = [[cache.new() for _ in range(3)] for cache in caches]
+    for counts in ([5, 0, 130], [1, 1, 1], [70, 300, 2]):
+        k, v = torch.randn(2, sum(counts), 2, 64).to(dtype) * 3
+        for cache, own in zip(caches, entries, strict=True):
+            cache.append(0, k, v, cache.extend(own, counts))
+    # a transform that is one matrix here and two steps there is rounded once less
+    composed = any(
+        len(stream.transforms) > 1 and "Smooth" in str(stream.transforms)
+        for stream in caches[0].layout.recipe.streams.values()
+    )
+    same_bytes(*caches, share=1e-3 if composed else 1e-5)
+
+
+@pytest.mark.parametrize("dim", [32, 96, 128, 256])
+def test_append_of_every_head_dim(dim: int) -> None:
+    for name in ("saw-int4-kv", "oscar", "kvant-2", "kvant-4", "int3"):
+        caches = twins(name, heads=3, dim=dim)
+        k, v = torch.randn(2, 100, 3, dim)
+        for cache in caches:
+            cache.append(0, k, v, cache.extend([cache.new()], [100]))
+        same_bytes(*caches, share=1e-4)
+
+
+def test_append_takes_what_the_model_gives() -> None:
+    """Heads before tokens, as in [batch, heads, tokens, head_dim]."""
+    one, two = twins("saw-int4")
+    k, v = torch.randn(2, 2, 50, 64)
+    for cache in (one, two):
+        cache.append(0, k.transpose(0, 1), v.transpose(0, 1), cache.extend([cache.new()], [50]))
+    same_bytes(one, two)
+
+
+def test_padding_slots_write_nothing() -> None:
+    cache = twins("saw-int4:sink=2,recent=4")[1]
+    entry = cache.new()
+    batch = cache.extend([entry], [20])
+    before = [x.clone() for x in (cache.stores[0].pages, *cache.stores[0].owned)]
+    k, v = torch.randn(2, 20, 2, 64)
+    append(cache.stores[0], k, v, batch._replace(slots=torch.full((20,), -1)))
+    for old, new in zip(before, (cache.stores[0].pages, *cache.stores[0].owned), strict=True):
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+
+
+@given(
+    scale=st.floats(1e-30, 1e28),
+    kind=st.sampled_from(["zeros", "constant", "one large", "normal"]),
+    name=st.sampled_from(
+        ["int4", "int2:meta=float16", "oscar", "kvant-2:rope=post", "int8", "int4:zero=float,search=5"]
+    ),
+)
+def test_append_of_odd_numbers(scale: float, kind: str, name: str) -> None:
+    x = {
+        "zeros": torch.zeros(64),
+        "constant": torch.ones(64),
+        "one large": torch.eye(64)[3],
+        "normal": torch.randn(64),
+    }[kind]
+    if "float16" in name:
+        scale = min(scale, 1e3)
+    caches = twins(name)
+    k = (x * scale).expand(3, 2, 64).contiguous()
+    for cache in caches:
+        cache.append(0, k, -k, cache.extend([cache.new()], [3]))
+    same_bytes(*caches, share=2e-3)
+
+
+@pytest.mark.parametrize("count", [2, 16, 100, 500, 4096])
+def test_the_nearest_centroid_is_the_nearest(count: int, isa: str) -> None:
+    bits = max(1, count.bit_length() - 1)
+    caches = twins(f"million-2:bits={bits}")
+    for cache in caches:  # many that are nearly alike
+        for stream in (cache.stores[0].key, cache.stores[0].value):
+            books = stream.codec.codebooks  # type: ignore[attr-defined]
+            books[:, :, 1::2] = (books[:, :, ::2].float() * (1 + 1e-3)).half()
+    k, v = torch.randn(2, 200, 2, 64)
+    for cache in caches:
+        cache.append(0, k, v, cache.extend([cache.new()], [200]))
+    same_bytes(*caches)
+
+
+# --- prefill -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TOKENWISE + GROUPWISE)
+@pytest.mark.parametrize(("softcap", "window"), [(None, None), (5.0, None), (None, 50)])
+def test_prefill_of_every_recipe(name: str, softcap: float | None, window: int | None) -> None:
+    cache = filled(name, [300, 1, 70])
+    entries = [*cache.sequences, cache.new()]
+    counts = [40, 3, 1, 9]
+    batch = cache.extend(entries, counts)
+    q, (k, v) = torch.randn(53, 6, 64), torch.randn(2, 53, 2, 64)
+    options = {"scale": 0.125, "softcap": softcap, "window": window}
+    expected = reference.prefill(cache.stores[0], q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+    found = prefill(cache.stores[0], q, k, v, batch, **options)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < 1e-5
+
+
+# --- what is served ----------------------------------------------------------------------------------------------------
+
+
+def test_structures_are_those_of_the_header() -> None:
+    found = library.module()
+    assert not isinstance(found, str)
+    kinds = (structures.Stream, structures.Decode, structures.Append, structures.Read)
+    assert found.sizes() == tuple(ctypes.sizeof(kind) for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("int4", {"order": "plain"}, "order of lanes, and this one's is plain"),
+        ("int4", {"order": "fragment"}, "order of lanes, and this one's is fragment"),
+        ("int4", {"head_dim": 320}, "head dims up to 256, got 320"),
+        ("turboquant-4", {}, "LloydMax"),
+        ("saw-int4-kmeans", {}, "ResidualKMeans"),
+        ("squat-pre", {}, "turned back one by one"),
+        ("kvant-2:levels=lloyd", {}, "lloyd levels"),
+    ],
+)
+def test_layouts_are_refused_with_a_reason(name: str, options: dict[str, object], reason: str) -> None:
+    layout = make_layout(name, 2, **({"head_dim": 64, "device": "cpu"} | options))  # type: ignore[arg-type]
+    assert reason in (plan.refuse_layout(layout) or "")
+    assert reason in (plan.refuse(layout, torch.device("cpu")) or "")
+
+
+def test_nothing_is_offered_on_a_gpu() -> None:
+    layout = make_layout("int4", device="cpu")
+    assert plan.refuse(layout, torch.device("cuda")) == "it runs on CPUs, not on cuda"
+    assert plan.refuse(layout, torch.device("cpu")) is None
+
+
+def test_the_engine_takes_them() -> None:
+    for name in TOKENWISE:
+        layout = make_layout(name, device="cpu")
+        assert [choose(op, layout, "cpu").name for op in ("append", "decode", "prefill")] == ["cpu"] * 3
+    layout = make_layout("squat", device="cpu")
+    assert "learns from queries" in (cpu_append.refuse(layout, torch.device("cpu")) or "")
+    assert choose("decode", layout, "cpu").name == "cpu"
+
+
+def test_bad_input_is_refused() -> None:
+    cache = filled("int4", [5])
+    batch = cache.batch(cache.sequences)
+    with pytest.raises(
+        ValueError, match="queries must be \\[sequences, a multiple of 2 heads, 64\\], got \\[1, 3, 64\\]"
+    ):
+        decode(cache.stores[0], torch.randn(1, 3, 64), batch, scale=1.0)
+    with pytest.raises(ValueError, match="queries must be float32, bfloat16, float16, got torch.int64"):
+        decode(cache.stores[0], torch.zeros(1, 2, 64, dtype=torch.int64), batch, scale=1.0)
+    keys = torch.zeros(1, 2, 64, dtype=torch.float64)
+    with pytest.raises(ValueError, match="keys must be float32, bfloat16, float16, got torch.float64"):
+        append(cache.stores[0], keys, keys, cache.extend(cache.sequences, [1]))
+
+
+def test_an_instruction_set_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.isa.cache_clear()
+    monkeypatch.setenv(library.ISA, "generic")
+    assert library.kinds()[library.isa()] == "generic"
+    library.isa.cache_clear()
+    monkeypatch.setenv(library.ISA, "abacus")
+    with pytest.raises(ValueError, match="KVANT_CPU_ISA must be one of .*generic, got 'abacus'"):
+        library.isa()
+    library.isa.cache_clear()
+
+
+def test_every_recipe_is_served_or_refused_by_name() -> None:
+    """What is left to the reference is known."""
+    refused = {name for name in recipes.names() if plan.refuse_layout(make_layout(name, device="cpu"))}
+    assert refused == {
+        "gear",
+        "gear-l",
+        "saw-int4-kmeans",
+        "saw-int4-kmeans-rot",
+        "squat-pre",
+        "turboquant-2",
+        "turboquant-3",
+        "turboquant-4",
+        "zipcache",
+    }
