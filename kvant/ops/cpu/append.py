@@ -25,8 +25,6 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     for name, stream in layout.recipe.streams.items():
         if stream.corrector is not None:
             return f"it looks at keys and values alone, and the {name}s' {type(stream.corrector).__name__} learns from queries"
-        if stream.groupwise:
-            return f"it codes token by token, and the {name}s are coded in groups"
     return plan.refuse(layout, device)
 
 
@@ -64,7 +62,9 @@ def prepared(store: LayerStore) -> Prepared:
         call.key_space.block, call.key_space.first = found.block, store.key.rope.first
         call.key_space.half = len(store.key.rope.inv_freq)
     codecs = [stream.codec for stream in layout.recipe.streams.values()]
-    found.scratch = max((codec.centroids for codec in codecs if isinstance(codec, ProductVQ)), default=0)
+    found.scratch = max(
+        codec.centroids if isinstance(codec, ProductVQ) else codec.group_tokens * layout.head_dim for codec in codecs
+    )
     store.prepared["cpu.append"] = found
     return found
 
@@ -142,5 +142,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         batch.owners.data_ptr(),
     )
     call.key.window, call.value.window = store.overlays["key"].data_ptr(), store.overlays["value"].data_ptr()
-    scratch = torch.empty(torch.get_num_threads() * made.scratch) if made.scratch else None
+    call.table, call.table_width = batch.block_table.data_ptr(), batch.block_table.shape[1]
+    call.key.exact, call.value.exact = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
+    scratch = torch.empty(torch.get_num_threads() * made.scratch)
     library.run("append", call, len(key) * store.layout.heads, scratch, made.scratch)

@@ -101,7 +101,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         for i in range(out.spans):
             out.span[i] = structures.Span(i * size, (i + 1) * size, i, codec.bits, 1.0, 0.0)
     elif isinstance(codec, Channel):
-        out.kind = CHANNEL
+        out.kind, out.span[0].bits = CHANNEL, codec.bits
     elif isinstance(codec, Boosted):
         out.kind, out.extra = BOOSTED, codec.boosted(layout.head_dim)
     elif isinstance(codec, Raw):

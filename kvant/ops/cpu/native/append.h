@@ -313,6 +313,7 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   for (int side = 0; side < 2; side++) {
     const Stream *s = side ? &call->value : &call->key;
     const Space *space = side ? &call->value_space : &call->key_space;
+    if (s->group_tokens > 1) continue;
     float x[256];
     load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
     enter(space, head, position, dim, x);
@@ -330,5 +331,105 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
       encode_banded(s, space, !side, run, size, head, place, dim, x);
     else
       encode_affine(s, space, !side, run, size, place, dim, x);
+  }
+}
+
+/* --- groups of tokens ---------------------------------------------------------------------------------------------- */
+
+INLINE int64_t packed_end(const Stream *s, int64_t n) {
+  const int64_t waiting = n - s->sink - s->recent;
+  return (n < s->sink ? n : s->sink) + (waiting > 0 ? waiting / s->flush * s->flush : 0);
+}
+
+/* Which channels have four bits: those with the largest sums of magnitudes, the first of equals. */
+static void boosted_channels(const Stream *s, const float *x, int dim, uint8_t *chosen) {
+  double strength[256];
+  memset(chosen, 0, (size_t)dim);
+  for (int c = 0; c < dim; c++) {
+    strength[c] = 0.0;
+    for (int t = 0; t < s->group_tokens; t++) strength[c] += fabs((double)x[(int64_t)t * dim + c]);
+  }
+  for (int i = 0; i < s->extra; i++) {
+    int best = -1;
+    for (int c = 0; c < dim; c++)
+      if (!chosen[c] && (best < 0 || strength[c] > strength[best])) best = c;
+    chosen[best] = 1;
+  }
+}
+
+/* Codes a whole group of tokens, [group_tokens, dim], that starts at a place of a page: a scale and a minimum per channel. */
+static void encode_group(const Stream *s, int keys, uint8_t *run, int place, int dim, const float *x) {
+  const int size = s->group_tokens, group = place / size, type = s->meta_type, boosted = s->kind == BOOSTED;
+  const float most = largest_of(type);
+  uint16_t *meta = (uint16_t *)(run + s->meta_offset) + 2 * (int64_t)group * dim;
+  uint8_t chosen[256] = {0}, rows[256];
+  float low[256], scale[256], top[256];
+  if (boosted) boosted_channels(s, x, dim, chosen);
+  for (int c = 0, count = 0; c < dim; c++) {
+    float least = x[c], high = x[c];
+    for (int t = 1; t < size; t++) {
+      const float number = x[(int64_t)t * dim + c];
+      least = number < least ? number : least;
+      high = number > high ? number : high;
+    }
+    top[c] = boosted ? (chosen[c] ? 15.0f : 3.0f) : (float)((1 << s->span[0].bits) - 1);
+    low[c] = rounded_one(between(least, -most, most), type);
+    scale[c] = rounded_one(between((high - low[c]) / top[c], smallest_of(type), most), type);
+    meta[2 * c] = narrow_one(scale[c], type);
+    meta[2 * c + 1] = narrow_one(low[c], type);
+    if (boosted) {
+      run[s->index_offset + (int64_t)group * dim + c] = (uint8_t)(chosen[c] ? count : s->extra < 255 ? s->extra : 255);
+      if (chosen[c]) rows[count++] = (uint8_t)c;
+    }
+  }
+  for (int t = 0; t < size; t++) {
+    uint8_t codes[256];
+    for (int c = 0; c < dim; c++)
+      codes[c] = (uint8_t)between(rintf((x[(int64_t)t * dim + c] - low[c]) / scale[c]), 0.0f, top[c]);
+    if (boosted) {
+      uint8_t *high = run + s->high_offset + (int64_t)(place + t) * s->extra / 4;
+      for (int i = 0; i < s->extra; i += 4)
+        high[i / 4] = (uint8_t)(codes[rows[i]] >> 2 | codes[rows[i + 1]] >> 2 << 2 | codes[rows[i + 2]] >> 2 << 4 |
+                                codes[rows[i + 3]] >> 2 << 6);
+      for (int c = 0; c < dim; c++) codes[c] &= 3;
+    }
+    write_codes(s, keys, run, place + t, codes);
+  }
+}
+
+/* Task: one head and side of one sequence: codes the groups that its new tokens complete, then keeps the tokens of its window. */
+static void NAME(append_groups)(const Append *call, int64_t task, float *scratch) {
+  const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads);
+  const int64_t b = task / 2 / call->heads, n = call->lengths[b], start = call->starts[b], before = n - (call->starts[b + 1] - start);
+  const Stream *s = side ? &call->value : &call->key;
+  const Space *space = side ? &call->value_space : &call->key_space;
+  if (s->group_tokens <= 1) return;
+  int64_t first = packed_end(s, before);
+  if (first < s->exact[b]) first = s->exact[b];
+  if (first < s->sink) first = s->sink;
+  const int64_t window = call->owners[b] * s->rows, last = packed_end(s, n);
+  for (; first < last; first += s->group_tokens) {
+    for (int t = 0; t < s->group_tokens; t++) {
+      float *x = scratch + (int64_t)t * dim;
+      const int64_t position = first + t;
+      if (position < before) { /* from the tail */
+        load_row(s->window, ((window + window_row(s, position)) * call->heads + head) * dim, call->window_type, dim, x);
+        continue;
+      }
+      load_row(call->source[side], (start + position - before) * call->stride[side] + head * call->head_stride[side],
+               call->type[side], dim, x);
+      enter(space, head, position, dim, x);
+      for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->window_type); /* as if it had waited in the tail */
+    }
+    const int64_t at = first - call->origin, page = call->table[b * call->table_width + at / call->page_tokens];
+    encode_group(s, !side, call->pages + (page * call->heads + head) * call->run_bytes, (int)(at % call->page_tokens), dim, scratch);
+  }
+  for (int64_t position = before; position < n; position++) {
+    if (position >= s->sink && position < n - s->ring) continue;
+    load_row(call->source[side], (start + position - before) * call->stride[side] + head * call->head_stride[side], call->type[side],
+             dim, scratch);
+    enter(space, head, position, dim, scratch);
+    const int64_t at = ((window + window_row(s, position)) * call->heads + head) * dim;
+    for (int c = 0; c < dim; c++) store_one(s->window, at + c, call->window_type, scratch[c]);
   }
 }

@@ -241,7 +241,7 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
     }
     for (int k = 0; k < VECTORS; k++) {
       const int at = token + k * LANE_COUNT;
-      if (s->kind == CHANNEL) {
+      if (s->kind >= CHANNEL) {
         for (int g = 0; g < QUERIES; g++) total[k][g] += fused(dots[k][g], splat(pack[g].scale[i]), splat(pack[g].sum[i]));
         continue;
       }
@@ -283,6 +283,43 @@ static void code_scores(int queries, const Stream *s, const uint8_t *run, int pa
   }
 }
 
+/* Adds what the high bits of boosted channels are worth: four channels of a token to a byte, tokens one after another. */
+static void boosted_scores(int queries, const Stream *s, const uint8_t *run, int dim, int group, int from, int to, const Pack *pack,
+                           const float *scales, float *scores, int stride) {
+  const int words = (s->extra + 15) / 16, bytes = s->extra / 4;
+  const uint8_t *index = run + s->index_offset + (int64_t)group * dim;
+  int8_t high[CHUNK][256], low[CHUNK][256];
+  float unit[CHUNK], unused;
+  for (int g = 0; g < queries; g++) {
+    float numbers[256] = {0};
+    for (int c = 0; c < dim; c++) {
+      const int i = index[c], j = i % 16;
+      if (i < s->extra) numbers[i / 16 * 16 + j % 4 * 4 + j / 4] = 4.0f * pack[g].vector[c] * scales[c];
+    }
+    unit[g] = to_limbs(numbers, 16 * words, high[g], low[g], &unused);
+  }
+  const vu mask = (vu){} + 0x03030303u;
+  for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT)
+    for (int w = 0; w < words; w++) {
+      uint32_t lanes[LANE_COUNT] = {0};
+      const int count = bytes - 4 * w < 4 ? bytes - 4 * w : 4;
+      for (int lane = 0; lane < LANE_COUNT; lane++)
+        memcpy(&lanes[lane], run + s->high_offset + (int64_t)(token + lane) * bytes + 4 * w, (size_t)count);
+      vu packed;
+      memcpy(&packed, lanes, sizeof packed);
+      for (int g = 0; g < queries; g++) {
+        vi up = {}, down = {};
+        for (int slot = 0; slot < 4; slot++) {
+          const vu codes = packed >> (uint32_t)(2 * slot) & mask;
+          up = dot4(up, codes, word(high[g] + 16 * w + 4 * slot), 0);
+          down = dot4(down, codes, word(low[g] + 16 * w + 4 * slot), 0);
+        }
+        float *at = scores + g * stride + token;
+        store_floats(at, fused(splat(unit[g]), floats((up << 7) + down), load_floats(at)));
+      }
+    }
+}
+
 /* Keys whose channels have their own scales: the scales go into the query, a group of tokens at a time. */
 static void channel_scores(int queries, const Stream *s, const uint8_t *run, int page_tokens, int dim, int from, int to,
                            const Pack *pack, float *scores, int stride) {
@@ -305,6 +342,7 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *run, int
     }
     const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
     code_scores(queries, s, run, page_tokens, first, last, own, scores, stride);
+    if (s->kind == BOOSTED) boosted_scores(queries, s, run, dim, group, first, last, pack, scales, scores, stride);
   }
 }
 
@@ -316,16 +354,20 @@ static void page_scores(const Decode *call, int queries, const uint8_t *run, int
   const int dim = call->dim;
   if (s->kind <= SCALE_ALONE) {
     code_scores(queries, s, run, call->page_tokens, from, to, pack, scores, stride);
-  } else if (s->kind == CHANNEL) {
+  } else if (s->kind == CHANNEL || s->kind == BOOSTED) {
     channel_scores(queries, s, run, call->page_tokens, dim, from, to, pack, scores, stride);
   } else if (s->kind == CENTROIDS) {
     const float *table = lookup_tables(call, row, chunk);
     const int spaces = dim / s->extra;
+    uint16_t index[128 * 128];
+    centroids_of(s, run, from, to, spaces, index);
     for (int token = from; token < to; token++) {
-      float sum[CHUNK] = {0};
+      const uint16_t *own = index + (token - from) * spaces;
+      v4 sum = {};
       for (int space = 0; space < spaces; space++) {
-        const int64_t at = ((int64_t)space << s->book_bits) + centroid_of(s, run, token, spaces, space);
-        for (int g = 0; g < CHUNK; g++) sum[g] += table[at * CHUNK + g];
+        v4 products;
+        memcpy(&products, table + (((int64_t)space << s->book_bits) + own[space]) * CHUNK, sizeof products);
+        sum += products;
       }
       for (int g = 0; g < queries; g++) scores[g * stride + token] = sum[g];
     }
@@ -420,11 +462,52 @@ typedef struct {
   float scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
 } Sums;
 
+/* Adds centroids: of one sub-vector after another, so that its sums stay in registers. */
+INLINE void centroid_sums(const int QUERIES, const int PARTS, const Stream *s, const uint16_t *index, int head, int from, int to, int dim,
+                          const float *weight, int stride, float *out) {
+  const int length = 4 * PARTS, spaces = dim / length;
+  for (int space = 0; space < spaces; space++) {
+    const float *book = book_of(s, head, space, length);
+    v4 sum[CHUNK][2];
+    for (int g = 0; g < QUERIES; g++) sum[g][0] = sum[g][1] = (v4){};
+    for (int token = from; token < to; token++) {
+      const float *centroid = book + (int64_t)index[(token - from) * spaces + space] * length;
+      for (int part = 0; part < PARTS; part++) {
+        v4 numbers;
+        memcpy(&numbers, centroid + 4 * part, sizeof numbers);
+        for (int g = 0; g < QUERIES; g++) sum[g][part] += numbers * weight[g * stride + token];
+      }
+    }
+    for (int g = 0; g < QUERIES; g++)
+      for (int i = 0; i < length; i++) out[g * dim + space * length + i] += sum[g][i / 4][i % 4];
+  }
+}
+
+static void page_centroids(int queries, const Stream *s, const uint8_t *run, int head, int from, int to, int dim, const float *weight,
+                           int stride, float *out) {
+  uint16_t index[128 * 128];
+  centroids_of(s, run, from, to, dim / s->extra, index);
+  switch (s->extra == 8 ? 4 + queries : queries) {
+    case 1: centroid_sums(1, 1, s, index, head, from, to, dim, weight, stride, out); break;
+    case 2: centroid_sums(2, 1, s, index, head, from, to, dim, weight, stride, out); break;
+    case 3: centroid_sums(3, 1, s, index, head, from, to, dim, weight, stride, out); break;
+    case 4: centroid_sums(4, 1, s, index, head, from, to, dim, weight, stride, out); break;
+    case 5: centroid_sums(1, 2, s, index, head, from, to, dim, weight, stride, out); break;
+    case 6: centroid_sums(2, 2, s, index, head, from, to, dim, weight, stride, out); break;
+    case 7: centroid_sums(3, 2, s, index, head, from, to, dim, weight, stride, out); break;
+    default: centroid_sums(4, 2, s, index, head, from, to, dim, weight, stride, out);
+  }
+}
+
 /* Adds tokens [from, to) of a page: weight[query * stride + token]. */
 static void page_sums(const Decode *call, int queries, const uint8_t *run, int head, int from, int to, const float *weight, int stride,
                       float *out, Sums *sums) {
   const Stream *s = &call->value;
   const int dim = call->dim, size = call->page_tokens;
+  if (s->kind == CENTROIDS && s->extra >= 4) {
+    page_centroids(queries, s, run, head, from, to, dim, weight, stride, out);
+    return;
+  }
   if (s->kind > SCALE_ALONE) {
     float row[256];
     for (int token = from; token < to; token++) {

@@ -30,7 +30,7 @@ INLINE float top_of(vf x) {
 }
 
 #include "operations.h"
-const Isa KVANT_AVX2 = {"AVX2", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
+const Isa KVANT_AVX2 = {"AVX2", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -21,7 +21,7 @@ INLINE float total_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float top_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 
 #include "operations.h"
-const Isa KVANT_AVX512 = {"AVX-512 VNNI", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
+const Isa KVANT_AVX512 = {"AVX-512 VNNI", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -23,4 +23,4 @@ INLINE float top_of(vf x) {
 }
 
 #include "operations.h"
-const Isa KVANT_GENERIC = {"generic", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
+const Isa KVANT_GENERIC = {"generic", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};

@@ -75,8 +75,8 @@ typedef struct {
   Space key_space, value_space;
   const void *source[2]; /* [tokens, heads, dim] each */
   uint8_t *pages;
-  const int64_t *slots, *starts, *lengths, *owners;
-  int64_t run_bytes, stride[2], head_stride[2]; /* elements from token to token and from head to head */
+  const int64_t *slots, *starts, *lengths, *owners, *table;
+  int64_t run_bytes, table_width, stride[2], head_stride[2]; /* elements from token to token and from head to head */
   int32_t batch, tokens, heads, dim, page_tokens, origin, type[2], window_type;
 } Append;
 
@@ -95,6 +95,7 @@ typedef struct {
   void (*split)(const Decode *, int64_t task, float *scratch);
   void (*merge)(const Decode *, int64_t task, float *scratch);
   void (*append)(const Append *, int64_t task, float *scratch);
+  void (*append_groups)(const Append *, int64_t task, float *scratch);
   void (*read)(const Read *, int64_t task, float *scratch);
 } Isa;
 

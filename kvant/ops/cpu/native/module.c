@@ -158,7 +158,10 @@ static PyObject *append(PyObject *self, PyObject *args) {
   float *scratch;
   if (!parsed(args, &data, &isa, &threads, &parallel, &tasks, &scratch, &stride)) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  Job job = {data, {(Task)isa->append}, {tasks}, stride, scratch, {0}, {0}, 0};
+  const Append *call = data;
+  const int grouped = call->key.group_tokens > 1 || call->value.group_tokens > 1;
+  Job job = {call, {(Task)isa->append, (Task)isa->append_groups}, {tasks, grouped ? (int64_t)call->batch * call->heads * 2 : 0},
+             stride, scratch, {0}, {0}, 0};
   run(&job, threads, parallel);
   Py_END_ALLOW_THREADS
   return Py_BuildValue("");

@@ -25,7 +25,7 @@ INLINE float total_of(vf x) { return vaddvq_f32((float32x4_t)x); }
 INLINE float top_of(vf x) { return vmaxvq_f32((float32x4_t)x); }
 
 #include "operations.h"
-const Isa KVANT_NEON = {"NEON with dot products", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(read)};
+const Isa KVANT_NEON = {"NEON with dot products", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -45,6 +45,19 @@ INLINE int centroid_of(const Stream *s, const uint8_t *run, int token, int space
   return found;
 }
 
+/* Indices of tokens [from, to) of a page, token after token. */
+INLINE void centroids_of(const Stream *s, const uint8_t *run, int from, int to, int spaces, uint16_t *out) {
+  for (int i = 0, shift = 0; i < s->sections; shift += s->section[i++].bits) {
+    const int bits = s->section[i].bits, count = (to - from) * spaces;
+    const uint8_t *row = run + s->section[i].offset + (int64_t)from * spaces * bits / 8;
+    if (i == 0) memset(out, 0, sizeof(uint16_t) * (size_t)count);
+    if (bits == 8)
+      for (int k = 0; k < count; k++) out[k] |= (uint16_t)(row[k] << shift);
+    else
+      for (int k = 0; k < count; k++) out[k] |= (uint16_t)((row[k * bits / 8] >> k * bits % 8 & ((1 << bits) - 1)) << shift);
+  }
+}
+
 INLINE const float *book_of(const Stream *s, int head, int space, int length) {
   int64_t book = (int64_t)(head % s->books_heads) * s->books_spaces + space % s->books_spaces;
   return s->books + (book * length << s->book_bits);

@@ -14,6 +14,7 @@ typedef uint32_t vu __attribute__((vector_size(BYTES)));
 typedef float vf __attribute__((vector_size(BYTES)));
 typedef int8_t vc __attribute__((vector_size(LANE_COUNT)));
 typedef double vd __attribute__((vector_size(BYTES)));
+typedef float v4 __attribute__((vector_size(16)));
 typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 
 INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
