@@ -13,6 +13,7 @@ from kvant.layout import Layout
 
 Op = Literal["append", "decode", "prefill"]
 OPS: tuple[Op, ...] = ("append", "decode", "prefill")
+NOT_BUILT = "its compiled part"  # in a refusal: something is wrong with the installation, not with the layout
 Refusal = Callable[[Layout, torch.device], str | None]
 
 
@@ -47,7 +48,7 @@ def implementations(op: Op) -> list[Implementation]:
 
 def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None = None) -> Implementation:
     """The best implementation that serves a layout on a device, or the one of that name; refusals are listed. On a GPU,
-    the plain reference is not taken without a word."""
+    and on a CPU where an installation lacks what it should have, the plain reference is not taken without a word."""
     device = torch.device(device)
     candidates = [i for i in implementations(op) if name in (None, i.name)]
     if not candidates:
@@ -57,10 +58,12 @@ def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None 
     for candidate in candidates:
         reason = candidate.refuse(layout, device)
         if reason is None:
-            if name is None and candidate.rank == 0 and refusals and device.type != "cpu":
+            incomplete = any(NOT_BUILT in refusal for refusal in refusals)
+            if name is None and candidate.rank == 0 and refusals and (device.type != "cpu" or incomplete):
                 warnings.warn(
                     f"{op} of recipe {layout.recipe.name} on {device} is the plain torch reference, which is slow: "
                     f"{'; '.join(refusals)} (implementation='{candidate.name}' takes it in silence)",
+                    RuntimeWarning if incomplete else UserWarning,
                     stacklevel=2,
                 )
             return candidate

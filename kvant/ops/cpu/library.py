@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from kvant.ops.cpu import structures
+from kvant.ops.registry import NOT_BUILT
 
 ISA = "KVANT_CPU_ISA"  # environment variable that names the instruction set to use
 
@@ -22,10 +23,10 @@ def module() -> ModuleType | str:
     try:
         found = importlib.import_module("kvant.ops.cpu._native")
     except ImportError as error:
-        return f"its compiled part is missing ({error}); it is built when kvant is installed and a C compiler is there"
+        return f"{NOT_BUILT} is missing ({error}); it is built when kvant is installed and a C compiler is there"
     sizes = tuple(map(ctypes.sizeof, (structures.Stream, structures.Decode, structures.Append, structures.Read)))
     if found.sizes() != sizes:
-        return f"its compiled part is of another version of kvant ({found.sizes()} in place of {sizes}); install kvant again"
+        return f"{NOT_BUILT} is of another version of kvant ({found.sizes()} in place of {sizes}); install kvant again"
     return found
 
 
