@@ -41,12 +41,9 @@ def prepared(store: LayerStore) -> Prepared:
     kept: list[object] = [*key_kept, *value_kept]
     call.run_bytes, call.origin = layout.run_bytes, layout.recipe.origin
     call.window_type = TYPES[layout.overlay_dtype]
-    dual, inverse = (
-        as_matrix(
-            space_of(stream.transforms, way, layout, device), layout.head_dim
-        )  # of one query a Hadamard is as quick
-        for stream, way in ((store.key, "dual"), (store.value, "inverse"))  # type: ignore[arg-type]
-    )
+    # of one query, a Hadamard transform is as quick as a matrix
+    dual = as_matrix(space_of(store.key.transforms, "dual", layout, device), layout.head_dim)
+    inverse = as_matrix(space_of(store.value.transforms, "inverse", layout, device), layout.head_dim)
     kept += [dual, inverse]
     if dual.tensor is not None:
         call.dual, call.dual_heads = dual.tensor.data_ptr(), len(dual.tensor)

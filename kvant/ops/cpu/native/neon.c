@@ -10,13 +10,22 @@
 #define NAME(x) x##_neon
 #include "vector.h"
 
+/* Older versions of Clang show the intrinsic only where the whole file is compiled for it. */
+INLINE int32x4_t signed_dot(int32x4_t acc, int8x16_t codes, int8x16_t numbers) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(acc, codes, numbers);
+#else
+  __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(codes), "w"(numbers));
+  return acc;
+#endif
+}
+
 INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
-  int8x16_t n = vreinterpretq_s8_s32(vdupq_n_s32(numbers));
-  uint8x16_t c = vreinterpretq_u8_u32((uint32x4_t)codes);
-  if (!wide) return (vi)vdotq_s32((int32x4_t)acc, vreinterpretq_s8_u8(c), n);
-  int8x16_t half = vreinterpretq_s8_u8(vshrq_n_u8(c, 1)), bit = vreinterpretq_s8_u8(vandq_u8(c, vdupq_n_u8(1)));
-  int32x4_t sum = vdotq_s32(vdotq_s32((int32x4_t)acc, half, n), half, n);
-  return (vi)vdotq_s32(sum, bit, n);
+  const int8x16_t n = vreinterpretq_s8_s32(vdupq_n_s32(numbers));
+  const uint8x16_t c = vreinterpretq_u8_u32((uint32x4_t)codes);
+  if (!wide) return (vi)signed_dot((int32x4_t)acc, vreinterpretq_s8_u8(c), n);
+  const int8x16_t half = vreinterpretq_s8_u8(vshrq_n_u8(c, 1)), bit = vreinterpretq_s8_u8(vandq_u8(c, vdupq_n_u8(1)));
+  return (vi)signed_dot(signed_dot(signed_dot((int32x4_t)acc, half, n), half, n), bit, n);
 }
 
 INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
