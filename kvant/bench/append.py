@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvant.bench.synthetic import Shape, make_cache, vectors
-from kvant.bench.timing import buffer_bytes, median_seconds
+from kvant.bench.timing import Call, all_times, buffer_bytes
 from kvant.layout import Layout
 from kvant.ops import LayerStore, choose, reference
 from kvant.recipe import Recipe
@@ -26,9 +27,11 @@ class Result:
     shape: dict[str, Any]
     error: float
     differing: float  # share of bytes that are not the reference's
-    seconds: float
     moved_bytes: int  # read and written by one call
-    bandwidth: float  # bytes a second
+    seconds: float = 0.0
+    low: float = 0.0  # quartiles of the seconds
+    high: float = 0.0
+    bandwidth: float = 0.0  # bytes a second
     copy_bandwidth: float = 0.0
     share: float = 0.0  # of the copy's bandwidth
 
@@ -49,7 +52,7 @@ def difference(found: LayerStore, expected: LayerStore, tokens: int) -> tuple[fl
 def check(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None) -> tuple[float, float]:
     """As `difference`, of one sequence's tokens appended by an implementation and by the reference; refuses to go on where
     it is too large. Fresh pages are 0xFF on both sides."""
-    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     tokens = min(CHECKED, shape.context * shape.batch)
     key, value = _tokens(shape, tokens, device)
     query = torch.randn(tokens, shape.heads, shape.head_dim, device=device) if recipe.wants_queries else None
@@ -79,12 +82,12 @@ def _tokens(shape: Shape, tokens: int, device: torch.device) -> tuple[Tensor, Te
     return key.to(shape.torch_dtype), value.to(shape.torch_dtype)
 
 
-def measure(
-    recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
-) -> Result:
-    """Appends `context` tokens to each of `batch` empty sequences."""
+def prepare(
+    recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None
+) -> tuple[Result, list[Call]]:
+    """What appends `context` tokens to each of `batch` empty sequences, checked; calls do the same on different memory."""
     error, differing = check(recipe, shape, device, implementation)
-    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     chosen = choose("append", layout, device, implementation)
     cache = make_cache(recipe, shape, device, [shape.context] * shape.batch)
     entries = [cache.new() for _ in range(shape.batch)]
@@ -104,14 +107,27 @@ def measure(
     stores = [cache.stores[0]]
     for _ in range(count - 1):
         stores.append(dataclasses.replace(stores[0], pages=stores[0].pages.clone()))
-    calls = [
+    calls: list[Call] = [
         functools.partial(chosen.run, store, *pair, batch, **options)
         for store, pair in zip(stores, inputs, strict=True)
     ]
-    seconds = median_seconds(calls, device, repeat)
-    return Result(
-        recipe.name, chosen.name, dataclasses.asdict(shape), error, differing, seconds, moved, moved / seconds
-    )
+    return Result(recipe.name, chosen.name, dataclasses.asdict(shape), error, differing, moved), calls
+
+
+def measure(
+    recipes: Sequence[Recipe], shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
+) -> list[Result]:
+    """Appends with every recipe, side by side, and next to a large copy."""
+    works = [prepare(recipe, shape, device, implementation) for recipe in recipes]
+    times = all_times({result.recipe: calls for result, calls in works}, device, repeat)
+    copy = copy_bandwidth(device, repeat)
+    out = []
+    for result, _ in works:
+        took = times[result.recipe]
+        speed = result.moved_bytes / took.median
+        timed = dataclasses.replace(result, seconds=took.median, low=took.low, high=took.high, bandwidth=speed)
+        out.append(dataclasses.replace(timed, copy_bandwidth=copy, share=speed / copy))
+    return out
 
 
 def _token_bytes(layout: Layout) -> list[int]:
@@ -123,4 +139,5 @@ def copy_bandwidth(device: torch.device, repeat: int = 20) -> float:
     size = (1 << 30) if device.type == "cuda" else (1 << 26)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / median_seconds([lambda: target.copy_(source)], device, repeat, graph=False)
+    times = all_times({"copy": [lambda: target.copy_(source)]}, device, repeat, graph=False)
+    return 2 * size / times["copy"].median

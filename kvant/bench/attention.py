@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvant.bench.synthetic import Filled, Shape, copies, fill
-from kvant.bench.timing import buffer_bytes, median_seconds
+from kvant.bench.timing import Call, Times, all_times, buffer_bytes
 from kvant.ops import choose, reference
 from kvant.ops.registry import Implementation
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
@@ -24,23 +24,36 @@ from kvant.recipe import Recipe
 Tensor = torch.Tensor
 LIMIT = 2e-3  # relative error that an implementation may have
 CHECKED = 4  # sequences that the reference is asked for
+Attend = Callable[[Shape, torch.device], tuple[Call, float]]  # attention over a full cache, and its error
+sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 @dataclasses.dataclass
 class Result:
-    recipe: str
+    name: str  # a recipe, or an attention of torch's over a full cache
     implementation: str
     shape: dict[str, Any]
-    bpe: float
     error: float
-    seconds: float
-    packed_bytes: int  # read by one call: whole pages, and windows
-    bandwidth: float  # bytes a second
-    baseline: str = ""
-    baseline_seconds: float = 0.0
+    packed_bytes: int  # read by one call: whole pages, and windows; or keys and values
+    bpe: float = 0.0
+    seconds: float = 0.0
+    low: float = 0.0  # quartiles of the seconds
+    high: float = 0.0
+    disturbed: int = 0  # runs that other processes got in the way of
+    bandwidth: float = 0.0  # bytes a second
+    baseline: str = ""  # the fastest attention of torch's over a full cache
     times: float = 0.0  # faster than the baseline
     limit: float = 0.0  # times the baseline, if bytes alone counted
     share: float = 0.0  # of the limit
+
+
+@dataclasses.dataclass
+class Work:
+    """What has been checked and can be timed: calls do the same on different memory."""
+
+    result: Result
+    calls: list[Call]
+    full: bool = False  # a kernel for attention over a full cache, to be compared with
 
 
 def read_bytes(filled: Filled) -> int:
@@ -94,70 +107,128 @@ def checked(filled: Filled, query: Tensor, chosen: Implementation, options: dict
     return error
 
 
-def measure(
-    recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
-) -> Result:
+def packed(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None) -> Work:
+    """Decode from a recipe's pages."""
     filled = fill(recipe, shape, device)
     layout = filled.cache.layout
     chosen = choose("decode", layout, device, implementation)
     query = queries(shape, device)
     options = {"scale": shape.head_dim**-0.5}
     error = checked(filled, query, chosen, options)
-    stores = copies(filled, buffer_bytes(device))
-    calls = [lambda store=store: chosen.run(store, query, filled.batch, **options) for store in stores]
-    seconds = median_seconds(calls, device, repeat)
-    nbytes = read_bytes(filled)
-    return Result(
-        recipe.name,
-        chosen.name,
-        dataclasses.asdict(shape),
-        layout.bits_per_element(shape.context),
-        error,
-        seconds,
-        nbytes,
-        nbytes / seconds,
-    )
-
-
-def baseline(shape: Shape, device: torch.device, repeat: int = 20) -> dict[str, float]:
-    """Seconds of attention over unquantized, contiguous keys and values, by backend of torch's SDPA. The query heads of a
-    KV head are rows of one query, so that every backend reads keys and values once."""
-    kv = shape.batch, shape.kv_heads, shape.context, shape.head_dim
-    rows = shape.batch, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
-    query = torch.randn(rows, device=device).to(shape.torch_dtype)
-    count = min(64, max(1, -(-buffer_bytes(device) // shape.full_bytes)))
-    pairs = [
-        (
-            torch.randn(kv, device=device, dtype=shape.torch_dtype),
-            torch.randn(kv, device=device, dtype=shape.torch_dtype),
-        )
-        for _ in range(count)
+    calls: list[Call] = [
+        functools.partial(chosen.run, store, query, filled.batch, **options)
+        for store in copies(filled, buffer_bytes(device))
     ]
-    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    if device.type != "cuda":
-        backends = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
-    out = {}
-    for name, backend in backends.items():
+    bits = layout.bits_per_element(shape.context)
+    size = dataclasses.asdict(shape)
+    return Work(Result(recipe.name, chosen.name, size, error, read_bytes(filled), bits), calls)
 
-        def call(pair: tuple[Tensor, Tensor], backend: SDPBackend = backend) -> Tensor:
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(query, pair[0], pair[1])
 
+def full(shape: Shape, device: torch.device) -> list[Work]:
+    """Attention over unquantized, contiguous keys and values, by torch.
+
+    On a GPU, by backend of its SDPA, in the model's type, the query heads of a KV head being rows of one query, so that every
+    backend reads keys and values once. On a CPU that too, with grouped heads and with keys and values that were repeated for
+    every query head beforehand, in every type; and as two matrix products.
+    """
+    kinds: dict[str, tuple[str, Attend]] = {}
+    if device.type == "cuda":
+        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+            kinds[f"sdpa {name}"] = shape.dtype, functools.partial(_rows, backend=backend)
+    else:
+        for dtype in ("float32", "bfloat16", "float16"):
+            kinds[f"sdpa {dtype}, rows"] = dtype, _rows
+            kinds[f"sdpa {dtype}, grouped"] = dtype, _grouped
+            kinds[f"sdpa {dtype}, repeated"] = dtype, _repeated
+            kinds[f"matmul {dtype}"] = dtype, _matmul
+    out = []
+    for name, (dtype, attend) in kinds.items():
+        here = dataclasses.replace(shape, dtype=dtype)
+        count = min(64, max(1, -(-buffer_bytes(device) // here.full_bytes)))
         try:
-            out[name] = median_seconds([functools.partial(call, pair) for pair in pairs], device, repeat)
+            made = [attend(here, device) for _ in range(count)]
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
+            continue
+        result = Result(
+            name, "torch", dataclasses.asdict(here), made[0][1], here.full_bytes, 8.0 * here.torch_dtype.itemsize
+        )
+        out.append(Work(result, [call for call, _ in made], full=name.startswith("sdpa")))
     if not out:
         raise ValueError(f"torch has no attention kernel for {shape.dtype} on {device}: nothing to compare with")
     return out
 
 
-def compare(result: Result, shape: Shape, baselines: dict[str, float]) -> Result:
-    """The result with what it is compared to."""
-    name = min(baselines, key=baselines.__getitem__)
-    seconds = baselines[name]
-    times, limit = seconds / result.seconds, shape.full_bytes / result.packed_bytes
-    return dataclasses.replace(
-        result, baseline=f"sdpa {name}", baseline_seconds=seconds, times=times, limit=limit, share=times / limit
+def _tensors(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [batch, KV heads, query heads of each, head_dim], keys and values [batch, KV heads, tokens, head_dim]."""
+    kv = shape.batch, shape.kv_heads
+    query = torch.randn(*kv, shape.heads // shape.kv_heads, shape.head_dim, device=device).to(shape.torch_dtype)
+    key, value = (
+        torch.randn(*kv, shape.context, shape.head_dim, device=device).to(shape.torch_dtype) for _ in range(2)
     )
+    return query, key, value
+
+
+def _error(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
+    """Of the first sequence, relative to float64."""
+    q, k, v = (x[:1].double() for x in (query, key, value))
+    expected = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+    return float((found[:1].reshape(expected.shape).double() - expected).norm() / expected.norm())
+
+
+def _rows(shape: Shape, device: torch.device, backend: SDPBackend | None = None) -> tuple[Call, float]:
+    query, key, value = _tensors(shape, device)
+
+    def call() -> Tensor:
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+            return sdpa(query, key, value)
+
+    return call, _error(call(), query, key, value)
+
+
+def _grouped(shape: Shape, device: torch.device) -> tuple[Call, float]:
+    query, key, value = _tensors(shape, device)
+    heads = query.reshape(shape.batch, shape.heads, 1, shape.head_dim)
+    call = functools.partial(sdpa, heads, key, value, enable_gqa=True)
+    return call, _error(call(), query, key, value)
+
+
+def _repeated(shape: Shape, device: torch.device) -> tuple[Call, float]:
+    query, key, value = _tensors(shape, device)
+    heads = query.reshape(shape.batch, shape.heads, 1, shape.head_dim)
+    keys, values = (x.repeat_interleave(query.shape[2], 1) for x in (key, value))
+    call = functools.partial(sdpa, heads, keys, values)
+    return call, _error(call(), query, key, value)
+
+
+def _matmul(shape: Shape, device: torch.device) -> tuple[Call, float]:
+    query, key, value = _tensors(shape, device)
+
+    def call() -> Tensor:
+        return (query * shape.head_dim**-0.5 @ key.mT).softmax(-1) @ value
+
+    return call, _error(call(), query, key, value)
+
+
+def measure(
+    recipes: Sequence[Recipe], shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
+) -> list[Result]:
+    """Decode from every recipe's pages and torch's attention over full caches, side by side."""
+    works = [packed(recipe, shape, device, implementation) for recipe in recipes] + full(shape, device)
+    with torch.inference_mode():
+        times = all_times({work.result.name: work.calls for work in works}, device, repeat)
+    return compared(works, times)
+
+
+def compared(works: Sequence[Work], times: Mapping[str, Times]) -> list[Result]:
+    """The results with their times, and with what they are compared to."""
+    best = min((work.result for work in works if work.full), key=lambda result: times[result.name].median)
+    out = []
+    for work in works:
+        result, took = work.result, times[work.result.name]
+        faster, limit = times[best.name].median / took.median, best.packed_bytes / result.packed_bytes
+        timed = dataclasses.replace(result, seconds=took.median, low=took.low, high=took.high, disturbed=took.disturbed)
+        timed.bandwidth = result.packed_bytes / took.median
+        out.append(dataclasses.replace(timed, baseline=best.name, times=faster, limit=limit, share=faster / limit))
+    return out

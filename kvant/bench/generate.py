@@ -69,7 +69,7 @@ def measure(
         raise ValueError(
             f"recipe {recipe.name} is fitted to a model, and random weights are none: name one that needs no artifact"
         )
-    error = 0.0 if recipe is None else _check(recipe, shape, model.device, implementation)
+    error = 0.0 if recipe is None else check(recipe, shape, model.device, implementation)
     layers = model.config.num_hidden_layers
     cache: Any = (
         DynamicCache(config=model.config) if recipe is None else Cache(model, recipe, implementation=implementation)
@@ -95,7 +95,7 @@ def measure(
     return Result(name, names, dataclasses.asdict(shape), layers, new_tokens, read - start, speed, nbytes, error)
 
 
-def _check(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None) -> float:
+def check(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None) -> float:
     """The error of decode on a small part of the work; append has then been checked too."""
     small = dataclasses.replace(shape, batch=min(shape.batch, CHECKED[0]), context=min(shape.context, CHECKED[1]))
     append.check(recipe, small, device, implementation)

@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvant.bench.attention import LIMIT
 from kvant.bench.synthetic import Shape, fill, vectors
-from kvant.bench.timing import median_seconds
+from kvant.bench.timing import Call, all_times
 from kvant.ops import choose, reference
 from kvant.ops.types import one_sequence
 from kvant.recipe import Recipe
@@ -70,13 +70,13 @@ def measure(
         before = torch.cuda.memory_allocated(device)
         run()
         workspace = torch.cuda.max_memory_allocated(device) - before
-    seconds = median_seconds([run], device, repeat, graph=False)
-    full = _baseline(shape, new_tokens, device, repeat)
+    times = all_times({"ours": [run], "full": [_baseline(shape, new_tokens, device)]}, device, repeat, graph=False)
+    seconds, full = times["ours"].median, times["full"].median
     name, size = chosen.name, dataclasses.asdict(shape)
     return Result(recipe.name, name, size, new_tokens, error, seconds, workspace, full, full / seconds)
 
 
-def _baseline(shape: Shape, new_tokens: int, device: torch.device, repeat: int) -> float:
+def _baseline(shape: Shape, new_tokens: int, device: torch.device) -> Call:
     total = shape.context + new_tokens
     query = torch.randn(shape.batch, shape.heads, new_tokens, shape.head_dim, device=device).to(shape.torch_dtype)
     kv = [
@@ -84,7 +84,6 @@ def _baseline(shape: Shape, new_tokens: int, device: torch.device, repeat: int) 
         for _ in range(2)
     ]
     mask: Any = causal_lower_right(new_tokens, total)
-    call = functools.partial(
+    return functools.partial(
         torch.nn.functional.scaled_dot_product_attention, query, kv[0], kv[1], attn_mask=mask, enable_gqa=True
     )
-    return median_seconds([call], device, repeat, graph=False)

@@ -41,6 +41,9 @@ class Shape:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} x {self.head_dim}, {self.batch} x {self.context} tokens"
+
     @property
     def full_bytes(self) -> int:
         """Bytes of the unquantized keys and values."""
@@ -85,7 +88,7 @@ def moments(x: Tensor) -> Moments:
 
 def make_cache(recipe: Recipe, shape: Shape, device: torch.device | str, tokens: Sequence[int]) -> PagedCache:
     """An empty cache of one layer with room for sequences of that many tokens."""
-    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+    layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     pages = sum(max(1, layout.pages_for(n)) for n in tokens)
     rope = Rope(10_000.0 ** -(torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim))
     return PagedCache(

@@ -1,14 +1,93 @@
-"""Medians of repeated runs: CUDA events around replays of a graph, or a clock on a CPU."""
+"""Medians of repeated runs: CUDA events around replays of a graph, or a clock on a CPU.
+
+On a CPU everything that is compared is run in turn, so that what the machine does meanwhile meets all of it alike. A run during
+which a thread of ours waited for a core that another process had is disturbed: it is done again while there is patience, and does
+not count where enough runs were not.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import glob
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+Call = Callable[[], object]
 L2_FACTOR = 4  # buffers that are used in turn are this many times the L2 cache
+PATIENCE = 4  # times the wanted runs that are made, at most, to find undisturbed ones
+DISTURBED = 0.02  # share of a run that threads may have waited for a core
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of one call: the median of the runs that count, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    runs: int = 0  # that count
+    disturbed: int = 0  # that were disturbed; they count where hardly any run was not
+
+    @staticmethod
+    def of(runs: Sequence[float], waited: Sequence[float] = ()) -> Times:
+        """Of runs during which threads waited so long for a core."""
+        quiet = [s for s, w in zip(runs, waited, strict=True) if w <= DISTURBED * s] if waited else list(runs)
+        counted = quiet if len(quiet) >= min(3, len(runs)) else list(runs)
+        if len(counted) == 1:
+            return Times(counted[0], counted[0], counted[0], 1, len(runs) - len(quiet))
+        low, median, high = statistics.quantiles(counted, n=4, method="inclusive")
+        return Times(median, low, high, len(counted), len(runs) - len(quiet))
+
+
+def waiting() -> float:
+    """Seconds that the threads of this process have waited for a core, all together; 0 where Linux does not tell."""
+    total = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        try:
+            with open(path) as file:
+                total += int(file.read().split()[1])
+        except (OSError, IndexError):  # a thread that has just ended
+            continue
+    return total / 1e9
+
+
+def timed(call: Call) -> tuple[float, float]:
+    """Seconds of one run on a CPU, and those that threads waited meanwhile."""
+    before = waiting()
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    return seconds, waiting() - before
+
+
+def in_turn(calls: Mapping[str, Call], repeat: int) -> dict[str, Times]:
+    """Times on a CPU of several things that are run in turn, after one run of each that does not count."""
+    for call in calls.values():
+        call()
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+
+    def wanting() -> bool:
+        return any(sum(w <= DISTURBED * s for s, w in found) < repeat for found in runs.values())
+
+    rounds = 0
+    while rounds < repeat or (rounds < PATIENCE * repeat and wanting()):
+        for name, call in calls.items():
+            runs[name].append(timed(call))
+        rounds += 1
+    return {name: Times.of(*zip(*found, strict=True)) for name, found in runs.items()}
+
+
+def all_times(
+    calls: Mapping[str, Sequence[Call]], device: torch.device, repeat: int = 20, graph: bool = True
+) -> dict[str, Times]:
+    """Times of several things, each given as calls that do the same work on different memory: in turn on a CPU, one after
+    another on a GPU, which is nobody else's."""
+    if device.type == "cuda":
+        return {name: cuda_times(each, device, repeat, graph) for name, each in calls.items()}
+    return in_turn({name: each[0] for name, each in calls.items()}, repeat)
 
 
 def buffer_bytes(device: torch.device) -> int:
@@ -18,22 +97,9 @@ def buffer_bytes(device: torch.device) -> int:
     return L2_FACTOR * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def median_seconds(
-    calls: Sequence[Callable[[], object]], device: torch.device, repeat: int = 20, graph: bool = True
-) -> float:
-    """Seconds of one call. `calls` do the same work on different memory and are run one after another.
-
-    On a GPU all of them are captured in one graph, so that the time between launches is the GPU's own; what cannot be
-    captured raises. Without `graph` they are launched one by one, which does for long ones.
-    """
-    if device.type != "cuda":
-        calls[0]()
-        times = []
-        for i in range(max(3, min(repeat, 5))):
-            start = time.perf_counter()
-            calls[i % len(calls)]()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+def cuda_times(calls: Sequence[Call], device: torch.device, repeat: int = 20, graph: bool = True) -> Times:
+    """Seconds of one call on a GPU. All calls are captured in one graph, so that the time between launches is the GPU's own;
+    what cannot be captured raises. Without `graph` they are launched one by one, which does for long ones."""
     calls = list(calls) * max(1, -(-8 // len(calls)))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -47,7 +113,7 @@ def median_seconds(
         for call in calls:
             call()
 
-    replay: Callable[[], object] = each
+    replay: Call = each
     if graph:
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
@@ -63,4 +129,4 @@ def median_seconds(
         last.record()
         last.synchronize()
         times.append(first.elapsed_time(last) / 1e3 / len(calls))
-    return statistics.median(times)
+    return Times.of(times)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvant.cli.common import check_writable, print_table, say, write_json
+from kvant.cli.artifacts import add_artifact_options, artifacts_for
+from kvant.cli.common import check_writable, print_table, processor, say, write_json
+
+RECIPES = "saw-int4,kvant-4,oscar,kvant-2"
+CPU_SHAPES = ((9, 3, 64), (32, 8, 128))  # query heads, KV heads, head dim: SmolLM2-135M's and Qwen3-8B's
 
 
 def add(commands: Any) -> None:
@@ -16,29 +19,34 @@ def add(commands: Any) -> None:
         "bench",
         help="measure speed",
         description="Checks an operation against the reference on the same bytes, then times it and the best unquantized "
-        "kernel of torch in the same run.",
+        "kernels of torch in the same run. On a CPU all of them run in turn, and generation is that of a real model.",
     )
     parser.add_argument("work", choices=sorted(WORK), help="what to measure")
-    parser.add_argument("--recipe", required=True, metavar="R[,R...]", help="recipes, or all")
+    parser.add_argument("--recipe", default=RECIPES, metavar="R[,R...]", help=f"recipes, or all (default {RECIPES})")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--batch", default="8", metavar="B[,B...]", help="sequences (default 8)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (default 2)")
+    parser.add_argument("--batch", metavar="B[,B...]", help="sequences (default 8; 1 on a CPU)")
     parser.add_argument(
         "--context",
-        default="8192",
         metavar="L[,L...]",
-        help="tokens a sequence (default 8192), one for each --batch or for all",
+        help="tokens a sequence, one for each --batch or for all (default 8192; on a CPU attention 16384, append 1 and 2048, "
+        "generate 4096 and 8192)",
     )
     parser.add_argument(
         "--new-tokens",
         type=int,
-        default=512,
         metavar="N",
-        help="prefill, generate: new tokens of a sequence (default 512)",
+        help="prefill, generate: new tokens of a sequence (default 512; 4 in a run of generation with a real model)",
     )
-    parser.add_argument("--layers", type=int, default=36, help="generate: layers (default 36)")
-    parser.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
-    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads (default 8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
+    parser.add_argument(
+        "--model",
+        metavar="M",
+        help="generate: a real model (default smollm2 on a CPU; random weights of a shape on a GPU, or where one is given)",
+    )
+    parser.add_argument("--layers", type=int, help="generate with random weights: layers (default 36)")
+    parser.add_argument("--heads", type=int, help="query heads (default 32; on a CPU 9/3 x 64 and 32/8 x 128)")
+    parser.add_argument("--kv-heads", type=int, help="KV heads (default 8)")
+    parser.add_argument("--head-dim", type=int, help="head dim (default 128)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 elsewhere"
     )
@@ -46,6 +54,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--repeat", type=int, default=20, metavar="N", help="timed runs; the median counts (default 20)"
     )
+    add_artifact_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.set_defaults(run=run)
 
@@ -60,11 +69,35 @@ def _numbers(text: str, option: str) -> list[int]:
     return numbers
 
 
+def _shapes(args: argparse.Namespace) -> list[Any]:
+    """The work that options describe."""
+    from kvant.bench.synthetic import Shape
+
+    cpu = args.device == "cpu"
+    default = {"attention": "16384", "append": "1,2048", "generate": "4096,8192"}.get(args.work, "8192")
+    batches = _numbers(args.batch or ("1" if cpu else "8"), "--batch")
+    contexts = _numbers(args.context or (default if cpu else "8192"), "--context")
+    count = max(len(batches), len(contexts))
+    if {len(batches), len(contexts)} - {1, count}:
+        raise ValueError(
+            f"--batch and --context must name as many numbers, or one; got {len(batches)} and {len(contexts)}"
+        )
+    given = args.heads, args.kv_heads, args.head_dim
+    heads = [(args.heads or 32, args.kv_heads or 8, args.head_dim or 128)]
+    if cpu and not any(given):
+        heads = list(CPU_SHAPES)
+    dtype = args.dtype or ("float32" if cpu else "bfloat16")
+    return [
+        Shape(batches[i % len(batches)], contexts[i % len(contexts)], *each, dtype)
+        for each in heads
+        for i in range(count)
+    ]
+
+
 def run(args: argparse.Namespace) -> int:
     import torch
 
     from kvant import recipes
-    from kvant.bench.synthetic import Shape
 
     chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
     check_writable(args.json, "--json")
@@ -72,92 +105,101 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
-    if min(args.repeat, args.new_tokens, args.layers) < 1:
-        given = f"{args.repeat}, {args.new_tokens} and {args.layers}"
-        raise ValueError(f"--repeat, --new-tokens and --layers must be positive, got {given}")
-    batches, contexts = _numbers(args.batch, "--batch"), _numbers(args.context, "--context")
-    count = max(len(batches), len(contexts))
-    if {len(batches), len(contexts)} - {1, count}:
-        raise ValueError(
-            f"--batch and --context must name as many numbers, or one, got {args.batch} and {args.context}"
-        )
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    shapes = [
-        Shape(batches[i % len(batches)], contexts[i % len(contexts)], args.heads, args.kv_heads, args.head_dim, dtype)
-        for i in range(count)
-    ]
+    for name in ("repeat", "threads", "new_tokens", "layers", "heads", "kv_heads", "head_dim"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    device, before = torch.device(args.device), torch.get_num_threads()
+    shapes = _shapes(args)
     torch.manual_seed(0)
-    results = WORK[args.work](args, chosen, shapes, device)
-    report = {
-        "work": args.work,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "results": results,
-    }
+    torch.set_num_threads(args.threads)
+    try:
+        results = WORK[args.work](args, chosen, shapes, device)
+    finally:
+        torch.set_num_threads(before)
+    report = {"work": args.work, "device": _machine(device), "torch": torch.__version__, "results": results}
+    if device.type == "cpu":
+        report["threads"] = args.threads
     if args.json:
         write_json(args.json, report)
     return 0
 
 
+def _machine(device: Any) -> str:
+    import torch
+
+    from kvant.ops.cpu import library
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, {library.kinds()[library.isa()] if library.kinds() else 'no compiled operations'}"
+
+
+def _table(title: str, columns: str, rows: Iterable[list[str]], caption: str) -> None:
+    """Columns are named in one line; those that begin with < are text."""
+    names = columns.split(" | ")
+    sides = [(name.removeprefix("<"), "left" if name.startswith("<") else "right") for name in names]
+    print_table(title, sides, list(rows), caption)
+
+
+def _spread(low: float, high: float, digits: int = 1) -> str:
+    return f"{low:.{digits}f}-{high:.{digits}f}"
+
+
 def _attention(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
     from kvant.bench import attention
 
-    results, rows = [], []
+    results = []
     for shape in shapes:
-        full = attention.baseline(shape, device, args.repeat)
-        for recipe in recipes:
-            say(f"{recipe.name}, batch {shape.batch} x {shape.context}")
-            found = attention.measure(recipe, shape, device, args.implementation, args.repeat)
-            found = attention.compare(found, shape, full)
-            results.append(dataclasses.asdict(found) | {"baselines": full})
-            rows.append(
-                [
-                    recipe.name,
-                    found.implementation,
-                    f"{shape.batch} x {shape.context}",
-                    f"{found.error:.1e}",
-                    f"{found.seconds * 1e6:.1f}",
-                    f"{found.bandwidth / 1e9:.0f}",
-                    f"{found.times:.2f}",
-                    f"{found.limit:.2f}",
-                    f"{100 * found.share:.0f} %",
-                    f"{found.baseline} {found.baseline_seconds * 1e6:.1f}",
-                ]
-            )
-    names = ("recipe", "by", "batch x tokens", "error", "us", "GB/s", "times full", "limit", "share", "full, us")
-    columns = [(name, "left" if i in (0, 1, 2, 9) else "right") for i, name in enumerate(names)]
-    print_table("decode attention, one layer", columns, rows, "error: relative to the reference in float64, same bytes")
+        say(f"{', '.join(recipe.name for recipe in recipes)}: {shape}")
+        found = attention.measure(recipes, shape, device, args.implementation, args.repeat)
+        results += [dataclasses.asdict(result) for result in found]
+        rows = [
+            [
+                each.name,
+                each.implementation,
+                f"{each.error:.1e}",
+                f"{each.seconds * 1e6:.0f}",
+                _spread(each.low * 1e6, each.high * 1e6, 0),
+                f"{each.bandwidth / 1e9:.1f}",
+                f"{each.times:.2f}",
+                f"{each.limit:.2f}",
+            ]
+            for each in found
+        ]
+        columns = "<cache | <by | error | us | quartiles | GB/s | times full | limit"
+        caption = (
+            f"error: relative to float64 on the same bytes; times full: as fast as {found[0].baseline}, the fastest SDPA; limit: "
+            "if bytes alone counted"
+        )
+        _table(f"decode attention, one layer, {shape}", columns, rows, caption)
     return results
 
 
 def _append(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
     from kvant.bench import append
 
-    copy = append.copy_bandwidth(device, args.repeat)
-    results, rows = [], []
+    results = []
     for shape in shapes:
-        for recipe in recipes:
-            say(f"{recipe.name}, batch {shape.batch} x {shape.context}")
-            found = append.measure(recipe, shape, device, args.implementation, args.repeat)
-            found = dataclasses.replace(found, copy_bandwidth=copy, share=found.bandwidth / copy)
-            results.append(dataclasses.asdict(found))
-            rows.append(
-                [
-                    recipe.name,
-                    found.implementation,
-                    f"{shape.batch} x {shape.context}",
-                    f"{found.error:.1e}",
-                    f"{100 * found.differing:.4f} %",
-                    f"{found.seconds * 1e6:.1f}",
-                    f"{found.bandwidth / 1e9:.0f}",
-                    f"{100 * found.share:.0f} %",
-                ]
-            )
-    names = ("recipe", "by", "batch x tokens", "error", "other bytes", "us", "GB/s", "share of a copy")
-    columns = [(name, "left" if i in (0, 1, 2) else "right") for i, name in enumerate(names)]
-    caption = "error: what is decoded, relative to what the reference wrote; GB/s: read and written"
-    print_table("append, one layer", columns, rows, caption)
+        say(f"{', '.join(recipe.name for recipe in recipes)}: {shape}")
+        found = append.measure(recipes, shape, device, args.implementation, args.repeat)
+        results += [dataclasses.asdict(result) for result in found]
+        rows = [
+            [
+                each.recipe,
+                each.implementation,
+                f"{each.error:.1e}",
+                f"{100 * each.differing:.4f} %",
+                f"{each.seconds * 1e6:.1f}",
+                _spread(each.low * 1e6, each.high * 1e6),
+                f"{each.bandwidth / 1e9:.2f}",
+                f"{100 * each.share:.0f} %",
+            ]
+            for each in found
+        ]
+        columns = "<recipe | <by | error | other bytes | us | quartiles | GB/s | share of a copy"
+        caption = "error: what is decoded, relative to what the reference wrote; GB/s: read and written"
+        _table(f"append, one layer, {shape}", columns, rows, caption)
     return results
 
 
@@ -165,17 +207,18 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
     from kvant.bench import prefill
     from kvant.layout import human_bytes
 
-    results, rows = [], []
+    new_tokens = args.new_tokens or 512
+    results = []
     for shape in shapes:
+        rows = []
         for recipe in recipes:
-            say(f"{recipe.name}, batch {shape.batch} x {shape.context}")
-            found = prefill.measure(recipe, shape, device, args.implementation, args.repeat, args.new_tokens)
+            say(f"{recipe.name}: {shape} + {new_tokens}")
+            found = prefill.measure(recipe, shape, device, args.implementation, args.repeat, new_tokens)
             results.append(dataclasses.asdict(found))
             rows.append(
                 [
                     recipe.name,
                     found.implementation,
-                    f"{shape.batch} x {shape.context} + {args.new_tokens}",
                     f"{found.error:.1e}",
                     f"{found.seconds * 1e3:.2f}",
                     human_bytes(found.workspace) if found.workspace else "-",
@@ -183,41 +226,101 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
                     f"{found.times:.2f}",
                 ]
             )
-    names = ("recipe", "by", "batch x tokens", "error", "ms", "workspace", "full, ms", "times full")
-    columns = [(name, "left" if i in (0, 1, 2) else "right") for i, name in enumerate(names)]
-    caption = "error: relative to the reference in float64, same bytes; full: torch's fused attention, unquantized"
-    print_table("prefill over packed history, one layer", columns, rows, caption)
+        columns = "<recipe | <by | error | ms | workspace | full, ms | times full"
+        caption = "error: relative to the reference in float64, same bytes; full: torch's fused attention, unquantized"
+        _table(f"prefill over packed history, one layer, {shape} + {new_tokens}", columns, rows, caption)
     return results
 
 
 def _generate(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
+    shaped = any((args.heads, args.kv_heads, args.head_dim, args.layers))
+    if args.model or not (shaped or device.type == "cuda"):
+        return _real(args, recipes, sorted({shape.context for shape in shapes}), device)
+    return _random(args, recipes, shapes if shaped or device.type == "cuda" else shapes[:1], device)
+
+
+def _random(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
+    """A model of a given shape."""
     from kvant.bench import generate
     from kvant.layout import human_bytes
 
+    layers, new_tokens = args.layers or 36, args.new_tokens or 512
     results, rows = [], []
-    model = generate.make_model(shapes[0], args.layers, device)
+    model = generate.make_model(shapes[0], layers, device)
     for shape in shapes:
         for recipe in (None, *recipes):
-            say(f"{recipe.name if recipe else 'transformers'}, batch {shape.batch} x {shape.context}")
-            found = generate.measure(model, recipe, shape, args.new_tokens, args.implementation if recipe else None)
+            say(f"{recipe.name if recipe else 'transformers'}: {shape} + {new_tokens}")
+            found = generate.measure(model, recipe, shape, new_tokens, args.implementation if recipe else None)
             results.append(dataclasses.asdict(found))
             rows.append(
                 [
                     found.recipe,
                     found.implementations.get("decode", "sdpa"),
-                    f"{shape.batch} x {shape.context} + {args.new_tokens}",
+                    f"{shape.batch} x {shape.context} + {new_tokens}",
                     f"{found.error:.1e}",
                     f"{found.prefill_seconds:.2f}",
                     f"{found.tokens_per_second:.1f}",
                     human_bytes(found.cache_bytes),
                 ]
             )
-    names = ("cache", "by", "batch x tokens", "error", "prompt, s", "tokens/s", "cache")
-    columns = [(name, "left" if i in (0, 1, 2) else "right") for i, name in enumerate(names)]
-    print_table(
-        f"generation, {args.layers} layers, random weights", columns, rows, "transformers: its own cache, unquantized"
-    )
+    columns = "<cache | <by | <batch x tokens | error | prompt, s | tokens/s | cache"
+    _table(f"generation, {layers} layers, random weights", columns, rows, "transformers: its own cache, unquantized")
     return results
+
+
+def _real(args: argparse.Namespace, recipes: list[Any], contexts: list[int], device: Any) -> list[dict[str, Any]]:
+    """A real model, next to other caches."""
+    import torch
+
+    from kvant import models
+    from kvant.bench import caches
+    from kvant.bench.generate import check
+    from kvant.bench.synthetic import Shape
+    from kvant.layout import human_bytes
+    from kvant.shape import ModelShape
+
+    if device.type != "cpu":
+        raise ValueError("bench generate --model runs on a CPU; on a GPU random weights of a shape are measured")
+    if args.batch not in (None, "1"):
+        raise ValueError(f"bench generate --model reads one sequence, got --batch {args.batch}")
+    name, new_tokens = args.model or models.SMOLLM2, args.new_tokens or 4
+    model, tokenizer = models.load(name, args.dtype, args.device, say)
+    shape = ModelShape.of(model)
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    for recipe in recipes:
+        check(
+            recipe, Shape(1, contexts[0], heads, shape.heads, shape.head_dim, shape.dtype), device, args.implementation
+        )
+    artifacts = artifacts_for(model, tokenizer, recipes, args)
+    room = args.repeat * new_tokens
+    gguf = (lambda: models.smollm2_gguf(say)) if name == models.SMOLLM2 else None
+    readers, missing = caches.contenders(model, recipes, artifacts, args.implementation, contexts[-1] + room, gguf)
+    tokens = torch.randint(0, model.config.vocab_size, (contexts[-1] + room,)).tolist()
+    found = caches.measure(readers, tokens, contexts, new_tokens, args.repeat, say)
+    for context in contexts:
+        rows = [
+            [
+                each.name,
+                each.by,
+                f"{each.prompt_seconds:.1f}",
+                f"{each.tokens_per_second:.1f}",
+                _spread(each.low, each.high),
+                f"{each.times:.2f}",
+                "-" if each.append is None else f"{100 * each.append:.1f} %",
+                "-" if each.decode is None else f"{100 * each.decode:.1f} %",
+                human_bytes(each.cache_bytes) if each.cache_bytes else "-",
+            ]
+            for each in found
+            if each.context == context
+        ]
+        columns = "<cache | <by | prompt, s | tokens/s | quartiles | times | append | decode | size"
+        caption = "times: as fast as DynamicCache; append, decode: share of a step in them"
+        if any(isinstance(reader, caches.OfLlama) for reader in readers):
+            caption += "; llama.cpp's weights are of 4 bits, the others' " + shape.dtype
+        _table(f"generation, {name}, {context} tokens, {args.threads} threads", columns, rows, caption)
+    for each, reason in missing.items():
+        print(f"{each}: {reason}")
+    return [dataclasses.asdict(each) for each in found] + [{"name": k, "missing": v} for k, v in missing.items()]
 
 
 WORK: dict[str, Callable[[argparse.Namespace, list[Any], list[Any], Any], list[dict[str, Any]]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,3 +119,13 @@ def write_json(path: str, data: Any) -> None:
     """Writes a report whole or not at all."""
     with replacing(Path(path)) as temporary:
         temporary.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def processor() -> str:
+    """What the CPU calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

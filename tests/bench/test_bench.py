@@ -12,8 +12,9 @@ import torch
 from kvant import recipes
 from kvant.bench import append, attention, prefill
 from kvant.bench.synthetic import Shape, copies, fill, fitted
+from kvant.bench.timing import DISTURBED, Times, in_turn, waiting
 from kvant.cli import main
-from kvant.ops import reference, registry
+from kvant.ops import choose, reference, registry
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 150, 4, 2, 64, "float32")
@@ -21,14 +22,31 @@ SHAPE = Shape(2, 150, 4, 2, 64, "float32")
 
 @pytest.mark.parametrize("name", ["full", "int4", "quarot-int2-win", "oscar", "kvant-4", "kvant-2", "kivi-k2v2"])
 def test_attention_is_checked_and_compared(name: str) -> None:
-    found = attention.measure(recipes.get(name), SHAPE, CPU, repeat=1)
-    assert found.implementation == "reference"
-    assert found.error < 1e-5
-    compared = attention.compare(found, SHAPE, {"slow": 2.0, "fast": 1.0})
-    assert compared.baseline == "sdpa fast"
-    assert compared.times == pytest.approx(1.0 / found.seconds)
-    assert compared.limit == SHAPE.full_bytes / found.packed_bytes
-    assert set(attention.baseline(SHAPE, CPU, repeat=1)) <= {"flash", "math"}
+    work = attention.packed(recipes.get(name), SHAPE, CPU)
+    assert work.result.implementation == choose("decode", work.calls[0].args[0].layout, CPU).name  # type: ignore[attr-defined]
+    assert 0 <= work.result.error < 1e-3
+    others = [attention.Work(dataclasses.replace(work.result, name=n, packed_bytes=8), [], n != "c") for n in "abc"]
+    times = {
+        work.result.name: Times(0.5, 0.4, 0.6),
+        "a": Times(2.0, 1, 3),
+        "b": Times(1.0, 1, 3),
+        "c": Times(0.1, 0, 1),
+    }
+    found = attention.compared([work, *others], times)
+    assert [r.name for r in found] == [name, "a", "b", "c"]
+    assert {r.baseline for r in found} == {"b"}  # c is quicker, but no SDPA
+    assert (found[0].seconds, found[0].low, found[0].high, found[0].times) == (0.5, 0.4, 0.6, 2.0)
+    assert found[0].limit == 8 / work.result.packed_bytes
+    assert found[0].share == found[0].times / found[0].limit
+
+
+def test_attention_over_full_caches_is_right_in_every_type() -> None:
+    found = [work.result for work in attention.full(SHAPE, CPU)]
+    kinds = {"sdpa {}, rows", "sdpa {}, grouped", "sdpa {}, repeated", "matmul {}"}
+    limits = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+    assert {r.name for r in found} == {kind.format(dtype) for kind in kinds for dtype in limits}
+    for result in found:
+        assert 0 < result.error < limits[result.shape["dtype"]], result.name
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +58,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match="wrong decodes recipe int4 with a relative error of 1.00e-02, more than 0.002: not timed"
     ):
-        attention.measure(recipes.get("int4"), SHAPE, CPU, repeat=1)
+        attention.measure([recipes.get("int4")], SHAPE, CPU, repeat=1)
 
 
 def test_bytes_read_are_pages_and_windows() -> None:
@@ -62,8 +80,10 @@ def test_pages_are_shuffled_and_read_as_before() -> None:
 
 def test_append_and_prefill_are_checked() -> None:
     for name in ("int4", "squat", "kvant-4"):
-        found = append.measure(recipes.get(name), SHAPE, CPU, repeat=1)
-        assert (found.error, found.differing) == (0.0, 0.0)
+        (found,) = append.measure([recipes.get(name)], SHAPE, CPU, repeat=1)
+        assert found.error < 1e-3
+        assert found.differing < 1e-3
+        assert found.share == found.bandwidth / found.copy_bandwidth
     assert prefill.measure(recipes.get("saw-int4"), SHAPE, CPU, repeat=1, new_tokens=20).error < 1e-5
 
 
@@ -81,12 +101,14 @@ def test_the_command_writes_its_results(work: str, tmp_path: Path, capsys: pytes
     assert main(["bench", work, "--recipe", "int4,int2", *shape, "--repeat", "1", "--json", str(target)]) == 0
     report = json.loads(target.read_text())
     assert report["work"] == work
-    assert [(r["recipe"], r["shape"]["batch"]) for r in report["results"]] == [
+    named = [(r.get("recipe") or r["name"], r["shape"]["batch"]) for r in report["results"]]
+    assert [each for each in named if each[0] in ("int4", "int2")] == [
         ("int4", 1),
         ("int2", 1),
         ("int4", 2),
         ("int2", 2),
     ]
+    assert len(named) == (4 if work != "attention" else 4 + 2 * 12)
     assert "int2" in capsys.readouterr().out
 
 
@@ -135,3 +157,22 @@ def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
 def test_mistakes_end_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "attention", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_disturbed_runs_count_only_where_there_are_no_others() -> None:
+    quiet = [(1.0, 0.0), (2.0, DISTURBED), (3.0, 0.0)]
+    found = Times.of(*zip(*quiet, (9.0, 1.0), strict=True))
+    assert found == Times(2.0, 1.5, 2.5, runs=3, disturbed=1)
+    assert Times.of([1.0, 3.0, 5.0, 7.0, 9.0], [0.0, 1.0, 1.0, 1.0, 1.0]) == Times(5.0, 3.0, 7.0, runs=5, disturbed=4)
+    assert Times.of([4.0]) == Times(4.0, 4.0, 4.0, runs=1)
+    assert waiting() >= 0
+
+
+def test_what_is_compared_runs_in_turn() -> None:
+    ran: list[str] = []
+    found = in_turn({name: (lambda name=name: ran.append(name)) for name in "ab"}, 3)
+    assert set(found) == {"a", "b"}
+    assert ran[:2] == ["a", "b"]  # these did not count
+    assert "".join(ran[2:]) == "ab" * ((len(ran) - 2) // 2)
+    assert 6 <= len(ran) - 2 <= 2 * 3 * 4
+    assert all(times.low <= times.median <= times.high for times in found.values())

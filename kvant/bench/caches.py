@@ -1,0 +1,223 @@
+"""Decode speed of one real model from caches side by side: transformers' own, llama.cpp's where it is installed, and ours.
+
+Every cache is filled with the same tokens once; then all of them read the same next tokens, a few each in turn, so that their
+contexts stay equal and what the machine does meanwhile meets all alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kvant.artifact import Artifact
+from kvant.bench.timing import Times, waiting
+from kvant.recipe import Recipe
+
+Tensor = torch.Tensor
+LLAMA_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}  # ggml's numbers of them
+
+
+class Reader(Protocol):
+    """A model that reads tokens into one cache."""
+
+    name: str
+    by: str
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads more tokens, and has the logits after the last one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+
+
+@dataclasses.dataclass
+class Result:
+    name: str
+    by: str  # what attends
+    context: int
+    prompt_seconds: float
+    tokens_per_second: float = 0.0
+    low: float = 0.0  # quartiles of it
+    high: float = 0.0
+    disturbed: int = 0  # steps that other processes got in the way of
+    times: float = 0.0  # as fast as DynamicCache
+    append: float | None = None  # shares of a step
+    decode: float | None = None
+    cache_bytes: int = 0
+
+
+class OfTransformers:
+    """The model through transformers, with a cache of its own."""
+
+    def __init__(self, model: Any, name: str, cache: Any) -> None:
+        self.model, self.name, self.cache, self.by = model, name, cache, "sdpa"
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.model.config._attn_implementation = self.by  # another cache may have changed it
+        ids = torch.tensor([list(tokens)])
+        self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(vars(layer)) for layer in self.cache.layers)
+
+
+def _nbytes(found: Any) -> int:
+    """Bytes of all tensors in nested containers, and in the tensors of quanto, which wrap others."""
+    if isinstance(found, torch.Tensor):
+        inner = [getattr(found, name) for name in ("_data", "_scale", "_shift") if hasattr(found, name)]
+        return sum(map(_nbytes, inner)) if inner else found.nbytes
+    if isinstance(found, dict):
+        return sum(map(_nbytes, found.values()))
+    return sum(map(_nbytes, found)) if isinstance(found, list | tuple) else 0
+
+
+class Packed(OfTransformers):
+    """The model through transformers, with a recipe's cache; counts the time in its operations."""
+
+    def __init__(self, model: Any, recipe: Recipe, artifact: Artifact | None, implementation: str | None) -> None:
+        from kvant.engines.hf import Cache
+
+        super().__init__(model, recipe.name, Cache(model, recipe, artifact=artifact, implementation=implementation))
+        self.by = "kvant"
+        self.seconds = {"append": 0.0, "decode": 0.0}
+
+    def read(self, tokens: Sequence[int]) -> None:
+        fresh = not self.cache.groups
+        super().read(tokens)
+        if fresh:
+            for group in self.cache.groups:
+                for name in self.seconds:
+                    setattr(group.paged, name, self._clocked(name, getattr(group.paged, name)))
+
+    def _clocked(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            out = run(*args, **options)
+            self.seconds[name] += time.perf_counter() - start
+            return out
+
+        return clocked
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.cache.nbytes_used)
+
+
+class OfLlama:
+    """The model through llama.cpp, from a GGUF file."""
+
+    by = "llama.cpp"
+
+    def __init__(self, path: Path, kind: str, context: int) -> None:
+        from llama_cpp import Llama
+
+        threads = torch.get_num_threads()
+        self.name, self.context, self.kind = f"llama.cpp {kind}", context, kind
+        self.model = Llama(
+            model_path=str(path),
+            n_ctx=context,
+            n_batch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            type_k=LLAMA_TYPES[kind],
+            type_v=LLAMA_TYPES[kind],
+            flash_attn=True,  # what it needs to read a quantized cache
+            verbose=False,
+        )
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.model.eval(list(tokens))
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # it does not say
+
+
+def contenders(
+    model: Any,
+    recipes: Sequence[Recipe],
+    artifacts: Mapping[str, Artifact | None],
+    implementation: str | None,
+    context: int,
+    gguf: Callable[[], Path] | None,
+) -> tuple[list[Reader], dict[str, str]]:
+    """DynamicCache first; and what is not here, with the reason."""
+    from transformers import DynamicCache, QuantizedCache
+
+    found: list[Reader] = [OfTransformers(model, "DynamicCache", DynamicCache(config=model.config))]
+    missing = {}
+    for backend, package in (("hqq", "hqq"), ("quanto", "optimum.quanto")):
+        name = f"QuantizedCache {backend}"
+        if importlib.util.find_spec(package.split(".")[0]) is None:
+            missing[name] = f"not installed: pip install {package.replace('.', '-')}"
+            continue
+        axis = 1 if backend == "hqq" else 0
+        found.append(OfTransformers(model, name, QuantizedCache(backend, model.config, axis_key=axis, axis_value=axis)))
+    if importlib.util.find_spec("llama_cpp") is None:
+        missing["llama.cpp"] = "not installed: pip install llama-cpp-python"
+    elif gguf is None:
+        missing["llama.cpp"] = "there is no GGUF file of this model"
+    else:
+        found += [OfLlama(gguf(), kind, context) for kind in LLAMA_TYPES]
+    found += [Packed(model, recipe, artifacts[recipe.name], implementation) for recipe in recipes]
+    return found, missing
+
+
+@torch.inference_mode()
+def measure(
+    readers: Sequence[Reader],
+    tokens: Sequence[int],
+    contexts: Sequence[int],
+    new_tokens: int,
+    repeat: int,
+    say: Callable[[str], None],
+) -> list[Result]:
+    """Steps after contexts of so many tokens: `repeat` times `new_tokens` of every reader in turn."""
+    results = []
+    at = 0
+    for context in sorted(contexts):
+        if context <= at:
+            raise ValueError(f"contexts must be {repeat * new_tokens} tokens apart, got {list(contexts)}")
+        found = []
+        for reader in readers:
+            say(f"{reader.name} reads {context - at} tokens")
+            start = time.perf_counter()
+            reader.read(tokens[at:context])
+            found.append(Result(reader.name, reader.by, context, time.perf_counter() - start))
+        say(f"{repeat} times {new_tokens} steps of each after {context} tokens, in turn")
+        at = context
+        steps: list[list[tuple[float, float]]] = [[] for _ in readers]
+        spent: list[dict[str, float]] = [{} for _ in readers]
+        for _ in range(repeat):
+            for i, reader in enumerate(readers):
+                if isinstance(reader, Packed):
+                    reader.seconds = dict.fromkeys(reader.seconds, 0.0)
+                for token in tokens[at : at + new_tokens]:
+                    before, start = waiting(), time.perf_counter()
+                    reader.read([token])
+                    seconds = time.perf_counter() - start
+                    steps[i].append((seconds, waiting() - before))
+                if isinstance(reader, Packed):
+                    for name, seconds in reader.seconds.items():
+                        spent[i][name] = spent[i].get(name, 0.0) + seconds
+            at += new_tokens
+        first = Times.of(*zip(*steps[0], strict=True))
+        for result, reader, each, parts in zip(found, readers, steps, spent, strict=True):
+            took = Times.of(*zip(*each, strict=True))
+            result.tokens_per_second, result.low, result.high = 1 / took.median, 1 / took.high, 1 / took.low
+            result.times, result.disturbed = first.median / took.median, took.disturbed
+            result.cache_bytes = reader.nbytes
+            total = sum(seconds for seconds, _ in each)
+            if isinstance(reader, Packed):
+                result.by = reader.cache.groups[0].paged.ops["decode"].name
+                result.append, result.decode = parts["append"] / total, parts["decode"] / total
+        results += found
+    return results
