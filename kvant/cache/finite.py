@@ -33,7 +33,7 @@ def check_finite(layer: int, key: Tensor, value: Tensor, batch: PagedBatch, limi
     if not key.numel():
         return
     if key.is_cuda:
-        fine = torch.maximum(key.abs().amax(), value.abs().amax()) <= limit  # one wait for both
+        fine = bool(torch.maximum(key.abs().amax(), value.abs().amax()) <= limit)  # one wait for both
     else:
         fine = all(float(torch.linalg.vector_norm(x, torch.inf)) <= limit for x in (key, value))
     if fine:  # false for NaN too

@@ -1,0 +1,83 @@
+"""Caches side by side on a model: the same tokens for all, contexts that stay equal, shares that add up. No test looks at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvant import models, recipes
+from kvant.bench import caches
+from kvant.cli import main
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_every_cache_reads_the_same_tokens() -> None:
+    model = tiny()
+    chosen = [recipes.get(name) for name in ("int4", "kivi-k2v2")]
+    readers, missing = caches.contenders(model, chosen, dict.fromkeys(("int4", "kivi-k2v2")), None, 99, None)
+    names = [reader.name for reader in readers]
+    assert names[0] == "DynamicCache"
+    assert names[-2:] == ["int4", "kivi-k2v2"]
+    assert {"QuantizedCache hqq", "QuantizedCache quanto"} <= {*names, *missing}
+    assert ("llama.cpp" in missing) and ("GGUF" in missing["llama.cpp"] or "not installed" in missing["llama.cpp"])
+    tokens = torch.randint(0, model.config.vocab_size, (70 + 6,)).tolist()
+    found = caches.measure(readers, tokens, [70, 40], new_tokens=2, repeat=3, say=lambda text: None)
+    assert [(r.name, r.context) for r in found] == [(name, context) for context in (40, 70) for name in names]
+    for reader in readers:
+        assert isinstance(reader, caches.OfTransformers)
+        assert reader.cache.get_seq_length() == 76
+    full = found[len(names)]
+    config = model.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 76
+    assert full.cache_bytes == numbers * model.dtype.itemsize
+    assert (full.times, full.append, full.decode) == (1.0, None, None)
+    for result in found:
+        assert 0 < result.low <= result.tokens_per_second <= result.high
+        if result.name in ("int4", "kivi-k2v2"):
+            assert result.append is not None and result.decode is not None
+            assert 0 < result.append < 1 and 0 < result.decode < 1 and result.append + result.decode < 1
+            assert 0 < result.cache_bytes
+    assert found[-2].cache_bytes < full.cache_bytes / 4
+
+
+def test_contexts_too_close_are_refused() -> None:
+    model = tiny()
+    readers, _ = caches.contenders(model, [], {}, None, 99, None)
+    with pytest.raises(ValueError, match="contexts must be 6 tokens apart, got \\[10, 12\\]"):
+        caches.measure(readers[:1], [1] * 30, [10, 12], new_tokens=2, repeat=3, say=lambda text: None)
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not (models.cache_dir() / "smollm2-135m-instruct").exists(), reason="SmolLM2 has not been fetched")
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="llama.cpp would want its own file")
+def test_the_command_measures_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.json"
+    options = ["--recipe", "saw-int4", "--context", "70", "--new-tokens", "2", "--repeat", "1", "--threads", "1"]
+    assert main(["bench", "generate", *options, "--json", str(target)]) == 0
+    report = json.loads(target.read_text())
+    assert report["threads"] == 1
+    assert {"DynamicCache", "saw-int4", "llama.cpp"} <= {result["name"] for result in report["results"]}
+    out = capsys.readouterr().out
+    assert "generation, smollm2, 70 tokens, 1 threads" in out
+    assert "llama.cpp: not installed: pip install llama-cpp-python" in out
+    assert main(["bench", "generate", *options, "--batch", "2"]) == 2
+    assert "reads one sequence" in capsys.readouterr().err
