@@ -1,0 +1,216 @@
+"""The attention backend that vLLM calls: kvant's operations on pages that vLLM hands out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any, ClassVar
+
+import torch
+import vllm
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+
+from kvant.engines.vllm import versions
+from kvant.engines.vllm.bind import Layers, bind
+from kvant.engines.vllm.builder import KvantBuilder, Step
+from kvant.engines.vllm.fresh import attend_fresh
+from kvant.engines.vllm.options import PAGE_TOKENS
+from kvant.ops import LayerStore
+
+Tensor = torch.Tensor
+versions.check(vllm.__version__)
+
+
+class KvantBackend(AttentionBackend):
+    """What vLLM asks of a backend. Layers that are served alike have a subclass of their own, which knows their page."""
+
+    accept_output_buffer: bool = True
+    forward_includes_kv_cache_update: bool = True  # what is written first depends on the step
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+    token_bytes: ClassVar[int | None] = None  # of one token and head
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM looks it up among its own names
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        return KvantImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return KvantBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [PAGE_TOKENS]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return True  # a layout that does not fit says so itself
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    # --- vLLM 0.32 -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)  # the bytes of one block and head are one run
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        assert cls.token_bytes is not None, "asked for a page before the weights were loaded"
+        return dataclasses.replace(spec, dtype=torch.uint8, state_content_bytes=cls.token_bytes)
+
+    # --- vLLM 0.26 -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        assert cls.token_bytes is not None, "asked for a page before the weights were loaded"
+        return num_blocks, num_kv_heads, block_size, cls.token_bytes
+
+
+def backend_for(layers: Layers) -> type[KvantBackend]:
+    """The backend of layers that are served alike. vLLM tells backends apart by their names."""
+    recipe = layers.layout.recipe
+    name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
+    members = {"token_bytes": layers.token_bytes, "__module__": __name__, "__qualname__": name}
+    return type(name, (KvantBackend,), members)
+
+
+def spec_of_0_26(layer: Any, token_bytes: int, vllm_config: Any) -> Any:
+    """vLLM 0.26 asks the layer, not the backend, for its page; it knows of pages that count bytes for each token and head."""
+    from vllm.v1.kv_cache_interface import TQFullAttentionSpec
+
+    return TQFullAttentionSpec(
+        block_size=vllm_config.cache_config.block_size,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        head_size_v=layer.head_size,
+        dtype=torch.uint8,
+        tq_slot_size=token_bytes,
+    )
+
+
+class KvantImpl(AttentionImpl[Step]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        odd = {
+            "ALiBi": alibi_slopes is not None,
+            f"a sliding window of {sliding_window}": sliding_window is not None,
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
+            "layers that read other layers' cache": kv_sharing_target_layer_name is not None,
+            **{f"attention with {name}": value is not None for name, value in rest.items()},
+        }
+        for what, asked in odd.items():
+            if asked:
+                raise ValueError(f"kvant cannot serve this model inside vLLM: it has {what}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = logits_soft_cap or None
+        self.config = get_current_vllm_config()
+        self.layers: Layers | None = None
+        self.place = -1  # of this layer among its `layers`
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """The first layer whose weights are there finds all layers, and storage for them."""
+        if self.layers is None:
+            bind_layers(self.config)
+        assert self.layers is not None
+
+    def _store(self, kv_cache: Tensor) -> LayerStore:
+        """This layer's store, with the pages that vLLM has for it now."""
+        assert self.layers is not None
+        store = self.layers.stores[self.place]
+        if store.pages.data_ptr() != kv_cache.data_ptr() or len(store.pages) != len(kv_cache):
+            layout = store.layout
+            assert kv_cache.dtype == torch.uint8 and kv_cache.is_contiguous(), (kv_cache.dtype, kv_cache.stride())
+            pages = kv_cache.view(len(kv_cache), layout.heads, layout.run_bytes)
+            store.pages = self.layers.pages_only[self.place].pages = pages
+        return store
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # vLLM measures how much memory a step needs
+            return output.fill_(0)
+        step, layers = attn_metadata, self.layers
+        assert layers is not None and output_scale is None and output_block_scale is None
+        store = self._store(kv_cache)
+        append, decode = layers.ops["append"].run, layers.ops["decode"].run
+        q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        append(store, k, v, step.batch)
+        if step.last is not None:
+            append(layers.pages_only[self.place], k, v, step.last)
+        if step.prefill is None:
+            n = len(step.batch.lengths)
+            out[:n] = decode(store, q[:n], step.batch, **options)
+            return output
+        if step.found is not None and step.windows is not None:
+            step.windows.finish_sinks(self.place, step.found)
+        n = step.decodes
+        if step.history:
+            out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
+        else:
+            out[n:] = attend_fresh(q[n:], k[n:], v[n:], step.prefill.starts, self.scale, self.softcap)
+        if n:
+            out[:n] = decode(store, q[:n], step.decoding, **options)
+        if step.last is not None:
+            append(store, k, v, step.last)
+        return output
+
+
+def bind_layers(config: Any) -> None:
+    """Gives every attention layer of a model its storage, and the backend that knows its page."""
+    context = config.compilation_config.static_forward_context
+    attention = {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), KvantImpl)}
+    for layers in bind(config, attention):
+        backend = backend_for(layers)
+        for place, name in enumerate(layers.names):
+            layer = attention[name]
+            layer.impl.layers, layer.impl.place = layers, place
+            layer.attn_backend = backend
+            if not hasattr(AttentionBackend, "customize_spec"):
+                layer.get_kv_cache_spec = functools.partial(spec_of_0_26, layer, layers.token_bytes)

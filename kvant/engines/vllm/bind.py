@@ -1,0 +1,160 @@
+"""Puts kvant's storage behind a vLLM model's attention layers: layouts, calibrated tensors, windows, operations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvant.artifact import Artifact
+from kvant.engines.vllm import options
+from kvant.engines.vllm.options import PAGE_TOKENS, Options
+from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
+from kvant.layout import Layout, StreamName, human_bytes
+from kvant.ops import OPS, Implementation, LayerStore, choose
+from kvant.ops.registry import Op
+from kvant.ops.types import empty_overlay
+from kvant.recipe import Recipe, Window
+
+Tensor = torch.Tensor
+logger = init_logger("vllm.kvant")
+
+
+@dataclasses.dataclass
+class Layers:
+    """Layers that are served alike: one recipe, one layout, one set of windows."""
+
+    layout: Layout
+    names: list[str]
+    stores: list[LayerStore]
+    pages_only: list[LayerStore]  # the same pages, without the windows
+    overlays: dict[StreamName, Tensor]  # [layers, rows + 1, tokens, heads, head_dim]
+    ops: dict[Op, Implementation]
+    drafts: int  # tokens that a step may take back
+
+    @property
+    def windowed(self) -> bool:
+        return any(overlay.shape[2] for overlay in self.overlays.values())
+
+    @property
+    def ring(self) -> bool:
+        return any(stream.window.ring for stream in self.layout.recipe.streams.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token and head in a page."""
+        assert self.layout.run_bytes % PAGE_TOKENS == 0
+        return self.layout.run_bytes // PAGE_TOKENS
+
+
+def check_config(config: Any) -> int:
+    """Refuses what kvant cannot serve of a vLLM configuration; returns how many drafts a step may take back."""
+    parallel, drafting = config.parallel_config, config.speculative_config
+    if config.cache_config.cache_dtype != "auto":
+        raise ValueError(
+            f"kvant packs the cache itself: kv_cache_dtype must be auto, got {config.cache_config.cache_dtype}"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"kvant does not serve {name} > 1: a sequence's windows lie on one rank")
+    if getattr(parallel, "enable_dbo", False):
+        raise ValueError("kvant does not serve enable_dbo: two halves of a batch would look for their windows apart")
+    if config.kv_transfer_config is not None:
+        raise ValueError("kvant does not serve KV connectors: a sequence's windows would not travel with its pages")
+    if drafting is None:
+        return 0
+    if drafting.method != "ngram":
+        raise ValueError(f"kvant serves n-gram speculation: method must be ngram, got {drafting.method}")
+    if drafting.num_speculative_tokens > PAGE_TOKENS:
+        raise ValueError(f"num_speculative_tokens must be at most {PAGE_TOKENS}, got {drafting.num_speculative_tokens}")
+    return int(drafting.num_speculative_tokens)
+
+
+def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
+    """Storage for a model's attention layers, by vLLM's names of them. Called once, when the weights are loaded and before vLLM
+    measures how much memory is left, so that windows are counted."""
+    drafts = check_config(config)
+    model = config.model_config
+    total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
+    chosen = Options.of(config.additional_config, count)
+    rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    heads = own_heads(total, world, rank)
+    device = torch.device(config.device_config.device)
+    rows = config.scheduler_config.max_num_seqs
+    rows += max(4, rows // 4) if chosen.spare_windows is None else chosen.spare_windows
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, layer in attention.items():
+        index = extract_layer_index(name)
+        assert layer.num_kv_heads == len(heads), (layer.num_kv_heads, heads)
+        if index >= count:
+            raise ValueError(f"kvant cannot serve layer {name}: the model has {count} layers")
+        groups.setdefault((chosen.layers[index], layer.num_heads, layer.head_size), []).append(name)
+    out = []
+    for (recipe, _, head_dim), names in groups.items():
+        options.check(recipe)
+        artifact = chosen.artifact(recipe, count, total, head_dim)
+        dtype = str(model.dtype).removeprefix("torch.")
+        layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype)
+        ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
+        overlays = {name: _overlays(layout, name, len(names), rows + 1, device) for name in recipe.streams}
+        stores = []
+        for place, name in enumerate(names):
+            index = extract_layer_index(name)
+            tensors = {} if artifact is None else own_tensors(artifact.tensors[index], total, heads)
+            store = LayerStore.allocate(layout, 0, 0, device, tensors, None if ropes is None else ropes[index])
+            store.overlays = {stream: overlay[place] for stream, overlay in overlays.items()}
+            stores.append(store)
+        ops: dict[Op, Implementation] = {op: choose(op, layout, device) for op in OPS}
+        group = Layers(layout, names, stores, [_without_windows(s) for s in stores], overlays, ops, drafts)
+        _tell(group, artifact, rows, rank)
+        out.append(group)
+    return out
+
+
+def _overlays(layout: Layout, name: StreamName, layers: int, rows: int, device: torch.device) -> Tensor:
+    one = empty_overlay(layout, name, 1, device)
+    return one.new_zeros(layers, rows, *one.shape[1:])
+
+
+def without_windows(recipe: Recipe) -> Recipe:
+    """The recipe with the same pages and no windows."""
+    key, value = (dataclasses.replace(stream, window=Window()) for stream in (recipe.key, recipe.value))
+    return dataclasses.replace(recipe, key=key, value=value)
+
+
+def _without_windows(store: LayerStore) -> LayerStore:
+    recipe = without_windows(store.layout.recipe)
+    layout = dataclasses.replace(store.layout, recipe=recipe)
+    assert layout.sections == store.layout.sections
+    return LayerStore(
+        layout,
+        dataclasses.replace(store.key, spec=recipe.key),
+        dataclasses.replace(store.value, spec=recipe.value),
+        store.pages,
+        {name: empty_overlay(layout, name, 1, store.pages.device) for name in recipe.streams},
+        {},
+    )
+
+
+def _tell(group: Layers, artifact: Artifact | None, rows: int, rank: int) -> None:
+    if rank:
+        return
+    layout = group.layout
+    windows = sum(overlay.nbytes for overlay in group.overlays.values())
+    logger.info(
+        "kvant serves %d layers with recipe %s: %.3f bits per element, artifact %s, kernels %s, pages of %d tokens in %s order, "
+        "windows of %d sequences %s",
+        len(group.names),
+        layout.recipe.name,
+        layout.bits_per_element(),
+        "none" if artifact is None else artifact.digest[:16],
+        ", ".join(f"{op} {found.name}" for op, found in group.ops.items()),
+        layout.page_tokens,
+        layout.order,
+        rows if group.windowed else 0,
+        human_bytes(windows if group.windowed else 0),
+    )

@@ -1,0 +1,164 @@
+"""A step's sequences as vLLM describes them -> what kvant's operations are told of them.
+
+Sequences with one new token come first and are decodes; the others are prefills. The order in which a layer works on them
+follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, whose ring of recent tokens
+they overwrite. And vLLM lets a sequence share a block that another one writes in this very step, so all pages are written
+before anything is read. Hence: first everything of decodes and of prefills without history, and the pages of the other
+prefills; then attention; then the windows of those other prefills.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+from kvant.engines.vllm.bind import Layers
+from kvant.engines.vllm.windows import Found, Windows
+from kvant.ops import PagedBatch
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class Step(AttentionMetadata):
+    """One forward pass. Tokens of decodes come first; the rest are those of prefills."""
+
+    tokens: int
+    batch: PagedBatch  # all sequences; the slots of prefills whose windows are written last are -1
+    decodes: int  # sequences, and tokens
+    found: Found | None
+    windows: Windows | None
+    prefill: PagedBatch | None = None  # the other sequences; their lengths and starts lie on the host
+    history: bool = False  # whether any of them has one
+    last: PagedBatch | None = None  # prefills whose windows are written last; the slots of all others are -1
+
+    @functools.cached_property
+    def decoding(self) -> PagedBatch:
+        """The sequences that are decodes."""
+        b, n = self.batch, self.decodes
+        exact = {name: exact[:n] for name, exact in b.exact.items()}
+        return PagedBatch(
+            b.block_table[:n], b.lengths[:n], b.slots[:n], b.starts[: n + 1], b.owners[:n], b.sinks[:n], exact
+        )
+
+
+class KvantBuilder(AttentionMetadataBuilder[Step]):
+    """Makes a Step of vLLM's metadata, without waiting for the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        context = vllm_config.compilation_config.static_forward_context
+        self.attention = [context[name] for name in layer_names]
+        layers: Layers = self.attention[0].impl.layers
+        assert sorted(layers.names) == sorted(layer_names), (layers.names, layer_names)
+        self.layers, self.device = layers, torch.device(device)
+        self.windows: Windows | None = None
+        self.graphs = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
+        self._kept: dict[str, Tensor] = {}
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        context = vllm_config.compilation_config.static_forward_context.values()
+        found = [layer.impl.layers for layer in context if getattr(getattr(layer, "impl", None), "layers", None)]
+        kernels = {group.ops[op].name for group in found for op in ("append", "decode")}
+        return cls._cudagraph_support if kernels == {"cuda"} else AttentionCGSupport.NEVER
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+        m = common_attn_metadata
+        host = m.query_start_loc_cpu[: m.num_reqs + 1].long()
+        several = (host.diff() > 1).nonzero()
+        count, tokens = m.num_reqs, int(host[-1])
+        decodes = count if not len(several) else int(several[0])
+        if self.graphs and decodes == count:  # may be captured in a graph, padding and all
+            tokens = m.num_actual_tokens
+        table = m.block_table_tensor[:count]
+        if self.device.type == "cpu":  # kernels on a GPU look at lengths; plain torch looks at every page
+            table = table[:, : max(1, -(-int(m.max_seq_len) // self.layers.layout.page_tokens))]
+        table = self._stay("table", table)
+        lengths = self._stay("lengths", m.seq_lens[:count])
+        starts = self._stay("starts", m.query_start_loc[: count + 1])
+        slots = self._stay("slots", m.slot_mapping[:tokens])
+        found = self._rows(table, lengths, starts, slots)
+        nothing = self._zeros(count)
+        owners, sinks, since = (nothing,) * 3 if found is None else found[:3]
+        batch = PagedBatch(
+            table,
+            lengths,
+            slots,
+            starts,
+            self._stay("owners", owners),
+            self._stay("sinks", sinks),
+            dict.fromkeys(("key", "value"), self._stay("since", since)),  # type: ignore[arg-type]
+        )
+        step = Step(tokens, batch, decodes, found, self.windows)
+        if decodes < count:
+            self._split(step, host, m)
+        return step
+
+    def _split(self, step: Step, host: Tensor, m: Any) -> None:
+        """Adds what concerns prefills."""
+        batch, first = step.batch, step.decodes
+        sure = getattr(m, "seq_lens_cpu_upper_bound", None)
+        if self.device.type == "cpu" or sure is None or self.layers.drafts:
+            sure = m.seq_lens.cpu()
+        lengths, starts = sure[first : m.num_reqs].long(), host[first:] - host[first]
+        counts = starts.diff()
+        older = lengths > counts
+        step.history = bool(older.any())
+        step.prefill = batch._replace(
+            block_table=batch.block_table[first:],
+            lengths=lengths,
+            slots=batch.slots[int(host[first]) :],
+            starts=starts,
+            owners=batch.owners[first:],
+            sinks=batch.sinks[first:],
+            exact={name: exact[first:] for name, exact in batch.exact.items()},
+        )
+        if not (step.history and self.layers.ring):
+            return
+        mask = torch.zeros(step.tokens, dtype=torch.bool)
+        for b in older.nonzero()[:, 0].tolist():
+            begin = int(host[first])
+            mask[begin + int(starts[b]) : begin + int(starts[b + 1])] = True
+        mask = mask.to(self.device)
+        step.batch = batch._replace(slots=torch.where(mask, -1, batch.slots))
+        step.last = batch._replace(slots=torch.where(mask, batch.slots, -1))
+
+    def _rows(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor) -> Found | None:
+        if not self.layers.windowed:
+            return None
+        if self.windows is None:
+            pages = self.attention[0].kv_cache
+            self.windows = Windows(self.layers.layout, pages.shape[0], self.layers.overlays, self.layers.drafts)
+        return self.windows.step(table, lengths, starts, slots)
+
+    def _zeros(self, count: int) -> Tensor:
+        if "zeros" not in self._kept:
+            most = self.vllm_config.scheduler_config.max_num_seqs + 1
+            self._kept["zeros"] = torch.zeros(max(most, count), dtype=torch.int64, device=self.device)
+        if len(self._kept["zeros"]) < count:
+            self._kept["zeros"] = torch.zeros(count, dtype=torch.int64, device=self.device)
+        return self._kept["zeros"][:count]
+
+    def _stay(self, name: str, x: Tensor) -> Tensor:
+        """A tensor as int64; on a GPU at an address that stays, for graphs that have been captured."""
+        if self.device.type == "cpu":
+            return x.long()
+        kept = self._kept.get(name)
+        if kept is None or kept.shape[1:] != x.shape[1:] or len(kept) < len(x):
+            scheduler = self.vllm_config.scheduler_config
+            most = scheduler.max_num_batched_tokens if name == "slots" else scheduler.max_num_seqs + 1
+            kept = torch.zeros(max(most, len(x)), *x.shape[1:], dtype=torch.int64, device=self.device)
+            self._kept[name] = kept
+        kept[: len(x)] = x
+        # a graph reads what it was captured with: sequences and tokens that are not there now do nothing
+        rest = kept[len(x) :]
+        rest.copy_(x[-1]) if name == "starts" else rest.fill_(-1 if name == "slots" else 0)
+        return kept[: len(x)]

@@ -1,0 +1,208 @@
+"""Rows of windows are found by physical blocks alone, whatever a scheduler does: checked against a small scheduler that shares
+prefixes (of blocks that are written in the same step, too), cuts prompts into chunks, preempts, evicts and takes drafts back."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from kvant.engines.vllm.windows import Windows
+from kvant.layout import Layout, StreamName
+from kvant.ops import LayerStore, PagedBatch
+from kvant.ops.reference import append, overlay_index
+from kvant.ops.types import empty_overlay
+from kvant.recipe import Recipe, Stream, Window
+from kvant.recipes import get
+
+PAGE, HEADS, DIM = 64, 1, 16
+
+
+def recipe(sink: int, recent: int) -> Recipe:
+    int4 = get("int4")
+    stream = Stream(int4.key.codec, (), Window(sink, recent))
+    return dataclasses.replace(int4, key=stream, value=stream)
+
+
+def vector(token: int, position: int) -> torch.Tensor:
+    """A token's key: a bfloat16 number of its own."""
+    return torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(token * 7919 + position)).bfloat16().float()
+
+
+@dataclasses.dataclass
+class Request:
+    tokens: list[int]
+    table: list[int] = dataclasses.field(default_factory=list)
+    done: int = 0  # tokens in the cache
+    hit: int = 0  # of these, the first ones that another request computed
+    drafts: int = 0  # tokens of the last step that may be taken back
+
+
+class Scheduler:
+    """As little of vLLM's as makes trouble: blocks are shared as soon as somebody is to write them."""
+
+    def __init__(self, blocks: int, draw: random.Random) -> None:
+        self.free = list(range(blocks - 1, 0, -1))  # block 0 is nobody's
+        self.known: dict[tuple[int, ...], int] = {}  # all tokens up to the end of a full block -> the block
+        self.users: dict[int, int] = {}
+        self.draw = draw
+
+    def take(self) -> int | None:
+        idle = [block for block in self.known.values() if not self.users.get(block)]
+        if not self.free and idle:
+            block = self.draw.choice(idle)  # evicted
+            self.known = {key: other for key, other in self.known.items() if other != block}
+            self.free.append(block)
+        return self.free.pop() if self.free else None
+
+    def begin(self, request: Request) -> None:
+        """Shares the blocks of a prefix; at least one token is computed."""
+        assert not request.table and not request.done
+        for end in range(PAGE, len(request.tokens), PAGE):
+            block = self.known.get(tuple(request.tokens[:end]))
+            if block is None:
+                break
+            request.table.append(block)
+            self.users[block] = self.users.get(block, 0) + 1
+        request.done = request.hit = PAGE * len(request.table)
+
+    def grow(self, request: Request, length: int) -> bool:
+        while len(request.table) * PAGE < length:
+            block = self.take()
+            if block is None:
+                return False
+            request.table.append(block)
+            self.users[block] = 1
+        return True
+
+    def publish(self, request: Request, length: int) -> None:
+        for end in range(PAGE, length + 1, PAGE):
+            self.known.setdefault(tuple(request.tokens[:end]), request.table[end // PAGE - 1])
+
+    def drop(self, request: Request) -> None:
+        for block in request.table:
+            self.users[block] -= 1
+            if not self.users[block] and block not in self.known.values():
+                self.free.append(block)
+        request.table, request.done, request.hit, request.drafts = [], 0, 0, 0
+
+
+def run(
+    seed: int, sink: int, recent: int, drafts: int, rows: int, blocks: int, most: int, steps: int = 120
+) -> dict[str, int]:
+    draw = random.Random(seed)
+    layout = Layout.of(recipe(sink, recent), HEADS, DIM, PAGE, dtype="bfloat16")
+    names: tuple[StreamName, StreamName] = ("key", "value")
+    overlays = {name: torch.full_like(empty_overlay(layout, name, rows + 1, "cpu"), float("nan")) for name in names}
+    windows = Windows(layout, blocks, {name: overlay[None] for name, overlay in overlays.items()}, drafts)
+    store = LayerStore.allocate(layout, blocks, 0)
+    store.overlays = overlays
+    scheduler = Scheduler(blocks, draw)
+    prefixes = [[draw.randrange(1000) for _ in range(draw.randrange(40, 200))] for _ in range(3)]
+    running: list[Request] = []
+    waiting: list[Request] = []
+    seen = {"checked": 0, "sinks": 0, "sinks missing": 0, "recent": 0, "recent lost": 0, "hits": 0, "preempted": 0}
+    for _ in range(steps):
+        while len(running) + len(waiting) < most and draw.random() < 0.6:
+            tail = [draw.randrange(1000) for _ in range(draw.randrange(1, 90))]
+            waiting.append(Request(draw.choice(prefixes) + tail))
+        if running and draw.random() < 0.08:  # preempted: begins again
+            request = running.pop(draw.randrange(len(running)))
+            scheduler.drop(request)
+            waiting.append(request)
+            seen["preempted"] += 1
+        if running and draw.random() < 0.15:  # finished
+            scheduler.drop(running.pop(draw.randrange(len(running))))
+        while waiting and len(running) < most:
+            request = waiting.pop(0)
+            scheduler.begin(request)
+            seen["hits"] += bool(request.hit)
+            running.append(request)
+        batch: list[tuple[Request, int, int]] = []
+        budget = 150
+        draw.shuffle(running)
+        for request in list(running):
+            if draw.random() < 0.1 or budget <= 0:  # not in this step
+                continue
+            if request.drafts:  # some drafts are taken back; other tokens come instead
+                back = draw.randrange(request.drafts + 1)
+                request.done -= back
+                del request.tokens[request.done :]
+            request.drafts = 0
+            before = request.done
+            if before < len(request.tokens):
+                count = min(len(request.tokens) - before, budget, draw.choice((1, 7, 64, 150)))
+            else:
+                request.drafts = draw.randrange(drafts + 1) if drafts else 0
+                count = 1 + request.drafts
+                request.tokens += [draw.randrange(1000) for _ in range(count)]
+            if not scheduler.grow(request, before + count):
+                scheduler.drop(request)
+                running.remove(request)
+                waiting.append(request)
+                continue
+            budget -= count
+            scheduler.publish(request, before + count - request.drafts)
+            request.done = before + count
+            batch.append((request, before, count))
+        if not batch:
+            continue
+        width = max(len(r.table) for r, _, _ in batch)
+        table = torch.tensor([r.table + [0] * (width - len(r.table)) for r, _, _ in batch])
+        lengths = torch.tensor([before + count for _, before, count in batch])
+        starts = torch.tensor([0, *(count for _, _, count in batch)]).cumsum(0)
+        slots = torch.tensor(
+            [r.table[p // PAGE] * PAGE + p % PAGE for r, before, count in batch for p in range(before, before + count)]
+        )
+        found = windows.step(table, lengths, starts, slots)
+        assert len(set(found.owners.tolist())) == len(batch), "two sequences have one row"
+        assert int(found.owners.max()) < rows
+        x = torch.stack([vector(r.tokens[p], p) for r, before, count in batch for p in range(before, before + count)])
+        history = [_read(store, found, b, before, recent, sink) for b, (_, before, _) in enumerate(batch)]
+        exact: dict[StreamName, torch.Tensor] = dict.fromkeys(names, found.since)
+        append(store, x, -x, PagedBatch(table, lengths, slots, starts, found.owners, found.sinks, exact))
+        windows.finish_sinks(0, found)
+        for b, (request, before, count) in enumerate(batch):
+            after = _read(store, found, b, before + count, recent, sink)
+            late = sink if int(found.owners[b]) in found.target.tolist() else 0  # copied only after the append
+            for n, held in ((before, {p: v for p, v in history[b].items() if p >= late}), (before + count, after)):
+                for p, rows_of in held.items():
+                    wanted = vector(request.tokens[p], p)
+                    assert torch.equal(rows_of[0], wanted) and torch.equal(rows_of[1], -wanted), (n, p)
+                    seen["checked"] += 1
+            seen["sinks"] += int(found.sinks[b]) == min(sink, before + count)
+            seen["sinks missing"] += int(found.sinks[b]) < min(sink, before + count)
+            seen["recent"] += int(found.since[b]) <= request.hit
+            seen["recent lost"] += int(found.since[b]) > request.hit
+    return seen
+
+
+def _read(
+    store: LayerStore, found: object, b: int, n: int, recent: int, sink: int
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """What the windows of a sequence hold at length n, by position: as the operations would read it."""
+    owner, sinks, since = int(found.owners[b]), int(found.sinks[b]), int(found.since[b])  # type: ignore[attr-defined]
+    window = store.layout.recipe.key.window
+    positions = [p for p in range(n) if p < min(sinks, n) or (p >= max(sink, since, n - recent))]
+    index = overlay_index(window, torch.tensor(positions, dtype=torch.int64))
+    rows = (store.overlays["key"][owner][index].float(), store.overlays["value"][owner][index].float())
+    return {p: (rows[0][i].clone(), rows[1][i].clone()) for i, p in enumerate(positions)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("sink", "recent", "drafts"), [(4, 24, 0), (4, 24, 3), (64, 100, 0), (1, 0, 0), (0, 17, 5)])
+def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: int) -> None:
+    """With rows to spare, no window is lost, and every sink is there."""
+    seen = run(seed, sink, recent, drafts, rows=64, blocks=60, most=12)
+    assert seen["checked"] > 100 and seen["hits"] and seen["preempted"], seen
+    assert not seen["recent lost"], seen
+    assert not seen["sinks missing"], seen
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_few_rows(seed: int) -> None:
+    """With hardly more rows than sequences, windows may be lost, but none is ever another's."""
+    seen = run(seed, 4, 24, 3, rows=6, blocks=24, most=5)
+    assert seen["checked"] > 100 and seen["recent"] > seen["recent lost"], seen
