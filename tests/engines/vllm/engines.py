@@ -1,0 +1,103 @@
+"""Small models, artifacts and vLLM engines for tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.artifact import Artifact
+from tests.fitted import made_up_tensors
+
+LAYERS = {"0": "saw-int4", "1": "oscar", "2": "kvant-2", "3": "vecinfer-2"}
+HEADS, KV_HEADS, DIM, VOCAB = 4, 2, 64, 512
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: ./scripts/setup --vllm"
+)
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks may share a NUMA node
+
+
+def tiny_model(directory: Path, **other: Any) -> Path:
+    """A Llama of four layers with random weights, large enough for its attention to look at some tokens more than others."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HEADS * DIM,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=DIM,
+        max_position_embeddings=2048,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        **other,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def made_up_artifacts(directory: Path, layers: int = 4, heads: int = KV_HEADS, dim: int = DIM) -> list[str]:
+    """Artifacts of random tensors for the recipes of LAYERS that need one."""
+    out = []
+    for name in LAYERS.values():
+        recipe = recipes.get(name)
+        if recipe.calibrated:
+            torch.manual_seed(len(out))
+            tensors = {layer: made_up_tensors(recipe, heads, dim) for layer in range(layers)}
+            Artifact(recipe, heads, dim, layers, tensors).save(directory / name)
+            out.append(str(directory / name))
+    return out
+
+
+def engine(model: Path, kvant: dict[str, Any], blocks: int = 200, **other: Any) -> Any:
+    """An engine of vLLM with kvant behind its attention, and the recorder in its workers."""
+    from vllm import LLM
+
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "enforce_eager": True,
+        "block_size": 64,
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": blocks,
+        "kv_cache_memory_bytes": 64 << 20,
+        "attention_backend": "CUSTOM",
+        "worker_extension_cls": "tests.engines.vllm.recorder.Recorder",
+        "additional_config": {"kvant": kvant},
+    }
+    return LLM(str(model), **{**options, **other})
+
+
+def close(llm: Any) -> None:
+    """Ends an engine, so that the next one finds a clean process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (count,), generator=random).tolist()
+
+
+def run(llm: Any, prompts: list[list[int]], count: int, **other: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    settings = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, "detokenize": False, **other}
+    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    return llm.generate(asked, SamplingParams(**settings), use_tqdm=False)  # type: ignore[no-any-return]

@@ -1,0 +1,208 @@
+"""Watches kvant's backend inside a vLLM engine, and compares all it did with a plain run over the same keys and values.
+
+An engine is given `worker_extension_cls="tests.engines.vllm.recorder.Recorder"`; its workers then record every call of every
+attention layer (`record`), and replay them (`compare`): what was written to the pages is what a cache of one sequence,
+appended to in one go, holds; and what attention gave is what it gives there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from kvant.layout import StreamName
+from kvant.ops import LayerStore, PagedBatch
+from kvant.ops.reference import append, decode, prefill
+
+Tensor = torch.Tensor
+TOLERANCE = 1e-4
+NAMES: tuple[StreamName, StreamName] = ("key", "value")
+SEEN = (
+    "steps",
+    "decodes",
+    "fresh",  # prefills without history
+    "prefills",  # those with one
+    "shared at once",  # sequences that read what another one wrote in the same step
+    "taken back",  # sequences whose last tokens were not accepted
+    "pages",  # sequences whose pages were compared
+    "short of sinks",  # sequences whose sinks were read from their pages
+    "behind a prefix",  # sequences of whose recent window a part was read from pages
+    "overwritten",  # blocks that were used a second time
+)
+
+
+@dataclasses.dataclass
+class Call:
+    """One layer's forward pass over one step."""
+
+    table: Tensor
+    lengths: list[int]
+    starts: list[int]
+    since: list[int]
+    sinks: list[int]
+    tensors: dict[str, Tensor]  # query, key, value, out: [tokens, heads, head_dim]
+
+
+class Recorder:
+    """Methods that vLLM adds to its workers."""
+
+    model_runner: Any
+
+    def record(self) -> int:
+        """Begins to record; returns how many layers there are."""
+        self.calls: dict[int, list[Call]] = {}
+        layers = self._impls()
+        for index, impl in layers.items():
+            impl.forward = functools.partial(_forward, impl, self.calls.setdefault(index, []))
+        return len(layers)
+
+    def compare(self) -> dict[str, int]:
+        """Compares everything that was recorded; returns how much of what there was."""
+        seen = dict.fromkeys(SEEN, 0)
+        for index, impl in self._impls().items():
+            assert self.calls[index], f"layer {index} was never called"
+            _compare(impl, self.calls[index], seen)
+        return seen
+
+    def _impls(self) -> dict[int, Any]:
+        context = self.model_runner.vllm_config.compilation_config.static_forward_context
+        return {i: layer.impl for i, layer in enumerate(context.values())}
+
+
+def _forward(
+    impl: Any,
+    calls: list[Call],
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    attn_metadata: Any,
+    output: Tensor,
+    **rest: Any,
+) -> Tensor:
+    step = attn_metadata
+    out = type(impl).forward(impl, layer, query, key, value, kv_cache, step, output, **rest)
+    if step is not None:
+        b, n = step.batch, step.tokens
+        tensors = {"query": query, "key": key, "value": value, "out": output}
+        calls.append(
+            Call(
+                b.block_table.clone(),
+                b.lengths.tolist(),
+                b.starts.tolist(),
+                b.exact["key"].tolist(),
+                b.sinks.tolist(),
+                {name: x[:n].clone() for name, x in tensors.items()},
+            )
+        )
+    return out
+
+
+def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
+    store: LayerStore = impl.layers.stores[impl.place]
+    layout = store.layout
+    size = layout.page_tokens
+    blocks = len(store.pages)
+    # what every slot was last given, in full precision; and the step that gave it
+    shadow = {name: torch.full((blocks * size, layout.heads, layout.head_dim), float("nan")) for name in NAMES}
+    written = torch.full((blocks * size,), -1)
+    options = {"scale": impl.scale, "softcap": impl.softcap}
+    sink = layout.recipe.key.window.sink
+    previous: dict[tuple[int, ...], int] = {}
+    begun: set[int] = set()
+    for number, call in enumerate(calls):
+        seen["steps"] += 1
+        batch = list(zip(call.table.tolist(), call.lengths, call.starts, call.starts[1:], strict=False))
+        for pages, n, first, last in batch:  # everything is written before anything is read
+            slots = _slots(pages, n - (last - first), n, size)
+            for name in NAMES:
+                shadow[name][slots] = call.tensors[name][first:last].float()
+            written[slots] = number
+            starts = {slot // size for slot in slots.tolist() if slot % size == 0}
+            seen["overwritten"] += len(starts & begun)
+            begun |= starts
+        for b, (pages, n, first, last) in enumerate(batch):
+            count = last - first
+            if not count:
+                continue
+            before = n - count
+            all_slots = _slots(pages, 0, n, size)
+            k, v = (shadow[name][all_slots] for name in NAMES)
+            assert not k.isnan().any(), "a sequence has a token that nobody wrote"
+            plain = _plain(store, n)
+            whole = _batch(n, n, size)
+            q, out = (call.tensors[name][first:last] for name in ("query", "out"))
+            rows = {"owners": torch.zeros(1, dtype=torch.int64), "sinks": torch.tensor([call.sinks[b]])}
+            exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, torch.tensor([call.since[b]]))
+            if count == 1:
+                append(plain, k, v, whole)
+                expected = decode(plain, q, _batch(n, 1, size)._replace(**rows, exact=exact), **options)
+                seen["decodes"] += 1
+            else:
+                if before:
+                    append(plain, k[:before], v[:before], _batch(before, before, size))
+                args = call.tensors["key"][first:last], call.tensors["value"][first:last]
+                expected = prefill(plain, q, *args, _batch(n, count, size)._replace(**rows, exact=exact), **options)
+                seen["prefills" if before else "fresh"] += 1
+                append(plain, k[before:], v[before:], _batch(n, count, size))
+            torch.testing.assert_close(out, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=n: f"at {n}: {m}")
+            if layout.overlay_tokens("key"):
+                seen["short of sinks"] += call.sinks[b] < min(n, sink)
+                seen["behind a prefix"] += call.since[b] > 0
+            table = tuple(pages[: -(-n // size)])
+            for older in {table, table[: -(-before // size)]}:
+                seen["taken back"] += bool(before and previous.get(older, 0) > before)
+            previous[table] = n
+            seen["shared at once"] += bool(before and (written[all_slots[:before]] == number).any())
+            if number == len(calls) - 1 or number % 7 == 0:
+                seen["pages"] += 1
+                _same_pages(store, plain, pages, n, written[all_slots], number, calls)
+
+
+def _same_pages(
+    store: LayerStore, plain: LayerStore, pages: list[int], n: int, written: Tensor, number: int, calls: list[Call]
+) -> None:
+    """The pages as they are now, where nobody has written to them since that step."""
+    size = store.layout.page_tokens
+    later = {page for call in calls[number + 1 :] for page in call.table.flatten().tolist()}
+    for name in NAMES:
+        table = pages[: -(-n // size)]
+        mine = store.layout.unpack(name, store.pages[table])
+        theirs = store.layout.unpack(name, plain.pages[: len(table)])
+        for part, found in mine.items():
+            for place, page in enumerate(table):
+                at = slice(place * size, min(n, (place + 1) * size))
+                if page not in later:
+                    assert torch.equal(found[at], theirs[part][at]), f"{name} {part} of page {page} differ"
+
+
+def _slots(pages: list[int], first: int, last: int, size: int) -> Tensor:
+    at = torch.arange(first, last)
+    return torch.tensor(pages)[at // size] * size + at % size
+
+
+def _plain(store: LayerStore, n: int) -> LayerStore:
+    """A store for one sequence, bound to the same tensors; memory that nothing has written is poisoned."""
+    pages = -(-n // store.layout.page_tokens)
+    overlays = {
+        name: torch.full((1, *overlay.shape[1:]), float("nan"), dtype=overlay.dtype)
+        for name, overlay in store.overlays.items()
+    }
+    runs = torch.full((pages, *store.pages.shape[1:]), 0xFF, dtype=torch.uint8)
+    return LayerStore(store.layout, store.key, store.value, runs, overlays, {})
+
+
+def _batch(n: int, count: int, size: int) -> PagedBatch:
+    """One sequence of n tokens, the last `count` of them new, in pages 0, 1, 2, ..."""
+
+    def column(value: int) -> Tensor:
+        return torch.tensor([value])
+
+    slots = torch.arange(n - count, n)
+    exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, column(0))
+    table = torch.arange(-(-n // size))[None]
+    return PagedBatch(table, column(n), slots, torch.tensor([0, count]), column(0), column(n), exact)

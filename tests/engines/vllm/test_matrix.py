@@ -1,0 +1,109 @@
+"""What vLLM's scheduler does to a cache, over four recipes at once, a layer each: pages and attention are those of a plain
+run over the same keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.engines import LAYERS, close, engine, made_up_artifacts, needs_vllm, prompt, run, tiny_model
+
+pytestmark = needs_vllm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("vllm")
+    return tiny_model(root / "model"), {"layers": LAYERS, "artifact": made_up_artifacts(root)}
+
+
+@pytest.fixture
+def start(model: tuple[Path, dict[str, Any]]) -> Iterator[Any]:
+    made: list[Any] = []
+
+    def begin(**options: Any) -> Any:
+        made.append(engine(*model, **options))
+        assert made[0].collective_rpc("record") == [4] * options.get("tensor_parallel_size", 1)
+        return made[0]
+
+    yield begin
+    for llm in made:
+        close(llm)
+
+
+def compared(llm: Any) -> dict[str, int]:
+    """What was compared, and found equal, in all ranks."""
+    found = llm.collective_rpc("compare")
+    assert all(one == found[0] for one in found)
+    seen: dict[str, int] = found[0]
+    assert seen["decodes"] and seen["pages"], seen
+    assert not seen["short of sinks"], seen
+    return seen
+
+
+def test_prefix_hit(start: Any) -> None:
+    llm = start()
+    shared = prompt(0, 150)
+    run(llm, [shared + prompt(1, 30)], 5)
+    found = run(llm, [shared + prompt(2, 60), shared[:129], shared + prompt(3, 200)], 70)
+    assert [request.num_cached_tokens for request in found] == [128, 128, 128]
+    seen = compared(llm)
+    assert seen["prefills"] and seen["decodes"] > 4 * 200 and seen["behind a prefix"], seen
+
+
+def test_prefix_hit_after_eviction(start: Any) -> None:
+    llm = start(blocks=12, max_model_len=640)
+    shared = prompt(0, 330)
+    run(llm, [shared], 3)
+    run(llm, [prompt(1, 450)], 3)  # takes the last of the blocks that are shared
+    found = run(llm, [shared + prompt(2, 10)], 30)
+    assert 0 < found[0].num_cached_tokens < 320
+    run(llm, [prompt(3, 400), prompt(4, 300)], 3)
+    found = run(llm, [shared + prompt(2, 10)], 30)
+    assert found[0].num_cached_tokens == 0
+    seen = compared(llm)
+    assert seen["overwritten"] and seen["behind a prefix"], seen
+
+
+def test_chunked_prefill(start: Any) -> None:
+    llm = start(max_num_batched_tokens=96)
+    run(llm, [prompt(0, 430), prompt(1, 5), prompt(2, 200), prompt(3, 64)], 12)
+    seen = compared(llm)
+    assert seen["prefills"] > 4 * 6 and not seen["behind a prefix"], seen
+
+
+def test_preemption(start: Any) -> None:
+    llm = start(blocks=12, max_model_len=640, enable_prefix_caching=False)
+    run(llm, [prompt(i, 170) for i in range(4)], 80)
+    seen = compared(llm)
+    assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
+
+
+def test_parallel_sampling(start: Any) -> None:
+    llm = start()
+    (found,) = run(llm, [prompt(0, 150)], 80, n=4, temperature=1.0, seed=1)
+    assert len({tuple(output.token_ids) for output in found.outputs}) == 4
+    seen = compared(llm)
+    assert seen["shared at once"] and seen["behind a prefix"], seen
+
+
+def test_ngram_speculation(start: Any) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = start(speculative_config=drafts)
+    few = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)]
+    run(llm, few, 60)
+    seen = compared(llm)
+    assert seen["taken back"] and seen["prefills"], seen
+
+
+def test_tensor_parallel(start: Any) -> None:
+    llm = start(tensor_parallel_size=2, max_num_batched_tokens=256)
+    shared = prompt(0, 150)
+    run(llm, [shared + prompt(1, 30), prompt(2, 300)], 6)
+    found = run(llm, [shared + prompt(3, 60)], 20)
+    assert found[0].num_cached_tokens == 128
+    seen = compared(llm)
+    assert seen["prefills"] and seen["behind a prefix"], seen
