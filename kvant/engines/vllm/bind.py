@@ -58,6 +58,8 @@ def check_config(config: Any) -> int:
         raise ValueError(
             f"kvant packs the cache itself: kv_cache_dtype must be auto, got {config.cache_config.cache_dtype}"
         )
+    if config.cache_config.block_size % PAGE_TOKENS:
+        raise ValueError(f"block_size must be a multiple of {PAGE_TOKENS}, got {config.cache_config.block_size}")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvant does not serve {name} > 1: a sequence's windows lie on one rank")

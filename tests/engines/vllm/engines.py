@@ -26,8 +26,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks may share a NUMA node
 
 
-def tiny_model(directory: Path, **other: Any) -> Path:
-    """A Llama of four layers with random weights, large enough for its attention to look at some tokens more than others."""
+def tiny_model(directory: Path, layers: int = 4) -> Path:
+    """A Llama with random weights, large enough for its attention to look at some tokens more than others."""
     import transformers
 
     torch.manual_seed(1)
@@ -35,14 +35,13 @@ def tiny_model(directory: Path, **other: Any) -> Path:
         vocab_size=VOCAB,
         hidden_size=HEADS * DIM,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         head_dim=DIM,
         max_position_embeddings=2048,
         initializer_range=0.08,
         tie_word_embeddings=False,
-        **other,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     return directory

@@ -67,6 +67,16 @@ class Recorder:
             _compare(impl, self.calls[index], seen)
         return seen
 
+    def page_bytes(self) -> list[tuple[int, int]]:
+        """Bytes of a page of every layer, as vLLM gave them and as the layout predicts."""
+        layers = self.model_runner.vllm_config.compilation_config.static_forward_context.values()
+        return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in layers]
+
+    def window_bytes(self) -> int:
+        """Bytes of the full-precision windows of all layers."""
+        groups = {id(impl.layers): impl.layers for impl in self._impls().values()}
+        return sum(overlay.nbytes for group in groups.values() for overlay in group.overlays.values())
+
     def _impls(self) -> dict[int, Any]:
         context = self.model_runner.vllm_config.compilation_config.static_forward_context
         return {i: layer.impl for i, layer in enumerate(context.values())}

@@ -1,0 +1,121 @@
+"""What a user may ask for through additional_config, and how the rest is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.artifact import Artifact
+from kvant.engines.vllm import versions
+from kvant.engines.vllm.options import Options, per_layer, refusal
+from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
+from kvant.rope import ropes_of
+from tests.fitted import made_up_tensors
+
+
+def test_layers_have_the_recipe_of_their_range() -> None:
+    found = Options.of({"kvant": {"recipe": "int4", "layers": {"0-1": "int8", "5": "int2", "3-4": "saw-int4"}}}, 7)
+    assert [recipe.name for recipe in found.layers] == ["int8", "int8", "int4", "saw-int4", "saw-int4", "int2", "int4"]
+    assert [recipe.name for recipe in per_layer(None, {"0": "int8", "1-": "int2:sink=4"}, 3)][1:] == ["int2:sink=4"] * 2
+    assert {recipe.name for recipe in per_layer(None, None, 3)} == {recipes.PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "it needs additional_config"),
+        ({}, "it needs additional_config"),
+        ({"kvant": {"recipe": "int5"}}, "unknown recipe 'int5'; known: "),
+        ({"kvant": {"recipes": "int4"}}, "has recipes; known: recipe, artifact, layers, spare_windows"),
+        ({"kvant": {"layers": {"0-3": "int4"}}}, "layer 4 has no recipe"),
+        ({"kvant": {"layers": {"0-9": "int4"}}}, "'0-9' is no range of the model's layers 0 to 5"),
+        ({"kvant": {"layers": {"0-3": "int4", "3-": "int8"}}}, "layer 3 is named twice"),
+        ({"kvant": {"layers": {"a": "int4"}}}, "expected a range such as 3, 0-1 or 2-, got 'a'"),
+        ({"kvant": {"artifact": "/nowhere"}}, "no such file or directory"),
+        ({"kvant": {"spare_windows": -1}}, "spare_windows must be a number from 0, got -1"),
+    ],
+)
+def test_what_is_wrong_is_named(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.of(given, 6)
+
+
+def test_a_fitted_recipe_needs_its_artifact(tmp_path: Path) -> None:
+    recipe = recipes.get("oscar")
+    with pytest.raises(ValueError, match="recipe oscar is fitted offline"):
+        Options((recipe,)).artifact(recipe, 1, 2, 64)
+    artifact = Artifact(recipe, 2, 64, 1, {0: made_up_tensors(recipe, 2, 64)})
+    artifact.save(tmp_path)
+    options = Options.of({"kvant": {"recipe": "oscar:sink=4", "artifact": str(tmp_path)}}, 1)
+    found = options.artifact(options.layers[0], 1, 2, 64)
+    assert found is not None and found.digest == artifact.digest
+    with pytest.raises(ValueError, match="the artifact was fitted for a model of 1 layers, 2 KV heads of 64; this one has 1, 4"):
+        options.artifact(options.layers[0], 1, 4, 64)
+    assert options.artifact(recipes.get("int4"), 1, 4, 64) is None
+
+
+def test_every_recipe_is_served_or_refused_with_its_reason() -> None:
+    served = {name for name in recipes.names() if refusal(recipes.get(name)) is None}
+    wanted = ("int8", "int4", "int3", "int2", "kvant-4", "kvant-2", "oscar", "saw-int4", "quarot-int2", "vecinfer-2")
+    assert served.issuperset(wanted)
+    assert served.issuperset(n for n in recipes.names() if n.startswith(("saw", "quarot", "vecinfer", "million", "turbo")))
+    for name in set(recipes.names()) - served:
+        reason = refusal(recipes.get(name))
+        assert reason is not None and "groups of" in reason, (name, reason)
+    assert "sink tokens do not lie in one block" in str(refusal(recipes.get("int4:sink=65")))
+
+
+def test_versions() -> None:
+    for version in ("0.26.0", "0.32.0", "0.32.1+cpu"):
+        versions.check(version)
+    with pytest.raises(ValueError, match=r"inside vLLM 0.26.x and 0.32.x, this is vLLM 0.33.0"):
+        versions.check("0.33.0")
+
+
+@pytest.mark.parametrize(("total", "world"), [(8, 1), (8, 2), (6, 3), (2, 4), (1, 2)])
+def test_ranks_have_their_heads(total: int, world: int) -> None:
+    found = [own_heads(total, world, rank) for rank in range(world)]
+    assert sorted({head for heads in found for head in heads}) == list(range(total))
+    assert len({len(heads) for heads in found}) == 1
+    with pytest.raises(ValueError, match="cannot"):
+        own_heads(3, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["oscar", "oscar:per_head=true", "kvant-2", "vecinfer-2", "saw-int4-kmeans", "kvant-4"])
+def test_a_rank_codes_its_heads_as_the_whole_does(name: str) -> None:
+    """The pages of a rank's heads, from its part of the artifact, are those heads' pages of the whole model."""
+    from kvant.layout import Layout
+    from kvant.ops import LayerStore, PagedBatch
+    from kvant.ops.reference import append
+    from kvant.rope import Rope
+
+    recipe, total, dim, tokens = recipes.get(name), 4, 64, 70
+    tensors = made_up_tensors(recipe, total, dim)
+    rope = Rope(torch.rand(dim // 2)) if recipe.wants_rope else None
+    at = torch.arange(tokens)
+    column = torch.tensor([0])
+    batch = PagedBatch(torch.tensor([[1, 0]]), column + tokens, (1 - at // 64) * 64 + at % 64, torch.tensor([0, tokens]), column, column, {"key": column, "value": column})
+    k, v = torch.randn(2, tokens, total, dim)
+    stores = []
+    for heads in (range(total), range(2, 4)):
+        store = LayerStore.allocate(Layout.of(recipe, len(heads), dim, 64), 2, 1, tensors=own_tensors(tensors, total, heads), rope=rope)
+        append(store, k[:, list(heads)], v[:, list(heads)], batch)
+        stores.append(store)
+    for stream in ("key", "value"):
+        whole, part = (store.layout.unpack(stream, store.pages) for store in stores)
+        slots = batch.slots
+        for field, found in part.items():
+            assert torch.equal(found[slots], whole[field][slots][:, 2:4]), (stream, field)
+
+
+def test_ropes_come_from_the_config() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, vocab_size=50, intermediate_size=16)
+    model = transformers.LlamaForCausalLM(config)
+    for mine, theirs in zip(ropes_from(config, 2), ropes_of(model, 2), strict=True):
+        torch.testing.assert_close(mine.inv_freq, theirs.inv_freq)

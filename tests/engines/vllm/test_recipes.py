@@ -1,0 +1,73 @@
+"""Every recipe that is coded token by token, each behind a layer of one vLLM engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.artifact import Artifact
+from kvant.engines.vllm.options import refusal
+from tests.engines.vllm.engines import DIM, KV_HEADS, close, engine, needs_vllm, prompt, run, tiny_model
+from tests.fitted import made_up_tensors
+
+pytestmark = needs_vllm
+SERVED = [name for name in recipes.names() if refusal(recipes.get(name)) is None]
+
+
+def test_all_recipes(tmp_path: Path) -> None:
+    """Pages and attention of every recipe are those of a plain run, and its page is as large as its layout says."""
+    model = tiny_model(tmp_path / "model", layers=len(SERVED))
+    artifacts = []
+    for place, name in enumerate(SERVED):
+        recipe = recipes.get(name)
+        if recipe.calibrated:
+            torch.manual_seed(place)
+            tensors = {place: made_up_tensors(recipe, KV_HEADS, DIM)}
+            Artifact(recipe, KV_HEADS, DIM, len(SERVED), tensors).save(tmp_path / name)
+            artifacts.append(str(tmp_path / name))
+    chosen = {"layers": {str(place): name for place, name in enumerate(SERVED)}, "artifact": artifacts}
+    llm = engine(model, chosen, max_num_batched_tokens=256)
+    try:
+        assert llm.collective_rpc("record") == [len(SERVED)]
+        run(llm, [prompt(0, 400), prompt(1, 65)], 4)
+        (seen,) = llm.collective_rpc("compare")
+        assert seen["decodes"] >= 6 * len(SERVED) and seen["prefills"] and not seen["short of sinks"], seen
+        (pages,) = llm.collective_rpc("page_bytes")
+        for name, (mine, predicted) in zip(SERVED, pages, strict=True):
+            assert mine == predicted, name
+    finally:
+        close(llm)
+
+
+@pytest.mark.parametrize(
+    ("kvant", "options", "message"),
+    [
+        ({"recipe": "kivi-k2v2"}, {}, "recipe kivi-k2v2 cannot be served inside vLLM: its keys are coded in groups of"),
+        ({"recipe": "oscar"}, {}, "recipe oscar is fitted offline: it needs an artifact"),
+        ({"recipe": "saw-int5"}, {}, "unknown recipe 'saw-int5'"),
+        ({"layers": {"0-7": "int4"}}, {}, "'0-7' is no range of the model's layers 0 to 3"),
+        ({"recipe": "int4"}, {"block_size": 32}, "block_size must be a multiple of 64, got 32"),
+        (
+            {"recipe": "int4"},
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 65, "prompt_lookup_max": 2}},
+            "num_speculative_tokens must be at most 64, got 65",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_start(
+    kvant: dict[str, Any], options: dict[str, Any], message: str, small: Path
+) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with pytest.raises(ValueError, match=message):
+        engine(small, kvant, **options)
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
