@@ -26,7 +26,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args, rest = parser().parse_known_args(argv)
+    if rest and not hasattr(args, "passes_on"):
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest  # for a command that hands them on
     from kvant.cache import PoolFull
 
     try:

