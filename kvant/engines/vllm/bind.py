@@ -100,7 +100,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
         options.check(recipe)
         artifact = chosen.artifact(recipe, count, total, head_dim)
         dtype = str(model.dtype).removeprefix("torch.")
-        layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype)
+        layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype, device=device)
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
         overlays = {name: _overlays(layout, name, len(names), rows + 1, device) for name in recipe.streams}
         stores = []
@@ -110,7 +110,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
             store = LayerStore.allocate(layout, 0, 0, device, tensors, None if ropes is None else ropes[index])
             store.overlays = {stream: overlay[place] for stream, overlay in overlays.items()}
             stores.append(store)
-        ops: dict[Op, Implementation] = {op: choose(op, layout, device) for op in OPS}
+        ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
         group = Layers(layout, names, stores, [_without_windows(s) for s in stores], overlays, ops, drafts)
         _tell(group, artifact, rows, rank)
         out.append(group)

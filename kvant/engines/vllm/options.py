@@ -1,6 +1,7 @@
 """What a user tells kvant through vLLM's additional_config, and what of it cannot be served.
 
-{"kvant": {"recipe": NAME, "artifact": DIR or [DIR, ...], "layers": {"0-1": NAME, "2-": NAME}, "spare_windows": N}}
+{"kvant": {"recipe": NAME, "artifact": DIR or [DIR, ...], "layers": {"0-1": NAME, "2-": NAME}, "spare_windows": N,
+ "implementation": NAME}}
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.recipe import Recipe
 
-KEYS = ("recipe", "artifact", "layers", "spare_windows")
+KEYS = ("recipe", "artifact", "layers", "spare_windows", "implementation")
 PAGE_TOKENS = 64
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A recipe for every layer of the model, the artifacts that they need, and how many windows are kept beyond one for
-    each sequence that vLLM may run: for prefix hits on sequences that are gone."""
+    """A recipe for every layer of the model, and the artifacts that they need.
+
+    spare_windows   how many windows are kept beyond one for each sequence that vLLM may run: for prefix hits on sequences that
+                    are gone.
+    implementation  as in ops.choose: kernels by their name, in place of the best ones.
+    """
 
     layers: tuple[Recipe, ...]
     artifacts: tuple[Artifact, ...] = ()
     spare_windows: int | None = None
+    implementation: str | None = None
 
     @staticmethod
     def of(additional: Any, layers: int) -> Options:
@@ -46,7 +52,7 @@ class Options:
             raise ValueError(f"spare_windows must be a number from 0, got {spare!r}")
         chosen = per_layer(given.get("recipe"), given.get("layers"), layers)
         found = tuple(Artifact.load(path) for path in ([paths] if isinstance(paths, str) else paths))
-        return Options(chosen, found, spare)
+        return Options(chosen, found, spare, given.get("implementation"))
 
     def artifact(self, recipe: Recipe, layers: int, heads: int, head_dim: int) -> Artifact | None:
         """The artifact that a recipe needs: the first given one that fits."""

@@ -2,7 +2,7 @@
 
 An engine is given `worker_extension_cls="tests.engines.vllm.recorder.Recorder"`; its workers then record every call of every
 attention layer (`record`), and replay them (`compare`): what was written to the pages is what a cache of one sequence,
-appended to in one go, holds; and what attention gave is what it gives there.
+appended to in one go by the same kernels, holds; and what attention gave is what it gives there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from kvant.layout import StreamName
 from kvant.ops import LayerStore, PagedBatch
-from kvant.ops.reference import append, decode, prefill
 
 Tensor = torch.Tensor
 TOLERANCE = 1e-4
@@ -120,6 +119,7 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
     # what every slot was last given, in full precision; and the step that gave it
     shadow = {name: torch.full((blocks * size, layout.heads, layout.head_dim), float("nan")) for name in NAMES}
     written = torch.full((blocks * size,), -1)
+    append, decode, prefill = (impl.layers.ops[op].run for op in ("append", "decode", "prefill"))
     options = {"scale": impl.scale, "softcap": impl.softcap}
     sink = layout.recipe.key.window.sink
     previous: dict[tuple[int, ...], int] = {}

@@ -90,7 +90,9 @@ def test_parallel_sampling(start: Any) -> None:
     assert seen["shared at once"] and seen["behind a prefix"], seen
 
 
-def test_ngram_speculation(start: Any) -> None:
+def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     llm = start(speculative_config=drafts)
     few = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)]

@@ -30,7 +30,7 @@ def test_layers_have_the_recipe_of_their_range() -> None:
         (None, "it needs additional_config"),
         ({}, "it needs additional_config"),
         ({"kvant": {"recipe": "int5"}}, "unknown recipe 'int5'; known: "),
-        ({"kvant": {"recipes": "int4"}}, "has recipes; known: recipe, artifact, layers, spare_windows"),
+        ({"kvant": {"recipes": "int4"}}, "has recipes; known: recipe, artifact, layers, spare_windows, implementation"),
         ({"kvant": {"layers": {"0-3": "int4"}}}, "layer 4 has no recipe"),
         ({"kvant": {"layers": {"0-9": "int4"}}}, "'0-9' is no range of the model's layers 0 to 5"),
         ({"kvant": {"layers": {"0-3": "int4", "3-": "int8"}}}, "layer 3 is named twice"),

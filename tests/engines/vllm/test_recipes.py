@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ pytestmark = needs_vllm
 SERVED = [name for name in recipes.names() if refusal(recipes.get(name)) is None]
 
 
-def test_all_recipes(tmp_path: Path) -> None:
-    """Pages and attention of every recipe are those of a plain run, and its page is as large as its layout says."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_all_recipes(plain: bool, tmp_path: Path) -> None:
+    """Pages and attention of every recipe are those of a plain run, by the kernels that serve and by the reference; and its page
+    is as large as its layout says."""
     model = tiny_model(tmp_path / "model", layers=len(SERVED))
     artifacts = []
     for place, name in enumerate(SERVED):
@@ -29,7 +32,9 @@ def test_all_recipes(tmp_path: Path) -> None:
             tensors = {place: made_up_tensors(recipe, KV_HEADS, DIM)}
             Artifact(recipe, KV_HEADS, DIM, len(SERVED), tensors).save(tmp_path / name)
             artifacts.append(str(tmp_path / name))
-    chosen = {"layers": {str(place): name for place, name in enumerate(SERVED)}, "artifact": artifacts}
+    chosen: dict[str, Any] = {"layers": {str(place): name for place, name in enumerate(SERVED)}, "artifact": artifacts}
+    if plain:
+        chosen["implementation"] = "reference"
     llm = engine(model, chosen, max_num_batched_tokens=256)
     try:
         assert llm.collective_rpc("record") == [len(SERVED)]
@@ -51,11 +56,6 @@ def test_all_recipes(tmp_path: Path) -> None:
         ({"recipe": "saw-int5"}, {}, "unknown recipe 'saw-int5'"),
         ({"layers": {"0-7": "int4"}}, {}, "'0-7' is no range of the model's layers 0 to 3"),
         ({"recipe": "int4"}, {"block_size": 32}, "block_size must be a multiple of 64, got 32"),
-        (
-            {"recipe": "int4"},
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 65, "prompt_lookup_max": 2}},
-            "num_speculative_tokens must be at most 64, got 65",
-        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_start(
@@ -71,3 +71,38 @@ def test_what_cannot_be_served_is_refused_at_start(
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("cache_config.cache_dtype", "fp8", "kv_cache_dtype must be auto, got fp8"),
+        ("cache_config.block_size", 96, "block_size must be a multiple of 64, got 96"),
+        ("parallel_config.decode_context_parallel_size", 2, "does not serve decode_context_parallel_size > 1"),
+        ("parallel_config.enable_dbo", True, "does not serve enable_dbo"),
+        ("kv_transfer_config", object(), "does not serve KV connectors"),
+        (
+            "speculative_config",
+            SimpleNamespace(method="eagle", num_speculative_tokens=3),
+            "method must be ngram, got eagle",
+        ),
+        ("speculative_config", SimpleNamespace(method="ngram", num_speculative_tokens=65), "at most 64, got 65"),
+    ],
+)
+def test_configurations_that_are_refused(place: str, value: Any, message: str) -> None:
+    from kvant.engines.vllm.bind import check_config
+
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=128),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, enable_dbo=False),
+        kv_transfer_config=None,
+        speculative_config=None,
+    )
+    assert check_config(config) == 0
+    *path, last = place.split(".")
+    target: Any = config
+    for part in path:
+        target = getattr(target, part)
+    setattr(target, last, value)
+    with pytest.raises(ValueError, match=message):
+        check_config(config)
