@@ -184,12 +184,12 @@ class KvantImpl(AttentionImpl[Step]):
         append(store, k, v, step.batch)
         if step.last is not None:
             append(layers.pages_only[self.place], k, v, step.last)
+        if step.found is not None and step.windows is not None:
+            step.windows.finish_sinks(self.place, step.found)
         if step.prefill is None:
             n = len(step.batch.lengths)
             out[:n] = decode(store, q[:n], step.batch, **options)
             return output
-        if step.found is not None and step.windows is not None:
-            step.windows.finish_sinks(self.place, step.found)
         n = step.decodes
         if step.history:
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)

@@ -76,7 +76,8 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         several = (host.diff() > 1).nonzero()
         count, tokens = m.num_reqs, int(host[-1])
         decodes = count if not len(several) else int(several[0])
-        if self.graphs and decodes == count:  # may be captured in a graph, padding and all
+        captured = self.graphs and decodes == count  # may be, in a graph, padding and all
+        if captured:
             tokens = m.num_actual_tokens
         table = m.block_table_tensor[:count]
         if self.device.type == "cpu":  # kernels on a GPU look at lengths; plain torch looks at every page
@@ -85,7 +86,7 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         lengths = self._stay("lengths", m.seq_lens[:count])
         starts = self._stay("starts", m.query_start_loc[: count + 1])
         slots = self._stay("slots", m.slot_mapping[:tokens])
-        found = self._rows(table, lengths, starts, slots)
+        found = self._rows(table, lengths, starts, slots, not captured)
         nothing = self._zeros(count)
         owners, sinks, since = (nothing,) * 3 if found is None else found[:3]
         batch = PagedBatch(
@@ -131,13 +132,13 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         step.batch = batch._replace(slots=torch.where(mask, -1, batch.slots))
         step.last = batch._replace(slots=torch.where(mask, batch.slots, -1))
 
-    def _rows(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor) -> Found | None:
+    def _rows(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor, late: bool) -> Found | None:
         if not self.layers.windowed:
             return None
         if self.windows is None:
             pages = self.attention[0].kv_cache
             self.windows = Windows(self.layers.layout, pages.shape[0], self.layers.overlays, self.layers.drafts)
-        return self.windows.step(table, lengths, starts, slots)
+        return self.windows.step(table, lengths, starts, slots, late)
 
     def _zeros(self, count: int) -> Tensor:
         if "zeros" not in self._kept:

@@ -77,8 +77,9 @@ class Windows:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (*self.overlays.values(), *self.put_aside.values()))
 
-    def step(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor) -> Found:
-        """Finds the rows of a step's sequences, and brings them to where the step begins. Arguments as in a PagedBatch."""
+    def step(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor, late: bool = True) -> Found:
+        """Finds the rows of a step's sequences, and brings them to where the step begins. Arguments as in a PagedBatch.
+        `late`: `finish_sinks` will be called; otherwise sinks that are written in this very step are copied in the next."""
         size, sink = self.layout.page_tokens, self.sink
         counts = starts.diff()
         before = lengths - counts
@@ -114,10 +115,11 @@ class Windows:
             now = known & (ready > held)
             self._copy(*self._chosen(now, giver, owners), sink)
             held = torch.where(self._taken(now), ready, held)
-            soon = torch.minimum(held_after[giver], before).clamp_max(sink)
-            late = known & (soon > held)
-            source, target = self._chosen(late, giver, owners)
-            held = torch.where(self._taken(late), soon, held)
+            if late:
+                soon = torch.minimum(held_after[giver], before).clamp_max(sink)
+                then = known & (soon > held)
+                source, target = self._chosen(then, giver, owners)
+                held = torch.where(self._taken(then), soon, held)
             whole = real & (held == wanted)
             after = torch.where(whole, lengths.clamp_max(sink), held)
         token = torch.arange(len(slots), device=self.device)

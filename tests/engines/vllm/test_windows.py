@@ -4,12 +4,13 @@ prefixes (of blocks that are written in the same step, too), cuts prompts into c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import pytest
 import torch
 
-from kvant.engines.vllm.windows import Windows
+from kvant.engines.vllm.windows import Found, Windows
 from kvant.layout import Layout, StreamName
 from kvant.ops import LayerStore, PagedBatch
 from kvant.ops.reference import append, overlay_index
@@ -26,6 +27,7 @@ def recipe(sink: int, recent: int) -> Recipe:
     return dataclasses.replace(int4, key=stream, value=stream)
 
 
+@functools.cache
 def vector(token: int, position: int) -> torch.Tensor:
     """A token's key: a bfloat16 number of its own."""
     return torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(token * 7919 + position)).bfloat16().float()
@@ -90,7 +92,7 @@ class Scheduler:
 
 
 def run(
-    seed: int, sink: int, recent: int, drafts: int, rows: int, blocks: int, most: int, steps: int = 120
+    seed: int, sink: int, recent: int, drafts: int, rows: int, blocks: int, most: int, at_once: bool = True
 ) -> dict[str, int]:
     draw = random.Random(seed)
     layout = Layout.of(recipe(sink, recent), HEADS, DIM, PAGE, dtype="bfloat16")
@@ -104,7 +106,7 @@ def run(
     running: list[Request] = []
     waiting: list[Request] = []
     seen = {"checked": 0, "sinks": 0, "sinks missing": 0, "recent": 0, "recent lost": 0, "hits": 0, "preempted": 0}
-    for _ in range(steps):
+    for _ in range(90):
         while len(running) + len(waiting) < most and draw.random() < 0.6:
             tail = [draw.randrange(1000) for _ in range(draw.randrange(1, 90))]
             waiting.append(Request(draw.choice(prefixes) + tail))
@@ -116,16 +118,16 @@ def run(
         if running and draw.random() < 0.15:  # finished
             scheduler.drop(running.pop(draw.randrange(len(running))))
         while waiting and len(running) < most:
-            request = waiting.pop(0)
-            scheduler.begin(request)
-            seen["hits"] += bool(request.hit)
-            running.append(request)
+            running.append(waiting.pop(0))
         batch: list[tuple[Request, int, int]] = []
-        budget = 150
+        budget = 500
         draw.shuffle(running)
         for request in list(running):
             if draw.random() < 0.1 or budget <= 0:  # not in this step
                 continue
+            if not request.table:  # may share what others of this step are to write
+                scheduler.begin(request)
+                seen["hits"] += bool(request.hit)
             if request.drafts:  # some drafts are taken back; other tokens come instead
                 back = draw.randrange(request.drafts + 1)
                 request.done -= back
@@ -156,22 +158,23 @@ def run(
         slots = torch.tensor(
             [r.table[p // PAGE] * PAGE + p % PAGE for r, before, count in batch for p in range(before, before + count)]
         )
-        found = windows.step(table, lengths, starts, slots)
+        found = windows.step(table, lengths, starts, slots, at_once)
         assert len(set(found.owners.tolist())) == len(batch), "two sequences have one row"
         assert int(found.owners.max()) < rows
         x = torch.stack([vector(r.tokens[p], p) for r, before, count in batch for p in range(before, before + count)])
-        history = [_read(store, found, b, before, recent, sink) for b, (_, before, _) in enumerate(batch)]
+        history = [_read(store, found, b, before) for b, (_, before, _) in enumerate(batch)]
         exact: dict[StreamName, torch.Tensor] = dict.fromkeys(names, found.since)
         append(store, x, -x, PagedBatch(table, lengths, slots, starts, found.owners, found.sinks, exact))
         windows.finish_sinks(0, found)
         for b, (request, before, count) in enumerate(batch):
-            after = _read(store, found, b, before + count, recent, sink)
+            after = _read(store, found, b, before + count)
             late = sink if int(found.owners[b]) in found.target.tolist() else 0  # copied only after the append
-            for n, held in ((before, {p: v for p, v in history[b].items() if p >= late}), (before + count, after)):
-                for p, rows_of in held.items():
-                    wanted = vector(request.tokens[p], p)
-                    assert torch.equal(rows_of[0], wanted) and torch.equal(rows_of[1], -wanted), (n, p)
-                    seen["checked"] += 1
+            for n, (positions, held) in ((before, history[b]), (before + count, after)):
+                there = [i for i, p in enumerate(positions) if n > before or p >= late]
+                if there:
+                    wanted = torch.stack([vector(request.tokens[positions[i]], positions[i]) for i in there])
+                    assert torch.equal(held[0][there], wanted) and torch.equal(held[1][there], -wanted), (n, before)
+                    seen["checked"] += len(there)
             seen["sinks"] += int(found.sinks[b]) == min(sink, before + count)
             seen["sinks missing"] += int(found.sinks[b]) < min(sink, before + count)
             seen["recent"] += int(found.since[b]) <= request.hit
@@ -179,19 +182,16 @@ def run(
     return seen
 
 
-def _read(
-    store: LayerStore, found: object, b: int, n: int, recent: int, sink: int
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """What the windows of a sequence hold at length n, by position: as the operations would read it."""
-    owner, sinks, since = int(found.owners[b]), int(found.sinks[b]), int(found.since[b])  # type: ignore[attr-defined]
+def _read(store: LayerStore, found: Found, b: int, n: int) -> tuple[list[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Which positions of a sequence its windows hold at length n, and what: as the operations would read it."""
+    owner, sinks, since = int(found.owners[b]), int(found.sinks[b]), int(found.since[b])
     window = store.layout.recipe.key.window
-    positions = [p for p in range(n) if p < min(sinks, n) or (p >= max(sink, since, n - recent))]
+    positions = [p for p in range(n) if p < min(sinks, n) or p >= max(window.sink, since, n - window.recent)]
     index = overlay_index(window, torch.tensor(positions, dtype=torch.int64))
-    rows = (store.overlays["key"][owner][index].float(), store.overlays["value"][owner][index].float())
-    return {p: (rows[0][i].clone(), rows[1][i].clone()) for i, p in enumerate(positions)}
+    return positions, (store.overlays["key"][owner][index].float(), store.overlays["value"][owner][index].float())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("sink", "recent", "drafts"), [(4, 24, 0), (4, 24, 3), (64, 100, 0), (1, 0, 0), (0, 17, 5)])
 def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: int) -> None:
     """With rows to spare, no window is lost, and every sink is there."""
@@ -201,7 +201,12 @@ def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: in
     assert not seen["sinks missing"], seen
 
 
-@pytest.mark.parametrize("seed", range(6))
+def test_sinks_of_the_same_step_may_wait_for_the_next() -> None:
+    seen = run(1, 64, 16, 0, rows=64, blocks=60, most=12, at_once=False)
+    assert seen["sinks missing"] and seen["sinks"] > 10 * seen["sinks missing"] and not seen["recent lost"], seen
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_few_rows(seed: int) -> None:
     """With hardly more rows than sequences, windows may be lost, but none is ever another's."""
     seen = run(seed, 4, 24, 3, rows=6, blocks=24, most=5)
