@@ -144,5 +144,5 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     call.key.window, call.value.window = store.overlays["key"].data_ptr(), store.overlays["value"].data_ptr()
     call.table, call.table_width = batch.block_table.data_ptr(), batch.block_table.shape[1]
     call.key.exact, call.value.exact = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
-    scratch = torch.empty(torch.get_num_threads() * made.scratch)
+    scratch = library.workspace(torch.get_num_threads() * made.scratch)
     library.run("append", call, len(key) * store.layout.heads, scratch, made.scratch)

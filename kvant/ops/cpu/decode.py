@@ -136,16 +136,17 @@ def decode_with_lse(
     call.lengths, call.owners, call.sinks = batch.lengths.data_ptr(), batch.owners.data_ptr(), batch.sinks.data_ptr()
     call.key.exact, call.value.exact = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
     call.key.window, call.value.window = store.overlays["key"].data_ptr(), store.overlays["value"].data_ptr()
-    call.prepared_stride = -(-(dim + 16 + 2 * structures.MAX_SPANS + dim // 2) // 16) * 16
+    call.prepared_stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows, codec = sequences * query_heads, store.key.spec.codec
     tables = 0  # products of queries with centroids, of several queries side by side
     if isinstance(codec, ProductVQ):
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.spaces(dim) * codec.centroids
-    work = torch.empty(rows * call.blocks * call.prepared_stride + tables + rows * call.splits * (dim + 2))
+    each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
+    threads = torch.get_num_threads()
+    lasting = rows * call.blocks * call.prepared_stride + tables + rows * call.splits * (dim + 2)
+    work = library.workspace(lasting + threads * each)
     call.prepared = work.data_ptr()
     call.tables = call.prepared + 4 * rows * call.blocks * call.prepared_stride
     call.partial = call.tables + 4 * tables
-    each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
-    scratch = torch.empty(torch.get_num_threads() * each)
-    library.run("decode", call, 0, scratch, each)
+    library.run("decode", call, 0, work[lasting:], each)
     return out, lse

@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 from types import ModuleType
 
 import torch
@@ -66,6 +67,23 @@ def parallel() -> int:
             if entry is not None:
                 return ctypes.cast(entry, ctypes.c_void_p).value or 0
     return 0
+
+
+class _Workspace(threading.local):
+    """Memory that calls of one thread use again: fresh pages cost more than a short attention."""
+
+    floats = torch.empty(0)
+
+
+_WORKSPACE = _Workspace()
+
+
+def workspace(floats: int) -> torch.Tensor:
+    """At least so many floats, with anything in them; until the next call of this thread."""
+    if len(_WORKSPACE.floats) < floats:
+        with torch.inference_mode(False):
+            _WORKSPACE.floats = torch.empty(floats + floats // 4)
+    return _WORKSPACE.floats
 
 
 def run(name: str, call: ctypes.Structure, tasks: int, scratch: torch.Tensor | None, stride: int) -> None:

@@ -29,9 +29,9 @@ typedef struct {
 
 INLINE Pack pack_at(const Decode *call, int64_t index) {
   const float *p = call->prepared + index * call->prepared_stride;
-  const int dim = call->dim;
-  const int8_t *limbs = (const int8_t *)(p + dim + 16 + 2 * MAX_SPANS);
-  return (Pack){p, limbs, limbs + dim, p + dim + 16, p + dim + 16 + MAX_SPANS, p + dim};
+  const int dim = call->dim, spans = call->key.spans;
+  const int8_t *limbs = (const int8_t *)(p + dim + 2 + 2 * spans);
+  return (Pack){p, limbs, limbs + dim, p + dim + 2, p + dim + 2 + spans, p + dim};
 }
 
 /* Numbers as two limbs: x ~ scale * (128 high + low). Returns the scale. `sum` is of the numbers as the limbs hold them, so that
@@ -180,8 +180,8 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
       flagged = product(vector, s->mean + (int64_t)head * dim, dim);
     p[dim] = lost;
     p[dim + 1] = flagged;
-    float *scale = p + dim + 16, *sum = scale + MAX_SPANS;
-    int8_t *high = (int8_t *)(sum + MAX_SPANS), *low = high + dim;
+    float *scale = p + dim + 2, *sum = scale + s->spans;
+    int8_t *high = (int8_t *)(sum + s->spans), *low = high + dim;
     for (int i = 0; i < s->spans; i++) {
       const int first = s->span[i].first, count = s->span[i].end - first;
       scale[i] = to_limbs(vector + first, count, high + first, low + first, &sum[i]);
@@ -420,6 +420,35 @@ INLINE void column(const int QUERIES, const int VECTORS, const Section *section,
     }
 }
 
+/* The same for one vector of channels in each of two planes of the same bytes. */
+INLINE void two_planes(const int QUERIES, const Section *section, int bytes, const uint8_t *base, int shift, int quad, int quads,
+                       const Weights *const *w, float *const *out, int dim) {
+  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << section->bits) - 1));
+  vi high[2][CHUNK], low[2][CHUNK];
+  for (int k = 0; k < 2; k++)
+    for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
+  for (int i = quad; i < quads; i++) {
+    const vu packed = load_bytes(base + (int64_t)i * 4 * bytes) >> (uint32_t)shift;
+    const vu codes[2] = {packed & mask, packed >> (uint32_t)section->bits & mask};
+    for (int k = 0; k < 2; k++)
+      for (int g = 0; g < QUERIES; g++) {
+        high[k][g] = dot4(high[k][g], codes[k], word(w[k]->high[g] + 4 * i), 0);
+        low[k][g] = dot4(low[k][g], codes[k], word(w[k]->low[g] + 4 * i), 0);
+      }
+  }
+  for (int k = 0; k < 2; k++)
+    for (int g = 0; g < QUERIES; g++) {
+      const vf unit = splat(section->alpha * w[k]->scale[g]), sum = floats((high[k][g] << 7) + low[k][g]);
+      store_floats(out[k] + g * dim, fused(unit, sum, load_floats(out[k] + g * dim)));
+    }
+}
+
+/* The span that a channel is in, looked for from the last one found. */
+INLINE int span_of(const Stream *s, int channel, int i) {
+  while (s->span[i].end <= channel || s->span[i].first > channel) i = (i + 1) % s->spans;
+  return i;
+}
+
 INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int quad, int quads, const Weights *w, float *out,
                     int dim) {
   const int most = LANE_COUNT == 8 && QUERIES > 2 ? 1 : 2;
@@ -428,9 +457,20 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int 
     const int bytes = section->width * section->bits / 8;
     const uint8_t *base = run + section->offset;
     int start = section->first, i = 0;
-    for (int shift = 0; shift < 8; shift += section->bits, start += bytes)
+    for (int shift = 0; shift < 8; shift += section->bits, start += bytes) {
+      if (bytes == LANE_COUNT && most == 2 && section->bits < 8) { /* one vector a plane: two planes at once */
+        i = span_of(s, start, i);
+        const int k = span_of(s, start + bytes, i);
+        if (s->span[i].end >= start + bytes && s->span[k].end >= start + 2 * bytes) {
+          const Weights *own[2] = {&w[s->span[i].meta], &w[s->span[k].meta]};
+          float *to[2] = {out + start, out + start + bytes};
+          two_planes(QUERIES, section, bytes, base, shift, quad, quads, own, to, dim);
+          shift += section->bits, start += bytes;
+          continue;
+        }
+      }
       for (int c = start; c < start + bytes;) {
-        while (s->span[i].end <= c || s->span[i].first > c) i = (i + 1) % s->spans;
+        i = span_of(s, c, i);
         const int end = s->span[i].end < start + bytes ? s->span[i].end : start + bytes;
         const Weights *own = &w[s->span[i].meta];
         const uint8_t *p = base + (c - start) * 4;
@@ -445,6 +485,7 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int 
           c = end;
         }
       }
+    }
   }
 }
 
@@ -639,6 +680,11 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
         if ((page + 1) * size + call->origin < to) to = (page + 1) * size + call->origin;
         const int from = (int)(place - page * size), last = (int)(to - call->origin - page * size);
         const uint8_t *run = call->pages + (call->table[b * call->table_width + page] * call->heads + head) * call->run_bytes;
+        if (!chunk && to < end && to < recent) { /* the next page, keys and values, while this one is summed */
+          const uint8_t *next = call->pages + (call->table[b * call->table_width + (to - call->origin) / size] * call->heads + head) * call->run_bytes;
+          if (next != run)
+            for (int64_t at_byte = 0; at_byte < call->run_bytes; at_byte += 64) __builtin_prefetch(next + at_byte);
+        }
         float own[CHUNK * 128] __attribute__((aligned(64)));
         page_scores(call, queries, run, b * call->heads + head, chunk, from, last, pack, own, 128);
         for (int g = 0; g < queries; g++) memcpy(at + g * stride, own + g * 128 + from, sizeof(float) * (size_t)(last - from));
