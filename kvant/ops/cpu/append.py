@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from kvant.codecs.affine import Affine
 from kvant.codecs.banded import Banded
+from kvant.codecs.lloyd_max import LloydMax
 from kvant.codecs.product_vq import ProductVQ
+from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, plan, structures
 from kvant.ops.cpu.plan import stream_of, turns
@@ -63,7 +66,8 @@ def prepared(store: LayerStore) -> Prepared:
         call.key_space.half = len(store.key.rope.inv_freq)
     codecs = [stream.codec for stream in layout.recipe.streams.values()]
     found.scratch = max(
-        codec.centroids if isinstance(codec, ProductVQ) else codec.group_tokens * layout.head_dim for codec in codecs
+        codec.centroids if isinstance(codec, ProductVQ | ResidualKMeans) else codec.group_tokens * layout.head_dim
+        for codec in codecs
     )
     store.prepared["cpu.append"] = found
     return found
@@ -106,9 +110,19 @@ def _space(store: LayerStore, name: StreamName) -> tuple[structures.Space, list[
                 setattr(out, field, keep(tensor.float()))
     elif isinstance(spec, ProductVQ):
         books = codec.codebooks.double()  # type: ignore[attr-defined]
-        columns = torch.cat((books, books.square().sum(-1, keepdim=True) / -2), -1).mT
-        out.columns, out.quick = keep(columns), keep(columns.float())
+        _search(out, books, keep)
+    elif isinstance(spec, ResidualKMeans):
+        _search(out, codec.book.double(), keep)  # type: ignore[attr-defined]
+    elif isinstance(spec, LloydMax):
+        levels = spec.levels(layout.head_dim, torch.device("cpu"))
+        out.edges = keep((levels[1:] + levels[:-1]) / 2)
     return out, kept
+
+
+def _search(space: structures.Space, books: Tensor, keep: Callable[[Tensor], int]) -> None:
+    """What a search for the nearest centroid reads: channels, then minus half of the squares, [..., length + 1, count]."""
+    columns = torch.cat((books, books.square().sum(-1, keepdim=True) / -2), -1).mT
+    space.columns, space.quick = keep(columns), keep(columns.float())
 
 
 @register("append", "cpu", refuse, rank=10)

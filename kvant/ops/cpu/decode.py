@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from kvant.codecs.product_vq import ProductVQ
+from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.ops.cpu import library, structures
 from kvant.ops.cpu.plan import refuse, stream_of, turns
 from kvant.ops.cpu.structures import TYPES
@@ -139,7 +140,9 @@ def decode_with_lse(
     call.prepared_stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows, codec = sequences * query_heads, store.key.spec.codec
     tables = 0  # products of queries with centroids, of several queries side by side
-    if isinstance(codec, ProductVQ):
+    if isinstance(codec, ResidualKMeans):
+        tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.centroids
+    elif isinstance(codec, ProductVQ):
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.spaces(dim) * codec.centroids
     each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
     threads = torch.get_num_threads()

@@ -8,11 +8,23 @@ from kvant.codecs.affine import Affine
 from kvant.codecs.banded import STEPS, Banded
 from kvant.codecs.boosted import Boosted
 from kvant.codecs.channel import Channel
+from kvant.codecs.lloyd_max import LloydMax
 from kvant.codecs.product_vq import ProductVQ
 from kvant.codecs.raw import Raw
+from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, structures
-from kvant.ops.cpu.structures import BOOSTED, CENTROIDS, CHANNEL, PLAIN, SCALE_ALONE, SCALE_MIN, SCALE_ZERO, TYPES
+from kvant.ops.cpu.structures import (
+    BOOSTED,
+    CENTROIDS,
+    CHANNEL,
+    LEVELS,
+    PLAIN,
+    SCALE_ALONE,
+    SCALE_MIN,
+    SCALE_ZERO,
+    TYPES,
+)
 from kvant.ops.types import LayerStore
 
 Tensor = torch.Tensor
@@ -42,10 +54,12 @@ def refuse_layout(layout: Layout) -> str | None:
         if isinstance(codec, Banded):
             if codec.levels != "uniform":
                 return f"it sums codes of uniform levels, and the {name}s have {codec.levels} levels"
-        elif isinstance(codec, Affine):
-            if codec.groups(layout.head_dim) > structures.MAX_SPANS or (codec.group and codec.group % 4):
+        elif isinstance(codec, Affine | ResidualKMeans):
+            if layout.head_dim // (codec.group or layout.head_dim) > structures.MAX_SPANS or (
+                codec.group and codec.group % 4
+            ):
                 return f"it takes groups of a multiple of 4 channels, at most {structures.MAX_SPANS}, got {codec.group}"
-        elif not isinstance(codec, Channel | Boosted):
+        elif not isinstance(codec, Channel | Boosted | LloydMax | ResidualKMeans):
             return f"it does not know the codec of the {name}s, {type(codec).__name__}"
     return None
 
@@ -78,7 +92,11 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         elif section.names == ("high",):
             out.high_offset = section.offset
         elif section.names == ("index",):
-            out.index_offset = section.offset
+            if section.shift:
+                out.high_offset = section.offset
+            else:
+                out.index_offset = section.offset
+            out.index_bits = section.shift + section.bits
     out.metas = out.spans = 1
     out.span[0] = structures.Span(0, layout.head_dim, 0, 0, 1.0, 0.0)
     if isinstance(codec, Banded):
@@ -94,12 +112,18 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         if mean is not None:
             kept.append(mean.float().contiguous())
             out.mean = kept[-1].data_ptr()
-    elif isinstance(codec, Affine):
+    elif isinstance(codec, Affine | ResidualKMeans):
         out.kind = SCALE_MIN if codec.zero == "float" else SCALE_ZERO
-        out.metas = out.spans = codec.groups(layout.head_dim)
+        out.metas = out.spans = (codec if isinstance(codec, Affine) else codec.residual).groups(layout.head_dim)
         size = layout.head_dim // out.spans
         for i in range(out.spans):
             out.span[i] = structures.Span(i * size, (i + 1) * size, i, codec.bits, 1.0, 0.0)
+        if isinstance(codec, ResidualKMeans):
+            kept.append(store.stream(name).codec.book.float().contiguous())  # type: ignore[attr-defined]
+            out.books, out.books_heads, out.centers = kept[-1].data_ptr(), len(kept[-1]), codec.centroids
+    elif isinstance(codec, LloydMax):
+        kept.append(codec.levels(layout.head_dim, torch.device("cpu")))
+        out.kind, out.levels, out.span[0].bits = LEVELS, kept[-1].data_ptr(), codec.bits
     elif isinstance(codec, Channel):
         out.kind, out.span[0].bits = CHANNEL, codec.bits
     elif isinstance(codec, Boosted):

@@ -7,7 +7,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 
 MAX_SECTIONS, MAX_SPANS = 8, 64
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
-SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN = range(7)
+SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN, LEVELS = range(8)
 
 
 def _all(kind: type, names: str) -> list[tuple[str, type]]:
@@ -26,9 +26,9 @@ class Stream(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "kind sections spans metas names meta_type"),
         *_all(c_int32, "sink ring flush recent rows group_tokens"),
-        *_all(c_int32, "extra books_heads books_spaces book_bits"),
+        *_all(c_int32, "extra books_heads books_spaces book_bits centers index_bits"),
         *_all(c_int64, "meta_offset high_offset index_offset"),
-        *_all(c_void_p, "mean books window exact"),
+        *_all(c_void_p, "mean books levels window exact"),
         ("section", Section * MAX_SECTIONS),
         ("span", Span * MAX_SPANS),
     ]
@@ -51,7 +51,7 @@ class Decode(ctypes.Structure):
 
 class Space(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "mean signs matrix offset cosine sine weights taken columns quick"),
+        *_all(c_void_p, "mean signs matrix offset cosine sine weights taken edges columns quick"),
         ("clip_share", c_float),
         *_all(c_int32, "order matrix_heads offset_heads half block first"),
         *_all(c_int32, "clip_rank search unbiased"),

@@ -235,6 +235,25 @@ static void encode_banded(const Stream *s, const Space *space, int keys, uint8_t
   write_codes(s, keys, run, token, codes);
 }
 
+static void encode_levels(const Stream *s, const Space *space, int keys, uint8_t *run, int page_tokens, int token, int dim,
+                          const float *x) {
+  uint8_t codes[256];
+  double squares = 0.0;
+  for (int c = 0; c < dim; c++) squares += (double)x[c] * (double)x[c];
+  const double length = sqrt(squares), most = largest_of(s->meta_type);
+  const float norm = rounded_one((float)(length < most ? length : most), s->meta_type);
+  const float unit = norm < smallest_of(s->meta_type) ? smallest_of(s->meta_type) : norm;
+  const int edges = (1 << s->span[0].bits) - 1;
+  for (int c = 0; c < dim; c++) {
+    const float number = x[c] / unit;
+    int code = 0;
+    for (int i = 0; i < edges; i++) code += space->edges[i] < number;
+    codes[c] = (uint8_t)code;
+  }
+  write_meta(s, run, page_tokens, 0, 0, token, norm);
+  write_codes(s, keys, run, token, codes);
+}
+
 /* The centroid with the largest x.c - |c|^2 / 2, the first of equals. Single precision finds those that may be it, double
  * precision decides. */
 static int nearest(const float *quick, const double *columns, int length, int count, const float *x, float *scores) {
@@ -323,10 +342,23 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
     }
     if (position < call->origin) continue;
     const int place = (int)(slot % size);
+    if (s->centers) {
+      int found = 0;
+      if (s->index_bits) {
+        const int64_t book = (int64_t)(head % s->books_heads) * (dim + 1) * s->centers;
+        found = nearest(space->quick + book, space->columns + book, dim, s->centers, x, scratch);
+        run[s->index_offset + place] = (uint8_t)found;
+        if (s->index_bits > 8) run[s->high_offset + place] = (uint8_t)(found >> 8);
+      }
+      const float *center = center_at(s, head, found, dim);
+      for (int c = 0; c < dim; c++) x[c] -= center[c];
+    }
     if (s->kind == PLAIN)
       for (int c = 0; c < dim; c++) store_one(run + s->section[0].offset, (int64_t)place * dim + c, s->meta_type, x[c]);
     else if (s->kind == CENTROIDS)
       encode_centroids(s, space, run, head, place, dim, x, scratch);
+    else if (s->kind == LEVELS)
+      encode_levels(s, space, !side, run, size, place, dim, x);
     else if (s->kind == SCALE_ALONE)
       encode_banded(s, space, !side, run, size, head, place, dim, x);
     else

@@ -137,9 +137,10 @@ static void times_matrix(int rows, const float *x, const float *matrix, int dim,
   }
 }
 
-/* Products of the queries of a chunk with every centroid, side by side: [spaces, 2^bits, CHUNK]. */
+/* Products of the queries of a chunk with every centroid, side by side: [spaces, 2^bits, CHUNK], or [centers, CHUNK]. */
 INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
-  const int64_t size = (int64_t)(call->dim / call->key.extra) * CHUNK << call->key.book_bits;
+  const Stream *s = &call->key;
+  const int64_t size = CHUNK * (s->centers ? s->centers : (int64_t)(call->dim / s->extra) << s->book_bits);
   return call->tables + (row * ((call->group + CHUNK - 1) / CHUNK) + chunk / CHUNK) * size;
 }
 
@@ -186,8 +187,12 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
       const int first = s->span[i].first, count = s->span[i].end - first;
       scale[i] = to_limbs(vector + first, count, high + first, low + first, &sum[i]);
     }
+    if (s->centers) {
+      float *table = lookup_tables(call, b * call->heads + head, g - lane);
+      for (int j = 0; j < s->centers; j++) table[(int64_t)j * CHUNK + lane] = product(vector, center_at(s, head, j, dim), dim);
+    }
     if (s->kind == CENTROIDS) {
-      const int length = s->extra, spaces = dim / length, lane = g % CHUNK;
+      const int length = s->extra, spaces = dim / length;
       float *table = lookup_tables(call, b * call->heads + head, g - lane);
       for (int space = 0; space < spaces; space++) {
         const float *book = book_of(s, head, space, length);
@@ -354,6 +359,13 @@ static void page_scores(const Decode *call, int queries, const uint8_t *run, int
   const int dim = call->dim;
   if (s->kind <= SCALE_ALONE) {
     code_scores(queries, s, run, call->page_tokens, from, to, pack, scores, stride);
+    if (s->centers) {
+      const float *table = lookup_tables(call, row, chunk);
+      for (int token = from; token < to; token++) {
+        const float *own = table + (int64_t)center_of(s, run, token) * CHUNK;
+        for (int g = 0; g < queries; g++) scores[g * stride + token] += own[g];
+      }
+    }
   } else if (s->kind == CHANNEL || s->kind == BOOSTED) {
     channel_scores(queries, s, run, call->page_tokens, dim, from, to, pack, scores, stride);
   } else if (s->kind == CENTROIDS) {
@@ -605,6 +617,11 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
     }
   }
   code_sums(queries, s, run, first / 4, last / 4, w, out, dim);
+  if (s->centers)
+    for (int token = from; token < to; token++) {
+      const float *center = center_at(s, head, center_of(s, run, token), dim);
+      for (int g = 0; g < queries; g++) add_times(out + g * dim, own[g][token], center, dim);
+    }
 }
 
 /* --- a split of a sequence ---------------------------------------------------------------------------------------- */

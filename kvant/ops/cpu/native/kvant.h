@@ -9,7 +9,7 @@
 #define LANES 16 /* tokens of a tile of keys, see the order "lanes" in layout.py */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
-enum { SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN };
+enum { SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN, LEVELS };
 
 /* Codes of some channels: one plane of a field. A code adds alpha times itself to an element's value over its scale. */
 typedef struct {
@@ -28,10 +28,12 @@ typedef struct {
 typedef struct {
   int32_t kind, sections, spans, metas, names, meta_type;
   int32_t sink, ring, flush, recent, rows, group_tokens; /* rows: full-precision tokens of a sequence */
-  int32_t extra, books_heads, books_spaces, book_bits;   /* boosted channels; whose the codebooks are */
+  int32_t extra, books_heads, books_spaces, book_bits;   /* boosted channels, or channels of a sub-vector; codebooks */
+  int32_t centers, index_bits;                           /* whole vectors that tokens are coded without */
   int64_t meta_offset, high_offset, index_offset;
   const float *mean;    /* what tokens whose scale is negative are short of, [heads, dim], or nothing */
-  const float *books;   /* centroids, [heads or 1, spaces or 1, 2^bits, length] */
+  const float *books;   /* centroids, [heads or 1, spaces or 1, 2^bits, length]; or centers, [heads or 1, centers, dim] */
+  const float *levels;  /* that codes stand for */
   void *window;         /* [owners, rows, heads, dim] */
   const int64_t *exact; /* [sequences] */
   Section section[MAX_SECTIONS];
@@ -63,6 +65,7 @@ typedef struct {
   const float *cosine, *sine;
   const float *weights;  /* of an error in a channel, [heads, dim] */
   const float *taken;    /* a mean that a token may be coded without, [heads, dim] */
+  const float *edges;    /* between levels */
   const double *columns; /* codebooks channel after channel, then minus half of the centroids' squares: [.., length + 1, 2^bits] */
   const float *quick;    /* the same in single precision */
   float clip_share;      /* how far between the two magnitudes that the quantile lies between */

@@ -63,6 +63,16 @@ INLINE const float *book_of(const Stream *s, int head, int space, int length) {
   return s->books + (book * length << s->book_bits);
 }
 
+/* The center that a token was coded without. */
+INLINE int center_of(const Stream *s, const uint8_t *run, int token) {
+  if (!s->index_bits) return 0;
+  const int found = run[s->index_offset + token] | (s->index_bits > 8 ? run[s->high_offset + token] << 8 : 0);
+  return found < s->centers ? found : s->centers - 1; /* of a token that was never written, any byte */
+}
+INLINE const float *center_at(const Stream *s, int head, int center, int dim) {
+  return s->books + ((int64_t)(head % s->books_heads) * s->centers + center) * dim;
+}
+
 /* One stored token of a page, in the space it is stored in: [dim]. */
 static void token_row(const Stream *s, int keys, const uint8_t *run, int page_tokens, int head, int token, int dim, float *out) {
   if (s->kind == PLAIN) {
@@ -92,6 +102,11 @@ static void token_row(const Stream *s, int keys, const uint8_t *run, int page_to
     }
     return;
   }
+  if (s->kind == LEVELS) {
+    const float norm = meta_one(s, run, page_tokens, 0, 0, token);
+    for (int c = 0; c < dim; c++) out[c] = s->levels[(int)out[c]] * norm;
+    return;
+  }
   for (int i = 0; i < s->spans; i++) {
     const Span *span = &s->span[i];
     float scale = meta_one(s, run, page_tokens, span->meta, 0, token), size = scale < 0 ? -scale : scale;
@@ -101,6 +116,10 @@ static void token_row(const Stream *s, int keys, const uint8_t *run, int page_to
     for (int c = span->first; c < span->end; c++) out[c] = (out[c] + center) * size + more;
     if (s->mean && scale < 0)
       for (int c = span->first; c < span->end; c++) out[c] += s->mean[(int64_t)head * dim + c];
+  }
+  if (s->centers) {
+    const float *center = center_at(s, head, center_of(s, run, token), dim);
+    for (int c = 0; c < dim; c++) out[c] += center[c];
   }
 }
 
