@@ -129,3 +129,14 @@ def processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def tell_reference(model: Any, cache: Any) -> None:
+    """Says so where a cache on a CPU is read by the plain reference, and why; on a GPU the choice itself warns."""
+    from kvant.ops import explain
+
+    if model.device.type == "cpu":
+        name, refusals = explain("decode", cache.layout, model.device)
+        if name == "reference":
+            reasons = "; ".join(f"{k}: {v}" for k, v in refusals.items() if "CUDA" not in v)
+            say(f"{cache.recipe.name} decodes by the plain reference, which is slow ({reasons})")

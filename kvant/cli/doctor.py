@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import platform
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from kvant.cli.common import print_table
+from kvant.cli.common import print_table, processor
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor", help="say what this machine can run", description="Says what this machine can run."
+    )
+    parser.add_argument("--recipe", metavar="R[,R...]", help="say what serves these, and why nothing better does")
+    parser.add_argument(
+        "--head-dim", type=int, default=128, metavar="N", help="of the model to be served (default 128)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -41,14 +48,25 @@ def _vllm() -> str | None:
     return None
 
 
-def examine() -> dict[str, Any]:
-    """Versions, devices, engines, and every implementation of every operation with its refusals per recipe."""
+def compiled() -> dict[str, Any]:
+    """The CPU, and what the compiled operations make of it."""
+    from kvant.ops.cpu import library
+
+    kinds = library.kinds()
+    used = kinds[library.isa()] if kinds else None
+    return {"model": processor(), "missing": library.missing(), "instruction_sets": kinds, "used": used}
+
+
+def examine(names: Sequence[str] | None = None, head_dim: int = 128) -> dict[str, Any]:
+    """Versions, devices, engines, and every implementation of every operation with its refusals per recipe; of recipes that
+    are named, what is taken, too."""
     import torch
 
     from kvant import models, recipes
     from kvant.layout import Layout
-    from kvant.ops import OPS, implementations
+    from kvant.ops import OPS, explain, implementations
 
+    chosen = [recipes.get(name) for name in names or recipes.names()]
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     engines = {
         "transformers": None
@@ -61,20 +79,26 @@ def examine() -> dict[str, Any]:
         for implementation in implementations(op):
             for device in devices:
                 serves, refused = [], {}
-                for name in recipes.names():
-                    reason = implementation.refuse(Layout.of(recipes.get(name), 8, 128), torch.device(device))
+                for recipe in chosen:
+                    layout = Layout.of(recipe, 8, head_dim, device=device)
+                    reason = implementation.refuse(layout, torch.device(device))
                     if reason is None:
-                        serves.append(name)
+                        serves.append(recipe.name)
                     else:
-                        refused[name] = reason
+                        refused[recipe.name] = reason
                 found.append(
                     {"op": op, "name": implementation.name, "device": device, "serves": serves, "refused": refused}
                 )
+    taken = []
+    for recipe, device, op in itertools.product(chosen if names else (), devices, OPS):
+        by, refusals = explain(op, Layout.of(recipe, 8, head_dim, device=device), device)
+        taken.append({"recipe": recipe.name, "device": device, "op": op, "by": by, "refused": refusals})
     smollm2 = models.cache_dir() / "smollm2-135m-instruct"
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
+        "cpu": compiled(),
         "versions": {
             name: _version(name) for name in ("kvant", "torch", "transformers", "vllm", "triton", "safetensors")
         },
@@ -83,23 +107,41 @@ def examine() -> dict[str, Any]:
         "engines": engines,
         "smollm2": str(smollm2) if smollm2.exists() else None,
         "implementations": found,
+        "taken": taken,
     }
 
 
 def run(args: argparse.Namespace) -> int:
-    found = examine()
+    from kvant import recipes
+
+    found = examine(recipes.split(args.recipe) if args.recipe else None, args.head_dim)
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
     print(f"Python {found['python']} on {found['machine']}, {found['threads']} threads; {versions}")
     print(f"devices: {', '.join(found['devices'])}{' (' + found['gpu'] + ')' if found['gpu'] else ' (no CUDA device)'}")
+    cpu = found["cpu"]
+    if cpu["missing"]:
+        print(f"cpu: {cpu['model']}; no compiled operations: {cpu['missing']}")
+    else:
+        others = f" (it could also run {', '.join(k for k in cpu['instruction_sets'] if k != cpu['used'])})"
+        print(f"cpu: {cpu['model']}; compiled operations use {cpu['used']}{others}, {found['threads']} threads")
     for engine, reason in found["engines"].items():
         print(f"engine {engine}: {reason or 'ready'}")
     print(f"smollm2: {found['smollm2'] or 'not fetched yet; any command with --model smollm2 fetches it'}")
     rows = []
+    if found["taken"]:
+        for entry in found["taken"]:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in entry["refused"].items())
+            rows.append([entry["recipe"], entry["device"], entry["op"], entry["by"] or "nothing", reasons or "-"])
+        headings = ("recipe", "device", "operation", "is done by", "because better ones refuse")
+        print_table("", [(heading, "left") for heading in headings], rows, f"head dim {args.head_dim}")
+        return 0
     for entry in found["implementations"]:
-        reasons = sorted(set(entry["refused"].values()))
+        reasons = [reason for reason, _ in Counter(entry["refused"].values()).most_common()]
+        if len(reasons) > 3:
+            reasons[2:] = [f"and {len(reasons) - 2} more reasons"]
         total = len(entry["serves"]) + len(entry["refused"])
         rows.append(
             [

@@ -17,6 +17,7 @@ from kvant.cli.common import (
     progress,
     read_text,
     say,
+    tell_reference,
     write_json,
 )
 
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     for recipe in chosen:
         Layout.of(recipe, shape.heads, shape.head_dim)  # refuses what the model cannot take, before the work starts
     artifacts = artifacts_for(model, tokenizer, chosen, args)
+    for recipe in chosen:
+        tell_reference(model, Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset))
     say(
         f"{len(windows.ids)} windows of {args.context} tokens, {windows.prompt} of them prompt, {windows.tokens} scored"
     )

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from kvant.cli.artifacts import add_artifact_options, artifacts_for
-from kvant.cli.common import add_model_options, load_model, print_table, progress, say
+from kvant.cli.common import add_model_options, load_model, print_table, progress, say, tell_reference
 from kvant.recipes import DEFAULT
 
 
@@ -96,6 +96,7 @@ def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, artifact: Any, arg
     from kvant.recipes import get
 
     cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
+    tell_reference(model, cache)
     clock = _Clock()
     torch.manual_seed(args.seed)
     out = model.generate(
@@ -137,6 +138,7 @@ def chat(model: Any, tokenizer: Any, recipe: Any, artifact: Any, args: argparse.
     from kvant.layout import human_bytes
 
     cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
+    tell_reference(model, cache)
     torch.manual_seed(args.seed)
     said: list[str] = []
     turns: list[dict[str, Any]] = []

@@ -69,3 +69,14 @@ def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None 
             return candidate
         refusals.append(f"{candidate.name}: {reason}")
     raise ValueError(f"nothing can {op} recipe {layout.recipe.name} on {device}: {'; '.join(refusals)}")
+
+
+def explain(op: Op, layout: Layout, device: torch.device | str) -> tuple[str | None, dict[str, str]]:
+    """The implementation that is taken where none is named, or None; and why each better one, by name, cannot serve."""
+    refusals = {}
+    for candidate in implementations(op):
+        reason = candidate.refuse(layout, torch.device(device))
+        if reason is None:
+            return candidate.name, refusals
+        refusals[candidate.name] = reason
+    return None, refusals
