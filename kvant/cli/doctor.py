@@ -139,9 +139,9 @@ def run(args: argparse.Namespace) -> int:
         print_table("", [(heading, "left") for heading in headings], rows, f"head dim {args.head_dim}")
         return 0
     for entry in found["implementations"]:
-        reasons = [reason for reason, _ in Counter(entry["refused"].values()).most_common()]
-        if len(reasons) > 3:
-            reasons[2:] = [f"and {len(reasons) - 2} more reasons"]
+        why = [reason for reason, _ in Counter(entry["refused"].values()).most_common()]
+        if len(why) > 3:
+            why[2:] = [f"and {len(why) - 2} more reasons"]
         total = len(entry["serves"]) + len(entry["refused"])
         rows.append(
             [
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
                 entry["name"],
                 entry["device"],
                 f"{len(entry['serves'])} of {total} recipes",
-                "; ".join(reasons) or "-",
+                "; ".join(why) or "-",
             ]
         )
     columns = [

@@ -85,15 +85,15 @@ def test_doctor_names_every_implementation(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_doctor_says_what_serves_a_recipe_and_why_nothing_better(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "doctor", "--recipe", "int4,turboquant-2", "--head-dim", "64", "--json")
+    _, out, _ = run(capsys, "doctor", "--recipe", "int4,gear", "--head-dim", "64", "--json")
     found = {(e["recipe"], e["op"]): e for e in json.loads(out)["taken"] if e["device"] == "cpu"}
-    assert found.keys() == {(recipe, op) for recipe in ("int4", "turboquant-2") for op in OPS}
+    assert found.keys() == {(recipe, op) for recipe in ("int4", "gear") for op in OPS}
     for (recipe, op), entry in found.items():
         layout = Layout.of(recipes.get(recipe), 8, 64, device="cpu")
         assert entry["by"] == choose(op, layout, "cpu").name
         assert entry["by"] not in entry["refused"]
-    assert "LloydMax" in found["turboquant-2", "decode"]["refused"]["cpu"] or library.missing()
-    code, out, _ = run(capsys, "doctor", "--recipe", "turboquant-2")
+    assert "LowRank" in found["gear", "decode"]["refused"]["cpu"] or library.missing()
+    code, out, _ = run(capsys, "doctor", "--recipe", "gear")
     assert code == 0
     assert "is done by" in out
     assert run(capsys, "doctor", "--recipe", "nothing")[0] == 2
@@ -101,8 +101,8 @@ def test_doctor_says_what_serves_a_recipe_and_why_nothing_better(capsys: pytest.
 
 def test_the_plain_reference_on_a_cpu_is_told(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     options = ("--model", tiny, "--prompt", "hello there", "--max-new-tokens", "2", "--recipe")
-    _, _, err = run(capsys, "generate", *options, "turboquant-2")
-    assert "turboquant-2 decodes by the plain reference, which is slow (cpu: it " in err
+    _, _, err = run(capsys, "generate", *options, "gear")
+    assert "gear decodes by the plain reference, which is slow (cpu: it " in err
     _, _, err = run(capsys, "generate", *options, "int4")
     assert ("plain reference" in err) == (library.missing() is not None)
 
