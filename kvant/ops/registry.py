@@ -73,7 +73,7 @@ def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None 
 
 def explain(op: Op, layout: Layout, device: torch.device | str) -> tuple[str | None, dict[str, str]]:
     """The implementation that is taken where none is named, or None; and why each better one, by name, cannot serve."""
-    refusals = {}
+    refusals: dict[str, str] = {}
     for candidate in implementations(op):
         reason = candidate.refuse(layout, torch.device(device))
         if reason is None:
