@@ -47,6 +47,8 @@ def refuse_layout(layout: Layout) -> str | None:
         codec = stream.codec
         if stream.rope != "post" and stream.turned_back < SHORTEST_BLOCK:
             return f"it turns queries for blocks of positions, and the {name}s are stored turned back one by one"
+        if isinstance(codec, ProductVQ) and codec.dim == 2 and layout.head_dim % 4:
+            return f"it takes sub-vectors of 2 channels in pairs, got head dim {layout.head_dim}"
         if isinstance(codec, ProductVQ | Raw):
             continue
         if layout.order != "lanes":
@@ -122,7 +124,8 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
             kept.append(store.stream(name).codec.book.float().contiguous())  # type: ignore[attr-defined]
             out.books, out.books_heads, out.centers = kept[-1].data_ptr(), len(kept[-1]), codec.centroids
     elif isinstance(codec, LloydMax):
-        kept.append(codec.levels(layout.head_dim, torch.device("cpu")))
+        levels = codec.levels(layout.head_dim, torch.device("cpu"))
+        kept.append(torch.nn.functional.pad(levels, (0, 16 - len(levels))))
         out.kind, out.levels, out.span[0].bits = LEVELS, kept[-1].data_ptr(), codec.bits
     elif isinstance(codec, Channel):
         out.kind, out.span[0].bits = CHANNEL, codec.bits

@@ -351,6 +351,39 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *run, int
   }
 }
 
+/* Codes that stand for levels: lanes are tokens, channel after channel. */
+INLINE void level_tiles(const int QUERIES, const Stream *s, const uint8_t *run, int page_tokens, int dim, int from, int to,
+                        const Pack *pack, float *scores, int stride) {
+  for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
+    vf sum[CHUNK];
+    for (int g = 0; g < QUERIES; g++) sum[g] = splat(0.0f);
+    for (int c = 0; c < dim; c++) {
+      vu index = {};
+      for (int j = 0; j < s->sections; j++) {
+        const Section *section = &s->section[j];
+        const int bytes = section->width * section->bits / 8, byte = c % bytes;
+        const vu packed = load_bytes(run + section->offset + key_place(bytes, token, byte / 4 * 4));
+        const uint32_t shift = (uint32_t)(byte % 4 * 8 + c / bytes * section->bits);
+        index |= (packed >> shift & (uint32_t)((1 << section->bits) - 1)) << (uint32_t)section->shift;
+      }
+      const vf level = lookup(s->levels, (vi)index);
+      for (int g = 0; g < QUERIES; g++) sum[g] = fused(splat(pack[g].vector[c]), level, sum[g]);
+    }
+    const vf norm = meta_vector(s, run, page_tokens, 0, 0, token);
+    for (int g = 0; g < QUERIES; g++) store_floats(scores + g * stride + token, sum[g] * norm);
+  }
+}
+
+static void level_scores(int queries, const Stream *s, const uint8_t *run, int page_tokens, int dim, int from, int to, const Pack *pack,
+                         float *scores, int stride) {
+  switch (queries) {
+    case 1: level_tiles(1, s, run, page_tokens, dim, from, to, pack, scores, stride); break;
+    case 2: level_tiles(2, s, run, page_tokens, dim, from, to, pack, scores, stride); break;
+    case 3: level_tiles(3, s, run, page_tokens, dim, from, to, pack, scores, stride); break;
+    default: level_tiles(4, s, run, page_tokens, dim, from, to, pack, scores, stride);
+  }
+}
+
 /* Scores of tokens [from, to) of a page. */
 static void page_scores(const Decode *call, int queries, const uint8_t *run, int64_t row, int chunk, int from, int to,
                         const Pack *pack, float *scores, int stride) {
@@ -368,6 +401,8 @@ static void page_scores(const Decode *call, int queries, const uint8_t *run, int
     }
   } else if (s->kind == CHANNEL || s->kind == BOOSTED) {
     channel_scores(queries, s, run, call->page_tokens, dim, from, to, pack, scores, stride);
+  } else if (s->kind == LEVELS) {
+    level_scores(queries, s, run, call->page_tokens, dim, from, to, pack, scores, stride);
   } else if (s->kind == CENTROIDS) {
     const float *table = lookup_tables(call, row, chunk);
     const int spaces = dim / s->extra;
@@ -515,6 +550,40 @@ typedef struct {
   float scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
 } Sums;
 
+/* Adds codes that stand for levels, of tokens [from, to): lanes are channels, token after token. One section of whole vectors. */
+INLINE void level_columns(const int QUERIES, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const float *weight,
+                          int stride, float *out, int dim) {
+  const Section *section = &s->section[0];
+  const int bytes = section->width * section->bits / 8;
+  float scaled[CHUNK][128];
+  for (int token = from; token < to; token++)
+    for (int g = 0; g < QUERIES; g++)
+      scaled[g][token] = weight[g * stride + token] * meta_one(s, run, page_tokens, 0, 0, token);
+  for (int c = 0; c < dim; c += LANE_COUNT) {
+    const uint8_t *base = run + section->offset + c % bytes * 4;
+    const uint32_t shift = (uint32_t)(c / bytes * section->bits);
+    vf sum[CHUNK];
+    for (int g = 0; g < QUERIES; g++) sum[g] = load_floats(out + g * dim + c);
+    for (int token = from; token < to; token++) {
+      const vu packed = load_bytes(base + (int64_t)(token / 4) * 4 * bytes);
+      const vi index = (vi)(packed >> (shift + (uint32_t)(token % 4 * 8)) & (uint32_t)((1 << section->bits) - 1));
+      const vf level = lookup(s->levels, index);
+      for (int g = 0; g < QUERIES; g++) sum[g] = fused(splat(scaled[g][token]), level, sum[g]);
+    }
+    for (int g = 0; g < QUERIES; g++) store_floats(out + g * dim + c, sum[g]);
+  }
+}
+
+static void level_sums(int queries, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const float *weight, int stride,
+                       float *out, int dim) {
+  switch (queries) {
+    case 1: level_columns(1, s, run, page_tokens, from, to, weight, stride, out, dim); break;
+    case 2: level_columns(2, s, run, page_tokens, from, to, weight, stride, out, dim); break;
+    case 3: level_columns(3, s, run, page_tokens, from, to, weight, stride, out, dim); break;
+    default: level_columns(4, s, run, page_tokens, from, to, weight, stride, out, dim);
+  }
+}
+
 /* Adds centroids: of one sub-vector after another, so that its sums stay in registers. */
 INLINE void centroid_sums(const int QUERIES, const int PARTS, const Stream *s, const uint16_t *index, int head, int from, int to, int dim,
                           const float *weight, int stride, float *out) {
@@ -536,11 +605,30 @@ INLINE void centroid_sums(const int QUERIES, const int PARTS, const Stream *s, c
   }
 }
 
+/* The same for sub-vectors of two channels, two of them at a time. */
+INLINE void pair_sums(const int QUERIES, const Stream *s, const uint16_t *index, int head, int from, int to, int dim, const float *weight,
+                      int stride, float *out) {
+  const int spaces = dim / 2;
+  for (int space = 0; space < spaces; space += 2) {
+    const float *book = book_of(s, head, space, 2), *next = book_of(s, head, space + 1, 2);
+    v4 sum[CHUNK];
+    for (int g = 0; g < QUERIES; g++) sum[g] = (v4){};
+    for (int token = from; token < to; token++) {
+      const uint16_t *own = index + (token - from) * spaces + space;
+      const float *a = book + 2 * own[0], *b = next + 2 * own[1];
+      const v4 numbers = {a[0], a[1], b[0], b[1]};
+      for (int g = 0; g < QUERIES; g++) sum[g] += numbers * weight[g * stride + token];
+    }
+    for (int g = 0; g < QUERIES; g++)
+      for (int i = 0; i < 4; i++) out[g * dim + 2 * space + i] += sum[g][i];
+  }
+}
+
 static void page_centroids(int queries, const Stream *s, const uint8_t *run, int head, int from, int to, int dim, const float *weight,
                            int stride, float *out) {
   uint16_t index[128 * 128];
   centroids_of(s, run, from, to, dim / s->extra, index);
-  switch (s->extra == 8 ? 4 + queries : queries) {
+  switch (s->extra == 8 ? 4 + queries : s->extra == 2 ? 8 + queries : queries) {
     case 1: centroid_sums(1, 1, s, index, head, from, to, dim, weight, stride, out); break;
     case 2: centroid_sums(2, 1, s, index, head, from, to, dim, weight, stride, out); break;
     case 3: centroid_sums(3, 1, s, index, head, from, to, dim, weight, stride, out); break;
@@ -548,7 +636,11 @@ static void page_centroids(int queries, const Stream *s, const uint8_t *run, int
     case 5: centroid_sums(1, 2, s, index, head, from, to, dim, weight, stride, out); break;
     case 6: centroid_sums(2, 2, s, index, head, from, to, dim, weight, stride, out); break;
     case 7: centroid_sums(3, 2, s, index, head, from, to, dim, weight, stride, out); break;
-    default: centroid_sums(4, 2, s, index, head, from, to, dim, weight, stride, out);
+    case 8: centroid_sums(4, 2, s, index, head, from, to, dim, weight, stride, out); break;
+    case 9: pair_sums(1, s, index, head, from, to, dim, weight, stride, out); break;
+    case 10: pair_sums(2, s, index, head, from, to, dim, weight, stride, out); break;
+    case 11: pair_sums(3, s, index, head, from, to, dim, weight, stride, out); break;
+    default: pair_sums(4, s, index, head, from, to, dim, weight, stride, out);
   }
 }
 
@@ -557,8 +649,12 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
                       float *out, Sums *sums) {
   const Stream *s = &call->value;
   const int dim = call->dim, size = call->page_tokens;
-  if (s->kind == CENTROIDS && s->extra >= 4) {
+  if (s->kind == CENTROIDS) {
     page_centroids(queries, s, run, head, from, to, dim, weight, stride, out);
+    return;
+  }
+  if (s->kind == LEVELS && s->sections == 1 && s->section[0].width * s->section[0].bits / 8 % LANE_COUNT == 0) {
+    level_sums(queries, s, run, size, from, to, weight, stride, out, dim);
     return;
   }
   if (s->kind > SCALE_ALONE) {

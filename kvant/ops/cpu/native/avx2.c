@@ -29,6 +29,12 @@ INLINE float top_of(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
+INLINE vf lookup(const float *levels, vi index) {
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)index);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)index);
+  return (vf)_mm256_blendv_ps(low, high, (__m256)(index << 28));
+}
+
 #include "operations.h"
 const Isa KVANT_AVX2 = {"AVX2", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};
 #if defined(__clang__)

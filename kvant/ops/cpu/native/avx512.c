@@ -20,6 +20,10 @@ INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m51
 INLINE float total_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float top_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 
+INLINE vf lookup(const float *levels, vi index) {
+  return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(levels));
+}
+
 #include "operations.h"
 const Isa KVANT_AVX512 = {"AVX-512 VNNI", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};
 #if defined(__clang__)

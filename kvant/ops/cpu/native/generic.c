@@ -22,5 +22,11 @@ INLINE float top_of(vf x) {
   return a > b ? a : b;
 }
 
+INLINE vf lookup(const float *levels, vi index) {
+  vf out;
+  for (int lane = 0; lane < LANE_COUNT; lane++) out[lane] = levels[index[lane]];
+  return out;
+}
+
 #include "operations.h"
 const Isa KVANT_GENERIC = {"generic", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};

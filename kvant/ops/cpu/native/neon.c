@@ -33,6 +33,12 @@ INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float3
 INLINE float total_of(vf x) { return vaddvq_f32((float32x4_t)x); }
 INLINE float top_of(vf x) { return vmaxvq_f32((float32x4_t)x); }
 
+INLINE vf lookup(const float *levels, vi index) {
+  vf out;
+  for (int lane = 0; lane < LANE_COUNT; lane++) out[lane] = levels[index[lane]];
+  return out;
+}
+
 #include "operations.h"
 const Isa KVANT_NEON = {"NEON with dot products", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};
 #if defined(__clang__)
