@@ -87,7 +87,7 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         starts = self._stay("starts", m.query_start_loc[: count + 1])
         slots = self._stay("slots", m.slot_mapping[:tokens])
         found = self._rows(table, lengths, starts, slots, not captured)
-        nothing = self._zeros(count)
+        nothing = torch.zeros(count, dtype=torch.int64, device=self.device)
         owners, sinks, since = (nothing,) * 3 if found is None else found[:3]
         batch = PagedBatch(
             table,
@@ -140,26 +140,29 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
             self.windows = Windows(self.layers.layout, pages.shape[0], self.layers.overlays, self.layers.drafts)
         return self.windows.step(table, lengths, starts, slots, late)
 
-    def _zeros(self, count: int) -> Tensor:
-        if "zeros" not in self._kept:
-            most = self.vllm_config.scheduler_config.max_num_seqs + 1
-            self._kept["zeros"] = torch.zeros(max(most, count), dtype=torch.int64, device=self.device)
-        if len(self._kept["zeros"]) < count:
-            self._kept["zeros"] = torch.zeros(count, dtype=torch.int64, device=self.device)
-        return self._kept["zeros"][:count]
-
     def _stay(self, name: str, x: Tensor) -> Tensor:
         """A tensor as int64; on a GPU at an address that stays, for graphs that have been captured."""
         if self.device.type == "cpu":
             return x.long()
-        kept = self._kept.get(name)
-        if kept is None or kept.shape[1:] != x.shape[1:] or len(kept) < len(x):
-            scheduler = self.vllm_config.scheduler_config
-            most = scheduler.max_num_batched_tokens if name == "slots" else scheduler.max_num_seqs + 1
-            kept = torch.zeros(max(most, len(x)), *x.shape[1:], dtype=torch.int64, device=self.device)
-            self._kept[name] = kept
+        if name not in self._kept:
+            self._kept[name] = torch.zeros(self._room(name), dtype=torch.int64, device=self.device)
+        kept = self._kept[name]
+        if name == "table":  # what lies beyond the longest sequence is never read
+            x = x[:, : kept.shape[1]]
+            kept[: len(x), : x.shape[1]] = x
+            return kept[: len(x)]
         kept[: len(x)] = x
         # a graph reads what it was captured with: sequences and tokens that are not there now do nothing
         rest = kept[len(x) :]
         rest.copy_(x[-1]) if name == "starts" else rest.fill_(-1 if name == "slots" else 0)
         return kept[: len(x)]
+
+    def _room(self, name: str) -> tuple[int, ...]:
+        """Shape that holds the largest step."""
+        config = self.vllm_config
+        largest = getattr(config.compilation_config, "max_cudagraph_capture_size", None) or 0
+        sequences = max(config.scheduler_config.max_num_seqs, largest) + 1
+        if name == "slots":
+            return (max(config.scheduler_config.max_num_batched_tokens, largest) + 1,)
+        pages = -(-config.model_config.max_model_len // self.layers.layout.page_tokens) + 2
+        return (sequences, pages) if name == "table" else (sequences,)

@@ -92,14 +92,22 @@ class Scheduler:
 
 
 def run(
-    seed: int, sink: int, recent: int, drafts: int, rows: int, blocks: int, most: int, at_once: bool = True
+    seed: int,
+    sink: int,
+    recent: int,
+    drafts: int,
+    rows: int,
+    blocks: int,
+    most: int,
+    at_once: bool = True,
+    device: str = "cpu",
 ) -> dict[str, int]:
     draw = random.Random(seed)
     layout = Layout.of(recipe(sink, recent), HEADS, DIM, PAGE, dtype="bfloat16")
     names: tuple[StreamName, StreamName] = ("key", "value")
-    overlays = {name: torch.full_like(empty_overlay(layout, name, rows + 1, "cpu"), float("nan")) for name in names}
+    overlays = {name: torch.full_like(empty_overlay(layout, name, rows + 1, device), float("nan")) for name in names}
     windows = Windows(layout, blocks, {name: overlay[None] for name, overlay in overlays.items()}, drafts)
-    store = LayerStore.allocate(layout, blocks, 0)
+    store = LayerStore.allocate(layout, blocks, 0, device)
     store.overlays = overlays
     scheduler = Scheduler(blocks, draw)
     prefixes = [[draw.randrange(1000) for _ in range(draw.randrange(40, 200))] for _ in range(3)]
@@ -158,10 +166,13 @@ def run(
         slots = torch.tensor(
             [r.table[p // PAGE] * PAGE + p % PAGE for r, before, count in batch for p in range(before, before + count)]
         )
+        table, lengths, starts, slots = (x.to(device) for x in (table, lengths, starts, slots))
         found = windows.step(table, lengths, starts, slots, at_once)
         assert len(set(found.owners.tolist())) == len(batch), "two sequences have one row"
         assert int(found.owners.max()) < rows
-        x = torch.stack([vector(r.tokens[p], p) for r, before, count in batch for p in range(before, before + count)])
+        x = torch.stack(
+            [vector(r.tokens[p], p) for r, before, count in batch for p in range(before, before + count)]
+        ).to(device)
         history = [_read(store, found, b, before) for b, (_, before, _) in enumerate(batch)]
         exact: dict[StreamName, torch.Tensor] = dict.fromkeys(names, found.since)
         append(store, x, -x, PagedBatch(table, lengths, slots, starts, found.owners, found.sinks, exact))
@@ -187,8 +198,11 @@ def _read(store: LayerStore, found: Found, b: int, n: int) -> tuple[list[int], t
     owner, sinks, since = int(found.owners[b]), int(found.sinks[b]), int(found.since[b])
     window = store.layout.recipe.key.window
     positions = [p for p in range(n) if p < min(sinks, n) or p >= max(window.sink, since, n - window.recent)]
-    index = overlay_index(window, torch.tensor(positions, dtype=torch.int64))
-    return positions, (store.overlays["key"][owner][index].float(), store.overlays["value"][owner][index].float())
+    index = overlay_index(window, torch.tensor(positions, dtype=torch.int64)).to(store.pages.device)
+    return positions, (
+        store.overlays["key"][owner][index].float().cpu(),
+        store.overlays["value"][owner][index].float().cpu(),
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -211,3 +225,29 @@ def test_few_rows(seed: int) -> None:
     """With hardly more rows than sequences, windows may be lost, but none is ever another's."""
     seen = run(seed, 4, 24, 3, rows=6, blocks=24, most=5)
     assert seen["checked"] > 100 and seen["recent"] > seen["recent lost"], seen
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_on_a_gpu(drafts: int) -> None:
+    """The same, without waiting for the device: there, a fixed number of sinks is copied in a step."""
+    seen = run(0, 4, 24, drafts, rows=64, blocks=60, most=12, device="cuda")
+    assert seen["checked"] > 100 and seen["hits"], seen
+    assert not seen["recent lost"] and not seen["sinks missing"], seen
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_does_not_wait_for_the_gpu() -> None:
+    layout = Layout.of(recipe(4, 24), HEADS, DIM, PAGE, dtype="bfloat16")
+    names: tuple[StreamName, StreamName] = ("key", "value")
+    windows = Windows(layout, 8, {name: empty_overlay(layout, name, 9, "cuda")[None] for name in names}, drafts=2)
+    table, lengths = torch.tensor([[1, 2], [3, 4]], device="cuda"), torch.tensor([70, 3], device="cuda")
+    starts, slots = torch.tensor([0, 70, 73], device="cuda"), torch.arange(64, 137, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        windows.step(table, lengths, starts, slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
