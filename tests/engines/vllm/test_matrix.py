@@ -75,6 +75,16 @@ def test_chunked_prefill(start: Any) -> None:
     assert seen["prefills"] > 4 * 6 and not seen["behind a prefix"], seen
 
 
+def test_prefix_of_a_chunk_of_the_same_step(start: Any) -> None:
+    """The second request shares blocks that the second chunk of the first one is to write in this very step."""
+    llm = start(max_num_batched_tokens=300)
+    shared = prompt(0, 400)
+    found = run(llm, [shared, shared + prompt(1, 40)], 12)
+    assert found[1].num_cached_tokens == 384
+    seen = compared(llm)
+    assert seen["shared at once"], seen
+
+
 def test_preemption(start: Any) -> None:
     llm = start(blocks=12, max_model_len=640, enable_prefix_caching=False)
     run(llm, [prompt(i, 170) for i in range(4)], 80)
