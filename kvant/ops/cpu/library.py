@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib
 import os
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -25,6 +27,9 @@ def module() -> ModuleType | str:
         found = importlib.import_module("kvant.ops.cpu._native")
     except ImportError as error:
         return f"{NOT_BUILT} is missing ({error}); it is built when kvant is installed and a C compiler is there"
+    files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))  # none beside an installed wheel
+    if files and found.sources() != hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest():
+        return f"{NOT_BUILT} is older or newer than its sources; install kvant again (./scripts/setup)"
     sizes = tuple(map(ctypes.sizeof, (structures.Stream, structures.Decode, structures.Append, structures.Read)))
     if found.sizes() != sizes:
         return f"{NOT_BUILT} is of another version of kvant ({found.sizes()} in place of {sizes}); install kvant again"

@@ -111,6 +111,12 @@ static PyObject *sizes(PyObject *self, PyObject *args) {
                        (Py_ssize_t)sizeof(Read));
 }
 
+static PyObject *sources(PyObject *self, PyObject *args) {
+  (void)self;
+  if (!PyArg_ParseTuple(args, "")) return NULL;
+  return PyUnicode_FromString(KVANT_SOURCES);
+}
+
 /* (address of the call, kind, threads, GOMP_parallel or 0, tasks, scratch or 0, floats of scratch for a thread) */
 static int parsed(PyObject *args, void **call, const Isa **isa, int *threads, Parallel *parallel, long long *tasks, float **scratch,
                   long long *stride) {
@@ -186,6 +192,7 @@ static PyObject *read_rows(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"kinds", kinds, METH_VARARGS, "Names of the instruction sets that this machine can run, best first."},
     {"sizes", sizes, METH_VARARGS, "Bytes of Stream, Decode, Append and Read."},
+    {"sources", sources, METH_VARARGS, "Digest of the files that this was compiled from."},
     {"decode", decode, METH_VARARGS, "Runs a Decode."},
     {"append", append, METH_VARARGS, "Runs an Append."},
     {"read", read_rows, METH_VARARGS, "Runs a Read."},
