@@ -392,3 +392,14 @@ def test_a_missing_compiled_part_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         assert choose("decode", layout, "cpu").name == "reference"
     with pytest.raises(ValueError, match="nothing can decode recipe int4 on cpu: cpu: its compiled part is missing"):
         choose("decode", layout, "cpu", "cpu")
+
+
+def test_a_compiled_part_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library.module()
+    assert not isinstance(found, str)
+
+    class Older:
+        kinds, sizes = found.kinds, found.sizes
+
+    monkeypatch.setattr(library.importlib, "import_module", lambda name: Older)
+    assert "older or newer than its sources" in library.module.__wrapped__()

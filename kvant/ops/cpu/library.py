@@ -28,7 +28,11 @@ def module() -> ModuleType | str:
     except ImportError as error:
         return f"{NOT_BUILT} is missing ({error}); it is built when kvant is installed and a C compiler is there"
     files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))  # none beside an installed wheel
-    if files and found.sources() != hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest():
+    if (
+        files
+        and getattr(found, "sources", str)()
+        != hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    ):
         return f"{NOT_BUILT} is older or newer than its sources; install kvant again (./scripts/setup)"
     sizes = tuple(map(ctypes.sizeof, (structures.Stream, structures.Decode, structures.Append, structures.Read)))
     if found.sizes() != sizes:
