@@ -7,6 +7,7 @@ contexts stay equal and what the machine does meanwhile meets all alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from kvant.artifact import Artifact
-from kvant.bench.timing import Times, waiting
+from kvant.bench.timing import Run, compared, timed
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
@@ -194,30 +195,25 @@ def measure(
             found.append(Result(reader.name, reader.by, context, time.perf_counter() - start))
         say(f"{repeat} times {new_tokens} steps of each after {context} tokens, in turn")
         at = context
-        steps: list[list[tuple[float, float]]] = [[] for _ in readers]
-        spent: list[dict[str, float]] = [{} for _ in readers]
+        steps: dict[str, list[Run]] = {reader.name: [] for reader in readers}
+        spent: dict[str, dict[str, float]] = {}
+        for reader in readers:
+            if isinstance(reader, Packed):
+                reader.seconds = spent[reader.name] = dict.fromkeys(reader.seconds, 0.0)
         for _ in range(repeat):
-            for i, reader in enumerate(readers):
-                if isinstance(reader, Packed):
-                    reader.seconds = dict.fromkeys(reader.seconds, 0.0)
+            for reader in readers:
                 for token in tokens[at : at + new_tokens]:
-                    before, start = waiting(), time.perf_counter()
-                    reader.read([token])
-                    seconds = time.perf_counter() - start
-                    steps[i].append((seconds, waiting() - before))
-                if isinstance(reader, Packed):
-                    for name, seconds in reader.seconds.items():
-                        spent[i][name] = spent[i].get(name, 0.0) + seconds
+                    steps[reader.name].append(timed(functools.partial(reader.read, [token])))
             at += new_tokens
-        first = Times.of(*zip(*steps[0], strict=True))
-        for result, reader, each, parts in zip(found, readers, steps, spent, strict=True):
-            took = Times.of(*zip(*each, strict=True))
+        times = compared(steps)
+        for result, reader in zip(found, readers, strict=True):
+            took = times[reader.name]
             result.tokens_per_second, result.low, result.high = 1 / took.median, 1 / took.high, 1 / took.low
-            result.times, result.disturbed = first.median / took.median, took.disturbed
+            result.times, result.disturbed = times[readers[0].name].median / took.median, took.disturbed
             result.cache_bytes = reader.nbytes
-            total = sum(seconds for seconds, _ in each)
             if isinstance(reader, Packed):
                 result.by = reader.cache.groups[0].paged.ops["decode"].name
-                result.append, result.decode = parts["append"] / total, parts["decode"] / total
+                total = sum(seconds for seconds, _ in steps[reader.name])
+                result.append, result.decode = (spent[reader.name][name] / total for name in ("append", "decode"))
         results += found
     return results

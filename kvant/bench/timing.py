@@ -2,7 +2,7 @@
 
 On a CPU everything that is compared is run in turn, so that what the machine does meanwhile meets all of it alike. A run during
 which a thread of ours waited for a core that another process had is disturbed: it is done again while there is patience, and does
-not count where enough runs were not.
+not count where everything that is compared has enough runs that were not.
 """
 
 from __future__ import annotations
@@ -29,17 +29,32 @@ class Times:
     low: float
     high: float
     runs: int = 0  # that count
-    disturbed: int = 0  # that were disturbed; they count where hardly any run was not
+    disturbed: int = 0  # that were disturbed, whether they count or not
 
     @staticmethod
-    def of(runs: Sequence[float], waited: Sequence[float] = ()) -> Times:
-        """Of runs during which threads waited so long for a core."""
-        quiet = [s for s, w in zip(runs, waited, strict=True) if w <= DISTURBED * s] if waited else list(runs)
-        counted = quiet if len(quiet) >= min(3, len(runs)) else list(runs)
-        if len(counted) == 1:
-            return Times(counted[0], counted[0], counted[0], 1, len(runs) - len(quiet))
-        low, median, high = statistics.quantiles(counted, n=4, method="inclusive")
-        return Times(median, low, high, len(counted), len(runs) - len(quiet))
+    def of(runs: Sequence[float], disturbed: int = 0) -> Times:
+        if len(runs) == 1:
+            return Times(runs[0], runs[0], runs[0], 1, disturbed)
+        low, median, high = statistics.quantiles(runs, n=4, method="inclusive")
+        return Times(median, low, high, len(runs), disturbed)
+
+
+Run = tuple[float, float]  # seconds, and those that threads waited for a core meanwhile
+
+
+def quiet(runs: Sequence[Run]) -> list[float]:
+    """The runs that were not disturbed."""
+    return [seconds for seconds, waited in runs if waited <= DISTURBED * seconds]
+
+
+def compared(runs: Mapping[str, Sequence[Run]]) -> dict[str, Times]:
+    """Times of things that ran in turn: of undisturbed runs where everything has some, of all runs otherwise, so that like
+    is compared with like."""
+    enough = all(len(quiet(found)) >= min(3, len(found)) for found in runs.values())
+    return {
+        name: Times.of(quiet(found) if enough else [s for s, _ in found], len(found) - len(quiet(found)))
+        for name, found in runs.items()
+    }
 
 
 def waiting() -> float:
@@ -54,7 +69,7 @@ def waiting() -> float:
     return total / 1e9
 
 
-def timed(call: Call) -> tuple[float, float]:
+def timed(call: Call) -> Run:
     """Seconds of one run on a CPU, and those that threads waited meanwhile."""
     before = waiting()
     start = time.perf_counter()
@@ -67,17 +82,15 @@ def in_turn(calls: Mapping[str, Call], repeat: int) -> dict[str, Times]:
     """Times on a CPU of several things that are run in turn, after one run of each that does not count."""
     for call in calls.values():
         call()
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-
-    def wanting() -> bool:
-        return any(sum(w <= DISTURBED * s for s, w in found) < repeat for found in runs.values())
-
+    runs: dict[str, list[Run]] = {name: [] for name in calls}
     rounds = 0
-    while rounds < repeat or (rounds < PATIENCE * repeat and wanting()):
+    while rounds < repeat or (
+        rounds < PATIENCE * repeat and any(len(quiet(found)) < repeat for found in runs.values())
+    ):
         for name, call in calls.items():
             runs[name].append(timed(call))
         rounds += 1
-    return {name: Times.of(*zip(*found, strict=True)) for name, found in runs.items()}
+    return compared(runs)
 
 
 def all_times(

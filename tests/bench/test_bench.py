@@ -12,7 +12,7 @@ import torch
 from kvant import recipes
 from kvant.bench import append, attention, prefill
 from kvant.bench.synthetic import Shape, copies, fill, fitted
-from kvant.bench.timing import DISTURBED, Times, in_turn, waiting
+from kvant.bench.timing import DISTURBED, Times, compared, in_turn, waiting
 from kvant.cli import main
 from kvant.ops import choose, reference, registry
 
@@ -160,10 +160,12 @@ def test_mistakes_end_in_one_line(options: list[str], message: str, capsys: pyte
 
 
 def test_disturbed_runs_count_only_where_there_are_no_others() -> None:
-    quiet = [(1.0, 0.0), (2.0, DISTURBED), (3.0, 0.0)]
-    found = Times.of(*zip(*quiet, (9.0, 1.0), strict=True))
-    assert found == Times(2.0, 1.5, 2.5, runs=3, disturbed=1)
-    assert Times.of([1.0, 3.0, 5.0, 7.0, 9.0], [0.0, 1.0, 1.0, 1.0, 1.0]) == Times(5.0, 3.0, 7.0, runs=5, disturbed=4)
+    some = [(1.0, 0.0), (2.0, DISTURBED), (3.0, 0.0), (9.0, 1.0)]
+    loud = [(s, 1.0) for s in (1.0, 3.0, 5.0, 7.0, 9.0)]
+    assert compared({"some": some})["some"] == Times(2.0, 1.5, 2.5, runs=3, disturbed=1)
+    both = compared({"some": some, "loud": loud})  # like is compared with like
+    assert both["some"] == Times(2.5, 1.75, 4.5, runs=4, disturbed=1)
+    assert both["loud"] == Times(5.0, 3.0, 7.0, runs=5, disturbed=5)
     assert Times.of([4.0]) == Times(4.0, 4.0, 4.0, runs=1)
     assert waiting() >= 0
 
