@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import statistics
 import sys
 import time
 from typing import Any
@@ -74,8 +76,9 @@ class _Clock:
 
     @property
     def rate(self) -> float:
+        """Tokens a second, of the median step: what other programs do now and then is not the cache's."""
         tokens = self.times[1:]  # the first call is the prompt's
-        return (len(tokens) - 1) / (tokens[-1] - tokens[0]) if len(tokens) > 1 else float("nan")
+        return 1 / statistics.median(b - a for a, b in itertools.pairwise(tokens)) if len(tokens) > 1 else float("nan")
 
 
 def encode(tokenizer: Any, messages: list[str], raw: bool) -> Any:
@@ -239,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
     columns += [("top-1", "right"), ("tokens/s", "right")]
     rows = []
     for a in answers:
-        kl, top1 = ("-" if a.kl is None else f"{a.kl:.4f}"), ("-" if a.top1 is None else f"{a.top1:.0%}")
+        kl, top1 = ("-" if a.kl is None else f"{max(a.kl, 0.0):.4f}"), ("-" if a.top1 is None else f"{a.top1:.0%}")
         size = human_bytes(a.cache_bytes)
         rows.append([a.recipe, f"{a.bpe:.2f}", size, f"{a.times_smaller:.2f}x", kl, top1, f"{a.tokens_per_second:.1f}"])
     dtype = str(model.dtype).removeprefix("torch.")
