@@ -35,7 +35,7 @@ def check_finite(layer: int, key: Tensor, value: Tensor, batch: PagedBatch, limi
     if key.is_cuda:
         fine = bool(torch.maximum(key.abs().amax(), value.abs().amax()) <= limit)  # one wait for both
     else:
-        fine = all(float(torch.linalg.vector_norm(x, torch.inf)) <= limit for x in (key, value))
+        fine = all(float(torch.linalg.vector_norm(x.detach(), torch.inf)) <= limit for x in (key, value))
     if fine:  # false for NaN too
         return
     sequence, position = batch.positions

@@ -15,7 +15,7 @@ from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, plan, structures
 from kvant.ops.cpu.plan import stream_of, turns
-from kvant.ops.cpu.structures import TYPES
+from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, MATRIX, space_of
 from kvant.ops.types import LayerStore, PagedBatch
@@ -40,6 +40,7 @@ class Prepared:
     block: int = 0  # positions to whose start keys are turned back; 0 where none is
     turns: tuple[Tensor, Tensor] | None = None
     scratch: int = 0  # floats that a thread needs
+    alone: int = 64  # tokens and heads below which a second thread costs more than it gives
 
 
 def prepared(store: LayerStore) -> Prepared:
@@ -69,6 +70,8 @@ def prepared(store: LayerStore) -> Prepared:
         codec.centroids if isinstance(codec, ProductVQ | ResidualKMeans) else codec.group_tokens * layout.head_dim
         for codec in codecs
     )
+    if any(isinstance(codec, ProductVQ | ResidualKMeans) for codec in codecs):
+        found.alone = 2
     store.prepared["cpu.append"] = found
     return found
 
@@ -134,7 +137,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     call = made.call
     call.tokens, call.batch = len(key), len(batch.lengths)
     for i, (name, x) in enumerate((("key", key), ("value", value))):
-        kind = TYPES.get(str(x.dtype).removeprefix("torch."))
+        kind = DTYPES.get(x.dtype)
         if kind is None:
             raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         if x.stride(-1) != 1:
@@ -159,4 +162,5 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     call.table, call.table_width = batch.block_table.data_ptr(), batch.block_table.shape[1]
     call.key.exact, call.value.exact = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
     scratch = library.workspace(torch.get_num_threads() * made.scratch)
-    library.run("append", call, len(key) * store.layout.heads, scratch, made.scratch)
+    tasks = len(key) * store.layout.heads
+    library.run("append", call, tasks, scratch, made.scratch, threads=1 if tasks < made.alone else 0)

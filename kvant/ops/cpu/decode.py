@@ -10,7 +10,7 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.ops.cpu import library, structures
 from kvant.ops.cpu.plan import refuse, stream_of, turns
-from kvant.ops.cpu.structures import TYPES
+from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import as_matrix, space_of
 from kvant.ops.types import LayerStore, PagedBatch
@@ -103,7 +103,7 @@ def decode_with_lse(
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
     [sequences, query heads]."""
     layout, made = store.layout, prepared(store)
-    kind = TYPES.get(str(query.dtype).removeprefix("torch."))
+    kind = DTYPES.get(query.dtype)
     if kind is None:
         raise ValueError(f"queries must be {', '.join(TYPES)}, got {query.dtype}")
     sequences, query_heads, dim = query.shape

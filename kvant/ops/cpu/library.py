@@ -95,10 +95,12 @@ def workspace(floats: int) -> torch.Tensor:
     return _WORKSPACE.floats
 
 
-def run(name: str, call: ctypes.Structure, tasks: int, scratch: torch.Tensor | None, stride: int) -> None:
-    """Runs an operation on torch's threads."""
+def run(
+    name: str, call: ctypes.Structure, tasks: int, scratch: torch.Tensor | None, stride: int, threads: int = 0
+) -> None:
+    """Runs an operation on torch's threads, or on so many of them."""
     found = module()
     assert not isinstance(found, str), found
     at = 0 if scratch is None else scratch.data_ptr()
-    threads = torch.get_num_threads()
+    threads = threads or torch.get_num_threads()
     getattr(found, name)(ctypes.addressof(call), isa(), threads, parallel(), tasks, at, stride)

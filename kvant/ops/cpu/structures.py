@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
+import torch
+
 MAX_SECTIONS, MAX_SPANS = 8, 64
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN, LEVELS = range(8)
 
 
