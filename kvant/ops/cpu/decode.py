@@ -6,12 +6,10 @@ import dataclasses
 
 import torch
 
-from kvant.codecs.affine import Affine
 from kvant.codecs.product_vq import ProductVQ
 from kvant.codecs.residual_kmeans import ResidualKMeans
-from kvant.layout import Layout
-from kvant.ops.cpu import library, plan, structures
-from kvant.ops.cpu.plan import stream_of, turns
+from kvant.ops.cpu import library, structures
+from kvant.ops.cpu.plan import refuse, stream_of, turns
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import as_matrix, space_of
@@ -20,14 +18,6 @@ from kvant.ops.types import LayerStore, PagedBatch
 Tensor = torch.Tensor
 SPLIT_TOKENS = 512
 CHUNK = 4  # queries that native/attend.h attends from at once
-
-
-def refuse(layout: Layout, device: torch.device) -> str | None:
-    """Why it cannot decode a layout on a device, or should not; or None."""
-    for name, stream in layout.recipe.streams.items():
-        if getattr(stream.codec, "bits", None) == 8 and isinstance(stream.codec, Affine):
-            return f"it rounds queries and weights to 14 bits, which shows next to the {name}s' 8-bit codes"
-    return plan.refuse(layout, device)
 
 
 @dataclasses.dataclass
