@@ -346,10 +346,8 @@ def test_nothing_is_offered_on_a_gpu() -> None:
 def test_the_engine_takes_them() -> None:
     for name in TOKENWISE:
         layout = make_layout(name, device="cpu")
-        decoding = (
-            "reference" if name.startswith("int8") else "cpu"
-        )  # SmolLM2 answers otherwise with it, see docs/performance.md
-        assert [choose(op, layout, "cpu").name for op in ("append", "decode", "prefill")] == ["cpu", decoding, "cpu"]
+        serves = "reference" if name.startswith("int8") else "cpu"  # see docs/performance.md
+        assert [choose(op, layout, "cpu").name for op in ("append", "decode", "prefill")] == [serves] * 3
     layout = make_layout("squat", device="cpu")
     assert "learns from queries" in (cpu_append.refuse(layout, torch.device("cpu")) or "")
     assert choose("decode", layout, "cpu").name == "cpu"
