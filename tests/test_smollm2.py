@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,14 @@ PROMPTS = [
     "What is photosynthesis?",
     "Who wrote Romeo and Juliet, and what is it about?",
 ]
+WEEK = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, "
+CERTAIN = [
+    "Recite the days of the week and the months of the year.",
+    "Count from 1 to 100.",
+    "Count from 10 to 60.",
+    "Count from 1 to 30 and write the square of each number.",
+    f"Continue the list: {WEEK}{WEEK}Monday,",
+]
 
 
 def ask(tokenizer: Any, text: str) -> torch.Tensor:
@@ -29,16 +37,31 @@ def ask(tokenizer: Any, text: str) -> torch.Tensor:
     ]
 
 
-@pytest.fixture(scope="module")
-def answers(smollm2: tuple[Any, Any]) -> list[list[int]]:
-    """64 greedy tokens of each prompt from transformers' own cache."""
-    model, tokenizer = smollm2
-    out = []
-    for text in PROMPTS:
-        ids = ask(tokenizer, text)
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
-        out.append(found[0, ids.shape[1] :].tolist())
-    return out
+class Answer(NamedTuple):
+    """64 greedy tokens after a prompt, from transformers' own cache."""
+
+    prompt: torch.Tensor
+    tokens: torch.Tensor
+    logits: torch.Tensor  # [64, words]
+    margins: torch.Tensor  # how far the token lies before the next best, in nats
+
+
+def answer(model: Any, tokenizer: Any, text: str, cache: object = None) -> Answer:
+    ids = ask(tokenizer, text)
+    options = {} if cache is None else {"past_key_values": cache}
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=64,
+        min_new_tokens=64,
+        output_logits=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    best = torch.cat(found.scores).topk(2).values
+    return Answer(ids, found.sequences[0, ids.shape[1] :], torch.cat(found.logits), best[:, 0] - best[:, 1])
 
 
 def test_full_gives_the_logits_of_transformers_own_cache(smollm2: tuple[Any, Any]) -> None:
@@ -54,22 +77,37 @@ def test_full_gives_the_logits_of_transformers_own_cache(smollm2: tuple[Any, Any
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_int8_answers_as_the_full_cache_does(smollm2: tuple[Any, Any], answers: list[list[int]]) -> None:
-    model, tokenizer = smollm2
+def test_int8_answers_as_the_full_cache_does(smollm2: tuple[Any, Any]) -> None:
+    """Where the full cache's answer is no matter of luck: 8-bit codes move these logits by 0.05 nats or so, and which way
+    they move them hangs on the last bit of what is coded. So the prompts are those whose 64 tokens all have a wide margin."""
     equal = 0
-    for text, expected in zip(PROMPTS, answers, strict=True):
-        ids = ask(tokenizer, text)
-        cache = kvant.Cache(model, "int8")
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=64,
-            min_new_tokens=64,
-            past_key_values=cache,
-        )
-        equal += found[0, ids.shape[1] :].tolist() == expected
+    for text in CERTAIN:
+        expected = answer(*smollm2, text)
+        assert expected.margins.min() > 0.3
+        equal += answer(*smollm2, text, kvant.Cache(smollm2[0], "int8")).tokens.equal(expected.tokens)
     assert equal >= 4
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_int8_parts_from_the_full_cache_at_near_ties_alone(
+    smollm2: tuple[Any, Any], implementation: str | None
+) -> None:
+    """By whatever the operations are done. The tokens are the full cache's own, one at a time."""
+    model, tokenizer = smollm2
+    distances, parted = [], []
+    for text in PROMPTS:
+        expected = answer(model, tokenizer, text)
+        cache = kvant.Cache(model, "int8", implementation=implementation)
+        with torch.inference_mode():
+            found = [model(expected.prompt, past_key_values=cache).logits[0, -1:]]
+            found += [model(token[None, None], past_key_values=cache).logits[0] for token in expected.tokens[:-1]]
+        here, there = expected.logits.log_softmax(-1), torch.cat(found).log_softmax(-1)
+        distances.append((here.exp() * (here - there)).sum(-1))
+        best = here.topk(2).values
+        parted.append((best[:, 0] - best[:, 1])[here.argmax(-1) != there.argmax(-1)])
+    assert torch.cat(distances).mean() < 1e-3
+    assert len(torch.cat(parted)) <= 0.03 * 64 * len(PROMPTS)
+    assert bool((torch.cat(parted) < 0.3).all())
 
 
 def test_the_order_of_the_recipes(smollm2: tuple[Any, Any]) -> None:

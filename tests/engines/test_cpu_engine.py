@@ -13,7 +13,7 @@ from tests.engines.test_hf import make_model, prompt
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"nothing compiled: {library.missing()}")
 
-RECIPES = ["full", "int4", "saw-int4:sink=3,recent=20", "quarot-int2-win", "kivi-k2v2", "kitty", "squat"]
+RECIPES = ["full", "int8", "int4", "saw-int4:sink=3,recent=20", "quarot-int2-win", "kivi-k2v2", "kitty", "squat"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "mistral-sliding"])
