@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -190,6 +190,16 @@ class LayerStore:
     def owned(self) -> list[Tensor]:
         """Tensors with a row for every sequence."""
         return [*self.overlays.values(), *self.states.values()]
+
+
+def check_queries(query: Tensor, layout: Layout, types: Collection[str]) -> None:
+    """Refuses queries of one token a sequence that kernels for these types and this layout cannot read."""
+    if str(query.dtype).removeprefix("torch.") not in types:
+        raise ValueError(f"queries must be {', '.join(types)}, got {query.dtype}")
+    if query.ndim != 3 or query.shape[1] % layout.heads or query.shape[2] != layout.head_dim:
+        raise ValueError(
+            f"queries must be [sequences, a multiple of {layout.heads} heads, {layout.head_dim}], got {list(query.shape)}"
+        )
 
 
 def empty_overlay(layout: Layout, name: StreamName, owners: int, device: torch.device | str) -> Tensor:

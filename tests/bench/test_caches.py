@@ -9,25 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from kvant import models, recipes
 from kvant.bench import caches
 from kvant.cli import main
+from tests.engines.test_hf import make_model
 
 
 def tiny() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return make_model("llama", vocab_size=97, head_dim=64)
 
 
 def test_every_cache_reads_the_same_tokens() -> None:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-import transformers
 
 import kvant
 from tests.conftest import relative_error
+from tests.engines.test_hf import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def model(dtype: torch.dtype) -> transformers.PreTrainedModel:
-    config = transformers.Qwen3Config(
-        vocab_size=300,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
+def model(dtype: torch.dtype) -> Any:
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.02}
+    return make_model("qwen3", vocab_size=300, hidden_size=256, intermediate_size=384, num_hidden_layers=3, **shape).to(
+        "cuda", dtype
     )
-    return transformers.Qwen3ForCausalLM(config).to("cuda", dtype).eval()
 
 
 @pytest.mark.parametrize(("recipe", "limit"), [("int8", 5e-3), ("saw-int4", 2e-2), ("quarot-int2-win", 5e-2)])

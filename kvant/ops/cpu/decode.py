@@ -13,7 +13,7 @@ from kvant.ops.cpu.plan import refuse, stream_of, turns
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import as_matrix, space_of
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 SPLIT_TOKENS = 512
@@ -103,14 +103,8 @@ def decode_with_lse(
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
     [sequences, query heads]."""
     layout, made = store.layout, prepared(store)
-    kind = DTYPES.get(query.dtype)
-    if kind is None:
-        raise ValueError(f"queries must be {', '.join(TYPES)}, got {query.dtype}")
+    check_queries(query, layout, TYPES)
     sequences, query_heads, dim = query.shape
-    if query_heads % layout.heads or dim != layout.head_dim:
-        raise ValueError(
-            f"queries must be [sequences, a multiple of {layout.heads} heads, {layout.head_dim}], got {list(query.shape)}"
-        )
     query = query.contiguous()
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)
     if not sequences:
@@ -124,7 +118,7 @@ def decode_with_lse(
         call.cosine, call.sine = (x.data_ptr() for x in made.turns)
     call.splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))
     call.split_tokens, call.visible = SPLIT_TOKENS, window or 0
-    call.batch, call.group, call.type = sequences, group, kind
+    call.batch, call.group, call.type = sequences, group, DTYPES[query.dtype]
     call.scale, call.cap = scale, softcap or 0.0
     if not made.block:
         call.use_lost = softcap is not None and bool(call.lost)

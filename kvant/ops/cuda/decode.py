@@ -14,7 +14,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
 from kvant.ops.registry import register
 from kvant.ops.spaces import MATRIX, Space, space_of
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 ROWS_A_BLOCK = 4  # of queries or outputs that are multiplied by a matrix
@@ -111,13 +111,8 @@ def decode_with_lse(
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
     [sequences, query heads]."""
     layout = store.layout
+    check_queries(query, layout, TYPES)
     dtype = str(query.dtype).removeprefix("torch.")
-    if dtype not in TYPES:
-        raise ValueError(f"queries must be {', '.join(TYPES)}, got {dtype}")
-    if query.shape[1] % layout.heads or query.shape[2] != layout.head_dim:
-        raise ValueError(
-            f"queries must be [sequences, a multiple of {layout.heads} heads, {layout.head_dim}], got {list(query.shape)}"
-        )
     spaces = _spaces(store)
     group = query.shape[1] // layout.heads
     kinds = [(space.kind, space.order) for space in spaces]

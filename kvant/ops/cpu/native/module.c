@@ -117,77 +117,75 @@ static PyObject *sources(PyObject *self, PyObject *args) {
   return PyUnicode_FromString(KVANT_SOURCES);
 }
 
-/* (address of the call, kind, threads, GOMP_parallel or 0, tasks, scratch or 0, floats of scratch for a thread) */
-static int parsed(PyObject *args, void **call, const Isa **isa, int *threads, Parallel *parallel, long long *tasks, float **scratch,
-                  long long *stride) {
-  unsigned long long call_at, parallel_at, scratch_at;
+/* What Python passes: the address of the call, the kind, threads, GOMP_parallel or 0, tasks, scratch or 0, and floats of scratch
+ * for a thread. */
+typedef struct {
+  const void *call;
+  const Isa *isa;
+  int threads;
+  Parallel parallel;
+  int64_t tasks, stride;
+  float *scratch;
+} Arguments;
+
+static int parsed(PyObject *args, Arguments *out) {
+  unsigned long long call, parallel, scratch;
+  long long tasks, stride;
   int kind;
   find();
-  if (!PyArg_ParseTuple(args, "KiiKLKL", &call_at, &kind, threads, &parallel_at, tasks, &scratch_at, stride)) return 0;
+  if (!PyArg_ParseTuple(args, "KiiKLKL", &call, &kind, &out->threads, &parallel, &tasks, &scratch, &stride)) return 0;
   if (kind < 0 || kind >= known) {
     PyErr_Format(PyExc_ValueError, "kind must be from 0 to %d, got %d", known - 1, kind);
     return 0;
   }
-  *call = (void *)(uintptr_t)call_at;
-  *isa = all[kind];
-  *parallel = (Parallel)(uintptr_t)parallel_at;
-  *scratch = (float *)(uintptr_t)scratch_at;
+  out->call = (const void *)(uintptr_t)call;
+  out->isa = all[kind];
+  out->parallel = (Parallel)(uintptr_t)parallel;
+  out->tasks = tasks;
+  out->stride = stride;
+  out->scratch = (float *)(uintptr_t)scratch;
   return 1;
 }
 
-static PyObject *decode(PyObject *self, PyObject *args) {
-  (void)self;
-  void *data;
-  const Isa *isa;
-  int threads;
-  Parallel parallel;
-  long long tasks, stride;
-  float *scratch;
-  if (!parsed(args, &data, &isa, &threads, &parallel, &tasks, &scratch, &stride)) return NULL;
-  const Decode *call = data;
+/* Sets the phases of a job from what was passed. */
+typedef void (*Plan)(const Arguments *, Job *);
+
+static PyObject *planned(PyObject *args, Plan plan) {
+  Arguments given;
+  if (!parsed(args, &given)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  Job job = {.call = given.call, .scratch = given.scratch, .scratch_stride = given.stride};
+  plan(&given, &job);
+  run(&job, given.threads, given.parallel);
+  Py_END_ALLOW_THREADS
+  return Py_BuildValue("");
+}
+
+static void add_phase(Job *job, int phase, Task task, int64_t tasks) {
+  job->run[phase] = task;
+  job->tasks[phase] = tasks;
+}
+
+static void plan_decode(const Arguments *given, Job *job) {
+  const Decode *call = given->call;
   const int64_t rows = (int64_t)call->batch * call->heads;
-  Py_BEGIN_ALLOW_THREADS
-  Job job = {call, {(Task)isa->prepare, (Task)isa->split, (Task)isa->merge}, {rows * call->blocks, rows * call->splits, rows},
-             stride, scratch, {0}, {0}, 0};
-  run(&job, threads, parallel);
-  Py_END_ALLOW_THREADS
-  return Py_BuildValue("");
+  add_phase(job, 0, (Task)given->isa->prepare, rows * call->blocks);
+  add_phase(job, 1, (Task)given->isa->split, rows * call->splits);
+  add_phase(job, 2, (Task)given->isa->merge, rows);
 }
 
-static PyObject *append(PyObject *self, PyObject *args) {
-  (void)self;
-  void *data;
-  const Isa *isa;
-  int threads;
-  Parallel parallel;
-  long long tasks, stride;
-  float *scratch;
-  if (!parsed(args, &data, &isa, &threads, &parallel, &tasks, &scratch, &stride)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  const Append *call = data;
+static void plan_append(const Arguments *given, Job *job) {
+  const Append *call = given->call;
   const int grouped = call->key.group_tokens > 1 || call->value.group_tokens > 1;
-  Job job = {call, {(Task)isa->append, (Task)isa->append_groups}, {tasks, grouped ? (int64_t)call->batch * call->heads * 2 : 0},
-             stride, scratch, {0}, {0}, 0};
-  run(&job, threads, parallel);
-  Py_END_ALLOW_THREADS
-  return Py_BuildValue("");
+  add_phase(job, 0, (Task)given->isa->append, given->tasks);
+  add_phase(job, 1, (Task)given->isa->append_groups, grouped ? (int64_t)call->batch * call->heads * 2 : 0);
 }
 
-static PyObject *read_rows(PyObject *self, PyObject *args) {
-  (void)self;
-  void *data;
-  const Isa *isa;
-  int threads;
-  Parallel parallel;
-  long long tasks, stride;
-  float *scratch;
-  if (!parsed(args, &data, &isa, &threads, &parallel, &tasks, &scratch, &stride)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  Job job = {data, {(Task)isa->read}, {tasks}, stride, scratch, {0}, {0}, 0};
-  run(&job, threads, parallel);
-  Py_END_ALLOW_THREADS
-  return Py_BuildValue("");
-}
+static void plan_read(const Arguments *given, Job *job) { add_phase(job, 0, (Task)given->isa->read, given->tasks); }
+
+static PyObject *decode(PyObject *self, PyObject *args) { return (void)self, planned(args, plan_decode); }
+static PyObject *append(PyObject *self, PyObject *args) { return (void)self, planned(args, plan_append); }
+static PyObject *read_rows(PyObject *self, PyObject *args) { return (void)self, planned(args, plan_read); }
 
 static PyMethodDef methods[] = {
     {"kinds", kinds, METH_VARARGS, "Names of the instruction sets that this machine can run, best first."},
