@@ -3,6 +3,7 @@
 
 #define LIMIT 8128.0f /* 64 * 127: the largest number that two limbs of up to 64 hold, about */
 #define CHUNK 4       /* queries that are attended from at once */
+#define AHEAD 8       /* tokens that are fetched ahead of the one that is read from the window */
 
 /* e^x for x up to 0, to two units in the last place; 0 below -87. */
 INLINE vf exponential(vf x) {
@@ -70,6 +71,10 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
   return most / LIMIT;
 }
 
+INLINE void fetch(const void *from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at);
+}
+
 /* Product of two vectors of floats. */
 INLINE float product(const float *x, const float *y, int dim) {
   vf sum = splat(0.0f);
@@ -100,27 +105,31 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
   for (; c < dim; c++) out[c] = widen_one(p[c], type);
 }
 
-/* y = x M for up to CHUNK rows x and a matrix [dim, dim]; rows of y are `stride` apart. */
-INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, float *y, int64_t stride) {
-  int e = 0;
-  for (; e + 2 * LANE_COUNT <= dim; e += 2 * LANE_COUNT) {
-    vf sum[CHUNK][2];
-    for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = splat(0.0f);
-    for (int d = 0; d < dim; d++) {
-      const float *row = matrix + (int64_t)d * dim + e;
-      const vf a = load_floats(row), b = load_floats(row + LANE_COUNT);
-      for (int r = 0; r < ROWS; r++) {
-        const vf factor = splat(x[r * dim + d]);
-        sum[r][0] = fused(factor, a, sum[r][0]);
-        sum[r][1] = fused(factor, b, sum[r][1]);
-      }
-    }
-    for (int r = 0; r < ROWS; r++) {
-      store_floats(y + r * stride + e, sum[r][0]);
-      store_floats(y + r * stride + e + LANE_COUNT, sum[r][1]);
-    }
+/* y = x M for up to CHUNK rows x, a matrix [dim, dim], and VECTORS vectors of columns from `first` on; rows of y are `stride` apart. */
+INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, const float *matrix, int dim, int first, float *y,
+                           int64_t stride) {
+  vf sum[CHUNK][4];
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < VECTORS; k++) sum[r][k] = splat(0.0f);
+  for (int d = 0; d < dim; d++) {
+    const float *row = matrix + (int64_t)d * dim + first;
+    vf numbers[4];
+    for (int k = 0; k < VECTORS; k++) numbers[k] = load_floats(row + k * LANE_COUNT);
+    for (int r = 0; r < ROWS; r++)
+      for (int k = 0; k < VECTORS; k++) sum[r][k] = fused(splat(x[r * dim + d]), numbers[k], sum[r][k]);
   }
-  for (; e < dim; e++)
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < VECTORS; k++) store_floats(y + r * stride + first + k * LANE_COUNT, sum[r][k]);
+}
+
+/* The same for columns up to `end`. */
+INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
+  int e = 0;
+  if (LANE_COUNT == 16)
+    for (; e + 4 * LANE_COUNT <= end; e += 4 * LANE_COUNT) matrix_columns(ROWS, 4, x, matrix, dim, e, y, stride);
+  for (; e + 2 * LANE_COUNT <= end; e += 2 * LANE_COUNT) matrix_columns(ROWS, 2, x, matrix, dim, e, y, stride);
+  for (; e + LANE_COUNT <= end; e += LANE_COUNT) matrix_columns(ROWS, 1, x, matrix, dim, e, y, stride);
+  for (; e < end; e++)
     for (int r = 0; r < ROWS; r++) {
       float sum = 0.0f;
       for (int d = 0; d < dim; d++) sum += x[r * dim + d] * matrix[(int64_t)d * dim + e];
@@ -128,12 +137,27 @@ INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix,
     }
 }
 
-static void times_matrix(int rows, const float *x, const float *matrix, int dim, float *y, int64_t stride) {
+static void times_matrix(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
   switch (rows) {
-    case 1: times_matrix_of(1, x, matrix, dim, y, stride); break;
-    case 2: times_matrix_of(2, x, matrix, dim, y, stride); break;
-    case 3: times_matrix_of(3, x, matrix, dim, y, stride); break;
-    default: times_matrix_of(4, x, matrix, dim, y, stride);
+    case 1: times_matrix_of(1, x, matrix, dim, end, y, stride); break;
+    case 2: times_matrix_of(2, x, matrix, dim, end, y, stride); break;
+    case 3: times_matrix_of(3, x, matrix, dim, end, y, stride); break;
+    default: times_matrix_of(4, x, matrix, dim, end, y, stride);
+  }
+}
+
+/* Turns a vector back by a block's angles. */
+INLINE void turn_back(float *x, const float *cosine, const float *sine, int half) {
+  int c = 0;
+  for (; c + LANE_COUNT <= half; c += LANE_COUNT) {
+    const vf u = load_floats(x + c), v = load_floats(x + c + half), a = load_floats(cosine + c), b = load_floats(sine + c);
+    store_floats(x + c, u * a + v * b);
+    store_floats(x + c + half, v * a - u * b);
+  }
+  for (; c < half; c++) {
+    const float u = x[c], v = x[c + half];
+    x[c] = u * cosine[c] + v * sine[c];
+    x[c + half] = v * cosine[c] - u * sine[c];
   }
 }
 
@@ -144,6 +168,30 @@ INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
   return call->tables + (row * ((call->group + CHUNK - 1) / CHUNK) + chunk / CHUNK) * size;
 }
 
+/* Positions whose full-precision form is at hand: [0, sinks) and [recent, length); the others are in pages. */
+INLINE void held(const Decode *call, const Stream *s, int64_t b, int64_t *sinks, int64_t *recent) {
+  const int64_t n = call->lengths[b];
+  *sinks = 0;
+  *recent = n;
+  if (!s->rows) return;
+  const int64_t waiting = n - s->sink - s->recent > 0 ? n - s->sink - s->recent : 0;
+  int64_t from = (n < s->sink ? n : s->sink) + waiting / s->flush * s->flush;
+  if (from < s->exact[b]) from = s->exact[b];
+  if (from < s->sink) from = s->sink;
+  *recent = from < n ? from : n;
+  *sinks = call->sinks[b] < n ? call->sinks[b] : n;
+}
+
+/* Channels of queries that a block of positions reads: those that are stored, where none of its tokens is in the window. */
+INLINE int channels_read(const Decode *call, int64_t b, int block) {
+  const Stream *s = &call->key;
+  if (!call->block || s->kind != SCALE_ALONE || s->mean) return call->dim;
+  int64_t sinks, recent;
+  held(call, s, b, &sinks, &recent);
+  const int64_t begin = (call->first / call->block + block) * call->block - call->first;
+  return begin < sinks || begin + call->block > recent ? call->dim : s->span[s->spans - 1].end;
+}
+
 /* Task: all queries of one (sequence, head, block of positions). */
 static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group, half = call->half;
@@ -152,6 +200,7 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
   const int64_t last = (call->lengths[b] - 1 + call->first) / (call->block ? call->block : 1);
   if (call->block && block + call->first / call->block > last) return;
   const Stream *s = &call->key;
+  const int end = channels_read(call, b, block);
   const float *cosine = call->cosine + (int64_t)block * half, *sine = call->sine + (int64_t)block * half;
   for (int g = 0; g < group; g++) {
     const int lane = g % CHUNK, rows = group - g < CHUNK ? group - g : CHUNK;
@@ -162,15 +211,10 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
       for (int r = 0; r < rows; r++) {
         float *x = scratch + r * dim;
         load_row(call->query, source + r * dim, call->type, dim, x);
-        if (!call->block) continue;
-        for (int c = 0; c < half; c++) {
-          const float u = x[c], v = x[c + half];
-          x[c] = u * cosine[c] + v * sine[c];
-          x[c + half] = v * cosine[c] - u * sine[c];
-        }
+        if (call->block) turn_back(x, cosine, sine, half);
       }
       if (call->dual)
-        times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, vector, call->prepared_stride);
+        times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, end, vector, call->prepared_stride);
       else
         for (int r = 0; r < rows; r++)
           memcpy(vector + r * call->prepared_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
@@ -208,6 +252,63 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
 
 /* --- keys ------------------------------------------------------------------------------------------------------- */
 
+/* Adds to the scores of LANE_COUNT tokens what a span gives: `dots` are products of its codes over their scale. */
+INLINE void add_span(const int QUERIES, const Stream *s, int i, const uint8_t *run, int page_tokens, int token, const Pack *pack,
+                     const vf *dots, vf *total) {
+  const Span *span = &s->span[i];
+  if (s->kind >= CHANNEL) {
+    for (int g = 0; g < QUERIES; g++) total[g] += fused(dots[g], splat(pack[g].scale[i]), splat(pack[g].sum[i]));
+    return;
+  }
+  const vf scale = meta_vector(s, run, page_tokens, span->meta, 0, token);
+  const vf size = magnitude(scale);
+  vf more = splat(0.0f);
+  if (s->kind == SCALE_MIN) more = meta_vector(s, run, page_tokens, span->meta, 1, token);
+  if (s->kind == SCALE_ZERO) more = -size * meta_vector(s, run, page_tokens, span->meta, 1, token);
+  for (int g = 0; g < QUERIES; g++) {
+    const float sum = pack[g].sum[i];
+    total[g] = fused(more, splat(sum), total[g]);
+    total[g] = fused(size, fused(dots[g], splat(pack[g].scale[i]), splat(span->center * sum)), total[g]);
+    if (s->mean && i == 0) total[g] += choose(scale < splat(0.0f), splat(pack[g].lost[1]), splat(0.0f));
+  }
+}
+
+/* Adds the products of one vector of codes, four channels of a token to a lane. */
+INLINE void add_products(const int QUERIES, vu codes, const Pack *pack, int channel, int wide, vi *high, vi *low) {
+  for (int g = 0; g < QUERIES; g++) {
+    high[g] = dot4(high[g], codes, word(pack[g].high + channel), wide);
+    low[g] = dot4(low[g], codes, word(pack[g].low + channel), wide);
+  }
+}
+
+/* Adds the products of a whole section: a byte is read once for all of its codes. */
+INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
+                             const Pack *pack, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << BITS) - 1));
+  for (int c = 0; c < bytes; c += 4) {
+    vu packed[4];
+    for (int k = 0; k < VECTORS; k++) packed[k] = load_bytes(base[k] + c * LANES);
+    for (int slot = 0; slot < 8 / BITS; slot++)
+      for (int k = 0; k < VECTORS; k++)
+        add_products(QUERIES, packed[k] >> (uint32_t)(slot * BITS) & mask, pack, first + slot * bytes + c, BITS == 8, high[k], low[k]);
+  }
+}
+
+/* Adds the products of those channels of a section that are in a span. */
+INLINE void part_products(const int QUERIES, const int VECTORS, const Section *section, const Span *span, const uint8_t *const *base,
+                          const Pack *pack, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+  const int bits = section->bits, bytes = section->width * bits / 8;
+  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << bits) - 1));
+  for (int shift = 0, start = section->first; shift < 8; shift += bits, start += bytes) {
+    const vu by = (vu){} + (uint32_t)shift;
+    const int from = start > span->first ? start : span->first;
+    const int to = start + bytes < span->end ? start + bytes : span->end;
+    for (int c = from; c < to; c += 4)
+      for (int k = 0; k < VECTORS; k++)
+        add_products(QUERIES, load_bytes(base[k] + (c - start) * LANES) >> by & mask, pack, c, bits == 8, high[k], low[k]);
+  }
+}
+
 /* Scores of VECTORS * LANE_COUNT tokens of a page from `token` on: scores[query * stride + token]. */
 INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const uint8_t *run, int page_tokens, int token,
                  const Pack *pack, float *scores, int stride) {
@@ -221,48 +322,23 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
       for (int g = 0; g < QUERIES; g++) dots[k][g] = splat(0.0f);
     for (int j = 0; j < s->sections; j++) {
       const Section *section = &s->section[j];
-      const int bits = section->bits, bytes = section->width * bits / 8;
-      const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << bits) - 1));
+      const int first = section->first, end = first + section->width, bytes = section->width * section->bits / 8;
+      if (end <= span->first || span->end <= first) continue;
       const uint8_t *base[4];
-      for (int k = 0; k < VECTORS; k++) base[k] = run + section->offset + key_place(bytes, token + k * LANE_COUNT, 0);
       vi high[4][CHUNK], low[4][CHUNK];
-      for (int k = 0; k < VECTORS; k++)
+      for (int k = 0; k < VECTORS; k++) {
+        base[k] = run + section->offset + key_place(bytes, token + k * LANE_COUNT, 0);
         for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
-      int start = section->first;
-      for (int shift = 0; shift < 8; shift += bits, start += bytes) {
-        const int from = start > span->first ? start : span->first;
-        const int to = start + bytes < span->end ? start + bytes : span->end;
-        for (int c = from; c < to; c += 4)
-          for (int k = 0; k < VECTORS; k++) {
-            const vu codes = load_bytes(base[k] + (c - start) * LANES) >> (uint32_t)shift & mask;
-            for (int g = 0; g < QUERIES; g++) {
-              high[k][g] = dot4(high[k][g], codes, word(pack[g].high + c), bits == 8);
-              low[k][g] = dot4(low[k][g], codes, word(pack[g].low + c), bits == 8);
-            }
-          }
+      }
+      switch (span->first <= first && end <= span->end ? section->bits : 0) {
+        case 2: section_products(QUERIES, VECTORS, 2, first, bytes, base, pack, high, low); break;
+        case 4: section_products(QUERIES, VECTORS, 4, first, bytes, base, pack, high, low); break;
+        default: part_products(QUERIES, VECTORS, section, span, base, pack, high, low);
       }
       for (int k = 0; k < VECTORS; k++)
         for (int g = 0; g < QUERIES; g++) dots[k][g] = fused(splat(section->alpha), floats((high[k][g] << 7) + low[k][g]), dots[k][g]);
     }
-    for (int k = 0; k < VECTORS; k++) {
-      const int at = token + k * LANE_COUNT;
-      if (s->kind >= CHANNEL) {
-        for (int g = 0; g < QUERIES; g++) total[k][g] += fused(dots[k][g], splat(pack[g].scale[i]), splat(pack[g].sum[i]));
-        continue;
-      }
-      const vf scale = meta_vector(s, run, page_tokens, span->meta, 0, at);
-      const vf size = magnitude(scale);
-      vf more = splat(0.0f);
-      if (s->kind == SCALE_MIN) more = meta_vector(s, run, page_tokens, span->meta, 1, at);
-      if (s->kind == SCALE_ZERO) more = -size * meta_vector(s, run, page_tokens, span->meta, 1, at);
-      for (int g = 0; g < QUERIES; g++) {
-        const float sum = pack[g].sum[i];
-        total[k][g] = fused(more, splat(sum), total[k][g]);
-        total[k][g] = fused(size, fused(dots[k][g], splat(pack[g].scale[i]), splat(span->center * sum)), total[k][g]);
-        if (s->mean && i == 0)
-          total[k][g] += choose(scale < splat(0.0f), splat(pack[g].lost[1]), splat(0.0f));
-      }
-    }
+    for (int k = 0; k < VECTORS; k++) add_span(QUERIES, s, i, run, page_tokens, token + k * LANE_COUNT, pack, dots[k], total[k]);
   }
   for (int k = 0; k < VECTORS; k++)
     for (int g = 0; g < QUERIES; g++) store_floats(scores + g * stride + token + k * LANE_COUNT, total[k][g]);
@@ -429,6 +505,7 @@ static void page_scores(const Decode *call, int queries, const uint8_t *run, int
 
 /* --- values ----------------------------------------------------------------------------------------------------- */
 
+/* Weights of a page's tokens as the integer dot products read them. */
 typedef struct {
   int8_t high[CHUNK][128], low[CHUNK][128];
   float scale[CHUNK];
@@ -443,14 +520,14 @@ INLINE vu part_bytes(const uint8_t *p, int lanes) {
 /* out[query][channel + lane] += the weighted sum of codes of VECTORS * LANE_COUNT channels, or of `lanes` of one vector. */
 INLINE void column(const int QUERIES, const int VECTORS, const Section *section, int bytes, const uint8_t *base, int shift, int lanes,
                    int quad, int quads, const Weights *w, float *out, int dim) {
-  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << section->bits) - 1));
+  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << section->bits) - 1)), by = (vu){} + (uint32_t)shift;
   vi high[2][CHUNK], low[2][CHUNK];
   for (int k = 0; k < VECTORS; k++)
     for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
   for (int i = quad; i < quads; i++)
     for (int k = 0; k < VECTORS; k++) {
       const uint8_t *p = base + (int64_t)i * 4 * bytes + k * BYTES;
-      const vu codes = (lanes ? part_bytes(p, lanes) : load_bytes(p)) >> (uint32_t)shift & mask;
+      const vu codes = (lanes ? part_bytes(p, lanes) : load_bytes(p)) >> by & mask;
       for (int g = 0; g < QUERIES; g++) {
         high[k][g] = dot4(high[k][g], codes, word(w->high[g] + 4 * i), section->bits == 8);
         low[k][g] = dot4(low[k][g], codes, word(w->low[g] + 4 * i), section->bits == 8);
@@ -471,12 +548,13 @@ INLINE void column(const int QUERIES, const int VECTORS, const Section *section,
 INLINE void two_planes(const int QUERIES, const Section *section, int bytes, const uint8_t *base, int shift, int quad, int quads,
                        const Weights *const *w, float *const *out, int dim) {
   const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << section->bits) - 1));
+  const vu by = (vu){} + (uint32_t)shift, more = by + (uint32_t)section->bits;
   vi high[2][CHUNK], low[2][CHUNK];
   for (int k = 0; k < 2; k++)
     for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
   for (int i = quad; i < quads; i++) {
-    const vu packed = load_bytes(base + (int64_t)i * 4 * bytes) >> (uint32_t)shift;
-    const vu codes[2] = {packed & mask, packed >> (uint32_t)section->bits & mask};
+    const vu packed = load_bytes(base + (int64_t)i * 4 * bytes);
+    const vu codes[2] = {packed >> by & mask, packed >> more & mask};
     for (int k = 0; k < 2; k++)
       for (int g = 0; g < QUERIES; g++) {
         high[k][g] = dot4(high[k][g], codes[k], word(w[k]->high[g] + 4 * i), 0);
@@ -545,9 +623,9 @@ static void code_sums(int queries, const Stream *s, const uint8_t *run, int quad
   }
 }
 
-/* What tokens add to all channels of a span: sums over the whole split, by span's scale and query. */
+/* What tokens add to all channels of a span: sums over the whole split, by span's scale and query; still to be added over lanes. */
 typedef struct {
-  float scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
+  vf scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
 } Sums;
 
 /* Adds codes that stand for levels, of tokens [from, to): lanes are channels, token after token. One section of whole vectors. */
@@ -644,31 +722,9 @@ static void page_centroids(int queries, const Stream *s, const uint8_t *run, int
   }
 }
 
-/* Adds tokens [from, to) of a page: weight[query * stride + token]. */
-static void page_sums(const Decode *call, int queries, const uint8_t *run, int head, int from, int to, const float *weight, int stride,
-                      float *out, Sums *sums) {
-  const Stream *s = &call->value;
-  const int dim = call->dim, size = call->page_tokens;
-  if (s->kind == CENTROIDS) {
-    page_centroids(queries, s, run, head, from, to, dim, weight, stride, out);
-    return;
-  }
-  if (s->kind == LEVELS && s->sections == 1 && s->section[0].width * s->section[0].bits / 8 % LANE_COUNT == 0) {
-    level_sums(queries, s, run, size, from, to, weight, stride, out, dim);
-    return;
-  }
-  if (s->kind > SCALE_ALONE) {
-    float row[256];
-    for (int token = from; token < to; token++) {
-      token_row(s, 0, run, size, head, token, dim, row);
-      for (int g = 0; g < queries; g++) {
-        const float p = weight[g * stride + token];
-        add_times(out + g * dim, p, row, dim);
-      }
-    }
-    return;
-  }
-  Weights w[MAX_SPANS];
+/* Weights of tokens [from, to) of a page times the scales of values, as limbs from a whole vector of tokens to a whole one. */
+INLINE void page_weights(const Stream *s, int queries, const uint8_t *run, int size, int from, int to, const float *weight, int stride,
+                         Weights *w, Sums *sums) {
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   float own[CHUNK][128] __attribute__((aligned(64)));
   for (int g = 0; g < queries; g++) {
@@ -707,164 +763,233 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
         total += v;
         if (s->kind != SCALE_ALONE) more += choose(v > 0, floats(v) * more_of[k], splat(0.0f));
       }
-      sums->scale[m][g] += total_of(floats(total)) * unit;
-      sums->more[m][g] += total_of(more) * unit;
-      if (m == 0) sums->flagged[g] += total_of(flagged);
+      sums->scale[m][g] += floats(total) * unit;
+      sums->more[m][g] += more * unit;
+      if (m == 0) sums->flagged[g] += flagged;
     }
   }
-  code_sums(queries, s, run, first / 4, last / 4, w, out, dim);
+}
+
+/* Adds tokens [from, to) of a page: weight[query * stride + token]. */
+static void page_sums(const Decode *call, int queries, const uint8_t *run, int head, int from, int to, const float *weight, int stride,
+                      float *out, Sums *sums) {
+  const Stream *s = &call->value;
+  const int dim = call->dim, size = call->page_tokens;
+  if (s->kind == CENTROIDS) {
+    page_centroids(queries, s, run, head, from, to, dim, weight, stride, out);
+    return;
+  }
+  if (s->kind == LEVELS && s->sections == 1 && s->section[0].width * s->section[0].bits / 8 % LANE_COUNT == 0) {
+    level_sums(queries, s, run, size, from, to, weight, stride, out, dim);
+    return;
+  }
+  if (s->kind > SCALE_ALONE) {
+    float row[256];
+    for (int token = from; token < to; token++) {
+      token_row(s, 0, run, size, head, token, dim, row);
+      for (int g = 0; g < queries; g++) {
+        const float p = weight[g * stride + token];
+        add_times(out + g * dim, p, row, dim);
+      }
+    }
+    return;
+  }
+  Weights w[MAX_SPANS];
+  page_weights(s, queries, run, size, from, to, weight, stride, w, sums);
+  code_sums(queries, s, run, from / LANE_COUNT * LANE_COUNT / 4, (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT / 4, w, out, dim);
   if (s->centers)
     for (int token = from; token < to; token++) {
       const float *center = center_at(s, head, center_of(s, run, token), dim);
-      for (int g = 0; g < queries; g++) add_times(out + g * dim, own[g][token], center, dim);
+      for (int g = 0; g < queries; g++) add_times(out + g * dim, weight[g * stride + token], center, dim);
     }
 }
 
-/* --- a split of a sequence ---------------------------------------------------------------------------------------- */
-
-/* Positions whose full-precision form is at hand: [0, sinks) and [recent, length); the others are in pages. */
-INLINE void held(const Decode *call, const Stream *s, int64_t b, int64_t *sinks, int64_t *recent) {
-  const int64_t n = call->lengths[b];
-  *sinks = 0;
-  *recent = n;
-  if (!s->rows) return;
-  const int64_t waiting = n - s->sink - s->recent > 0 ? n - s->sink - s->recent : 0;
-  int64_t from = (n < s->sink ? n : s->sink) + waiting / s->flush * s->flush;
-  if (from < s->exact[b]) from = s->exact[b];
-  if (from < s->sink) from = s->sink;
-  *recent = from < n ? from : n;
-  *sinks = call->sinks[b] < n ? call->sinks[b] : n;
+/* Scores of a page's tokens to where those of a sequence lie, with what logits are short of. */
+INLINE void copy_scores(const Decode *call, int queries, const Pack *pack, const float *own, int count, float *at, int stride) {
+  for (int g = 0; g < queries; g++, own += 128, at += stride) {
+    memcpy(at, own, sizeof(float) * (size_t)count);
+    if (call->use_lost)
+      for (int t = 0; t < count; t++) at[t] += pack[g].lost[0];
+  }
 }
+
+/* --- a split of a sequence ---------------------------------------------------------------------------------------- */
 
 INLINE int64_t window_row(const Stream *s, int64_t position) {
   return position < s->sink || !s->ring ? position : s->sink + (position - s->sink) % s->ring;
 }
 
-INLINE void window_vector(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, float *out) {
-  const int64_t at = ((call->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
-  load_row(s->window, at, call->window_type, call->dim, out);
+INLINE int64_t window_place(const Decode *call, const Stream *s, int64_t b, int head, int64_t position) {
+  return ((call->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
+}
+
+/* A token of the window; one of the next, before `end`, is fetched. */
+INLINE void window_vector(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, int64_t end, float *out) {
+  const int width = call->window_type == FLOAT32 ? 4 : 2;
+  if (position + AHEAD < end)
+    fetch((const char *)s->window + window_place(call, s, b, head, position + AHEAD) * width, (int64_t)call->dim * width);
+  load_row(s->window, window_place(call, s, b, head, position), call->window_type, call->dim, out);
+}
+
+/* The part of a sequence that a task attends to. */
+typedef struct {
+  int64_t b, begin, end;
+  int head, split, stride; /* stride: from a query's scores to the next one's */
+} Part;
+
+INLINE const uint8_t *run_of(const Decode *call, const Part *part, int64_t position) {
+  const int64_t page = call->table[part->b * call->table_width + (position - call->origin) / call->page_tokens];
+  return call->pages + (page * call->heads + part->head) * call->run_bytes;
+}
+
+/* Of positions from `position` on that lie in one page, the last one and one. */
+INLINE int64_t end_of_page(const Decode *call, int64_t position) {
+  return ((position - call->origin) / call->page_tokens + 1) * call->page_tokens + call->origin;
+}
+
+/* Scales and codes of the page at `position`, if one of this part is there, that they come while another's are summed. */
+INLINE void fetch_page(const Decode *call, const Part *part, const Stream *s, int64_t position, int64_t recent) {
+  const int size = call->page_tokens;
+  if (position >= part->end || position >= recent) return;
+  const uint8_t *run = run_of(call, part, position);
+  if (s->kind <= SCALE_ALONE) fetch(run + s->meta_offset, (int64_t)s->metas * s->names * size * 2);
+  for (int j = 0; j < s->sections; j++) fetch(run + s->section[j].offset, (int64_t)s->section[j].width * s->section[j].bits * size / 8);
+}
+
+/* Scores of a chunk of queries: scores[query * stride + position - begin]. */
+static void part_scores(const Decode *call, const Part *part, int chunk, int queries, float *scores) {
+  const int dim = call->dim, group = call->group, size = call->page_tokens, stride = part->stride;
+  const int64_t b = part->b, row = b * call->heads + part->head;
+  float vector[256];
+  int64_t sinks, recent;
+  held(call, &call->key, b, &sinks, &recent);
+  for (int64_t position = part->begin; position < part->end;) {
+    /* a run of positions with the same queries, and in one page or in the window */
+    int64_t to = part->end, index = row * call->blocks * group + chunk;
+    if (call->block) {
+      const int64_t block = (position + call->first) / call->block;
+      index += (block - call->first / call->block) * group;
+      if ((block + 1) * call->block - call->first < to) to = (block + 1) * call->block - call->first;
+    }
+    Pack pack[CHUNK];
+    for (int g = 0; g < queries; g++) pack[g] = pack_at(call, index + g);
+    float *at = scores + (position - part->begin);
+    if (position < sinks || position >= recent) {
+      if (position < sinks && sinks < to) to = sinks;
+      for (int i = 0; position < to; position++, i++) {
+        window_vector(call, &call->key, b, part->head, position, to, vector);
+        for (int g = 0; g < queries; g++)
+          at[g * stride + i] = product(pack[g].vector, vector, dim) + (call->use_lost ? pack[g].lost[0] : 0.0f);
+      }
+      continue;
+    }
+    if (recent < to) to = recent;
+    if (end_of_page(call, position) < to) to = end_of_page(call, position);
+    const int from = (int)((position - call->origin) % size), count = (int)(to - position);
+    const uint8_t *run = run_of(call, part, position);
+    if (!chunk) fetch_page(call, part, &call->key, to, recent);
+    position = to;
+    float own[CHUNK * 128] __attribute__((aligned(64)));
+    page_scores(call, queries, run, row, chunk, from, from + count, pack, own, 128);
+    copy_scores(call, queries, pack, own + from, count, at, stride);
+  }
+}
+
+/* Scores to weights, of the largest score as one. Leaves that score and the sum of weights. */
+INLINE void to_weights(const Decode *call, float *x, int count, float *top, float *sum) {
+  const int whole = (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
+  if (call->cap > 0.0f)
+    for (int t = 0; t < count; t++) x[t] = call->cap * tanhf(x[t] * call->scale / call->cap);
+  for (int t = count; t < whole; t++) x[t] = -INFINITY;
+  const vf scale = splat(call->cap > 0.0f ? 1.0f : call->scale);
+  vf most = splat(-INFINITY), total = splat(0.0f);
+  for (int t = 0; t < whole; t += LANE_COUNT) {
+    const vf scaled = load_floats(x + t) * scale;
+    store_floats(x + t, scaled);
+    most = highest(scaled, most);
+  }
+  *top = top_of(most);
+  for (int t = 0; t < whole; t += LANE_COUNT) {
+    const vf p = exponential(load_floats(x + t) - splat(*top));
+    store_floats(x + t, p);
+    total += p;
+  }
+  *sum = total_of(total);
+}
+
+/* Sums of values: out[query * dim + channel]. */
+static void part_sums(const Decode *call, const Part *part, int queries, const float *weights, float *out) {
+  const Stream *s = &call->value;
+  const int dim = call->dim, size = call->page_tokens, stride = part->stride;
+  float vector[256];
+  int64_t sinks, recent;
+  held(call, s, part->b, &sinks, &recent);
+  Sums sums;
+  for (int g = 0; g < queries; g++) {
+    memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
+    for (int m = 0; m < s->metas; m++) sums.scale[m][g] = sums.more[m][g] = splat(0.0f);
+    sums.flagged[g] = splat(0.0f);
+  }
+  for (int64_t position = part->begin; position < part->end;) {
+    int64_t to = part->end;
+    const float *weight = weights + (position - part->begin);
+    if (position < sinks || position >= recent) {
+      if (position < sinks && sinks < to) to = sinks;
+      for (; position < to; position++, weight++) {
+        window_vector(call, s, part->b, part->head, position, to, vector);
+        for (int g = 0; g < queries; g++) add_times(out + g * dim, weight[g * stride], vector, dim);
+      }
+      continue;
+    }
+    if (recent < to) to = recent;
+    if (end_of_page(call, position) < to) to = end_of_page(call, position);
+    const int from = (int)((position - call->origin) % size), last = from + (int)(to - position);
+    const uint8_t *run = run_of(call, part, position);
+    fetch_page(call, part, s, to, recent);
+    position = to;
+    page_sums(call, queries, run, part->head, from, last, weight - from, stride, out, &sums);
+  }
+  for (int g = 0; g < queries; g++) {
+    float *x = out + g * dim;
+    if (s->kind <= SCALE_ALONE)
+      for (int i = 0; i < s->spans; i++) {
+        const Span *span = &s->span[i];
+        const float add = total_of(sums.scale[span->meta][g] * span->center + sums.more[span->meta][g]);
+        int c = span->first;
+        for (; c + LANE_COUNT <= span->end; c += LANE_COUNT) store_floats(x + c, load_floats(x + c) + splat(add));
+        for (; c < span->end; c++) x[c] += add;
+      }
+    if (s->mean) add_times(x, total_of(sums.flagged[g]), s->mean + (int64_t)part->head * dim, dim);
+  }
 }
 
 /* Task: one (sequence, head, split). Leaves the weighted sum, the largest score and the sum of weights of every query. */
 static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
-  const int dim = call->dim, group = call->group, size = call->page_tokens;
-  const int split = (int)(task % call->splits), head = (int)(task / call->splits % call->heads);
-  const int64_t b = task / call->splits / call->heads, n = call->lengths[b];
-  int64_t begin = split ? call->origin + (int64_t)split * call->split_tokens : 0;
-  int64_t end = call->origin + (int64_t)(split + 1) * call->split_tokens;
-  if (end > n) end = n;
-  if (call->visible && begin < n - call->visible) begin = n - call->visible;
-  const int stride = call->split_tokens + call->origin + 128;
-  float row[256];
+  const int dim = call->dim, group = call->group;
+  Part part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
+  part.b = task / call->splits / call->heads;
+  const int64_t n = call->lengths[part.b];
+  part.begin = part.split ? call->origin + (int64_t)part.split * call->split_tokens : 0;
+  part.end = call->origin + (int64_t)(part.split + 1) * call->split_tokens;
+  if (part.end > n) part.end = n;
+  if (call->visible && part.begin < n - call->visible) part.begin = n - call->visible;
+  part.stride = call->split_tokens + call->origin + 128;
+  float *scores = scratch + 64, *out = scores + (int64_t)CHUNK * part.stride;
   for (int chunk = 0; chunk < group; chunk += CHUNK) {
     const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
-    float *partial = call->partial + (((b * call->heads + head) * call->splits + split) * group + chunk) * (dim + 2);
-    if (begin >= end) {
-      for (int g = 0; g < queries; g++, partial += dim + 2) {
-        partial[dim] = -INFINITY;
-        partial[dim + 1] = 0.0f;
-      }
-      continue;
+    float *partial = call->partial + (((part.b * call->heads + part.head) * call->splits + part.split) * group + chunk) * (dim + 2);
+    for (int g = 0; g < queries; g++) { /* of no tokens */
+      partial[g * (dim + 2) + dim] = -INFINITY;
+      partial[g * (dim + 2) + dim + 1] = 0.0f;
     }
-    float *scores = scratch + 64; /* scores[query * stride + position - begin] */
-    int64_t sinks, recent;
-    held(call, &call->key, b, &sinks, &recent);
-    for (int64_t position = begin; position < end;) {
-      /* a run of positions with the same queries, and in one page or in the window */
-      int64_t to = end, index = ((b * call->heads + head) * call->blocks) * group + chunk;
-      if (call->block) {
-        const int64_t block = (position + call->first) / call->block;
-        index += (block - call->first / call->block) * group;
-        if ((block + 1) * call->block - call->first < to) to = (block + 1) * call->block - call->first;
-      }
-      Pack pack[CHUNK];
-      for (int g = 0; g < queries; g++) pack[g] = pack_at(call, index + g);
-      const int64_t begun = position - begin;
-      float *at = scores + begun;
-      if (position < sinks || position >= recent) {
-        if (position < sinks && sinks < to) to = sinks;
-        for (; position < to; position++, at++) {
-          window_vector(call, &call->key, b, head, position, row);
-          for (int g = 0; g < queries; g++) at[g * stride] = product(pack[g].vector, row, dim);
-        }
-      } else {
-        if (recent < to) to = recent;
-        const int64_t place = position - call->origin, page = place / size;
-        if ((page + 1) * size + call->origin < to) to = (page + 1) * size + call->origin;
-        const int from = (int)(place - page * size), last = (int)(to - call->origin - page * size);
-        const uint8_t *run = call->pages + (call->table[b * call->table_width + page] * call->heads + head) * call->run_bytes;
-        if (!chunk && to < end && to < recent) { /* the next page, keys and values, while this one is summed */
-          const uint8_t *next = call->pages + (call->table[b * call->table_width + (to - call->origin) / size] * call->heads + head) * call->run_bytes;
-          if (next != run)
-            for (int64_t at_byte = 0; at_byte < call->run_bytes; at_byte += 64) __builtin_prefetch(next + at_byte);
-        }
-        float own[CHUNK * 128] __attribute__((aligned(64)));
-        page_scores(call, queries, run, b * call->heads + head, chunk, from, last, pack, own, 128);
-        for (int g = 0; g < queries; g++) memcpy(at + g * stride, own + g * 128 + from, sizeof(float) * (size_t)(last - from));
-        position = to;
-      }
-      if (call->use_lost)
-        for (int g = 0; g < queries; g++)
-          for (int64_t t = begun; t < position - begin; t++) scores[g * stride + t] += pack[g].lost[0];
-    }
-    const int count = (int)(end - begin), whole = (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
-    float *out = scratch + 64 + (int64_t)CHUNK * stride;
-    Sums sums;
-    memset(&sums, 0, sizeof sums);
+    if (part.begin >= part.end) continue;
+    part_scores(call, &part, chunk, queries, scores);
     for (int g = 0; g < queries; g++) {
-      float *x = scores + g * stride;
-      if (call->cap > 0.0f)
-        for (int t = 0; t < count; t++) x[t] = call->cap * tanhf(x[t] * call->scale / call->cap);
-      for (int t = count; t < whole; t++) x[t] = -INFINITY;
-      const vf scale = splat(call->cap > 0.0f ? 1.0f : call->scale);
-      vf most = splat(-INFINITY), total = splat(0.0f);
-      for (int t = 0; t < whole; t += LANE_COUNT) {
-        const vf scaled = load_floats(x + t) * scale;
-        store_floats(x + t, scaled);
-        most = highest(scaled, most);
-      }
-      const float top = top_of(most);
-      for (int t = 0; t < whole; t += LANE_COUNT) {
-        const vf p = exponential(load_floats(x + t) - splat(top));
-        store_floats(x + t, p);
-        total += p;
-      }
-      partial[g * (dim + 2) + dim] = top;
-      partial[g * (dim + 2) + dim + 1] = total_of(total);
-      memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
+      float *own = partial + g * (dim + 2) + dim;
+      to_weights(call, scores + g * part.stride, (int)(part.end - part.begin), own, own + 1);
     }
-    held(call, &call->value, b, &sinks, &recent);
-    for (int64_t position = begin; position < end;) {
-      int64_t to = end;
-      const float *weight = scores + (position - begin);
-      if (position < sinks || position >= recent) {
-        if (position < sinks && sinks < to) to = sinks;
-        for (; position < to; position++, weight++) {
-          window_vector(call, &call->value, b, head, position, row);
-          for (int g = 0; g < queries; g++) add_times(out + g * dim, weight[g * stride], row, dim);
-        }
-        continue;
-      }
-      if (recent < to) to = recent;
-      const int64_t place = position - call->origin, page = place / size;
-      if ((page + 1) * size + call->origin < to) to = (page + 1) * size + call->origin;
-      const int from = (int)(place - page * size), last = (int)(to - call->origin - page * size);
-      const uint8_t *run = call->pages + (call->table[b * call->table_width + page] * call->heads + head) * call->run_bytes;
-      page_sums(call, queries, run, head, from, last, weight - from, stride, out, &sums);
-      position = to;
-    }
-    for (int g = 0; g < queries; g++) {
-      float *x = out + g * dim;
-      if (call->value.kind <= SCALE_ALONE)
-        for (int i = 0; i < call->value.spans; i++) {
-          const Span *span = &call->value.span[i];
-          const float add = span->center * sums.scale[span->meta][g] + sums.more[span->meta][g];
-          for (int c = span->first; c < span->end; c++) x[c] += add;
-        }
-      if (call->value.mean)
-        for (int c = 0; c < dim; c++) x[c] += sums.flagged[g] * call->value.mean[(int64_t)head * dim + c];
-      memcpy(partial + g * (dim + 2), x, sizeof(float) * (size_t)dim);
-    }
+    part_sums(call, &part, queries, scores, out);
+    for (int g = 0; g < queries; g++) memcpy(partial + g * (dim + 2), out + g * dim, sizeof(float) * (size_t)dim);
   }
 }
 
@@ -887,7 +1012,7 @@ static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
     for (int c = 0; c < dim; c++) sum[c] *= times;
     const float *out = sum;
     if (call->inverse) {
-      times_matrix(1, sum, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, back, dim);
+      times_matrix(1, sum, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, dim, back, dim);
       out = back;
     }
     if (call->inverse_offset)
