@@ -324,10 +324,15 @@ class PagedCache:
     def append(self, layer: int, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
         """Writes the tokens that `extend` made room for. Recipes that learn from queries need `query`, the same
         tokens'."""
+        chosen, options = self.ops["append"], {"query": query} if self.layout.recipe.wants_queries else {}
+        if self.check and chosen.checks:
+            if chosen.run(self.stores[layer], key, value, batch, **options, limit=self.largest):
+                return
+            check_finite(self.numbers[layer], key, value, batch, self.largest)  # says which number
+            raise RuntimeError(f"{chosen.name} refused keys or values of layer {layer} that are finite")
         if self.check:
             check_finite(self.numbers[layer], key, value, batch, self.largest)
-        options = {"query": query} if self.layout.recipe.wants_queries else {}
-        self.ops["append"].run(self.stores[layer], key, value, batch, **options)
+        chosen.run(self.stores[layer], key, value, batch, **options)
 
     @locked
     def decode(self, layer: int, query: Tensor, batch: PagedBatch, **options: Any) -> Tensor:

@@ -24,18 +24,21 @@ class Implementation:
     run: Callable[..., Any]
     refuse: Refusal  # why it cannot serve a layout on a device, or None
     rank: int  # higher is tried first
+    checks: bool = False  # whether an append takes `limit`, and says False where a number is beyond it
 
 
 _FOUND: dict[tuple[Op, str], Implementation] = {}
 
 
-def register(op: Op, name: str, refuse: Refusal, rank: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register(
+    op: Op, name: str, refuse: Refusal, rank: int, checks: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that offers a function as an implementation of an operation."""
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
         if (op, name) in _FOUND:
             raise TypeError(f"two implementations of {op} are called {name}")
-        _FOUND[op, name] = Implementation(op, name, run, refuse, rank)
+        _FOUND[op, name] = Implementation(op, name, run, refuse, rank, checks)
         return run
 
     return add

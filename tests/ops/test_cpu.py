@@ -236,6 +236,37 @@ def test_append_of_every_head_dim(dim: int) -> None:
         same_bytes(*caches, share=1e-4)
 
 
+def test_append_where_keys_are_turned_back_further_than_before() -> None:
+    """The 64 blocks of 256 positions that turns are first made for end inside of what is appended."""
+    caches = twins("kvant-2", heads=1, dim=32)
+    entries = [cache.new() for cache in caches]
+    for count in (16370, 1, 30):
+        k, v = torch.randn(2, count, 1, 32)
+        for cache, entry in zip(caches, entries, strict=True):
+            cache.append(0, k, v, cache.extend([entry], [count]))
+    same_bytes(*caches, share=1e-4)
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "kivi-k2v2", "vecinfer-2"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -70.0])
+def test_append_of_a_number_beyond_the_limit_writes_nothing(name: str, number: float, isa: str) -> None:
+    _, cache = twins(name)
+    store, entry = cache.stores[0], cache.new()
+    k, v = torch.randn(2, 200, 2, 64)
+    append = cache.ops["append"].run
+    assert append(store, k, v, cache.extend([entry], [200]), limit=64.0) is True
+    for side in range(2):
+        batch = cache.extend([entry], [100])
+        before = [store.pages.clone(), *(x.clone() for x in store.overlays.values())]
+        fresh = torch.randn(2, 100, 2, 64)
+        fresh[side, 93, 1, 63] = number
+        assert append(store, *fresh, batch, limit=64.0) is False
+        for x, y in zip(before, [store.pages, *store.overlays.values()], strict=True):
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        batch.slots[93] = -1  # padding may hold anything
+        assert append(store, *fresh, batch, limit=64.0) is True
+
+
 def test_append_takes_what_the_model_gives() -> None:
     """Heads before tokens, as in [batch, heads, tokens, head_dim]."""
     one, two = twins("saw-int4")
@@ -315,7 +346,7 @@ def test_prefill_of_every_recipe(name: str, softcap: float | None, window: int |
 def test_structures_are_those_of_the_header() -> None:
     found = library.module()
     assert not isinstance(found, str)
-    kinds = (structures.Stream, structures.Decode, structures.Append, structures.Read)
+    kinds = (structures.Stream, structures.Batch, structures.Decode, structures.Append, structures.Read)
     assert found.sizes() == tuple(ctypes.sizeof(kind) for kind in kinds)
 
 

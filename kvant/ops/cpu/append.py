@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,8 @@ from kvant.ops.spaces import HADAMARD, MATRIX, space_of
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
+CALL = structures.Append.batch.offset  # of what is another at every call
+MISSING_TURNS = 2  # why nothing was written
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
@@ -37,10 +40,17 @@ class Prepared:
 
     call: structures.Append
     kept: list[object]  # that the call points to
-    block: int = 0  # positions to whose start keys are turned back; 0 where none is
     turns: tuple[Tensor, Tensor] | None = None
     scratch: int = 0  # floats that a thread needs
+    memory: library.Memory = dataclasses.field(default_factory=library.Memory)
     alone: int = 64  # tokens and heads below which a second thread costs more than it gives
+
+    def turn(self, store: LayerStore, tokens: int) -> None:
+        """Makes the turns that keys of so many tokens need."""
+        space = self.call.key_space
+        self.turns = turns(store, (tokens - 1 + space.first) // space.block - space.first // space.block + 1)
+        space.cosine, space.sine = (x.data_ptr() for x in self.turns)
+        space.turns = len(self.turns[0])
 
 
 def prepared(store: LayerStore) -> Prepared:
@@ -62,8 +72,7 @@ def prepared(store: LayerStore) -> Prepared:
     call.value_space, kept = _space(store, "value")
     found.kept += kept
     if store.key.rope is not None:
-        found.block = store.key.spec.turned_back
-        call.key_space.block, call.key_space.first = found.block, store.key.rope.first
+        call.key_space.block, call.key_space.first = store.key.spec.turned_back, store.key.rope.first
         call.key_space.half = len(store.key.rope.inv_freq)
     codecs = [stream.codec for stream in layout.recipe.streams.values()]
     found.scratch = max(
@@ -95,7 +104,10 @@ def _space(store: LayerStore, name: StreamName) -> tuple[structures.Space, list[
             out.signs = keep(space.tensor)
     if space.kind == MATRIX:
         assert space.tensor is not None
-        out.matrix, out.matrix_heads = keep(space.tensor), len(space.tensor)
+        single = space.tensor.float()
+        # a fitted matrix has single numbers, but for what the mean's way through it leaves; they are half of the bytes to read
+        out.single = bool((single.double() - space.tensor).abs().max() <= 2.0**-45 * space.tensor.abs().max())
+        out.matrix, out.matrix_heads = keep(single if out.single else space.tensor), len(single)
         if space.offset is not None:
             out.offset, out.offset_heads = keep(space.offset), len(space.offset)
     codec = stream.codec
@@ -128,39 +140,49 @@ def _search(space: structures.Space, books: Tensor, keep: Callable[[Tensor], int
     space.columns, space.quick = keep(columns), keep(columns.float())
 
 
-@register("append", "cpu", refuse, rank=10)
-def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-    """As the reference's `append`."""
+def _readable(name: StreamName, x: Tensor) -> Tensor:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@register("append", "cpu", refuse, rank=10, checks=True)
+def append(
+    store: LayerStore,
+    key: Tensor,
+    value: Tensor,
+    batch: PagedBatch,
+    query: Tensor | None = None,
+    limit: float = math.inf,
+) -> bool:
+    """As the reference's `append`. False where a number is beyond the limit, and nothing was written."""
     if not len(key):
-        return
+        return True
     made = prepared(store)
     call = made.call
-    call.tokens, call.batch = len(key), len(batch.lengths)
-    for i, (name, x) in enumerate((("key", key), ("value", value))):
-        kind = DTYPES.get(x.dtype)
-        if kind is None:
-            raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        call.source[i], call.type[i] = x.data_ptr(), kind
-        call.stride[i], call.head_stride[i] = x.stride(0), x.stride(1)
-        if i == 0:
-            key = x
-        else:
-            value = x
-    if made.block:
-        first = call.key_space.first
-        made.turns = turns(store, (int(batch.lengths.max()) - 1 + first) // made.block - first // made.block + 1)
-        call.key_space.cosine, call.key_space.sine = (x.data_ptr() for x in made.turns)
-    call.pages, call.slots = store.pages.data_ptr(), batch.slots.data_ptr()
-    call.starts, call.lengths, call.owners = (
-        batch.starts.data_ptr(),
-        batch.lengths.data_ptr(),
-        batch.owners.data_ptr(),
+    key, value = _readable("key", key), _readable("value", value)
+    tokens, heads = len(key), store.layout.heads
+    strides = key.stride(), value.stride()
+    structures.APPENDED.pack_into(
+        call,
+        CALL,
+        library.batch_address(batch),
+        *made.memory.of(store),
+        key.data_ptr(),
+        value.data_ptr(),
+        strides[0][0],
+        strides[1][0],
+        strides[0][1],
+        strides[1][1],
+        tokens,
+        DTYPES[key.dtype],
+        DTYPES[value.dtype],
+        limit,
     )
-    call.key.window, call.value.window = store.overlays["key"].data_ptr(), store.overlays["value"].data_ptr()
-    call.table, call.table_width = batch.block_table.data_ptr(), batch.block_table.shape[1]
-    call.key.exact, call.value.exact = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
-    scratch = library.workspace(torch.get_num_threads() * made.scratch)
-    tasks = len(key) * store.layout.heads
-    library.run("append", call, tasks, scratch, made.scratch, threads=1 if tasks < made.alone else 0)
+    tasks = tokens * heads
+    threads = 1 if tasks < made.alone else torch.get_num_threads()
+    library.run("append", call, tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
+    if call.refused == MISSING_TURNS:
+        made.turn(store, max(batch.lengths.tolist()))
+        return append(store, key, value, batch, query, limit)
+    return not call.refused

@@ -17,6 +17,7 @@ from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 SPLIT_TOKENS = 512
+CALL = structures.Decode.batch.offset  # of what is another at every call
 CHUNK = 4  # queries that native/attend.h attends from at once
 
 
@@ -26,6 +27,8 @@ class Prepared:
 
     call: structures.Decode
     kept: list[object]  # that the call points to
+    memory: library.Memory = dataclasses.field(default_factory=library.Memory)
+    has_lost: bool = False  # whether logits are short of something
     block: int = 0  # positions that share a turn of the queries; 0 where none turns
     turns: tuple[Tensor, Tensor] | None = None
 
@@ -56,11 +59,11 @@ def prepared(store: LayerStore) -> Prepared:
     if lost is not None:
         kept.append(lost)
         call.lost = lost.data_ptr()
-    found = Prepared(call, kept)
+    call.split_tokens = SPLIT_TOKENS
+    found = Prepared(call, kept, has_lost=lost is not None)
     if store.key.rope is not None:
         found.block = store.key.spec.turned_back
         call.block, call.first, call.half = found.block, store.key.rope.first, len(store.key.rope.inv_freq)
-        call.use_lost = lost is not None
     store.prepared["cpu.decode"] = found
     return found
 
@@ -109,29 +112,15 @@ def decode_with_lse(
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)
     if not sequences:
         return out, lse
-    call, group, longest = made.call, query_heads // layout.heads, int(batch.lengths.max())
-    call.blocks = 1
+    call, group, longest = made.call, query_heads // layout.heads, max(batch.lengths.tolist())
+    blocks, cosine, sine = 1, 0, 0
     if made.block:
-        assert store.key.rope is not None
-        call.blocks = max(0, longest - 1 + call.first) // made.block - call.first // made.block + 1
-        made.turns = turns(store, call.blocks)
-        call.cosine, call.sine = (x.data_ptr() for x in made.turns)
-    call.splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))
-    call.split_tokens, call.visible = SPLIT_TOKENS, window or 0
-    call.batch, call.group, call.type = sequences, group, DTYPES[query.dtype]
-    call.scale, call.cap = scale, softcap or 0.0
-    if not made.block:
-        call.use_lost = softcap is not None and bool(call.lost)
-    call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse.data_ptr()
-    call.pages, call.table, call.table_width = (
-        store.pages.data_ptr(),
-        batch.block_table.data_ptr(),
-        batch.block_table.shape[1],
-    )
-    call.lengths, call.owners, call.sinks = batch.lengths.data_ptr(), batch.owners.data_ptr(), batch.sinks.data_ptr()
-    call.key.exact, call.value.exact = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
-    call.key.window, call.value.window = store.overlays["key"].data_ptr(), store.overlays["value"].data_ptr()
-    call.prepared_stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
+        first = call.first
+        blocks = max(0, longest - 1 + first) // made.block - first // made.block + 1
+        made.turns = turns(store, blocks)
+        cosine, sine = (x.data_ptr() for x in made.turns)
+    splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))
+    stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows, codec = sequences * query_heads, store.key.spec.codec
     tables = 0  # products of queries with centroids, of several queries side by side
     if isinstance(codec, ResidualKMeans):
@@ -139,11 +128,31 @@ def decode_with_lse(
     elif isinstance(codec, ProductVQ):
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.spaces(dim) * codec.centroids
     each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
-    threads = torch.get_num_threads()
-    lasting = rows * call.blocks * call.prepared_stride + tables + rows * call.splits * (dim + 2)
-    work = library.workspace(lasting + threads * each)
-    call.prepared = work.data_ptr()
-    call.tables = call.prepared + 4 * rows * call.blocks * call.prepared_stride
-    call.partial = call.tables + 4 * tables
+    lasting = rows * blocks * stride + tables + rows * splits * (dim + 2)
+    work = library.workspace(lasting + torch.get_num_threads() * each)
+    at = work.data_ptr()
+    structures.DECODED.pack_into(
+        call,
+        CALL,
+        library.batch_address(batch),
+        query.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        *made.memory.of(store),
+        cosine,
+        sine,
+        at,
+        at + 4 * rows * blocks * stride,
+        at + 4 * (rows * blocks * stride + tables),
+        stride,
+        group,
+        DTYPES[query.dtype],
+        blocks,
+        splits,
+        window or 0,
+        made.has_lost and (bool(made.block) or softcap is not None),
+        scale,
+        softcap or 0.0,
+    )
     library.run("decode", call, 0, work[lasting:], each)
     return out, lse

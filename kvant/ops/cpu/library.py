@@ -16,6 +16,7 @@ import torch
 
 from kvant.ops.cpu import structures
 from kvant.ops.registry import NOT_BUILT
+from kvant.ops.types import LayerStore, PagedBatch
 
 ISA = "KVANT_CPU_ISA"  # environment variable that names the instruction set to use
 
@@ -34,7 +35,9 @@ def module() -> ModuleType | str:
         != hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     ):
         return f"{NOT_BUILT} is older or newer than its sources; install kvant again (./scripts/setup)"
-    sizes = tuple(map(ctypes.sizeof, (structures.Stream, structures.Decode, structures.Append, structures.Read)))
+    sizes = tuple(
+        map(ctypes.sizeof, (structures.Stream, structures.Batch, structures.Decode, structures.Append, structures.Read))
+    )
     if found.sizes() != sizes:
         return f"{NOT_BUILT} is of another version of kvant ({found.sizes()} in place of {sizes}); install kvant again"
     return found
@@ -87,12 +90,50 @@ class _Workspace(threading.local):
 _WORKSPACE = _Workspace()
 
 
+class _LastBatch(threading.local):
+    """What a thread was last asked about: all layers of a step are."""
+
+    batch: PagedBatch | None = None
+    made = structures.Batch()
+
+
+_LAST = _LastBatch()
+
+
+def batch_address(batch: PagedBatch) -> int:
+    """Where the addresses of a batch's tensors are, until another one is asked for by this thread."""
+    if _LAST.batch is not batch:
+        made = structures.Batch(width=batch.block_table.shape[1], count=len(batch.lengths))
+        made.table, made.lengths, made.owners = (x.data_ptr() for x in (batch.block_table, batch.lengths, batch.owners))
+        made.sinks, made.slots, made.starts = (x.data_ptr() for x in (batch.sinks, batch.slots, batch.starts))
+        made.exact[:] = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
+        _LAST.batch, _LAST.made = batch, made
+    return ctypes.addressof(_LAST.made)
+
+
 def workspace(floats: int) -> torch.Tensor:
     """At least so many floats, with anything in them; until the next call of this thread."""
     if len(_WORKSPACE.floats) < floats:
         with torch.inference_mode(False):
             _WORKSPACE.floats = torch.empty(floats + floats // 4)
     return _WORKSPACE.floats
+
+
+class Memory:
+    """Where a store's pages and windows lie; looked up again when they have moved."""
+
+    pages: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+    places: tuple[int, int, int]
+
+    def of(self, store: LayerStore) -> tuple[int, int, int]:
+        """Of pages, keys' and values' windows."""
+        pages, key, value = store.pages, store.overlays["key"], store.overlays["value"]
+        if pages is not self.pages or key is not self.key or value is not self.value:
+            self.pages, self.key, self.value = pages, key, value
+            self.places = pages.data_ptr(), key.data_ptr(), value.data_ptr()
+        return self.places
 
 
 def run(

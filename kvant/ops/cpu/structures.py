@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -37,19 +38,31 @@ class Stream(ctypes.Structure):
     ]
 
 
+class Batch(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "table lengths owners sinks slots starts"),
+        ("exact", c_void_p * 2),
+        *_all(c_int64, "width count"),
+    ]
+
+
 class Decode(ctypes.Structure):
     _fields_ = [
         *_all(Stream, "key value"),
-        *_all(c_void_p, "query out lse pages table lengths owners sinks"),
-        *_all(c_void_p, "dual inverse inverse_offset lost cosine sine prepared tables partial"),
-        *_all(c_int64, "run_bytes table_width prepared_stride"),
-        *_all(c_int32, "batch heads group dim page_tokens origin type window_type"),
-        *_all(
-            c_int32,
-            "dual_heads inverse_heads offset_heads half block first blocks splits split_tokens visible use_lost",
-        ),
+        *_all(c_void_p, "dual inverse inverse_offset lost"),
+        ("run_bytes", c_int64),
+        *_all(c_int32, "heads dim page_tokens origin window_type"),
+        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens"),
+        *_all(c_void_p, "batch query out lse pages"),
+        ("window", c_void_p * 2),
+        *_all(c_void_p, "cosine sine prepared tables partial"),
+        ("prepared_stride", c_int64),
+        *_all(c_int32, "group type blocks splits visible use_lost"),
         *_all(c_float, "scale cap"),
     ]
+
+
+DECODED = struct.Struct("@12Pq6i2f")  # from `batch` on
 
 
 class Space(ctypes.Structure):
@@ -57,7 +70,7 @@ class Space(ctypes.Structure):
         *_all(c_void_p, "mean signs matrix offset cosine sine weights taken edges columns quick"),
         ("clip_share", c_float),
         *_all(c_int32, "order matrix_heads offset_heads half block first"),
-        *_all(c_int32, "clip_rank search unbiased"),
+        *_all(c_int32, "turns clip_rank search unbiased single"),
     ]
 
 
@@ -65,15 +78,20 @@ class Append(ctypes.Structure):
     _fields_ = [
         *_all(Stream, "key value"),
         *_all(Space, "key_space value_space"),
+        ("run_bytes", c_int64),
+        *_all(c_int32, "heads dim page_tokens origin window_type refused"),
+        *_all(c_void_p, "batch pages"),
+        ("window", c_void_p * 2),
         ("source", c_void_p * 2),
-        *_all(c_void_p, "pages slots starts lengths owners table"),
-        *_all(c_int64, "run_bytes table_width"),
         ("stride", c_int64 * 2),
         ("head_stride", c_int64 * 2),
-        *_all(c_int32, "batch tokens heads dim page_tokens origin"),
+        ("tokens", c_int32),
         ("type", c_int32 * 2),
-        ("window_type", c_int32),
+        ("limit", c_float),
     ]
+
+
+APPENDED = struct.Struct("@6P4q3if")  # from `batch` on
 
 
 class Read(ctypes.Structure):

@@ -6,27 +6,45 @@
 
 INLINE vd load_doubles(const double *p) { vd x; memcpy(&x, p, sizeof x); return x; }
 
+typedef float vs __attribute__((vector_size(BYTES / 2)));
+INLINE vd load_singles(const float *p) { vs x; memcpy(&x, p, sizeof x); return __builtin_convertvector(x, vd); }
+
+/* out = in M for VECTORS vectors of columns from `first` on: row after row, as they lie in memory. */
+INLINE void double_columns(const int VECTORS, const int SINGLE, const void *matrix, int dim, int first, const double *in, double *out) {
+  vd sum[8];
+  for (int k = 0; k < VECTORS; k++) sum[k] = (vd){};
+  for (int d = 0; d < dim; d++) {
+    const int64_t at = (int64_t)d * dim + first;
+    const vd factor = (vd){} + in[d];
+    for (int k = 0; k < VECTORS; k++)
+      sum[k] += factor * (SINGLE ? load_singles((const float *)matrix + at + k * DOUBLES)
+                                 : load_doubles((const double *)matrix + at + k * DOUBLES));
+  }
+  for (int k = 0; k < VECTORS; k++) memcpy(out + first + k * DOUBLES, &sum[k], sizeof sum[k]);
+}
+
+INLINE void times_doubles(const int SINGLE, const void *matrix, int dim, const double *in, double *out) {
+  int e = 0;
+  for (; e + 8 * DOUBLES <= dim; e += 8 * DOUBLES) double_columns(8, SINGLE, matrix, dim, e, in, out);
+  for (; e + 2 * DOUBLES <= dim; e += 2 * DOUBLES) double_columns(2, SINGLE, matrix, dim, e, in, out);
+  for (; e < dim; e++) {
+    out[e] = 0.0;
+    for (int d = 0; d < dim; d++) {
+      const int64_t at = (int64_t)d * dim + e;
+      out[e] += in[d] * (SINGLE ? (double)((const float *)matrix)[at] : ((const double *)matrix)[at]);
+    }
+  }
+}
+
 /* x <- x M + offset in double precision. */
 static void enter_matrix(const Space *space, int head, int dim, float *x) {
   double in[256], out[256];
-  const double *matrix = space->matrix + (int64_t)(head % space->matrix_heads) * dim * dim;
+  const int64_t at = (int64_t)(head % space->matrix_heads) * dim * dim;
   for (int c = 0; c < dim; c++) in[c] = x[c];
-  int e = 0;
-  for (; e + 2 * DOUBLES <= dim; e += 2 * DOUBLES) {
-    vd a = {}, b = {};
-    for (int d = 0; d < dim; d++) {
-      const double *row = matrix + (int64_t)d * dim + e;
-      const vd factor = (vd){} + in[d];
-      a += factor * load_doubles(row);
-      b += factor * load_doubles(row + DOUBLES);
-    }
-    memcpy(out + e, &a, sizeof a);
-    memcpy(out + e + DOUBLES, &b, sizeof b);
-  }
-  for (; e < dim; e++) {
-    out[e] = 0.0;
-    for (int d = 0; d < dim; d++) out[e] += in[d] * matrix[(int64_t)d * dim + e];
-  }
+  if (space->single)
+    times_doubles(1, (const float *)space->matrix + at, dim, in, out);
+  else
+    times_doubles(0, (const double *)space->matrix + at, dim, in, out);
   const double *offset = space->offset ? space->offset + (int64_t)(head % space->offset_heads) * dim : NULL;
   for (int c = 0; c < dim; c++) x[c] = (float)(offset ? out[c] + offset[c] : out[c]);
 }
@@ -314,20 +332,38 @@ static void encode_centroids(const Stream *s, const Space *space, uint8_t *run, 
 
 /* --- tokens ------------------------------------------------------------------------------------------------------- */
 
+/* Task: CHECKED tokens. Says where a key or value that will be stored is no number, or beyond the limit. */
+static void NAME(check)(Append *call, int64_t task, float *scratch) {
+  (void)scratch;
+  const int dim = call->dim;
+  const int64_t first = task * CHECKED, end = first + CHECKED < call->tokens ? first + CHECKED : call->tokens;
+  for (int64_t token = first; token < end; token++) {
+    if (call->batch->slots[token] < 0) continue;
+    for (int side = 0; side < 2; side++)
+      for (int head = 0; head < call->heads; head++) {
+        float x[256];
+        load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
+        int beyond = 0;
+        for (int c = 0; c < dim; c++) beyond |= !(fabsf(x[c]) <= call->limit);
+        if (beyond) __atomic_store_n(&call->refused, 1, __ATOMIC_RELAXED);
+      }
+  }
+}
+
 /* Task: one head of one new token. */
 static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, head = (int)(task % call->heads), size = call->page_tokens;
-  const int64_t token = task / call->heads, slot = call->slots[token];
-  if (slot < 0) return;
-  int b = 0, above = call->batch; /* the sequence that the token belongs to */
+  const int64_t token = task / call->heads, slot = call->batch->slots[token];
+  if (slot < 0 || call->refused) return;
+  int b = 0, above = (int)call->batch->count; /* the sequence that the token belongs to */
   while (above - b > 1) {
     const int middle = (b + above) / 2;
-    if (call->starts[middle] <= token)
+    if (call->batch->starts[middle] <= token)
       b = middle;
     else
       above = middle;
   }
-  const int64_t n = call->lengths[b], position = n - call->starts[b + 1] + token;
+  const int64_t n = call->batch->lengths[b], position = n - call->batch->starts[b + 1] + token;
   uint8_t *run = call->pages + (slot / size * call->heads + head) * call->run_bytes;
   for (int side = 0; side < 2; side++) {
     const Stream *s = side ? &call->value : &call->key;
@@ -337,7 +373,7 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
     load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
     enter(space, head, position, dim, x);
     if (s->rows && (position < s->sink || position >= n - s->ring)) {
-      const int64_t at = ((call->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * dim;
+      const int64_t at = ((call->batch->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * dim;
       for (int c = 0; c < dim; c++) store_one(s->window, at + c, call->window_type, x[c]);
     }
     if (position < call->origin) continue;
@@ -432,14 +468,14 @@ static void encode_group(const Stream *s, int keys, uint8_t *run, int place, int
 /* Task: one head and side of one sequence: codes the groups that its new tokens complete, then keeps the tokens of its window. */
 static void NAME(append_groups)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads);
-  const int64_t b = task / 2 / call->heads, n = call->lengths[b], start = call->starts[b], before = n - (call->starts[b + 1] - start);
+  const int64_t b = task / 2 / call->heads, n = call->batch->lengths[b], start = call->batch->starts[b], before = n - (call->batch->starts[b + 1] - start);
   const Stream *s = side ? &call->value : &call->key;
   const Space *space = side ? &call->value_space : &call->key_space;
-  if (s->group_tokens <= 1) return;
+  if (s->group_tokens <= 1 || call->refused) return;
   int64_t first = packed_end(s, before);
   if (first < s->exact[b]) first = s->exact[b];
   if (first < s->sink) first = s->sink;
-  const int64_t window = call->owners[b] * s->rows, last = packed_end(s, n);
+  const int64_t window = call->batch->owners[b] * s->rows, last = packed_end(s, n);
   for (; first < last; first += s->group_tokens) {
     for (int t = 0; t < s->group_tokens; t++) {
       float *x = scratch + (int64_t)t * dim;
@@ -453,7 +489,7 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
       enter(space, head, position, dim, x);
       for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->window_type); /* as if it had waited in the tail */
     }
-    const int64_t at = first - call->origin, page = call->table[b * call->table_width + at / call->page_tokens];
+    const int64_t at = first - call->origin, page = call->batch->table[b * call->batch->width + at / call->page_tokens];
     encode_group(s, !side, call->pages + (page * call->heads + head) * call->run_bytes, (int)(at % call->page_tokens), dim, scratch);
   }
   for (int64_t position = before; position < n; position++) {

@@ -170,7 +170,7 @@ INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
 
 /* Positions whose full-precision form is at hand: [0, sinks) and [recent, length); the others are in pages. */
 INLINE void held(const Decode *call, const Stream *s, int64_t b, int64_t *sinks, int64_t *recent) {
-  const int64_t n = call->lengths[b];
+  const int64_t n = call->batch->lengths[b];
   *sinks = 0;
   *recent = n;
   if (!s->rows) return;
@@ -179,7 +179,7 @@ INLINE void held(const Decode *call, const Stream *s, int64_t b, int64_t *sinks,
   if (from < s->exact[b]) from = s->exact[b];
   if (from < s->sink) from = s->sink;
   *recent = from < n ? from : n;
-  *sinks = call->sinks[b] < n ? call->sinks[b] : n;
+  *sinks = call->batch->sinks[b] < n ? call->batch->sinks[b] : n;
 }
 
 /* Channels of queries that a block of positions reads: those that are stored, where none of its tokens is in the window. */
@@ -197,7 +197,7 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group, half = call->half;
   const int block = (int)(task % call->blocks), head = (int)(task / call->blocks % call->heads);
   const int64_t b = task / call->blocks / call->heads;
-  const int64_t last = (call->lengths[b] - 1 + call->first) / (call->block ? call->block : 1);
+  const int64_t last = (call->batch->lengths[b] - 1 + call->first) / (call->block ? call->block : 1);
   if (call->block && block + call->first / call->block > last) return;
   const Stream *s = &call->key;
   const int end = channels_read(call, b, block);
@@ -820,7 +820,7 @@ INLINE int64_t window_row(const Stream *s, int64_t position) {
 }
 
 INLINE int64_t window_place(const Decode *call, const Stream *s, int64_t b, int head, int64_t position) {
-  return ((call->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
+  return ((call->batch->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
 }
 
 /* A token of the window; one of the next, before `end`, is fetched. */
@@ -838,7 +838,7 @@ typedef struct {
 } Part;
 
 INLINE const uint8_t *run_of(const Decode *call, const Part *part, int64_t position) {
-  const int64_t page = call->table[part->b * call->table_width + (position - call->origin) / call->page_tokens];
+  const int64_t page = call->batch->table[part->b * call->batch->width + (position - call->origin) / call->page_tokens];
   return call->pages + (page * call->heads + part->head) * call->run_bytes;
 }
 
@@ -968,7 +968,7 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group;
   Part part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
   part.b = task / call->splits / call->heads;
-  const int64_t n = call->lengths[part.b];
+  const int64_t n = call->batch->lengths[part.b];
   part.begin = part.split ? call->origin + (int64_t)part.split * call->split_tokens : 0;
   part.end = call->origin + (int64_t)(part.split + 1) * call->split_tokens;
   if (part.end > n) part.end = n;

@@ -36,7 +36,7 @@ INLINE vf lookup(const float *levels, vi index) {
 }
 
 #include "operations.h"
-const Isa KVANT_AVX2 = {"AVX2", NAME(prepare), NAME(split), NAME(merge), NAME(append), NAME(append_groups), NAME(read)};
+const Isa KVANT_AVX2 = {"AVX2", NAME(prepare), NAME(split), NAME(merge), NAME(check), NAME(append), NAME(append_groups), NAME(read)};
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

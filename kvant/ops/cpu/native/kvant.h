@@ -6,6 +6,7 @@
 
 #define MAX_SECTIONS 8
 #define MAX_SPANS 64
+#define CHECKED 64 /* tokens that a task of `check` looks at */
 #define LANES 16 /* tokens of a tile of keys, see the order "lanes" in layout.py */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
@@ -40,19 +41,30 @@ typedef struct {
   Span span[MAX_SPANS];
 } Stream;
 
+/* Which sequences there are: the same for all layers of a step. */
+typedef struct {
+  const int64_t *table, *lengths, *owners, *sinks, *slots, *starts;
+  const int64_t *exact[2]; /* of keys and values */
+  int64_t width, count;    /* of the table; sequences */
+} Batch;
+
 typedef struct {
   Stream key, value;
+  const float *dual, *inverse, *inverse_offset, *lost; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
+  int64_t run_bytes;
+  int32_t heads, dim, page_tokens, origin, window_type;
+  int32_t dual_heads, inverse_heads, offset_heads, half, block, first, split_tokens;
+  /* from here on, what is another at every call */
+  const Batch *batch;
   const void *query;
   void *out;
   float *lse;
   uint8_t *pages;
-  const int64_t *table, *lengths, *owners, *sinks;
-  const float *dual, *inverse, *inverse_offset, *lost; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
-  const float *cosine, *sine;                          /* [blocks, half]: turns of the blocks of positions */
+  void *window[2];            /* of keys and values */
+  const float *cosine, *sine; /* [blocks, half]: turns of the blocks of positions */
   float *prepared, *tables, *partial;
-  int64_t run_bytes, table_width, prepared_stride;
-  int32_t batch, heads, group, dim, page_tokens, origin, type, window_type;
-  int32_t dual_heads, inverse_heads, offset_heads, half, block, first, blocks, splits, split_tokens, visible, use_lost;
+  int64_t prepared_stride;
+  int32_t group, type, blocks, splits, visible, use_lost;
   float scale, cap;
 } Decode;
 
@@ -60,7 +72,7 @@ typedef struct {
 typedef struct {
   const float *mean;     /* [heads, dim] */
   const float *signs;    /* [dim] */
-  const double *matrix;  /* [1 or heads, dim, dim] */
+  const void *matrix;    /* [1 or heads, dim, dim], of single numbers where those are exact, else of double ones */
   const double *offset;  /* [1 or heads, dim], added after the matrix */
   const float *cosine, *sine;
   const float *weights;  /* of an error in a channel, [heads, dim] */
@@ -70,17 +82,24 @@ typedef struct {
   const float *quick;    /* the same in single precision */
   float clip_share;      /* how far between the two magnitudes that the quantile lies between */
   int32_t order, matrix_heads, offset_heads, half, block, first;
-  int32_t clip_rank, search, unbiased; /* clip_rank: magnitudes below the lower of the two, or -1 where nothing is clipped */
+  int32_t turns; /* blocks that there are cosines for */
+  int32_t clip_rank, search, unbiased, single; /* clip_rank: magnitudes below the lower of the two, or -1 where nothing is clipped */
 } Space;
 
 typedef struct {
   Stream key, value;
   Space key_space, value_space;
-  const void *source[2]; /* [tokens, heads, dim] each */
+  int64_t run_bytes;
+  int32_t heads, dim, page_tokens, origin, window_type;
+  int32_t refused; /* 1: a number is beyond the limit; 2: turns are missing. Nothing was written */
+  /* from here on, what is another at every call */
+  const Batch *batch;
   uint8_t *pages;
-  const int64_t *slots, *starts, *lengths, *owners, *table;
-  int64_t run_bytes, table_width, stride[2], head_stride[2]; /* elements from token to token and from head to head */
-  int32_t batch, tokens, heads, dim, page_tokens, origin, type[2], window_type;
+  void *window[2];
+  const void *source[2];             /* [tokens, heads, dim] each */
+  int64_t stride[2], head_stride[2]; /* elements from token to token and from head to head */
+  int32_t tokens, type[2];
+  float limit; /* that numbers may reach; infinite where they are not looked at */
 } Append;
 
 typedef struct {
@@ -97,6 +116,7 @@ typedef struct {
   void (*prepare)(const Decode *, int64_t task, float *scratch);
   void (*split)(const Decode *, int64_t task, float *scratch);
   void (*merge)(const Decode *, int64_t task, float *scratch);
+  void (*check)(Append *, int64_t task, float *scratch);
   void (*append)(const Append *, int64_t task, float *scratch);
   void (*append_groups)(const Append *, int64_t task, float *scratch);
   void (*read)(const Read *, int64_t task, float *scratch);

@@ -5,6 +5,7 @@
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -107,8 +108,8 @@ static PyObject *kinds(PyObject *self, PyObject *args) {
 static PyObject *sizes(PyObject *self, PyObject *args) {
   (void)self;
   if (!PyArg_ParseTuple(args, "")) return NULL;
-  return Py_BuildValue("nnnn", (Py_ssize_t)sizeof(Stream), (Py_ssize_t)sizeof(Decode), (Py_ssize_t)sizeof(Append),
-                       (Py_ssize_t)sizeof(Read));
+  return Py_BuildValue("nnnnn", (Py_ssize_t)sizeof(Stream), (Py_ssize_t)sizeof(Batch), (Py_ssize_t)sizeof(Decode),
+                       (Py_ssize_t)sizeof(Append), (Py_ssize_t)sizeof(Read));
 }
 
 static PyObject *sources(PyObject *self, PyObject *args) {
@@ -120,7 +121,7 @@ static PyObject *sources(PyObject *self, PyObject *args) {
 /* What Python passes: the address of the call, the kind, threads, GOMP_parallel or 0, tasks, scratch or 0, and floats of scratch
  * for a thread. */
 typedef struct {
-  const void *call;
+  void *call;
   const Isa *isa;
   int threads;
   Parallel parallel;
@@ -138,7 +139,7 @@ static int parsed(PyObject *args, Arguments *out) {
     PyErr_Format(PyExc_ValueError, "kind must be from 0 to %d, got %d", known - 1, kind);
     return 0;
   }
-  out->call = (const void *)(uintptr_t)call;
+  out->call = (void *)(uintptr_t)call;
   out->isa = all[kind];
   out->parallel = (Parallel)(uintptr_t)parallel;
   out->tasks = tasks;
@@ -166,19 +167,38 @@ static void add_phase(Job *job, int phase, Task task, int64_t tasks) {
   job->tasks[phase] = tasks;
 }
 
+/* Streams have their windows from the call. */
+static void set_windows(Stream *key, Stream *value, void *const *window, const Batch *batch) {
+  key->window = window[0], value->window = window[1];
+  key->exact = batch->exact[0], value->exact = batch->exact[1];
+}
+
 static void plan_decode(const Arguments *given, Job *job) {
-  const Decode *call = given->call;
-  const int64_t rows = (int64_t)call->batch * call->heads;
+  Decode *call = given->call;
+  set_windows(&call->key, &call->value, call->window, call->batch);
+  const int64_t rows = call->batch->count * call->heads;
   add_phase(job, 0, (Task)given->isa->prepare, rows * call->blocks);
   add_phase(job, 1, (Task)given->isa->split, rows * call->splits);
   add_phase(job, 2, (Task)given->isa->merge, rows);
 }
 
+/* Whether a sequence reaches a block of positions that its keys cannot be turned back to. */
+static int turns_missing(const Append *call) {
+  const Space *space = &call->key_space;
+  for (int64_t b = 0; space->block && b < call->batch->count; b++)
+    if ((call->batch->lengths[b] - 1 + space->first) / space->block - space->first / space->block >= space->turns) return 1;
+  return 0;
+}
+
 static void plan_append(const Arguments *given, Job *job) {
-  const Append *call = given->call;
-  const int grouped = call->key.group_tokens > 1 || call->value.group_tokens > 1;
-  add_phase(job, 0, (Task)given->isa->append, given->tasks);
-  add_phase(job, 1, (Task)given->isa->append_groups, grouped ? (int64_t)call->batch * call->heads * 2 : 0);
+  Append *call = given->call;
+  const int grouped = call->key.group_tokens > 1 || call->value.group_tokens > 1, checked = call->limit < INFINITY;
+  set_windows(&call->key, &call->value, call->window, call->batch);
+  call->refused = turns_missing(call) ? 2 : 0;
+  if (call->refused) return;
+  add_phase(job, 0, (Task)given->isa->check, checked ? (call->tokens + CHECKED - 1) / CHECKED : 0);
+  add_phase(job, 1, (Task)given->isa->append, given->tasks);
+  add_phase(job, 2, (Task)given->isa->append_groups, grouped ? call->batch->count * call->heads * 2 : 0);
 }
 
 static void plan_read(const Arguments *given, Job *job) { add_phase(job, 0, (Task)given->isa->read, given->tasks); }
@@ -189,7 +209,7 @@ static PyObject *read_rows(PyObject *self, PyObject *args) { return (void)self, 
 
 static PyMethodDef methods[] = {
     {"kinds", kinds, METH_VARARGS, "Names of the instruction sets that this machine can run, best first."},
-    {"sizes", sizes, METH_VARARGS, "Bytes of Stream, Decode, Append and Read."},
+    {"sizes", sizes, METH_VARARGS, "Bytes of Stream, Batch, Decode, Append and Read."},
     {"sources", sources, METH_VARARGS, "Digest of the files that this was compiled from."},
     {"decode", decode, METH_VARARGS, "Runs a Decode."},
     {"append", append, METH_VARARGS, "Runs an Append."},
