@@ -89,7 +89,7 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        return nvrtc.with_constants(nvrtc.source("common.cu", "append.cu"), constants)
+        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "append.cu"), constants)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,26 +1,11 @@
-// What the kernels share. Compiled by NVRTC: no host headers, so the few conversions needed are written as PTX.
+// What the kernels share. The text before it is ptx.cu.
 //
 // Constants that come from the layout (as -D options): HEAD_DIM, PAGE (tokens), RUN (bytes of one page and head), KV_HEADS.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long s64;
-
-#define DEV __device__ __forceinline__
-#define FULL 0xffffffffu
 
 // --- 16-bit floats --------------------------------------------------------------------------------------------------
 
 DEV float bf16_low(u32 x) { return __uint_as_float(x << 16); }
 DEV float bf16_high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-DEV float fp16_low(u32 x) { float y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(y) : "r"(x)); return y; }
-DEV float fp16_high(u32 x) { float y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(y) : "r"(x)); return y; }
-DEV u32 fp16_pair(float low, float high) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
-DEV u32 bf16_pair(float low, float high) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
-DEV float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // A 16-bit type by number: 0 is bfloat16, 1 is float16; 2 is float32 where the whole word is one number.
 template <int TYPE> DEV float low(u32 x) { return TYPE == 0 ? bf16_low(x) : fp16_low(x); }
@@ -37,28 +22,7 @@ template <int TYPE> DEV void store_number(void* p, s64 i, float x) {
   else ((u16*)p)[i] = (u16)(TYPE == 0 ? bf16_pair(x, 0.f) : fp16_pair(x, 0.f));
 }
 
-// --- tensor cores ---------------------------------------------------------------------------------------------------
-
-// c += a b for a [16, 16] and b [16, 8] of fp16. With lane = 4 g + t: a0 is (row g, columns 2t, 2t + 1), a1 row g + 8, a2 and
-// a3 the same eight columns on; b0 is (rows 2t, 2t + 1, column g), b1 eight rows on; c is (g, 2t), (g, 2t + 1), (g + 8, ...).
-DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DEV u32 transpose8(u32 x) {
-  u32 y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-// c += a b for a [16, 32] of unsigned and b [32, 8] of signed bytes, exact. As above with four columns a register: a0 is (row g,
-// columns 4t to 4t + 3), a2 sixteen columns on; b0 is (rows 4t to 4t + 3, column g), b1 sixteen rows on.
-DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+// --- words ------------------------------------------------------------------------------------------------------------
 
 template <int N> DEV void load_words(u32* w, const u8* p) {
   if constexpr (N % 4 == 0) {
@@ -129,11 +93,6 @@ template <int B> DEV constexpr int position(int place) {  // p of a place
   return bit < 8 ? bit : bit - 6;  // four bits: 0, 4, 2, 6; eight: 0, 2
 }
 DEV u32 moved(u32 w, int right) { return right > 0 ? w >> right : w << -right; }
-DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
-  u32 y;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(y) : "r"(w), "r"(mask), "r"(rest));
-  return y;
-}
 
 // Codes of BITS bits from byte OFFSET of the run on; the high plane of three-bit codes from HIGH on. A code counts
 // STEP / 2^20 where the stream has no minimum.

@@ -19,40 +19,6 @@
 // in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
 
-// --- copies -------------------------------------------------------------------------------------------------------------
-
-DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-#if BULK
-DEV void copy_run(u8* to, const u8* from, u64* barrier, int lane) {  // one instruction of one lane
-  if (lane == 0) {
-    const u32 b = shared_address(barrier);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(RUN) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(RUN), "r"(b) : "memory");
-  }
-}
-DEV void await_run(u64* barrier, int parity) {
-  u32 done = 0;
-  while (!done)
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-DEV void no_copy() {}
-#else
-DEV void copy_run(u8* to, const u8* from, u64*, int lane) {
-#pragma unroll
-  for (int o = 0; o < RUN; o += 512)
-    if (RUN % 512 == 0 || o + lane * 16 < RUN)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + o + lane * 16)), "l"(from + o + lane * 16) : "memory");
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-DEV void await_run(u64*, int) {
-  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-  __syncwarp();
-}
-DEV void no_copy() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-#endif
-
 // --- a block --------------------------------------------------------------------------------------------------------------
 
 struct Shared {
@@ -158,12 +124,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
   static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * D * 4, "a warp's bytes hold its pages, then its outputs");
 
-#if BULK
-  if (lane == 0)
-    for (int i = 0; i < STAGES; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&sh.barrier[warp][i])) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncwarp();
-#endif
+  begin_copies(sh.barrier[warp], STAGES, lane);
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
   // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
@@ -373,9 +334,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         a.lse[query + threadIdx.x] = l > 0.f ? (m + log2_(l)) * 0.69314718055994531f : minus_infinity();
       }
     }
-#if BULK
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the stages were written as memory and will be copied to
-#endif
+    fence_copies();  // the stages were written as memory and will be copied to
     __syncthreads();
     now = start + to;
     if (now == before + units * HEADS) before = now, b++;

@@ -14,6 +14,7 @@ from kvant.ops.cuda import nvrtc
 
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
 WARPS, STAGES = 4, 2
+SOURCES = ("ptx.cu", "copies.cu", "common.cu", "softmax.cu", "queries.cu", "attend.cu", "decode.cu")
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
@@ -157,7 +158,7 @@ class Plan:
     @functools.cached_property
     def text(self) -> str:
         return nvrtc.with_constants(
-            nvrtc.source("common.cu", "softmax.cu", "queries.cu", "attend.cu", "decode.cu"), self.constants
+            nvrtc.source(*SOURCES), self.constants
         )
 
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:

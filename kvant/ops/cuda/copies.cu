@@ -1,0 +1,44 @@
+// What moves pages to shared memory, in PTX. Constants: RUN (bytes of one page and head), STAGES, BULK (whether the GPU copies in bulk).
+
+// --- copies of a page to shared memory -------------------------------------------------------------------------------------------------------------
+
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+#if BULK
+DEV void copy_run(u8* to, const u8* from, u64* barrier, int lane) {  // one instruction of one lane
+  if (lane == 0) {
+    const u32 b = shared_address(barrier);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(RUN) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(RUN), "r"(b) : "memory");
+  }
+}
+DEV void await_run(u64* barrier, int parity) {
+  u32 done = 0;
+  while (!done)
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+DEV void no_copy() {}
+DEV void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEV void begin_copies(u64* barriers, int count, int lane) {
+  if (lane == 0)
+    for (int i = 0; i < count; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + i)) : "memory");
+  fence_copies();
+  __syncwarp();
+}
+#else
+DEV void copy_run(u8* to, const u8* from, u64*, int lane) {
+#pragma unroll
+  for (int o = 0; o < RUN; o += 512)
+    if (RUN % 512 == 0 || o + lane * 16 < RUN)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + o + lane * 16)), "l"(from + o + lane * 16) : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+DEV void await_run(u64*, int) {
+  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+  __syncwarp();
+}
+DEV void no_copy() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEV void fence_copies() {}
+DEV void begin_copies(u64*, int, int) {}
+#endif

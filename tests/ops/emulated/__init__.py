@@ -1,0 +1,65 @@
+"""Runs the text of CUDA kernels on a CPU: the host's C++ compiler, and device.h for what a GPU has."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from kvant.ops.cuda import nvrtc
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+DYNAMIC = "extern __shared__ __align__(128) u8 dynamic[];"
+H200 = (227 * 1024, 228 * 1024)  # shared memory of a block and of a multiprocessor
+
+
+@functools.cache
+def directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kvant-emulated-")
+
+
+@functools.cache
+def library(text: str) -> ctypes.CDLL:
+    """A text of kernels, compiled for this machine."""
+    assert COMPILER is not None
+    for name in ("ptx.cu", "copies.cu"):
+        text = text.replace(nvrtc.source(name), "")
+    constants = "".join(line + "\n" for line in text.splitlines() if line.startswith("#define "))
+    rest = "".join(line + "\n" for line in text.splitlines() if not line.startswith("#define "))
+    kernels = re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(const (\w+) a\)', text)
+    assert kernels, "no kernels in the text"
+    launchers = "".join(
+        f'extern "C" void emulated_{name}(int x, int y, int threads, int dynamic_bytes, const void* arguments) {{\n'
+        f"  launch([](const void* p) {{ {name}(*(const {kind}*)p); }}, x, y, threads, dynamic_bytes, arguments);\n}}\n"
+        for name, kind in kernels
+    )
+    source = f'{constants}#include "{HERE / "device.h"}"\n{rest.replace(DYNAMIC, "u8* dynamic = emulated_dynamic;")}\n{launchers}'
+    stem = Path(directory().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
+    stem.with_suffix(".cpp").write_text(source)
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
+    command = [COMPILER, *options, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+class Kernel:
+    """As `nvrtc.Kernel`, of a GPU with so many blocks at once."""
+
+    blocks = 6
+    blocks_per_processor = 1
+
+    def __init__(self, text: str, name: str, device: torch.device, threads: int, shared: int = 0) -> None:
+        self.threads, self.shared = threads, shared
+        self.run = getattr(library(text), f"emulated_{name}")
+
+    def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure) -> None:
+        self.run(*blocks, self.threads, self.shared, ctypes.byref(arguments))

@@ -1,0 +1,292 @@
+// A GPU's block on one CPU thread, to run the kernels of kvant/ops/cuda where there is no GPU: every thread of a block is a fiber, and
+// what lanes of a warp do together is done when all of them have come. Blocks run one after another. It shows what kernels
+// compute; it says nothing of races between warps, of copies that have not arrived, or of speed.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include <ucontext.h>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long s64;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
+#define DEV inline
+#define FULL 0xffffffffu
+
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+// --- fibers -----------------------------------------------------------------------------------------------------------
+
+struct Index { u32 x, y; };
+struct Group {  // lanes that do something together
+  int size = 32, arrived = 0, what = 0;
+  u32 generation = 0;
+  alignas(16) u8 in[32][64], out[32][64];
+};
+struct Fiber {
+  ucontext_t context;
+  std::vector<u8> stack;
+  Index thread;
+  Group* warp;
+  bool done;
+};
+static Fiber* current;
+static ucontext_t scheduler;
+static Index emulated_block, emulated_grid;
+static Group emulated_threads;  // of a block
+static u8* emulated_dynamic;
+#define threadIdx (current->thread)
+#define blockIdx emulated_block
+#define gridDim emulated_grid
+
+static void stop(const char* why) {
+  fprintf(stderr, "emulated kernel: %s\n", why);
+  abort();
+}
+static void yield_fiber() { swapcontext(&current->context, &scheduler); }
+
+// Every lane brings `mine`; the last one computes what all of them get.
+template <class Out, class In, class F> static Out together(Group& group, int what, int lane, const In& mine, F compute) {
+  static_assert(sizeof(In) <= 64 && sizeof(Out) <= 64, "a lane brings and takes at most 64 bytes");
+  if (group.arrived && group.what != what) stop("lanes of a warp do different things together");
+  group.what = what;
+  if (lane < 32) memcpy(group.in[lane], &mine, sizeof mine);
+  const u32 generation = group.generation;
+  if (++group.arrived == group.size) {
+    In in[32];
+    Out out[32];
+    for (int i = 0; i < 32; i++) memcpy(&in[i], group.in[i], sizeof in[i]);
+    compute(in, out);
+    for (int i = 0; i < 32; i++) memcpy(group.out[i], &out[i], sizeof out[i]);
+    group.arrived = 0;
+    group.generation++;
+  } else {
+    while (group.generation == generation) yield_fiber();
+  }
+  Out out;
+  memcpy(&out, group.out[lane % 32], sizeof out);
+  return out;
+}
+template <class Out, class In, class F> static Out lanes_together(int what, const In& mine, F compute) {
+  return together<Out>(*current->warp, what, (int)(current->thread.x % 32), mine, compute);
+}
+
+static inline void __syncwarp() { lanes_together<int>(1, 0, [](const int*, int* out) { memset(out, 0, 32 * sizeof(int)); }); }
+static inline void __syncthreads() {
+  together<int>(emulated_threads, 2, 32, 0, [](const int*, int* out) { memset(out, 0, 32 * sizeof(int)); });
+}
+template <class T> static T __shfl_xor_sync(u32, T x, int mask) {
+  return lanes_together<T>(3, x, [=](const T* in, T* out) { for (int i = 0; i < 32; i++) out[i] = in[i ^ mask]; });
+}
+template <class T> static T __shfl_up_sync(u32, T x, int by) {
+  return lanes_together<T>(4, x, [=](const T* in, T* out) { for (int i = 0; i < 32; i++) out[i] = in[i < by ? i : i - by]; });
+}
+template <class T> static T __shfl_sync(u32, T x, int lane) {
+  struct Asked { T x; int lane; };
+  return lanes_together<T>(5, Asked{x, lane}, [](const Asked* in, T* out) { for (int i = 0; i < 32; i++) out[i] = in[in[i].lane].x; });
+}
+static inline u32 __ballot_sync(u32, int x) {
+  return lanes_together<u32>(6, x, [](const int* in, u32* out) {
+    u32 all = 0;
+    for (int i = 0; i < 32; i++) all |= (u32)(in[i] != 0) << i;
+    for (int i = 0; i < 32; i++) out[i] = all;
+  });
+}
+static inline int __any_sync(u32 mask, int x) { return __ballot_sync(mask, x) != 0; }
+
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+template <class To, class From> static To bits_as(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y, "as many bits");
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+static inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+static inline float __int_as_float(int x) { return bits_as<float>(x); }
+static inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
+static inline int __float_as_int(float x) { return bits_as<int>(x); }
+static inline int __float2int_rn(float x) { return (int)lrintf(x); }
+static inline float __fdividef(float x, float y) { return x / y; }
+static inline float __fdiv_rn(float x, float y) { return x / y; }
+static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+static inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
+template <class T> static T min(T a, T b) { return b < a ? b : a; }
+template <class T> static T max(T a, T b) { return a < b ? b : a; }
+template <class T> static T __ldg(const T* p) { return *p; }
+template <class T> static T __ldcg(const T* p) { return *p; }
+static inline int atomicAdd(int* p, int x) { return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST); }
+static inline void __threadfence() {}
+static inline u32 __byte_perm(u32 x, u32 y, u32 which) {
+  const u64 both = (u64)y << 32 | x;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) out |= (u32)(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return out;
+}
+
+// --- the functions of ptx.cu --------------------------------------------------------------------------------------------
+
+static inline float half_to_float(u32 x) {
+  const u32 exponent = x >> 10 & 31, mantissa = x & 1023;
+  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY) : exponent ? ldexpf(1024.f + mantissa, (int)exponent - 25) : ldexpf((float)mantissa, -24);
+  return x & 0x8000 ? -size : size;
+}
+static inline u32 float_to_half(float x) {  // to the nearest, ties to even
+  const u32 sign = __float_as_uint(x) >> 16 & 0x8000;
+  const float size = fabsf(x);
+  if (std::isnan(x)) return sign | 0x7e00;
+  if (size >= 65520.f) return sign | 0x7c00;
+  if (size < 6.103515625e-05f) return sign | (u32)lrintf(ldexpf(size, 24));
+  int exponent;
+  frexpf(size, &exponent);
+  const u32 whole = (u32)lrintf(ldexpf(size, 11 - exponent));  // 1024 to 2048
+  return sign | (((u32)(exponent + 13) << 10) + whole);
+}
+DEV float fp16_low(u32 x) { return half_to_float(x & 0xffff); }
+DEV float fp16_high(u32 x) { return half_to_float(x >> 16); }
+DEV u32 fp16_pair(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+static inline u32 float_to_bf16(float x) {
+  const u32 bits = __float_as_uint(x);
+  return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEV u32 bf16_pair(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
+DEV float exp2_(float x) { return exp2f(x); }
+DEV float log2_(float x) { return log2f(x); }
+DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
+
+struct Fragments { u32 a[4], b[2]; };
+template <class Number> struct Sums { Number c[4]; };
+struct FloatProduct { Fragments f; float c[4]; };
+struct ByteProduct { Fragments f; int c[4]; };
+
+DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const FloatProduct mine = {{{a0, a1, a2, a3}, {b0, b1}}, {c[0], c[1], c[2], c[3]}};
+  const auto sums = lanes_together<Sums<float>>(7, mine, [](const FloatProduct* in, Sums<float>* out) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; lane++)
+      for (int half = 0; half < 2; half++) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; i++) a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = half_to_float(in[lane].f.a[i] >> 16 * half & 0xffff);
+        for (int i = 0; i < 2; i++) b[2 * t + 8 * i + half][g] = half_to_float(in[lane].f.b[i] >> 16 * half & 0xffff);
+      }
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 4; i++) {
+        double sum = in[lane].c[i];
+        for (int k = 0; k < 16; k++) sum += (double)a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+        out[lane].c[i] = (float)sum;
+      }
+  });
+  memcpy(c, sums.c, sizeof sums.c);
+}
+DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const ByteProduct mine = {{{a0, a1, a2, a3}, {b0, b1}}, {c[0], c[1], c[2], c[3]}};
+  const auto sums = lanes_together<Sums<int>>(8, mine, [](const ByteProduct* in, Sums<int>* out) {
+    int a[16][32], b[32][8];
+    for (int lane = 0; lane < 32; lane++)
+      for (int byte = 0; byte < 4; byte++) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; i++) a[g + i % 2 * 8][4 * t + i / 2 * 16 + byte] = (u8)(in[lane].f.a[i] >> 8 * byte);
+        for (int i = 0; i < 2; i++) b[4 * t + 16 * i + byte][g] = (int8_t)(in[lane].f.b[i] >> 8 * byte);
+      }
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 4; i++) {
+        int sum = in[lane].c[i];
+        for (int k = 0; k < 32; k++) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+        out[lane].c[i] = sum;
+      }
+  });
+  memcpy(c, sums.c, sizeof sums.c);
+}
+DEV u32 transpose8(u32 x) {
+  return lanes_together<u32>(9, x, [](const u32* in, u32* out) {
+    const auto at = [&](int row, int column) { return in[row * 4 + column / 2] >> column % 2 * 16 & 0xffff; };
+    for (int lane = 0; lane < 32; lane++) out[lane] = at(lane % 4 * 2, lane / 4) | at(lane % 4 * 2 + 1, lane / 4) << 16;
+  });
+}
+
+// --- the functions of copies.cu: a copy has arrived when it is awaited -----------------------------------------------------
+
+#ifdef STAGES
+DEV void copy_run(u8* to, const u8* from, u64*, int lane) {
+  if (lane == 0) memcpy(to, from, RUN);
+}
+DEV void await_run(u64*, int) { __syncwarp(); }
+DEV void no_copy() {}
+DEV void fence_copies() {}
+DEV void begin_copies(u64*, int, int) {}
+#endif
+
+// --- launching --------------------------------------------------------------------------------------------------------
+
+static void (*emulated_kernel)(const void*);
+static const void* emulated_arguments;
+static void enter_fiber() {
+  emulated_kernel(emulated_arguments);
+  current->done = true;
+  yield_fiber();
+}
+
+static void run_block(int threads) {
+  std::vector<Group> warps((threads + 31) / 32);
+  std::vector<Fiber> fibers(threads);
+  emulated_threads = Group();
+  emulated_threads.size = threads;
+  for (int i = 0; i < threads; i++) {
+    Fiber& f = fibers[i];
+    f.stack.resize(256 << 10);
+    f.thread = {(u32)i, 0};
+    f.warp = &warps[i / 32];
+    f.done = false;
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_link = &scheduler;
+    makecontext(&f.context, enter_fiber, 0);
+  }
+  for (int left = threads; left;) {
+    u64 before = 0, after = 0;
+    const auto progress = [&] {
+      u64 x = emulated_threads.generation + (u64)emulated_threads.arrived * 7919;
+      for (const Group& w : warps) x += w.generation + (u64)w.arrived * 7919;
+      return x + (u64)left * 104729;
+    };
+    before = progress();
+    for (Fiber& f : fibers) {
+      if (f.done) continue;
+      current = &f;
+      swapcontext(&scheduler, &f.context);
+      if (f.done) left--;
+    }
+    after = progress();
+    if (left && before == after) stop("some lanes wait for others that never come");
+  }
+}
+
+static void launch(void (*kernel)(const void*), int x, int y, int threads, int dynamic_bytes, const void* arguments) {
+  std::vector<u8> dynamic(dynamic_bytes + 128);
+  emulated_kernel = kernel;
+  emulated_arguments = arguments;
+  emulated_grid = {(u32)x, (u32)y};
+  emulated_dynamic = dynamic.data() + (128 - (uintptr_t)dynamic.data() % 128) % 128;
+  for (int j = 0; j < y; j++)
+    for (int i = 0; i < x; i++) {
+      memset(dynamic.data(), 0xff, dynamic.size());  // as good as anything
+      emulated_block = {(u32)i, (u32)j};
+      run_block(threads);
+    }
+}

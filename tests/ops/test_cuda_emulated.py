@@ -1,0 +1,130 @@
+"""The CUDA kernels' text, run on a CPU, against the reference on the same bytes: float64, poisoned memory."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.bench import attention
+from kvant.bench.synthetic import Shape, fitted, vectors
+from kvant.cache import Entry, PagedCache
+from kvant.layout import Layout
+from kvant.ops import reference
+from kvant.ops.cuda import append as cuda_append
+from kvant.ops.cuda import decode as cuda_decode
+from kvant.ops.cuda import nvrtc
+from tests.conftest import poison, relative_error
+from tests.ops import emulated
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Stream:
+    cuda_stream = 0
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are compiled for and run on this machine."""
+    monkeypatch.setattr(nvrtc, "Kernel", emulated.Kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
+    caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_append._kernel)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def filled(
+    name: str, heads: int, group: int, dim: int, lengths: list[int], page: int | None = None
+) -> tuple[PagedCache, list[Entry]]:
+    torch.manual_seed(0)
+    recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, "bfloat16")
+    layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype="bfloat16")
+    assert layout.order == "fragment"
+    tensors = {0: fitted(recipe, shape, "cpu")}
+    cache = PagedCache(layout, 1, sum(map(layout.pages_for, lengths)) + 2, "cpu", tensors, implementation="reference")
+    poison(cache.stores[0])
+    entries = [cache.new() for _ in lengths]
+    for entry, n in zip(entries, lengths, strict=True):
+        k, v = (vectors(n, heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+        reference.append(cache.stores[0], k, v, cache.extend([entry], [n]))
+    return cache, entries
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "options"),
+    [
+        ("saw-int4", 4, 64, {}),
+        ("quarot-int2-win:sink=5,recent=70", 5, 64, {}),
+        ("oscar:sink=3,recent=20", 2, 64, {"window": 150}),
+        ("kvant-2:rope=post", 4, 64, {}),
+        ("kvant-4", 9, 64, {"softcap": 5.0}),
+        ("int3", 1, 64, {}),
+    ],
+)
+def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
+    cache, entries = filled(name, 2, group, dim, [1, 63, 300])
+    batch, store = cache.batch(entries), cache.stores[0]
+    q = torch.randn(len(entries), 2 * group, dim)
+    settings = {"scale": dim**-0.5, "softcap": None, "window": None} | options
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
+    assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"), [("saw-int4", 64), ("quarot-int2-win:sink=5,recent=70", 64), ("kvant-4", 96), ("int8", 64)]
+)
+def test_append(name: str, dim: int) -> None:
+    """What it decodes to; codes may differ where a number lies halfway between two."""
+    caches = [filled(name, 2, 1, dim, [1, 63, 40]) for _ in range(2)]
+    for counts in ([5, 1, 0], [1, 1, 1], [0, 30, 2]):
+        k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+        for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
+            run(cache.stores[0], k, v, cache.extend(entries, counts))
+    one, two = (cache.stores[0] for cache, _ in caches)
+    for mine, theirs in [(one.pages, two.pages), *((one.overlays[s], two.overlays[s]) for s in one.overlays)]:
+        mine, theirs = (x.view(torch.uint8) for x in (mine, theirs))
+        assert mine.shape == theirs.shape
+        if not mine.numel():
+            continue
+        assert bool((mine != 0xFF).any())
+        assert float((mine != theirs).float().mean()) < 1e-3
+
+
+APART = (
+    """
+import ctypes, torch
+from kvant.ops.cuda import nvrtc
+from tests.ops import emulated
+
+text = nvrtc.source("ptx.cu") + """
+    + repr(
+        'struct Nothing { int x; };\nextern "C" __global__ void __launch_bounds__(32) apart(const Nothing a) {'
+        " if (threadIdx.x < 7) __syncwarp(); }\n"
+    )
+    + """
+emulated.Kernel(text, "apart", torch.device("cpu"), 32).launch((1, 1), ctypes.c_int(0))
+"""
+)
+
+
+def test_a_kernel_whose_lanes_part_is_stopped() -> None:
+    """Where some lanes wait for others that never come, the process ends; on a GPU it would hang."""
+    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    assert "some lanes wait for others that never come" in done.stderr
