@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kvant.layout import Layout
+from kvant.ops.types import LayerStore
 from kvant.transforms import BoundTransform
 from kvant.transforms.affine_map import BoundAffine
 from kvant.transforms.hadamard import BoundHadamard, walsh_hadamard
@@ -79,3 +80,31 @@ def as_matrix(space: Space, dim: int) -> Space:
     unit = torch.eye(dim, dtype=torch.float64, device=None if space.tensor is None else space.tensor.device)
     rows = unit if space.tensor is None else unit * space.tensor
     return Space(MATRIX, 1, walsh_hadamard(rows, space.order).float()[None].contiguous(), space.offset)
+
+
+def turns(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [at least so many blocks, pairs of channels], by which the keys of a sequence's blocks of positions
+    are turned back."""
+    found = store.prepared.get("turns")
+    if found is None or len(found[0]) < blocks:
+        rope, size, device = store.key.rope, store.key.spec.turned_back, store.pages.device
+        assert rope is not None
+        count = max(blocks, 64 if found is None else 2 * len(found[0]))
+        first = rope.first // size
+        at = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None] * size
+        angle = at * rope.inv_freq.to(device).double()
+        found = angle.cos().float().contiguous(), angle.sin().float().contiguous()
+        store.prepared["turns"] = found
+    return found  # type: ignore[no-any-return]
+
+
+def lost_vector(store: LayerStore) -> Tensor | None:
+    """What the logit of a query with each unit vector is short of, once the keys' mean is taken off: float32 [heads, head_dim]."""
+    layout, device = store.layout, store.pages.device
+    unit = torch.eye(layout.head_dim, dtype=torch.float64, device=device).expand(layout.heads, -1, -1)
+    found: Tensor | None = None
+    for transform in store.key.transforms:
+        here = transform.lost(unit)
+        found = here if found is None else found if here is None else found + here
+        unit = transform.dual(unit)
+    return None if found is None else found.float().contiguous()

@@ -20,6 +20,8 @@ from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import nvrtc
+from kvant.rope import Rope
+from tests.calibrate.synthetic import rope_of
 from tests.conftest import poison, relative_error
 from tests.ops import emulated
 
@@ -49,14 +51,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def filled(
-    name: str, heads: int, group: int, dim: int, lengths: list[int], page: int | None = None
+    name: str, heads: int, group: int, dim: int, lengths: list[int], first: int = 0
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, "bfloat16")
-    layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype="bfloat16")
+    layout = Layout.of(recipe, heads, dim, dtype="bfloat16")
     assert layout.order == "fragment"
     tensors = {0: fitted(recipe, shape, "cpu")}
-    cache = PagedCache(layout, 1, sum(map(layout.pages_for, lengths)) + 2, "cpu", tensors, implementation="reference")
+    cache = PagedCache(
+        layout,
+        1,
+        sum(map(layout.pages_for, lengths)) + 2,
+        "cpu",
+        tensors,
+        ropes=[Rope(rope_of(dim).inv_freq, first)] if recipe.wants_rope else None,
+        implementation="reference",
+    )
     poison(cache.stores[0])
     entries = [cache.new() for _ in lengths]
     for entry, n in zip(entries, lengths, strict=True):
@@ -72,15 +82,19 @@ def filled(
         ("quarot-int2-win:sink=5,recent=70", 5, 64, {}),
         ("oscar:sink=3,recent=20", 2, 64, {"window": 150}),
         ("kvant-2:rope=post", 4, 64, {}),
+        ("kvant-2", 4, 64, {}),
+        ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
+        ("kvant-2", 2, 64, {"window": 150}),
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
     ],
 )
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
-    cache, entries = filled(name, 2, group, dim, [1, 63, 300])
+    options = dict(options)
+    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=int(options.pop("first", 0)))
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)
-    settings = {"scale": dim**-0.5, "softcap": None, "window": None} | options
+    settings = {"scale": dim**-0.5, "softcap": None, "window": None, **options}
     with attention.poisoned():
         found, _ = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
@@ -110,6 +124,8 @@ APART = (
     """
 import ctypes, torch
 from kvant.ops.cuda import nvrtc
+from kvant.rope import Rope
+from tests.calibrate.synthetic import rope_of
 from tests.ops import emulated
 
 text = nvrtc.source("ptx.cu") + """

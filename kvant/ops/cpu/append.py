@@ -15,10 +15,10 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, plan, structures
-from kvant.ops.cpu.plan import stream_of, turns
+from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, MATRIX, space_of
+from kvant.ops.spaces import HADAMARD, MATRIX, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor

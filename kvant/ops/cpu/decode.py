@@ -9,10 +9,10 @@ import torch
 from kvant.codecs.product_vq import ProductVQ
 from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.ops.cpu import library, structures
-from kvant.ops.cpu.plan import refuse, stream_of, turns
+from kvant.ops.cpu.plan import refuse, stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import as_matrix, space_of
+from kvant.ops.spaces import as_matrix, lost_vector, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -55,7 +55,7 @@ def prepared(store: LayerStore) -> Prepared:
         call.inverse, call.inverse_heads = inverse.tensor.data_ptr(), len(inverse.tensor)
     if inverse.offset is not None:
         call.inverse_offset, call.offset_heads = inverse.offset.data_ptr(), len(inverse.offset)
-    lost = _lost(store)
+    lost = lost_vector(store)
     if lost is not None:
         kept.append(lost)
         call.lost = lost.data_ptr()
@@ -66,18 +66,6 @@ def prepared(store: LayerStore) -> Prepared:
         call.block, call.first, call.half = found.block, store.key.rope.first, len(store.key.rope.inv_freq)
     store.prepared["cpu.decode"] = found
     return found
-
-
-def _lost(store: LayerStore) -> Tensor | None:
-    """What the logit of a query with each unit vector is short of, once the keys' mean is taken off: [heads, head_dim]."""
-    layout = store.layout
-    unit = torch.eye(layout.head_dim, dtype=torch.float64).expand(layout.heads, -1, -1)
-    found: Tensor | None = None
-    for transform in store.key.transforms:
-        here = transform.lost(unit)
-        found = here if found is None else found if here is None else found + here
-        unit = transform.dual(unit)
-    return None if found is None else found.float().contiguous()
 
 
 @register("decode", "cpu", refuse, rank=10)

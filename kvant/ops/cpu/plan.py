@@ -140,18 +140,3 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         out.kind, out.extra, out.book_bits, out.books = CENTROIDS, codec.dim, codec.bits, books.data_ptr()
         out.books_heads, out.books_spaces = books.shape[:2]
     return out, kept
-
-
-def turns(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [at least so many blocks, pairs of channels], by which the keys of a sequence's blocks of positions
-    are turned back."""
-    found = store.prepared.get("cpu.turns")
-    if found is None or len(found[0]) < blocks:
-        rope, size = store.key.rope, store.key.spec.turned_back
-        assert rope is not None
-        count = max(blocks, 64 if found is None else 2 * len(found[0]))
-        at = torch.arange(rope.first // size, rope.first // size + count, dtype=torch.float64)[:, None] * size
-        angle = at * rope.inv_freq.double()
-        found = angle.cos().float().contiguous(), angle.sin().float().contiguous()
-        store.prepared["cpu.turns"] = found
-    return found  # type: ignore[no-any-return]

@@ -39,7 +39,7 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
       for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
-          const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : st.m[n];
+          const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : TURNED ? st.m[n] - q.lost[n] : st.m[n];
           float y;
           if (KEY_META == 0) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
           if (KEY_META == 1) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
@@ -135,7 +135,8 @@ DEV s64 window_row(int position, s64 owner, int head) {
 
 // WINDOW_TILES tiles of the tokens [from, to) of a sequence. Keys are multiplied by queries brought to a largest magnitude of
 // 256, so that fp16 holds them.
-DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head, int lane, const Prepared& sh, State& st) {
+template <class From>  // Prepared or Turned
+DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
   const int g = lane >> 2, t = lane & 3;
   float s[WINDOW_TILES][OWN][2];
 #pragma unroll
@@ -149,7 +150,7 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {  // column g: head g / 2 where two tiles share the columns, else g / 2 + 4 (g % 2)
       const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);
-      const float* row = sh.rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
+      const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
       float c[4] = {0.f, 0.f, 0.f, 0.f};
       const float by = column < TILE_HEADS ? 256.f / sh.top[column] : 0.f;
 #pragma unroll
@@ -165,7 +166,7 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
         for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
           const int h = PAIRED ? 0 : (2 * n + j) % OWN;
           const float back = sh.top[min(4 * h + t, TILE_HEADS - 1)] * (a.scale / 256.f);
-          const float x = capped(c[2 * r + j] * back + (SOFTCAP ? sh.lost[min(4 * h + t, TILE_HEADS - 1)] : 0.f), st.m[h], a.cap);
+          const float x = capped(c[2 * r + j] * back + (SOFTCAP || TURNED ? sh.lost[min(4 * h + t, TILE_HEADS - 1)] : 0.f), st.m[h], a.cap);
           s[i][h][r] = there ? x : minus_infinity();
         }
       }

@@ -17,7 +17,8 @@
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
-// 2 a matrix, in kernels of their own before and after), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
+// 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
+// they are not; queries are then turned by kvant_turn before), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
 
 // --- a block --------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
     const s64 query = (s64)b * KV_HEADS * GROUP + query_head, place = query * D;
+#if TURNED
+    const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
+#else
     prepare(sh.query, a, query, count);
+#endif
     State st;
     st.clear();
 #if WINDOW_TOKENS
@@ -197,12 +202,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       constexpr int TOKENS = 16 * WINDOW_TILES;
       const bool second = i >= w.units_first;
       const int at = second ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS;
-      attend_window(a, at, second ? w.n : w.first_end, owner, head, lane, sh.query, st);
+      const int last = second ? w.n : w.first_end;
+#if TURNED
+      for (int some = at, end = min(at + TOKENS, last); some < end;) {  // tokens of one block of positions at a time
+        const int until = min(end, block_end(a, some));
+        const s64 place = turned + block_of(a, some) - a.turned;
+        attend_window(a, some, until, owner, head, lane, a.turned[place], a.turned_rows + place * TILE_HEADS * D, st);
+        some = until;
+      }
+#else
+      attend_window(a, at, last, owner, head, lane, sh.query, sh.query.rows, st);
+#endif
     }
     enter_pages(st);
 #endif
     Query q;
+#if TURNED
+    int block = -1;
+#else
     load_query(q, sh.query, lane, a.scale);
+#endif
     const int packed = w.packed, packed_end = w.packed_end, first_page = w.page;
     for (int page = page_from; page < page_to; page++) {
       const int stage = read % STAGES;
@@ -213,7 +232,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int tile = 0; tile < TILES; tile += CHUNK) {
         const int at = (first_page + page) * PAGE + tile * 16;
         if (TILES > CHUNK && (at + 16 * CHUNK <= packed || at >= packed_end)) continue;
+#if TURNED
+        for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
+          const int until = min(end, block_end(a, some));
+          if (block_of(a, some) != block) block = block_of(a, some), load_query(q, turned[block], lane, a.scale);
+          attend_page(run, tile, at, some, until, lane, q, st, a.cap);
+          some = until;
+        }
+#else
         attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
+#endif
       }
       __syncwarp();
       if (ahead < page_to) {

@@ -13,7 +13,7 @@ from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
 from kvant.ops.registry import register
-from kvant.ops.spaces import MATRIX, Space, space_of
+from kvant.ops.spaces import MATRIX, Space, as_matrix, lost_vector, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -35,9 +35,18 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
         *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
         *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
-        *((name, ctypes.c_void_p) for name in ("partial", "arrived")),
+        *((name, ctypes.c_void_p) for name in ("partial", "arrived", "turned", "turned_rows")),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window")),
+        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
+    ]
+
+
+class _TurnArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "matrix", "lost", "cosine", "sine", "out", "rows")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "sinks", "exact_key", "exact_value")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("batch", "blocks", "first", "half", "matrix_heads", "window")),
     ]
 
 
@@ -116,8 +125,12 @@ def decode_with_lse(
     spaces = _spaces(store)
     group = query.shape[1] // layout.heads
     kinds = [(space.kind, space.order) for space in spaces]
-    lost = None
-    if softcap is not None:
+    lost, cosine, sine, first = None, None, None, 0
+    if layout.recipe.key.turned_back:
+        assert store.key.rope is not None
+        first, lost = store.key.rope.first, _lost(store)
+        cosine, sine = turns(store, _blocks(layout, batch.block_table.shape[1], first))
+    elif softcap is not None:
         lost = store.key.lost(query.float().view(len(query), layout.heads, group, layout.head_dim))
         lost = None if lost is None else lost.float().contiguous()
     plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned)
@@ -137,6 +150,9 @@ def decode_with_lse(
         spaces[1].offset,
         getattr(store.value.codec, "mean", None),
         lost,
+        cosine,
+        sine,
+        first,
         plan,
         scale,
         softcap or 0.0,
@@ -148,12 +164,28 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
     """How queries enter the space of attention and outputs leave it; made once for a store."""
     found = store.prepared.get("cuda.spaces")
     if found is None:
-        found = (
-            space_of(store.key.transforms, "dual", store.layout, store.pages.device),
-            space_of(store.value.transforms, "inverse", store.layout, store.pages.device),
-        )
+        layout, device = store.layout, store.pages.device
+        dual = space_of(store.key.transforms, "dual", layout, device)
+        if layout.recipe.key.turned_back:  # queries are turned, then multiplied
+            dual = as_matrix(dual, layout.head_dim)
+            if dual.tensor is None:
+                dual = Space(MATRIX, 1, torch.eye(layout.head_dim, device=device)[None])
+        found = dual, space_of(store.value.transforms, "inverse", layout, device)
         store.prepared["cuda.spaces"] = found
-    return found
+    return found  # type: ignore[no-any-return]
+
+
+def _lost(store: LayerStore) -> Tensor | None:
+    """What logits are short of, by channel of the query; made once for a store."""
+    if "cuda.lost" not in store.prepared:
+        store.prepared["cuda.lost"] = lost_vector(store)
+    return store.prepared["cuda.lost"]  # type: ignore[no-any-return]
+
+
+def _blocks(layout: Layout, pages: int, first: int) -> int:
+    """Blocks of positions that a table of so many pages may reach into."""
+    size = layout.recipe.key.turned_back
+    return (pages * layout.page_tokens + layout.recipe.origin - 1 + first) // size - first // size + 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -189,6 +221,9 @@ def _decode(
     inverse_offset: Tensor | None,
     mean: Tensor | None,
     lost: Tensor | None,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    first: int,
     plan: int,
     scale: float,
     softcap: float,
@@ -207,10 +242,39 @@ def _decode(
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
     q, signs = query, dual
-    if made.dual[0] == MATRIX:
+    log2e = math.log2(math.e)
+    scales = (2.0 * log2e * scale / softcap if softcap else scale * log2e, softcap * log2e)
+    turned: Tensor | None = None
+    rows: Tensor | None = None
+    blocks = 0
+    if cosine is not None:
+        assert dual is not None and sine is not None
+        blocks, signs = _blocks(made.layout, table.shape[1], first), None
+        each = made.own_heads * (made.key_registers * 32 + 16)  # words
+        turned = torch.empty(len(query) * heads * blocks * each, dtype=torch.int32, device=query.device)
+        rows = torch.empty(
+            len(query) * heads * blocks * made.tile_heads * made.layout.head_dim if window_key.numel() else 1,
+            dtype=torch.float32,
+            device=query.device,
+        )
+        inputs = [query, dual, lost, cosine, sine, turned, rows, lengths, sinks, exact_key, exact_value]
+        row_kernel = _row_kernel(made, "kvant_turn", query.device)
+        row_kernel.launch(
+            (max(1, min(len(query) * blocks, row_kernel.blocks // heads)), heads),
+            _TurnArguments(
+                *(None if x is None else x.data_ptr() for x in inputs),
+                scales[0],
+                len(query),
+                blocks,
+                first,
+                cosine.shape[1],
+                len(dual),
+                window,
+            ),
+        )
+    elif made.dual[0] == MATRIX:
         assert dual is not None
         q, signs = _multiply(made, "kvant_dual", query, dual, None, torch.float32), None
-    log2e = math.log2(math.e)
     tensors: list[Tensor | None] = [
         q,
         out,
@@ -225,14 +289,15 @@ def _decode(
         window_key,
     ]
     tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, partial]
-    tensors += [_counters(query.device, len(query) * heads)]
+    tensors += [_counters(query.device, len(query) * heads), turned, rows]
     arguments = _Arguments(
         *(None if x is None else x.data_ptr() for x in tensors),
-        2.0 * log2e * scale / softcap if softcap else scale * log2e,
-        softcap * log2e,
+        *scales,
         len(query),
         table.shape[1],
         window,
+        blocks,
+        first,
     )
     kernel.launch((kernel.blocks, 1), arguments)
     if by_matrix:

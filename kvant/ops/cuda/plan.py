@@ -18,6 +18,7 @@ SOURCES = ("ptx.cu", "copies.cu", "common.cu", "softmax.cu", "queries.cu", "atte
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
+SHORTEST_BLOCK = 64  # of positions for which queries are turned
 ONE = 1 << 20  # what a code counts, as the kernels write fractions
 
 
@@ -55,8 +56,8 @@ def refuse_layout(layout: Layout) -> str | None:
                 return "it reads values of one width, and they have bands"
         else:
             return f"it reads token-wise affine codes, and the {name}s are coded by {type(codec).__name__}"
-        if stream.rope != "post":
-            return "it scores keys as they are stored, and they are stored turned back"
+        if stream.rope != "post" and stream.turned_back < SHORTEST_BLOCK:
+            return f"it turns queries for blocks of positions, and the {name}s are stored turned back one by one"
     if layout.order != "fragment":
         return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
     if layout.recipe.key.window != layout.recipe.value.window:
@@ -138,6 +139,7 @@ class Plan:
             "DUAL_ORDER": self.dual[1],
             "INVERSE": self.inverse[0],
             "INVERSE_ORDER": self.inverse[1],
+            "TURNED": layout.recipe.key.turned_back,
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
             "WARPS": self.warps,
@@ -157,9 +159,7 @@ class Plan:
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.with_constants(
-            nvrtc.source(*SOURCES), self.constants
-        )
+        return nvrtc.with_constants(nvrtc.source(*SOURCES), self.constants)
 
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
@@ -178,6 +178,14 @@ class Plan:
 
     def _key_planes(self) -> str:
         """Planes of the keys' codes in the kernel's words."""
+        return f"Planes<{', '.join(self._planes()[0])}>"
+
+    @property
+    def key_registers(self) -> int:
+        """Registers of a lane that hold what keys are multiplied by, of each of its query heads."""
+        return self._planes()[1]
+
+    def _planes(self) -> tuple[list[str], int]:
         planes, before = [], 0
         for name, first, step in self._bands("key"):
             for plane in self._sections("key", "code"):
@@ -187,7 +195,7 @@ class Plan:
                 planes.append(f"KeyPlane<{plane.width}, {plane.bits}, {plane.offset}, {first}, {weight}, {before}>")
                 row_words = -(-plane.width * plane.bits // 64 // 2)
                 before += -(-row_words * 8 // plane.bits // 2) * 2
-        return f"Planes<{', '.join(planes)}>"
+        return planes, before
 
     def _value_codes(self) -> str:
         ((_, _, step),) = self._bands("value")

@@ -58,8 +58,8 @@ template <class... P> DEV constexpr float heaviest(Planes<P...>) {
   return x;
 }
 
-template <class P> DEV void make_plane(Prepared& sh) {
-  for (int j = threadIdx.x; j < OWN * P::REGISTERS * 32; j += WARPS * 32) {
+template <int THREADS, class P> DEV void make_plane(Prepared& sh) {
+  for (int j = threadIdx.x; j < OWN * P::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % P::REGISTERS, n = j / 32 / P::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
     u32 packed = 0;
     if (head < TILE_HEADS) {
@@ -74,7 +74,7 @@ template <class P> DEV void make_plane(Prepared& sh) {
     sh.f[n][P::BEFORE + i][lane] = packed;
   }
 }
-template <class... P> DEV void make_planes(Planes<P...>, Prepared& sh) { (make_plane<P>(sh), ...); }
+template <int THREADS, class... P> DEV void make_planes(Planes<P...>, Prepared& sh) { (make_plane<THREADS, P>(sh), ...); }
 
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
 // largest magnitude.
@@ -103,16 +103,16 @@ DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // q
     if (lane == 0) sh.top[h] = top, sh.sum[h] = sum, sh.bias[h] = bias, sh.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f;
   }
   __syncthreads();
-  make_planes(Keys{}, sh);
+  make_planes<WARPS * 32>(Keys{}, sh);
   __syncthreads();
 }
 
-DEV void load_query(Query& q, const Prepared& sh, int lane, float scale) {
+template <class From> DEV void load_query(Query& q, const From& sh, int lane, float scale) {  // From: Prepared or Turned
 #pragma unroll
   for (int n = 0; n < OWN; n++) {
     const int head = min(4 * n + (lane & 3), TILE_HEADS - 1);
     q.factor[n] = scale * sh.top[head] * (heaviest(Keys{}) / QUERY_TOP);
-    q.bias[n] = sh.bias[head] * scale, q.sum[n] = sh.sum[head] * scale, q.lost[n] = SOFTCAP ? sh.lost[head] : 0.f;
+    q.bias[n] = sh.bias[head] * scale, q.sum[n] = sh.sum[head] * scale, q.lost[n] = SOFTCAP || TURNED ? sh.lost[head] : 0.f;
 #pragma unroll
     for (int i = 0; i < Keys::REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
   }
@@ -169,3 +169,89 @@ template <int IN, int OUT> DEV void multiply_rows(const RowArguments& a) {
 }
 extern "C" __global__ void __launch_bounds__(4 * D) kvant_dual(const RowArguments a) { multiply_rows<QUERY_TYPE, 2>(a); }
 extern "C" __global__ void __launch_bounds__(4 * D) kvant_inverse(const RowArguments a) { multiply_rows<2, QUERY_TYPE>(a); }
+
+// --- queries turned back ------------------------------------------------------------------------------------------------------
+
+#if TURNED
+struct TurnArguments {
+  const void* query;
+  const float *matrix, *lost, *cosine, *sine;  // [1 or KV_HEADS, D, D], [KV_HEADS, D] or nothing, [blocks, half] twice
+  Turned* out;
+  float* rows;
+  const s64 *lengths, *sinks, *exact_key, *exact_value;
+  float scale;
+  int batch, blocks, first, half, matrix_heads, window;
+};
+
+// Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
+// made into bytes. A block of threads has the matrix of a head, as in `multiply_rows`, and gridDim.x-th of the sequences' blocks.
+extern "C" __global__ void __launch_bounds__(4 * D) kvant_turn(const TurnArguments a) {
+  __shared__ __align__(16) Prepared sh;
+  constexpr int AT_ONCE = 4;
+  __shared__ float x[TILE_HEADS][D], part[4][AT_ONCE][D];
+  const int i = threadIdx.x % D, slice = threadIdx.x / D, tile = blockIdx.y, head = tile / QUERY_TILES;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
+  float m[D / 4];
+#pragma unroll
+  for (int e = 0; e < D / 4; e++) m[e] = __ldg(a.matrix + ((s64)(head % a.matrix_heads) * D + slice * (D / 4) + e) * D + i);
+  for (int unit = blockIdx.x; unit < a.batch * a.blocks; unit += gridDim.x) {
+    const int b = unit / a.blocks, block = unit % a.blocks, n = (int)a.lengths[b];
+    const int begin = (a.first / TURNED_BY + block) * TURNED_BY - a.first, end = begin + TURNED_BY;  // tokens of the block
+    if (begin >= n || (a.window > 0 && end <= n - a.window)) continue;
+    const s64 query = (s64)b * KV_HEADS * GROUP + head * GROUP + tile % QUERY_TILES * TILE_HEADS;
+    for (int j = threadIdx.x; j < TILE_HEADS * D; j += 4 * D) {
+      const int h = j / D, e = j % D;
+      float y = 0.f;
+      if (h < heads) {
+        y = load_number<QUERY_TYPE>(a.query, (query + h) * D + e);
+        if (e < 2 * a.half) {
+          const int c = e % a.half;
+          const float other = load_number<QUERY_TYPE>(a.query, (query + h) * D + (e < a.half ? e + a.half : c));
+          const float by = a.cosine[(s64)block * a.half + c], across = a.sine[(s64)block * a.half + c];
+          y = e < a.half ? y * by + other * across : y * by - other * across;
+        }
+      }
+      x[h][e] = y;
+    }
+    __syncthreads();
+    for (int some = 0; some < TILE_HEADS; some += AT_ONCE) {
+      for (int h = 0; h < AT_ONCE && some + h < TILE_HEADS; h++) {
+        float y = 0.f;
+#pragma unroll
+        for (int e = 0; e < D / 4; e++) y = fmaf(x[some + h][slice * (D / 4) + e], m[e], y);
+        part[slice][h][i] = y;
+      }
+      __syncthreads();
+      if (some + slice < TILE_HEADS)
+        sh.rows[(some + slice) * D + i] = part[0][slice][i] + part[1][slice][i] + part[2][slice][i] + part[3][slice][i];
+      __syncthreads();
+    }
+    for (int h = warp; h < TILE_HEADS; h += 4 * D / 32) {
+      float top = 1e-30f, sum = 0.f, lost = 0.f;
+      for (int e = lane; e < D; e += 32) {
+        top = fmaxf(top, fabsf(sh.rows[h * D + e])), sum += sh.rows[h * D + e];
+        if (a.lost) lost = fmaf(x[h][e], a.lost[head * D + e], lost);
+      }
+#pragma unroll
+      for (int o = 1; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
+      sum = row_sum(sum), lost = row_sum(lost);
+      const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, sh.rows + h * D, lane)) : 0.f;
+      if (lane == 0) sh.top[h] = top, sh.sum[h] = sum, sh.bias[h] = bias, sh.lost[h] = lost * a.scale;
+    }
+    __syncthreads();
+    make_planes<4 * D>(Keys{}, sh);
+    __syncthreads();
+    const s64 place = ((s64)b * HEADS + tile) * a.blocks + block;
+    Turned& out = a.out[place];
+    for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += 4 * D) (&out.f[0][0][0])[j] = (&sh.f[0][0][0])[j];
+    for (int j = threadIdx.x; j < TILE_HEADS; j += 4 * D) out.top[j] = sh.top[j], out.sum[j] = sh.sum[j], out.bias[j] = sh.bias[j], out.lost[j] = sh.lost[j];
+#if WINDOW_TOKENS
+    const int recent = recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]);
+    if (begin < min((int)a.sinks[b], n) || end > recent)
+      for (int j = threadIdx.x; j < TILE_HEADS * D; j += 4 * D) a.rows[place * TILE_HEADS * D + j] = sh.rows[j];
+#endif
+    __syncthreads();
+  }
+}
+#endif

@@ -16,6 +16,13 @@ template <class... P> struct Planes {
 using Keys = KEY_PLANES;
 using Values = VALUE_CODES;
 
+// What a query is multiplied by keys as: its bytes for the 32 lanes, and numbers of every head. See queries.cu.
+struct Turned {
+  u32 f[OWN][Keys::REGISTERS][32];
+  float top[4 * OWN], sum[4 * OWN], bias[4 * OWN], lost[4 * OWN];
+};
+constexpr int TURNED_BY = TURNED ? TURNED : 1;
+
 struct Arguments {
   const void* query;
   void* out;
@@ -26,13 +33,27 @@ struct Arguments {
   const float *dual_signs, *inverse_signs, *mean, *lost;
   float* partial;
   int* arrived;
+  // where keys are turned back to the start of their block of TURNED positions: queries turned back to every one
+  const Turned* turned;     // [batch, HEADS, blocks]
+  const float* turned_rows;  // [batch, HEADS, blocks, TILE_HEADS, D] in the space of the keys, for blocks that windows reach into
   float scale, cap;
-  int batch, table_width, window;
+  int batch, table_width, window, blocks, first;  // first: position of the first token, for RoPE
 };
+
+// The block of positions that a token is in, and its first token and the one after its last.
+DEV int block_of(const Arguments& a, int token) { return TURNED ? (token + a.first) / TURNED_BY - a.first / TURNED_BY : 0; }
+DEV int block_end(const Arguments& a, int token) { return ((token + a.first) / TURNED_BY + 1) * TURNED_BY - a.first; }
 
 struct Work {  // of one sequence: tokens [low, first_end) and [second, n) in windows, [packed, packed_end) in pages
   int n, low, first_end, second, packed, packed_end, page, pages, units_first, units_windows, units;
 };
+
+#if WINDOW_TOKENS
+// The first of the last tokens that are in the window.
+DEV int recent_of(int n, int exact_key, int exact_value) {
+  return min(n, max(min(n, SINK) + max(0, n - SINK - RECENT), max(max(exact_key, exact_value), SINK)));
+}
+#endif
 
 DEV Work work_of(const Arguments& a, int b) {
   Work w;
@@ -41,8 +62,7 @@ DEV Work work_of(const Arguments& a, int b) {
   int sinks = 0, recent = w.n;
 #if WINDOW_TOKENS
   sinks = min((int)a.sinks[b], w.n);
-  recent = max(min(w.n, SINK) + max(0, w.n - SINK - RECENT), max((int)max(a.exact_key[b], a.exact_value[b]), SINK));
-  recent = min(recent, w.n);
+  recent = recent_of(w.n, (int)a.exact_key[b], (int)a.exact_value[b]);
 #endif
   w.packed = max(sinks, w.low);
   w.packed_end = recent;

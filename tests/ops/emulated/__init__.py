@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,28 +28,26 @@ def directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def library(text: str) -> ctypes.CDLL:
-    """A text of kernels, compiled for this machine."""
+def compiled(text: str, name: str) -> Any:
+    """What launches one kernel of a text, compiled for this machine."""
     assert COMPILER is not None
-    for name in ("ptx.cu", "copies.cu"):
-        text = text.replace(nvrtc.source(name), "")
+    for part in ("ptx.cu", "copies.cu"):
+        text = text.replace(nvrtc.source(part), "")
     constants = "".join(line + "\n" for line in text.splitlines() if line.startswith("#define "))
     rest = "".join(line + "\n" for line in text.splitlines() if not line.startswith("#define "))
-    kernels = re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(const (\w+) a\)', text)
-    assert kernels, "no kernels in the text"
-    launchers = "".join(
-        f'extern "C" void emulated_{name}(int x, int y, int threads, int dynamic_bytes, const void* arguments) {{\n'
+    (kind,) = re.findall(rf"{name}\(const (\w+) a\)", text)
+    launcher = (
+        'extern "C" void emulated(int x, int y, int threads, int dynamic_bytes, const void* arguments) {\n'
         f"  launch([](const void* p) {{ {name}(*(const {kind}*)p); }}, x, y, threads, dynamic_bytes, arguments);\n}}\n"
-        for name, kind in kernels
     )
-    source = f'{constants}#include "{HERE / "device.h"}"\n{rest.replace(DYNAMIC, "u8* dynamic = emulated_dynamic;")}\n{launchers}'
+    source = f'{constants}#include "{HERE / "device.h"}"\n{rest.replace(DYNAMIC, "u8* dynamic = emulated_dynamic;")}\n{launcher}'
     stem = Path(directory().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(source)
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
     command = [COMPILER, *options, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
+    return ctypes.CDLL(str(stem.with_suffix(".so"))).emulated
 
 
 class Kernel:
@@ -59,7 +58,7 @@ class Kernel:
 
     def __init__(self, text: str, name: str, device: torch.device, threads: int, shared: int = 0) -> None:
         self.threads, self.shared = threads, shared
-        self.run = getattr(library(text), f"emulated_{name}")
+        self.run = compiled(text, name)
 
     def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure) -> None:
         self.run(*blocks, self.threads, self.shared, ctypes.byref(arguments))
