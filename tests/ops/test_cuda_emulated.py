@@ -101,7 +101,15 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "dim"), [("saw-int4", 64), ("quarot-int2-win:sink=5,recent=70", 64), ("kvant-4", 96), ("int8", 64)]
+    ("name", "dim"),
+    [
+        ("saw-int4", 64),
+        ("quarot-int2-win:sink=5,recent=70", 64),
+        ("kvant-4", 96),
+        ("int8", 64),
+        ("oscar:sink=3,recent=20", 64),
+        ("int4:k.clip=0.6", 64),
+    ],
 )
 def test_append(name: str, dim: int) -> None:
     """What it decodes to; codes may differ where a number lies halfway between two."""

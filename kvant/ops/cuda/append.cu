@@ -6,7 +6,7 @@
 //
 // Constants beside those of common.cu: for KEY_ and VALUE_: TYPE (of the input), BITS, SEARCH, OFFSET, META, META_TYPE, META_OFFSET,
 // HADAMARD (order, 1 for none) and HADAMARD_SCALE; SINK, RING, RING_TOKENS, WINDOW_TOKENS,
-// WINDOW_TYPE, WARPS.
+// WINDOW_TYPE, WARPS, CLIP (whether rows are clipped).
 
 constexpr int D = HEAD_DIM, OWN = D / 8;
 
@@ -17,6 +17,8 @@ struct Arguments {
   u8* pages;
   const s64 *slots, *starts, *lengths, *owners;
   void *window_key, *window_value;
+  float key_share, value_share;   // where a row is clipped: so far from the magnitude that ..._drop others exceed to the next larger
+  int key_drop, value_drop;       // 0 where nothing is clipped
   int tokens, batch, half_batch;  // the last is the largest power of two below the batch, or 0
 };
 
@@ -93,6 +95,33 @@ template <int TYPE> DEV float rounded(float x) { return TYPE == 0 ? bf16_low(bf1
 DEV float quotient(float x, float y, float back) {
   const float z = x * back;
   return fmaf(fmaf(-z, y, x), back, z);
+}
+
+// Clips a row, which eight lanes have, at a quantile of its magnitudes: the largest are taken off one by one. `most` is the largest
+// `drop` of the warp's rows.
+DEV void clip(float* x, int drop, int most, float share, int lane) {
+  float left[OWN], above = 0.f, below = 0.f;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) left[i] = fabsf(x[i]);
+  for (int k = 0; k <= most; k++) {
+    float own = left[0];
+#pragma unroll
+    for (int i = 1; i < OWN; i++) own = fmaxf(own, left[i]);
+    float top = own;
+#pragma unroll
+    for (int o = 1; o < 8; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
+    const u32 having = __ballot_sync(FULL, own == top) >> (lane & 24) & 255;  // of the row's lanes; the first one gives it away
+    bool mine = __ffs(having) - 1 == (lane & 7);
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+      if (mine && left[i] == top) left[i] = -1.f, mine = false;
+    if (k == drop - 1) above = top;
+    if (k == drop) below = top;
+  }
+  const float apart = above - below, limit = share < 0.5f ? fmaf(share, apart, below) : fmaf(share - 1.f, apart, above);
+#pragma unroll
+  for (int i = 0; i < OWN; i++)
+    if (drop) x[i] = fminf(fmaxf(x[i], -limit), limit);
 }
 
 struct Scale {
@@ -287,6 +316,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
   }
 #endif
 
+#if CLIP
+  clip(x, is_key ? a.key_drop : a.value_drop, max(a.key_drop, a.value_drop), is_key ? a.key_share : a.value_share, lane);
+#endif
   u32 codes[(OWN + 3) / 4], meta;
   if constexpr (KEY_BITS == VALUE_BITS && KEY_META == VALUE_META && KEY_META_TYPE == VALUE_META_TYPE && KEY_SEARCH == VALUE_SEARCH) {
     meta = encode<KEY_BITS, KEY_META, KEY_META_TYPE, KEY_SEARCH>(x, codes);

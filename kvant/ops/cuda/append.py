@@ -35,8 +35,6 @@ def refuse_layout(layout: Layout) -> str | None:
             return f"it writes token-wise affine codes, and the {name}s are coded by {type(stream.codec).__name__}"
         if stream.codec.bits == 3:
             return f"it writes codes of 2, 4 or 8 bits, and the {name}s have 3"
-        if stream.codec.clip != 1.0:
-            return f"it clips nothing, and the {name}s are clipped at a quantile"
     return plan.refuse_layout(layout)
 
 
@@ -47,7 +45,8 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("pages", "slots", "starts", "lengths", "owners", "window_key", "window_value")
         ),
-        *((name, ctypes.c_int) for name in ("tokens", "batch", "half_batch")),
+        *((name, ctypes.c_float) for name in ("key_share", "value_share")),
+        *((name, ctypes.c_int) for name in ("key_drop", "value_drop", "tokens", "batch", "half_batch")),
     ]
 
 
@@ -73,6 +72,7 @@ class AppendPlan:
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WARPS": WARPS,
+            "CLIP": int(any(stream.codec.clip != 1.0 for stream in layout.recipe.streams.values())),  # type: ignore[attr-defined]
         }
         for name, kind, order in zip(layout.recipe.streams, self.types, self.orders, strict=True):
             own = [s for s in layout.sections if s.stream == name]
@@ -129,6 +129,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         batch.starts,
         batch.lengths,
         batch.owners,
+        [store.stream(name).codec.clip for name in rows],  # type: ignore[attr-defined]
         _plan_number(made),
     )
 
@@ -159,11 +160,13 @@ def _append(
     starts: Tensor,
     lengths: Tensor,
     owners: Tensor,
+    clips: list[float],
     plan: int,
 ) -> None:
     made = _PLANS[plan]
     if not len(key):
         return
+    places = [clip * (made.layout.head_dim - 1) for clip in clips]
     kernel = _kernel(made, key.device)
     arguments = _Arguments(
         key.data_ptr(),
@@ -176,6 +179,8 @@ def _append(
         owners.data_ptr(),
         window_key.data_ptr(),
         window_value.data_ptr(),
+        *(place - int(place) for place in places),
+        *(made.layout.head_dim - 1 - int(place) for place in places),
         len(key),
         len(lengths),
         1 << (len(lengths) - 1).bit_length() >> 1,
