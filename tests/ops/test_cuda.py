@@ -18,9 +18,12 @@ from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
 from kvant.ops.types import BoundStream
+from kvant.rope import Rope
 from kvant.transforms.hadamard import Hadamard
 from kvant.transforms.random_rotation import RandomRotation
+from tests.calibrate.synthetic import rope_of
 from tests.conftest import make_layout, relative_error
+from tests.ops.scores import log_sum_exp
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -35,7 +38,8 @@ def filled(
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     pages = sum(layout.pages_for(n) for n in lengths) + 2
-    cache = PagedCache(layout, 1, pages, "cuda", {0: fitted(recipe, shape, "cuda")})
+    ropes = [Rope(rope_of(dim).inv_freq.cuda())] if recipe.wants_rope else None
+    cache = PagedCache(layout, 1, pages, "cuda", {0: fitted(recipe, shape, "cuda")}, ropes=ropes)
     entries = [cache.new() for _ in lengths]
     store = cache.stores[0]
     store.pages.fill_(0xFF)
@@ -67,16 +71,7 @@ def check_decode(
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, **options)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < limit  # type: ignore[arg-type]
-    keys = reference.read(store, "key", batch, batch.lengths).double()
-    scores = (
-        torch.einsum("bhgd,bnhd->bhgn", store.key.dual(q.double().view(len(q), heads, group, dim)), keys) * dim**-0.5
-    )
-    if softcap is not None:
-        lost = store.key.lost(q.double().view(len(q), heads, group, dim))
-        scores = softcap * torch.tanh((scores if lost is None else scores + lost[..., None] * dim**-0.5) / softcap)
-    at = torch.arange(keys.shape[1], device="cuda")
-    keep = (at < batch.lengths[:, None]) & (at >= batch.lengths[:, None] - (window or keys.shape[1]))
-    expected = torch.logsumexp(scores.masked_fill(~keep[:, None, None], float("-inf")), -1).flatten(1)
+    expected = log_sum_exp(store, q, batch, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
 
 
@@ -98,7 +93,7 @@ def test_decode_of_every_shape(name: str, group: int, dim: int) -> None:
     [
         *("int8", "int3", "int2", "int4:zero=float", "int4:k.bits=8,v.bits=3", "saw-int4-kv:seed=3", "oscar"),
         *("int2:sink=5,recent=70", "int4:sink=0,recent=33", "int2:sink=7,recent=0"),
-        *("kvant-4", "kvant-2:rope=post", "kvant-2:rope=post,k.bits=4/4/0"),
+        *("kvant-4", "kvant-2", "kvant-2:rope_block=100", "kvant-2:rope=post", "kvant-2:rope=post,k.bits=4/4/0"),
     ],
 )
 def test_decode_of_every_recipe(name: str, dim: int) -> None:
@@ -239,6 +234,11 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ("int2:k.recent=3", "keys and values have different windows"),
         ("saw-int4", None),
         ("oscar", None),
+        ("kvant-2", None),
+        (
+            "kvant-2:rope=pre",
+            "it turns queries for blocks of positions, and the keys are stored turned back one by one",
+        ),
     ],
 )
 def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> None:
@@ -247,9 +247,10 @@ def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> Non
 
 
 def test_append_refuses_what_it_cannot_write() -> None:
-    assert "clip" in (cuda_append.refuse_layout(make_layout("oscar")) or "")
+    assert "Banded" in (cuda_append.refuse_layout(make_layout("kvant-2")) or "")
     assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
-    assert cuda_append.refuse_layout(make_layout("saw-int4-kv")) is None
+    for name in ("saw-int4-kv", "oscar"):
+        assert cuda_append.refuse_layout(make_layout(name)) is None
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 11, 16, 17, 64])
@@ -290,7 +291,7 @@ def test_spaces_are_the_transforms() -> None:
         torch.testing.assert_close(q @ found.tensor[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2"])
 def test_kernels_compile(name: str, tmp_path: object) -> None:
     try:
         nvrtc.compiler()

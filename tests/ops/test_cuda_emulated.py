@@ -24,6 +24,7 @@ from kvant.rope import Rope
 from tests.calibrate.synthetic import rope_of
 from tests.conftest import poison, relative_error
 from tests.ops import emulated
+from tests.ops.scores import log_sum_exp
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
@@ -96,8 +97,10 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     q = torch.randn(len(entries), 2 * group, dim)
     settings = {"scale": dim**-0.5, "softcap": None, "window": None, **options}
     with attention.poisoned():
-        found, _ = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
+    expected = log_sum_exp(store, q, batch, **settings)  # type: ignore[arg-type]
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.rope import Rope
 from tests.calibrate.synthetic import rope_of
 from tests.ops import emulated
+from tests.ops.scores import log_sum_exp
 
 text = nvrtc.source("ptx.cu") + """
     + repr(
