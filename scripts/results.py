@@ -29,7 +29,7 @@ from kvant.layout import Layout
 DOCS = Path(__file__).parent.parent / "docs"
 ABLATIONS = {
     "kvant's parts": [
-        *("kvant-2", "kvant-2:rope_block=1024", "kvant-2:search=9"),
+        *("kvant-2", "kvant-2:rope_block=512", "kvant-2:rope_block=1024", "kvant-2:search=9"),
         *("kvant-2:search=9,rope=post", "kvant-2:search=9,k.mean=false", "kvant-2:search=9,share=0"),
         *("kvant-2:search=9,k.bits=2,k.bands=one", "kvant-2:search=9,k.bits=3/2/1"),
         *("kvant-2:search=9,k.hadamard=false", "kvant-2:search=9,k.unbiased=false", "kvant-2:search=9,levels=lloyd"),
