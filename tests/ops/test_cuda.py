@@ -247,9 +247,10 @@ def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> Non
 
 
 def test_append_refuses_what_it_cannot_write() -> None:
-    assert "Banded" in (cuda_append.refuse_layout(make_layout("kvant-2")) or "")
+    assert "coded by Channel" in (cuda_append.refuse_layout(make_layout("kivi-k2v2")) or "")
+    assert "have 3" in (cuda_append.refuse_layout(make_layout("kvant-2:k.bits=3/2/0")) or "")
     assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
-    for name in ("saw-int4-kv", "oscar"):
+    for name in ("saw-int4-kv", "oscar", "kvant-2"):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
 

@@ -112,11 +112,13 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
         ("int8", 64),
         ("oscar:sink=3,recent=20", 64),
         ("int4:k.clip=0.6", 64),
+        ("kvant-2", 64),
+        ("kvant-2:search=9,rope_block=70,v.bits=4", 128),
     ],
 )
 def test_append(name: str, dim: int) -> None:
     """What it decodes to; codes may differ where a number lies halfway between two."""
-    caches = [filled(name, 2, 1, dim, [1, 63, 40]) for _ in range(2)]
+    caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
     for counts in ([5, 1, 0], [1, 1, 1], [0, 30, 2]):
         k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
         for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):

@@ -5,7 +5,7 @@
 // other token writes its own halves. Every byte belongs to one token (kvant/layout.py), so nothing is read.
 //
 // Constants beside those of common.cu: for KEY_ and VALUE_: TYPE (of the input), BITS, SEARCH, OFFSET, META, META_TYPE, META_OFFSET,
-// HADAMARD (order, 1 for none) and HADAMARD_SCALE; SINK, RING, RING_TOKENS, WINDOW_TOKENS,
+// HADAMARD (order, 1 for none) and HADAMARD_SCALE, BANDS, BANDED (whether they are coded by their levels), UNBIASED, FLAG; SINK, RING, RING_TOKENS, WINDOW_TOKENS,
 // WINDOW_TYPE, WARPS, CLIP (whether rows are clipped).
 
 constexpr int D = HEAD_DIM, OWN = D / 8;
@@ -14,6 +14,7 @@ struct Arguments {
   const void *key, *value;
   const float *key_mean, *value_mean;  // [KV_HEADS, D], taken off first; or null
   const float *key_signs, *value_signs;
+  const float *key_weights, *value_weights, *key_taken, *value_taken;  // of banded codes, [KV_HEADS, D] each; or null
   u8* pages;
   const s64 *slots, *starts, *lengths, *owners;
   void *window_key, *window_value;
@@ -192,6 +193,114 @@ template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* 
   return TYPE == 0 ? bf16_pair(best.scale, best.zero) : fp16_pair(best.scale, best.zero);
 }
 
+// --- bands: some channels have more bits than others, under one scale ---------------------------------------------------------
+
+// WIDTH channels from FIRST on, whose codes of BITS bits lie from byte OFFSET of the run on and are STEP / 2^20 apart.
+template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int STEP_> struct Band {
+  static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_;
+  static_assert(WIDTH % OWN == 0 && FIRST % OWN == 0, "a lane's channels are in one band");
+  DEV static bool has(int channel) { return channel >= FIRST && channel < FIRST + WIDTH; }
+};
+template <class... B> struct Bands {
+  static constexpr int STORED = (B::WIDTH + ...);
+  DEV static int bits(int channel) { return ((B::has(channel) ? B::BITS : 0) + ...); }
+  template <class Store> DEV static void each(Store store) { (store(B{}), ...); }
+};
+using KeyBands = KEY_BANDS;
+using ValueBands = VALUE_BANDS;
+
+DEV float step_of(int bits) { return bits == 4 ? 0.3352006f : bits == 2 ? 0.9956868f : 0.f; }
+DEV float eight(float x) {  // the sum over a row's lanes
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
+  return x;
+}
+template <int TYPE> DEV float storable(float x) { return fminf(fmaxf(x, TYPE == 0 ? 1.17549435e-38f : 6.103515625e-05f), TYPE == 0 ? 3.38953139e38f : 65504.f); }
+
+struct Row {  // a lane's part of a row
+  int bits;
+  float step, top;
+  const float* weights;  // of its channels, or null
+  DEV float weight(int i) const { return weights ? weights[i] : 1.f; }
+  DEV float code(float x, float scale) const { return fminf(fmaxf(rintf(__fdiv_rn(__fdiv_rn(x, scale), step) + top * 0.5f), 0.f), top); }
+  DEV float level(float code) const { return step * (code - top * 0.5f); }
+};
+
+// The best scale of a row, as kvant.codecs.banded finds it; the error it leaves goes to `least`.
+template <int STORED, int TYPE, int SEARCH> DEV float banded_scale(const float* x, const Row& row, float& least) {
+  float squares = 0.f, chosen = 1.f;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) squares += row.bits ? x[i] * x[i] : 0.f;
+  const float rms = sqrtf(__fdiv_rn(eight(squares), (float)STORED));
+  least = __int_as_float(0x7f800000);
+  for (int k = 0; k < SEARCH; k++) {
+    const float factor = SEARCH == 1 ? 1.f : (float)(0.6 + (1.4 - 0.6) * k / (SEARCH > 1 ? SEARCH - 1 : 1));
+    const float scale = rounded<TYPE>(storable<TYPE>(rms * factor));
+    float error = 0.f;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const float missed = row.bits ? x[i] - scale * row.level(row.code(x[i], scale)) : 0.f;
+      error += missed * missed * row.weight(i);
+    }
+    error = eight(error);
+    if (error < least) least = error, chosen = scale;
+  }
+  return chosen;
+}
+
+template <class B, int TYPE, int SEARCH, int UNBIASED, int FLAG>
+DEV u32 encode_bands(const float* row_of, u32* codes, const float* weights, const float* taken, int j) {
+  Row row;
+  row.bits = B::bits(j * OWN), row.step = step_of(row.bits), row.top = (float)((1 << row.bits) - 1);
+  row.weights = weights ? weights + j * OWN : nullptr;
+  float x[OWN], error, sign = 1.f;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) x[i] = row_of[i];
+  float scale = banded_scale<B::STORED, TYPE, SEARCH>(x, row, error);
+  if constexpr (FLAG) {
+    float centred[OWN], less;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) centred[i] = x[i] - taken[j * OWN + i];
+    const float other = banded_scale<B::STORED, TYPE, SEARCH>(centred, row, less);
+    if (less < error) {
+      scale = other, sign = -1.f;
+#pragma unroll
+      for (int i = 0; i < OWN; i++) x[i] = centred[i];
+    }
+  }
+  float reached = 0.f, wanted = 0.f;
+#pragma unroll
+  for (int i = 0; i < (OWN + 3) / 4; i++) codes[i] = 0u;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const float code = row.bits ? row.code(x[i], scale) : 0.f;
+    codes[i / 4] |= (u32)code << (8 * (i % 4));
+    reached += row.bits ? row.weight(i) * x[i] * row.level(code) : 0.f;
+    wanted += row.weight(i) * (x[i] * x[i]);
+  }
+  if constexpr (UNBIASED) {
+    reached = eight(reached), wanted = eight(wanted);
+    scale *= fminf(fmaxf(__fdiv_rn(wanted, fmaxf(reached * scale, 1.17549435e-38f)), 0.8f), 1.6f);
+  }
+  scale = storable<TYPE>(scale) * sign;
+  return TYPE == 0 ? bf16_pair(scale, 0.f) : fp16_pair(scale, 0.f);
+}
+
+// Codes of a row of either stream, four to a word, and what is stored beside them. `a` is the kernel's arguments.
+template <bool KEY> DEV u32 encode_row(const Arguments& a, const float* x, u32* codes, int head, int j) {
+  if constexpr (KEY && KEY_BANDED) {
+    const float* weights = a.key_weights ? a.key_weights + head * D : nullptr;
+    return encode_bands<KeyBands, KEY_META_TYPE, KEY_SEARCH, KEY_UNBIASED, KEY_FLAG>(x, codes, weights, a.key_taken + head * D, j);
+  } else if constexpr (!KEY && VALUE_BANDED) {
+    const float* weights = a.value_weights ? a.value_weights + head * D : nullptr;
+    return encode_bands<ValueBands, VALUE_META_TYPE, VALUE_SEARCH, VALUE_UNBIASED, VALUE_FLAG>(x, codes, weights, a.value_taken + head * D, j);
+  } else if constexpr (KEY) {
+    return encode<KEY_BITS, KEY_META, KEY_META_TYPE, KEY_SEARCH>(x, codes);
+  } else {
+    return encode<VALUE_BITS, VALUE_META, VALUE_META_TYPE, VALUE_SEARCH>(x, codes);
+  }
+}
+
 // Bits of `count` codes, one in every `step`-th byte, from the first on.
 template <int BITS> DEV u32 gathered(const u8* codes, int count, int step) {
   u32 x = 0;
@@ -234,17 +343,17 @@ struct Place {  // of a token in its page
   DEV Place(s64 slot) : tile((int)(slot % PAGE) / 16), inside((int)(slot % PAGE) % 16) {}
 };
 
-template <int BITS, int OFFSET> DEV void store_keys(u8* run, Place p, const u8* codes, int lane, int lanes) {
-  constexpr int ROW = D * BITS / 64, WORDS = ROW, PER = 8 / BITS;  // bytes of a row and half; words of a lane; codes of a byte
+template <int WIDTH, int BITS, int OFFSET> DEV void store_keys(u8* run, Place p, const u8* codes, int lane, int lanes) {
+  constexpr int ROW = WIDTH * BITS / 64, WORDS = ROW, PER = 8 / BITS;  // bytes of a row and half; words of a lane; codes of a byte
   const int row = p.inside / 8, g = p.inside % 8;
   for (int i = lane; i < 4 * (ROW % 2 ? 2 * ROW : ROW / 2); i += lanes) {
     if constexpr (ROW % 2 == 0) {
       const int k = i % (ROW / 2), t = i / (ROW / 2);
-      const u32 w = key_word<BITS>(codes + t * (D / 4) + k * (32 / BITS));
+      const u32 w = key_word<BITS>(codes + t * (WIDTH / 4) + k * (32 / BITS));
       ((u32*)(run + OFFSET))[((p.tile * 8 + g) * 4 + t) * WORDS + row * (ROW / 2) + k] = w;
     } else {
       const int half = i % 2, k = i / 2 % ROW, t = i / 2 / ROW, byte = row * ROW + k;
-      const u32 w = gathered<BITS>(codes + t * (D / 4) + k * 2 * PER + half, PER, 2);
+      const u32 w = gathered<BITS>(codes + t * (WIDTH / 4) + k * 2 * PER + half, PER, 2);
       run[OFFSET + (((p.tile * 8 + g) * 4 + t) * WORDS + byte / 2) * 4 + byte % 2 + 2 * half] = (u8)w;
     }
   }
@@ -320,12 +429,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
   clip(x, is_key ? a.key_drop : a.value_drop, max(a.key_drop, a.value_drop), is_key ? a.key_share : a.value_share, lane);
 #endif
   u32 codes[(OWN + 3) / 4], meta;
-  if constexpr (KEY_BITS == VALUE_BITS && KEY_META == VALUE_META && KEY_META_TYPE == VALUE_META_TYPE && KEY_SEARCH == VALUE_SEARCH) {
+  if constexpr (!KEY_BANDED && !VALUE_BANDED && KEY_BITS == VALUE_BITS && KEY_META == VALUE_META && KEY_META_TYPE == VALUE_META_TYPE && KEY_SEARCH == VALUE_SEARCH) {
     meta = encode<KEY_BITS, KEY_META, KEY_META_TYPE, KEY_SEARCH>(x, codes);
   } else {
     u32 other[(OWN + 3) / 4];
-    meta = encode<KEY_BITS, KEY_META, KEY_META_TYPE, KEY_SEARCH>(x, codes);
-    const u32 of_value = encode<VALUE_BITS, VALUE_META, VALUE_META_TYPE, VALUE_SEARCH>(x, other);
+    meta = encode_row<true>(a, x, codes, head, j);
+    const u32 of_value = encode_row<false>(a, x, other, head, j);
     if (!is_key) {
       meta = of_value;
 #pragma unroll
@@ -342,7 +451,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
   if (j == 0 && slot >= 0) {
     const int in_page = (int)(slot % PAGE), lane_order = in_page % 8 * (PAGE / 8) + in_page / 16 * 2 + in_page % 16 / 8;
     u8* run = a.pages + (slot / PAGE * KV_HEADS + head) * RUN;
-    ((u32*)(run + (is_key ? KEY_META_OFFSET : VALUE_META_OFFSET)))[lane_order] = meta;
+    u8* section = run + (is_key ? KEY_META_OFFSET : VALUE_META_OFFSET);
+    if ((is_key ? KEY_META : VALUE_META) == 2) ((u16*)section)[lane_order] = (u16)meta;  // a scale alone
+    else ((u32*)section)[lane_order] = meta;
   }
   __syncwarp();
 
@@ -350,7 +461,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
   {  // sixteen lanes a token
     const s64 own = lane < 16 ? slots[0] : slots[1];
     if (own >= 0)
-      store_keys<KEY_BITS, KEY_OFFSET>(a.pages + (own / PAGE * KV_HEADS + head) * RUN, Place(own), sh.codes[warp][lane >> 4], lane & 15, 16);
+      KeyBands::each([&](auto band) {
+        using B = decltype(band);
+        store_keys<B::WIDTH, B::BITS, B::OFFSET>(a.pages + (own / PAGE * KV_HEADS + head) * RUN, Place(own), sh.codes[warp][lane >> 4] + B::FIRST, lane & 15, 16);
+      });
   }
   u8* run = a.pages + (slots[0] / PAGE * KV_HEADS + head) * RUN;
   if (slots[0] >= 0 && slots[0] % 2 == 0 && slots[1] == slots[0] + 1) {

@@ -9,6 +9,7 @@ import functools
 import torch
 
 from kvant.codecs.affine import Affine
+from kvant.codecs.banded import STEPS, Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
@@ -31,16 +32,19 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
 def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
     for name, stream in layout.recipe.streams.items():
-        if not isinstance(stream.codec, Affine):
-            return f"it writes token-wise affine codes, and the {name}s are coded by {type(stream.codec).__name__}"
-        if stream.codec.bits == 3:
-            return f"it writes codes of 2, 4 or 8 bits, and the {name}s have 3"
+        codec = stream.codec
+        if not isinstance(codec, Affine | Banded):
+            return f"it writes token-wise codes, and the {name}s are coded by {type(codec).__name__}"
+        widths = {bits for _, bits in codec.bands(layout.head_dim)} if isinstance(codec, Banded) else {codec.bits}
+        for bits in widths - {0, 2, 4, 8}:
+            return f"it writes codes of 2, 4 or 8 bits, and the {name}s have {bits}"
     return plan.refuse_layout(layout)
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("key", "value", "key_mean", "value_mean", "key_signs", "value_signs")),
+        *((name, ctypes.c_void_p) for name in ("key_weights", "value_weights", "key_taken", "value_taken")),
         *(
             (name, ctypes.c_void_p)
             for name in ("pages", "slots", "starts", "lengths", "owners", "window_key", "window_value")
@@ -72,24 +76,43 @@ class AppendPlan:
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WARPS": WARPS,
-            "CLIP": int(any(stream.codec.clip != 1.0 for stream in layout.recipe.streams.values())),  # type: ignore[attr-defined]
+            "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
         for name, kind, order in zip(layout.recipe.streams, self.types, self.orders, strict=True):
-            own = [s for s in layout.sections if s.stream == name]
-            (codes,) = (s for s in own if s.kind == "code")
-            (meta,) = (s for s in own if s.kind == "meta")
+            codec = layout.recipe.streams[name].codec
+            (meta,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
+            bands = self._bands(name)
             constants |= {
                 f"{name.upper()}_TYPE": TYPES[kind],
                 f"{name.upper()}_HADAMARD": order,
                 f"{name.upper()}_HADAMARD_SCALE": order**-0.5,
-                f"{name.upper()}_BITS": codes.bits,
-                f"{name.upper()}_SEARCH": layout.recipe.streams[name].codec.search,  # type: ignore[attr-defined]
-                f"{name.upper()}_OFFSET": codes.offset,
+                f"{name.upper()}_BANDS": f"Bands<{', '.join(text for text, *_ in bands)}>",
+                f"{name.upper()}_BITS": bands[0][1],
+                f"{name.upper()}_OFFSET": bands[0][2],
+                f"{name.upper()}_BANDED": int(isinstance(codec, Banded)),
+                f"{name.upper()}_UNBIASED": int(getattr(codec, "unbiased", False)),
+                f"{name.upper()}_FLAG": int(getattr(codec, "flag", False)),
+                f"{name.upper()}_SEARCH": codec.search,  # type: ignore[attr-defined]
                 f"{name.upper()}_META": plan.META_KINDS[meta.names],
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
         return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "append.cu"), constants)
+
+    def _bands(self, name: StreamName) -> list[tuple[str, int, int]]:
+        """Bands of a stream in the kernel's words, their bits and where their codes lie."""
+        found, first = [], 0
+        codec = self.layout.recipe.streams[name].codec
+        dim = self.layout.head_dim
+        bands = codec.bands(dim) if isinstance(codec, Banded) else ((dim, codec.bits),)  # type: ignore[attr-defined]
+        for i, (width, bits) in enumerate(bands):
+            field = f"codes{i}" if isinstance(codec, Banded) else "codes"
+            for s in self.layout.sections:
+                if s.stream == name and s.kind == "code" and s.names == (field,):
+                    step = round(plan.ONE * STEPS[bits]) if isinstance(codec, Banded) else 0
+                    found.append((f"Band<{width}, {bits}, {s.offset}, {first}, {step}>", bits, s.offset))
+            first += width
+        return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,12 +129,14 @@ def _kernel(made: AppendPlan, device: torch.device) -> nvrtc.Kernel:
 @register("append", "cuda", refuse, rank=10)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Transforms other than a mean and a Hadamard are matrix products before the kernel."""
-    spaces = _spaces(store)
+    spaces = list(_spaces(store))
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
-    for name, space in zip(rows, spaces, strict=True):
-        x = rows[name]
-        if space.kind not in (NONE, HADAMARD):
-            x = store.stream(name).forward(x.float())
+    for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
+        x, stream = rows[name], store.stream(name)
+        if stream.rope is not None:
+            x, spaces[i] = stream.stored(x.float(), _positions(batch, len(x))), Space()
+        elif space.kind not in (NONE, HADAMARD):
+            x = stream.forward(x.float())
         if str(x.dtype).removeprefix("torch.") not in TYPES:
             raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         rows[name] = x.contiguous()
@@ -125,13 +150,22 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         rows["value"],
         *(space.mean for space in spaces),
         *(space.tensor if space.kind == HADAMARD else None for space in spaces),
+        *(getattr(store.stream(name).codec, "weights", None) for name in rows),
+        *(getattr(store.stream(name).codec, "mean", None) for name in rows),
         batch.slots,
         batch.starts,
         batch.lengths,
         batch.owners,
-        [store.stream(name).codec.clip for name in rows],  # type: ignore[attr-defined]
+        [getattr(store.stream(name).codec, "clip", 1.0) for name in rows],
         _plan_number(made),
     )
+
+
+def _positions(batch: PagedBatch, tokens: int) -> Tensor:
+    """Of new tokens in their sequences: int64 [tokens]. Nothing waits for the GPU, and padding gets anything."""
+    at = torch.arange(tokens, device=batch.starts.device)
+    sequence = torch.searchsorted(batch.starts[1:], at, right=True).clamp_max(len(batch.lengths) - 1)
+    return (batch.lengths[sequence] - batch.starts[1:][sequence] + at).clamp_min(0)
 
 
 def _spaces(store: LayerStore) -> tuple[Space, Space]:
@@ -156,6 +190,10 @@ def _append(
     value_mean: Tensor | None,
     key_signs: Tensor | None,
     value_signs: Tensor | None,
+    key_weights: Tensor | None,
+    value_weights: Tensor | None,
+    key_taken: Tensor | None,
+    value_taken: Tensor | None,
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
@@ -172,6 +210,7 @@ def _append(
         key.data_ptr(),
         value.data_ptr(),
         *(None if x is None else x.data_ptr() for x in (key_mean, value_mean, key_signs, value_signs)),
+        *(None if x is None else x.data_ptr() for x in (key_weights, value_weights, key_taken, value_taken)),
         pages.data_ptr(),
         slots.data_ptr(),
         starts.data_ptr(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -33,8 +34,9 @@ def compiled(text: str, name: str) -> Any:
     assert COMPILER is not None
     for part in ("ptx.cu", "copies.cu"):
         text = text.replace(nvrtc.source(part), "")
-    constants = "".join(line + "\n" for line in text.splitlines() if line.startswith("#define "))
-    rest = "".join(line + "\n" for line in text.splitlines() if not line.startswith("#define "))
+    lines = text.splitlines(keepends=True)
+    constants = "".join(itertools.takewhile(lambda line: line.startswith("#define "), lines))
+    rest = text[len(constants) :]
     (kind,) = re.findall(rf"{name}\(const (\w+) a\)", text)
     launcher = (
         'extern "C" void emulated(int x, int y, int threads, int dynamic_bytes, const void* arguments) {\n'
