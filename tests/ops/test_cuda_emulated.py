@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
-    caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_append._kernel)
+    caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -86,6 +86,7 @@ def filled(
         ("kvant-2", 4, 64, {}),
         ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
         ("kvant-2", 2, 64, {"window": 150}),
+        ("kvant-2:rope_block=64", 3, 128, {}),
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
     ],

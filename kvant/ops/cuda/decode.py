@@ -74,6 +74,11 @@ def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, name, device, 4 * plan.layout.head_dim)
 
 
+@functools.lru_cache(maxsize=256)
+def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_turn", device, 512 if plan.layout.head_dim > 128 else 128)
+
+
 def _multiply(plan: Plan, name: str, x: Tensor, matrix: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Queries or outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -258,9 +263,9 @@ def _decode(
             device=query.device,
         )
         inputs = [query, dual, lost, cosine, sine, turned, rows, lengths, sinks, exact_key, exact_value]
-        row_kernel = _row_kernel(made, "kvant_turn", query.device)
-        row_kernel.launch(
-            (max(1, min(len(query) * blocks, row_kernel.blocks // heads)), heads),
+        turn = _turn_kernel(made, query.device)
+        turn.launch(
+            (max(1, min(-(-len(query) * blocks // (16 // made.tile_heads)), turn.blocks // heads)), heads),
             _TurnArguments(
                 *(None if x is None else x.data_ptr() for x in inputs),
                 scales[0],

@@ -58,23 +58,26 @@ template <class... P> DEV constexpr float heaviest(Planes<P...>) {
   return x;
 }
 
-template <int THREADS, class P> DEV void make_plane(Prepared& sh) {
+// Bytes of TILE_HEADS queries, whose largest magnitudes are `tops`, for a plane of the keys' codes.
+template <int THREADS, class P> DEV void make_plane(const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * P::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % P::REGISTERS, n = j / 32 / P::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
     u32 packed = 0;
     if (head < TILE_HEADS) {
-      const float by = QUERY_TOP / (sh.top[head] * heaviest(Keys{})) * (P::WEIGHT / (float)(1 << P::raised(i)));
+      const float by = QUERY_TOP / (tops[head] * heaviest(Keys{})) * (P::WEIGHT / (float)(1 << P::raised(i)));
 #pragma unroll
       for (int byte = 0; byte < 4; byte++) {
         const int channel = P::channel(i, byte, lane & 3);
-        const int whole = channel >= 0 ? __float2int_rn(sh.rows[head * D + channel] * by) : 0, high = (whole + 64) >> 7;
+        const int whole = channel >= 0 ? __float2int_rn(rows[head * D + channel] * by) : 0, high = (whole + 64) >> 7;
         packed |= (u32)((g & 1 ? whole - high * 128 : high) & 255) << (8 * byte);
       }
     }
-    sh.f[n][P::BEFORE + i][lane] = packed;
+    f[n][P::BEFORE + i][lane] = packed;
   }
 }
-template <int THREADS, class... P> DEV void make_planes(Planes<P...>, Prepared& sh) { (make_plane<THREADS, P>(sh), ...); }
+template <int THREADS, class... P> DEV void make_planes(Planes<P...>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+  (make_plane<THREADS, P>(rows, tops, f), ...);
+}
 
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
 // largest magnitude.
@@ -103,7 +106,7 @@ DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // q
     if (lane == 0) sh.top[h] = top, sh.sum[h] = sum, sh.bias[h] = bias, sh.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f;
   }
   __syncthreads();
-  make_planes<WARPS * 32>(Keys{}, sh);
+  make_planes<WARPS * 32>(Keys{}, sh.rows, sh.top, sh.f);
   __syncthreads();
 }
 
@@ -183,74 +186,117 @@ struct TurnArguments {
   int batch, blocks, first, half, matrix_heads, window;
 };
 
+constexpr int TURN_WARPS = D > 128 ? 16 : 4, TURN_THREADS = TURN_WARPS * 32, COLUMNS = D / TURN_WARPS;  // columns of a warp
+constexpr int AT_ONCE = 16 / TILE_HEADS, TURN_ROWS = AT_ONCE * TILE_HEADS;  // blocks of positions, and queries, that a product has
+static_assert(COLUMNS % 8 == 0, "a warp has whole tiles of columns");
+
+struct TurnShared {
+  u32 high[16][D / 2 + 4], low[16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
+  float rows[16 * D], top[16];
+};
+
+// What fp16 leaves of two numbers, as fp16.
+DEV u32 rest_of(float x, float y, u32 pair) { return fp16_pair(x - fp16_low(pair), y - fp16_high(pair)); }
+
 // Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
-// made into bytes. A block of threads has the matrix of a head, as in `multiply_rows`, and gridDim.x-th of the sequences' blocks.
-extern "C" __global__ void __launch_bounds__(4 * D) kvant_turn(const TurnArguments a) {
-  __shared__ __align__(16) Prepared sh;
-  constexpr int AT_ONCE = 4;
-  __shared__ float x[TILE_HEADS][D], part[4][AT_ONCE][D];
-  const int i = threadIdx.x % D, slice = threadIdx.x / D, tile = blockIdx.y, head = tile / QUERY_TILES;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
-  float m[D / 4];
+// made into bytes. A block of threads has the matrix of a head, each warp some columns in its registers, and gridDim.x-th of the
+// sequences' blocks. Products are of fp16 in two parts each, less the smallest of the four.
+extern "C" __global__ void __launch_bounds__(TURN_THREADS) kvant_turn(const TurnArguments a) {
+  __shared__ __align__(16) TurnShared sh;
+  const int tile = blockIdx.y, head = tile / QUERY_TILES, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS), column = warp * COLUMNS;
+  const float* matrix = a.matrix + (s64)(head % a.matrix_heads) * D * D;
+  u32 high[COLUMNS / 8][D / 16][2], low[COLUMNS / 8][D / 16][2];
 #pragma unroll
-  for (int e = 0; e < D / 4; e++) m[e] = __ldg(a.matrix + ((s64)(head % a.matrix_heads) * D + slice * (D / 4) + e) * D + i);
-  for (int unit = blockIdx.x; unit < a.batch * a.blocks; unit += gridDim.x) {
-    const int b = unit / a.blocks, block = unit % a.blocks, n = (int)a.lengths[b];
-    const int begin = (a.first / TURNED_BY + block) * TURNED_BY - a.first, end = begin + TURNED_BY;  // tokens of the block
-    if (begin >= n || (a.window > 0 && end <= n - a.window)) continue;
-    const s64 query = (s64)b * KV_HEADS * GROUP + head * GROUP + tile % QUERY_TILES * TILE_HEADS;
-    for (int j = threadIdx.x; j < TILE_HEADS * D; j += 4 * D) {
-      const int h = j / D, e = j % D;
-      float y = 0.f;
-      if (h < heads) {
-        y = load_number<QUERY_TYPE>(a.query, (query + h) * D + e);
-        if (e < 2 * a.half) {
-          const int c = e % a.half;
-          const float other = load_number<QUERY_TYPE>(a.query, (query + h) * D + (e < a.half ? e + a.half : c));
+  for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float* p = matrix + (16 * k + 8 * i + 2 * t) * D + column + 8 * n + g;
+        const float x = __ldg(p), y = __ldg(p + D);
+        high[n][k][i] = fp16_pair(x, y), low[n][k][i] = rest_of(x, y, high[n][k][i]);
+      }
+  const int all = a.batch * a.blocks;
+  for (int first = blockIdx.x * AT_ONCE; first < all; first += gridDim.x * AT_ONCE) {
+    for (int j = threadIdx.x; j < 16 * D / 2; j += TURN_THREADS) {  // two neighbouring channels
+      const int row = j / (D / 2), e = j % (D / 2) * 2, unit = first + row / TILE_HEADS, h = row % TILE_HEADS;
+      float x[2] = {0.f, 0.f};
+      if (row < TURN_ROWS && unit < all && h < heads) {
+        const s64 query = (s64)(unit / a.blocks) * KV_HEADS * GROUP + head * GROUP + tile % QUERY_TILES * TILE_HEADS + h;
+        const int block = unit % a.blocks;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          x[i] = load_number<QUERY_TYPE>(a.query, query * D + e + i);
+          if (e + i >= 2 * a.half) continue;
+          const int c = (e + i) % a.half, other = e + i < a.half ? c + a.half : c;
+          const float y = load_number<QUERY_TYPE>(a.query, query * D + other);
           const float by = a.cosine[(s64)block * a.half + c], across = a.sine[(s64)block * a.half + c];
-          y = e < a.half ? y * by + other * across : y * by - other * across;
+          x[i] = e + i < a.half ? x[i] * by + y * across : x[i] * by - y * across;
         }
       }
-      x[h][e] = y;
+      const u32 pair = fp16_pair(x[0], x[1]);
+      sh.high[row][e / 2] = pair, sh.low[row][e / 2] = rest_of(x[0], x[1], pair);
     }
     __syncthreads();
-    for (int some = 0; some < TILE_HEADS; some += AT_ONCE) {
-      for (int h = 0; h < AT_ONCE && some + h < TILE_HEADS; h++) {
-        float y = 0.f;
+    float sum[COLUMNS / 8][4];
 #pragma unroll
-        for (int e = 0; e < D / 4; e++) y = fmaf(x[some + h][slice * (D / 4) + e], m[e], y);
-        part[slice][h][i] = y;
+    for (int n = 0; n < COLUMNS / 8; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      u32 x[4], y[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) x[i] = sh.high[g + i % 2 * 8][8 * k + t + i / 2 * 4], y[i] = sh.low[g + i % 2 * 8][8 * k + t + i / 2 * 4];
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; n++) {
+        mma(sum[n], x[0], x[1], x[2], x[3], high[n][k][0], high[n][k][1]);
+        mma(sum[n], y[0], y[1], y[2], y[3], high[n][k][0], high[n][k][1]);
+        mma(sum[n], x[0], x[1], x[2], x[3], low[n][k][0], low[n][k][1]);
       }
-      __syncthreads();
-      if (some + slice < TILE_HEADS)
-        sh.rows[(some + slice) * D + i] = part[0][slice][i] + part[1][slice][i] + part[2][slice][i] + part[3][slice][i];
-      __syncthreads();
     }
-    for (int h = warp; h < TILE_HEADS; h += 4 * D / 32) {
-      float top = 1e-30f, sum = 0.f, lost = 0.f;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sh.rows[(g + i / 2 * 8) * D + column + 8 * n + 2 * t + i % 2] = sum[n][i];
+    __syncthreads();
+    for (int row = warp; row < TURN_ROWS; row += TURN_WARPS) {
+      const int unit = first + row / TILE_HEADS;
+      float top = 1e-30f, total = 0.f, lost = 0.f;
       for (int e = lane; e < D; e += 32) {
-        top = fmaxf(top, fabsf(sh.rows[h * D + e])), sum += sh.rows[h * D + e];
-        if (a.lost) lost = fmaf(x[h][e], a.lost[head * D + e], lost);
+        const float x = sh.rows[row * D + e];
+        top = fmaxf(top, fabsf(x)), total += x;
+        if (a.lost) {
+          const u32 up = sh.high[row][e / 2], down = sh.low[row][e / 2];
+          const float turned = e % 2 ? fp16_high(up) + fp16_high(down) : fp16_low(up) + fp16_low(down);
+          lost = fmaf(turned, a.lost[head * D + e], lost);
+        }
       }
 #pragma unroll
       for (int o = 1; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
-      sum = row_sum(sum), lost = row_sum(lost);
-      const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, sh.rows + h * D, lane)) : 0.f;
-      if (lane == 0) sh.top[h] = top, sh.sum[h] = sum, sh.bias[h] = bias, sh.lost[h] = lost * a.scale;
+      total = row_sum(total), lost = row_sum(lost);
+      const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, sh.rows + row * D, lane)) : 0.f;
+      if (lane == 0) {
+        sh.top[row] = top;
+        if (unit < all) {
+          Turned& out = a.out[((s64)(unit / a.blocks) * HEADS + tile) * a.blocks + unit % a.blocks];
+          const int h = row % TILE_HEADS;
+          out.top[h] = top, out.sum[h] = total, out.bias[h] = bias, out.lost[h] = lost * a.scale;
+        }
+      }
     }
     __syncthreads();
-    make_planes<4 * D>(Keys{}, sh);
-    __syncthreads();
-    const s64 place = ((s64)b * HEADS + tile) * a.blocks + block;
-    Turned& out = a.out[place];
-    for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += 4 * D) (&out.f[0][0][0])[j] = (&sh.f[0][0][0])[j];
-    for (int j = threadIdx.x; j < TILE_HEADS; j += 4 * D) out.top[j] = sh.top[j], out.sum[j] = sh.sum[j], out.bias[j] = sh.bias[j], out.lost[j] = sh.lost[j];
+    for (int i = 0; i < AT_ONCE && first + i < all; i++) {
+      const int b = (first + i) / a.blocks, block = (first + i) % a.blocks, n = (int)a.lengths[b];
+      const int begin = (a.first / TURNED_BY + block) * TURNED_BY - a.first, end = begin + TURNED_BY;  // tokens of the block
+      if (begin >= n || (a.window > 0 && end <= n - a.window)) continue;
+      const s64 place = ((s64)b * HEADS + tile) * a.blocks + block;
+      make_planes<TURN_THREADS>(Keys{}, sh.rows + i * TILE_HEADS * D, sh.top + i * TILE_HEADS, a.out[place].f);
 #if WINDOW_TOKENS
-    const int recent = recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]);
-    if (begin < min((int)a.sinks[b], n) || end > recent)
-      for (int j = threadIdx.x; j < TILE_HEADS * D; j += 4 * D) a.rows[place * TILE_HEADS * D + j] = sh.rows[j];
+      const int recent = recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]);
+      if (begin < min((int)a.sinks[b], n) || end > recent)
+        for (int j = threadIdx.x; j < TILE_HEADS * D; j += TURN_THREADS) a.rows[place * TILE_HEADS * D + j] = sh.rows[i * TILE_HEADS * D + j];
 #endif
+    }
     __syncthreads();
   }
 }

@@ -39,13 +39,18 @@ def compiled(text: str, name: str) -> Any:
     rest = text[len(constants) :]
     (kind,) = re.findall(rf"{name}\(const (\w+) a\)", text)
     launcher = (
-        'extern "C" void emulated(int x, int y, int threads, int dynamic_bytes, const void* arguments) {\n'
+        'extern "C" __attribute__((visibility("default"))) void emulated(int x, int y, int threads, int dynamic_bytes, const void* arguments) {\n'
         f"  launch([](const void* p) {{ {name}(*(const {kind}*)p); }}, x, y, threads, dynamic_bytes, arguments);\n}}\n"
     )
     source = f'{constants}#include "{HERE / "device.h"}"\n{rest.replace(DYNAMIC, "u8* dynamic = emulated_dynamic;")}\n{launcher}'
     stem = Path(directory().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(source)
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
+    # a block's memory in one library is not that of a kernel of the same name in another
+    options += [
+        "-fvisibility=hidden",
+        *(["-fno-gnu-unique"] if "g++" in Path(COMPILER).name and "clang" not in COMPILER else []),
+    ]
     command = [COMPILER, *options, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
