@@ -195,27 +195,31 @@ template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* 
 
 // --- bands: some channels have more bits than others, under one scale ---------------------------------------------------------
 
-// WIDTH channels from FIRST on, whose codes of BITS bits lie from byte OFFSET of the run on and are STEP / 2^20 apart.
-template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int STEP_> struct Band {
+// WIDTH channels from FIRST on, whose codes of BITS bits lie from byte OFFSET of the run on. Levels are as far apart as the float
+// whose bits are STEP says.
+template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, u32 STEP_> struct Band {
   static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_;
+  static constexpr u32 STEP = STEP_;
   static_assert(WIDTH % OWN == 0 && FIRST % OWN == 0, "a lane's channels are in one band");
   DEV static bool has(int channel) { return channel >= FIRST && channel < FIRST + WIDTH; }
 };
 template <class... B> struct Bands {
   static constexpr int STORED = (B::WIDTH + ...);
   DEV static int bits(int channel) { return ((B::has(channel) ? B::BITS : 0) + ...); }
+  DEV static float step(int channel) { return __uint_as_float(((B::has(channel) ? B::STEP : 0u) | ...)); }
   template <class Store> DEV static void each(Store store) { (store(B{}), ...); }
 };
 using KeyBands = KEY_BANDS;
 using ValueBands = VALUE_BANDS;
 
-DEV float step_of(int bits) { return bits == 4 ? 0.3352006f : bits == 2 ? 0.9956868f : 0.f; }
 DEV float eight(float x) {  // the sum over a row's lanes
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
   return x;
 }
-template <int TYPE> DEV float storable(float x) { return fminf(fmaxf(x, TYPE == 0 ? 1.17549435e-38f : 6.103515625e-05f), TYPE == 0 ? 3.38953139e38f : 65504.f); }
+template <int TYPE> DEV float storable(float x) {  // not beyond what the 16-bit type holds
+  return fminf(fmaxf(x, TYPE == 0 ? 1.17549435e-38f : 6.103515625e-05f), TYPE == 0 ? 3.38953139e38f : 65504.f);
+}
 
 struct Row {  // a lane's part of a row
   int bits;
@@ -251,7 +255,7 @@ template <int STORED, int TYPE, int SEARCH> DEV float banded_scale(const float* 
 template <class B, int TYPE, int SEARCH, int UNBIASED, int FLAG>
 DEV u32 encode_bands(const float* row_of, u32* codes, const float* weights, const float* taken, int j) {
   Row row;
-  row.bits = B::bits(j * OWN), row.step = step_of(row.bits), row.top = (float)((1 << row.bits) - 1);
+  row.bits = B::bits(j * OWN), row.step = B::step(j * OWN), row.top = (float)((1 << row.bits) - 1);
   row.weights = weights ? weights + j * OWN : nullptr;
   float x[OWN], error, sign = 1.f;
 #pragma unroll

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import struct
 
 import torch
 
@@ -109,8 +110,8 @@ class AppendPlan:
             field = f"codes{i}" if isinstance(codec, Banded) else "codes"
             for s in self.layout.sections:
                 if s.stream == name and s.kind == "code" and s.names == (field,):
-                    step = round(plan.ONE * STEPS[bits]) if isinstance(codec, Banded) else 0
-                    found.append((f"Band<{width}, {bits}, {s.offset}, {first}, {step}>", bits, s.offset))
+                    step = struct.unpack("<I", struct.pack("<f", STEPS[bits]))[0] if isinstance(codec, Banded) else 0
+                    found.append((f"Band<{width}, {bits}, {s.offset}, {first}, {step}u>", bits, s.offset))
             first += width
         return found
 
