@@ -86,7 +86,7 @@ def filled(
         ("kvant-2", 4, 64, {}),
         ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
         ("kvant-2", 2, 64, {"window": 150}),
-        ("kvant-2:rope_block=64", 3, 128, {}),
+        ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
     ],

@@ -206,8 +206,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if TURNED
       for (int some = at, end = min(at + TOKENS, last); some < end;) {  // tokens of one block of positions at a time
         const int until = min(end, block_end(a, some));
-        const s64 place = turned + block_of(a, some) - a.turned;
-        attend_window(a, some, until, owner, head, lane, a.turned[place], a.turned_rows + place * TILE_HEADS * D, st);
+        const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
+        const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
+        attend_window(a, some, until, owner, head, lane, turned[block], rows, st);
         some = until;
       }
 #else

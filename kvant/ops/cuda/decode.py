@@ -258,7 +258,7 @@ def _decode(
         each = made.own_heads * (made.key_registers * 32 + 16)  # words
         turned = torch.empty(len(query) * heads * blocks * each, dtype=torch.int32, device=query.device)
         rows = torch.empty(
-            len(query) * heads * blocks * made.tile_heads * made.layout.head_dim if window_key.numel() else 1,
+            len(query) * heads * made.turned_slots * made.tile_heads * made.layout.head_dim,
             dtype=torch.float32,
             device=query.device,
         )

@@ -181,6 +181,13 @@ class Plan:
         return f"Planes<{', '.join(self._planes()[0])}>"
 
     @property
+    def turned_slots(self) -> int:
+        """Blocks of positions that a sequence's windows may reach into, where keys are turned back to blocks."""
+        window, size = self.layout.recipe.key.window, self.layout.recipe.key.turned_back
+        first = (window.sink + size - 2) // size + 1 if window.sink else 0
+        return first + (window.recent + size - 2) // size + 1
+
+    @property
     def key_registers(self) -> int:
         """Registers of a lane that hold what keys are multiplied by, of each of its query heads."""
         return self._planes()[1]

@@ -293,8 +293,11 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS) kvant_turn(const Turn
       make_planes<TURN_THREADS>(Keys{}, sh.rows + i * TILE_HEADS * D, sh.top + i * TILE_HEADS, a.out[place].f);
 #if WINDOW_TOKENS
       const int recent = recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]);
-      if (begin < min((int)a.sinks[b], n) || end > recent)
-        for (int j = threadIdx.x; j < TILE_HEADS * D; j += TURN_THREADS) a.rows[place * TILE_HEADS * D + j] = sh.rows[i * TILE_HEADS * D + j];
+      if (begin < min((int)a.sinks[b], n) || end > recent) {
+        const int slot = turned_slot(block, (n - 1 + a.first) / TURNED_BY - a.first / TURNED_BY);
+        float* rows = a.rows + (((s64)b * HEADS + tile) * TURNED_SLOTS + slot) * TILE_HEADS * D;
+        for (int j = threadIdx.x; j < TILE_HEADS * D; j += TURN_THREADS) rows[j] = sh.rows[i * TILE_HEADS * D + j];
+      }
 #endif
     }
     __syncthreads();

@@ -22,6 +22,10 @@ struct Turned {
   float top[4 * OWN], sum[4 * OWN], bias[4 * OWN], lost[4 * OWN];
 };
 constexpr int TURNED_BY = TURNED ? TURNED : 1;
+// Blocks that windows may reach into: the first ones and the last ones, counted from the block of the last token.
+constexpr int SINK_BLOCKS = SINK ? (SINK + TURNED_BY - 2) / TURNED_BY + 1 : 0;
+constexpr int TURNED_SLOTS = SINK_BLOCKS + (RECENT + TURNED_BY - 2) / TURNED_BY + 1;
+DEV int turned_slot(int block, int last) { return block < SINK_BLOCKS ? block : SINK_BLOCKS + last - block; }
 
 struct Arguments {
   const void* query;
@@ -35,12 +39,12 @@ struct Arguments {
   int* arrived;
   // where keys are turned back to the start of their block of TURNED positions: queries turned back to every one
   const Turned* turned;     // [batch, HEADS, blocks]
-  const float* turned_rows;  // [batch, HEADS, blocks, TILE_HEADS, D] in the space of the keys, for blocks that windows reach into
+  const float* turned_rows;  // [batch, HEADS, TURNED_SLOTS, TILE_HEADS, D] in the space of the keys, for blocks that windows reach into
   float scale, cap;
   int batch, table_width, window, blocks, first;  // first: position of the first token, for RoPE
 };
 
-// The block of positions that a token is in, and its first token and the one after its last.
+// The block of positions that a token is in, and the token after its last.
 DEV int block_of(const Arguments& a, int token) { return TURNED ? (token + a.first) / TURNED_BY - a.first / TURNED_BY : 0; }
 DEV int block_end(const Arguments& a, int token) { return ((token + a.first) / TURNED_BY + 1) * TURNED_BY - a.first; }
 
