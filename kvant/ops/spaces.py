@@ -16,6 +16,7 @@ from kvant.transforms.hadamard import BoundHadamard, walsh_hadamard
 
 Tensor = torch.Tensor
 NONE, HADAMARD, MATRIX = 0, 1, 2
+SHORTEST_BLOCK = 64  # of positions for which queries are turned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,19 @@ def as_matrix(space: Space, dim: int) -> Space:
     unit = torch.eye(dim, dtype=torch.float64, device=None if space.tensor is None else space.tensor.device)
     rows = unit if space.tensor is None else unit * space.tensor
     return Space(MATRIX, 1, walsh_hadamard(rows, space.order).float()[None].contiguous(), space.offset)
+
+
+def refuse_turns(layout: Layout) -> str | None:
+    """Why queries cannot be turned for the blocks of positions of a layout's keys, or None."""
+    for name, stream in layout.recipe.streams.items():
+        if stream.rope != "post" and stream.turned_back < SHORTEST_BLOCK:
+            return f"it turns queries for blocks of positions, and the {name}s are stored turned back one by one"
+    return None
+
+
+def blocks_of(tokens: int, first: int, size: int) -> int:
+    """Blocks of so many positions that the first tokens of a sequence reach into; it starts at position `first`."""
+    return max(0, tokens - 1 + first) // size - first // size + 1
 
 
 def turns(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:

@@ -32,21 +32,31 @@ H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
 
 
 def filled(
-    name: str, heads: int, group: int, dim: int, dtype: str, lengths: list[int], page: int | None = None
+    name: str,
+    heads: int,
+    group: int,
+    dim: int,
+    dtype: str,
+    lengths: list[int],
+    page: int | None = None,
+    device: str = "cuda",
+    first: int = 0,
 ) -> tuple[PagedCache, list[Entry]]:
     """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference."""
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     pages = sum(layout.pages_for(n) for n in lengths) + 2
-    ropes = [Rope(rope_of(dim).inv_freq.cuda())] if recipe.wants_rope else None
-    cache = PagedCache(layout, 1, pages, "cuda", {0: fitted(recipe, shape, "cuda")}, ropes=ropes)
+    ropes = [Rope(rope_of(dim).inv_freq.to(device), first)] if recipe.wants_rope else None
+    tensors = {0: fitted(recipe, shape, device)}
+    by = None if device == "cuda" else "reference"
+    cache = PagedCache(layout, 1, pages, device, tensors, ropes=ropes, implementation=by)
     entries = [cache.new() for _ in lengths]
     store = cache.stores[0]
     store.pages.fill_(0xFF)
     for overlay in store.overlays.values():
         overlay.fill_(float("nan"))
     for entry, n in zip(entries, lengths, strict=True):
-        k, v = (vectors(n, heads, dim, "cuda", shift).to(shape.torch_dtype) for shift in (0.0, 0.4))
+        k, v = (vectors(n, heads, dim, device, shift).to(shape.torch_dtype) for shift in (0.0, 0.4))
         reference.append(store, k, v, cache.extend([entry], [n]))
     return cache, entries
 

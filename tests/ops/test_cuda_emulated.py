@@ -11,19 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvant import recipes
 from kvant.bench import attention
-from kvant.bench.synthetic import Shape, fitted, vectors
+from kvant.bench.synthetic import vectors
 from kvant.cache import Entry, PagedCache
-from kvant.layout import Layout
 from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import nvrtc
-from kvant.rope import Rope
-from tests.calibrate.synthetic import rope_of
-from tests.conftest import poison, relative_error
-from tests.ops import emulated
+from tests.conftest import relative_error
+from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
@@ -55,24 +51,8 @@ def filled(
     name: str, heads: int, group: int, dim: int, lengths: list[int], first: int = 0
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
-    recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, "bfloat16")
-    layout = Layout.of(recipe, heads, dim, dtype="bfloat16")
-    assert layout.order == "fragment"
-    tensors = {0: fitted(recipe, shape, "cpu")}
-    cache = PagedCache(
-        layout,
-        1,
-        sum(map(layout.pages_for, lengths)) + 2,
-        "cpu",
-        tensors,
-        ropes=[Rope(rope_of(dim).inv_freq, first)] if recipe.wants_rope else None,
-        implementation="reference",
-    )
-    poison(cache.stores[0])
-    entries = [cache.new() for _ in lengths]
-    for entry, n in zip(entries, lengths, strict=True):
-        k, v = (vectors(n, heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
-        reference.append(cache.stores[0], k, v, cache.extend([entry], [n]))
+    cache, entries = test_cuda.filled(name, heads, group, dim, "bfloat16", lengths, device="cpu", first=first)
+    assert cache.layout.order == "fragment"
     return cache, entries
 
 
@@ -140,7 +120,7 @@ import ctypes, torch
 from kvant.ops.cuda import nvrtc
 from kvant.rope import Rope
 from tests.calibrate.synthetic import rope_of
-from tests.ops import emulated
+from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
 
 text = nvrtc.source("ptx.cu") + """

@@ -18,7 +18,7 @@ from kvant.ops.cpu import library, plan, structures
 from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, MATRIX, space_of, turns
+from kvant.ops.spaces import HADAMARD, MATRIX, blocks_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ class Prepared:
     def turn(self, store: LayerStore, tokens: int) -> None:
         """Makes the turns that keys of so many tokens need."""
         space = self.call.key_space
-        self.turns = turns(store, (tokens - 1 + space.first) // space.block - space.first // space.block + 1)
+        self.turns = turns(store, blocks_of(tokens, space.first, space.block))
         space.cosine, space.sine = (x.data_ptr() for x in self.turns)
         space.turns = len(self.turns[0])
 

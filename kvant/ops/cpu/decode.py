@@ -12,7 +12,7 @@ from kvant.ops.cpu import library, structures
 from kvant.ops.cpu.plan import refuse, stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import as_matrix, lost_vector, space_of, turns
+from kvant.ops.spaces import as_matrix, blocks_of, lost_vector, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -103,8 +103,7 @@ def decode_with_lse(
     call, group, longest = made.call, query_heads // layout.heads, max(batch.lengths.tolist())
     blocks, cosine, sine = 1, 0, 0
     if made.block:
-        first = call.first
-        blocks = max(0, longest - 1 + first) // made.block - first // made.block + 1
+        blocks = blocks_of(longest, call.first, made.block)
         made.turns = turns(store, blocks)
         cosine, sine = (x.data_ptr() for x in made.turns)
     splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))

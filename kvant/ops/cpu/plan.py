@@ -25,11 +25,11 @@ from kvant.ops.cpu.structures import (
     SCALE_ZERO,
     TYPES,
 )
+from kvant.ops.spaces import refuse_turns
 from kvant.ops.types import LayerStore
 
 Tensor = torch.Tensor
 LARGEST_DIM = 256
-SHORTEST_BLOCK = 64  # of positions for which queries are turned
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
@@ -45,8 +45,6 @@ def refuse_layout(layout: Layout) -> str | None:
         return f"it takes even head dims up to {LARGEST_DIM}, got {layout.head_dim}"
     for name, stream in layout.recipe.streams.items():
         codec = stream.codec
-        if stream.rope != "post" and stream.turned_back < SHORTEST_BLOCK:
-            return f"it turns queries for blocks of positions, and the {name}s are stored turned back one by one"
         if isinstance(codec, ProductVQ) and codec.dim == 2 and layout.head_dim % 4:
             return f"it takes sub-vectors of 2 channels in pairs, got head dim {layout.head_dim}"
         if isinstance(codec, ProductVQ | Raw):
@@ -63,7 +61,7 @@ def refuse_layout(layout: Layout) -> str | None:
                 return f"it takes groups of a multiple of 4 channels, at most {structures.MAX_SPANS}, got {codec.group}"
         elif not isinstance(codec, Channel | Boosted | LloydMax | ResidualKMeans):
             return f"it does not know the codec of the {name}s, {type(codec).__name__}"
-    return None
+    return refuse_turns(layout)
 
 
 def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, list[Tensor]]:

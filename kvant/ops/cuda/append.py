@@ -10,7 +10,7 @@ import struct
 import torch
 
 from kvant.codecs.affine import Affine
-from kvant.codecs.banded import STEPS, Banded
+from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
@@ -82,7 +82,7 @@ class AppendPlan:
         for name, kind, order in zip(layout.recipe.streams, self.types, self.orders, strict=True):
             codec = layout.recipe.streams[name].codec
             (meta,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
-            bands = self._bands(name)
+            bands = _bands(layout, name)
             constants |= {
                 f"{name.upper()}_TYPE": TYPES[kind],
                 f"{name.upper()}_HADAMARD": order,
@@ -100,20 +100,16 @@ class AppendPlan:
             }
         return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "append.cu"), constants)
 
-    def _bands(self, name: StreamName) -> list[tuple[str, int, int]]:
-        """Bands of a stream in the kernel's words, their bits and where their codes lie."""
-        found, first = [], 0
-        codec = self.layout.recipe.streams[name].codec
-        dim = self.layout.head_dim
-        bands = codec.bands(dim) if isinstance(codec, Banded) else ((dim, codec.bits),)  # type: ignore[attr-defined]
-        for i, (width, bits) in enumerate(bands):
-            field = f"codes{i}" if isinstance(codec, Banded) else "codes"
-            for s in self.layout.sections:
-                if s.stream == name and s.kind == "code" and s.names == (field,):
-                    step = struct.unpack("<I", struct.pack("<f", STEPS[bits]))[0] if isinstance(codec, Banded) else 0
-                    found.append((f"Band<{width}, {bits}, {s.offset}, {first}, {step}u>", bits, s.offset))
-            first += width
-        return found
+
+def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int]]:
+    """Bands of a stream in the kernel's words, their bits and where their codes lie."""
+    found = []
+    for band in plan.stored_bands(layout, name):
+        (section,) = (s for s in layout.sections if s.stream == name and s.names == (band.field,))
+        (step,) = struct.unpack("<I", struct.pack("<f", band.step))
+        text = f"Band<{band.width}, {band.bits}, {section.offset}, {band.first}, {step}u>"
+        found.append((text, band.bits, section.offset))
+    return found
 
 
 @functools.lru_cache(maxsize=256)

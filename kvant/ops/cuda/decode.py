@@ -13,7 +13,7 @@ from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
 from kvant.ops.registry import register
-from kvant.ops.spaces import MATRIX, Space, as_matrix, lost_vector, space_of, turns
+from kvant.ops.spaces import MATRIX, Space, as_matrix, blocks_of, lost_vector, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -189,8 +189,7 @@ def _lost(store: LayerStore) -> Tensor | None:
 
 def _blocks(layout: Layout, pages: int, first: int) -> int:
     """Blocks of positions that a table of so many pages may reach into."""
-    size = layout.recipe.key.turned_back
-    return (pages * layout.page_tokens + layout.recipe.origin - 1 + first) // size - first // size + 1
+    return blocks_of(pages * layout.page_tokens + layout.recipe.origin, first, layout.recipe.key.turned_back)
 
 
 @functools.lru_cache(maxsize=256)

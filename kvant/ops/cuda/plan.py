@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from kvant.codecs.affine import Affine
 from kvant.codecs.banded import STEPS, Banded
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
+from kvant.ops.spaces import refuse_turns
 
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
 WARPS, STAGES = 4, 2
@@ -18,7 +20,6 @@ SOURCES = ("ptx.cu", "copies.cu", "common.cu", "softmax.cu", "queries.cu", "atte
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
-SHORTEST_BLOCK = 64  # of positions for which queries are turned
 ONE = 1 << 20  # what a code counts, as the kernels write fractions
 
 
@@ -56,15 +57,37 @@ def refuse_layout(layout: Layout) -> str | None:
                 return "it reads values of one width, and they have bands"
         else:
             return f"it reads token-wise affine codes, and the {name}s are coded by {type(codec).__name__}"
-        if stream.rope != "post" and stream.turned_back < SHORTEST_BLOCK:
-            return f"it turns queries for blocks of positions, and the {name}s are stored turned back one by one"
     if layout.order != "fragment":
         return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
     if layout.recipe.key.window != layout.recipe.value.window:
         return "keys and values have different windows"
     if layout.head_dim > MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is more than {MAX_HEAD_DIM}"
-    return None
+    return refuse_turns(layout)
+
+
+class StoredBand(NamedTuple):
+    """Channels of a stream whose codes have the same width."""
+
+    field: str  # of their codes
+    first: int
+    width: int
+    bits: int
+    step: float  # between levels, over the scale
+
+
+def stored_bands(layout: Layout, stream: StreamName) -> list[StoredBand]:
+    """The bands of a stream that are stored; one of all channels where it has none."""
+    codec, dim = layout.recipe.streams[stream].codec, layout.head_dim
+    if isinstance(codec, Affine):
+        return [StoredBand("codes", 0, dim, codec.bits, 1.0)]
+    assert isinstance(codec, Banded)
+    out, first = [], 0
+    for i, (width, bits) in enumerate(codec.bands(dim)):
+        if bits:
+            out.append(StoredBand(f"codes{i}", first, width, bits, STEPS[bits]))
+        first += width
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,18 +187,6 @@ class Plan:
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
 
-    def _bands(self, stream: StreamName) -> list[tuple[str, int, float]]:
-        """Bands of a stream that are stored: the field of their codes, their first channel, and what a code counts."""
-        codec = self.layout.recipe.streams[stream].codec
-        if not isinstance(codec, Banded):
-            return [("codes", 0, 1.0)]
-        out, first = [], 0
-        for i, (width, bits) in enumerate(codec.bands(self.layout.head_dim)):
-            if bits:
-                out.append((f"codes{i}", first, STEPS[bits]))
-            first += width
-        return out
-
     def _key_planes(self) -> str:
         """Planes of the keys' codes in the kernel's words."""
         return f"Planes<{', '.join(self._planes()[0])}>"
@@ -194,7 +205,7 @@ class Plan:
 
     def _planes(self) -> tuple[list[str], int]:
         planes, before = [], 0
-        for name, first, step in self._bands("key"):
+        for name, first, _, _, step in stored_bands(self.layout, "key"):
             for plane in self._sections("key", "code"):
                 if plane.names != (name,):
                     continue
@@ -205,7 +216,9 @@ class Plan:
         return planes, before
 
     def _value_codes(self) -> str:
-        ((_, _, step),) = self._bands("value")
+        (band,) = stored_bands(self.layout, "value")
         low, *high = self._sections("value", "code")
         bits = low.bits + sum(plane.bits for plane in high)
-        return f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * step)}>"
+        return (
+            f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}>"
+        )

@@ -170,47 +170,39 @@ DEV float log2_(float x) { return log2f(x); }
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
 struct Fragments { u32 a[4], b[2]; };
+template <class Number> struct Product { Fragments f; Number c[4]; };
 template <class Number> struct Sums { Number c[4]; };
-struct FloatProduct { Fragments f; float c[4]; };
-struct ByteProduct { Fragments f; int c[4]; };
 
-DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  const FloatProduct mine = {{{a0, a1, a2, a3}, {b0, b1}}, {c[0], c[1], c[2], c[3]}};
-  const auto sums = lanes_together<Sums<float>>(7, mine, [](const FloatProduct* in, Sums<float>* out) {
-    float a[16][16], b[16][8];
+// c += a b for a [16, K] and b [K, 8], PER elements a register, as ptx.cu says where they are. `of_a` and `of_b` take an element out
+// of a register; sums are kept as Wide.
+template <class Wide, int K, int PER, class Number, class OfA, class OfB>
+static void product(int what, Number* c, const Fragments& f, OfA of_a, OfB of_b) {
+  const Product<Number> mine = {f, {c[0], c[1], c[2], c[3]}};
+  const auto sums = lanes_together<Sums<Number>>(what, mine, [=](const Product<Number>* in, Sums<Number>* out) {
+    Wide a[16][K], b[K][8];
     for (int lane = 0; lane < 32; lane++)
-      for (int half = 0; half < 2; half++) {
+      for (int e = 0; e < PER; e++) {
         const int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; i++) a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = half_to_float(in[lane].f.a[i] >> 16 * half & 0xffff);
-        for (int i = 0; i < 2; i++) b[2 * t + 8 * i + half][g] = half_to_float(in[lane].f.b[i] >> 16 * half & 0xffff);
+        for (int i = 0; i < 4; i++) a[g + i % 2 * 8][PER * t + i / 2 * (K / 2) + e] = of_a(in[lane].f.a[i], e);
+        for (int i = 0; i < 2; i++) b[PER * t + i * (K / 2) + e][g] = of_b(in[lane].f.b[i], e);
       }
     for (int lane = 0; lane < 32; lane++)
       for (int i = 0; i < 4; i++) {
-        double sum = in[lane].c[i];
-        for (int k = 0; k < 16; k++) sum += (double)a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
-        out[lane].c[i] = (float)sum;
+        Wide sum = in[lane].c[i];
+        for (int k = 0; k < K; k++) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+        out[lane].c[i] = (Number)sum;
       }
   });
   memcpy(c, sums.c, sizeof sums.c);
 }
+DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const auto half = [](u32 x, int e) { return half_to_float(x >> 16 * e & 0xffff); };
+  product<double, 16, 2>(7, c, {{a0, a1, a2, a3}, {b0, b1}}, half, half);
+}
 DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  const ByteProduct mine = {{{a0, a1, a2, a3}, {b0, b1}}, {c[0], c[1], c[2], c[3]}};
-  const auto sums = lanes_together<Sums<int>>(8, mine, [](const ByteProduct* in, Sums<int>* out) {
-    int a[16][32], b[32][8];
-    for (int lane = 0; lane < 32; lane++)
-      for (int byte = 0; byte < 4; byte++) {
-        const int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; i++) a[g + i % 2 * 8][4 * t + i / 2 * 16 + byte] = (u8)(in[lane].f.a[i] >> 8 * byte);
-        for (int i = 0; i < 2; i++) b[4 * t + 16 * i + byte][g] = (int8_t)(in[lane].f.b[i] >> 8 * byte);
-      }
-    for (int lane = 0; lane < 32; lane++)
-      for (int i = 0; i < 4; i++) {
-        int sum = in[lane].c[i];
-        for (int k = 0; k < 32; k++) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
-        out[lane].c[i] = sum;
-      }
-  });
-  memcpy(c, sums.c, sizeof sums.c);
+  const auto code = [](u32 x, int e) { return (int)(u8)(x >> 8 * e); };
+  const auto number = [](u32 x, int e) { return (int)(int8_t)(x >> 8 * e); };
+  product<int, 32, 4>(8, c, {{a0, a1, a2, a3}, {b0, b1}}, code, number);
 }
 DEV u32 transpose8(u32 x) {
   return lanes_together<u32>(9, x, [](const u32* in, u32* out) {

@@ -5,6 +5,15 @@
 #define CHUNK 4       /* queries that are attended from at once */
 #define AHEAD 8       /* tokens that are fetched ahead of the one that is read from the window */
 
+/* A function whose first argument is a constant of its own, for a number from 1 to CHUNK. */
+#define FOR_COUNT(count, function, ...)          \
+  switch (count) {                               \
+    case 1: function(1, __VA_ARGS__); break;     \
+    case 2: function(2, __VA_ARGS__); break;     \
+    case 3: function(3, __VA_ARGS__); break;     \
+    default: function(4, __VA_ARGS__);           \
+  }
+
 /* e^x for x up to 0, to two units in the last place; 0 below -87. */
 INLINE vf exponential(vf x) {
   const vi tiny = x < splat(-87.0f);
@@ -138,12 +147,7 @@ INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix,
 }
 
 static void times_matrix(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
-  switch (rows) {
-    case 1: times_matrix_of(1, x, matrix, dim, end, y, stride); break;
-    case 2: times_matrix_of(2, x, matrix, dim, end, y, stride); break;
-    case 3: times_matrix_of(3, x, matrix, dim, end, y, stride); break;
-    default: times_matrix_of(4, x, matrix, dim, end, y, stride);
-  }
+  FOR_COUNT(rows, times_matrix_of, x, matrix, dim, end, y, stride)
 }
 
 /* Turns a vector back by a block's angles. */
@@ -356,12 +360,7 @@ INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *run, int pa
 
 static void code_scores(int queries, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const Pack *pack,
                         float *scores, int stride) {
-  switch (queries) {
-    case 1: tiles(1, s, run, page_tokens, from, to, pack, scores, stride); break;
-    case 2: tiles(2, s, run, page_tokens, from, to, pack, scores, stride); break;
-    case 3: tiles(3, s, run, page_tokens, from, to, pack, scores, stride); break;
-    default: tiles(4, s, run, page_tokens, from, to, pack, scores, stride);
-  }
+  FOR_COUNT(queries, tiles, s, run, page_tokens, from, to, pack, scores, stride)
 }
 
 /* Adds what the high bits of boosted channels are worth: four channels of a token to a byte, tokens one after another. */
@@ -452,12 +451,7 @@ INLINE void level_tiles(const int QUERIES, const Stream *s, const uint8_t *run, 
 
 static void level_scores(int queries, const Stream *s, const uint8_t *run, int page_tokens, int dim, int from, int to, const Pack *pack,
                          float *scores, int stride) {
-  switch (queries) {
-    case 1: level_tiles(1, s, run, page_tokens, dim, from, to, pack, scores, stride); break;
-    case 2: level_tiles(2, s, run, page_tokens, dim, from, to, pack, scores, stride); break;
-    case 3: level_tiles(3, s, run, page_tokens, dim, from, to, pack, scores, stride); break;
-    default: level_tiles(4, s, run, page_tokens, dim, from, to, pack, scores, stride);
-  }
+  FOR_COUNT(queries, level_tiles, s, run, page_tokens, dim, from, to, pack, scores, stride)
 }
 
 /* Scores of tokens [from, to) of a page. */
@@ -615,12 +609,7 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int 
 }
 
 static void code_sums(int queries, const Stream *s, const uint8_t *run, int quad, int quads, const Weights *w, float *out, int dim) {
-  switch (queries) {
-    case 1: columns(1, s, run, quad, quads, w, out, dim); break;
-    case 2: columns(2, s, run, quad, quads, w, out, dim); break;
-    case 3: columns(3, s, run, quad, quads, w, out, dim); break;
-    default: columns(4, s, run, quad, quads, w, out, dim);
-  }
+  FOR_COUNT(queries, columns, s, run, quad, quads, w, out, dim)
 }
 
 /* What tokens add to all channels of a span: sums over the whole split, by span's scale and query; still to be added over lanes. */
@@ -654,12 +643,7 @@ INLINE void level_columns(const int QUERIES, const Stream *s, const uint8_t *run
 
 static void level_sums(int queries, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const float *weight, int stride,
                        float *out, int dim) {
-  switch (queries) {
-    case 1: level_columns(1, s, run, page_tokens, from, to, weight, stride, out, dim); break;
-    case 2: level_columns(2, s, run, page_tokens, from, to, weight, stride, out, dim); break;
-    case 3: level_columns(3, s, run, page_tokens, from, to, weight, stride, out, dim); break;
-    default: level_columns(4, s, run, page_tokens, from, to, weight, stride, out, dim);
-  }
+  FOR_COUNT(queries, level_columns, s, run, page_tokens, from, to, weight, stride, out, dim)
 }
 
 /* Adds centroids: of one sub-vector after another, so that its sums stay in registers. */
