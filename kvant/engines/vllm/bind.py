@@ -51,6 +51,11 @@ class Layers:
         return self.layout.run_bytes // PAGE_TOKENS
 
 
+def check_block(size: int) -> None:
+    if size % PAGE_TOKENS:
+        raise ValueError(f"block_size must be a multiple of {PAGE_TOKENS}, got {size}")
+
+
 def check_config(config: Any) -> int:
     """Refuses what kvant cannot serve of a vLLM configuration; returns how many drafts a step may take back."""
     parallel, drafting = config.parallel_config, config.speculative_config
@@ -58,8 +63,8 @@ def check_config(config: Any) -> int:
         raise ValueError(
             f"kvant packs the cache itself: kv_cache_dtype must be auto, got {config.cache_config.cache_dtype}"
         )
-    if config.cache_config.block_size % PAGE_TOKENS:
-        raise ValueError(f"block_size must be a multiple of {PAGE_TOKENS}, got {config.cache_config.block_size}")
+    if config.cache_config.user_specified_block_size:  # vLLM may choose its own later, when it has asked the backend
+        check_block(config.cache_config.block_size)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvant does not serve {name} > 1: a sequence's windows lie on one rank")

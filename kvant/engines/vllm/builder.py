@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
-from kvant.engines.vllm.bind import Layers
+from kvant.engines.vllm.bind import Layers, check_block
 from kvant.engines.vllm.windows import Found, Windows
 from kvant.ops import PagedBatch
 
@@ -54,6 +54,7 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        check_block(kv_cache_spec.block_size)
         context = vllm_config.compilation_config.static_forward_context
         self.attention = [context[name] for name in layer_names]
         layers: Layers = self.attention[0].impl.layers

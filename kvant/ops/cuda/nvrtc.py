@@ -18,7 +18,7 @@ import torch
 
 from kvant.files import cache_dir, replacing
 
-OPTIONS = ("--std=c++17",)
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for lambdas
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 

@@ -93,7 +93,7 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
     from kvant.engines.vllm.bind import check_config
 
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=128),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=128, user_specified_block_size=True),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, enable_dbo=False),
         kv_transfer_config=None,
         speculative_config=None,
