@@ -38,7 +38,7 @@ def test_steps_are_those_of_the_reference(recipe: str, limit: float) -> None:
                 step = net(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache, use_cache=True)
                 logits.append(step.logits[:, -1])
         names = {op: chosen.name for op, chosen in cache.groups[0].paged.ops.items()}
-        expected = {"append": "cuda", "decode": "cuda", "prefill": "blocked"}
+        expected = {"append": "cuda", "decode": "cuda", "prefill": "cuda"}
         assert names == (expected if implementation is None else dict.fromkeys(expected, "reference"))
         outputs.append(torch.stack(logits))
     assert relative_error(outputs[0], outputs[1]) < limit

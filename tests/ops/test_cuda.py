@@ -17,7 +17,8 @@ from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda import nvrtc, plan, unpack
+from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
 from kvant.ops.types import BoundStream
 from kvant.rope import Rope
@@ -163,6 +164,26 @@ def test_decode_in_a_cuda_graph_follows_its_inputs() -> None:
         batch.lengths.sub_(3)
         graph.replay()
         assert relative_error(out, reference.decode(store, q.double(), batch, scale=0.1)) < 2e-3
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("block", [96, 1 << 14])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2", "kvant-4", "int3"])
+def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
+    cache, entries = filled(name, 2, 4, 128, dtype, [1, 63, 700])
+    store, counts = cache.stores[0], [3, 1, 60, 5]
+    k, v = (vectors(sum(counts), 2, 128, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+    q = torch.randn(sum(counts), 8, 128, device="cuda").to(getattr(torch, dtype))
+    batch = cache.extend([*entries, cache.new()], counts)
+    for softcap, window in ((None, None), (3.0, None), (None, 200)):
+        options = {"scale": 128**-0.5, "softcap": softcap, "window": window}
+        with attention.poisoned():
+            found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
+        expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+        assert relative_error(found, expected) < 2e-3, (softcap, window)
 
 
 @gpu
@@ -315,6 +336,8 @@ def test_kernels_compile(name: str, tmp_path: Path) -> None:
     made = plan.Plan(layout, 6, "bfloat16", (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
         nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
+    for stream in layout.recipe.streams:
+        nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
     if cuda_append.refuse_layout(layout) is None:
         text = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1)).text
         code = nvrtc.cached_code(text, "sm_90", tmp_path)

@@ -14,10 +14,12 @@ import torch
 from kvant.bench import attention
 from kvant.bench.synthetic import vectors
 from kvant.cache import Entry, PagedCache
-from kvant.ops import reference
+from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda import nvrtc, unpack
+from kvant.ops.cuda import prefill as cuda_prefill
+from kvant.ops.types import one_sequence
 from tests.conftest import relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
@@ -40,6 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
+    caches += (unpack._kernel,)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -112,6 +115,75 @@ def test_append(name: str, dim: int) -> None:
             continue
         assert bool((mine != 0xFF).any())
         assert float((mine != theirs).float().mean()) < 1e-3
+
+
+READ = [
+    ("saw-int4", 64, 0),
+    ("quarot-int2-win:sink=5,recent=70", 64, 0),
+    ("saw-int4-kv:seed=3", 128, 0),
+    ("oscar:sink=3,recent=20", 64, 0),
+    ("kvant-2:sink=5,recent=70", 64, 1000),
+    ("kvant-2:rope=post,k.bits=4/4/0,v.bits=4", 128, 0),
+    ("kvant-4", 96, 0),
+    ("int3", 64, 0),
+    ("int8", 64, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "dim", "first"), READ)
+def test_unpack(name: str, dim: int, first: int) -> None:
+    """Every stored number, rounded to fp16, from pages and windows."""
+    cache, entries = filled(name, 2, 1, dim, [1, 63, 300], first=first)
+    batch, store = cache.batch(entries), cache.stores[0]
+    for b, n in enumerate((1, 63, 300)):
+        row = one_sequence(batch, b)
+        for stream in ("key", "value"):
+            bound = store.stream(stream)  # type: ignore[arg-type]
+            attended, bound_read = type(bound).attended, blocked.read_block
+            for begin in {0, n // 32 * 16}:
+                with attention.poisoned():
+                    found = unpack.unpack(store, stream, row, n, begin, n, torch.float16)  # type: ignore[arg-type]
+                with pytest.MonkeyPatch.context() as patch:  # as they are stored
+                    patch.setattr(type(bound), "attended", lambda self, x, position: x)
+                    page = begin // store.layout.page_tokens * store.layout.page_tokens
+                    expected = bound_read(store, stream, row, n, page, n, blocked.unpack)[begin - page :]  # type: ignore[arg-type]
+                assert type(bound).attended is attended
+                torch.testing.assert_close(found.transpose(0, 1).float(), expected, rtol=1e-3, atol=1e-4)
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without a kernel."""
+    q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    scores = q @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("name", "dim", "first"), READ)
+@pytest.mark.parametrize("block", [96, 4096])
+def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tokens over a history, in one block and in several, beside a sequence without one."""
+    monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
+    cache, entries = filled(name, 2, 2, dim, [1, 63, 300], first=first)
+    store, counts = cache.stores[0], [3, 1, 40, 5]
+    store.prepared["flash"] = flash.Flash(plain, torch.float16, softcap=True)
+    entries = [*entries, cache.new()]
+    k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+    q = torch.randn(sum(counts), 4, dim).bfloat16()
+    batch = cache.extend(entries, counts)
+    for softcap in (None, 3.0):
+        options = {"scale": dim**-0.5, "softcap": softcap}
+        with attention.poisoned():
+            found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
+        expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+        assert relative_error(found, expected) < 2e-3
 
 
 APART = (

@@ -12,6 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvant.artifact import Artifact
 from kvant.engines.vllm import options
+from kvant.engines.vllm.fresh import fused
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
 from kvant.layout import Layout, StreamName, human_bytes
@@ -114,6 +115,8 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
             tensors = {} if artifact is None else own_tensors(artifact.tensors[index], total, heads)
             store = LayerStore.allocate(layout, 0, 0, device, tensors, None if ropes is None else ropes[index])
             store.overlays = {stream: overlay[place] for stream, overlay in overlays.items()}
+            if device.type == "cuda" and (flash := fused()) is not None:
+                store.prepared["flash"] = flash
             stores.append(store)
         ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
         group = Layers(layout, names, stores, [_without_windows(s) for s in stores], overlays, ops, drafts)

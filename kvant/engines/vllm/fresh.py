@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kvant.ops import flash
+
 Tensor = torch.Tensor
 
 
@@ -61,3 +63,29 @@ def _version() -> int | None:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     return get_flash_attn_version()  # type: ignore[no-any-return]
+
+
+def fused() -> flash.Flash | None:
+    """vLLM's FlashAttention for prefill over a history, or None. It is asked for attention in the model's own type: builds of
+    it need not have another."""
+    return None if _varlen() is None else flash.Flash(_one_fused, None, softcap=True)
+
+
+def _one_fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _varlen()(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=flash.bounds(q),
+        cu_seqlens_k=flash.bounds(k),
+        max_seqlen_q=len(q),
+        max_seqlen_k=len(k),
+        softmax_scale=scale,
+        causal=causal,
+        softcap=softcap or 0.0,
+        return_softmax_lse=True,
+        fa_version=_version(),
+    )
+    return out, flash.by_row(lse, len(q))

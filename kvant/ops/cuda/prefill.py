@@ -1,17 +1,140 @@
-"""Prefill under the name of the CUDA kernels: that of kvant.ops.blocked, which is torch's fused attention over decoded blocks."""
+"""Prefill over a packed history: pages are unpacked by a kernel into the model's own space, a block of tokens at a time, and
+fused attention reads them beside the new tokens. What it holds at once does not grow with the history.
+
+In the model's space nothing has to be done to queries, new keys, new values and outputs; of the history, keys and values are
+brought back by a product with one matrix each. Blocks are merged by their log-sum-exps; a history that fits one block is
+attended to together with the new tokens, in one call.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from kvant.layout import Layout
-from kvant.ops import blocked
+from kvant.layout import Layout, StreamName
+from kvant.ops import blocked, flash
 from kvant.ops.cuda import plan
+from kvant.ops.cuda.unpack import turn_forth, unpack
 from kvant.ops.registry import register
+from kvant.ops.spaces import HADAMARD, NONE, Space, as_matrix, blocks_of, space_of
+from kvant.ops.types import LayerStore, PagedBatch, one_sequence
+
+Tensor = torch.Tensor
+BLOCK_TOKENS = 16384  # of a history, unpacked at a time
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
-    return plan.refuse(layout, device) or blocked.refuse(layout, device)
+    return plan.refuse(layout, device)
 
 
-register("prefill", "cuda", refuse, rank=-1)(blocked.prefill)
+@register("prefill", "cuda", refuse, rank=10)
+def prefill(
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """As the reference's `prefill`. A sliding window that ends within a sequence, and a soft cap where the fused attention has
+    none, are left to kvant.ops.blocked; so are queries in float32."""
+    fused: flash.Flash = store.prepared.get("flash", flash.TORCH)
+    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+    short = window is not None and window < max(lengths, default=0)
+    if short or (softcap is not None and not fused.softcap) or query.dtype == torch.float32:
+        return blocked.prefill(store, query, key, value, batch, scale=scale, softcap=softcap, window=window)
+    out = torch.empty_like(query)
+    for b, length in enumerate(lengths):
+        part = slice(starts[b], starts[b + 1])
+        history = length - (part.stop - part.start)
+        q, k, v = query[part], key[part], value[part]
+        if not len(q):
+            continue
+        if not history:
+            out[part] = fused.run(q, k, v, scale, True, softcap)[0]
+            continue
+        out[part] = _one(store, q, k, v, one_sequence(batch, b), history, scale, softcap, fused)
+    return out
+
+
+def _one(
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PagedBatch,
+    history: int,
+    scale: float,
+    softcap: float | None,
+    fused: flash.Flash,
+) -> Tensor:
+    dtype = fused.dtype or query.dtype
+    q, fresh = query.to(dtype), {"key": key, "value": value}
+    total: tuple[Tensor, Tensor] | None = None
+    for first in range(0, history, BLOCK_TOKENS):
+        last = min(history, first + BLOCK_TOKENS)
+        new = len(query) if last == history and last - first + len(query) <= BLOCK_TOKENS else 0
+        both = []
+        for name in fresh:
+            x = read(store, name, row, history, first, last, dtype, new)  # type: ignore[arg-type]
+            if new:
+                x[:, last - first :] = fresh[name].transpose(0, 1)
+            both.append(x.transpose(0, 1))
+        total = _merged(total, fused.run(q, both[0], both[1], scale, bool(new), softcap))
+    if not new:
+        total = _merged(total, fused.run(q, key.to(dtype), value.to(dtype), scale, True, softcap))
+    assert total is not None
+    return total[0].to(query.dtype)
+
+
+def read(
+    store: LayerStore, name: StreamName, row: PagedBatch, n: int, first: int, last: int, dtype: torch.dtype, more: int
+) -> Tensor:
+    """Tokens [first, last) of a sequence of n in the model's space: [heads, tokens + more, head_dim], where what is `more` is
+    left to be written."""
+    x = unpack(store, name, row, n, first, last, dtype)
+    space = _space(store, name, dtype)
+    if space.kind != NONE:
+        assert space.tensor is not None
+        x = (
+            x @ space.tensor
+            if space.offset is None
+            else torch.baddbmm(space.offset[:, None], x, space.tensor.expand(len(x), -1, -1))
+        )
+    if store.stream(name).rope is not None:
+        size = store.stream(name).spec.turned_back
+        rope = store.stream(name).rope
+        assert rope is not None
+        turn_forth(store, x, first, blocks_of(last, rope.first, size))
+    if not more:
+        return x
+    out = x.new_empty(x.shape[0], x.shape[1] + more, x.shape[2])
+    out[:, : x.shape[1]] = x
+    return out
+
+
+def _space(store: LayerStore, name: StreamName, dtype: torch.dtype) -> Space:
+    """How stored tokens come back into the model's space; made once for a store."""
+    place = f"cuda.back.{name}.{dtype}"
+    if place not in store.prepared:
+        layout, device = store.layout, store.pages.device
+        found = space_of(store.stream(name).transforms, "inverse", layout, device)
+        matrix = found.tensor
+        if found.kind == HADAMARD:  # which is its own transpose: signs come last here, not first
+            matrix = as_matrix(found, layout.head_dim).tensor
+            assert matrix is not None
+            matrix = matrix.mT.contiguous().to(device)
+        matrix, offset = (None if x is None else x.to(dtype) for x in (matrix, found.offset))
+        store.prepared[place] = Space(found.kind, 1, matrix, offset)
+    return store.prepared[place]  # type: ignore[no-any-return]
+
+
+def _merged(a: tuple[Tensor, Tensor] | None, b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both."""
+    if a is None:
+        return b
+    lse = torch.logaddexp(a[1], b[1])
+    by = [(part[1] - lse).exp()[..., None] for part in (a, b)]
+    return a[0] * by[0] + b[0] * by[1], lse
