@@ -1,7 +1,7 @@
 """Throughput inside vLLM, kvant's recipes side by side with vLLM's own caches: one run, one process for each cache.
 
     python scripts/vllm_bench.py --recipe saw-int4,kvant-2,oscar --against bf16,fp8,int4_per_token_head \\
-        --num 64 --input-len 8192 --output-len 256 --kv-gib 24 [--json FILE]
+        --work 64x8192+256,32x8192+1024 --kv-gib 24 [--json FILE]
     python scripts/vllm_bench.py --tiny                     on a CPU, a few seconds each: does it run at all?
 
 The model is Qwen3-8B's shape with dummy weights, so nothing is downloaded. Artifacts are fitted to random vectors: they decide
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 OWN = {  # vLLM's own caches: dtype of the cache, attention backend
     "bf16": ("auto", "FLASH_ATTN"),
@@ -35,6 +35,34 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1",
 }
+
+
+class Work(NamedTuple):
+    """So many requests, tokens of their prompts and tokens of their answers."""
+
+    num: int
+    prompt: int
+    answer: int
+
+    @staticmethod
+    def of(text: str) -> Work:
+        """From "64x8192+256"."""
+        num, _, lengths = text.partition("x")
+        prompt, _, answer = lengths.partition("+")
+        try:
+            found = Work(int(num), int(prompt), int(answer))
+        except ValueError:
+            found = Work(0, 0, 0)
+        if min(found) < 1:
+            raise argparse.ArgumentTypeError(f"work must be REQUESTSxPROMPT+ANSWER such as 64x8192+256, got {text!r}")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.num}x{self.prompt}+{self.answer}"
+
+
+def several(text: str) -> list[Work]:
+    return [Work.of(part) for part in text.split(",")]
 
 
 def config(tiny: bool, layers: int, longest: int) -> dict[str, Any]:
@@ -74,10 +102,10 @@ def artifact_for(recipe: Any, model: dict[str, Any], directory: Path) -> str:
 def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
     """One cache, in this process."""
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
-    longest = -(-(args.input_len + args.output_len) // 256) * 256
+    longest = -(-max(work.prompt + work.answer for work in args.work) // 256) * 256
     model = config(args.tiny, args.layers, longest)
-    work = Path(tempfile.mkdtemp(prefix="vllm_bench_"))
-    (work / "config.json").write_text(json.dumps(model))
+    folder = Path(tempfile.mkdtemp(prefix="vllm_bench_"))
+    (folder / "config.json").write_text(json.dumps(model))
     memory, windows = int(args.kv_gib * 2**30), 0
     options: dict[str, Any] = {}
     if cache in OWN:
@@ -94,7 +122,7 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
         recipe = recipes.get(cache)
         given: dict[str, Any] = {"recipe": cache, "spare_windows": args.spare_windows}
         if recipe.calibrated:
-            given["artifact"] = artifact_for(recipe, model, work / "artifact")
+            given["artifact"] = artifact_for(recipe, model, folder / "artifact")
         options["attention_config"] = {"backend": "CUSTOM"}
         options["additional_config"] = {"kvant": given}
         layout = Layout.of(recipe, model["num_key_value_heads"], model["head_dim"], dtype=model["torch_dtype"])
@@ -113,12 +141,15 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": sizes,
         }
-    begin = time.perf_counter()
     from vllm import LLM, SamplingParams
     from vllm import __version__ as version
 
+    if args.wait:  # its turn comes when the others have imported, too, and those before it are done
+        print("READY", flush=True)
+        sys.stdin.readline()
+    begin = time.perf_counter()
     llm = LLM(
-        model=str(work),
+        model=str(folder),
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype=model["torch_dtype"],
@@ -133,26 +164,27 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter() - begin
     draw = random.Random(args.seed)
 
-    def generate(count: int, tokens: int) -> tuple[float, int]:
-        ids = [[draw.randrange(3, model["vocab_size"]) for _ in range(args.input_len)] for _ in range(count)]
-        settings = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def generate(work: Work) -> float:
+        ids = [[draw.randrange(3, model["vocab_size"]) for _ in range(work.prompt)] for _ in range(work.num)]
+        settings = SamplingParams(temperature=0.0, max_tokens=work.answer, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         found = llm.generate([{"prompt_token_ids": each} for each in ids], settings, use_tqdm=False)
         seconds = time.perf_counter() - start
         made = sum(len(each.outputs[0].token_ids) for each in found)
-        assert made == count * tokens, f"{made} tokens came, {count * tokens} were asked for"
-        return seconds, made
+        assert made == work.num * work.answer, f"{made} tokens came, {work.num * work.answer} were asked for"
+        return seconds
 
-    generate(min(8, args.num), min(8, args.output_len))  # warms up
-    runs = [generate(args.num, args.output_len) for _ in range(args.repeat)]
+    first = args.work[0]
+    generate(Work(min(4, first.num), first.prompt, min(8, first.answer)))  # warms up
+    seconds = {str(work): [generate(work) for _ in range(args.repeat)] for work in args.work}
     cache_config = llm.llm_engine.vllm_config.cache_config
     import torch
 
     return {
         "cache": cache,
         "tokens_that_fit": cache_config.num_gpu_blocks * cache_config.block_size,
-        "output_tokens_per_second": max(made / seconds for seconds, made in runs),
-        "seconds": [round(seconds, 3) for seconds, _ in runs],
+        "output_tokens_per_second": {str(w): w.num * w.answer / min(seconds[str(w)]) for w in args.work},
+        "seconds": {name: [round(x, 3) for x in times] for name, times in seconds.items()},
         "window_gib": round(windows / 2**30, 2),
         "start_seconds": round(started, 1),
         "vllm": version,
@@ -161,14 +193,31 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def alone(cache: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One cache, in a process of its own, which leaves no memory behind."""
-    command = [sys.executable, __file__, "--one", cache, *sys.argv[1:]]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        print(done.stdout[-4000:], file=sys.stderr)
-        return {"cache": cache, "failed": done.returncode}
+def start(cache: str) -> subprocess.Popen[str]:
+    """A process of its own for a cache, which leaves no memory behind. It imports what it needs and waits."""
+    command = [sys.executable, __file__, "--one", cache, "--wait", *sys.argv[1:]]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ready(process: subprocess.Popen[str]) -> list[str]:
+    """What it says until it is ready, or has ended."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("READY"):
+            break
+    return lines
+
+
+def finish(cache: str, process: subprocess.Popen[str], said: list[str]) -> dict[str, Any]:
+    """Gives a process its turn."""
+    out, _ = process.communicate("go\n") if process.poll() is None else ("", None)
+    said += out.splitlines(keepends=True)
+    lines = [line for line in said if line.startswith("RESULT ")]
+    if process.returncode or not lines:
+        print("".join(said)[-4000:], file=sys.stderr)
+        return {"cache": cache, "failed": process.returncode}
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
     return found
 
@@ -179,9 +228,13 @@ def main() -> int:
     parser.add_argument(
         "--against", help=f"vLLM's own caches: {', '.join(OWN)} (default: all but cpu; cpu with --tiny)"
     )
-    parser.add_argument("--num", type=int, default=64, help="requests")
-    parser.add_argument("--input-len", type=int, default=8192)
-    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument(
+        "--work",
+        type=several,
+        default=several("64x8192+256"),
+        metavar="NxP+A[,...]",
+        help="requests, tokens of prompts and of answers (default 64x8192+256); several in turn on one engine",
+    )
     parser.add_argument("--kv-gib", type=float, default=24.0, help="cache, pages and windows together")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -194,10 +247,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model in float32, for a CPU")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--one", metavar="CACHE", help="only this cache, in this process")
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
-        args.layers, args.num, args.input_len, args.output_len, args.kv_gib = 2, 4, 100, 8, 0.03
-        args.max_num_seqs = 4
+        args.layers, args.work, args.kv_gib, args.max_num_seqs = 2, several("4x100+8,2x50+4"), 0.03, 4
     if args.one:
         print("RESULT " + json.dumps(measure(args.one, args)), flush=True)
         return 0
@@ -207,21 +260,26 @@ def main() -> int:
     unknown = sorted(set(own) - set(OWN))
     if unknown:
         parser.error(f"--against: unknown {', '.join(unknown)}; known: {', '.join(OWN)}")
-    results = []
-    for cache in [*own, *split(args.recipe)]:
+    results: list[dict[str, Any]] = []
+    processes = {cache: start(cache) for cache in [*own, *split(args.recipe)]}
+    said = {cache: ready(process) for cache, process in processes.items()}
+    for cache, process in processes.items():
         print(f"measuring {cache}", file=sys.stderr, flush=True)
-        results.append(alone(cache, args))
-    first = results[0].get("output_tokens_per_second")
-    print(f"| cache | tokens that fit | output tokens/s | against {own[0]} |\n|---|---|---|---|")
-    for found in results:
-        if "failed" in found:
-            print(f"| {found['cache']} | failed ({found['failed']}) | | |")
-            continue
-        rate = found["output_tokens_per_second"]
-        against = f"{rate / first:.2f}" if first else ""
-        print(f"| {found['cache']} | {found['tokens_that_fit']:,} | {rate:.1f} | {against} |")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=2) + "\n")
+        results.append(finish(cache, process, said[cache]))
+        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+        if args.json:
+            given = {name: str(value) for name, value in vars(args).items()}
+            Path(args.json).write_text(json.dumps({"arguments": given, "results": results}, indent=2) + "\n")
+    for work in map(str, args.work):
+        first = results[0].get("output_tokens_per_second", {}).get(work)
+        print(f"\n{work}\n\n| cache | tokens that fit | output tokens/s | against {own[0]} |\n|---|---|---|---|")
+        for found in results:
+            if "failed" in found:
+                print(f"| {found['cache']} | failed ({found['failed']}) | | |")
+                continue
+            rate = found["output_tokens_per_second"][work]
+            against = f"{rate / first:.2f}" if first else ""
+            print(f"| {found['cache']} | {found['tokens_that_fit']:,} | {rate:.1f} | {against} |")
     return int(any("failed" in found for found in results))
 
 
