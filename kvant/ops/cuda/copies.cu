@@ -4,6 +4,9 @@
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 #if BULK
+// A kernel that is launched as the dependent of the one before it starts while that one runs, and waits for it here.
+DEV void await_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEV void start_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 DEV void copy_run(u8* to, const u8* from, u64* barrier, int lane) {  // one instruction of one lane
   if (lane == 0) {
     const u32 b = shared_address(barrier);
@@ -27,6 +30,8 @@ DEV void begin_copies(u64* barriers, int count, int lane) {
   __syncwarp();
 }
 #else
+DEV void await_kernel() {}
+DEV void start_dependents() {}
 DEV void copy_run(u8* to, const u8* from, u64*, int lane) {
 #pragma unroll
   for (int o = 0; o < RUN; o += 512)

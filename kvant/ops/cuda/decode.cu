@@ -125,7 +125,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
   static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * D * 4, "a warp's bytes hold its pages, then its outputs");
 
+  start_dependents();  // outputs by a matrix
   begin_copies(sh.barrier[warp], STAGES, lane);
+  bool alone = DUAL != 2;  // whether no kernel before this one makes queries
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
   // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
@@ -185,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       } else no_copy();
     }
     s64 next = ahead < page_to ? table[ahead] : 0;
+    if (!alone) await_kernel(), alone = true;  // what was read so far, the kernel of the queries does not write
 
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);

@@ -79,7 +79,9 @@ def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, "kvant_turn", device, 512 if plan.layout.head_dim > 128 else 128)
 
 
-def _multiply(plan: Plan, name: str, x: Tensor, matrix: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _multiply(
+    plan: Plan, name: str, x: Tensor, matrix: Tensor, offset: Tensor | None, dtype: torch.dtype, dependent: bool = False
+) -> Tensor:
     """Queries or outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     heads, rows = len(matrix), x.shape[1] // len(matrix)
@@ -94,7 +96,7 @@ def _multiply(plan: Plan, name: str, x: Tensor, matrix: Tensor, offset: Tensor |
     )
     kernel = _row_kernel(plan, name, x.device)
     blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
-    kernel.launch((blocks, heads), arguments)
+    kernel.launch((blocks, heads), arguments, dependent)
     return out
 
 
@@ -303,10 +305,10 @@ def _decode(
         blocks,
         first,
     )
-    kernel.launch((kernel.blocks, 1), arguments)
+    kernel.launch((kernel.blocks, 1), arguments, made.bulk and made.dual[0] == MATRIX)
     if by_matrix:
         assert inverse is not None
-        out = _multiply(made, "kvant_inverse", out, inverse, inverse_offset, query.dtype)
+        out = _multiply(made, "kvant_inverse", out, inverse, inverse_offset, query.dtype, made.bulk)
     return out, lse
 
 

@@ -19,6 +19,7 @@ import torch
 from kvant.files import cache_dir, replacing
 
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for lambdas
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -120,6 +121,19 @@ def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
     return code
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Configuration(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 class Kernel:
     """A kernel on one device. Arguments are passed as one C structure."""
 
@@ -146,10 +160,19 @@ class Kernel:
         self.blocks_per_processor = count.value
         self.blocks = count.value * torch.cuda.get_device_properties(device).multi_processor_count
 
-    def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure) -> None:
-        """Queues the kernel on the current stream of the device."""
+    def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure, dependent: bool = False) -> None:
+        """Queues the kernel on the current stream of the device. One that is `dependent` may start before the kernel before
+        it has ended, as soon as all blocks of that one allow it, and waits for it by itself (sm_90 on)."""
         stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        if dependent:
+            attribute = _Attribute(_SERIALIZATION, 0, 1)
+            configuration = _Configuration(
+                *blocks, 1, self.threads, 1, 1, self.shared, stream, ctypes.pointer(attribute), 1
+            )
+            status = driver().cuLaunchKernelEx(ctypes.byref(configuration), self._function, parameters, None)
+            _driver(status, "cuLaunchKernelEx")
+            return
         status = driver().cuLaunchKernel(
             self._function, *blocks, 1, self.threads, 1, 1, self.shared, stream, parameters, None
         )

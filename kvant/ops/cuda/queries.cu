@@ -140,13 +140,15 @@ struct RowArguments {
 
 // x A + offset for queries on their way in and outputs on their way out. A block has a matrix (in registers, a quarter of a
 // column a thread) and gridDim.x-th of the rows that it is for.
-template <int IN, int OUT> DEV void multiply_rows(const RowArguments& a) {
+template <int IN, int OUT, bool LATER> DEV void multiply_rows(const RowArguments& a) {
   constexpr int AT_ONCE = 8;
   __shared__ float x[AT_ONCE][D], part[4][AT_ONCE][D];
   const int i = threadIdx.x % D, slice = threadIdx.x / D, head = blockIdx.y;
   float m[D / 4];
 #pragma unroll
   for (int e = 0; e < D / 4; e++) m[e] = __ldg(a.matrix + ((s64)head * D + slice * (D / 4) + e) * D + i);
+  start_dependents();
+  if (LATER) await_kernel();  // outputs come from the kernel before
   const int all = a.batch * a.rows, each = (all + gridDim.x - 1) / gridDim.x, end = min(all, (int)(blockIdx.x + 1) * each);
   for (int first = blockIdx.x * each; first < end; first += AT_ONCE) {
     const int count = min(AT_ONCE, end - first);
@@ -170,8 +172,8 @@ template <int IN, int OUT> DEV void multiply_rows(const RowArguments& a) {
     __syncthreads();
   }
 }
-extern "C" __global__ void __launch_bounds__(4 * D) kvant_dual(const RowArguments a) { multiply_rows<QUERY_TYPE, 2>(a); }
-extern "C" __global__ void __launch_bounds__(4 * D) kvant_inverse(const RowArguments a) { multiply_rows<2, QUERY_TYPE>(a); }
+extern "C" __global__ void __launch_bounds__(4 * D) kvant_dual(const RowArguments a) { multiply_rows<QUERY_TYPE, 2, false>(a); }
+extern "C" __global__ void __launch_bounds__(4 * D) kvant_inverse(const RowArguments a) { multiply_rows<2, QUERY_TYPE, true>(a); }
 
 // --- queries turned back ------------------------------------------------------------------------------------------------------
 
@@ -203,6 +205,7 @@ DEV u32 rest_of(float x, float y, u32 pair) { return fp16_pair(x - fp16_low(pair
 // sequences' blocks. Products are of fp16 in two parts each, less the smallest of the four.
 extern "C" __global__ void __launch_bounds__(TURN_THREADS) kvant_turn(const TurnArguments a) {
   __shared__ __align__(16) TurnShared sh;
+  start_dependents();
   const int tile = blockIdx.y, head = tile / QUERY_TILES, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS), column = warp * COLUMNS;
   const float* matrix = a.matrix + (s64)(head % a.matrix_heads) * D * D;

@@ -67,5 +67,5 @@ class Kernel:
         self.threads, self.shared = threads, shared
         self.run = compiled(text, name)
 
-    def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure) -> None:
+    def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure, dependent: bool = False) -> None:
         self.run(*blocks, self.threads, self.shared, ctypes.byref(arguments))
