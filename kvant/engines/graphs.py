@@ -10,6 +10,8 @@ Nothing falls back in silence: what cannot be captured is refused with its reaso
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -47,6 +49,59 @@ def refuse(model: Any, cache: Cache, graph: bool = True) -> str | None:
     return None
 
 
+class Replay:
+    """Calls of a step that reads and writes fixed addresses alone: the first ones as they are, all others from a CUDA graph.
+
+    step      takes nothing and gives a tensor, which stays until the next call.
+    counters  zeros for the decode kernel's calls in the graph, which follow one another; kept as long as the graph.
+    name      of what is done, for messages.
+    """
+
+    def __init__(
+        self, step: Callable[[], Tensor], device: torch.device, name: str, counters: Tensor | None = None
+    ) -> None:
+        self.step, self.name, self.counters = step, name, counters
+        self.stream = torch.cuda.Stream(device)
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.out: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        if self.calls <= WARM_UP:
+            here = torch.cuda.current_stream(self.stream.device)
+            self.stream.wait_stream(here)
+            with torch.cuda.stream(self.stream):
+                self.out = self.step()
+            here.wait_stream(self.stream)
+        else:
+            if self.graph is None:
+                self.graph = self._capture()
+            self.graph.replay()
+        assert self.out is not None
+        return self.out
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The step as a graph; nothing is computed yet."""
+        from kvant.ops.cuda.decode import sharing_counters
+
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        try:
+            with contextlib.ExitStack() as stack:
+                if self.counters is not None:
+                    stack.enter_context(sharing_counters(self.counters))
+                # thread_local: what other threads do with the GPU meanwhile is theirs
+                stack.enter_context(torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"))
+                self.out = self.step()
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.name} cannot be captured in a CUDA graph ({type(error).__name__}: {error}): do without graph=True"
+            ) from error
+        finally:
+            torch.cuda.set_stream(here)  # which a capture that fails does not always see to
+        return graph
+
+
 class Decoder:
     """Steps of the sequences that a cache holds: one token of each goes in, logits for the next come out.
 
@@ -67,8 +122,6 @@ class Decoder:
         self.model, self.cache, self.steps, self.graph = model, cache, steps, graph
         self.done = 0
         self.closed = self._running = self._begun = False
-        self._captured: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor | None = None
         self.batches: list[StaticBatch] = []
         try:
             for group in cache.groups:
@@ -81,13 +134,14 @@ class Decoder:
             (self.batches[cache.groups.index(group)], group.layers.index(layer), group.window)
             for layer, group in enumerate(cache._group_of)
         ]
-        device = cache.groups[0].paged.device
-        self._stream = torch.cuda.Stream(device) if graph else None
+        device = cache.groups[0].paged.stores[0].pages.device
         with torch.inference_mode(False):
             self._tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
             self._positions = torch.zeros_like(self._tokens)
             heads = model.config.get_text_config(decoder=True).num_attention_heads
-            self._counters = torch.zeros(cache.batch_size * heads, dtype=torch.int32, device=device)
+            counters = torch.zeros(cache.batch_size * heads, dtype=torch.int32, device=device)
+        name = f"a step of this {model.config.model_type}"
+        self._run: Callable[[], Tensor] = Replay(self._step, device, name, counters) if graph else self._step
         for group in cache.groups:
             group.step = None
         cache._decoder = self
@@ -117,7 +171,7 @@ class Decoder:
         self._begun = True
         try:
             with torch.no_grad():
-                self._advance()
+                logits = self._run()
             for each in self.batches:
                 each.check()
         except BaseException:
@@ -125,40 +179,7 @@ class Decoder:
             raise
         self._begun = False
         self.done += 1
-        assert self._logits is not None
-        return self._logits
-
-    def _advance(self) -> None:
-        if self._stream is None:
-            self._logits = self._step()
-        elif self.done < WARM_UP:
-            here = torch.cuda.current_stream(self._stream.device)
-            self._stream.wait_stream(here)
-            with torch.cuda.stream(self._stream):
-                self._logits = self._step()
-            here.wait_stream(self._stream)
-        else:
-            if self._captured is None:
-                self._captured = self._capture()
-            self._captured.replay()
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        """The step as a graph; nothing is computed yet."""
-        from kvant.ops.cuda.decode import sharing_counters
-
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with (
-                sharing_counters(self._counters),
-                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                self._logits = self._step()
-        except Exception as error:
-            raise RuntimeError(
-                f"a step of this {self.model.config.model_type} cannot be captured in a CUDA graph "
-                f"({type(error).__name__}: {error}); generate without graph=True"
-            ) from error
-        return graph
+        return logits
 
     def _step(self) -> Tensor:
         """One step of the model on what lies at the fixed addresses."""
@@ -189,7 +210,7 @@ class Decoder:
         """Gives back the room that was not used. The cache holds the tokens of all steps that were done, and is free again."""
         if self.closed:
             return
-        self.closed, self._captured, self._logits = True, None, None
+        self.closed, self._run = True, self._step  # the graph goes
         for each in self.batches:
             each.close(self.done, self.done + self._begun)
         self.cache._decoded(self.done)
