@@ -337,8 +337,8 @@ def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any
         for each in results
     ]
     caption = (
-        f"fits: the largest batch in {human_bytes(room)}; times: tokens/s over those of full, an unquantized cache that is written in "
-        "place and read by the fastest of torch's kernels; DynamicCache, StaticCache: as transformers runs them. Decode is within "
+        f"fits: the largest batch in {human_bytes(room)}; times: tokens/s over those of full, an unquantized cache that is written "
+        "in place and read by the fastest of torch's kernels; DynamicCache, StaticCache: as transformers runs them. Decode is within "
         f"{max(each.error for each in results):.1e} of float64 on the same bytes. Prompts: "
         + ("read by the model" if args.prefill else "random keys and values put into the caches, none was read")
     )

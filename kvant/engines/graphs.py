@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 WARM_UP = 2  # steps that run without a graph, in which kernels are compiled and libraries make their workspaces
 KERNELS = "cuda"  # implementations that never wait for the device
+DEVICE = "cuda"  # that has graphs
 
 
 def refuse(model: Any, cache: Cache, graph: bool = True) -> str | None:
@@ -39,7 +40,7 @@ def refuse(model: Any, cache: Cache, graph: bool = True) -> str | None:
     devices = {parameter.device for parameter in model.parameters()} | {
         group.paged.stores[0].pages.device for group in cache.groups
     }
-    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+    if len(devices) > 1 or next(iter(devices)).type != DEVICE:
         found = ", ".join(sorted(map(str, devices)))
         return f"model and cache must lie on one CUDA device, and they lie on {found}"
     for op in ("append", "decode"):
