@@ -145,8 +145,7 @@ def _run(
     say(f"{result.cache}: {result.batch} x {result.prompt} + {result.new_tokens} tokens")
     started = time.perf_counter()
     try:
-        with torch.inference_mode(), job() as step:
-            found = steps_of(step, result.batch, result.new_tokens, device)
+        found = _timed(job, result.batch, result.new_tokens, device)
         result.step, result.low, result.high, result.steps = found.median, found.low, found.high, found.runs
         result.tokens_per_second = result.batch / found.median
         full = next((r for r in results if r.cache == "full"), result)
@@ -161,6 +160,14 @@ def _run(
             torch.cuda.empty_cache()
     results.append(result)
     done(results)
+
+
+def _timed(
+    job: Callable[[], contextlib.AbstractContextManager[Step]], batch: int, count: int, device: torch.device
+) -> Times:
+    """A function of its own, so that nothing holds the cache after it."""
+    with torch.inference_mode(), job() as step:
+        return steps_of(step, batch, count, device)
 
 
 def steps_of(step: Step, batch: int, count: int, device: torch.device) -> Times:

@@ -13,7 +13,9 @@ from kvant import recipes
 from kvant.bench import generate, memory
 from kvant.bench.synthetic import Shape
 from kvant.cli import main
+from kvant.engines import graphs
 from kvant.ops.reference import restored
+from tests.engines import recorded
 
 SHAPE = Shape(1, 150, 4, 2, 32, "float32")
 COMMAND = [
@@ -125,3 +127,20 @@ def test_a_cache_that_fails_is_named_and_the_others_go_on(
 def test_mistakes_end_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["full", "StaticCache"])
+def test_full_caches_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with a cache of transformers says nothing to the host, and replayed it gives what it gives eagerly."""
+    captured = recorded.install(monkeypatch)
+    work = memory.Work(SHAPE, 2, 20, 1 << 20, False)
+    said = []
+    for graph in (False, True):
+        torch.manual_seed(3)
+        model = generate.make_model(SHAPE, 2, torch.device("cpu"), 100)
+        steps = memory._transformers(model, name, work, 3, "sdpa" if name == "full" else None, graph)
+        with torch.inference_mode(), steps as step:
+            said.append(torch.stack([step(torch.tensor([1, at, 3])).clone() for at in range(9)]))
+    assert torch.equal(*said)
+    assert len(captured) == 1 and captured[0].replays == 9 - graphs.WARM_UP
+    assert bool(said[0].isfinite().all()) and not torch.equal(said[0][3], said[0][4])
