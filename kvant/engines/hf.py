@@ -416,6 +416,8 @@ class Cache(Serving, transformers.Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last columns: -k removes k; a positive number is the length to keep, as transformers once had it."""
+        if self._decoder is not None and not tokens_to_remove:
+            return  # as a loop that reads its stop one step late says at every step
         self.settle()
         columns = self.get_seq_length()
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, columns - tokens_to_remove)

@@ -87,7 +87,8 @@ class PackedLayer(CacheLayerMixin):
         return self.columns + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.columns
+        decoder = self.cache._decoder
+        return self.columns if decoder is None else self.columns + decoder.done
 
     def get_max_length(self) -> int:
         return -1

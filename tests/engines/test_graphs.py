@@ -138,6 +138,8 @@ def test_steps_are_taken_one_by_one() -> None:
             found = decode(torch.tensor([token, 7]))
             expected = model(torch.tensor([[token], [7]]), past_key_values=other).logits[:, -1]
             torch.testing.assert_close(found, expected)
+            cache.crop(0)  # forgets nothing
+            assert cache.get_seq_length() == 51 + token
         with pytest.raises(ValueError, match="one token for each of 2 sequences, got \\[3\\]"):
             decode(torch.zeros(3))
         with pytest.raises(RuntimeError, match="belongs to a decoder"):
