@@ -33,13 +33,13 @@ class Result:
     error: float = 0.0  # of decode, against the reference in float64
 
 
-def make_model(shape: Shape, layers: int, device: torch.device) -> Any:
+def make_model(shape: Shape, layers: int, device: torch.device, vocabulary: int = 32_000) -> Any:
     """A Qwen3 of this shape; everything but the attention is as wide as the heads are together."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     hidden = shape.heads * shape.head_dim
     config = Qwen3Config(
-        vocab_size=32_000,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,

@@ -6,6 +6,7 @@ from kvant.cache.paged import PagedCache
 from kvant.cache.pool import PagePool, PoolFull
 from kvant.cache.prefix import PrefixCache
 from kvant.cache.snapshot import Snapshot, save
+from kvant.cache.static import StaticBatch
 from kvant.cache.swap import Swapped, swap_in, swap_out
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "PoolFull",
     "PrefixCache",
     "Snapshot",
+    "StaticBatch",
     "Swapped",
     "save",
     "swap_in",

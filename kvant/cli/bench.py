@@ -11,6 +11,8 @@ from kvant.cli.artifacts import add_artifact_options, artifacts_for
 from kvant.cli.common import check_writable, print_table, processor, say, write_json
 
 RECIPES = "saw-int4,kvant-4,oscar,kvant-2"
+IN_MEMORY = "saw-int4,oscar,kvant-2,kitty-pro"  # generate with equal memory
+MEMORY = "24GiB"
 CPU_SHAPES = ((9, 3, 64), (32, 8, 128))  # query heads, KV heads, head dim: SmolLM2-135M's and Qwen3-8B's
 
 
@@ -22,7 +24,11 @@ def add(commands: Any) -> None:
         "kernels of torch in the same run. On a CPU all of them run in turn, and generation is that of a real model.",
     )
     parser.add_argument("work", choices=sorted(WORK), help="what to measure")
-    parser.add_argument("--recipe", default=RECIPES, metavar="R[,R...]", help=f"recipes, or all (default {RECIPES})")
+    parser.add_argument(
+        "--recipe",
+        metavar="R[,R...]",
+        help=f"recipes, or all (default {RECIPES}; {IN_MEMORY} in generation with equal memory)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (default 2)")
     parser.add_argument("--batch", metavar="B[,B...]", help="sequences (default 8; 1 on a CPU)")
@@ -36,7 +42,8 @@ def add(commands: Any) -> None:
         "--new-tokens",
         type=int,
         metavar="N",
-        help="prefill, generate: new tokens of a sequence (default 512; 4 in a run of generation with a real model)",
+        help="prefill, generate: new tokens of a sequence (default 512; 128 with equal memory; 4 in a run of generation with a real "
+        "model)",
     )
     parser.add_argument(
         "--model",
@@ -44,6 +51,17 @@ def add(commands: Any) -> None:
         help="generate: a real model (default smollm2 on a CPU; random weights of a shape on a GPU, or where one is given)",
     )
     parser.add_argument("--layers", type=int, help="generate with random weights: layers (default 36)")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="generate with random weights: memory of the cache, in which every kind has the largest batch that fits "
+        f"(default {MEMORY} on a GPU, where no --batch is given)",
+    )
+    parser.add_argument(
+        "--prefill",
+        action="store_true",
+        help="generate with equal memory: let the model read the prompts (default: random keys and values are put into the caches)",
+    )
     parser.add_argument("--heads", type=int, help="query heads (default 32; on a CPU 9/3 x 64 and 32/8 x 128)")
     parser.add_argument("--kv-heads", type=int, help="KV heads (default 8)")
     parser.add_argument("--head-dim", type=int, help="head dim (default 128)")
@@ -99,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvant import recipes
 
-    chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
+    chosen = [recipes.get(name) for name in recipes.split(args.recipe or (IN_MEMORY if _in_memory(args) else RECIPES))]
     check_writable(args.json, "--json")
     if args.device not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
@@ -109,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if args.memory and (args.work != "generate" or args.batch or args.model):
+        raise ValueError("--memory is for generate, with random weights and no --batch: the batch is what fits")
     device, before = torch.device(args.device), torch.get_num_threads()
     shapes = _shapes(args)
     torch.manual_seed(0)
@@ -117,12 +137,25 @@ def run(args: argparse.Namespace) -> int:
         results = WORK[args.work](args, chosen, shapes, device)
     finally:
         torch.set_num_threads(before)
+    _write(args, device, results)
+    return 0
+
+
+def _write(args: argparse.Namespace, device: Any, results: list[dict[str, Any]]) -> None:
+    """The report, where one is asked for."""
+    import torch
+
     report = {"work": args.work, "device": _machine(device), "torch": torch.__version__, "results": results}
     if device.type == "cpu":
         report["threads"] = args.threads
     if args.json:
         write_json(args.json, report)
-    return 0
+
+
+def _in_memory(args: argparse.Namespace) -> bool:
+    """Whether generation is measured with equal memory."""
+    on_gpu = args.device == "cuda" and not args.model and not args.batch
+    return args.work == "generate" and (on_gpu or args.memory is not None)
 
 
 def _machine(device: Any) -> str:
@@ -233,6 +266,8 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
 
 
 def _generate(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
+    if _in_memory(args):
+        return _equal_memory(args, recipes, shapes, device)
     shaped = any((args.heads, args.kv_heads, args.head_dim, args.layers))
     if args.model or not (shaped or device.type == "cuda"):
         return _real(args, recipes, sorted({shape.context for shape in shapes}), device)
@@ -266,6 +301,59 @@ def _random(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], dev
     columns = "<cache | <by | <batch x tokens | error | prompt, s | tokens/s | cache"
     _table(f"generation, {layers} layers, random weights", columns, rows, "transformers: its own cache, unquantized")
     return results
+
+
+def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
+    """A model of a given shape, and the largest batch that each cache holds in the same memory."""
+    from kvant.bench import generate, memory
+    from kvant.layout import human_bytes
+    from kvant.plan import parse_bytes
+
+    layers, new_tokens, shape = args.layers or 36, args.new_tokens or 128, shapes[-1]
+    if len({each.context for each in shapes}) > 1:
+        raise ValueError(f"--memory takes one --context, got {args.context}")
+    room = parse_bytes(args.memory or MEMORY)
+    work = memory.Work(shape, layers, new_tokens, room, args.prefill, args.implementation)
+    work.check()
+    say(f"making a Qwen3 of {layers} layers with random weights")
+    model = generate.make_model(shape, layers, device, memory.VOCABULARY)
+
+    def done(found: list[memory.Result]) -> None:
+        _write(args, device, [dataclasses.asdict(each) for each in found])
+
+    results = memory.measure(model, recipes, work, say, done)
+    fits = {each.cache: each.batch for each in results if each.largest}
+    rows = [
+        [
+            each.cache,
+            f"{each.by}, {'graph' if each.graph else 'eager'}" if each.by else "-",
+            str(fits[each.cache]),
+            str(each.batch),
+            human_bytes(each.cache_bytes),
+            f"{each.step * 1e3:.2f}" if each.step else "-",
+            f"{each.tokens_per_second:.0f}" if each.step else "failed",
+            f"{each.times:.2f}" if each.times else "-",
+        ]
+        for each in results
+    ]
+    caption = (
+        f"fits: the largest batch in {human_bytes(room)}; times: tokens/s over those of full, an unquantized cache that is written "
+        "in place and read by the fastest of torch's kernels; DynamicCache, StaticCache: as transformers runs them. Decode is within "
+        f"{max(each.error for each in results):.1e} of float64 on the same bytes. Prompts: "
+        + ("read by the model" if args.prefill else "random keys and values put into the caches, none was read")
+    )
+    columns = "<cache | <by | fits | batch | size | ms a step | tokens/s | times"
+    heads = f"{shape.heads}/{shape.kv_heads} x {shape.head_dim}"
+    title = f"decode, {layers} layers of {heads}, random weights, {shape.context} + {new_tokens} tokens"
+    _table(title, columns, rows, caption)
+    for name, reason in {each.cache: each.reason for each in results if each.reason}.items():
+        print(f"{name} ran without a graph: {reason}")
+    found = [dataclasses.asdict(each) for each in results]
+    failed = [f"{each.cache} at batch {each.batch}: {each.failed}" for each in results if each.failed]
+    if failed:
+        _write(args, device, found)
+        raise ValueError("could not be measured: " + "; ".join(failed))
+    return found
 
 
 def _real(args: argparse.Namespace, recipes: list[Any], contexts: list[int], device: Any) -> list[dict[str, Any]]:

@@ -26,10 +26,13 @@ from kvant.artifact import Artifact
 from kvant.cache import PagedCache, PrefixCache
 from kvant.engines import fold
 from kvant.engines.fingerprint import fingerprint
+from kvant.engines.graphs import Decoder
 from kvant.engines.layers import ATTENTION, Group, Handle, PackedLayer, Step, flatten, unflatten
 from kvant.engines.serving import Serving
 from kvant.layout import Layout, Order
+from kvant.ops import choose
 from kvant.ops.reference import restored
+from kvant.ops.registry import Op
 from kvant.recipe import Recipe
 from kvant.rope import Rope, ropes_of
 from kvant.shape import ModelShape
@@ -118,6 +121,7 @@ class Cache(Serving, transformers.Cache):
         self._columns_begun = self._columns_before = 0
         self._guard = threading.Lock()
         self._thread: int | None = None  # whose forward pass is under way
+        self._decoder: Decoder | None = None  # whose the cache is until it is closed
         self.one_by_one = False  # several columns attend as if they had come one at a time: for reading a known text
         self.on_attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
         super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(self.shape.layers)])
@@ -169,6 +173,8 @@ class Cache(Serving, transformers.Cache):
 
     def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
         """Stores a layer's new tokens and attends: query [batch, heads, columns, head_dim] -> [batch, columns, heads, head_dim]."""
+        if self._decoder is not None:
+            return self._decoder.attend(handle, query, mask, scale, softcap)
         try:
             out = self._attend(handle, query, mask, scale, softcap)
         except BaseException:
@@ -257,6 +263,34 @@ class Cache(Serving, transformers.Cache):
         group = self._group_of[layer]
         paged = group.paged
         return restored(paged.stores[group.layers.index(layer)], "key", paged.batch(group.entries))
+
+    def implementation(self, op: Op, device: torch.device) -> str:
+        """The name of what does an operation on a device."""
+        chosen = self.groups[0].paged.ops[op] if self.groups else choose(op, self.layout, device, self._implementation)
+        return chosen.name
+
+    # --- steps of a static batch -------------------------------------------------------------------------------------
+
+    def decoder(self, model: Any, steps: int, *, graph: bool = True) -> Decoder:
+        """Steps of the sequences at hand that a CUDA graph replays, for those who do not use `generate(graph=True)`."""
+        return Decoder(model, self, steps, graph=graph)
+
+    def settle(self) -> None:
+        """Closes the decoder that has the cache, if one has."""
+        if self._decoder is not None:
+            self._decoder.close()
+
+    def _decoded(self, columns: int) -> None:
+        """Takes up what a decoder has done: so many tokens of every sequence."""
+        self._decoder = self._thread = None
+        self._columns_begun += columns
+        self._columns_before = self._columns_begun
+        if self._real is not None:
+            self._real = torch.nn.functional.pad(self._real, (0, columns), value=True)
+        for layer in self.layers:
+            layer.columns = self._columns_begun
+        for group in self.groups:
+            self._slide(group)
 
     def _initialize(self, key: Tensor) -> None:
         """Allocates on the device and in the type that the first keys come in."""
@@ -382,6 +416,9 @@ class Cache(Serving, transformers.Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last columns: -k removes k; a positive number is the length to keep, as transformers once had it."""
+        if self._decoder is not None and not tokens_to_remove:
+            return  # as a loop that reads its stop one step late says at every step
+        self.settle()
         columns = self.get_seq_length()
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, columns - tokens_to_remove)
         if remove > columns:
@@ -416,6 +453,7 @@ class Cache(Serving, transformers.Cache):
 
     def _select(self, order: Sequence[int]) -> None:
         """The batch becomes the sequences at these indices. One used again is forked: it shares its pages."""
+        self.settle()
         self._ids = None
         for group in self.groups:
             used: set[int] = set()
@@ -436,6 +474,7 @@ class Cache(Serving, transformers.Cache):
     def reset(self) -> None:
         """Forgets all sequences, and gives back their pages but those that are kept to be shared; memory stays
         allocated."""
+        self.settle()
         self._ids = None
         for group in self.groups:
             for entry in group.entries:

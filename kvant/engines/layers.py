@@ -77,14 +77,18 @@ class PackedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         handle = Handle(self.cache, self.index, key_states, value_states)
-        self.columns += key_states.shape[-2]
+        if self.cache._decoder is None:  # which counts its steps itself, when it is closed
+            self.columns += key_states.shape[-2]
         return handle, handle
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.cache._decoder is not None:  # no mask is needed
+            return query_length, 0
         return self.columns + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.columns
+        decoder = self.cache._decoder
+        return self.columns if decoder is None else self.columns + decoder.done
 
     def get_max_length(self) -> int:
         return -1

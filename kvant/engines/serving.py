@@ -7,6 +7,7 @@ model and tells them; `start` and `finish` are its two halves for those who call
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from kvant.artifact import Artifact
 from kvant.cache import Snapshot, Swapped, save, swap_in, swap_out
+from kvant.engines import graphs
 from kvant.layout import Layout
 from kvant.recipe import Recipe
 
@@ -60,15 +62,31 @@ class Serving:
         _columns_before: int
 
         def reset(self) -> None: ...
+        def settle(self) -> None: ...
 
     def generate(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, salt: str = "", **options: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        salt: str = "",
+        graph: bool = False,
+        **options: Any,
     ) -> Tensor:
         """`model.generate` from this cache, re-using every page that it can: those of the sequences that the cache still
         holds (a chat that goes on), and with `share=True` those of earlier ones. Padding goes to the left.
 
-        salt  only sequences with the same salt share pages.
+        salt   only sequences with the same salt share pages.
+        graph  decode in steps that a CUDA graph replays: the batch stays as it is, and pages for `max_new_tokens` are taken
+               at once. Greedy search and sampling, with everything that transformers does to logits and to stop. What
+               cannot be captured is refused before anything is computed.
         """
+        if graph:
+            reason = graphs.refuse(model, self)  # type: ignore[arg-type]
+            if reason is not None:
+                raise ValueError(f"cannot generate in a CUDA graph: {reason}")
+            options["custom_generate"] = functools.partial(graphs.sample, streamer=options.get("streamer"))
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         copies = max(options.get("num_return_sequences") or 1, options.get("num_beams") or 1)
         many = mask.repeat_interleave(copies, 0)
@@ -84,6 +102,7 @@ class Serving:
         """Makes the cache hold as much as it can of the beginning of a batch, and says how many columns the model need
         not compute (`reused` too). The last column is always left to it. Sequences that are of no use are forgotten."""
         self.reused = 0
+        self.settle()
         real = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
         texts = [row[keep].tolist() for row, keep in zip(input_ids.cpu(), real.cpu(), strict=True)]
         most = [min(len(text), int(keep[:-1].sum())) for text, keep in zip(texts, real, strict=True)]
@@ -155,6 +174,7 @@ class Serving:
     def finish(self, output_ids: Tensor, attention_mask: Tensor | None = None, *, salt: str = "") -> None:
         """Tells the tokens of the sequences at hand, prompt included, and with `share=True` keeps their pages under
         them. A mask is that of the prompt; columns behind it are tokens."""
+        self.settle()
         if not self.groups or self._batch_size != len(output_ids):
             raise ValueError(f"the cache holds {self._batch_size} sequences, got the tokens of {len(output_ids)}")
         real = torch.ones_like(output_ids).bool()
@@ -176,6 +196,7 @@ class Serving:
 
     def swap_out(self) -> Preempted:
         """Moves the sequences to host memory and frees their pages: room for others until `swap_in`."""
+        self.settle()
         if not self.groups or self._batch_size < 1:
             raise ValueError("the cache holds no sequences to swap out")
         swapped = tuple(swap_out(group.paged, group.entries) for group in self.groups)
@@ -213,6 +234,7 @@ class Serving:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the sequences and kept prefixes to one file, whole or not at all, a few pages at a time."""
+        self.settle()
         if not self.groups:
             raise ValueError("there is nothing to save: the cache has not seen a token yet")
         extra = {

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import kvant
+from kvant.engines import graphs
 from tests.conftest import relative_error
+from tests.engines.test_graphs import assert_same_cache, made_up_artifact, ragged
 from tests.engines.test_hf import make_model
 
+ROOT = Path(__file__).parent.parent.parent
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -49,3 +56,83 @@ def test_generate_in_16_bits() -> None:
     ids = torch.randint(0, 300, (3, 90), device="cuda")
     out = net.generate(ids, past_key_values=kvant.Cache(net, "saw-int4"), max_new_tokens=8, do_sample=False)
     assert out.shape == (3, 98)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        ("saw-int4", torch.float32),
+        ("saw-int4", torch.bfloat16),
+        ("oscar", torch.bfloat16),
+        ("oscar:sink=3,recent=10", torch.bfloat16),
+        ("kvant-2", torch.bfloat16),
+    ],
+)
+def test_generation_in_a_graph_is_generation(recipe: str, dtype: torch.dtype) -> None:
+    """Tokens and page bytes: with the engine's steps, with steps whose bookkeeping is on the device, and with those in a graph.
+    Prompts are padded, one is a single token; pages, sinks and rings are crossed."""
+    net = model(dtype)
+    artifact = made_up_artifact(net, recipe)
+    batch = {name: x.cuda() for name, x in ragged([150, 70, 1]).items()}
+    caches, said = [], []
+    for method in ("engine", "device", "graph"):
+        cache = kvant.Cache(net, recipe, artifact=artifact)
+        options: dict[str, Any] = {"max_new_tokens": 80, "do_sample": False, "attention_mask": batch["attention_mask"]}
+        if method == "device":
+            options["custom_generate"] = functools.partial(graphs.sample, capture=False)
+        out = cache.generate(net, batch["inputs"], graph=method == "graph", **options)
+        assert {cache.implementation(op, net.device) for op in ("append", "decode")} == {"cuda"}
+        caches.append(cache)
+        said.append(out)
+    assert torch.equal(said[1], said[2])
+    assert_same_cache(caches[2], caches[1])
+    assert torch.equal(said[0], said[1])
+    assert_same_cache(caches[1], caches[0])
+
+
+def test_a_graph_is_captured_once_and_replayed() -> None:
+    net = model(torch.bfloat16)
+    cache, eager = (kvant.Cache(net, "saw-int4", max_tokens=512) for _ in range(2))
+    ids = torch.randint(0, 300, (4, 100), device="cuda")
+    with torch.no_grad():
+        net(ids, past_key_values=cache)
+        net(ids, past_key_values=eager)
+        with cache.decoder(net, 28) as decode, eager.decoder(net, 28, graph=False) as plain:
+            for step in range(28):
+                token = torch.randint(0, 300, (4,), device="cuda")
+                assert torch.equal(decode(token), plain(token))
+                run = decode._run
+                assert isinstance(run, graphs.Replay)
+                assert (run.graph is not None) == (step >= graphs.WARM_UP)
+    assert_same_cache(cache, eager)
+
+
+def test_kernels_that_wait_for_the_gpu_are_refused() -> None:
+    net = model(torch.bfloat16)
+    ids = torch.randint(0, 300, (2, 50), device="cuda")
+    with pytest.raises(ValueError, match="append of recipe saw-int4 is 'reference' here"):
+        kvant.Cache(net, "saw-int4", implementation="reference").generate(net, ids, graph=True, max_new_tokens=9)
+
+
+WAITING = """
+import os, torch, kvant
+from kvant.engines import graphs
+from tests.engines.test_gpu import model
+
+net = model(torch.bfloat16)
+net.model.layers[1].register_forward_hook(lambda *args: float(args[2].sum()) and None)
+cache = kvant.Cache(net, "saw-int4")
+try:
+    cache.generate(net, torch.randint(0, 300, (2, 50), device="cuda"), graph=True, max_new_tokens=9, do_sample=False)
+except RuntimeError as error:
+    print(error, flush=True)
+assert cache.get_seq_length() == 50 + graphs.WARM_UP, cache
+os._exit(0)  # whatever torch may have to say about it at the end
+"""
+
+
+def test_a_model_that_waits_for_the_gpu_is_refused_with_its_reason() -> None:
+    """In a process of its own: torch does not get over a capture that failed."""
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "a step of this qwen3 cannot be captured in a CUDA graph" in done.stdout

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -22,6 +24,7 @@ _PLANS: list[Plan] = []
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 _POOLS: dict[torch.device, _Pool] = {}
+_SHARED: list[Tensor] = []  # counters of the graph that is being captured, if it brings its own
 
 
 @dataclasses.dataclass
@@ -323,6 +326,8 @@ def _counters(device: torch.device, count: int) -> Tensor:
     a short attention does."""
     pool = _POOLS.get(device)
     if torch.cuda.is_current_stream_capturing():
+        if _SHARED and len(_SHARED[-1]) >= count and _SHARED[-1].device == device:
+            return _SHARED[-1][:count]
         if pool is None or pool.taken + count > len(pool.zeros):
             return torch.zeros(count, dtype=torch.int32, device=device)  # in the graph, then
         pool.taken += count
@@ -335,3 +340,13 @@ def _counters(device: torch.device, count: int) -> Tensor:
         found = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
         _COUNTERS[key] = found
     return found
+
+
+@contextlib.contextmanager
+def sharing_counters(zeros: Tensor) -> Iterator[None]:
+    """Calls that are captured in here, one after another in one graph, use these zeros, which must live as long as it does."""
+    _SHARED.append(zeros)
+    try:
+        yield
+    finally:
+        _SHARED.pop()

@@ -1,0 +1,91 @@
+"""Sequences that grow by one token a step, and whose whereabouts lie on the device: what a CUDA graph can replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvant.cache.entry import Entry
+from kvant.cache.finite import NotFinite
+from kvant.cache.paged import PagedCache
+from kvant.layout import Layout
+
+Tensor = torch.Tensor
+
+
+def refuse(layout: Layout) -> str | None:
+    """Why sequences of a layout cannot grow on the device alone, or None."""
+    for name, stream in layout.recipe.streams.items():
+        if stream.groupwise:
+            return (
+                f"the {name}s of recipe {layout.recipe.name} are coded in groups of {stream.codec.group_tokens} tokens, "
+                "and which group is complete is decided on the host"
+            )
+    if layout.recipe.wants_queries:
+        return f"recipe {layout.recipe.name} learns from queries on the host"
+    return None
+
+
+class StaticBatch:
+    """Some sequences of a cache, with room for a number of steps, which is taken at once: for all of them, or PoolFull and none.
+
+    What operations are told of the sequences lies at addresses that stay; `advance` moves it on by one token of each, by
+    operations of the device alone. Until `close` says how far they came, the sequences are as long as their room, and nothing
+    else may be done with the cache: a pool that grows would move the pages.
+    """
+
+    def __init__(self, cache: PagedCache, entries: Sequence[Entry], steps: int) -> None:
+        reason = refuse(cache.layout)
+        if reason is not None:
+            raise ValueError(reason)
+        if steps < 1:
+            raise ValueError(f"steps must be positive, got {steps}")
+        self.cache, self.entries, self.steps = cache, list(entries), steps
+        self.before = [entry.length for entry in self.entries]
+        count = len(self.entries)
+        with torch.inference_mode(False):
+            room = cache.extend(self.entries, [steps] * count)
+            self._slots = room.slots.view(count, steps).T.contiguous()  # of every step
+            self._sinks = room.sinks.clone()  # that a sequence will have once it is long enough
+            self._step = torch.full((1,), -1, dtype=torch.int64, device=cache.device)
+            lengths = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
+            starts = torch.arange(count + 1, device=cache.device)
+            slots, sinks = torch.zeros_like(lengths), torch.minimum(room.sinks, lengths)
+            self.batch = room._replace(lengths=lengths, slots=slots, starts=starts, sinks=sinks)
+            self.worst = torch.zeros(len(cache.stores), count, device=cache.device)  # numbers of the last step
+
+    def advance(self) -> None:
+        """One more token of every sequence."""
+        self._step.add_(1)
+        self.batch.lengths.add_(1)
+        self.batch.slots.copy_(self._slots.index_select(0, self._step)[0])
+        torch.minimum(self._sinks, self.batch.lengths, out=self.batch.sinks)
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Writes the tokens that `advance` made way for."""
+        if self.cache.check:
+            torch.maximum(key.abs().amax((1, 2)), value.abs().amax((1, 2)), out=self.worst[layer])
+        self.cache.ops["append"].run(self.cache.stores[layer], key, value, self.batch)
+
+    def decode(self, layer: int, query: Tensor, **options: Any) -> Tensor:
+        return self.cache.ops["decode"].run(self.cache.stores[layer], query, self.batch, **options)
+
+    def check(self) -> None:
+        """Raises NotFinite where the last step stored a number that no page may hold. It waits for the device."""
+        limit = self.cache.largest
+        if not self.cache.check or bool((self.worst <= limit).all()):  # false for NaN too
+            return
+        layer, row = (~(self.worst <= limit)).nonzero()[0].tolist()
+        token, number = int(self.batch.lengths[row]) - 1, float(self.worst[layer, row])
+        raise NotFinite(self.cache.numbers[layer], "key or value", row, token, number, limit)
+
+    def close(self, kept: int, written: int | None = None) -> None:
+        """The sequences have so many tokens more than before; what `written` steps have put into windows is taken back."""
+        written = kept if written is None else written
+        with self.cache.lock:
+            for entry, before in zip(self.entries, self.before, strict=True):
+                self.cache.retract(entry, before + written)
+                if written > kept:
+                    self.cache.rollback(entry, before + kept, range(len(self.cache.stores)))

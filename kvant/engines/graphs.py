@@ -1,0 +1,271 @@
+"""Decoding a static batch in steps that a CUDA graph replays: everything that changes from step to step lies on the device.
+
+A step of eager transformers is a few thousand launches, and kvant's own bookkeeping on the host. A `Decoder` takes room for the
+whole generation, puts lengths, slots and block tables at fixed addresses, captures one step of the model (token -> layers ->
+logits) and replays it. `sample` is transformers' own loop over such steps, so logits processors, sampling, stopping criteria
+and streamers work as they do with `model.generate`.
+
+Nothing falls back in silence: what cannot be captured is refused with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvant.cache import StaticBatch, static
+from kvant.engines.layers import Handle, flatten, unflatten
+
+if TYPE_CHECKING:
+    from kvant.engines.hf import Cache
+
+Tensor = torch.Tensor
+WARM_UP = 2  # steps that run without a graph, in which kernels are compiled and libraries make their workspaces
+KERNELS = "cuda"  # implementations that never wait for the device
+DEVICE = "cuda"  # that has graphs
+
+
+def refuse(model: Any, cache: Cache, graph: bool = True) -> str | None:
+    """Why a cache cannot be decoded from in fixed steps, or with `graph` in a CUDA graph; None where it can."""
+    if cache.one_by_one or cache.on_attend is not None:
+        return "the cache is being watched or replayed: that is done on the host"
+    reason = static.refuse(cache.layout)
+    if reason is not None or not graph:
+        return reason
+    devices = {parameter.device for parameter in model.parameters()} | {
+        group.paged.stores[0].pages.device for group in cache.groups
+    }
+    if len(devices) > 1 or next(iter(devices)).type != DEVICE:
+        found = ", ".join(sorted(map(str, devices)))
+        return f"model and cache must lie on one CUDA device, and they lie on {found}"
+    for op in ("append", "decode"):
+        name = cache.implementation(op, next(iter(devices)))
+        if name != KERNELS:
+            return f"{op} of recipe {cache.recipe.name} is {name!r} here, and only {KERNELS!r} never waits for the GPU"
+    return None
+
+
+class Replay:
+    """Calls of a step that reads and writes fixed addresses alone: the first ones as they are, all others from a CUDA graph.
+
+    step      takes nothing and gives a tensor, which stays until the next call.
+    counters  zeros for the decode kernel's calls in the graph, which follow one another; kept as long as the graph.
+    name      of what is done, for messages.
+    """
+
+    def __init__(
+        self, step: Callable[[], Tensor], device: torch.device, name: str, counters: Tensor | None = None
+    ) -> None:
+        self.step, self.name, self.counters = step, name, counters
+        self.stream = torch.cuda.Stream(device)
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.out: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        if self.calls <= WARM_UP:
+            here = torch.cuda.current_stream(self.stream.device)
+            self.stream.wait_stream(here)
+            with torch.cuda.stream(self.stream):
+                self.out = self.step()
+            here.wait_stream(self.stream)
+        else:
+            if self.graph is None:
+                self.graph = self._capture()
+            self.graph.replay()
+        assert self.out is not None
+        return self.out
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The step as a graph; nothing is computed yet."""
+        from kvant.ops.cuda.decode import sharing_counters
+
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        try:
+            with contextlib.ExitStack() as stack:
+                if self.counters is not None:
+                    stack.enter_context(sharing_counters(self.counters))
+                # thread_local: what other threads do with the GPU meanwhile is theirs
+                stack.enter_context(torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"))
+                self.out = self.step()
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.name} cannot be captured in a CUDA graph ({type(error).__name__}: {error}): do without graph=True"
+            ) from error
+        finally:
+            torch.cuda.set_stream(here)  # which a capture that fails does not always see to
+        return graph
+
+
+class Decoder:
+    """Steps of the sequences that a cache holds: one token of each goes in, logits for the next come out.
+
+    model, cache  the cache has been filled by this model. It belongs to the decoder until `close`.
+    steps         there is room for, in pages that are taken at once: all, or PoolFull and nothing has changed.
+    graph         replay the step from a CUDA graph; without it the same step runs eagerly, on any device.
+
+    `with cache.decoder(model, 100) as decode: logits = decode(tokens)`. Any other use of the cache closes it.
+    """
+
+    def __init__(self, model: Any, cache: Cache, steps: int, *, graph: bool = True) -> None:
+        cache.settle()
+        if not cache.groups or cache.batch_size < 1:
+            raise ValueError("the cache holds no sequences: let the model read a prompt first")
+        reason = refuse(model, cache, graph)
+        if reason is not None:
+            raise ValueError(f"cannot decode in {'a CUDA graph' if graph else 'fixed steps'}: {reason}")
+        self.model, self.cache, self.steps, self.graph = model, cache, steps, graph
+        self.done = 0
+        self.closed = self._running = self._begun = False
+        self.batches: list[StaticBatch] = []
+        try:
+            for group in cache.groups:
+                self.batches.append(StaticBatch(group.paged, group.entries, steps))
+        except BaseException:
+            for each in self.batches:
+                each.close(0)
+            raise
+        self._places = [  # of every layer: its sequences, its number among theirs, its sliding window
+            (self.batches[cache.groups.index(group)], group.layers.index(layer), group.window)
+            for layer, group in enumerate(cache._group_of)
+        ]
+        device = cache.groups[0].paged.stores[0].pages.device
+        with torch.inference_mode(False):
+            self._tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
+            self._positions = torch.zeros_like(self._tokens)
+            heads = model.config.get_text_config(decoder=True).num_attention_heads
+            counters = torch.zeros(cache.batch_size * heads, dtype=torch.int32, device=device)
+        name = f"a step of this {model.config.model_type}"
+        self._run: Callable[[], Tensor] = Replay(self._step, device, name, counters) if graph else self._step
+        for group in cache.groups:
+            group.step = None
+        cache._decoder = self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __call__(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits [sequences, vocabulary] after one more token of every sequence; they stay until the next call.
+
+        positions  of the tokens, where they are not the number of tokens before them (padding not counted).
+        """
+        if self.closed:
+            raise ValueError("this decoder is closed: the cache has been used for something else, or it was told so")
+        if self.done == self.steps:
+            raise ValueError(f"room was taken for {self.steps} steps, and all of them are done")
+        if tokens.numel() != len(self._tokens):
+            raise ValueError(f"expected one token for each of {len(self._tokens)} sequences, got {list(tokens.shape)}")
+        self._tokens.copy_(tokens.reshape(-1, 1))
+        if positions is None:
+            self._positions.copy_(self.batches[0].batch.lengths[:, None] + self.cache.first_position)
+        else:
+            self._positions.copy_(positions.reshape(-1, 1))
+        self._begun = True
+        try:
+            with torch.no_grad():
+                logits = self._run()
+            for each in self.batches:
+                each.check()
+        except BaseException:
+            self.close()
+            raise
+        self._begun = False
+        self.done += 1
+        return logits
+
+    def _step(self) -> Tensor:
+        """One step of the model on what lies at the fixed addresses."""
+        for each in self.batches:
+            each.advance()
+        self._running = True
+        try:
+            out = self.model(
+                input_ids=self._tokens, position_ids=self._positions, past_key_values=self.cache, use_cache=True
+            )
+        finally:
+            self._running, self.cache._thread = False, None
+        return out.logits[:, -1]
+
+    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+        """As that of the cache, for the one token of every sequence."""
+        if not self._running or query.shape[2] != 1:
+            raise RuntimeError("this cache belongs to a decoder: close it before calling the model with the cache")
+        if mask is not None:
+            raise ValueError("cannot serve this attention mask in fixed steps: every sequence attends to all of itself")
+        batch, index, window = self._places[handle.layer]
+        q, k, v = (flatten(x, None) for x in (query, handle.key, handle.value))
+        batch.append(index, k, v)
+        flat = batch.decode(index, q, scale=scale, softcap=softcap, window=window)
+        return unflatten(flat, None, len(query), 1)
+
+    def close(self) -> None:
+        """Gives back the room that was not used. The cache holds the tokens of all steps that were done, and is free again."""
+        if self.closed:
+            return
+        self.closed, self._run = True, self._step  # the graph goes
+        for each in self.batches:
+            each.close(self.done, self.done + self._begun)
+        self.cache._decoded(self.done)
+
+
+class _Stepping:
+    """A model whose calls, once the prompt has been read, are steps of a decoder: what transformers' loop is given."""
+
+    def __init__(self, model: Any, cache: Cache, steps: int, graph: bool) -> None:
+        self._model, self._cache, self._steps, self._graph = model, cache, steps, graph
+        self._decoder: Decoder | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)  # `_prefill` is thus the model's own
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor | None = None, **inputs: Any) -> Any:
+        if self._decoder is None:
+            self._decoder = Decoder(self._model, self._cache, self._steps, graph=self._graph)
+        logits = self._decoder(input_ids, position_ids)
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self._cache)
+
+
+def sample(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    capture: bool = True,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """For `model.generate(..., custom_generate=sample)`: transformers' loop for greedy search and sampling, in fixed steps."""
+    from kvant.engines.hf import Cache
+
+    cache = model_kwargs.get("past_key_values")
+    if not isinstance(cache, Cache):
+        raise ValueError(f"generation in a CUDA graph needs a kvant.Cache, got {type(cache).__name__}")
+    mode = generation_config.get_generation_mode(None)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"cannot generate in a CUDA graph: {mode.value} changes the batch between steps")
+    if generation_config.output_attentions or generation_config.output_hidden_states:
+        raise ValueError("cannot generate in a CUDA graph: it gives logits, no attentions and no hidden states")
+    stepping = _Stepping(model, cache, max(1, generation_config.max_length - input_ids.shape[1]), capture)
+    try:
+        return type(model)._sample(
+            stepping,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            **model_kwargs,
+        )
+    finally:
+        cache.settle()

@@ -1,0 +1,91 @@
+"""A static batch is told, step by step on the device, what `extend` tells on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvant.cache import NotFinite, PagedCache, PoolFull, StaticBatch
+from tests.conftest import make_layout
+
+
+def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedCache:
+    """Sequences of these lengths."""
+    cache = PagedCache(make_layout(recipe, page_tokens=16), 2, pages, implementation="reference")
+    entries = [cache.new() for _ in lengths]
+    batch = cache.extend(entries, lengths)
+    for layer in range(2):
+        generator = torch.Generator().manual_seed(layer)
+        cache.append(layer, *torch.randn(2, sum(lengths), 2, 64, generator=generator), batch)
+    return cache
+
+
+@pytest.mark.parametrize("recipe", ["int4", "int2:sink=5,recent=9"])
+def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
+    static, plain = (prompts(recipe, [40, 3, 16]) for _ in range(2))
+    batch = StaticBatch(static, static.sequences, 30)
+    addresses = [x.data_ptr() for x in (*batch.batch[:6], *batch.batch.exact.values())]
+    for step in range(20):
+        batch.advance()
+        expected = plain.extend(plain.sequences, [1, 1, 1])
+        for name in ("lengths", "starts", "owners", "sinks", "exact"):
+            assert str(getattr(batch.batch, name)) == str(getattr(expected, name)), name
+        width = expected.block_table.shape[1]
+        for cache, here in ((static, batch.batch), (plain, expected)):  # pages are others, places in them the same
+            at = here.lengths - 1
+            place = here.block_table[:, :width].gather(1, at[:, None] // 16)[:, 0] * 16 + at % 16
+            assert torch.equal(here.slots, place), cache
+        for layer in range(2):
+            key, value, query = torch.randn(3, 3, 2, 64, generator=torch.Generator().manual_seed(step))
+            batch.append(layer, key, value)
+            plain.append(layer, key, value, expected)
+            found = batch.decode(layer, query, scale=0.1)
+            torch.testing.assert_close(found, plain.decode(layer, query, expected, scale=0.1))
+    assert addresses == [x.data_ptr() for x in (*batch.batch[:6], *batch.batch.exact.values())]
+    batch.close(20)
+    for mine, theirs in zip(static.sequences, plain.sequences, strict=True):
+        assert (mine.length, mine.sinks, mine.exact) == (theirs.length, theirs.sinks, theirs.exact)
+        for one, other in zip(static.stores, plain.stores, strict=True):
+            assert torch.equal(one.pages[mine.pages], other.pages[theirs.pages])
+    assert static.pool.used == plain.pool.used
+
+
+def test_room_is_taken_at_once_or_not_at_all() -> None:
+    cache = prompts("int4", [40, 3], pages=6)
+    with pytest.raises(PoolFull):
+        StaticBatch(cache, cache.sequences, 30)
+    assert cache.pool.used == 4 and [entry.length for entry in cache.sequences] == [40, 3]
+    twin = cache.fork(cache.sequences[1])
+    batch = StaticBatch(cache, [twin], 20)  # its page is shared: it gets one of its own
+    assert cache.pool.used == 6 and twin.pages[0] != cache.sequences[1].pages[0]
+    batch.close(0)
+    assert twin.length == 3 and cache.pool.used == 5
+
+
+def test_numbers_that_cannot_be_stored_are_named_and_taken_back() -> None:
+    cache = prompts("int4:sink=2,recent=8", [40, 3])
+    batch = StaticBatch(cache, cache.sequences, 5)
+    key, value = torch.randn(2, 2, 2, 64)
+    for bad in (False, True):
+        batch.advance()
+        batch.append(0, key, value)
+        batch.append(1, key, value * torch.tensor([1.0, float("inf") if bad else 1.0])[:, None, None])
+        if not bad:
+            batch.check()
+    with pytest.raises(NotFinite, match="layer 1: the key or value of token 4 of sequence 1 holds inf"):
+        batch.check()
+    batch.close(1, 2)
+    assert [entry.length for entry in cache.sequences] == [41, 4]
+    assert [entry.exact["key"] for entry in cache.sequences] == [34, 0], (
+        "the ring let token 33 go for the one taken back"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "steps", "message"),
+    [("kitty", 4, "coded in groups of 128 tokens"), ("int4", 0, "steps must be positive, got 0")],
+)
+def test_what_it_cannot_do_is_refused(recipe: str, steps: int, message: str) -> None:
+    cache = PagedCache(make_layout(recipe), 1)
+    with pytest.raises(ValueError, match=message):
+        StaticBatch(cache, [cache.new()], steps)
