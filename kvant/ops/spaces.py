@@ -73,14 +73,17 @@ def _apply(transforms: Sequence[BoundTransform], way: str, x: Tensor) -> Tensor:
     return x
 
 
-def as_matrix(space: Space, dim: int) -> Space:
-    """The same as one matrix where it is a Hadamard transform."""
-    if space.kind != HADAMARD:
-        return space
-    assert space.mean is None
-    unit = torch.eye(dim, dtype=torch.float64, device=None if space.tensor is None else space.tensor.device)
-    rows = unit if space.tensor is None else unit * space.tensor
-    return Space(MATRIX, 1, walsh_hadamard(rows, space.order).float()[None].contiguous(), space.offset)
+def matrix_of(
+    transforms: Sequence[BoundTransform], way: Literal["dual", "inverse"], layout: Layout, device: torch.device
+) -> Space:
+    """As `space_of`, with one matrix in place of a Hadamard transform."""
+    found, dim = space_of(transforms, way, layout, device), layout.head_dim
+    if found.kind != HADAMARD:
+        return found
+    matrix = walsh_hadamard(torch.eye(dim, dtype=torch.float64, device=device), found.order)
+    if found.tensor is not None:  # signs come first on the way in, last on the way out
+        matrix = matrix * (found.tensor if way == "inverse" else found.tensor[:, None])
+    return Space(MATRIX, 1, matrix.float()[None].contiguous(), found.offset)
 
 
 def refuse_turns(layout: Layout) -> str | None:

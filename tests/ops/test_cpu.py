@@ -35,6 +35,7 @@ TOKENWISE = [
     "int8:group=32",
     "saw-int4",
     "saw-int4-kv",
+    "saw-int4-kv:seed=3",
     "oscar:recent=20,sink=3",
 ]
 TOKENWISE += [

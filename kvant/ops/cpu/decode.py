@@ -12,7 +12,7 @@ from kvant.ops.cpu import library, structures
 from kvant.ops.cpu.plan import refuse, stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import as_matrix, blocks_of, lost_vector, space_of, turns
+from kvant.ops.spaces import blocks_of, lost_vector, matrix_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -46,8 +46,8 @@ def prepared(store: LayerStore) -> Prepared:
     call.run_bytes, call.origin = layout.run_bytes, layout.recipe.origin
     call.window_type = TYPES[layout.overlay_dtype]
     # of one query, a Hadamard transform is as quick as a matrix
-    dual = as_matrix(space_of(store.key.transforms, "dual", layout, device), layout.head_dim)
-    inverse = as_matrix(space_of(store.value.transforms, "inverse", layout, device), layout.head_dim)
+    dual = matrix_of(store.key.transforms, "dual", layout, device)
+    inverse = matrix_of(store.value.transforms, "inverse", layout, device)
     kept += [dual, inverse]
     if dual.tensor is not None:
         call.dual, call.dual_heads = dual.tensor.data_ptr(), len(dual.tensor)

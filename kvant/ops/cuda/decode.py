@@ -15,7 +15,7 @@ from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
 from kvant.ops.registry import register
-from kvant.ops.spaces import MATRIX, Space, as_matrix, blocks_of, lost_vector, space_of, turns
+from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -175,11 +175,12 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
     found = store.prepared.get("cuda.spaces")
     if found is None:
         layout, device = store.layout, store.pages.device
-        dual = space_of(store.key.transforms, "dual", layout, device)
         if layout.recipe.key.turned_back:  # queries are turned, then multiplied
-            dual = as_matrix(dual, layout.head_dim)
+            dual = matrix_of(store.key.transforms, "dual", layout, device)
             if dual.tensor is None:
                 dual = Space(MATRIX, 1, torch.eye(layout.head_dim, device=device)[None])
+        else:
+            dual = space_of(store.key.transforms, "dual", layout, device)
         found = dual, space_of(store.value.transforms, "inverse", layout, device)
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from kvant.ops import blocked, flash
 from kvant.ops.cuda import plan
 from kvant.ops.cuda.unpack import turn_forth, unpack
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, NONE, Space, as_matrix, blocks_of, space_of
+from kvant.ops.spaces import NONE, Space, blocks_of, matrix_of
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 
 Tensor = torch.Tensor
@@ -120,13 +120,8 @@ def _space(store: LayerStore, name: StreamName, dtype: torch.dtype) -> Space:
     place = f"cuda.back.{name}.{dtype}"
     if place not in store.prepared:
         layout, device = store.layout, store.pages.device
-        found = space_of(store.stream(name).transforms, "inverse", layout, device)
-        matrix = found.tensor
-        if found.kind == HADAMARD:  # which is its own transpose: signs come last here, not first
-            matrix = as_matrix(found, layout.head_dim).tensor
-            assert matrix is not None
-            matrix = matrix.mT.contiguous().to(device)
-        matrix, offset = (None if x is None else x.to(dtype) for x in (matrix, found.offset))
+        found = matrix_of(store.stream(name).transforms, "inverse", layout, device)
+        matrix, offset = (None if x is None else x.to(dtype) for x in (found.tensor, found.offset))
         store.prepared[place] = Space(found.kind, 1, matrix, offset)
     return store.prepared[place]  # type: ignore[no-any-return]
 
