@@ -41,11 +41,12 @@ def filled(
     page: int | None = None,
     device: str = "cuda",
     first: int = 0,
+    spare: int = 2,
 ) -> tuple[PagedCache, list[Entry]]:
     """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference."""
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
-    pages = sum(layout.pages_for(n) for n in lengths) + 2
+    pages = sum(layout.pages_for(n) for n in lengths) + spare
     ropes = [Rope(rope_of(dim).inv_freq.to(device), first)] if recipe.wants_rope else None
     tensors = {0: fitted(recipe, shape, device)}
     by = None if device == "cuda" else "reference"
@@ -176,11 +177,17 @@ def test_decode_in_a_cuda_graph_follows_its_inputs() -> None:
         "int2:sink=5,recent=70",
         "quarot-int2-win",
         "int4:k.bits=2",
+        "saw-int4-kv:order=16",
+        "kvant-4",
         "saw-hessian",
     ],
 )
-def test_append_writes_what_the_reference_writes(name: str, dim: int, dtype: str) -> None:
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+def test_append_writes_what_the_reference_writes(
+    name: str, dim: int, dtype: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference runs on the CPU: on a GPU, torch divides by a number through its reciprocal."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
     if name == "saw-hessian":
         name = next(n for n in recipes.names() if n.startswith("saw") and "hessian" in n)
     recipe, heads = recipes.get(name), 3
@@ -210,7 +217,9 @@ def test_append_writes_what_the_reference_writes(name: str, dim: int, dtype: str
 
 @gpu
 @needs_gpu
-def test_padding_slots_write_nothing() -> None:
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+def test_padding_slots_write_nothing(tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
     cache = PagedCache(make_layout("int2:sink=2,recent=3", 2, 64, dtype="bfloat16"), 1, 4, "cuda")
     batch = cache.extend([cache.new()], [5])
     batch = batch._replace(slots=torch.full_like(batch.slots, -1))
@@ -218,7 +227,7 @@ def test_padding_slots_write_nothing() -> None:
     store.pages.fill_(0xFF)
     for overlay in store.overlays.values():
         overlay.fill_(float("nan"))
-    cuda_append.append(store, *torch.randn(2, 5, 2, 64, device="cuda"), batch)
+    cuda_append.append(store, *torch.randn(2, 5, 2, 64, device="cuda", dtype=torch.bfloat16), batch)
     assert bool((store.pages == 0xFF).all())
     assert bool(store.overlays["key"].isnan().all())
 

@@ -1,4 +1,4 @@
-"""Appending by the kernel in append.cu: one launch for any number of new tokens."""
+"""Appending by the kernels in append.cu and tiles.cu: one launch for any number of new tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
 from kvant.ops.types import LayerStore, PagedBatch
+from kvant.transforms.hadamard import walsh_hadamard
 
 Tensor = torch.Tensor
 WARPS = 8
+TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
+TILE_DIMS = (64, 128)
 _PLANS: list[AppendPlan] = []
 
 
@@ -62,6 +65,14 @@ class AppendPlan:
     layout: Layout
     types: tuple[str, str]  # of the keys and values as they come
     orders: tuple[int, int]
+    means: tuple[bool, bool] = (False, False)  # whether they are taken off
+
+    @functools.cached_property
+    def tiled(self) -> bool:
+        """Whether there is a kernel for tiles of 16 tokens, too."""
+        codecs = [stream.codec for stream in self.layout.recipe.streams.values()]
+        plain = all(isinstance(codec, Affine) and codec.clip == 1.0 for codec in codecs)
+        return plain and self.layout.head_dim in TILE_DIMS and "float32" not in self.types
 
     @functools.cached_property
     def text(self) -> str:
@@ -79,7 +90,7 @@ class AppendPlan:
             "WARPS": WARPS,
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
-        for name, kind, order in zip(layout.recipe.streams, self.types, self.orders, strict=True):
+        for name, kind, order, mean in zip(layout.recipe.streams, self.types, self.orders, self.means, strict=True):
             codec = layout.recipe.streams[name].codec
             (meta,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
             bands = _bands(layout, name)
@@ -87,6 +98,7 @@ class AppendPlan:
                 f"{name.upper()}_TYPE": TYPES[kind],
                 f"{name.upper()}_HADAMARD": order,
                 f"{name.upper()}_HADAMARD_SCALE": order**-0.5,
+                f"{name.upper()}_MEAN": int(mean),
                 f"{name.upper()}_BANDS": f"Bands<{', '.join(text for text, *_ in bands)}>",
                 f"{name.upper()}_BITS": bands[0][1],
                 f"{name.upper()}_OFFSET": bands[0][2],
@@ -98,7 +110,8 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "append.cu"), constants)
+        files = ("ptx.cu", "common.cu", "append.cu", *(("tiles.cu",) if self.tiled else ()))
+        return nvrtc.with_constants(nvrtc.source(*files), constants)
 
 
 def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int]]:
@@ -119,8 +132,8 @@ def _plan_number(made: AppendPlan) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(made: AppendPlan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
+def _kernel(made: AppendPlan, device: torch.device, name: str) -> nvrtc.Kernel:
+    return nvrtc.Kernel(made.text, name, device, WARPS * 32)
 
 
 @register("append", "cuda", refuse, rank=10)
@@ -138,7 +151,8 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
             raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         rows[name] = x.contiguous()
     types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
-    made = AppendPlan(store.layout, types, tuple(space.order for space in spaces))  # type: ignore[arg-type]
+    orders, means = zip(*((space.order, space.mean is not None) for space in spaces), strict=True)
+    made = AppendPlan(store.layout, types, orders, means)  # type: ignore[arg-type]
     _append(
         store.pages,
         store.overlays["key"],
@@ -169,11 +183,19 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
     found = store.prepared.get("cuda.forward")
     if found is None:
         found = tuple(
-            space_of(stream.transforms, "forward", store.layout, store.pages.device)
+            _mean_after(space_of(stream.transforms, "forward", store.layout, store.pages.device))
             for stream in (store.key, store.value)
         )
         store.prepared["cuda.forward"] = found
     return found  # type: ignore[no-any-return]
+
+
+def _mean_after(space: Space) -> Space:
+    """The same with its mean to be taken off after the Hadamard."""
+    if space.mean is None or space.kind == NONE:
+        return space
+    mean = space.mean.double() if space.tensor is None else space.mean.double() * space.tensor
+    return dataclasses.replace(space, mean=walsh_hadamard(mean, space.order).float().contiguous())
 
 
 @torch.library.custom_op("kvant::append", mutates_args=("pages", "window_key", "window_value"))
@@ -202,7 +224,8 @@ def _append(
     if not len(key):
         return
     places = [clip * (made.layout.head_dim - 1) for clip in clips]
-    kernel = _kernel(made, key.device)
+    tiled = made.tiled and len(key) * made.layout.heads >= TILE_ROWS
+    kernel = _kernel(made, key.device, "kvant_append_tiles" if tiled else "kvant_append")
     arguments = _Arguments(
         key.data_ptr(),
         value.data_ptr(),
@@ -221,7 +244,7 @@ def _append(
         len(lengths),
         1 << (len(lengths) - 1).bit_length() >> 1,
     )
-    jobs = -(-len(key) // 2) * made.layout.heads
+    jobs = (2 * -(-len(key) // 16) if tiled else -(-len(key) // 2)) * made.layout.heads
     kernel.launch((-(-jobs // WARPS), 1), arguments)
 
 

@@ -1,0 +1,277 @@
+// Stores whole prompts: the text before it is append.cu, whose pairs of tokens serve what does not fit here. It does the same with a quarter of
+// the instructions.
+//
+// A warp takes sixteen tokens of one head and stream. Lane 4 g + t reads a quarter of tokens g and g + 8, and the tensor cores leave
+// every number where the page wants its code: keys are multiplied by a matrix from the right, so that lane (g, t) has the t-th quarter
+// of tokens g and g + 8; values from the left, so that it has the g-th eighth of tokens 2t, 2t + 1, 2t + 8 and 2t + 9. The matrix is one, or the
+// Hadamard of those bits of a channel's number that lanes differ in; sums and differences in registers do the other bits. Codes become
+// words of the page in registers.
+//
+// Constants beside those of append.cu: for KEY_ and VALUE_: MEAN (whether one is taken off).
+
+constexpr int WORDS_READ = D / 8;  // of a lane and token
+
+template <bool KEY> struct Tile {
+  static constexpr int TYPE = KEY ? KEY_TYPE : VALUE_TYPE, BITS = KEY ? KEY_BITS : VALUE_BITS, META = KEY ? KEY_META : VALUE_META;
+  static constexpr int META_TYPE = KEY ? KEY_META_TYPE : VALUE_META_TYPE, META_OFFSET = KEY ? KEY_META_OFFSET : VALUE_META_OFFSET;
+  static constexpr int OFFSET = KEY ? KEY_OFFSET : VALUE_OFFSET, ORDER = KEY ? KEY_HADAMARD : VALUE_HADAMARD, SEARCH = KEY ? KEY_SEARCH : VALUE_SEARCH;
+  static constexpr bool MEAN = KEY ? KEY_MEAN : VALUE_MEAN;
+  static constexpr float BY = MEAN ? 1.f : (float)(KEY ? KEY_HADAMARD_SCALE : VALUE_HADAMARD_SCALE);  // numbers are that of what the lane has
+  static constexpr bool AS_READ = ORDER == 1 && !MEAN && SEARCH == 1;  // ranges are those of the tokens as they were read
+  static constexpr int ROWS = KEY ? 2 : 4, N = D / (2 * ROWS);         // tokens of a lane and channels of each
+  static constexpr int ROW_WORDS = D * BITS / 128;                     // of a lane: one token's keys, or two tokens' values
+  using Code = Coder<BITS, META>;
+
+  int lane, g, t;
+  float x[ROWS][N];
+
+  // --- whose row is whose: every row of the tile is owned by lanes that compute its scale --------------------------------------
+
+  DEV int token(int r) const { return KEY ? g + 8 * r : 8 * (r >> 1) + 2 * t + (r & 1); }
+  DEV int owned() const { return KEY || AS_READ ? g + 8 * (t >> 1) : 8 * (lane >> 4) + 2 * t + (lane >> 3 & 1); }
+  template <class F> DEV float own_of_two(float a, float b, int apart, F f) const {
+    const bool second = lane & apart;
+    return f(second ? b : a, __shfl_xor_sync(FULL, second ? a : b, apart));
+  }
+  template <class F> DEV float own(const float* v, F f) const {  // of all lanes' parts of a row
+    if constexpr (KEY || AS_READ) {
+      const float both = own_of_two(v[0], v[1], 2, f);
+      return f(both, __shfl_xor_sync(FULL, both, 1));
+    } else {
+      const float both = own_of_two(own_of_two(v[0], v[2], 16, f), own_of_two(v[1], v[3], 16, f), 8, f);
+      return f(both, __shfl_xor_sync(FULL, both, 4));
+    }
+  }
+  template <class T> DEV void spread(T mine, T* v) const {  // what owners know to lanes that have the row
+    if constexpr (KEY) {
+      const T other = __shfl_xor_sync(FULL, mine, 2);
+      v[0] = t & 2 ? other : mine, v[1] = t & 2 ? mine : other;
+    } else {
+#pragma unroll
+      for (int r = 0; r < 4; r++) v[r] = __shfl_sync(FULL, mine, AS_READ ? 4 * (2 * t + (r & 1)) + (r & 2) : 8 * r + (lane & 7));
+    }
+  }
+
+  // --- from what was read to what is stored --------------------------------------------------------------------------------------
+
+  DEV static u32 entry(int in, int out) {  // of the matrix: two neighbouring channels on one
+    u32 both = 0;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const u32 one = (TYPE == 0 ? 0x3F80u : 0x3C00u) | (__popc((in + e) & out & (ORDER - 1)) & 1) << 15;
+      both |= (((in + e) ^ out) & ~(ORDER - 1) ? 0u : one) << (16 * e);
+    }
+    return both;
+  }
+  DEV static void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
+    else mma(c, a0, a1, a2, a3, b0, b1);
+  }
+  DEV void turn(u32 (*w)[WORDS_READ], const float* signs, const float* mean) {
+    if (ORDER > 1 && signs)
+#pragma unroll
+      for (int i = 0; i < WORDS_READ; i++) {
+        const float* s = signs + t * (D / 4) + 2 * i;
+        const u32 flip = (s[0] < 0.f ? 0x8000u : 0u) | (s[1] < 0.f ? 0x80000000u : 0u);
+        w[0][i] ^= flip, w[1][i] ^= flip;
+      }
+    u32 part[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      part[i / 2][i % 2] = KEY ? entry(t * (D / 4) + i % 2 * 2, g / 2 * (D / 4) + i / 2 * 2 + g % 2) : entry(t * (D / 4) + i % 2 * (D / 8), g * (D / 8) + i / 2);
+#pragma unroll
+    for (int m = 0; m < D / 16; m++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        float c[4] = {0.f, 0.f, 0.f, 0.f};
+        if constexpr (KEY) multiply(c, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], part[k][0], part[k][1]);
+        else multiply(c, part[0][0], part[1][0], part[0][1], part[1][1], w[k][m], w[k][m + D / 16]);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if constexpr (KEY) x[i / 2][4 * m + 2 * k + i % 2] = c[i];
+          else x[2 * k + i % 2][2 * m + i / 2] = c[i];
+      }
+#pragma unroll
+    for (int half = KEY ? 4 : 2; half < N && half < ORDER; half *= 2)
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+          if (!(i & half)) {
+            const float first = x[r][i], second = x[r][(i + half) % N];
+            x[r][i] = first + second, x[r][(i + half) % N] = first - second;
+          }
+    if constexpr (MEAN) {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const float off = mean[(KEY ? t : g) * N + i];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) x[r][i] = fmaf(x[r][i], (float)(KEY ? KEY_HADAMARD_SCALE : VALUE_HADAMARD_SCALE), -off);
+      }
+    }
+  }
+
+  // The range of the owned row.
+  DEV void range(const u32 (*w)[WORDS_READ], float& least, float& most) const {
+    float low_[ROWS], high_[ROWS];
+    if constexpr (AS_READ) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        u32 a = w[r][0], b = w[r][0];
+#pragma unroll
+        for (int i = 1; i < WORDS_READ; i++) a = pair_min<TYPE>(a, w[r][i]), b = pair_max<TYPE>(b, w[r][i]);
+        low_[r] = fminf(low<TYPE>(a), high<TYPE>(a)), high_[r] = fmaxf(low<TYPE>(b), high<TYPE>(b));
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        low_[r] = high_[r] = x[r][0];
+#pragma unroll
+        for (int i = 1; i < N; i++) low_[r] = fminf(low_[r], x[r][i]), high_[r] = fmaxf(high_[r], x[r][i]);
+      }
+    }
+    least = own(low_, [](float a, float b) { return fminf(a, b); }) * BY;
+    most = own(high_, [](float a, float b) { return fmaxf(a, b); }) * BY;
+  }
+
+  DEV Scale scale(float least, float most) const {  // of the owned row
+    Scale best = scale_of<BITS, META, META_TYPE>(least, most);
+    if constexpr (SEARCH > 1) {
+      const float middle = (most + least) * 0.5f, half = (most - least) * 0.5f;
+      float lowest = 0.f;
+      for (int k = 0; k < SEARCH; k++) {
+        const float reach = half * ::part<SEARCH>(k);
+        const Scale found = k ? scale_of<BITS, META, META_TYPE>(middle - reach, middle + reach) : best;
+        float back[ROWS], zero[ROWS], errors[ROWS];
+        spread(found.back, back), spread(found.zero, zero);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          const Code code(back[r], zero[r], BY);
+          errors[r] = 0.f;
+#pragma unroll
+          for (int i = 0; i < N; i++) {
+            const float missed = code.missed(x[r][i]);
+            errors[r] = fmaf(missed, missed, errors[r]);
+          }
+        }
+        const float error = own(errors, [](float a, float b) { return a + b; }) * (found.scale * found.scale);
+        if (k == 0 || error < lowest) lowest = error, best = found;
+      }
+    }
+    return best;
+  }
+
+  // --- writing -------------------------------------------------------------------------------------------------------------------
+
+  DEV void store_window(const Arguments& a, int first, int head, s64 slot) const {
+    const s64 mine = slot >= 0 ? window_place(a, first + owned()) : -1;
+    if (!__any_sync(FULL, mine >= 0)) return;
+    s64 at[ROWS];
+    spread(mine, at);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+      if (at[r] >= 0) {
+        u32 w[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+          const float one = x[r][2 * i] * BY, two = x[r][2 * i + 1] * BY;
+          w[i] = WINDOW_TYPE == 0 ? bf16_pair(one, two) : fp16_pair(one, two);
+        }
+        u16* to = (u16*)(KEY ? a.window_key : a.window_value) + (at[r] * KV_HEADS + head) * D + (KEY ? t : g) * N;
+        store_words<N / 2>((u8*)to, w);
+      }
+  }
+
+  // Words of codes: key words hold two neighbouring channels in their halves, value words two tokens.
+  DEV void words(u32* w, const Code& low_, const Code& high_, const float* x_low, const float* x_high) const {
+    constexpr int PER = 16 / BITS;
+    constexpr u32 HALF = 0xFFFFu / ((1 << BITS) - 1);  // a one at every place of a half
+#pragma unroll
+    for (int k = 0; k < ROW_WORDS; k++) {
+      w[k] = 0u - low_.base() * HALF - (high_.base() * HALF << 16);
+#pragma unroll
+      for (int s = 0; s < PER; s++) {
+        const int i = k * PER + s;
+        w[k] += low_.bits(x_low[KEY ? 2 * i : i]) << (s * BITS);
+        w[k] += high_.bits(x_high[KEY ? 2 * i + 1 : i]) << (16 + s * BITS);
+      }
+    }
+  }
+  DEV static u32* place(u8* run, s64 slot, int g, int t, int second) {
+    return (u32*)(run + OFFSET) + ((Place(slot).tile * 8 + g) * 4 + t) * (2 * ROW_WORDS) + second * ROW_WORDS;
+  }
+  DEV void store_keys(const Arguments& a, int first, int head, const Code* code) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int at = first + token(r);
+      const s64 slot = at < a.tokens ? a.slots[at] : -1;
+      u32 w[ROW_WORDS];
+      words(w, code[r], code[r], x[r], x[r]);
+      if (slot >= 0) store_words<ROW_WORDS>((u8*)place(run_of(a, slot, head), slot, (int)(slot % 8), t, (int)(slot % 16 / 8)), w);
+    }
+  }
+  DEV void store_values(const Arguments& a, int first, int head, const Code* code) const {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      s64 slot[2];
+      u32 w[ROW_WORDS];
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int at = first + token(2 * k + e);
+        slot[e] = at < a.tokens ? a.slots[at] : -1;
+      }
+      words(w, code[2 * k], code[2 * k + 1], x[2 * k], x[2 * k + 1]);
+      if (slot[0] >= 0 && slot[0] % 2 == 0 && slot[1] == slot[0] + 1) {
+        store_words<ROW_WORDS>((u8*)place(run_of(a, slot[0], head), slot[0], g, (int)(slot[0] % 8 / 2), (int)(slot[0] % 16 / 8)), w);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          if (slot[e] >= 0) {
+            u16* to = (u16*)place(run_of(a, slot[e], head), slot[e], g, (int)(slot[e] % 8 / 2), (int)(slot[e] % 16 / 8));
+#pragma unroll
+            for (int i = 0; i < ROW_WORDS; i++) to[2 * i + slot[e] % 2] = (u16)(w[i] >> (16 * e));
+          }
+      }
+    }
+  }
+
+  DEV void append(const Arguments& a, int first, int head) {
+    u32 w[2][WORDS_READ];
+    const u8* from = (const u8*)(KEY ? a.key : a.value);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      load_words<WORDS_READ>(w[r], from + (((s64)min(first + g + 8 * r, a.tokens - 1) * KV_HEADS + head) * D + t * (D / 4)) * 2);
+    const int mine = first + owned();
+    const s64 slot = mine < a.tokens ? a.slots[mine] : -1;
+    float least, most, back[ROWS], zero[ROWS];
+    if constexpr (AS_READ) range(w, least, most);
+    turn(w, KEY ? a.key_signs : a.value_signs, MEAN ? (KEY ? a.key_mean : a.value_mean) + head * D : nullptr);
+    if constexpr (!AS_READ) range(w, least, most);
+#if WINDOW_TOKENS
+    store_window(a, first, head, slot);
+#endif
+    const Scale best = scale(least, most);
+    if (slot >= 0 && (KEY || AS_READ ? t % 2 : g % 2) == 0)
+      store_meta(run_of(a, slot, head), META_OFFSET, META, slot, META_TYPE == 0 ? bf16_pair(best.scale, best.zero) : fp16_pair(best.scale, best.zero));
+    spread(best.back, back), spread(best.zero, zero);
+    if constexpr (KEY) {
+      const Code code[2] = {{back[0], zero[0], BY}, {back[1], zero[1], BY}};
+      store_keys(a, first, head, code);
+    } else {
+      const Code code[4] = {{back[0], zero[0], BY}, {back[1], zero[1], BY}, {back[2], zero[2], BY}, {back[3], zero[3], BY}};
+      store_values(a, first, head, code);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_tiles(const Arguments a) {
+  const int lane = threadIdx.x & 31, job = blockIdx.x * WARPS + (threadIdx.x >> 5), head = job % KV_HEADS, rest = job / KV_HEADS, first = rest / 2 * 16;
+  if (first >= a.tokens) return;
+  if (rest % 2 == 0) {
+    Tile<true> tile{lane, lane >> 2, lane & 3};
+    tile.append(a, first, head);
+  } else {
+    Tile<false> tile{lane, lane >> 2, lane & 3};
+    tile.append(a, first, head);
+  }
+}
