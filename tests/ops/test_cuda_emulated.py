@@ -137,6 +137,9 @@ def test_append(name: str, dim: int) -> None:
         ("int4:k.bits=8,v.bits=2", 64, "bfloat16", None),
         ("kvant-4", 128, "bfloat16", None),
         ("int4:zero=float,search=3", 64, "float16", None),
+        ("int4:k.clip=0.6", 64, "bfloat16", None),
+        ("oscar:sink=3,recent=20", 128, "bfloat16", None),
+        ("oscar", 64, "float16", None),
     ],
 )
 def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,13 @@ struct Arguments {
   const float *key_mean, *value_mean;  // [KV_HEADS, D], taken off what is transformed; or null
   const float *key_signs, *value_signs;
   const float *key_weights, *value_weights, *key_taken, *value_taken;  // of banded codes, [KV_HEADS, D] each; or null
+  const u32 *key_matrix, *value_matrix;  // as tiles.cu reads them; or null
   u8* pages;
   const s64 *slots, *starts, *lengths, *owners;
   void *window_key, *window_value;
   float key_share, value_share;   // where a row is clipped: so far from the magnitude that ..._drop others exceed to the next larger
   int key_drop, value_drop;       // 0 where nothing is clipped
+  int key_stride, value_stride;   // from a head's matrix to the next, in units of 16 bytes
   int tokens, batch, half_batch;  // the last is the largest power of two below the batch, or 0
 };
 
@@ -92,30 +94,31 @@ template <int ORDER> DEV void one_stream(float* x, bool mine, const float* signs
 
 template <int TYPE> DEV float rounded(float x) { return TYPE == 0 ? bf16_low(bf16_pair(x, 0.f)) : fp16_low(fp16_pair(x, 0.f)); }
 
-// Clips a row, which eight lanes have, at a quantile of its magnitudes: the largest are taken off one by one. `most` is the largest
-// `drop` of the warp's rows.
-DEV void clip(float* x, int drop, int most, float share, int lane) {
-  float left[OWN], above = 0.f, below = 0.f;
+// Clips a row at a quantile of its magnitudes: the largest are taken off one by one. `most` is the largest `drop` of the warp's rows.
+// Lanes that have a row together, `mates`, have numbers that differ in the bits from FROM up to below TO.
+template <int N, int FROM, int TO> DEV void clip(float* x, int drop, int most, float share, u32 mates, int lane) {
+  float left[N], above = 0.f, below = 0.f;
 #pragma unroll
-  for (int i = 0; i < OWN; i++) left[i] = fabsf(x[i]);
+  for (int i = 0; i < N; i++) left[i] = fabsf(x[i]);
   for (int k = 0; k <= most; k++) {
     float own = left[0];
 #pragma unroll
-    for (int i = 1; i < OWN; i++) own = fmaxf(own, left[i]);
+    for (int i = 1; i < N; i++) own = fmaxf(own, left[i]);
     float top = own;
 #pragma unroll
-    for (int o = 1; o < 8; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
-    const u32 having = __ballot_sync(FULL, own == top) >> (lane & 24) & 255;  // of the row's lanes; the first one gives it away
-    bool mine = __ffs(having) - 1 == (lane & 7);
+    for (int o = FROM; o < TO; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
+    bool mine = __ffs(__ballot_sync(FULL, own == top) & mates) - 1 == lane;  // the first of the lanes that have it gives it away
 #pragma unroll
-    for (int i = 0; i < OWN; i++)
-      if (mine && left[i] == top) left[i] = -1.f, mine = false;
+    for (int i = 0; i < N; i++) {
+      const bool this_one = mine & left[i] == top;
+      left[i] = this_one ? -1.f : left[i], mine = mine & !this_one;
+    }
     if (k == drop - 1) above = top;
     if (k == drop) below = top;
   }
   const float apart = above - below, limit = share < 0.5f ? fmaf(share, apart, below) : fmaf(share - 1.f, apart, above);
 #pragma unroll
-  for (int i = 0; i < OWN; i++)
+  for (int i = 0; i < N; i++)
     if (drop) x[i] = fminf(fmaxf(x[i], -limit), limit);
 }
 
@@ -451,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
 #endif
 
 #if CLIP
-  clip(x, is_key ? a.key_drop : a.value_drop, max(a.key_drop, a.value_drop), is_key ? a.key_share : a.value_share, lane);
+  clip<OWN, 1, 8>(x, is_key ? a.key_drop : a.value_drop, max(a.key_drop, a.value_drop), is_key ? a.key_share : a.value_share, 255u << (lane & 24), lane);
 #endif
   u32 codes[(OWN + 3) / 4], meta;
   if constexpr (!KEY_BANDED && !VALUE_BANDED && KEY_BITS == VALUE_BITS && KEY_META == VALUE_META && KEY_META_TYPE == VALUE_META_TYPE && KEY_SEARCH == VALUE_SEARCH) {

@@ -15,7 +15,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
+from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, space_of
 from kvant.ops.types import LayerStore, PagedBatch
 from kvant.transforms.hadamard import walsh_hadamard
 
@@ -23,6 +23,7 @@ Tensor = torch.Tensor
 WARPS = 8
 TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
 TILE_DIMS = (64, 128)
+PARTS = {torch.bfloat16: 3, torch.float16: 2}  # of a matrix in a type, so that its products are as good as float32's
 _PLANS: list[AppendPlan] = []
 
 
@@ -45,16 +46,24 @@ def refuse_layout(layout: Layout) -> str | None:
     return plan.refuse_layout(layout)
 
 
+def tileable(layout: Layout) -> bool:
+    """Whether tiles of 16 tokens can be written, where they come in 16 bits."""
+    plain = all(isinstance(stream.codec, Affine) for stream in layout.recipe.streams.values())
+    return plain and layout.head_dim in TILE_DIMS
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("key", "value", "key_mean", "value_mean", "key_signs", "value_signs")),
         *((name, ctypes.c_void_p) for name in ("key_weights", "value_weights", "key_taken", "value_taken")),
+        *((name, ctypes.c_void_p) for name in ("key_matrix", "value_matrix")),
         *(
             (name, ctypes.c_void_p)
             for name in ("pages", "slots", "starts", "lengths", "owners", "window_key", "window_value")
         ),
         *((name, ctypes.c_float) for name in ("key_share", "value_share")),
-        *((name, ctypes.c_int) for name in ("key_drop", "value_drop", "tokens", "batch", "half_batch")),
+        *((name, ctypes.c_int) for name in ("key_drop", "value_drop", "key_stride", "value_stride")),
+        *((name, ctypes.c_int) for name in ("tokens", "batch", "half_batch")),
     ]
 
 
@@ -66,13 +75,12 @@ class AppendPlan:
     types: tuple[str, str]  # of the keys and values as they come
     orders: tuple[int, int]
     means: tuple[bool, bool] = (False, False)  # whether they are taken off
+    parts: tuple[int, int] = (0, 0)  # of a matrix that the kernel multiplies by, 0 where there is none
 
     @functools.cached_property
     def tiled(self) -> bool:
         """Whether there is a kernel for tiles of 16 tokens, too."""
-        codecs = [stream.codec for stream in self.layout.recipe.streams.values()]
-        plain = all(isinstance(codec, Affine) and codec.clip == 1.0 for codec in codecs)
-        return plain and self.layout.head_dim in TILE_DIMS and "float32" not in self.types
+        return tileable(self.layout) and "float32" not in self.types
 
     @functools.cached_property
     def text(self) -> str:
@@ -90,7 +98,9 @@ class AppendPlan:
             "WARPS": WARPS,
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
-        for name, kind, order, mean in zip(layout.recipe.streams, self.types, self.orders, self.means, strict=True):
+        for name, kind, order, mean, parts in zip(
+            layout.recipe.streams, self.types, self.orders, self.means, self.parts, strict=True
+        ):
             codec = layout.recipe.streams[name].codec
             (meta,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
             bands = _bands(layout, name)
@@ -99,6 +109,7 @@ class AppendPlan:
                 f"{name.upper()}_HADAMARD": order,
                 f"{name.upper()}_HADAMARD_SCALE": order**-0.5,
                 f"{name.upper()}_MEAN": int(mean),
+                f"{name.upper()}_PARTS": parts,
                 f"{name.upper()}_BANDS": f"Bands<{', '.join(text for text, *_ in bands)}>",
                 f"{name.upper()}_BITS": bands[0][1],
                 f"{name.upper()}_OFFSET": bands[0][2],
@@ -138,21 +149,28 @@ def _kernel(made: AppendPlan, device: torch.device, name: str) -> nvrtc.Kernel:
 
 @register("append", "cuda", refuse, rank=10)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-    """As the reference's `append`. Transforms other than a mean and a Hadamard are matrix products before the kernel."""
+    """As the reference's `append`. Matrices are multiplied before the kernel where tokens are few or do not come in 16 bits, and
+    keys turned back."""
     spaces = list(_spaces(store))
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
+    short = all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
+    tiled = short and tileable(store.layout) and len(key) * store.layout.heads >= TILE_ROWS
+    matrices: list[Tensor | None] = [None, None]
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)
         if stream.rope is not None:
             x, spaces[i] = stream.stored(x.float(), _positions(batch, len(x))), Space()
-        elif space.kind not in (NONE, HADAMARD):
+        elif space.kind == MATRIX and tiled:
+            matrices[i], spaces[i] = _fragments(store, name, x.dtype)
+        elif space.kind == MATRIX:
             x = stream.forward(x.float())
         if str(x.dtype).removeprefix("torch.") not in TYPES:
             raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         rows[name] = x.contiguous()
     types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
     orders, means = zip(*((space.order, space.mean is not None) for space in spaces), strict=True)
-    made = AppendPlan(store.layout, types, orders, means)  # type: ignore[arg-type]
+    parts = tuple(0 if matrix is None else matrix.shape[1] for matrix in matrices)
+    made = AppendPlan(store.layout, types, orders, means, parts)  # type: ignore[arg-type]
     _append(
         store.pages,
         store.overlays["key"],
@@ -163,6 +181,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         *(space.tensor if space.kind == HADAMARD else None for space in spaces),
         *(getattr(store.stream(name).codec, "weights", None) for name in rows),
         *(getattr(store.stream(name).codec, "mean", None) for name in rows),
+        *matrices,
         batch.slots,
         batch.starts,
         batch.lengths,
@@ -170,6 +189,33 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         [getattr(store.stream(name).codec, "clip", 1.0) for name in rows],
         _plan_number(made),
     )
+
+
+def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple[Tensor, Space]:
+    """A stream's matrix as parts of a 16-bit type, largest last, in the order of tiles.cu's registers:
+    int32 [1 or heads, parts, ...]; and what is left to do after it."""
+    found = store.prepared.get(f"cuda.{name}.{dtype}")
+    if found is None:
+        space = _spaces(store)[0 if name == "key" else 1]
+        assert space.tensor is not None
+        rest, dim = space.tensor.double(), store.layout.head_dim
+        parts: list[Tensor] = []
+        for _ in range(PARTS[dtype]):
+            parts.insert(0, rest.to(dtype))
+            rest = rest - parts[0].double()
+        count = dim // 16
+        m, q, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
+        g, t = lane // 4, lane % 4
+        if name == "key":  # i: which of two products; j: which register
+            rows, columns = t * (dim // 4) + 4 * m + 2 * j + e, g // 2 * (dim // 4) + 4 * q + 2 * i + g % 2
+        else:  # i: which columns; j: which rows of the product
+            rows, columns = t * (dim // 4) + i * (dim // 8) + 2 * m + e, g * (dim // 8) + 2 * q + j
+        device = space.tensor.device
+        made = torch.stack(parts, 1)[:, :, rows.to(device), columns.to(device)].contiguous().view(torch.int32)
+        mean = None if space.offset is None else -space.offset.expand(store.layout.heads, dim).contiguous()
+        found = made, Space(mean=mean)
+        store.prepared[f"cuda.{name}.{dtype}"] = found
+    return found  # type: ignore[no-any-return]
 
 
 def _positions(batch: PagedBatch, tokens: int) -> Tensor:
@@ -213,6 +259,8 @@ def _append(
     value_weights: Tensor | None,
     key_taken: Tensor | None,
     value_taken: Tensor | None,
+    key_matrix: Tensor | None,
+    value_matrix: Tensor | None,
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
@@ -231,6 +279,7 @@ def _append(
         value.data_ptr(),
         *(None if x is None else x.data_ptr() for x in (key_mean, value_mean, key_signs, value_signs)),
         *(None if x is None else x.data_ptr() for x in (key_weights, value_weights, key_taken, value_taken)),
+        *(None if x is None else x.data_ptr() for x in (key_matrix, value_matrix)),
         pages.data_ptr(),
         slots.data_ptr(),
         starts.data_ptr(),
@@ -240,12 +289,13 @@ def _append(
         window_value.data_ptr(),
         *(place - int(place) for place in places),
         *(made.layout.head_dim - 1 - int(place) for place in places),
+        *(0 if x is None or len(x) == 1 else x.stride(0) // 4 for x in (key_matrix, value_matrix)),
         len(key),
         len(lengths),
         1 << (len(lengths) - 1).bit_length() >> 1,
     )
-    jobs = (2 * -(-len(key) // 16) if tiled else -(-len(key) // 2)) * made.layout.heads
-    kernel.launch((-(-jobs // WARPS), 1), arguments)
+    jobs = -(-len(key) // (16 if tiled else 2)) * made.layout.heads
+    kernel.launch((-(-jobs // WARPS) * (2 if tiled else 1), 1), arguments)
 
 
 @_append.register_fake

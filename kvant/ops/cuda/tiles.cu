@@ -5,9 +5,9 @@
 // every number where the page wants its code: keys are multiplied by a matrix from the right, so that lane (g, t) has the t-th quarter
 // of tokens g and g + 8; values from the left, so that it has the g-th eighth of tokens 2t, 2t + 1, 2t + 8 and 2t + 9. The matrix is one, or the
 // Hadamard of those bits of a channel's number that lanes differ in; sums and differences in registers do the other bits. Codes become
-// words of the page in registers.
+// words of the page in registers. A learnt matrix is a sum of PARTS matrices of the input's type, so that products are exact.
 //
-// Constants beside those of append.cu: for KEY_ and VALUE_: MEAN (whether one is taken off).
+// Constants beside those of append.cu: for KEY_ and VALUE_: MEAN (whether one is taken off), PARTS (of a matrix, 0 for none).
 
 constexpr int WORDS_READ = D / 8;  // of a lane and token
 
@@ -16,8 +16,9 @@ template <bool KEY> struct Tile {
   static constexpr int META_TYPE = KEY ? KEY_META_TYPE : VALUE_META_TYPE, META_OFFSET = KEY ? KEY_META_OFFSET : VALUE_META_OFFSET;
   static constexpr int OFFSET = KEY ? KEY_OFFSET : VALUE_OFFSET, ORDER = KEY ? KEY_HADAMARD : VALUE_HADAMARD, SEARCH = KEY ? KEY_SEARCH : VALUE_SEARCH;
   static constexpr bool MEAN = KEY ? KEY_MEAN : VALUE_MEAN;
+  static constexpr int PARTS = KEY ? KEY_PARTS : VALUE_PARTS;
   static constexpr float BY = MEAN ? 1.f : (float)(KEY ? KEY_HADAMARD_SCALE : VALUE_HADAMARD_SCALE);  // numbers are that of what the lane has
-  static constexpr bool AS_READ = ORDER == 1 && !MEAN && SEARCH == 1;  // ranges are those of the tokens as they were read
+  static constexpr bool AS_READ = ORDER == 1 && !PARTS && !MEAN && SEARCH == 1 && !CLIP;  // ranges are those of the tokens as they were read
   static constexpr int ROWS = KEY ? 2 : 4, N = D / (2 * ROWS);         // tokens of a lane and channels of each
   static constexpr int ROW_WORDS = D * BITS / 128;                     // of a lane: one token's keys, or two tokens' values
   using Code = Coder<BITS, META>;
@@ -67,7 +68,31 @@ template <bool KEY> struct Tile {
     if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
     else mma(c, a0, a1, a2, a3, b0, b1);
   }
-  DEV void turn(u32 (*w)[WORDS_READ], const float* signs, const float* mean) {
+  // Products with a learnt matrix, whose registers lie in the order in which they are used.
+  DEV void multiply_all(const u32 (*w)[WORDS_READ], const uint4* matrix) {
+#pragma unroll
+    for (int i = 0; i < ROWS * N; i++) x[i / N][i % N] = 0.f;
+#pragma unroll 1
+    for (int p = 0; p < PARTS; p++)
+#pragma unroll
+      for (int m = 0; m < D / 16; m++)
+#pragma unroll
+        for (int q = 0; q < D / 16; q++) {
+          const uint4 f = matrix[((p * (D / 16) + m) * (D / 16) + q) * 32 + lane];
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            float* c[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[i] = KEY ? &x[i / 2][4 * q + 2 * k + i % 2] : &x[2 * k + i % 2][2 * q + i / 2];
+            float sum[4] = {*c[0], *c[1], *c[2], *c[3]};
+            if constexpr (KEY) multiply(sum, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], k ? f.z : f.x, k ? f.w : f.y);
+            else multiply(sum, f.x, f.y, f.z, f.w, w[k][m], w[k][m + D / 16]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) *c[i] = sum[i];
+          }
+        }
+  }
+  DEV void turn(u32 (*w)[WORDS_READ], const float* signs) {
     if (ORDER > 1 && signs)
 #pragma unroll
       for (int i = 0; i < WORDS_READ; i++) {
@@ -101,14 +126,20 @@ template <bool KEY> struct Tile {
             const float first = x[r][i], second = x[r][(i + half) % N];
             x[r][i] = first + second, x[r][(i + half) % N] = first - second;
           }
-    if constexpr (MEAN) {
+  }
+  DEV void take_off(const float* mean) {
 #pragma unroll
-      for (int i = 0; i < N; i++) {
-        const float off = mean[(KEY ? t : g) * N + i];
+    for (int i = 0; i < N; i++) {
+      const float off = mean[(KEY ? t : g) * N + i];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) x[r][i] = fmaf(x[r][i], (float)(KEY ? KEY_HADAMARD_SCALE : VALUE_HADAMARD_SCALE), -off);
-      }
+      for (int r = 0; r < ROWS; r++) x[r][i] = fmaf(x[r][i], (float)(KEY ? KEY_HADAMARD_SCALE : VALUE_HADAMARD_SCALE), -off);
     }
+  }
+  // As in append.cu, row after row: those of eight (keys) or of four tokens at once.
+  DEV void clip_rows(int drop, float share) {
+    constexpr u32 MATES = KEY ? 0xFu : 0x11111111u;  // lanes that have a row together
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) clip<N, KEY ? 1 : 4, KEY ? 4 : 32>(x[r], drop, drop, share, MATES << (KEY ? lane & 28 : t), lane);
   }
 
   // The range of the owned row.
@@ -245,10 +276,16 @@ template <bool KEY> struct Tile {
     const s64 slot = mine < a.tokens ? a.slots[mine] : -1;
     float least, most, back[ROWS], zero[ROWS];
     if constexpr (AS_READ) range(w, least, most);
-    turn(w, KEY ? a.key_signs : a.value_signs, MEAN ? (KEY ? a.key_mean : a.value_mean) + head * D : nullptr);
-    if constexpr (!AS_READ) range(w, least, most);
+    if constexpr (PARTS > 0) multiply_all(w, (const uint4*)(KEY ? a.key_matrix : a.value_matrix) + head * (KEY ? a.key_stride : a.value_stride));
+    else turn(w, KEY ? a.key_signs : a.value_signs);
+    if constexpr (MEAN) take_off((KEY ? a.key_mean : a.value_mean) + head * D);
+    if constexpr (!AS_READ && !CLIP) range(w, least, most);
 #if WINDOW_TOKENS
     store_window(a, first, head, slot);
+#endif
+#if CLIP
+    clip_rows(KEY ? a.key_drop : a.value_drop, KEY ? a.key_share : a.value_share);
+    range(w, least, most);
 #endif
     const Scale best = scale(least, most);
     if (slot >= 0 && (KEY || AS_READ ? t % 2 : g % 2) == 0)
@@ -264,10 +301,10 @@ template <bool KEY> struct Tile {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_tiles(const Arguments a) {
-  const int lane = threadIdx.x & 31, job = blockIdx.x * WARPS + (threadIdx.x >> 5), head = job % KV_HEADS, rest = job / KV_HEADS, first = rest / 2 * 16;
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) kvant_append_tiles(const Arguments a) {
+  const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * WARPS + (threadIdx.x >> 5), head = job % KV_HEADS, first = job / KV_HEADS * 16;
   if (first >= a.tokens) return;
-  if (rest % 2 == 0) {
+  if (blockIdx.x % 2 == 0) {
     Tile<true> tile{lane, lane >> 2, lane & 3};
     tile.append(a, first, head);
   } else {
