@@ -143,12 +143,12 @@ def test_append(name: str, dim: int) -> None:
     ],
 )
 def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that begin anywhere in a page, that sequences share, and that are not full."""
+    """Tiles that begin anywhere in a page, even or odd, that sequences share, and that are not full."""
     monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
     ran: list[str] = []
     kernel = cuda_append._kernel
     monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[-1]) or kernel(*args))
-    check_append(name, dim, ([5, 1, 64], [1, 1, 1], [0, 30, 2]), dtype, page)
+    check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page)
     assert ran == ["kvant_append_tiles"] * 3
 
 

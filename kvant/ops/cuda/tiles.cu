@@ -231,38 +231,55 @@ template <bool KEY> struct Tile {
   DEV static u32* place(u8* run, s64 slot, int g, int t, int second) {
     return (u32*)(run + OFFSET) + ((Place(slot).tile * 8 + g) * 4 + t) * (2 * ROW_WORDS) + second * ROW_WORDS;
   }
+  DEV static s64 slot_of(const Arguments& a, int first, int token) {  // of a token of the tile; -1 of others
+    return token >= 0 && token < 16 && first + token < a.tokens ? a.slots[first + token] : -1;
+  }
   DEV void store_keys(const Arguments& a, int first, int head, const Code* code) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int at = first + token(r);
-      const s64 slot = at < a.tokens ? a.slots[at] : -1;
+      const s64 slot = slot_of(a, first, token(r));
       u32 w[ROW_WORDS];
       words(w, code[r], code[r], x[r], x[r]);
       if (slot >= 0) store_words<ROW_WORDS>((u8*)place(run_of(a, slot, head), slot, (int)(slot % 8), t, (int)(slot % 16 / 8)), w);
     }
   }
+
+  DEV static bool neighbours(s64 one, s64 two) { return one >= 0 && one % 2 == 0 && two == one + 1; }  // that share words
+  DEV u32* pair_place(const Arguments& a, int head, s64 slot) const {
+    return place(run_of(a, slot, head), slot, g, (int)(slot % 8 / 2), (int)(slot % 16 / 8));
+  }
+  DEV void store_half(const Arguments& a, int head, s64 slot, const u32* w, int half) const {
+    u16* to = (u16*)pair_place(a, head, slot) + slot % 2;
+#pragma unroll
+    for (int i = 0; i < ROW_WORDS; i++) to[2 * i] = (u16)(w[i] >> (16 * half));
+  }
   DEV void store_values(const Arguments& a, int first, int head, const Code* code) const {
+    s64 slot[4];
+    u32 w[2][ROW_WORDS];
+#pragma unroll
+    for (int r = 0; r < 4; r++) slot[r] = slot_of(a, first, token(r));
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-      s64 slot[2];
-      u32 w[ROW_WORDS];
+      words(w[k], code[2 * k], code[2 * k + 1], x[2 * k], x[2 * k + 1]);
+      if (neighbours(slot[2 * k], slot[2 * k + 1])) store_words<ROW_WORDS>((u8*)pair_place(a, head, slot[2 * k]), w[k]);
+    }
+    if (__any_sync(FULL, !neighbours(slot[0], slot[1]) || !neighbours(slot[2], slot[3]))) store_others(a, first, head, slot, w);
+  }
+  // A sequence may begin at an odd place: then a lane's second token shares its words with the next lane's first one.
+  DEV void store_others(const Arguments& a, int first, int head, const s64* slot, const u32 (*w)[ROW_WORDS]) const {
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int at = first + token(2 * k + e);
-        slot[e] = at < a.tokens ? a.slots[at] : -1;
+    for (int k = 0; k < 2; k++) {
+      u32 crossed[ROW_WORDS];
+#pragma unroll
+      for (int i = 0; i < ROW_WORDS; i++) {
+        const u32 next = __shfl_sync(FULL, t == 0 ? w[1][i] : w[k][i], (lane & 28) + (lane + 1) % 4);
+        crossed[i] = __byte_perm(w[k][i], next, 0x5432);
       }
-      words(w, code[2 * k], code[2 * k + 1], x[2 * k], x[2 * k + 1]);
-      if (slot[0] >= 0 && slot[0] % 2 == 0 && slot[1] == slot[0] + 1) {
-        store_words<ROW_WORDS>((u8*)place(run_of(a, slot[0], head), slot[0], g, (int)(slot[0] % 8 / 2), (int)(slot[0] % 16 / 8)), w);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 2; e++)
-          if (slot[e] >= 0) {
-            u16* to = (u16*)place(run_of(a, slot[e], head), slot[e], g, (int)(slot[e] % 8 / 2), (int)(slot[e] % 16 / 8));
-#pragma unroll
-            for (int i = 0; i < ROW_WORDS; i++) to[2 * i + slot[e] % 2] = (u16)(w[i] >> (16 * e));
-          }
-      }
+      const s64 one = slot[2 * k], two = slot[2 * k + 1];
+      if (neighbours(one, two)) continue;
+      if (neighbours(two, slot_of(a, first, token(2 * k) + 2))) store_words<ROW_WORDS>((u8*)pair_place(a, head, two), crossed);
+      else if (two >= 0) store_half(a, head, two, w[k], 1);
+      if (one >= 0 && !neighbours(slot_of(a, first, token(2 * k) - 1), one)) store_half(a, head, one, w[k], 0);
     }
   }
 
@@ -272,8 +289,7 @@ template <bool KEY> struct Tile {
 #pragma unroll
     for (int r = 0; r < 2; r++)
       load_words<WORDS_READ>(w[r], from + (((s64)min(first + g + 8 * r, a.tokens - 1) * KV_HEADS + head) * D + t * (D / 4)) * 2);
-    const int mine = first + owned();
-    const s64 slot = mine < a.tokens ? a.slots[mine] : -1;
+    const s64 slot = slot_of(a, first, owned());
     float least, most, back[ROWS], zero[ROWS];
     if constexpr (AS_READ) range(w, least, most);
     if constexpr (PARTS > 0) multiply_all(w, (const uint4*)(KEY ? a.key_matrix : a.value_matrix) + head * (KEY ? a.key_stride : a.value_stride));
