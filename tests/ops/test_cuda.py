@@ -10,7 +10,6 @@ from kvant.bench import attention
 from kvant.bench.append import difference
 from kvant.bench.synthetic import Shape, fitted, vectors
 from kvant.cache import Entry, PagedCache
-from kvant.codecs.affine import Affine
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
@@ -321,10 +320,13 @@ def test_kernels_compile(name: str, tmp_path: object) -> None:
     made = plan.Plan(layout, 6, "bfloat16", (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
         nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
-    if all(isinstance(s.codec, Affine) and s.codec.bits != 3 for s in layout.recipe.streams.values()):
-        code = nvrtc.cached_code(
-            cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1)).text, "sm_90", tmp_path
-        )  # type: ignore[arg-type]
+    if cuda_append.refuse_layout(layout) is None:
+        pairs = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1))
+        code = nvrtc.cached_code(pairs.text, "sm_90", tmp_path)  # type: ignore[arg-type]
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]  # type: ignore[attr-defined]
+        tiles = cuda_append.AppendPlan(layout, ("bfloat16", "float16"), (128, 1), (True, False), (0, 2))
+        assert not pairs.tiled and tiles.tiled == (name != "kvant-2")
+        for arch in ("sm_80", "sm_90"):
+            nvrtc.compile_text(tiles.text, arch)
     with pytest.raises(RuntimeError, match="does not compile for sm_90"):
         nvrtc.compile_text("nonsense", "sm_90")

@@ -15,14 +15,15 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, space_of
+from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, as_matrix, space_of
 from kvant.ops.types import LayerStore, PagedBatch
 from kvant.transforms.hadamard import walsh_hadamard
 
 Tensor = torch.Tensor
 WARPS = 8
 TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
-TILE_DIMS = (64, 128)
+TILE_WARPS = 4
+TILE_DIMS = (64, 96, 128)  # more do not fit into registers
 PARTS = {torch.bfloat16: 3, torch.float16: 2}  # of a matrix in a type, so that its products are as good as float32's
 _PLANS: list[AppendPlan] = []
 
@@ -47,9 +48,10 @@ def refuse_layout(layout: Layout) -> str | None:
 
 
 def tileable(layout: Layout) -> bool:
-    """Whether tiles of 16 tokens can be written, where they come in 16 bits."""
-    plain = all(isinstance(stream.codec, Affine) for stream in layout.recipe.streams.values())
-    return plain and layout.head_dim in TILE_DIMS
+    """Whether tiles of 16 tokens can be written, where they come in 16 bits: lanes then have whole words of codes."""
+    codecs = [stream.codec for stream in layout.recipe.streams.values()]
+    whole = all(isinstance(codec, Affine) and layout.head_dim * codec.bits % 128 == 0 for codec in codecs)
+    return whole and layout.head_dim in TILE_DIMS
 
 
 class _Arguments(ctypes.Structure):
@@ -96,6 +98,7 @@ class AppendPlan:
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WARPS": WARPS,
+            "TILE_WARPS": TILE_WARPS,
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
         for name, kind, order, mean, parts in zip(
@@ -143,8 +146,10 @@ def _plan_number(made: AppendPlan) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(made: AppendPlan, device: torch.device, name: str) -> nvrtc.Kernel:
-    return nvrtc.Kernel(made.text, name, device, WARPS * 32)
+def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel:
+    if tiled:
+        return nvrtc.Kernel(made.text, "kvant_append_tiles", device, TILE_WARPS * 32)
+    return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
 
 
 @register("append", "cuda", refuse, rank=10)
@@ -160,7 +165,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         x, stream = rows[name], store.stream(name)
         if stream.rope is not None:
             x, spaces[i] = stream.stored(x.float(), _positions(batch, len(x))), Space()
-        elif space.kind == MATRIX and tiled:
+        elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
         elif space.kind == MATRIX:
             x = stream.forward(x.float())
@@ -197,10 +202,13 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
     found = store.prepared.get(f"cuda.{name}.{dtype}")
     if found is None:
         space = _spaces(store)[0 if name == "key" else 1]
-        assert space.tensor is not None
-        rest, dim = space.tensor.double(), store.layout.head_dim
-        parts: list[Tensor] = []
-        for _ in range(PARTS[dtype]):
+        parts, dim, device = list[Tensor](), store.layout.head_dim, store.pages.device
+        if space.kind == HADAMARD:  # whose blocks do not end where lanes do; all ones, to be scaled afterwards
+            rest = as_matrix(dataclasses.replace(space, mean=None), dim).tensor.sign()  # type: ignore[union-attr]
+        else:
+            rest = space.tensor  # type: ignore[assignment]
+        rest = rest.double().to(device)
+        for _ in range(1 if space.kind == HADAMARD else PARTS[dtype]):
             parts.insert(0, rest.to(dtype))
             rest = rest - parts[0].double()
         count = dim // 16
@@ -210,10 +218,9 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
             rows, columns = t * (dim // 4) + 4 * m + 2 * j + e, g // 2 * (dim // 4) + 4 * q + 2 * i + g % 2
         else:  # i: which columns; j: which rows of the product
             rows, columns = t * (dim // 4) + i * (dim // 8) + 2 * m + e, g * (dim // 8) + 2 * q + j
-        device = space.tensor.device
         made = torch.stack(parts, 1)[:, :, rows.to(device), columns.to(device)].contiguous().view(torch.int32)
-        mean = None if space.offset is None else -space.offset.expand(store.layout.heads, dim).contiguous()
-        found = made, Space(mean=mean)
+        mean = space.mean if space.offset is None else -space.offset.expand(store.layout.heads, dim).contiguous()
+        found = made, Space(order=space.order, mean=mean)
         store.prepared[f"cuda.{name}.{dtype}"] = found
     return found  # type: ignore[no-any-return]
 
@@ -273,7 +280,7 @@ def _append(
         return
     places = [clip * (made.layout.head_dim - 1) for clip in clips]
     tiled = made.tiled and len(key) * made.layout.heads >= TILE_ROWS
-    kernel = _kernel(made, key.device, "kvant_append_tiles" if tiled else "kvant_append")
+    kernel = _kernel(made, key.device, tiled)
     arguments = _Arguments(
         key.data_ptr(),
         value.data_ptr(),
@@ -294,8 +301,11 @@ def _append(
         len(lengths),
         1 << (len(lengths) - 1).bit_length() >> 1,
     )
-    jobs = -(-len(key) // (16 if tiled else 2)) * made.layout.heads
-    kernel.launch((-(-jobs // WARPS) * (2 if tiled else 1), 1), arguments)
+    if tiled:  # blocks of keys and blocks of values
+        blocks = 2 * -(-(-(-len(key) // 16) * made.layout.heads) // TILE_WARPS)
+    else:
+        blocks = -(-(-(-len(key) // 2) * made.layout.heads) // WARPS)
+    kernel.launch((blocks, 1), arguments)
 
 
 @_append.register_fake
