@@ -144,7 +144,7 @@ template <int BITS, int META, int TYPE> DEV Scale scale_of(float least, float mo
 // a say in what is even.
 constexpr float MAGIC = 12582912.f;
 template <int BITS, int META> struct Coder {
-  static constexpr float TOP = (1 << BITS) - 1, UNIT = 1 << (BITS < 8 ? BITS + 2 : BITS + 1), REST = (UNIT - TOP) / UNIT;
+  static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
   float slope, zero, by, magic;
   DEV Coder(float back, float zero_, float by_) {
     slope = META == 0 ? back * (1.f / UNIT) : back * by_ * (1.f / UNIT), zero = zero_, by = by_;
