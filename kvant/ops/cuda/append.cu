@@ -135,30 +135,39 @@ template <int BITS, int META, int TYPE> DEV Scale scale_of(float least, float mo
   return {scale, __fdiv_rn(1.f, scale), zero};
 }
 
-// Codes of numbers x BY under a scale, three or four multiplications and additions each: what else it takes to hold them in their range and to
-// round them would go to slower parts of the processor.
+// Codes of numbers x BY under a scale. Adding 1.5 * 2^23 leaves no bits behind the point, ties to even: four times as fast as the
+// instruction that rounds.
 //
-// Held between 0 and 1 as 1 - (TOP - code) / UNIT, a code has its top at 1; less (UNIT - TOP) / UNIT it has its bottom at 0. Near 1, floats are
-// UNIT / 2^24 of a code apart: numbers of few bits often lie halfway between two codes, and this takes the inexact reciprocal of the scale
-// off them again. Adding 1.5 * 2^23 then leaves no bits behind the point, ties to even; an integer zero, which comes after rounding, has
-// a say in what is even.
+// EXACT: the quotient is rounded as a division rounds it, since it may lie close to halfway between two codes.
+//
+// Otherwise, for numbers of few bits that lie halfway or far from it: three or four multiplications and additions each, since
+// what else it takes to hold codes in their range goes to slower parts of the processor. Held between 0 and 1 as
+// 1 - (TOP - code) / UNIT, a code has its top at 1; less (UNIT - TOP) / UNIT it has its bottom at 0. From 0.5 to 1, floats are UNIT / 2^24 of
+// a code apart, which takes the inexact reciprocal of the scale off a half again. An integer zero, which comes after rounding, has a say
+// in what is even.
 constexpr float MAGIC = 12582912.f;
-template <int BITS, int META> struct Coder {
+template <int BITS, int META, bool EXACT> struct Coder {
   static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
-  float slope, zero, by, magic;
-  DEV Coder(float back, float zero_, float by_) {
-    slope = META == 0 ? back * (1.f / UNIT) : back * by_ * (1.f / UNIT), zero = zero_, by = by_;
-    magic = META == 0 ? MAGIC : __uint_as_float(__float_as_uint(MAGIC) | (__float_as_uint(MAGIC + zero) & 1u));
+  float scale, back, zero, by, magic;
+  DEV Coder(float scale_, float back_, float zero_, float by_) : scale(scale_), back(back_), zero(zero_), by(by_), magic(MAGIC) {
+    if (META && !EXACT) magic = __uint_as_float(__float_as_uint(MAGIC) | (__float_as_uint(MAGIC + zero) & 1u));
   }
-  DEV float rounded(float x) const {  // the code, and `magic`
-    const float u = META == 0 ? fma_held(fmaf(x, by, -zero), slope, REST) : fma_held(x, slope, fmaf(zero, 1.f / UNIT, REST));
-    return fmaf(add_held(u, -REST), UNIT, magic);
+  DEV float rounded(float x) const {  // the code, and what `base` says
+    const float y = META == 0 ? fmaf(x, by, -zero) : x * by;
+    if constexpr (EXACT) {
+      const float z = y * back, quotient = fmaf(fmaf(-z, scale, y), back, z), least = META == 0 ? 0.f : -zero;
+      return fminf(fmaxf(quotient, least), TOP + least) + MAGIC;
+    } else {
+      const float u = META == 0 ? fma_held(y, back * (1.f / UNIT), REST) : fma_held(x, back * by * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
+      return fmaf(add_held(u, -REST), UNIT, magic);
+    }
   }
   DEV u32 bits(float x) const { return __float_as_uint(rounded(x)); }  // the code and `base`
-  DEV u32 base() const { return __float_as_uint(magic); }
+  DEV u32 base() const { return EXACT && META ? __float_as_uint(MAGIC) - (u32)__float2int_rn(zero) : __float_as_uint(magic); }
   DEV float missed(float x) const {  // by the code, in units of the scale
-    if (META == 0) return fmaf(fmaf(x, by, -zero), -slope * UNIT, rounded(x) - magic);
-    return fmaf(x, -slope * UNIT, rounded(x) - (magic + zero));
+    static_assert(!EXACT, "an error is the same on both sides of a half");
+    if (META == 0) return fmaf(fmaf(x, by, -zero), -back, rounded(x) - magic);
+    return fmaf(x, -back * by, rounded(x) - (magic + zero));
   }
 };
 // The part of a row's range that the k-th of so many ranges is.
@@ -181,7 +190,7 @@ template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* 
     for (int k = 0; k < SEARCH; k++) {
       const float reach = half * part<SEARCH>(k);
       const Scale found = k ? scale_of<BITS, META, TYPE>(middle - reach, middle + reach) : best;
-      const Coder<BITS, META> coder(found.back, found.zero, 1.f);
+      const Coder<BITS, META, false> coder(found.scale, found.back, found.zero, 1.f);
       float error = 0.f;
 #pragma unroll
       for (int i = 0; i < OWN; i++) {
@@ -194,7 +203,7 @@ template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* 
       if (k == 0 || error < lowest) lowest = error, best = found;
     }
   }
-  const Coder<BITS, META> coder(best.back, best.zero, 1.f);
+  const Coder<BITS, META, true> coder(best.scale, best.back, best.zero, 1.f);
 #pragma unroll
   for (int i = 0; i < (OWN + 3) / 4; i++) {
     codes[i] = 0u;

@@ -22,7 +22,7 @@ template <bool KEY> struct Tile {
   static constexpr bool AS_READ = ORDER == 1 && !PARTS && !MEAN && SEARCH == 1 && !CLIP;  // ranges are those of the tokens as they were read
   static constexpr int ROWS = KEY ? 2 : 4, N = D / (2 * ROWS);         // tokens of a lane and channels of each
   static constexpr int ROW_WORDS = D * BITS / 128;                     // of a lane: one token's keys, or two tokens' values
-  using Code = Coder<BITS, META>;
+  using Code = Coder<BITS, META, !AS_READ>;
 
   int lane, g, t;
   float x[ROWS][N];
@@ -178,7 +178,7 @@ template <bool KEY> struct Tile {
         spread(found.back, back), spread(found.zero, zero);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-          const Code code(back[r], zero[r], BY);
+          const Coder<BITS, META, false> code(0.f, back[r], zero[r], BY);
           errors[r] = 0.f;
 #pragma unroll
           for (int i = 0; i < N; i++) {
@@ -235,12 +235,12 @@ template <bool KEY> struct Tile {
   DEV static s64 slot_of(const Arguments& a, int first, int token) {  // of a token of the tile; -1 of others
     return token >= 0 && token < 16 && first + token < a.tokens ? a.slots[first + token] : -1;
   }
-  DEV void store_keys(const Arguments& a, int first, int head, const Code* code) const {
+  template <class Codes> DEV void store_keys(const Arguments& a, int first, int head, Codes code) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const s64 slot = slot_of(a, first, token(r));
       u32 w[ROW_WORDS];
-      words(w, code[r], code[r], x[r], x[r]);
+      words(w, code(r), code(r), x[r], x[r]);
       if (slot >= 0) store_words<ROW_WORDS>((u8*)place(run_of(a, slot, head), slot, (int)(slot % 8), t, (int)(slot % 16 / 8)), w);
     }
   }
@@ -254,14 +254,14 @@ template <bool KEY> struct Tile {
 #pragma unroll
     for (int i = 0; i < ROW_WORDS; i++) to[2 * i] = (u16)(w[i] >> (16 * half));
   }
-  DEV void store_values(const Arguments& a, int first, int head, const Code* code) const {
+  template <class Codes> DEV void store_values(const Arguments& a, int first, int head, Codes code) const {
     s64 slot[4];
     u32 w[2][ROW_WORDS];
 #pragma unroll
     for (int r = 0; r < 4; r++) slot[r] = slot_of(a, first, token(r));
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-      words(w[k], code[2 * k], code[2 * k + 1], x[2 * k], x[2 * k + 1]);
+      words(w[k], code(2 * k), code(2 * k + 1), x[2 * k], x[2 * k + 1]);
       if (neighbours(slot[2 * k], slot[2 * k + 1])) store_words<ROW_WORDS>((u8*)pair_place(a, head, slot[2 * k]), w[k]);
     }
     if (__any_sync(FULL, !neighbours(slot[0], slot[1]) || !neighbours(slot[2], slot[3]))) store_others(a, first, head, slot, w);
@@ -291,7 +291,7 @@ template <bool KEY> struct Tile {
     for (int r = 0; r < 2; r++)
       load_words<WORDS_READ>(w[r], from + (((s64)min(first + g + 8 * r, a.tokens - 1) * KV_HEADS + head) * D + t * (D / 4)) * 2);
     const s64 slot = slot_of(a, first, owned());
-    float least, most, back[ROWS], zero[ROWS];
+    float least, most, scale_[ROWS], back[ROWS], zero[ROWS];
     if constexpr (AS_READ) range(w, least, most);
     if constexpr (PARTS > 0) multiply_all(w, (const uint4*)(KEY ? a.key_matrix : a.value_matrix) + head * (KEY ? a.key_stride : a.value_stride));
     else turn(w, KEY ? a.key_signs : a.value_signs);
@@ -307,14 +307,10 @@ template <bool KEY> struct Tile {
     const Scale best = scale(least, most);
     if (slot >= 0 && (KEY || AS_READ ? t % 2 : g % 2) == 0)
       store_meta(run_of(a, slot, head), META_OFFSET, META, slot, META_TYPE == 0 ? bf16_pair(best.scale, best.zero) : fp16_pair(best.scale, best.zero));
-    spread(best.back, back), spread(best.zero, zero);
-    if constexpr (KEY) {
-      const Code code[2] = {{back[0], zero[0], BY}, {back[1], zero[1], BY}};
-      store_keys(a, first, head, code);
-    } else {
-      const Code code[4] = {{back[0], zero[0], BY}, {back[1], zero[1], BY}, {back[2], zero[2], BY}, {back[3], zero[3], BY}};
-      store_values(a, first, head, code);
-    }
+    spread(best.scale, scale_), spread(best.back, back), spread(best.zero, zero);
+    const auto code = [&](int r) { return Code(scale_[r], back[r], zero[r], BY); };
+    if constexpr (KEY) store_keys(a, first, head, code);
+    else store_values(a, first, head, code);
   }
 };
 
