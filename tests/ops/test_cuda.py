@@ -44,11 +44,12 @@ def filled(
     page: int | None = None,
     device: str = "cuda",
     first: int = 0,
+    spare: int = 2,
 ) -> tuple[PagedCache, list[Entry]]:
     """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference."""
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
-    pages = sum(layout.pages_for(n) for n in lengths) + 2
+    pages = sum(layout.pages_for(n) for n in lengths) + spare
     ropes = [Rope(rope_of(dim).inv_freq.to(device), first)] if recipe.wants_rope else None
     tensors = {0: fitted(recipe, shape, device)}
     by = None if device == "cuda" else "reference"
@@ -200,11 +201,17 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         "int2:sink=5,recent=70",
         "quarot-int2-win",
         "int4:k.bits=2",
+        "saw-int4-kv:order=16",
+        "kvant-4",
         "saw-hessian",
     ],
 )
-def test_append_writes_what_the_reference_writes(name: str, dim: int, dtype: str) -> None:
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+def test_append_writes_what_the_reference_writes(
+    name: str, dim: int, dtype: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference runs on the CPU: on a GPU, torch divides by a number through its reciprocal."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
     if name == "saw-hessian":
         name = next(n for n in recipes.names() if n.startswith("saw") and "hessian" in n)
     recipe, heads = recipes.get(name), 3
@@ -234,7 +241,9 @@ def test_append_writes_what_the_reference_writes(name: str, dim: int, dtype: str
 
 @gpu
 @needs_gpu
-def test_padding_slots_write_nothing() -> None:
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+def test_padding_slots_write_nothing(tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
     cache = PagedCache(make_layout("int2:sink=2,recent=3", 2, 64, dtype="bfloat16"), 1, 4, "cuda")
     batch = cache.extend([cache.new()], [5])
     batch = batch._replace(slots=torch.full_like(batch.slots, -1))
@@ -242,7 +251,7 @@ def test_padding_slots_write_nothing() -> None:
     store.pages.fill_(0xFF)
     for overlay in store.overlays.values():
         overlay.fill_(float("nan"))
-    cuda_append.append(store, *torch.randn(2, 5, 2, 64, device="cuda"), batch)
+    cuda_append.append(store, *torch.randn(2, 5, 2, 64, device="cuda", dtype=torch.bfloat16), batch)
     assert bool((store.pages == 0xFF).all())
     assert bool(store.overlays["key"].isnan().all())
 
@@ -339,8 +348,12 @@ def test_kernels_compile(name: str, tmp_path: Path) -> None:
     for stream in layout.recipe.streams:
         nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
     if cuda_append.refuse_layout(layout) is None:
-        text = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1)).text
-        code = nvrtc.cached_code(text, "sm_90", tmp_path)
+        pairs = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1))
+        code = nvrtc.cached_code(pairs.text, "sm_90", tmp_path)
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]
+        tiles = cuda_append.AppendPlan(layout, ("bfloat16", "float16"), (128, 1), (True, False), (0, 2))
+        assert not pairs.tiled and tiles.tiled == (name != "kvant-2")
+        for arch in ("sm_80", "sm_90"):
+            nvrtc.compile_text(tiles.text, arch)
     with pytest.raises(RuntimeError, match="does not compile for sm_90"):
         nvrtc.compile_text("nonsense", "sm_90")

@@ -51,10 +51,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def filled(
-    name: str, heads: int, group: int, dim: int, lengths: list[int], first: int = 0
+    name: str, heads: int, group: int, dim: int, lengths: list[int], dtype: str = "bfloat16", **options: int | None
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
-    cache, entries = test_cuda.filled(name, heads, group, dim, "bfloat16", lengths, device="cpu", first=first)
+    cache, entries = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
     assert cache.layout.order == "fragment"
     return cache, entries
 
@@ -87,6 +87,28 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
 
 
+def check_append(
+    name: str, dim: int, rounds: tuple[list[int], ...], dtype: str = "bfloat16", page: int | None = None
+) -> None:
+    """What it decodes to; codes may differ where a number lies halfway between two."""
+    made = [filled(name, 2, 1, dim, [1, 63, 140], dtype, page=page, spare=9) for _ in range(2)]
+    for counts in rounds:
+        k, v = (vectors(sum(counts), 2, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+        for (cache, entries), run in zip(made, (reference.append, cuda_append.append), strict=True):
+            batch = cache.extend(entries, counts)
+            if len(k) > 40:  # some are padding
+                batch.slots[[3, 16, 35]] = -1
+            run(cache.stores[0], k, v, batch)
+    one, two = (cache.stores[0] for cache, _ in made)
+    for mine, theirs in [(one.pages, two.pages), *((one.overlays[s], two.overlays[s]) for s in one.overlays)]:
+        mine, theirs = (x.view(torch.uint8) for x in (mine, theirs))
+        assert mine.shape == theirs.shape
+        if not mine.numel():
+            continue
+        assert bool((mine != 0xFF).any())
+        assert float((mine != theirs).float().mean()) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
@@ -101,20 +123,39 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     ],
 )
 def test_append(name: str, dim: int) -> None:
-    """What it decodes to; codes may differ where a number lies halfway between two."""
-    caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
-    for counts in ([5, 1, 0], [1, 1, 1], [0, 30, 2]):
-        k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
-        for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
-            run(cache.stores[0], k, v, cache.extend(entries, counts))
-    one, two = (cache.stores[0] for cache, _ in caches)
-    for mine, theirs in [(one.pages, two.pages), *((one.overlays[s], two.overlays[s]) for s in one.overlays)]:
-        mine, theirs = (x.view(torch.uint8) for x in (mine, theirs))
-        assert mine.shape == theirs.shape
-        if not mine.numel():
-            continue
-        assert bool((mine != 0xFF).any())
-        assert float((mine != theirs).float().mean()) < 1e-3
+    check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype", "page"),
+    [
+        ("int4", 128, "bfloat16", None),
+        ("saw-int4", 128, "bfloat16", None),
+        ("saw-int4-kv:seed=3", 64, "float16", 16),
+        ("saw-int4-kv:order=64", 128, "bfloat16", 32),
+        ("saw-int4-kv:order=16,seed=1", 128, "bfloat16", 128),
+        ("saw-int4-kv:order=2", 64, "float16", None),
+        ("quarot-int2-win:sink=5,recent=70", 128, "bfloat16", None),
+        ("int2:sink=70,recent=3", 64, "float16", None),
+        ("int4:k.bits=8,v.bits=2", 64, "bfloat16", None),
+        ("kvant-4", 128, "bfloat16", None),
+        ("int4:zero=float,search=3", 64, "float16", None),
+        ("int4:k.clip=0.6", 64, "bfloat16", None),
+        ("oscar:sink=3,recent=20", 128, "bfloat16", None),
+        ("oscar", 64, "float16", None),
+        ("int4:sink=2,recent=5", 96, "bfloat16", None),
+        ("kvant-4", 96, "bfloat16", None),
+        ("saw-int4:seed=1", 96, "float16", None),
+    ],
+)
+def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that begin anywhere in a page, even or odd, that sequences share, and that are not full."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
+    ran: list[bool] = []
+    kernel = cuda_append._kernel
+    monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[-1]) or kernel(*args))
+    check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page)
+    assert ran == [True] * 3
 
 
 READ = [

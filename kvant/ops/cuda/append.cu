@@ -12,14 +12,16 @@ constexpr int D = HEAD_DIM, OWN = D / 8;
 
 struct Arguments {
   const void *key, *value;
-  const float *key_mean, *value_mean;  // [KV_HEADS, D], taken off first; or null
+  const float *key_mean, *value_mean;  // [KV_HEADS, D], taken off what is transformed; or null
   const float *key_signs, *value_signs;
   const float *key_weights, *value_weights, *key_taken, *value_taken;  // of banded codes, [KV_HEADS, D] each; or null
+  const u32 *key_matrix, *value_matrix;  // as tiles.cu reads them; or null
   u8* pages;
   const s64 *slots, *starts, *lengths, *owners;
   void *window_key, *window_value;
   float key_share, value_share;   // where a row is clipped: so far from the magnitude that ..._drop others exceed to the next larger
   int key_drop, value_drop;       // 0 where nothing is clipped
+  int key_stride, value_stride;   // from a head's matrix to the next, in units of 16 bytes
   int tokens, batch, half_batch;  // the last is the largest power of two below the batch, or 0
 };
 
@@ -92,36 +94,31 @@ template <int ORDER> DEV void one_stream(float* x, bool mine, const float* signs
 
 template <int TYPE> DEV float rounded(float x) { return TYPE == 0 ? bf16_low(bf16_pair(x, 0.f)) : fp16_low(fp16_pair(x, 0.f)); }
 
-// x / y rounded as a division is, with back = 1 / y: numbers of few bits often lie halfway between two codes.
-DEV float quotient(float x, float y, float back) {
-  const float z = x * back;
-  return fmaf(fmaf(-z, y, x), back, z);
-}
-
-// Clips a row, which eight lanes have, at a quantile of its magnitudes: the largest are taken off one by one. `most` is the largest
-// `drop` of the warp's rows.
-DEV void clip(float* x, int drop, int most, float share, int lane) {
-  float left[OWN], above = 0.f, below = 0.f;
+// Clips a row at a quantile of its magnitudes: the largest are taken off one by one. `most` is the largest `drop` of the warp's rows.
+// Lanes that have a row together, `mates`, have numbers that differ in the bits from FROM up to below TO.
+template <int N, int FROM, int TO> DEV void clip(float* x, int drop, int most, float share, u32 mates, int lane) {
+  float left[N], above = 0.f, below = 0.f;
 #pragma unroll
-  for (int i = 0; i < OWN; i++) left[i] = fabsf(x[i]);
+  for (int i = 0; i < N; i++) left[i] = fabsf(x[i]);
   for (int k = 0; k <= most; k++) {
     float own = left[0];
 #pragma unroll
-    for (int i = 1; i < OWN; i++) own = fmaxf(own, left[i]);
+    for (int i = 1; i < N; i++) own = fmaxf(own, left[i]);
     float top = own;
 #pragma unroll
-    for (int o = 1; o < 8; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
-    const u32 having = __ballot_sync(FULL, own == top) >> (lane & 24) & 255;  // of the row's lanes; the first one gives it away
-    bool mine = __ffs(having) - 1 == (lane & 7);
+    for (int o = FROM; o < TO; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
+    bool mine = __ffs(__ballot_sync(FULL, own == top) & mates) - 1 == lane;  // the first of the lanes that have it gives it away
 #pragma unroll
-    for (int i = 0; i < OWN; i++)
-      if (mine && left[i] == top) left[i] = -1.f, mine = false;
+    for (int i = 0; i < N; i++) {
+      const bool this_one = mine & left[i] == top;
+      left[i] = this_one ? -1.f : left[i], mine = mine & !this_one;
+    }
     if (k == drop - 1) above = top;
     if (k == drop) below = top;
   }
   const float apart = above - below, limit = share < 0.5f ? fmaf(share, apart, below) : fmaf(share - 1.f, apart, above);
 #pragma unroll
-  for (int i = 0; i < OWN; i++)
+  for (int i = 0; i < N; i++)
     if (drop) x[i] = fminf(fmaxf(x[i], -limit), limit);
 }
 
@@ -137,22 +134,44 @@ template <int BITS, int META, int TYPE> DEV Scale scale_of(float least, float mo
   const float zero = META == 0 ? least : rounded<TYPE>(fminf(fmaxf(rintf(__fdiv_rn(-least, scale)), -32768.f), 32768.f));
   return {scale, __fdiv_rn(1.f, scale), zero};
 }
-// Rounds to the nearest whole number, ties to even: adding 1.5 * 2^23 leaves no bits behind the point. It is four times as fast as
-// the instruction that rounds.
+
+// Codes of numbers x BY under a scale. Adding 1.5 * 2^23 leaves no bits behind the point, ties to even: four times as fast as the
+// instruction that rounds.
+//
+// EXACT: the quotient is rounded as a division rounds it, since it may lie close to halfway between two codes.
+//
+// Otherwise, for numbers of few bits that lie halfway or far from it: three or four multiplications and additions each, since
+// what else it takes to hold codes in their range goes to slower parts of the processor. Held between 0 and 1 as
+// 1 - (TOP - code) / UNIT, a code has its top at 1; less (UNIT - TOP) / UNIT it has its bottom at 0. From 0.5 to 1, floats are UNIT / 2^24 of
+// a code apart, which takes the inexact reciprocal of the scale off a half again. An integer zero, which comes after rounding, has a say
+// in what is even.
 constexpr float MAGIC = 12582912.f;
-template <int BITS, int META> DEV float within(float x, Scale s) {  // the code before it is rounded, less an integer zero
-  constexpr float TOP = (1 << BITS) - 1;
-  if (META == 0) return fminf(fmaxf(quotient(x - s.zero, s.scale, s.back), 0.f), TOP);
-  return fminf(fmaxf(quotient(x, s.scale, s.back), -s.zero), TOP - s.zero);
-}
-template <int BITS, int META> DEV float code_of(float x, Scale s) {
-  const float code = within<BITS, META>(x, s) + MAGIC - MAGIC;
-  return META == 0 ? code : code + s.zero;
-}
-template <int BITS, int META> DEV u32 code_byte(float x, Scale s) {  // in the lowest byte; others may be anything
-  const u32 code = __float_as_uint(within<BITS, META>(x, s) + MAGIC);
-  return META == 0 ? code : code + (u32)__float2int_rn(s.zero);
-}
+template <int BITS, int META, bool EXACT> struct Coder {
+  static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
+  float scale, back, zero, by, magic;
+  DEV Coder(float scale_, float back_, float zero_, float by_) : scale(scale_), back(back_), zero(zero_), by(by_), magic(MAGIC) {
+    if (META && !EXACT) magic = __uint_as_float(__float_as_uint(MAGIC) | (__float_as_uint(MAGIC + zero) & 1u));
+  }
+  DEV float rounded(float x) const {  // the code, and what `base` says
+    const float y = META == 0 ? fmaf(x, by, -zero) : x * by;
+    if constexpr (EXACT) {
+      const float z = y * back, quotient = fmaf(fmaf(-z, scale, y), back, z), least = META == 0 ? 0.f : -zero;
+      return fminf(fmaxf(quotient, least), TOP + least) + MAGIC;
+    } else {
+      const float u = META == 0 ? fma_held(y, back * (1.f / UNIT), REST) : fma_held(x, back * by * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
+      return fmaf(add_held(u, -REST), UNIT, magic);
+    }
+  }
+  DEV u32 bits(float x) const { return __float_as_uint(rounded(x)); }  // the code and `base`
+  DEV u32 base() const { return EXACT && META ? __float_as_uint(MAGIC) - (u32)__float2int_rn(zero) : __float_as_uint(magic); }
+  DEV float missed(float x) const {  // by the code, in units of the scale
+    static_assert(!EXACT, "an error is the same on both sides of a half");
+    if (META == 0) return fmaf(fmaf(x, by, -zero), -back, rounded(x) - magic);
+    return fmaf(x, -back * by, rounded(x) - (magic + zero));
+  }
+};
+// The part of a row's range that the k-th of so many ranges is.
+template <int SEARCH> DEV float part(int k) { return (float)(1.0 - (1.0 - 0.7) * k / (SEARCH > 1 ? SEARCH - 1 : 1)); }
 
 // Codes of a row, four to a word, and its scale and zero as one word. SEARCH ranges are tried, down to 0.7 of the whole.
 template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* x, u32* codes) {
@@ -169,26 +188,28 @@ template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* 
     const float middle = (most + least) * 0.5f, half = (most - least) * 0.5f;
     float lowest = 0.f;
     for (int k = 0; k < SEARCH; k++) {
-      const float reach = half * (float)(1.0 - (1.0 - 0.7) * k / (SEARCH - 1));
+      const float reach = half * part<SEARCH>(k);
       const Scale found = k ? scale_of<BITS, META, TYPE>(middle - reach, middle + reach) : best;
+      const Coder<BITS, META, false> coder(found.scale, found.back, found.zero, 1.f);
       float error = 0.f;
 #pragma unroll
       for (int i = 0; i < OWN; i++) {
-        const float code = code_of<BITS, META>(x[i], found);
-        const float missed = (META == 0 ? fmaf(code, found.scale, found.zero) : (code - found.zero) * found.scale) - x[i];
+        const float missed = coder.missed(x[i]);
         error = fmaf(missed, missed, error);
       }
 #pragma unroll
       for (int o = 1; o < 8; o <<= 1) error += __shfl_xor_sync(FULL, error, o);
+      error *= found.scale * found.scale;
       if (k == 0 || error < lowest) lowest = error, best = found;
     }
   }
+  const Coder<BITS, META, true> coder(best.scale, best.back, best.zero, 1.f);
 #pragma unroll
   for (int i = 0; i < (OWN + 3) / 4; i++) {
-    u32 c[4];
+    codes[i] = 0u;
 #pragma unroll
-    for (int k = 0; k < 4; k++) c[k] = 4 * i + k < OWN ? code_byte<BITS, META>(x[(4 * i + k) % OWN], best) : 0u;
-    codes[i] = __byte_perm(__byte_perm(c[0], c[1], 0x0040), __byte_perm(c[2], c[3], 0x0040), 0x5410);
+    for (int k = 0; k < 4; k++)
+      if (4 * i + k < OWN) codes[i] += (coder.bits(x[4 * i + k]) - coder.base()) << (8 * k);
   }
   return TYPE == 0 ? bf16_pair(best.scale, best.zero) : fp16_pair(best.scale, best.zero);
 }
@@ -342,9 +363,26 @@ template <int BITS> DEV u32 value_word(const u8* a, const u8* b) {
   }
 }
 
+// Where a token lies in the windows, or -1.
+DEV s64 window_place(const Arguments& a, int token) {
+  int b = 0;  // the last sequence that starts at the token or before
+  for (int step = a.half_batch; step; step >>= 1)
+    if (b + step < a.batch && a.starts[b + step] <= token) b += step;
+  const s64 length = a.lengths[b], position = length - (a.starts[b + 1] - token);
+  if (position >= SINK && position < length - RING_TOKENS) return -1;
+  return a.owners[b] * WINDOW_TOKENS + (position < SINK ? position : SINK + (position - SINK) % RING);
+}
+
+DEV u8* run_of(const Arguments& a, s64 slot, int head) { return a.pages + ((s64)((u64)slot / PAGE) * KV_HEADS + head) * RUN; }
+DEV void store_meta(u8* run, int offset, int kind, s64 slot, u32 meta) {
+  const int in_page = (int)((u64)slot % PAGE), lane_order = in_page % 8 * (PAGE / 8) + in_page / 16 * 2 + in_page % 16 / 8;
+  if (kind == 2) ((u16*)(run + offset))[lane_order] = (u16)meta;  // a scale alone
+  else ((u32*)(run + offset))[lane_order] = meta;
+}
+
 struct Place {  // of a token in its page
   int tile, inside;
-  DEV Place(s64 slot) : tile((int)(slot % PAGE) / 16), inside((int)(slot % PAGE) % 16) {}
+  DEV Place(s64 slot) : tile((int)((u64)slot % PAGE) / 16), inside((int)((u64)slot % 16)) {}
 };
 
 template <int WIDTH, int BITS, int OFFSET> DEV void store_keys(u8* run, Place p, const u8* codes, int lane, int lanes) {
@@ -401,10 +439,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
   float x[OWN];
   if (is_key) load_row<KEY_TYPE>(x, a.key, place);
   else load_row<VALUE_TYPE>(x, a.value, place);
-  const float* mean = is_key ? a.key_mean : a.value_mean;
-  if (mean)
-#pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] -= mean[head * D + j * OWN + i];
   float* scratch = sh.scratch[OWN & (OWN - 1) ? warp : 0][row];
   if constexpr (KEY_HADAMARD == VALUE_HADAMARD && KEY_HADAMARD > 1) {
     hadamard<KEY_HADAMARD>(x, is_key ? a.key_signs : a.value_signs, (float)KEY_HADAMARD_SCALE, j, scratch);
@@ -412,17 +446,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
     if constexpr (KEY_HADAMARD > 1) one_stream<KEY_HADAMARD>(x, is_key, a.key_signs, (float)KEY_HADAMARD_SCALE, j, scratch);
     if constexpr (VALUE_HADAMARD > 1) one_stream<VALUE_HADAMARD>(x, !is_key, a.value_signs, (float)VALUE_HADAMARD_SCALE, j, scratch);
   }
+  const float* mean = is_key ? a.key_mean : a.value_mean;
+  if (mean)
+#pragma unroll
+    for (int i = 0; i < OWN; i++) x[i] -= mean[head * D + j * OWN + i];
 
 #if WINDOW_TOKENS
   if (slot >= 0) {
-    int b = 0;  // the last sequence that starts at the token or before
-    for (int step = a.half_batch; step; step >>= 1)
-      if (b + step < a.batch && a.starts[b + step] <= token) b += step;
-    const s64 length = a.lengths[b], position = length - (a.starts[b + 1] - token);
-    if (position < SINK || position >= length - RING_TOKENS) {
-      const s64 at = position < SINK ? position : SINK + (position - SINK) % RING;
-      const s64 to = ((a.owners[b] * WINDOW_TOKENS + at) * KV_HEADS + head) * D + j * OWN;
-      u32* p = (u32*)((u16*)(is_key ? a.window_key : a.window_value) + to);
+    const s64 at = window_place(a, token);
+    if (at >= 0) {
+      u32* p = (u32*)((u16*)(is_key ? a.window_key : a.window_value) + (at * KV_HEADS + head) * D + j * OWN);
 #pragma unroll
       for (int i = 0; i < OWN / 2; i++) p[i] = WINDOW_TYPE == 0 ? bf16_pair(x[2 * i], x[2 * i + 1]) : fp16_pair(x[2 * i], x[2 * i + 1]);
     }
@@ -430,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
 #endif
 
 #if CLIP
-  clip(x, is_key ? a.key_drop : a.value_drop, max(a.key_drop, a.value_drop), is_key ? a.key_share : a.value_share, lane);
+  clip<OWN, 1, 8>(x, is_key ? a.key_drop : a.value_drop, max(a.key_drop, a.value_drop), is_key ? a.key_share : a.value_share, 255u << (lane & 24), lane);
 #endif
   u32 codes[(OWN + 3) / 4], meta;
   if constexpr (!KEY_BANDED && !VALUE_BANDED && KEY_BITS == VALUE_BITS && KEY_META == VALUE_META && KEY_META_TYPE == VALUE_META_TYPE && KEY_SEARCH == VALUE_SEARCH) {
@@ -452,13 +485,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
 #pragma unroll
     for (int i = 0; i < OWN; i++) sh.codes[warp][row][j * OWN + i] = (u8)(codes[i / 4] >> (8 * (i % 4)));
   }
-  if (j == 0 && slot >= 0) {
-    const int in_page = (int)(slot % PAGE), lane_order = in_page % 8 * (PAGE / 8) + in_page / 16 * 2 + in_page % 16 / 8;
-    u8* run = a.pages + (slot / PAGE * KV_HEADS + head) * RUN;
-    u8* section = run + (is_key ? KEY_META_OFFSET : VALUE_META_OFFSET);
-    if ((is_key ? KEY_META : VALUE_META) == 2) ((u16*)section)[lane_order] = (u16)meta;  // a scale alone
-    else ((u32*)section)[lane_order] = meta;
-  }
+  if (j == 0 && slot >= 0)
+    store_meta(run_of(a, slot, head), is_key ? KEY_META_OFFSET : VALUE_META_OFFSET, is_key ? KEY_META : VALUE_META, slot, meta);
   __syncwarp();
 
   const s64 slots[2] = {__shfl_sync(FULL, slot, 0), __shfl_sync(FULL, slot, 8)};
@@ -467,16 +495,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
     if (own >= 0)
       KeyBands::each([&](auto band) {
         using B = decltype(band);
-        store_keys<B::WIDTH, B::BITS, B::OFFSET>(a.pages + (own / PAGE * KV_HEADS + head) * RUN, Place(own), sh.codes[warp][lane >> 4] + B::FIRST, lane & 15, 16);
+        store_keys<B::WIDTH, B::BITS, B::OFFSET>(run_of(a, own, head), Place(own), sh.codes[warp][lane >> 4] + B::FIRST, lane & 15, 16);
       });
   }
-  u8* run = a.pages + (slots[0] / PAGE * KV_HEADS + head) * RUN;
   if (slots[0] >= 0 && slots[0] % 2 == 0 && slots[1] == slots[0] + 1) {
-    store_values<VALUE_BITS, VALUE_OFFSET>(run, Place(slots[0]), sh.codes[warp][2], sh.codes[warp][3], lane);
+    store_values<VALUE_BITS, VALUE_OFFSET>(run_of(a, slots[0], head), Place(slots[0]), sh.codes[warp][2], sh.codes[warp][3], lane);
   } else {
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (slots[i] >= 0)
-        store_values<VALUE_BITS, VALUE_OFFSET>(a.pages + (slots[i] / PAGE * KV_HEADS + head) * RUN, Place(slots[i]), sh.codes[warp][2 + i], nullptr, lane);
+        store_values<VALUE_BITS, VALUE_OFFSET>(run_of(a, slots[i], head), Place(slots[i]), sh.codes[warp][2 + i], nullptr, lane);
   }
 }

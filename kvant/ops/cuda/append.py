@@ -1,4 +1,4 @@
-"""Appending by the kernel in append.cu: one launch for any number of new tokens."""
+"""Appending by the kernels in append.cu and tiles.cu: one launch for any number of new tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
+from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, as_matrix, space_of
 from kvant.ops.types import LayerStore, PagedBatch
+from kvant.transforms.hadamard import walsh_hadamard
 
 Tensor = torch.Tensor
 WARPS = 8
+TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
+TILE_WARPS = 4
+TILE_DIMS = (64, 96, 128)  # more do not fit into registers
+PARTS = {torch.bfloat16: 3, torch.float16: 2}  # of a matrix in a type, so that its products are as good as float32's
 _PLANS: list[AppendPlan] = []
 
 
@@ -42,16 +47,25 @@ def refuse_layout(layout: Layout) -> str | None:
     return plan.refuse_layout(layout)
 
 
+def tileable(layout: Layout) -> bool:
+    """Whether tiles of 16 tokens can be written, where they come in 16 bits: lanes then have whole words of codes."""
+    codecs = [stream.codec for stream in layout.recipe.streams.values()]
+    whole = all(isinstance(codec, Affine) and layout.head_dim * codec.bits % 128 == 0 for codec in codecs)
+    return whole and layout.head_dim in TILE_DIMS
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("key", "value", "key_mean", "value_mean", "key_signs", "value_signs")),
         *((name, ctypes.c_void_p) for name in ("key_weights", "value_weights", "key_taken", "value_taken")),
+        *((name, ctypes.c_void_p) for name in ("key_matrix", "value_matrix")),
         *(
             (name, ctypes.c_void_p)
             for name in ("pages", "slots", "starts", "lengths", "owners", "window_key", "window_value")
         ),
         *((name, ctypes.c_float) for name in ("key_share", "value_share")),
-        *((name, ctypes.c_int) for name in ("key_drop", "value_drop", "tokens", "batch", "half_batch")),
+        *((name, ctypes.c_int) for name in ("key_drop", "value_drop", "key_stride", "value_stride")),
+        *((name, ctypes.c_int) for name in ("tokens", "batch", "half_batch")),
     ]
 
 
@@ -62,6 +76,13 @@ class AppendPlan:
     layout: Layout
     types: tuple[str, str]  # of the keys and values as they come
     orders: tuple[int, int]
+    means: tuple[bool, bool] = (False, False)  # whether they are taken off
+    parts: tuple[int, int] = (0, 0)  # of a matrix that the kernel multiplies by, 0 where there is none
+
+    @functools.cached_property
+    def tiled(self) -> bool:
+        """Whether there is a kernel for tiles of 16 tokens, too."""
+        return tileable(self.layout) and "float32" not in self.types
 
     @functools.cached_property
     def text(self) -> str:
@@ -77,9 +98,12 @@ class AppendPlan:
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WARPS": WARPS,
+            "TILE_WARPS": TILE_WARPS,
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
-        for name, kind, order in zip(layout.recipe.streams, self.types, self.orders, strict=True):
+        for name, kind, order, mean, parts in zip(
+            layout.recipe.streams, self.types, self.orders, self.means, self.parts, strict=True
+        ):
             codec = layout.recipe.streams[name].codec
             (meta,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
             bands = _bands(layout, name)
@@ -87,6 +111,8 @@ class AppendPlan:
                 f"{name.upper()}_TYPE": TYPES[kind],
                 f"{name.upper()}_HADAMARD": order,
                 f"{name.upper()}_HADAMARD_SCALE": order**-0.5,
+                f"{name.upper()}_MEAN": int(mean),
+                f"{name.upper()}_PARTS": parts,
                 f"{name.upper()}_BANDS": f"Bands<{', '.join(text for text, *_ in bands)}>",
                 f"{name.upper()}_BITS": bands[0][1],
                 f"{name.upper()}_OFFSET": bands[0][2],
@@ -98,7 +124,8 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "append.cu"), constants)
+        files = ("ptx.cu", "common.cu", "append.cu", *(("tiles.cu",) if self.tiled else ()))
+        return nvrtc.with_constants(nvrtc.source(*files), constants)
 
 
 def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int]]:
@@ -119,26 +146,36 @@ def _plan_number(made: AppendPlan) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(made: AppendPlan, device: torch.device) -> nvrtc.Kernel:
+def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel:
+    if tiled:
+        return nvrtc.Kernel(made.text, "kvant_append_tiles", device, TILE_WARPS * 32)
     return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
 
 
 @register("append", "cuda", refuse, rank=10)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-    """As the reference's `append`. Transforms other than a mean and a Hadamard are matrix products before the kernel."""
+    """As the reference's `append`. Matrices are multiplied before the kernel where tokens are few or do not come in 16 bits, and
+    keys turned back."""
     spaces = list(_spaces(store))
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
+    short = all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
+    tiled = short and tileable(store.layout) and len(key) * store.layout.heads >= TILE_ROWS
+    matrices: list[Tensor | None] = [None, None]
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)
         if stream.rope is not None:
             x, spaces[i] = stream.stored(x.float(), _positions(batch, len(x))), Space()
-        elif space.kind not in (NONE, HADAMARD):
+        elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
+            matrices[i], spaces[i] = _fragments(store, name, x.dtype)
+        elif space.kind == MATRIX:
             x = stream.forward(x.float())
         if str(x.dtype).removeprefix("torch.") not in TYPES:
             raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         rows[name] = x.contiguous()
     types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
-    made = AppendPlan(store.layout, types, tuple(space.order for space in spaces))  # type: ignore[arg-type]
+    orders, means = zip(*((space.order, space.mean is not None) for space in spaces), strict=True)
+    parts = tuple(0 if matrix is None else matrix.shape[1] for matrix in matrices)
+    made = AppendPlan(store.layout, types, orders, means, parts)  # type: ignore[arg-type]
     _append(
         store.pages,
         store.overlays["key"],
@@ -149,6 +186,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         *(space.tensor if space.kind == HADAMARD else None for space in spaces),
         *(getattr(store.stream(name).codec, "weights", None) for name in rows),
         *(getattr(store.stream(name).codec, "mean", None) for name in rows),
+        *matrices,
         batch.slots,
         batch.starts,
         batch.lengths,
@@ -156,6 +194,35 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         [getattr(store.stream(name).codec, "clip", 1.0) for name in rows],
         _plan_number(made),
     )
+
+
+def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple[Tensor, Space]:
+    """A stream's matrix as parts of a 16-bit type, largest last, in the order of tiles.cu's registers:
+    int32 [1 or heads, parts, ...]; and what is left to do after it."""
+    found = store.prepared.get(f"cuda.{name}.{dtype}")
+    if found is None:
+        space = _spaces(store)[0 if name == "key" else 1]
+        parts, dim, device = list[Tensor](), store.layout.head_dim, store.pages.device
+        if space.kind == HADAMARD:  # whose blocks do not end where lanes do; all ones, to be scaled afterwards
+            rest = as_matrix(dataclasses.replace(space, mean=None), dim).tensor.sign()  # type: ignore[union-attr]
+        else:
+            rest = space.tensor  # type: ignore[assignment]
+        rest = rest.double().to(device)
+        for _ in range(1 if space.kind == HADAMARD else PARTS[dtype]):
+            parts.insert(0, rest.to(dtype))
+            rest = rest - parts[0].double()
+        count = dim // 16
+        m, q, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
+        g, t = lane // 4, lane % 4
+        if name == "key":  # i: which of two products; j: which register
+            rows, columns = t * (dim // 4) + 4 * m + 2 * j + e, g // 2 * (dim // 4) + 4 * q + 2 * i + g % 2
+        else:  # i: which columns; j: which rows of the product
+            rows, columns = t * (dim // 4) + i * (dim // 8) + 2 * m + e, g * (dim // 8) + 2 * q + j
+        made = torch.stack(parts, 1)[:, :, rows.to(device), columns.to(device)].contiguous().view(torch.int32)
+        mean = space.mean if space.offset is None else -space.offset.expand(store.layout.heads, dim).contiguous()
+        found = made, Space(order=space.order, mean=mean)
+        store.prepared[f"cuda.{name}.{dtype}"] = found
+    return found  # type: ignore[no-any-return]
 
 
 def _positions(batch: PagedBatch, tokens: int) -> Tensor:
@@ -169,11 +236,19 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
     found = store.prepared.get("cuda.forward")
     if found is None:
         found = tuple(
-            space_of(stream.transforms, "forward", store.layout, store.pages.device)
+            _mean_after(space_of(stream.transforms, "forward", store.layout, store.pages.device))
             for stream in (store.key, store.value)
         )
         store.prepared["cuda.forward"] = found
     return found  # type: ignore[no-any-return]
+
+
+def _mean_after(space: Space) -> Space:
+    """The same with its mean to be taken off after the Hadamard."""
+    if space.mean is None or space.kind == NONE:
+        return space
+    mean = space.mean.double() if space.tensor is None else space.mean.double() * space.tensor
+    return dataclasses.replace(space, mean=walsh_hadamard(mean, space.order).float().contiguous())
 
 
 @torch.library.custom_op("kvant::append", mutates_args=("pages", "window_key", "window_value"))
@@ -191,6 +266,8 @@ def _append(
     value_weights: Tensor | None,
     key_taken: Tensor | None,
     value_taken: Tensor | None,
+    key_matrix: Tensor | None,
+    value_matrix: Tensor | None,
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
@@ -202,12 +279,14 @@ def _append(
     if not len(key):
         return
     places = [clip * (made.layout.head_dim - 1) for clip in clips]
-    kernel = _kernel(made, key.device)
+    tiled = made.tiled and len(key) * made.layout.heads >= TILE_ROWS
+    kernel = _kernel(made, key.device, tiled)
     arguments = _Arguments(
         key.data_ptr(),
         value.data_ptr(),
         *(None if x is None else x.data_ptr() for x in (key_mean, value_mean, key_signs, value_signs)),
         *(None if x is None else x.data_ptr() for x in (key_weights, value_weights, key_taken, value_taken)),
+        *(None if x is None else x.data_ptr() for x in (key_matrix, value_matrix)),
         pages.data_ptr(),
         slots.data_ptr(),
         starts.data_ptr(),
@@ -217,12 +296,16 @@ def _append(
         window_value.data_ptr(),
         *(place - int(place) for place in places),
         *(made.layout.head_dim - 1 - int(place) for place in places),
+        *(0 if x is None or len(x) == 1 else x.stride(0) // 4 for x in (key_matrix, value_matrix)),
         len(key),
         len(lengths),
         1 << (len(lengths) - 1).bit_length() >> 1,
     )
-    jobs = -(-len(key) // 2) * made.layout.heads
-    kernel.launch((-(-jobs // WARPS), 1), arguments)
+    if tiled:  # blocks of keys and blocks of values
+        blocks = 2 * -(-(-(-len(key) // 16) * made.layout.heads) // TILE_WARPS)
+    else:
+        blocks = -(-(-(-len(key) // 2) * made.layout.heads) // WARPS)
+    kernel.launch((blocks, 1), arguments)
 
 
 @_append.register_fake

@@ -42,6 +42,18 @@ template <int N> DEV void load_words(u32* w, const u8* p) {
     for (int i = 0; i < N; i++) w[i] = ((const u32*)p)[i];
   }
 }
+template <int N> DEV void store_words(u8* p, const u32* w) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) ((uint4*)p)[i] = {w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]};
+  } else if constexpr (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) ((uint2*)p)[i] = {w[2 * i], w[2 * i + 1]};
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) ((u32*)p)[i] = w[i];
+  }
+}
 
 // --- codes of keys: bytes ---------------------------------------------------------------------------------------------
 

@@ -19,6 +19,23 @@ DEV u32 bf16_pair(float low, float high) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1,
 DEV float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// Held within 0 and 1, which costs nothing.
+DEV float fma_held(float x, float y, float z) { float d; asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(x), "f"(y), "f"(z)); return d; }
+DEV float add_held(float x, float y) { float d; asm("add.rn.sat.f32 %0, %1, %2;" : "=f"(d) : "f"(x), "f"(y)); return d; }
+// Of two numbers at once; TYPE 0 is bfloat16, 1 is float16.
+template <int TYPE> DEV u32 pair_min(u32 x, u32 y) {
+  u32 z;
+  if (TYPE == 0) asm("min.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else asm("min.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
+  u32 z;
+  if (TYPE == 0) asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
   u32 y;
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(y) : "r"(w), "r"(mask), "r"(rest));
@@ -31,6 +48,11 @@ DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
 // a3 the same eight columns on; b0 is (rows 2t, 2t + 1, column g), b1 eight rows on; c is (g, 2t), (g, 2t + 1), (g + 8, ...).
 DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEV void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  // of bfloat16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

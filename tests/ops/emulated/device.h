@@ -128,6 +128,7 @@ static inline int __float2int_rn(float x) { return (int)lrintf(x); }
 static inline float __fdividef(float x, float y) { return x / y; }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
 static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+static inline int __popc(u32 x) { return __builtin_popcount(x); }
 static inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 template <class T> static T min(T a, T b) { return b < a ? b : a; }
 template <class T> static T max(T a, T b) { return a < b ? b : a; }
@@ -170,6 +171,16 @@ static inline u32 float_to_bf16(float x) {
 DEV u32 bf16_pair(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
 DEV float exp2_(float x) { return exp2f(x); }
 DEV float log2_(float x) { return log2f(x); }
+static inline float held(float x) { return x > 0.f ? fminf(x, 1.f) : 0.f; }
+DEV float fma_held(float x, float y, float z) { return held(fmaf(x, y, z)); }
+DEV float add_held(float x, float y) { return held(x + y); }
+template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
+  const auto half = [](u32 w, int e) { return TYPE == 0 ? __uint_as_float((w >> 16 * e) << 16) : half_to_float(w >> 16 * e & 0xffff); };
+  const float low = f(half(x, 0), half(y, 0)), high = f(half(x, 1), half(y, 1));
+  return TYPE == 0 ? bf16_pair(low, high) : fp16_pair(low, high);
+}
+template <int TYPE> u32 pair_min(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fminf(a, b); }); }
+template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fmaxf(a, b); }); }
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
 struct Fragments { u32 a[4], b[2]; };
@@ -201,6 +212,10 @@ static void product(int what, Number* c, const Fragments& f, OfA of_a, OfB of_b)
 DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const auto half = [](u32 x, int e) { return half_to_float(x >> 16 * e & 0xffff); };
   product<double, 16, 2>(7, c, {{a0, a1, a2, a3}, {b0, b1}}, half, half);
+}
+DEV void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const auto half = [](u32 x, int e) { return __uint_as_float((x >> 16 * e) << 16); };
+  product<double, 16, 2>(10, c, {{a0, a1, a2, a3}, {b0, b1}}, half, half);
 }
 DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const auto code = [](u32 x, int e) { return (int)(u8)(x >> 8 * e); };

@@ -1,0 +1,327 @@
+// Stores whole prompts: the text before it is append.cu, whose pairs of tokens serve what does not fit here. It does the same with a quarter of
+// the instructions.
+//
+// A warp takes sixteen tokens of one head and stream. Lane 4 g + t reads a quarter of tokens g and g + 8, and the tensor cores leave
+// every number where the page wants its code: keys are multiplied by a matrix from the right, so that lane (g, t) has the t-th quarter
+// of tokens g and g + 8; values from the left, so that it has the g-th eighth of tokens 2t, 2t + 1, 2t + 8 and 2t + 9. The matrix is one, or the
+// Hadamard of those bits of a channel's number that lanes differ in; sums and differences in registers do the other bits. Codes become
+// words of the page in registers. A learnt matrix is a sum of PARTS matrices of the input's type, so that products are exact.
+//
+// Constants beside those of append.cu: for KEY_ and VALUE_: MEAN (whether one is taken off), PARTS (of a matrix, 0 for none);
+// TILE_WARPS. Blocks have keys and values in turn.
+
+constexpr int WORDS_READ = D / 8;  // of a lane and token
+
+template <bool KEY> struct Tile {
+  static constexpr int TYPE = KEY ? KEY_TYPE : VALUE_TYPE, BITS = KEY ? KEY_BITS : VALUE_BITS, META = KEY ? KEY_META : VALUE_META;
+  static constexpr int META_TYPE = KEY ? KEY_META_TYPE : VALUE_META_TYPE, META_OFFSET = KEY ? KEY_META_OFFSET : VALUE_META_OFFSET;
+  static constexpr int OFFSET = KEY ? KEY_OFFSET : VALUE_OFFSET, ORDER = KEY ? KEY_HADAMARD : VALUE_HADAMARD, SEARCH = KEY ? KEY_SEARCH : VALUE_SEARCH;
+  static constexpr bool MEAN = KEY ? KEY_MEAN : VALUE_MEAN;
+  static constexpr int PARTS = KEY ? KEY_PARTS : VALUE_PARTS;
+  static constexpr float BY = MEAN ? 1.f : (float)(KEY ? KEY_HADAMARD_SCALE : VALUE_HADAMARD_SCALE);  // numbers are that of what the lane has
+  static constexpr bool AS_READ = ORDER == 1 && !PARTS && !MEAN && SEARCH == 1 && !CLIP;  // ranges are those of the tokens as they were read
+  static constexpr int ROWS = KEY ? 2 : 4, N = D / (2 * ROWS);         // tokens of a lane and channels of each
+  static constexpr int ROW_WORDS = D * BITS / 128;                     // of a lane: one token's keys, or two tokens' values
+  using Code = Coder<BITS, META, !AS_READ>;
+
+  int lane, g, t;
+  float x[ROWS][N];
+
+  // --- whose row is whose: every row of the tile is owned by lanes that compute its scale --------------------------------------
+
+  DEV int token(int r) const { return KEY ? g + 8 * r : 8 * (r >> 1) + 2 * t + (r & 1); }
+  DEV int owned() const { return KEY || AS_READ ? g + 8 * (t >> 1) : 8 * (lane >> 4) + 2 * t + (lane >> 3 & 1); }
+  template <class F> DEV float own_of_two(float a, float b, int apart, F f) const {
+    const bool second = lane & apart;
+    return f(second ? b : a, __shfl_xor_sync(FULL, second ? a : b, apart));
+  }
+  template <class F> DEV float own(const float* v, F f) const {  // of all lanes' parts of a row
+    if constexpr (KEY || AS_READ) {
+      const float both = own_of_two(v[0], v[1], 2, f);
+      return f(both, __shfl_xor_sync(FULL, both, 1));
+    } else {
+      const float both = own_of_two(own_of_two(v[0], v[2], 16, f), own_of_two(v[1], v[3], 16, f), 8, f);
+      return f(both, __shfl_xor_sync(FULL, both, 4));
+    }
+  }
+  template <class T> DEV void spread(T mine, T* v) const {  // what owners know to lanes that have the row
+    if constexpr (KEY) {
+      const T other = __shfl_xor_sync(FULL, mine, 2);
+      v[0] = t & 2 ? other : mine, v[1] = t & 2 ? mine : other;
+    } else {
+#pragma unroll
+      for (int r = 0; r < 4; r++) v[r] = __shfl_sync(FULL, mine, AS_READ ? 4 * (2 * t + (r & 1)) + (r & 2) : 8 * r + (lane & 7));
+    }
+  }
+
+  // --- from what was read to what is stored --------------------------------------------------------------------------------------
+
+  DEV static u32 entry(int in, int out) {  // of the matrix: two neighbouring channels on one
+    u32 both = 0;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const u32 one = (TYPE == 0 ? 0x3F80u : 0x3C00u) | (__popc((in + e) & out & (ORDER - 1)) & 1) << 15;
+      both |= (((in + e) ^ out) & ~(ORDER - 1) ? 0u : one) << (16 * e);
+    }
+    return both;
+  }
+  DEV static void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
+    else mma(c, a0, a1, a2, a3, b0, b1);
+  }
+  // Products with a learnt matrix, whose registers lie in the order in which they are used.
+  DEV void multiply_all(const u32 (*w)[WORDS_READ], const uint4* matrix) {
+#pragma unroll
+    for (int i = 0; i < ROWS * N; i++) x[i / N][i % N] = 0.f;
+#pragma unroll 1
+    for (int p = 0; p < PARTS; p++)
+#pragma unroll
+      for (int m = 0; m < D / 16; m++)
+#pragma unroll
+        for (int q = 0; q < D / 16; q++) {
+          const uint4 f = matrix[((p * (D / 16) + m) * (D / 16) + q) * 32 + lane];
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            float* c[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[i] = KEY ? &x[i / 2][4 * q + 2 * k + i % 2] : &x[2 * k + i % 2][2 * q + i / 2];
+            float sum[4] = {*c[0], *c[1], *c[2], *c[3]};
+            if constexpr (KEY) multiply(sum, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], k ? f.z : f.x, k ? f.w : f.y);
+            else multiply(sum, f.x, f.y, f.z, f.w, w[k][m], w[k][m + D / 16]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) *c[i] = sum[i];
+          }
+        }
+  }
+  DEV void turn(u32 (*w)[WORDS_READ], const float* signs) {
+    if (ORDER > 1 && signs)
+#pragma unroll
+      for (int i = 0; i < WORDS_READ; i++) {
+        const float* s = signs + t * (D / 4) + 2 * i;
+        const u32 flip = (s[0] < 0.f ? 0x8000u : 0u) | (s[1] < 0.f ? 0x80000000u : 0u);
+        w[0][i] ^= flip, w[1][i] ^= flip;
+      }
+    u32 part[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      part[i / 2][i % 2] = KEY ? entry(t * (D / 4) + i % 2 * 2, g / 2 * (D / 4) + i / 2 * 2 + g % 2) : entry(t * (D / 4) + i % 2 * (D / 8), g * (D / 8) + i / 2);
+#pragma unroll
+    for (int m = 0; m < D / 16; m++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        float c[4] = {0.f, 0.f, 0.f, 0.f};
+        if constexpr (KEY) multiply(c, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], part[k][0], part[k][1]);
+        else multiply(c, part[0][0], part[1][0], part[0][1], part[1][1], w[k][m], w[k][m + D / 16]);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if constexpr (KEY) x[i / 2][4 * m + 2 * k + i % 2] = c[i];
+          else x[2 * k + i % 2][2 * m + i / 2] = c[i];
+      }
+#pragma unroll
+    for (int half = KEY ? 4 : 2; half < N && half < ORDER; half *= 2)
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+          if (!(i & half)) {
+            const float first = x[r][i], second = x[r][(i + half) % N];
+            x[r][i] = first + second, x[r][(i + half) % N] = first - second;
+          }
+  }
+  DEV void take_off(const float* mean) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float off = mean[(KEY ? t : g) * N + i];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) x[r][i] = fmaf(x[r][i], (float)(KEY ? KEY_HADAMARD_SCALE : VALUE_HADAMARD_SCALE), -off);
+    }
+  }
+  // As in append.cu, row after row: those of eight (keys) or of four tokens at once.
+  DEV void clip_rows(int drop, float share) {
+    constexpr u32 MATES = KEY ? 0xFu : 0x11111111u;  // lanes that have a row together
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) clip<N, KEY ? 1 : 4, KEY ? 4 : 32>(x[r], drop, drop, share, MATES << (KEY ? lane & 28 : t), lane);
+  }
+
+  // The range of the owned row.
+  DEV void range(const u32 (*w)[WORDS_READ], float& least, float& most) const {
+    float low_[ROWS], high_[ROWS];
+    if constexpr (AS_READ) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        u32 a = w[r][0], b = w[r][0];
+#pragma unroll
+        for (int i = 1; i < WORDS_READ; i++) a = pair_min<TYPE>(a, w[r][i]), b = pair_max<TYPE>(b, w[r][i]);
+        low_[r] = fminf(low<TYPE>(a), high<TYPE>(a)), high_[r] = fmaxf(low<TYPE>(b), high<TYPE>(b));
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        low_[r] = high_[r] = x[r][0];
+#pragma unroll
+        for (int i = 1; i < N; i++) low_[r] = fminf(low_[r], x[r][i]), high_[r] = fmaxf(high_[r], x[r][i]);
+      }
+    }
+    least = own(low_, [](float a, float b) { return fminf(a, b); }) * BY;
+    most = own(high_, [](float a, float b) { return fmaxf(a, b); }) * BY;
+  }
+
+  DEV Scale scale(float least, float most) const {  // of the owned row
+    Scale best = scale_of<BITS, META, META_TYPE>(least, most);
+    if constexpr (SEARCH > 1) {
+      const float middle = (most + least) * 0.5f, half = (most - least) * 0.5f;
+      float lowest = 0.f;
+      for (int k = 0; k < SEARCH; k++) {
+        const float reach = half * ::part<SEARCH>(k);
+        const Scale found = k ? scale_of<BITS, META, META_TYPE>(middle - reach, middle + reach) : best;
+        float back[ROWS], zero[ROWS], errors[ROWS];
+        spread(found.back, back), spread(found.zero, zero);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          const Coder<BITS, META, false> code(0.f, back[r], zero[r], BY);
+          errors[r] = 0.f;
+#pragma unroll
+          for (int i = 0; i < N; i++) {
+            const float missed = code.missed(x[r][i]);
+            errors[r] = fmaf(missed, missed, errors[r]);
+          }
+        }
+        const float error = own(errors, [](float a, float b) { return a + b; }) * (found.scale * found.scale);
+        if (k == 0 || error < lowest) lowest = error, best = found;
+      }
+    }
+    return best;
+  }
+
+  // --- writing -------------------------------------------------------------------------------------------------------------------
+
+  DEV void store_window(const Arguments& a, int first, int head, s64 slot) const {
+    const s64 mine = slot >= 0 ? window_place(a, first + owned()) : -1;
+    if (!__any_sync(FULL, mine >= 0)) return;
+    s64 at[ROWS];
+    spread(mine, at);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+      if (at[r] >= 0) {
+        u32 w[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+          const float one = x[r][2 * i] * BY, two = x[r][2 * i + 1] * BY;
+          w[i] = WINDOW_TYPE == 0 ? bf16_pair(one, two) : fp16_pair(one, two);
+        }
+        u16* to = (u16*)(KEY ? a.window_key : a.window_value) + (at[r] * KV_HEADS + head) * D + (KEY ? t : g) * N;
+        store_words<N / 2>((u8*)to, w);
+      }
+  }
+
+  // Words of codes: key words hold two neighbouring channels in their halves, value words two tokens.
+  DEV void words(u32* w, const Code& low_, const Code& high_, const float* x_low, const float* x_high) const {
+    constexpr int PER = 16 / BITS;
+    constexpr u32 HALF = 0xFFFFu / ((1 << BITS) - 1);  // a one at every place of a half
+#pragma unroll
+    for (int k = 0; k < ROW_WORDS; k++) {
+      w[k] = 0u - low_.base() * HALF - (high_.base() * HALF << 16);
+#pragma unroll
+      for (int s = 0; s < PER; s++) {
+        const int i = k * PER + s;
+        w[k] += low_.bits(x_low[KEY ? 2 * i : i]) << (s * BITS);
+        w[k] += high_.bits(x_high[KEY ? 2 * i + 1 : i]) << (16 + s * BITS);
+      }
+    }
+  }
+  DEV static u32* place(u8* run, s64 slot, int g, int t, int second) {
+    return (u32*)(run + OFFSET) + ((Place(slot).tile * 8 + g) * 4 + t) * (2 * ROW_WORDS) + second * ROW_WORDS;
+  }
+  DEV static s64 slot_of(const Arguments& a, int first, int token) {  // of a token of the tile; -1 of others
+    return token >= 0 && token < 16 && first + token < a.tokens ? a.slots[first + token] : -1;
+  }
+  template <class Codes> DEV void store_keys(const Arguments& a, int first, int head, Codes code) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const s64 slot = slot_of(a, first, token(r));
+      u32 w[ROW_WORDS];
+      words(w, code(r), code(r), x[r], x[r]);
+      if (slot >= 0) store_words<ROW_WORDS>((u8*)place(run_of(a, slot, head), slot, (int)(slot % 8), t, (int)(slot % 16 / 8)), w);
+    }
+  }
+
+  DEV static bool neighbours(s64 one, s64 two) { return one >= 0 && one % 2 == 0 && two == one + 1; }  // that share words
+  DEV u32* pair_place(const Arguments& a, int head, s64 slot) const {
+    return place(run_of(a, slot, head), slot, g, (int)(slot % 8 / 2), (int)(slot % 16 / 8));
+  }
+  DEV void store_half(const Arguments& a, int head, s64 slot, const u32* w, int half) const {
+    u16* to = (u16*)pair_place(a, head, slot) + slot % 2;
+#pragma unroll
+    for (int i = 0; i < ROW_WORDS; i++) to[2 * i] = (u16)(w[i] >> (16 * half));
+  }
+  template <class Codes> DEV void store_values(const Arguments& a, int first, int head, Codes code) const {
+    s64 slot[4];
+    u32 w[2][ROW_WORDS];
+#pragma unroll
+    for (int r = 0; r < 4; r++) slot[r] = slot_of(a, first, token(r));
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      words(w[k], code(2 * k), code(2 * k + 1), x[2 * k], x[2 * k + 1]);
+      if (neighbours(slot[2 * k], slot[2 * k + 1])) store_words<ROW_WORDS>((u8*)pair_place(a, head, slot[2 * k]), w[k]);
+    }
+    if (__any_sync(FULL, !neighbours(slot[0], slot[1]) || !neighbours(slot[2], slot[3]))) store_others(a, first, head, slot, w);
+  }
+  // A sequence may begin at an odd place: then a lane's second token shares its words with the next lane's first one.
+  DEV void store_others(const Arguments& a, int first, int head, const s64* slot, const u32 (*w)[ROW_WORDS]) const {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      u32 crossed[ROW_WORDS];
+#pragma unroll
+      for (int i = 0; i < ROW_WORDS; i++) {
+        const u32 next = __shfl_sync(FULL, t == 0 ? w[1][i] : w[k][i], (lane & 28) + (lane + 1) % 4);
+        crossed[i] = __byte_perm(w[k][i], next, 0x5432);
+      }
+      const s64 one = slot[2 * k], two = slot[2 * k + 1];
+      if (neighbours(one, two)) continue;
+      if (neighbours(two, slot_of(a, first, token(2 * k) + 2))) store_words<ROW_WORDS>((u8*)pair_place(a, head, two), crossed);
+      else if (two >= 0) store_half(a, head, two, w[k], 1);
+      if (one >= 0 && !neighbours(slot_of(a, first, token(2 * k) - 1), one)) store_half(a, head, one, w[k], 0);
+    }
+  }
+
+  DEV void append(const Arguments& a, int first, int head) {
+    u32 w[2][WORDS_READ];
+    const u8* from = (const u8*)(KEY ? a.key : a.value);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      load_words<WORDS_READ>(w[r], from + (((s64)min(first + g + 8 * r, a.tokens - 1) * KV_HEADS + head) * D + t * (D / 4)) * 2);
+    const s64 slot = slot_of(a, first, owned());
+    float least, most, scale_[ROWS], back[ROWS], zero[ROWS];
+    if constexpr (AS_READ) range(w, least, most);
+    if constexpr (PARTS > 0) multiply_all(w, (const uint4*)(KEY ? a.key_matrix : a.value_matrix) + head * (KEY ? a.key_stride : a.value_stride));
+    else turn(w, KEY ? a.key_signs : a.value_signs);
+    if constexpr (MEAN) take_off((KEY ? a.key_mean : a.value_mean) + head * D);
+    if constexpr (!AS_READ && !CLIP) range(w, least, most);
+#if WINDOW_TOKENS
+    store_window(a, first, head, slot);
+#endif
+#if CLIP
+    clip_rows(KEY ? a.key_drop : a.value_drop, KEY ? a.key_share : a.value_share);
+    range(w, least, most);
+#endif
+    const Scale best = scale(least, most);
+    if (slot >= 0 && (KEY || AS_READ ? t % 2 : g % 2) == 0)
+      store_meta(run_of(a, slot, head), META_OFFSET, META, slot, META_TYPE == 0 ? bf16_pair(best.scale, best.zero) : fp16_pair(best.scale, best.zero));
+    spread(best.scale, scale_), spread(best.back, back), spread(best.zero, zero);
+    const auto code = [&](int r) { return Code(scale_[r], back[r], zero[r], BY); };
+    if constexpr (KEY) store_keys(a, first, head, code);
+    else store_values(a, first, head, code);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(TILE_WARPS * 32, 16 / TILE_WARPS) kvant_append_tiles(const Arguments a) {
+  const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * TILE_WARPS + (threadIdx.x >> 5), head = job % KV_HEADS, first = job / KV_HEADS * 16;
+  if (first >= a.tokens) return;
+  if (blockIdx.x % 2 == 0) {
+    Tile<true> tile{lane, lane >> 2, lane & 3};
+    tile.append(a, first, head);
+  } else {
+    Tile<false> tile{lane, lane >> 2, lane & 3};
+    tile.append(a, first, head);
+  }
+}
