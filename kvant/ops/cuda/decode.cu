@@ -18,7 +18,7 @@
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
+// they are not; queries are then turned by kvant_turn before, with TURN_WARPS), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
 
 // --- a block --------------------------------------------------------------------------------------------------------------
 
