@@ -48,10 +48,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def filled(
-    name: str, heads: int, group: int, dim: int, lengths: list[int], first: int = 0
+    name: str, heads: int, group: int, dim: int, lengths: list[int], first: int = 0, rotated: int | None = None
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
-    cache, entries = test_cuda.filled(name, heads, group, dim, "bfloat16", lengths, device="cpu", first=first)
+    cache, entries = test_cuda.filled(
+        name, heads, group, dim, "bfloat16", lengths, device="cpu", first=first, rotated=rotated
+    )
     assert cache.layout.order == "fragment"
     return cache, entries
 
@@ -67,13 +69,20 @@ def filled(
         ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
         ("kvant-2", 2, 64, {"window": 150}),
         ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
+        ("kvant-2", 1, 128, {"window": 270, "first": 200}),
+        ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
+        ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 128, {}),
+        ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
+        ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
+        ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
     ],
 )
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
     options = dict(options)
-    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=int(options.pop("first", 0)))
+    first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
+    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first, rotated)
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)
     settings = {"scale": dim**-0.5, "softcap": None, "window": None, **options}

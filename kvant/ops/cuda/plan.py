@@ -244,6 +244,7 @@ class Plan:
             "INVERSE_ORDER": self.inverse[1],
             "TURNED": layout.recipe.key.turned_back,
             "TURN_WARPS": self.turn_warps,
+            "TURN_BLOCKS": {64: 3, 128: 2}.get(layout.head_dim, 1),
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
             "WARPS": self.warps,

@@ -195,8 +195,11 @@ struct TurnArguments {
 constexpr int TURN_THREADS = TURN_WARPS * 32, EACH = Keys::REGISTERS / TURN_WARPS;  // registers of the keys that a warp makes
 constexpr int SPECIAL = 2 * Keys::REGISTERS, IN_ORDER = SPECIAL + 1, TURN_TILES = IN_ORDER + D / 8;
 constexpr int AT_ONCE = 16 / TILE_HEADS, TURN_ROWS = AT_ONCE * TILE_HEADS;  // blocks of positions, and queries, that a product has
-constexpr bool HELD = EACH * D <= 256;                                      // a warp's part of the matrix is in its registers
-constexpr int TURN_ROOM = 65536 / (TURN_THREADS * ((HELD ? EACH * D / 2 : 0) + 48)), TURN_BLOCKS = TURN_ROOM ? TURN_ROOM : 1;
+// A warp's part of the matrix is in its registers where they have room, else it is read anew for every product. Sums are kept apart, so
+// that products need not wait for each other, where registers are left.
+constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of four registers
+constexpr bool HELD = FRAGMENTS <= 32;
+constexpr int APART = FRAGMENTS == 16 ? 3 : 1;
 static_assert(Keys::REGISTERS % TURN_WARPS == 0, "warps have as many registers each");
 
 struct Pass {  // blocks of positions whose queries are rows of one product
@@ -205,6 +208,7 @@ struct Pass {  // blocks of positions whose queries are rows of one product
 };
 struct TurnShared {
   u32 high[16][D / 2 + 4], low[16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
+  uint4 special[D / 16][32];
   float top[16][TURN_WARPS], peak[16][TURN_WARPS];
   Pass pass[3];  // the one that is stored, the one that is turned, the next
 };
@@ -288,28 +292,53 @@ DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 
   }
 }
 
-// c += queries times tiles of the matrix, for 16 of its rows. Both are fp16 in two parts, and the smallest of the four products is left out.
-template <int N> DEV void multiply_parts(float (*c)[4], const u32* x, const u32* y, const uint4* m) {
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    mma(c[n], x[0], x[1], x[2], x[3], m[n].x, m[n].y);
-    mma(c[n], y[0], y[1], y[2], y[3], m[n].x, m[n].y);
-    mma(c[n], x[0], x[1], x[2], x[3], m[n].z, m[n].w);
-  }
-}
 DEV void load_rows(u32* x, u32* y, const TurnShared& sh, int k, int lane) {
   load_tiles(x, &sh.high[lane % 16][8 * k + lane / 16 * 4]);
   load_tiles(y, &sh.low[lane % 16][8 * k + lane / 16 * 4]);
 }
-DEV void multiply_tile(float (*c)[4], const TurnShared& sh, const uint4* tile, int lane) {  // of the matrix in memory
-  c[0][0] = c[0][1] = c[0][2] = c[0][3] = 0.f;
+// c += queries times N tiles of the matrix, for 16 of its rows. Both are fp16 in two parts, and the smallest of the four products is left out.
+template <int N> DEV void multiply_parts(float (*c)[N][4], const u32* x, const u32* y, const uint4* m) {
+#pragma unroll
+  for (int n = 0; n < N; n++) mma(c[0][n], x[0], x[1], x[2], x[3], m[n].x, m[n].y);
+#pragma unroll
+  for (int n = 0; n < N; n++) mma(c[1 % APART][n], y[0], y[1], y[2], y[3], m[n].x, m[n].y);
+#pragma unroll
+  for (int n = 0; n < N; n++) mma(c[2 % APART][n], x[0], x[1], x[2], x[3], m[n].z, m[n].w);
+}
+template <int N> DEV void clear(float (*c)[N][4]) {
+#pragma unroll
+  for (int p = 0; p < APART; p++)
+#pragma unroll
+    for (int n = 0; n < N; n++) c[p][n][0] = c[p][n][1] = c[p][n][2] = c[p][n][3] = 0.f;
+}
+template <int N> DEV void gather(float (*c)[N][4]) {  // the sum of what was kept apart, into the first
+#pragma unroll
+  for (int p = 1; p < APART; p++)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[0][n][i] += c[p][n][i];
+}
+// All rows of the matrix. N tiles are in registers (`held`) or in memory; where MORE, another one, in shared memory, has sums of its own.
+template <int N, bool MORE> DEV void multiply_turned(float (*c)[N][4], float (*more)[1][4], const TurnShared& sh, const uint4 (*held)[N], const uint4* tiles, int lane) {
+  clear<N>(c);
+  if constexpr (MORE) clear<1>(more);
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
     u32 x[4], y[4];
     load_rows(x, y, sh, k, lane);
-    const uint4 m = __ldg(tile + k * 32);
-    multiply_parts<1>(c, x, y, &m);
+    if constexpr (HELD) {
+      multiply_parts<N>(c, x, y, held[k]);
+    } else {
+      uint4 m[N];
+#pragma unroll
+      for (int n = 0; n < N; n++) m[n] = __ldg(tiles + (n * (D / 16) + k) * 32);
+      multiply_parts<N>(c, x, y, m);
+    }
+    if constexpr (MORE) multiply_parts<1>(more, x, y, &sh.special[k][lane]);
   }
+  gather<N>(c);
+  if constexpr (MORE) gather<1>(more);
 }
 
 DEV float of_four(float x) {  // the largest of lanes that share a row
@@ -336,6 +365,12 @@ DEV void split_bytes(float x0, float x1, float x2, float x3, float by, u32& high
   low = last | (last & 0x40404040u) << 1;
 }
 
+// Where a row of a pass goes among all that are turned, or -1.
+DEV int place_of(const TurnArguments& a, const Pass& now, int row, int tile) {
+  const int unit = min(row / TILE_HEADS, AT_ONCE - 1), block = row < TURN_ROWS ? now.block[unit] : -1;
+  return block < 0 ? -1 : (now.b[unit] * HEADS + tile) * a.blocks + block;
+}
+
 // Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
 // made into bytes. A block of threads has the matrix of a head, each warp some columns, and gridDim.x-th of the sequences' blocks.
 extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_turn(const TurnArguments a) {
@@ -347,11 +382,13 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
   const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 32 + lane;
   const uint4* own = matrix + warp * EACH * 2 * (D / 16) * 32;
   uint4 held[HELD ? D / 16 : 1][2 * EACH];
-  if constexpr (HELD)
 #pragma unroll
-    for (int k = 0; k < D / 16; k++)
+  for (int k = 0; k < D / 16; k++) {
+    if (spare) sh.special[k][lane] = __ldg(matrix + (SPECIAL * (D / 16) + k) * 32);
+    if constexpr (HELD)
 #pragma unroll
       for (int n = 0; n < 2 * EACH; n++) held[k][n] = __ldg(own + (n * (D / 16) + k) * 32);
+  }
   int first = blockIdx.x * AT_ONCE;
   if (spare) first = next_pass(a, first, sh.pass[0], lane);
   __syncthreads();
@@ -360,28 +397,19 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     turn_rows(a, sh, now, query, heads);
     if (spare) first = next_pass(a, first, sh.pass[at == 2 ? 0 : at + 1], lane);
     __syncthreads();
-    Turned* out[2];  // of rows g and g + 8, or nothing
-    int h[2];
+    float sums[APART][2 * EACH][4], (*sum)[4] = sums[0];
+    if (spare) {
+      float special[APART][1][4];
+      multiply_turned<2 * EACH, true>(sums, special, sh, held, own, lane);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), block = row < TURN_ROWS ? now.block[unit] : -1;
-      h[r] = row % TILE_HEADS;
-      out[r] = block < 0 ? nullptr : a.out + ((s64)now.b[unit] * HEADS + tile) * a.blocks + block;
-    }
-    float sum[2 * EACH][4];
-#pragma unroll
-    for (int n = 0; n < 2 * EACH; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      u32 x[4], y[4];
-      load_rows(x, y, sh, k, lane);
-      if constexpr (HELD) {
-        multiply_parts<2 * EACH>(sum, x, y, held[k]);
-      } else {
-#pragma unroll
-        for (int n = 0; n < 2 * EACH; n++) held[0][n] = __ldg(own + (n * (D / 16) + k) * 32);
-        multiply_parts<2 * EACH>(sum, x, y, held[0]);
+      for (int r = 0; r < 2; r++) {
+        const int row = g + 8 * r, place = place_of(a, now, row, tile), h = row % TILE_HEADS;
+        if (place < 0) continue;
+        if (t == 0) a.out[place].sum[h] = special[0][0][2 * r], a.out[place].bias[h] = special[0][0][2 * r + 1];
+        if (t == 1) a.out[place].lost[h] = special[0][0][2 * r] * a.scale;
       }
+    } else {
+      multiply_turned<2 * EACH, false>(sums, nullptr, sh, held, own, lane);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -391,29 +419,28 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
       top = of_four(top);
       if (t == 0) sh.top[g + 8 * r][warp] = top;
     }
-    if (spare) {
-      float c[1][4];
-      multiply_tile(c, sh, matrix + SPECIAL * (D / 16) * 32, lane);
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        if (out[r]) {
-          if (t == 0) out[r]->sum[h[r]] = c[0][2 * r], out[r]->bias[h[r]] = c[0][2 * r + 1];
-          if (t == 1) out[r]->lost[h[r]] = c[0][2 * r] * a.scale;
-        }
-    }
 #if WINDOW_TOKENS
     if (now.rows) {  // the queries themselves, for the windows
       float peak[2] = {0.f, 0.f};
       for (int n = warp; n < D / 8; n += TURN_WARPS) {
-        float c[1][4];
-        multiply_tile(c, sh, matrix + (IN_ORDER + n) * (D / 16) * 32, lane);
+        float c[APART][1][4];
+        clear<1>(c);
+#pragma unroll 2
+        for (int k = 0; k < D / 16; k++) {
+          u32 x[4], y[4];
+          load_rows(x, y, sh, k, lane);
+          const uint4 m = __ldg(matrix + ((IN_ORDER + n) * (D / 16) + k) * 32);
+          multiply_parts<1>(c, x, y, &m);
+        }
+        gather<1>(c);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const int unit = min((g + 8 * r) / TILE_HEADS, AT_ONCE - 1);
-          peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][2 * r]), fabsf(c[0][2 * r + 1])));
-          if (out[r] && now.slot[unit] >= 0) {
-            float* row = a.rows + ((((s64)now.b[unit] * HEADS + tile) * TURNED_SLOTS + now.slot[unit]) * TILE_HEADS + h[r]) * D;
-            *(float2*)(row + 8 * n + 2 * t) = {c[0][2 * r], c[0][2 * r + 1]};
+          const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < TURN_ROWS ? now.slot[unit] : -1;
+          peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
+          if (slot >= 0) {
+            const s64 block = ((s64)now.b[unit] * HEADS + tile) * TURNED_SLOTS + slot;
+            float* to = a.rows + (block * TILE_HEADS + row % TILE_HEADS) * D;
+            *(float2*)(to + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
           }
         }
       }
@@ -427,26 +454,27 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float top = of_warps(sh.top[g + 8 * r]), by = __fdividef(QUERY_TOP, top);
-      if (!out[r]) continue;
+      const int row = g + 8 * r, place = place_of(a, now, row, tile), h = row % TILE_HEADS;
+      if (place < 0) continue;
+      Turned& out = a.out[place];
+      const float top = of_warps(sh.top[row]), by = __fdividef(QUERY_TOP, top);
       if (warp == 0 && t == 0) {
-        out[r]->top[h[r]] = top / heaviest(Keys{});
-        if (now.rows) out[r]->peak[h[r]] = of_warps(sh.peak[g + 8 * r]);
+        out.top[h] = top * (1.f / heaviest(Keys{}));
+        if (now.rows) out.peak[h] = of_warps(sh.peak[row]);
       }
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
-        u32* f = out[r]->f[h[r] / 4][warp * EACH + e] + h[r] % 4 * 8 + t, high, low;
-        split_bytes(sum[2 * e][2 * r], sum[2 * e][2 * r + 1], sum[2 * e + 1][2 * r], sum[2 * e + 1][2 * r + 1], by, high, low);
-        f[0] = high, f[4] = low;
+        u32* f = out.f[h / 4][warp * EACH + e] + h % 4 * 8 + t, up, down;
+        split_bytes(sum[2 * e][2 * r], sum[2 * e][2 * r + 1], sum[2 * e + 1][2 * r], sum[2 * e + 1][2 * r + 1], by, up, down);
+        f[0] = up, f[4] = down;
       }
     }
     constexpr int MISSING = 4 * OWN - TILE_HEADS;  // heads that are not there count nothing
     if constexpr (MISSING > 0)
       for (int j = threadIdx.x; j < AT_ONCE * MISSING * Keys::REGISTERS * 2; j += TURN_THREADS) {
         const int unit = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
-        if (now.block[unit] < 0) continue;
-        Turned& there = a.out[((s64)now.b[unit] * HEADS + tile) * a.blocks + now.block[unit]];
-        *(uint4*)(there.f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
+        const int place = place_of(a, now, unit * TILE_HEADS, tile);
+        if (place >= 0) *(uint4*)(a.out[place].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
       }
   }
 }
