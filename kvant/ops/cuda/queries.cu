@@ -195,27 +195,34 @@ struct TurnArguments {
 constexpr int TURN_THREADS = TURN_WARPS * 32, EACH = Keys::REGISTERS / TURN_WARPS;  // registers of the keys that a warp makes
 constexpr int SPECIAL = 2 * Keys::REGISTERS, IN_ORDER = SPECIAL + 1, TURN_TILES = IN_ORDER + D / 8;
 constexpr int AT_ONCE = 16 / TILE_HEADS, TURN_ROWS = AT_ONCE * TILE_HEADS;  // blocks of positions, and queries, that a product has
-// A warp's part of the matrix is in its registers where they have room, else it is read anew for every product. Sums are kept apart, so
-// that products need not wait for each other, where registers are left.
-constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of four registers
+// A warp's part of the matrix is in its registers where they have room, else it is read anew for every product. Sums of the parts are kept
+// apart, so that products need not wait for each other, where registers are left.
+constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 TURN_PARTS registers
 constexpr bool HELD = FRAGMENTS <= 32;
-constexpr int APART = FRAGMENTS == 16 ? 3 : 1;
+constexpr int APART = TURN_PARTS == 2 && FRAGMENTS == 16 ? 3 : 1;
+#if TURN_PARTS == 2
+typedef uint4 Fragment;
+#else
+typedef uint2 Fragment;
+#endif
+DEV Fragment fragment(const uint4* p) { return __ldg((const Fragment*)p); }
 static_assert(Keys::REGISTERS % TURN_WARPS == 0, "warps have as many registers each");
 
 struct Pass {  // blocks of positions whose queries are rows of one product
   int found, rows;                                 // whether there is one; whether windows reach into any of them
-  int b[AT_ONCE], block[AT_ONCE], slot[AT_ONCE];  // block -1: not there; slot -1: no window reaches into it
+  int b[AT_ONCE], block[AT_ONCE];                  // of a sequence; -1 where nothing is there
+  int place[AT_ONCE], slot[AT_ONCE];               // among all that are turned, and among those that windows reach into, or -1
 };
 struct TurnShared {
-  u32 high[16][D / 2 + 4], low[16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
-  uint4 special[D / 16][32];
+  u32 part[TURN_PARTS][16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
+  Fragment special[D / 16][32];
   float top[16][TURN_WARPS], peak[16][TURN_WARPS];
   Pass pass[3];  // the one that is stored, the one that is turned, the next
 };
 
 // The first pass from block of positions `first` on in which anything is there: tables are wider than sequences are long. A warp looks
 // at several passes at once. Returns where to look for the next.
-DEV int next_pass(const TurnArguments& a, int first, Pass& out, int lane) {
+DEV int next_pass(const TurnArguments& a, int first, Pass& out, int tile, int lane) {
   constexpr int SOME = 32 / AT_ONCE;
   const int all = a.batch * a.blocks, stride = gridDim.x * AT_ONCE, mine = lane / AT_ONCE, place = lane % AT_ONCE;
   for (; first < all; first += SOME * stride) {
@@ -229,7 +236,7 @@ DEV int next_pass(const TurnArguments& a, int first, Pass& out, int lane) {
         block = here;
 #if WINDOW_TOKENS
         if (begin < min((int)a.sinks[b], n) || end > recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]))
-          slot = turned_slot(block, (n - 1 + a.first) / TURNED_BY - a.first / TURNED_BY);
+          slot = (b * HEADS + tile) * TURNED_SLOTS + turned_slot(block, (n - 1 + a.first) / TURNED_BY - a.first / TURNED_BY);
 #endif
       }
     }
@@ -237,7 +244,10 @@ DEV int next_pass(const TurnArguments& a, int first, Pass& out, int lane) {
     if (!there) continue;
     const int which = (__ffs(there) - 1) / AT_ONCE;
     const int rows = __any_sync(FULL, mine == which && slot >= 0);
-    if (mine == which) out.b[place] = b, out.block[place] = block, out.slot[place] = slot;
+    if (mine == which) {
+      out.b[place] = b, out.block[place] = block, out.slot[place] = slot;
+      out.place[place] = block < 0 ? -1 : (b * HEADS + tile) * a.blocks + block;
+    }
     if (lane == 0) out.found = 1, out.rows = rows;
     return first + (which + 1) * stride;
   }
@@ -254,9 +264,10 @@ template <int TYPE> DEV void load_two(const void* p, s64 i, float* x) {
     x[0] = low<TYPE>(y), x[1] = high<TYPE>(y);
   }
 }
-DEV void store_parts(TurnShared& sh, int row, int channel, float x, float y) {  // as fp16, and what that leaves
+DEV void store_parts(TurnShared& sh, int row, int channel, float x, float y) {
   const u32 pair = fp16_pair(x, y);
-  sh.high[row][channel / 2] = pair, sh.low[row][channel / 2] = fp16_pair(x - fp16_low(pair), y - fp16_high(pair));
+  sh.part[0][row][channel / 2] = pair;
+  if (TURN_PARTS == 2) sh.part[TURN_PARTS - 1][row][channel / 2] = fp16_pair(x - fp16_low(pair), y - fp16_high(pair));
 }
 
 // Turns the queries of a pass. A thread has two neighbouring channels and the two that they are turned with, of some heads.
@@ -292,18 +303,21 @@ DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 
   }
 }
 
-DEV void load_rows(u32* x, u32* y, const TurnShared& sh, int k, int lane) {
-  load_tiles(x, &sh.high[lane % 16][8 * k + lane / 16 * 4]);
-  load_tiles(y, &sh.low[lane % 16][8 * k + lane / 16 * 4]);
-}
-// c += queries times N tiles of the matrix, for 16 of its rows. Both are fp16 in two parts, and the smallest of the four products is left out.
-template <int N> DEV void multiply_parts(float (*c)[N][4], const u32* x, const u32* y, const uint4* m) {
+// c += queries times N tiles of the matrix, for its rows from 16 k on. Where both are fp16 in two parts, the smallest of the four products
+// is left out.
+template <int N> DEV void multiply_parts(float (*c)[N][4], const TurnShared& sh, int k, const Fragment* m, int lane) {
+  u32 x[4];
+  load_tiles(x, &sh.part[0][lane % 16][8 * k + lane / 16 * 4]);
 #pragma unroll
   for (int n = 0; n < N; n++) mma(c[0][n], x[0], x[1], x[2], x[3], m[n].x, m[n].y);
+#if TURN_PARTS == 2
+  u32 y[4];
+  load_tiles(y, &sh.part[1][lane % 16][8 * k + lane / 16 * 4]);
 #pragma unroll
   for (int n = 0; n < N; n++) mma(c[1 % APART][n], y[0], y[1], y[2], y[3], m[n].x, m[n].y);
 #pragma unroll
   for (int n = 0; n < N; n++) mma(c[2 % APART][n], x[0], x[1], x[2], x[3], m[n].z, m[n].w);
+#endif
 }
 template <int N> DEV void clear(float (*c)[N][4]) {
 #pragma unroll
@@ -318,27 +332,6 @@ template <int N> DEV void gather(float (*c)[N][4]) {  // the sum of what was kep
     for (int n = 0; n < N; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) c[0][n][i] += c[p][n][i];
-}
-// All rows of the matrix. N tiles are in registers (`held`) or in memory; where MORE, another one, in shared memory, has sums of its own.
-template <int N, bool MORE> DEV void multiply_turned(float (*c)[N][4], float (*more)[1][4], const TurnShared& sh, const uint4 (*held)[N], const uint4* tiles, int lane) {
-  clear<N>(c);
-  if constexpr (MORE) clear<1>(more);
-#pragma unroll
-  for (int k = 0; k < D / 16; k++) {
-    u32 x[4], y[4];
-    load_rows(x, y, sh, k, lane);
-    if constexpr (HELD) {
-      multiply_parts<N>(c, x, y, held[k]);
-    } else {
-      uint4 m[N];
-#pragma unroll
-      for (int n = 0; n < N; n++) m[n] = __ldg(tiles + (n * (D / 16) + k) * 32);
-      multiply_parts<N>(c, x, y, m);
-    }
-    if constexpr (MORE) multiply_parts<1>(more, x, y, &sh.special[k][lane]);
-  }
-  gather<N>(c);
-  if constexpr (MORE) gather<1>(more);
 }
 
 DEV float of_four(float x) {  // the largest of lanes that share a row
@@ -365,12 +358,6 @@ DEV void split_bytes(float x0, float x1, float x2, float x3, float by, u32& high
   low = last | (last & 0x40404040u) << 1;
 }
 
-// Where a row of a pass goes among all that are turned, or -1.
-DEV int place_of(const TurnArguments& a, const Pass& now, int row, int tile) {
-  const int unit = min(row / TILE_HEADS, AT_ONCE - 1), block = row < TURN_ROWS ? now.block[unit] : -1;
-  return block < 0 ? -1 : (now.b[unit] * HEADS + tile) * a.blocks + block;
-}
-
 // Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
 // made into bytes. A block of threads has the matrix of a head, each warp some columns, and gridDim.x-th of the sequences' blocks.
 extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_turn(const TurnArguments a) {
@@ -381,35 +368,48 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
   const bool spare = warp == TURN_WARPS - 1;  // the warp with the least to turn looks ahead and has the special tile
   const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 32 + lane;
   const uint4* own = matrix + warp * EACH * 2 * (D / 16) * 32;
-  uint4 held[HELD ? D / 16 : 1][2 * EACH];
+  Fragment held[HELD ? D / 16 : 1][2 * EACH];
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
-    if (spare) sh.special[k][lane] = __ldg(matrix + (SPECIAL * (D / 16) + k) * 32);
+    if (spare) sh.special[k][lane] = fragment(matrix + (SPECIAL * (D / 16) + k) * 32);
     if constexpr (HELD)
 #pragma unroll
-      for (int n = 0; n < 2 * EACH; n++) held[k][n] = __ldg(own + (n * (D / 16) + k) * 32);
+      for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(own + (n * (D / 16) + k) * 32);
   }
   int first = blockIdx.x * AT_ONCE;
-  if (spare) first = next_pass(a, first, sh.pass[0], lane);
+  if (spare) first = next_pass(a, first, sh.pass[0], tile, lane);
   __syncthreads();
   for (int at = 0; sh.pass[at].found; at = at == 2 ? 0 : at + 1) {
     const Pass& now = sh.pass[at];
     turn_rows(a, sh, now, query, heads);
-    if (spare) first = next_pass(a, first, sh.pass[at == 2 ? 0 : at + 1], lane);
+    if (spare) first = next_pass(a, first, sh.pass[at == 2 ? 0 : at + 1], tile, lane);
     __syncthreads();
+    int place[2];  // of rows g and g + 8
+#pragma unroll
+    for (int r = 0; r < 2; r++) place[r] = g + 8 * r < TURN_ROWS ? now.place[min((g + 8 * r) / TILE_HEADS, AT_ONCE - 1)] : -1;
     float sums[APART][2 * EACH][4], (*sum)[4] = sums[0];
+    clear<2 * EACH>(sums);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      if constexpr (!HELD)
+#pragma unroll
+        for (int n = 0; n < 2 * EACH; n++) held[0][n] = fragment(own + (n * (D / 16) + k) * 32);
+      multiply_parts<2 * EACH>(sums, sh, k, held[HELD ? k : 0], lane);
+    }
+    gather<2 * EACH>(sums);
     if (spare) {
-      float special[APART][1][4];
-      multiply_turned<2 * EACH, true>(sums, special, sh, held, own, lane);
+      float c[APART][1][4];
+      clear<1>(c);
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) multiply_parts<1>(c, sh, k, &sh.special[k][lane], lane);
+      gather<1>(c);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int row = g + 8 * r, place = place_of(a, now, row, tile), h = row % TILE_HEADS;
-        if (place < 0) continue;
-        if (t == 0) a.out[place].sum[h] = special[0][0][2 * r], a.out[place].bias[h] = special[0][0][2 * r + 1];
-        if (t == 1) a.out[place].lost[h] = special[0][0][2 * r] * a.scale;
+        const int h = (g + 8 * r) % TILE_HEADS;
+        if (place[r] < 0) continue;
+        if (t == 0) a.out[place[r]].sum[h] = c[0][0][2 * r], a.out[place[r]].bias[h] = c[0][0][2 * r + 1];
+        if (t == 1) a.out[place[r]].lost[h] = c[0][0][2 * r] * a.scale;
       }
-    } else {
-      multiply_turned<2 * EACH, false>(sums, nullptr, sh, held, own, lane);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -427,10 +427,8 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
         clear<1>(c);
 #pragma unroll 2
         for (int k = 0; k < D / 16; k++) {
-          u32 x[4], y[4];
-          load_rows(x, y, sh, k, lane);
-          const uint4 m = __ldg(matrix + ((IN_ORDER + n) * (D / 16) + k) * 32);
-          multiply_parts<1>(c, x, y, &m);
+          const Fragment m = fragment(matrix + ((IN_ORDER + n) * (D / 16) + k) * 32);
+          multiply_parts<1>(c, sh, k, &m, lane);
         }
         gather<1>(c);
 #pragma unroll
@@ -438,8 +436,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
           const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < TURN_ROWS ? now.slot[unit] : -1;
           peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
           if (slot >= 0) {
-            const s64 block = ((s64)now.b[unit] * HEADS + tile) * TURNED_SLOTS + slot;
-            float* to = a.rows + (block * TILE_HEADS + row % TILE_HEADS) * D;
+            float* to = a.rows + ((s64)slot * TILE_HEADS + row % TILE_HEADS) * D;
             *(float2*)(to + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
           }
         }
@@ -454,9 +451,9 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = g + 8 * r, place = place_of(a, now, row, tile), h = row % TILE_HEADS;
-      if (place < 0) continue;
-      Turned& out = a.out[place];
+      const int row = g + 8 * r, h = row % TILE_HEADS;
+      if (place[r] < 0) continue;
+      Turned& out = a.out[place[r]];
       const float top = of_warps(sh.top[row]), by = __fdividef(QUERY_TOP, top);
       if (warp == 0 && t == 0) {
         out.top[h] = top * (1.f / heaviest(Keys{}));
@@ -473,8 +470,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     if constexpr (MISSING > 0)
       for (int j = threadIdx.x; j < AT_ONCE * MISSING * Keys::REGISTERS * 2; j += TURN_THREADS) {
         const int unit = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
-        const int place = place_of(a, now, unit * TILE_HEADS, tile);
-        if (place >= 0) *(uint4*)(a.out[place].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
+        if (now.place[unit] >= 0) *(uint4*)(a.out[now.place[unit]].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
       }
   }
 }
