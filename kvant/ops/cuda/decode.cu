@@ -18,7 +18,7 @@
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before, with TURN_WARPS), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
+// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
 
 // --- a block --------------------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if TURNED
         for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
           const int until = min(end, block_end(a, some));
-          if (block_of(a, some) != block) block = block_of(a, some), load_query(q, turned[block], lane, a.scale);
+          if (block_of(a, some) != block) {
+            block = block_of(a, some);
+            load_query(q, turned[block], lane, a.scale);
+            if (block + 1 < a.blocks && lane * 128 < (int)sizeof(Turned) + 127) prefetch((const u8*)(turned + block + 1) + lane * 128);
+          }
           attend_page(run, tile, at, some, until, lane, q, st, a.cap);
           some = until;
         }

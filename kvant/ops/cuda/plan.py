@@ -217,6 +217,8 @@ class Plan:
     def constants(self) -> dict[str, object]:
         layout, window = self.layout, self.layout.recipe.key.window
         heads = self.tile_heads
+        parts = 2 if self.query == "float32" else 1  # of turned queries as fp16: 16-bit ones are no more exact than one
+        words = parts * self.key_registers // self.turn_warps * layout.head_dim // 4  # of kvant_turn's matrix, of a thread
         unit = (
             (32 if self.own_heads == 1 else 16) * layout.head_dim * 4
         )  # bytes of the windows that are attended to at once
@@ -244,8 +246,8 @@ class Plan:
             "INVERSE_ORDER": self.inverse[1],
             "TURNED": layout.recipe.key.turned_back,
             "TURN_WARPS": self.turn_warps,
-            "TURN_PARTS": 2 if self.query == "float32" else 1,
-            "TURN_BLOCKS": 1,
+            "TURN_PARTS": parts,
+            "TURN_BLOCKS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.turn_warps),
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
             "WARPS": self.warps,

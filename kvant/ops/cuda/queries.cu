@@ -273,6 +273,7 @@ DEV void store_parts(TurnShared& sh, int row, int channel, float x, float y) {
 // Turns the queries of a pass. A thread has two neighbouring channels and the two that they are turned with, of some heads.
 DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 query, int heads) {
   constexpr int QUADS = D / 4, FEW = TILE_HEADS < 4 ? TILE_HEADS : 4, PARTS = (TILE_HEADS + FEW - 1) / FEW;
+#pragma unroll 1
   for (int j = threadIdx.x; j < AT_ONCE * PARTS * QUADS; j += TURN_THREADS) {
     const int quad = j % QUADS, from = j / QUADS % PARTS * FEW, unit = j / (QUADS * PARTS), block = now.block[unit];
     if (block < 0) continue;
@@ -422,6 +423,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
 #if WINDOW_TOKENS
     if (now.rows) {  // the queries themselves, for the windows
       float peak[2] = {0.f, 0.f};
+#pragma unroll 1
       for (int n = warp; n < D / 8; n += TURN_WARPS) {
         float c[APART][1][4];
         clear<1>(c);
@@ -468,6 +470,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     }
     constexpr int MISSING = 4 * OWN - TILE_HEADS;  // heads that are not there count nothing
     if constexpr (MISSING > 0)
+#pragma unroll 1
       for (int j = threadIdx.x; j < AT_ONCE * MISSING * Keys::REGISTERS * 2; j += TURN_THREADS) {
         const int unit = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
         if (now.place[unit] >= 0) *(uint4*)(a.out[now.place[unit]].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};

@@ -168,6 +168,7 @@ static inline u32 float_to_bf16(float x) {
 DEV u32 bf16_pair(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
 DEV float exp2_(float x) { return exp2f(x); }
 DEV float log2_(float x) { return log2f(x); }
+DEV void prefetch(const void*) {}
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
 struct Fragments { u32 a[4], b[2]; };
