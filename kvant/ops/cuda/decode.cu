@@ -190,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
     const s64 query = (s64)b * KV_HEADS * GROUP + query_head, place = query * D;
 #if TURNED
+    constexpr int LAST_LINE = (sizeof(Turned) + 127) / 128;
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
     prepare(sh.query, a, query, count);
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           if (block_of(a, some) != block) {
             block = block_of(a, some);
             load_query(q, turned[block], lane, a.scale);
-            if (block + 1 < a.blocks && lane * 128 < (int)sizeof(Turned) + 127) prefetch((const u8*)(turned + block + 1) + lane * 128);
+            if (block + 1 < a.blocks && lane <= LAST_LINE) prefetch((const u8*)(turned + block + 1) + min(lane * 128, (int)sizeof(Turned) - 4));
           }
           attend_page(run, tile, at, some, until, lane, q, st, a.cap);
           some = until;

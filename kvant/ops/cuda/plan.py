@@ -218,7 +218,9 @@ class Plan:
         layout, window = self.layout, self.layout.recipe.key.window
         heads = self.tile_heads
         parts = 2 if self.query == "float32" else 1  # of turned queries as fp16: 16-bit ones are no more exact than one
-        words = parts * self.key_registers // self.turn_warps * layout.head_dim // 4  # of kvant_turn's matrix, of a thread
+        words = (
+            parts * self.key_registers // self.turn_warps * layout.head_dim // 4
+        )  # of kvant_turn's matrix, of a thread
         unit = (
             (32 if self.own_heads == 1 else 16) * layout.head_dim * 4
         )  # bytes of the windows that are attended to at once
