@@ -45,12 +45,14 @@ def filled(
     device: str = "cuda",
     first: int = 0,
     spare: int = 2,
+    rotated: int | None = None,
 ) -> tuple[PagedCache, list[Entry]]:
-    """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference."""
+    """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference. `rotated` is how many of the channels
+    RoPE turns."""
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     pages = sum(layout.pages_for(n) for n in lengths) + spare
-    ropes = [Rope(rope_of(dim).inv_freq.to(device), first)] if recipe.wants_rope else None
+    ropes = [Rope(rope_of(rotated or dim).inv_freq.to(device), first)] if recipe.wants_rope else None
     tensors = {0: fitted(recipe, shape, device)}
     by = None if device == "cuda" else "reference"
     with warnings.catch_warnings(action="ignore"):  # of an append that no kernel serves: none is called here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from kvant.cache import Entry, PagedCache
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc, unpack
+from kvant.ops.cuda import nvrtc, plan, unpack
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
-from tests.conftest import relative_error
+from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
 
@@ -70,13 +71,20 @@ def filled(
         ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
         ("kvant-2", 2, 64, {"window": 150}),
         ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
+        ("kvant-2", 1, 128, {"window": 270, "first": 200}),
+        ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
+        ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 128, {}),
+        ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
+        ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
+        ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
     ],
 )
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
     options = dict(options)
-    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=int(options.pop("first", 0)))
+    first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
+    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first, rotated)
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)
     settings = {"scale": dim**-0.5, "softcap": None, "window": None, **options}
@@ -107,6 +115,59 @@ def check_append(
             continue
         assert bool((mine != 0xFF).any())
         assert float((mine != theirs).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "dtype", "limit"),
+    [
+        ("kvant-2", 4, 128, torch.bfloat16, 2e-3),
+        ("kvant-2:rope_block=64", 3, 64, torch.float16, 5e-4),
+    ],
+)
+def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, limit: float) -> None:
+    cache, entries = filled(name, 2, group, dim, [1, 300], first=1000)
+    batch, store = cache.batch(entries), cache.stores[0]
+    q = torch.randn(len(entries), 2 * group, dim).to(dtype)
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch, scale=dim**-0.5)
+    assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
+
+
+PLACES = """
+struct Places { int *channel, *raised; };
+template <class P> DEV void write_places(const Places& a) {
+  for (int i = 0; i < P::REGISTERS; i++) {
+    a.raised[P::BEFORE + i] = P::raised(i);
+    for (int j = 0; j < 16; j++) a.channel[(P::BEFORE + i) * 16 + j] = P::channel(i, j / 4, j % 4);
+  }
+}
+template <class... P> DEV void write_all(Planes<P...>, const Places& a) { (write_places<P>(a), ...); }
+extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (threadIdx.x == 0) write_all(Keys{}, a); }
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"), [("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("int8", 96)]
+)
+def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> None:
+    layout = make_layout(name, 2, dim)
+    made = plan.Plan(layout, 4, "bfloat16", (2, 1), (2, 1), False, True, emulated.H200)
+    channel, raised = (torch.full((made.key_registers * n,), -9, dtype=torch.int32) for n in (16, 1))
+    arguments = (ctypes.c_void_p * 2)(channel.data_ptr(), raised.data_ptr())
+    emulated.Kernel(made.text + PLACES, "places", torch.device("cpu"), 32).launch((1, 1), arguments)  # type: ignore[arg-type]
+    planes = [(plane, i) for plane in plan.key_planes(layout) for i in range(plane.registers)]
+    assert raised.tolist() == [plane.raised(i) for plane, i in planes]
+    assert channel.tolist() == [plane.channel(i, j // 4, j % 4) for plane, i in planes for j in range(16)]
+    stored = sorted(c for c in set(channel.tolist()) if c >= 0)
+    assert stored == [
+        c for band in plan.stored_bands(layout, "key") for c in range(band.first, band.first + band.width)
+    ]
+
+
+def test_an_odd_number_of_turned_pairs_is_refused() -> None:
+    cache, entries = filled("kvant-2", 2, 4, 64, [5], rotated=18)
+    with pytest.raises(ValueError, match="rope turns 9 pairs"):
+        cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
       const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);
       const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
       float c[4] = {0.f, 0.f, 0.f, 0.f};
-      const float by = column < TILE_HEADS ? 256.f / sh.top[column] : 0.f;
+      const float by = column < TILE_HEADS ? 256.f / peak_of(sh, column) : 0.f;
 #pragma unroll
       for (int e = 0; e < D / 8; e += 2) {
         const float4 x = *(const float4*)(row + 2 * e);
@@ -165,7 +165,7 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
 #pragma unroll
         for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
           const int h = PAIRED ? 0 : (2 * n + j) % OWN;
-          const float back = sh.top[min(4 * h + t, TILE_HEADS - 1)] * (a.scale / 256.f);
+          const float back = peak_of(sh, min(4 * h + t, TILE_HEADS - 1)) * (a.scale / 256.f);
           const float x = capped(c[2 * r + j] * back + (SOFTCAP || TURNED ? sh.lost[min(4 * h + t, TILE_HEADS - 1)] : 0.f), st.m[h], a.cap);
           s[i][h][r] = there ? x : minus_infinity();
         }

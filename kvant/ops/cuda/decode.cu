@@ -18,7 +18,7 @@
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
+// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
 
 // --- a block --------------------------------------------------------------------------------------------------------------
 
@@ -193,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
     const s64 query = (s64)b * KV_HEADS * GROUP + query_head, place = query * D;
 #if TURNED
+    constexpr int LAST_LINE = (sizeof(Turned) + 127) / 128;
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
     prepare(sh.query, a, query, count);
@@ -239,7 +240,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if TURNED
         for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
           const int until = min(end, block_end(a, some));
-          if (block_of(a, some) != block) block = block_of(a, some), load_query(q, turned[block], lane, a.scale);
+          if (block_of(a, some) != block) {
+            block = block_of(a, some);
+            load_query(q, turned[block], lane, a.scale);
+            if (block + 1 < a.blocks && lane <= LAST_LINE) prefetch((const u8*)(turned + block + 1) + min(lane * 128, (int)sizeof(Turned) - 4));
+          }
           attend_page(run, tile, at, some, until, lane, q, st, a.cap);
           some = until;
         }

@@ -13,7 +13,7 @@ import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory
+from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory, turn_fragments
 from kvant.ops.registry import register
 from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
@@ -46,7 +46,7 @@ class _Arguments(ctypes.Structure):
 
 class _TurnArguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "matrix", "lost", "cosine", "sine", "out", "rows")),
+        *((name, ctypes.c_void_p) for name in ("query", "matrix", "cosine", "sine", "out", "rows")),
         *((name, ctypes.c_void_p) for name in ("lengths", "sinks", "exact_key", "exact_value")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("batch", "blocks", "first", "half", "matrix_heads", "window")),
@@ -79,7 +79,7 @@ def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
 
 @functools.lru_cache(maxsize=256)
 def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_turn", device, 512 if plan.layout.head_dim > 128 else 128)
+    return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
 
 
 def _multiply(
@@ -138,7 +138,7 @@ def decode_with_lse(
     lost, cosine, sine, first = None, None, None, 0
     if layout.recipe.key.turned_back:
         assert store.key.rope is not None
-        first, lost = store.key.rope.first, _lost(store)
+        first = store.key.rope.first
         cosine, sine = turns(store, _blocks(layout, batch.block_table.shape[1], first))
     elif softcap is not None:
         lost = store.key.lost(query.float().view(len(query), layout.heads, group, layout.head_dim))
@@ -176,21 +176,20 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
     if found is None:
         layout, device = store.layout, store.pages.device
         if layout.recipe.key.turned_back:  # queries are turned, then multiplied
-            dual = matrix_of(store.key.transforms, "dual", layout, device)
-            if dual.tensor is None:
-                dual = Space(MATRIX, 1, torch.eye(layout.head_dim, device=device)[None])
+            assert store.key.rope is not None
+            if len(store.key.rope.inv_freq) % 2:
+                raise ValueError(
+                    f"the CUDA kernel turns channels in twos, and rope turns {len(store.key.rope.inv_freq)} pairs of them"
+                )
+            matrix = matrix_of(store.key.transforms, "dual", layout, device).tensor
+            if matrix is None:
+                matrix = torch.eye(layout.head_dim, device=device)[None]
+            dual = Space(MATRIX, 1, turn_fragments(layout, matrix, lost_vector(store)))
         else:
             dual = space_of(store.key.transforms, "dual", layout, device)
         found = dual, space_of(store.value.transforms, "inverse", layout, device)
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]
-
-
-def _lost(store: LayerStore) -> Tensor | None:
-    """What logits are short of, by channel of the query; made once for a store."""
-    if "cuda.lost" not in store.prepared:
-        store.prepared["cuda.lost"] = lost_vector(store)
-    return store.prepared["cuda.lost"]  # type: ignore[no-any-return]
 
 
 def _blocks(layout: Layout, pages: int, first: int) -> int:
@@ -260,14 +259,14 @@ def _decode(
     if cosine is not None:
         assert dual is not None and sine is not None
         blocks, signs = _blocks(made.layout, table.shape[1], first), None
-        each = made.own_heads * (made.key_registers * 32 + 16)  # words
+        each = made.own_heads * (made.key_registers * 32 + 20)  # words
         turned = torch.empty(len(query) * heads * blocks * each, dtype=torch.int32, device=query.device)
         rows = torch.empty(
             len(query) * heads * made.turned_slots * made.tile_heads * made.layout.head_dim,
             dtype=torch.float32,
             device=query.device,
         )
-        inputs = [query, dual, lost, cosine, sine, turned, rows, lengths, sinks, exact_key, exact_value]
+        inputs = [query, dual, cosine, sine, turned, rows, lengths, sinks, exact_key, exact_value]
         turn = _turn_kernel(made, query.device)
         turn.launch(
             (max(1, min(-(-len(query) * blocks // (16 // made.tile_heads)), turn.blocks // heads)), heads),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.spaces import refuse_turns
 
+Tensor = torch.Tensor
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
 WARPS, STAGES = 4, 2
 SOURCES = ("ptx.cu", "copies.cu", "common.cu", "softmax.cu", "queries.cu", "attend.cu", "decode.cu")
@@ -90,6 +92,84 @@ def stored_bands(layout: Layout, stream: StreamName) -> list[StoredBand]:
     return out
 
 
+class KeyPlane(NamedTuple):
+    """As common.cu's: one plane of one stored band of the keys' codes, and which of its channels a register has."""
+
+    width: int
+    bits: int
+    offset: int  # in bytes of the run
+    first: int  # channel
+    weight: int  # of a code, over ONE
+    before: int  # registers of the planes before
+
+    @property
+    def text(self) -> str:
+        return f"KeyPlane<{', '.join(map(str, self))}>"
+
+    @property
+    def places(self) -> int:  # registers that hold something
+        return -(-self.width * self.bits // 64 // 2) * (8 // self.bits)
+
+    @property
+    def registers(self) -> int:
+        return -(-self.places // 2) * 2
+
+    def raised(self, i: int) -> int:
+        return 0 if self.bits >= 4 else i % (8 // self.bits) % 2 * self.bits
+
+    def channel(self, i: int, byte: int, lane: int) -> int:
+        """The channel of a byte of register i in a lane of four, or -1."""
+        per = 8 // self.bits
+        pair = i // per * (16 // self.bits) + (byte & 1) * per + i % per
+        there = pair < self.width // 8 and i < self.places
+        return self.first + lane * (self.width // 4) + 2 * pair + (byte >> 1) if there else -1
+
+
+def key_planes(layout: Layout) -> list[KeyPlane]:
+    planes: list[KeyPlane] = []
+    for name, first, _, _, step in stored_bands(layout, "key"):
+        for section in layout.sections:
+            if (section.stream, section.kind, section.names) == ("key", "code", (name,)):
+                before = planes[-1].before + planes[-1].registers if planes else 0
+                weight = round(ONE * step * (1 << section.shift))
+                planes.append(KeyPlane(section.width, section.bits, section.offset, first, weight, before))
+    return planes
+
+
+def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
+    """What kvant_turn multiplies turned queries by, int32 [1 or heads, tiles, head_dim / 16, 32, 4], from the matrix [1 or heads,
+    head_dim, head_dim] that brings them into the space of the keys and, by channel, what their logits are short of.
+
+    Columns of the product are: for every register of the keys, in two tiles of 8, what its bytes are made of (lane by lane, each
+    weighted as its codes count); the sum, the bias of centred levels, what is lost, and five of nothing; the channels in
+    their order. Numbers are fp16 in two parts, and lie as the lanes of a tensor core's second operand take them."""
+    planes, dim = key_planes(layout), layout.head_dim
+    picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes), dtype=torch.float64)
+    bias = torch.zeros(dim, dtype=torch.float64)
+    for plane in planes:
+        weight = plane.weight / ONE
+        bias[plane.first : plane.first + plane.width] -= weight * ((1 << plane.bits) - 1) / 2
+        for i in range(plane.registers):
+            for half, column in itertools.product(range(2), range(8)):
+                channel = plane.channel(i, 2 * half + column % 2, column // 2)
+                if channel >= 0:
+                    place = 16 * (plane.before + i) + 8 * half + column
+                    picked[channel, place] = weight / (1 << plane.raised(i))
+    special = torch.zeros(dim, 8, dtype=torch.float64)
+    special[:, 0], special[:, 1] = 1.0, bias
+    columns = torch.cat((picked, special, torch.eye(dim, dtype=torch.float64)), 1).to(matrix.device)
+    if lost is not None:
+        matrix = matrix.expand(layout.heads, dim, dim)
+    product = matrix.double() @ columns
+    if lost is not None:
+        product[:, :, picked.shape[1] + 2] = lost
+    high = product.half()
+    parts = torch.stack((high, (product - high.double()).half()))
+    # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, column, lane, part, eight, element]
+    parts = parts.view(2, len(product), dim // 16, 2, 4, 2, -1, 8).permute(1, 6, 2, 7, 4, 0, 3, 5).contiguous()
+    return parts.view(torch.int32).view(*parts.shape[:3], 32, 4)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A kernel for one layout, number of query heads a KV head, and way to call it."""
@@ -137,6 +217,10 @@ class Plan:
     def constants(self) -> dict[str, object]:
         layout, window = self.layout, self.layout.recipe.key.window
         heads = self.tile_heads
+        parts = 2 if self.query == "float32" else 1  # of turned queries as fp16: 16-bit ones are no more exact than one
+        words = (
+            parts * self.key_registers // self.turn_warps * layout.head_dim // 4
+        )  # of kvant_turn's matrix, of a thread
         unit = (
             (32 if self.own_heads == 1 else 16) * layout.head_dim * 4
         )  # bytes of the windows that are attended to at once
@@ -148,7 +232,7 @@ class Plan:
             "GROUP": self.group,
             "TILE_HEADS": heads,
             "QUERY_TILES": -(-self.group // heads),
-            "KEY_PLANES": self._key_planes(),
+            "KEY_PLANES": f"Planes<{', '.join(plane.text for plane in key_planes(layout))}>",
             "VALUE_CODES": self._value_codes(),
             "VALUE_FLAG": int(getattr(layout.recipe.value.codec, "flag", False)),
             "SINK": window.sink,
@@ -163,6 +247,9 @@ class Plan:
             "INVERSE": self.inverse[0],
             "INVERSE_ORDER": self.inverse[1],
             "TURNED": layout.recipe.key.turned_back,
+            "TURN_WARPS": self.turn_warps,
+            "TURN_PARTS": parts,
+            "TURN_BLOCKS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.turn_warps),
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
             "WARPS": self.warps,
@@ -187,10 +274,6 @@ class Plan:
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
 
-    def _key_planes(self) -> str:
-        """Planes of the keys' codes in the kernel's words."""
-        return f"Planes<{', '.join(self._planes()[0])}>"
-
     @property
     def turned_slots(self) -> int:
         """Blocks of positions that a sequence's windows may reach into, where keys are turned back to blocks."""
@@ -201,19 +284,12 @@ class Plan:
     @property
     def key_registers(self) -> int:
         """Registers of a lane that hold what keys are multiplied by, of each of its query heads."""
-        return self._planes()[1]
+        return sum(plane.registers for plane in key_planes(self.layout))
 
-    def _planes(self) -> tuple[list[str], int]:
-        planes, before = [], 0
-        for name, first, _, _, step in stored_bands(self.layout, "key"):
-            for plane in self._sections("key", "code"):
-                if plane.names != (name,):
-                    continue
-                weight = round(ONE * step * (1 << plane.shift))
-                planes.append(f"KeyPlane<{plane.width}, {plane.bits}, {plane.offset}, {first}, {weight}, {before}>")
-                row_words = -(-plane.width * plane.bits // 64 // 2)
-                before += -(-row_words * 8 // plane.bits // 2) * 2
-        return planes, before
+    @property
+    def turn_warps(self) -> int:
+        """Warps of a block of kvant_turn: each makes as many of those registers."""
+        return max(warps for warps in range(1, 17) if self.key_registers % warps == 0)
 
     def _value_codes(self) -> str:
         (band,) = stored_bands(self.layout, "value")

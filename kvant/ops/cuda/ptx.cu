@@ -35,6 +35,7 @@ template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
   else asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+DEV void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
 
 DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
   u32 y;
@@ -55,6 +56,14 @@ DEV void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  /
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Four tiles of 8 rows of 8 fp16 from shared memory, as mma takes them: lane i has the address of row i % 8 of tile i / 8, and gets
+// columns 2t, 2t + 1 of row g of each.
+DEV void load_tiles(u32* x, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"((u32)__cvta_generic_to_shared(row))
+               : "memory");
 }
 DEV u32 transpose8(u32 x) {
   u32 y;

@@ -15,6 +15,9 @@ struct Prepared {
   u32 f[OWN][Keys::REGISTERS][32];
 };
 
+DEV float peak_of(const Prepared& p, int head) { return p.top[head]; }  // the largest of all channels of a query
+DEV float peak_of(const Turned& p, int head) { return p.peak[head]; }
+
 constexpr int PER_LANE = (D + 31) / 32;  // elements lane, lane + 32, ... of a row
 
 DEV float row_sum(float x) {
@@ -180,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(4 * D) kvant_inverse(const RowArgum
 #if TURNED
 struct TurnArguments {
   const void* query;
-  const float *matrix, *lost, *cosine, *sine;  // [1 or KV_HEADS, D, D], [KV_HEADS, D] or nothing, [blocks, half] twice
+  const uint4* matrix;  // [1 or KV_HEADS, TURN_TILES, D / 16, 32]: fragments, see plan.py
+  const float *cosine, *sine;  // [blocks, half]
   Turned* out;
   float* rows;
   const s64 *lengths, *sinks, *exact_key, *exact_value;
@@ -188,122 +192,292 @@ struct TurnArguments {
   int batch, blocks, first, half, matrix_heads, window;
 };
 
-constexpr int TURN_WARPS = D > 128 ? 16 : 4, TURN_THREADS = TURN_WARPS * 32, COLUMNS = D / TURN_WARPS;  // columns of a warp
+// Columns of the matrix come in tiles of 8: two for each register of the keys, so that what the product leaves in a lane is the four
+// bytes of its word; one whose columns are the sum, the bias and what is lost; and the channels in their order.
+constexpr int TURN_THREADS = TURN_WARPS * 32, EACH = Keys::REGISTERS / TURN_WARPS;  // registers of the keys that a warp makes
+constexpr int SPECIAL = 2 * Keys::REGISTERS, IN_ORDER = SPECIAL + 1, TURN_TILES = IN_ORDER + D / 8;
 constexpr int AT_ONCE = 16 / TILE_HEADS, TURN_ROWS = AT_ONCE * TILE_HEADS;  // blocks of positions, and queries, that a product has
-static_assert(COLUMNS % 8 == 0, "a warp has whole tiles of columns");
+// A warp's part of the matrix is in its registers where they have room, else it is read anew for every product. Sums of the parts are kept
+// apart, so that products need not wait for each other, where registers are left.
+constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 TURN_PARTS registers
+constexpr bool HELD = FRAGMENTS <= 32;
+constexpr int APART = TURN_PARTS == 2 && FRAGMENTS == 16 ? 3 : 1;
+#if TURN_PARTS == 2
+typedef uint4 Fragment;
+#else
+typedef uint2 Fragment;
+#endif
+DEV Fragment fragment(const uint4* p) { return __ldg((const Fragment*)p); }
+static_assert(Keys::REGISTERS % TURN_WARPS == 0, "warps have as many registers each");
 
+struct Pass {  // blocks of positions whose queries are rows of one product
+  int found, rows;                                 // whether there is one; whether windows reach into any of them
+  int b[AT_ONCE], block[AT_ONCE];                  // of a sequence; -1 where nothing is there
+  int place[AT_ONCE], slot[AT_ONCE];               // among all that are turned, and among those that windows reach into, or -1
+};
 struct TurnShared {
-  u32 high[16][D / 2 + 4], low[16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
-  float rows[16 * D], top[16];
+  u32 part[TURN_PARTS][16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
+  Fragment special[D / 16][32];
+  float top[16][TURN_WARPS], peak[16][TURN_WARPS];
+  Pass pass[3];  // the one that is stored, the one that is turned, the next
 };
 
-// What fp16 leaves of two numbers, as fp16.
-DEV u32 rest_of(float x, float y, u32 pair) { return fp16_pair(x - fp16_low(pair), y - fp16_high(pair)); }
+// The first pass from block of positions `first` on in which anything is there: tables are wider than sequences are long. A warp looks
+// at several passes at once. Returns where to look for the next.
+DEV int next_pass(const TurnArguments& a, int first, Pass& out, int tile, int lane) {
+  constexpr int SOME = 32 / AT_ONCE;
+  const int all = a.batch * a.blocks, stride = gridDim.x * AT_ONCE, mine = lane / AT_ONCE, place = lane % AT_ONCE;
+  for (; first < all; first += SOME * stride) {
+    const int unit = first + mine * stride + place;
+    int b = 0, block = -1, slot = -1;
+    if (mine < SOME && unit < all) {
+      b = unit / a.blocks;
+      const int here = unit - b * a.blocks, n = (int)a.lengths[b];
+      const int begin = (a.first / TURNED_BY + here) * TURNED_BY - a.first, end = begin + TURNED_BY;  // its tokens
+      if (begin < n && !(a.window > 0 && end <= n - a.window)) {
+        block = here;
+#if WINDOW_TOKENS
+        if (begin < min((int)a.sinks[b], n) || end > recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]))
+          slot = (b * HEADS + tile) * TURNED_SLOTS + turned_slot(block, (n - 1 + a.first) / TURNED_BY - a.first / TURNED_BY);
+#endif
+      }
+    }
+    const u32 there = __ballot_sync(FULL, block >= 0);
+    if (!there) continue;
+    const int which = (__ffs(there) - 1) / AT_ONCE;
+    const int rows = __any_sync(FULL, mine == which && slot >= 0);
+    if (mine == which) {
+      out.b[place] = b, out.block[place] = block, out.slot[place] = slot;
+      out.place[place] = block < 0 ? -1 : (b * HEADS + tile) * a.blocks + block;
+    }
+    if (lane == 0) out.found = 1, out.rows = rows;
+    return first + (which + 1) * stride;
+  }
+  if (lane == 0) out.found = 0;
+  return first;
+}
+
+template <int TYPE> DEV void load_two(const void* p, s64 i, float* x) {
+  if constexpr (TYPE == 2) {
+    const float2 y = __ldg((const float2*)((const float*)p + i));
+    x[0] = y.x, x[1] = y.y;
+  } else {
+    const u32 y = __ldg((const u32*)((const u16*)p + i));
+    x[0] = low<TYPE>(y), x[1] = high<TYPE>(y);
+  }
+}
+DEV void store_parts(TurnShared& sh, int row, int channel, float x, float y) {
+  const u32 pair = fp16_pair(x, y);
+  sh.part[0][row][channel / 2] = pair;
+  if (TURN_PARTS == 2) sh.part[TURN_PARTS - 1][row][channel / 2] = fp16_pair(x - fp16_low(pair), y - fp16_high(pair));
+}
+
+// Turns the queries of a pass. A thread has two neighbouring channels and the two that they are turned with, of some heads.
+DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 query, int heads) {
+  constexpr int QUADS = D / 4, FEW = TILE_HEADS < 4 ? TILE_HEADS : 4, PARTS = (TILE_HEADS + FEW - 1) / FEW;
+#pragma unroll 1
+  for (int j = threadIdx.x; j < AT_ONCE * PARTS * QUADS; j += TURN_THREADS) {
+    const int quad = j % QUADS, from = j / QUADS % PARTS * FEW, unit = j / (QUADS * PARTS), block = now.block[unit];
+    if (block < 0) continue;
+    const bool turned = quad < a.half / 2;  // channels past the turned ones stay as they are
+    const int c = turned ? 2 * quad : 4 * quad, other = turned ? c + a.half : c + 2;
+    float2 by = {1.f, 1.f}, across = {0.f, 0.f};
+    if (turned) {
+      by = __ldg((const float2*)(a.cosine + (s64)block * a.half + c));
+      across = __ldg((const float2*)(a.sine + (s64)block * a.half + c));
+    }
+    const s64 place = ((s64)now.b[unit] * KV_HEADS * GROUP + query) * D;
+    float x[FEW][2], y[FEW][2];
+#pragma unroll
+    for (int i = 0; i < FEW; i++) {
+      x[i][0] = x[i][1] = y[i][0] = y[i][1] = 0.f;
+      if (from + i < heads) {
+        load_two<QUERY_TYPE>(a.query, place + (from + i) * D + c, x[i]);
+        load_two<QUERY_TYPE>(a.query, place + (from + i) * D + other, y[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < FEW; i++) {
+      const int row = unit * TILE_HEADS + from + i;
+      if (TILE_HEADS % FEW && from + i >= TILE_HEADS) continue;
+      store_parts(sh, row, c, x[i][0] * by.x + y[i][0] * across.x, x[i][1] * by.y + y[i][1] * across.y);
+      store_parts(sh, row, other, y[i][0] * by.x - x[i][0] * across.x, y[i][1] * by.y - x[i][1] * across.y);
+    }
+  }
+}
+
+// c += queries times N tiles of the matrix, for its rows from 16 k on. Where both are fp16 in two parts, the smallest of the four products
+// is left out.
+template <int N> DEV void multiply_parts(float (*c)[N][4], const TurnShared& sh, int k, const Fragment* m, int lane) {
+  u32 x[4];
+  load_tiles(x, &sh.part[0][lane % 16][8 * k + lane / 16 * 4]);
+#pragma unroll
+  for (int n = 0; n < N; n++) mma(c[0][n], x[0], x[1], x[2], x[3], m[n].x, m[n].y);
+#if TURN_PARTS == 2
+  u32 y[4];
+  load_tiles(y, &sh.part[1][lane % 16][8 * k + lane / 16 * 4]);
+#pragma unroll
+  for (int n = 0; n < N; n++) mma(c[1 % APART][n], y[0], y[1], y[2], y[3], m[n].x, m[n].y);
+#pragma unroll
+  for (int n = 0; n < N; n++) mma(c[2 % APART][n], x[0], x[1], x[2], x[3], m[n].z, m[n].w);
+#endif
+}
+template <int N> DEV void clear(float (*c)[N][4]) {
+#pragma unroll
+  for (int p = 0; p < APART; p++)
+#pragma unroll
+    for (int n = 0; n < N; n++) c[p][n][0] = c[p][n][1] = c[p][n][2] = c[p][n][3] = 0.f;
+}
+template <int N> DEV void gather(float (*c)[N][4]) {  // the sum of what was kept apart, into the first
+#pragma unroll
+  for (int p = 1; p < APART; p++)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[0][n][i] += c[p][n][i];
+}
+
+DEV float of_four(float x) {  // the largest of lanes that share a row
+  x = fmaxf(x, __shfl_xor_sync(FULL, x, 1));
+  return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
+}
+DEV float of_warps(const float* x) {
+  u32 w[TURN_WARPS];
+  load_words<TURN_WARPS>(w, (const u8*)x);
+  float y = 1e-30f;
+#pragma unroll
+  for (int i = 0; i < TURN_WARPS; i++) y = fmaxf(y, __uint_as_float(w[i]));
+  return y;
+}
+
+// Four numbers times `by`, rounded, as 128 high + low in signed bytes. A float of 1.5 * 2^23 counts whole numbers in its last bits; 64 more
+// make its bits from the seventh on the high byte, and those below low + 64.
+DEV void split_bytes(float x0, float x1, float x2, float x3, float by, u32& high, u32& low) {
+  constexpr float WHOLE = 12582912.f + 64.f;
+  const u32 w0 = __float_as_uint(fmaf(x0, by, WHOLE)), w1 = __float_as_uint(fmaf(x1, by, WHOLE));
+  const u32 w2 = __float_as_uint(fmaf(x2, by, WHOLE)), w3 = __float_as_uint(fmaf(x3, by, WHOLE));
+  high = __byte_perm(__byte_perm(w0 << 1, w1 << 1, 0x0051), __byte_perm(w2 << 1, w3 << 1, 0x0051), 0x5410);
+  const u32 last = (__byte_perm(__byte_perm(w0, w1, 0x0040), __byte_perm(w2, w3, 0x0040), 0x5410) & 0x7f7f7f7fu) ^ 0x40404040u;
+  low = last | (last & 0x40404040u) << 1;
+}
 
 // Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
-// made into bytes. A block of threads has the matrix of a head, each warp some columns in its registers, and gridDim.x-th of the
-// sequences' blocks. Products are of fp16 in two parts each, less the smallest of the four.
-extern "C" __global__ void __launch_bounds__(TURN_THREADS) kvant_turn(const TurnArguments a) {
+// made into bytes. A block of threads has the matrix of a head, each warp some columns, and gridDim.x-th of the sequences' blocks.
+extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_turn(const TurnArguments a) {
   __shared__ __align__(16) TurnShared sh;
   start_dependents();
   const int tile = blockIdx.y, head = tile / QUERY_TILES, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS), column = warp * COLUMNS;
-  const float* matrix = a.matrix + (s64)(head % a.matrix_heads) * D * D;
-  u32 high[COLUMNS / 8][D / 16][2], low[COLUMNS / 8][D / 16][2];
+  const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
+  const s64 query = head * GROUP + tile % QUERY_TILES * TILE_HEADS;
+  const bool spare = warp == TURN_WARPS - 1;  // the warp with the least to turn looks ahead and has the special tile
+  const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 32 + lane;
+  const uint4* own = matrix + warp * EACH * 2 * (D / 16) * 32;
+  Fragment held[HELD ? D / 16 : 1][2 * EACH];
 #pragma unroll
-  for (int n = 0; n < COLUMNS / 8; n++)
+  for (int k = 0; k < D / 16; k++) {
+    if (spare) sh.special[k][lane] = fragment(matrix + (SPECIAL * (D / 16) + k) * 32);
+    if constexpr (HELD)
 #pragma unroll
-    for (int k = 0; k < D / 16; k++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float* p = matrix + (16 * k + 8 * i + 2 * t) * D + column + 8 * n + g;
-        const float x = __ldg(p), y = __ldg(p + D);
-        high[n][k][i] = fp16_pair(x, y), low[n][k][i] = rest_of(x, y, high[n][k][i]);
-      }
-  const int all = a.batch * a.blocks;
-  for (int first = blockIdx.x * AT_ONCE; first < all; first += gridDim.x * AT_ONCE) {
-    for (int j = threadIdx.x; j < 16 * D / 2; j += TURN_THREADS) {  // two neighbouring channels
-      const int row = j / (D / 2), e = j % (D / 2) * 2, unit = first + row / TILE_HEADS, h = row % TILE_HEADS;
-      float x[2] = {0.f, 0.f};
-      if (row < TURN_ROWS && unit < all && h < heads) {
-        const s64 query = (s64)(unit / a.blocks) * KV_HEADS * GROUP + head * GROUP + tile % QUERY_TILES * TILE_HEADS + h;
-        const int block = unit % a.blocks;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          x[i] = load_number<QUERY_TYPE>(a.query, query * D + e + i);
-          if (e + i >= 2 * a.half) continue;
-          const int c = (e + i) % a.half, other = e + i < a.half ? c + a.half : c;
-          const float y = load_number<QUERY_TYPE>(a.query, query * D + other);
-          const float by = a.cosine[(s64)block * a.half + c], across = a.sine[(s64)block * a.half + c];
-          x[i] = e + i < a.half ? x[i] * by + y * across : x[i] * by - y * across;
-        }
-      }
-      const u32 pair = fp16_pair(x[0], x[1]);
-      sh.high[row][e / 2] = pair, sh.low[row][e / 2] = rest_of(x[0], x[1], pair);
-    }
+      for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(own + (n * (D / 16) + k) * 32);
+  }
+  int first = blockIdx.x * AT_ONCE;
+  if (spare) first = next_pass(a, first, sh.pass[0], tile, lane);
+  __syncthreads();
+  for (int at = 0; sh.pass[at].found; at = at == 2 ? 0 : at + 1) {
+    const Pass& now = sh.pass[at];
+    turn_rows(a, sh, now, query, heads);
+    if (spare) first = next_pass(a, first, sh.pass[at == 2 ? 0 : at + 1], tile, lane);
     __syncthreads();
-    float sum[COLUMNS / 8][4];
+    int place[2];  // of rows g and g + 8
 #pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
+    for (int r = 0; r < 2; r++) place[r] = g + 8 * r < TURN_ROWS ? now.place[min((g + 8 * r) / TILE_HEADS, AT_ONCE - 1)] : -1;
+    float sums[APART][2 * EACH][4], (*sum)[4] = sums[0];
+    clear<2 * EACH>(sums);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-      u32 x[4], y[4];
+      if constexpr (!HELD)
 #pragma unroll
-      for (int i = 0; i < 4; i++) x[i] = sh.high[g + i % 2 * 8][8 * k + t + i / 2 * 4], y[i] = sh.low[g + i % 2 * 8][8 * k + t + i / 2 * 4];
+        for (int n = 0; n < 2 * EACH; n++) held[0][n] = fragment(own + (n * (D / 16) + k) * 32);
+      multiply_parts<2 * EACH>(sums, sh, k, held[HELD ? k : 0], lane);
+    }
+    gather<2 * EACH>(sums);
+    if (spare) {
+      float c[APART][1][4];
+      clear<1>(c);
 #pragma unroll
-      for (int n = 0; n < COLUMNS / 8; n++) {
-        mma(sum[n], x[0], x[1], x[2], x[3], high[n][k][0], high[n][k][1]);
-        mma(sum[n], y[0], y[1], y[2], y[3], high[n][k][0], high[n][k][1]);
-        mma(sum[n], x[0], x[1], x[2], x[3], low[n][k][0], low[n][k][1]);
+      for (int k = 0; k < D / 16; k++) multiply_parts<1>(c, sh, k, &sh.special[k][lane], lane);
+      gather<1>(c);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int h = (g + 8 * r) % TILE_HEADS;
+        if (place[r] < 0) continue;
+        if (t == 0) a.out[place[r]].sum[h] = c[0][0][2 * r], a.out[place[r]].bias[h] = c[0][0][2 * r + 1];
+        if (t == 1) a.out[place[r]].lost[h] = c[0][0][2 * r] * a.scale;
       }
     }
 #pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++)
+    for (int r = 0; r < 2; r++) {
+      float top = 0.f;
 #pragma unroll
-      for (int i = 0; i < 4; i++) sh.rows[(g + i / 2 * 8) * D + column + 8 * n + 2 * t + i % 2] = sum[n][i];
-    __syncthreads();
-    for (int row = warp; row < TURN_ROWS; row += TURN_WARPS) {
-      const int unit = first + row / TILE_HEADS;
-      float top = 1e-30f, total = 0.f, lost = 0.f;
-      for (int e = lane; e < D; e += 32) {
-        const float x = sh.rows[row * D + e];
-        top = fmaxf(top, fabsf(x)), total += x;
-        if (a.lost) {
-          const u32 up = sh.high[row][e / 2], down = sh.low[row][e / 2];
-          const float turned = e % 2 ? fp16_high(up) + fp16_high(down) : fp16_low(up) + fp16_low(down);
-          lost = fmaf(turned, a.lost[head * D + e], lost);
-        }
-      }
-#pragma unroll
-      for (int o = 1; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
-      total = row_sum(total), lost = row_sum(lost);
-      const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, sh.rows + row * D, lane)) : 0.f;
-      if (lane == 0) {
-        sh.top[row] = top;
-        if (unit < all) {
-          Turned& out = a.out[((s64)(unit / a.blocks) * HEADS + tile) * a.blocks + unit % a.blocks];
-          const int h = row % TILE_HEADS;
-          out.top[h] = top, out.sum[h] = total, out.bias[h] = bias, out.lost[h] = lost * a.scale;
-        }
-      }
+      for (int n = 0; n < 2 * EACH; n++) top = fmaxf(top, fmaxf(fabsf(sum[n][2 * r]), fabsf(sum[n][2 * r + 1])));
+      top = of_four(top);
+      if (t == 0) sh.top[g + 8 * r][warp] = top;
     }
-    __syncthreads();
-    for (int i = 0; i < AT_ONCE && first + i < all; i++) {
-      const int b = (first + i) / a.blocks, block = (first + i) % a.blocks, n = (int)a.lengths[b];
-      const int begin = (a.first / TURNED_BY + block) * TURNED_BY - a.first, end = begin + TURNED_BY;  // tokens of the block
-      if (begin >= n || (a.window > 0 && end <= n - a.window)) continue;
-      const s64 place = ((s64)b * HEADS + tile) * a.blocks + block;
-      make_planes<TURN_THREADS>(Keys{}, sh.rows + i * TILE_HEADS * D, sh.top + i * TILE_HEADS, a.out[place].f);
 #if WINDOW_TOKENS
-      const int recent = recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]);
-      if (begin < min((int)a.sinks[b], n) || end > recent) {
-        const int slot = turned_slot(block, (n - 1 + a.first) / TURNED_BY - a.first / TURNED_BY);
-        float* rows = a.rows + (((s64)b * HEADS + tile) * TURNED_SLOTS + slot) * TILE_HEADS * D;
-        for (int j = threadIdx.x; j < TILE_HEADS * D; j += TURN_THREADS) rows[j] = sh.rows[i * TILE_HEADS * D + j];
+    if (now.rows) {  // the queries themselves, for the windows
+      float peak[2] = {0.f, 0.f};
+#pragma unroll 1
+      for (int n = warp; n < D / 8; n += TURN_WARPS) {
+        float c[APART][1][4];
+        clear<1>(c);
+#pragma unroll 2
+        for (int k = 0; k < D / 16; k++) {
+          const Fragment m = fragment(matrix + ((IN_ORDER + n) * (D / 16) + k) * 32);
+          multiply_parts<1>(c, sh, k, &m, lane);
+        }
+        gather<1>(c);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < TURN_ROWS ? now.slot[unit] : -1;
+          peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
+          if (slot >= 0) {
+            float* to = a.rows + ((s64)slot * TILE_HEADS + row % TILE_HEADS) * D;
+            *(float2*)(to + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
+          }
+        }
       }
-#endif
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        peak[r] = of_four(peak[r]);
+        if (t == 0) sh.peak[g + 8 * r][warp] = peak[r];
+      }
     }
+#endif
     __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = g + 8 * r, h = row % TILE_HEADS;
+      if (place[r] < 0) continue;
+      Turned& out = a.out[place[r]];
+      const float top = of_warps(sh.top[row]), by = __fdividef(QUERY_TOP, top);
+      if (warp == 0 && t == 0) {
+        out.top[h] = top * (1.f / heaviest(Keys{}));
+        if (now.rows) out.peak[h] = of_warps(sh.peak[row]);
+      }
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        u32* f = out.f[h / 4][warp * EACH + e] + h % 4 * 8 + t, up, down;
+        split_bytes(sum[2 * e][2 * r], sum[2 * e][2 * r + 1], sum[2 * e + 1][2 * r], sum[2 * e + 1][2 * r + 1], by, up, down);
+        f[0] = up, f[4] = down;
+      }
+    }
+    constexpr int MISSING = 4 * OWN - TILE_HEADS;  // heads that are not there count nothing
+    if constexpr (MISSING > 0)
+#pragma unroll 1
+      for (int j = threadIdx.x; j < AT_ONCE * MISSING * Keys::REGISTERS * 2; j += TURN_THREADS) {
+        const int unit = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
+        if (now.place[unit] >= 0) *(uint4*)(a.out[now.place[unit]].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
+      }
   }
 }
 #endif

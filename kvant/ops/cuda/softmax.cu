@@ -20,6 +20,7 @@ using Values = VALUE_CODES;
 struct Turned {
   u32 f[OWN][Keys::REGISTERS][32];
   float top[4 * OWN], sum[4 * OWN], bias[4 * OWN], lost[4 * OWN];
+  float peak[4 * OWN];  // the largest of all channels, where windows reach into the block
 };
 constexpr int TURNED_BY = TURNED ? TURNED : 1;
 // Blocks that windows may reach into: the first ones and the last ones, counted from the block of the last token.

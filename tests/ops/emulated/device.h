@@ -181,6 +181,7 @@ template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
 }
 template <int TYPE> u32 pair_min(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fminf(a, b); }); }
 template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fmaxf(a, b); }); }
+DEV void prefetch(const void*) {}
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
 struct Fragments { u32 a[4], b[2]; };
@@ -221,6 +222,14 @@ DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const auto code = [](u32 x, int e) { return (int)(u8)(x >> 8 * e); };
   const auto number = [](u32 x, int e) { return (int)(int8_t)(x >> 8 * e); };
   product<int, 32, 4>(8, c, {{a0, a1, a2, a3}, {b0, b1}}, code, number);
+}
+DEV void load_tiles(u32* x, const void* row) {
+  struct Tiles { u32 x[4]; };
+  const Tiles found = lanes_together<Tiles>(10, row, [](const void* const* in, Tiles* out) {
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 4; i++) out[lane].x[i] = ((const u32*)in[8 * i + lane / 4])[lane % 4];
+  });
+  memcpy(x, found.x, sizeof found.x);
 }
 DEV u32 transpose8(u32 x) {
   return lanes_together<u32>(9, x, [](const u32* in, u32* out) {
