@@ -15,7 +15,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, as_matrix, space_of
+from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, matrix_of, space_of
 from kvant.ops.types import LayerStore, PagedBatch
 from kvant.transforms.hadamard import walsh_hadamard
 
@@ -204,7 +204,8 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
         space = _spaces(store)[0 if name == "key" else 1]
         parts, dim, device = list[Tensor](), store.layout.head_dim, store.pages.device
         if space.kind == HADAMARD:  # whose blocks do not end where lanes do; all ones, to be scaled afterwards
-            rest = as_matrix(dataclasses.replace(space, mean=None), dim).tensor.sign()  # type: ignore[union-attr]
+            dual = matrix_of(store.stream(name).transforms, "dual", store.layout, device)  # as the way in, without a mean
+            rest = dual.tensor.sign()  # type: ignore[union-attr]
         else:
             rest = space.tensor  # type: ignore[assignment]
         rest = rest.double().to(device)
