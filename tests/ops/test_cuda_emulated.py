@@ -84,7 +84,7 @@ def filled(
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
-    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first, rotated)
+    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)
     settings = {"scale": dim**-0.5, "softcap": None, "window": None, **options}

@@ -204,7 +204,9 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
         space = _spaces(store)[0 if name == "key" else 1]
         parts, dim, device = list[Tensor](), store.layout.head_dim, store.pages.device
         if space.kind == HADAMARD:  # whose blocks do not end where lanes do; all ones, to be scaled afterwards
-            dual = matrix_of(store.stream(name).transforms, "dual", store.layout, device)  # as the way in, without a mean
+            dual = matrix_of(
+                store.stream(name).transforms, "dual", store.layout, device
+            )  # as the way in, without a mean
             rest = dual.tensor.sign()  # type: ignore[union-attr]
         else:
             rest = space.tensor  # type: ignore[assignment]

@@ -17,19 +17,6 @@ struct UnpackArguments {
 
 template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_pair(x, y) : fp16_pair(x, y); }
 
-template <int N> DEV void store_words(u8* p, const u32* w) {
-  if constexpr (N % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) ((uint4*)p)[i] = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
-  } else if constexpr (N % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) ((uint2*)p)[i] = make_uint2(w[2 * i], w[2 * i + 1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; i++) ((u32*)p)[i] = w[i];
-  }
-}
-
 struct Scale {
   float scale, zero;
 };
