@@ -16,21 +16,36 @@ template <class P> DEV void key_products(const u8* run, int tile, int lane, cons
     }
   }
 }
-template <class... P> DEV void all_products(Planes<P...>, const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4]) {
+template <class... P>
+DEV void all_products(Planes<P...>, const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4], const u8*) {
   (key_products<P>(run, tile, lane, q, c), ...);
 }
+template <class I>
+DEV void all_products(KeyIndices<I>, const u8* run, int tile, int lane, const Query& q, float c[CHUNK][OWN][4], const u8* memory) {
+#pragma unroll
+  for (int i = 0; i < CHUNK; i++) {
+    u32 x[2][Keys::REGISTERS];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      I::template centroids<4>(x[r], run, (tile + i) * 16 + row_token((lane >> 2) + 8 * r), lane & 3, memory, I::copy_of(lane));
+#pragma unroll
+    for (int k = 0; k < Keys::REGISTERS; k += 2)
+#pragma unroll
+      for (int n = 0; n < OWN; n++) mma(c[i][n], x[0][k], x[1][k], x[0][k + 1], x[1][k + 1], q.f[n][k], q.f[n][k + 1]);
+  }
+}
 
-// One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there.
-DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap) {
+// One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there. Codebooks are in `memory`.
+DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap, const u8* memory) {
   const int g = lane >> 2;
   float s[CHUNK][OWN][2], scale[CHUNK][2], rest[CHUNK][2], flag[CHUNK][2], largest = 0.f;
   {
-    int c[CHUNK][OWN][4];
+    Keys::Sum c[CHUNK][OWN][4];
 #pragma unroll
     for (int i = 0; i < CHUNK; i++)
 #pragma unroll
       for (int n = 0; n < OWN; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
-    all_products(Keys{}, run, tile, lane, q, c);
+    all_products(Keys{}, run, tile, lane, q, c, memory);
 #pragma unroll
     for (int i = 0; i < CHUNK; i++) {
       Meta key[2];
@@ -39,11 +54,12 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
       for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
-          const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : TURNED ? st.m[n] - q.lost[n] : st.m[n];
+          const float x = Keys::sum(c[i][n] + 2 * r), less = SOFTCAP ? 0.f : TURNED ? st.m[n] - q.lost[n] : st.m[n];
           float y;
           if (KEY_META == 0) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
           if (KEY_META == 1) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
           if (KEY_META == 2) y = fmaf(fmaf(x, q.factor[n], q.bias[n]), key[r].scale, -less);
+          if (KEY_META == 3) y = fmaf(x, q.factor[n], -less);
           s[i][n][r] = SOFTCAP ? capped(y + q.lost[n], st.m[n], cap) : y;
         }
     }
@@ -68,7 +84,7 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
     for (int i = 0; i < CHUNK; i++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int position = at + i * 16 + r * 8 + g;
+        const int position = at + i * 16 + r * 8 + (INDEXED ? row_token(g) : g);
         if (position < first || position >= last) {
           scale[i][r] = rest[i][r] = flag[i][r] = 0.f;
 #pragma unroll
@@ -90,9 +106,9 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
       for (int n = 0; n < OWN; n++) {
         x[n] = exp2_(s[i][n][r]);
         st.l[n] += x[n];
-        if (VALUE_META != 2) st.z[n] = fmaf(x[n], rest[i][r], st.z[n]);
+        if (VALUE_META < 2) st.z[n] = fmaf(x[n], rest[i][r], st.z[n]);
         if (VALUE_FLAG) st.flags[n] = fmaf(x[n], flag[i][r], st.flags[n]);
-        s[i][n][r] = x[n] * (scale[i][r] * st.norm);
+        s[i][n][r] = INDEXED ? x[n] : x[n] * (scale[i][r] * st.norm);
       }
     }
 #pragma unroll
@@ -105,12 +121,12 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
         const float y = PAIRED ? (2 * i + 1 < CHUNK ? s[(2 * i + 1) % CHUNK][0][r] : 0.f) : s[i][(2 * n + 1) % OWN][r];
         p[i][n][r] = transpose8(fp16_pair(x, y));
       }
-      mma(st.riding[n], 0xE4006400u, 0xE4006400u, 0xE4006400u, 0xE4006400u, p[i][n][0], p[i][n][1]);
+      if constexpr (!INDEXED) mma(st.riding[n], 0xE4006400u, 0xE4006400u, 0xE4006400u, 0xE4006400u, p[i][n][0], p[i][n][1]);
     }
 #pragma unroll
   for (int i = 0; i < CHUNK; i++) {
     Values codes;
-    codes.load(run, tile + i, lane);
+    codes.load(run, tile + i, lane, memory);
     u32 b[COLUMN_TILES][2];
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
@@ -210,6 +226,7 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
 
 // Brings what the windows gave to the scale of packed values: rows times 2^p, all times the norm.
 DEV void enter_pages(State& st) {
+  if (INDEXED) return;
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll

@@ -18,7 +18,8 @@
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
+// they are not; queries are then turned by kvant_turn before), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK, INDEXED (whether streams are
+// indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS (1 where heads share them).
 
 // --- a block --------------------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * D * 4, "a warp's bytes hold its pages, then its outputs");
 
   begin_copies(sh.barrier[warp], STAGES, lane);
+  int booked = -1;  // whose codebooks are in shared memory
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
   // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
@@ -185,6 +187,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       } else no_copy();
     }
     s64 next = ahead < page_to ? table[ahead] : 0;
+#if INDEXED
+    if (booked < 0 || (KEY_BOOK_HEADS * VALUE_BOOK_HEADS > 1 && booked != head)) {
+      KeyBook::load_book<WARPS * 32>(dynamic, a.key_books + (KEY_BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
+      ValueBook::load_book<WARPS * 32>(dynamic, a.value_books + (VALUE_BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
+      booked = head;
+      __syncthreads();
+    }
+#endif
 
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
@@ -237,11 +247,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
           const int until = min(end, block_end(a, some));
           if (block_of(a, some) != block) block = block_of(a, some), load_query(q, turned[block], lane, a.scale);
-          attend_page(run, tile, at, some, until, lane, q, st, a.cap);
+          attend_page(run, tile, at, some, until, lane, q, st, a.cap, dynamic);
           some = until;
         }
 #else
-        attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
+        attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
 #endif
       }
       __syncwarp();
@@ -262,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         st.z[h] += __shfl_xor_sync(FULL, st.z[h], o);
         if (VALUE_FLAG) st.flags[h] += __shfl_xor_sync(FULL, st.flags[h], o);
       }
-    const float back = 1.f / st.norm;
+    const float back = INDEXED ? 1.f : 1.f / st.norm;
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       float x[D / 16][4];
@@ -271,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float riding = st.riding[n][i & 1], power = 1.f / (float)(1 << Values::power(2 * k + (i >> 1)));
-          x[k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
+          x[k][i] = INDEXED ? st.acc[n][k][i] : ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
         }
 #pragma unroll
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {

@@ -58,6 +58,14 @@ template <class... P> DEV constexpr float heaviest(Planes<P...>) {
   return x;
 }
 
+template <class I> DEV float level_biases(KeyIndices<I>, const float*, int) { return 0.f; }
+template <class I> DEV constexpr float heaviest(KeyIndices<I>) { return 1.f; }
+template <class... P> DEV constexpr float query_unit(Planes<P...>) { return heaviest(Planes<P...>{}) / QUERY_TOP; }  // of what queries are multiplied as
+template <class I> DEV constexpr float query_unit(KeyIndices<I>) { return 1.f / 256.f; }
+
+// What fp16 leaves of two numbers, as fp16.
+DEV u32 rest_of(float x, float y, u32 pair) { return fp16_pair(x - fp16_low(pair), y - fp16_high(pair)); }
+
 // Bytes of TILE_HEADS queries, whose largest magnitudes are `tops`, for a plane of the keys' codes.
 template <int THREADS, class P> DEV void make_plane(const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * P::REGISTERS * 32; j += THREADS) {
@@ -77,6 +85,15 @@ template <int THREADS, class P> DEV void make_plane(const float* rows, const flo
 }
 template <int THREADS, class... P> DEV void make_planes(Planes<P...>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   (make_plane<THREADS, P>(rows, tops, f), ...);
+}
+template <int THREADS, class I> DEV void make_planes(KeyIndices<I>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+  for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += THREADS) {
+    const int lane = j % 32, i = j / 32 % Keys::REGISTERS, n = j / 32 / Keys::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
+    const float by = head < TILE_HEADS ? 256.f / tops[head] : 0.f;
+    const float* x = rows + min(head, TILE_HEADS - 1) * D + (lane & 3) * (D / 4) + 2 * i;
+    const u32 pair = fp16_pair(x[0] * by, x[1] * by);
+    f[n][i][lane] = g & 1 ? rest_of(x[0] * by, x[1] * by, pair) : pair;
+  }
 }
 
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
@@ -114,7 +131,7 @@ template <class From> DEV void load_query(Query& q, const From& sh, int lane, fl
 #pragma unroll
   for (int n = 0; n < OWN; n++) {
     const int head = min(4 * n + (lane & 3), TILE_HEADS - 1);
-    q.factor[n] = scale * sh.top[head] * (heaviest(Keys{}) / QUERY_TOP);
+    q.factor[n] = scale * sh.top[head] * query_unit(Keys{});
     q.bias[n] = sh.bias[head] * scale, q.sum[n] = sh.sum[head] * scale, q.lost[n] = SOFTCAP || TURNED ? sh.lost[head] : 0.f;
 #pragma unroll
     for (int i = 0; i < Keys::REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
@@ -194,9 +211,6 @@ struct TurnShared {
   u32 high[16][D / 2 + 4], low[16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
   float rows[16 * D], top[16];
 };
-
-// What fp16 leaves of two numbers, as fp16.
-DEV u32 rest_of(float x, float y, u32 pair) { return fp16_pair(x - fp16_low(pair), y - fp16_high(pair)); }
 
 // Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
 // made into bytes. A block of threads has the matrix of a head, each warp some columns in its registers, and gridDim.x-th of the

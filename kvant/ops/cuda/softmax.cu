@@ -6,12 +6,14 @@ constexpr bool PAIRED = OWN == 1;
 constexpr int COLUMN_TILES = OWN == 4 ? 2 : 1;                             // of the second product
 constexpr int WINDOW_TILES = PAIRED ? 2 : 1;
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
-constexpr float VALUE_NORM = 1099511627776.f;      // 2^40: what a value's scale is multiplied by until one has been seen
+constexpr float VALUE_NORM = INDEXED ? 1.f : 1099511627776.f;  // 2^40: what a value's scale is multiplied by until one has been seen
 constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
 template <class... P> struct Planes {
+  typedef int Sum;  // of products
   static constexpr int REGISTERS = (P::REGISTERS + ...);
+  DEV static float sum(const int* c) { return (float)(c[0] * 128 + c[1]); }
 };
 using Keys = KEY_PLANES;
 using Values = VALUE_CODES;
@@ -37,6 +39,7 @@ struct Arguments {
   const float *dual_signs, *inverse_signs, *mean, *lost;
   float* partial;
   int* arrived;
+  const u8 *key_books, *value_books;  // where streams are indices: fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]
   // where keys are turned back to the start of their block of TURNED positions: queries turned back to every one
   const Turned* turned;     // [batch, HEADS, blocks]
   const float* turned_rows;  // [batch, HEADS, TURNED_SLOTS, TILE_HEADS, D] in the space of the keys, for blocks that windows reach into
@@ -118,13 +121,13 @@ struct State {
       for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1]));
       any = fmaxf(any, top[h]);
     }
-    if (__any_sync(FULL, fresh | (any > HEADROOM) | (largest * norm > 1.f))) reset<N>(s, top, largest);
+    if (__any_sync(FULL, fresh | (any > HEADROOM) | (!INDEXED && largest * norm > 1.f))) reset<N>(s, top, largest);
   }
   template <int N> DEV void reset(float s[N][OWN][2], float* top, float largest) {
     float ratio = 1.f, fade[OWN];
 #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, o));
-    if (largest * norm > 1.f) {
+    for (int o = 1; o < 32 * !INDEXED; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, o));
+    if (!INDEXED && largest * norm > 1.f) {
       const int exponent = max(1, min(252, (int)(__float_as_uint(largest) >> 23)));
       const float wanted = fminf(__uint_as_float((u32)(253 - exponent) << 23), norm);
       ratio = __fdividef(wanted, norm);
@@ -150,7 +153,7 @@ struct State {
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) riding[n][i] *= own[2 * n + (i & 1)];
+      for (int i = 0; i < 4 * !INDEXED; i++) riding[n][i] *= own[2 * n + (i & 1)];
 #pragma unroll
       for (int k = 0; k < D / 16; k++)
 #pragma unroll
@@ -167,7 +170,9 @@ struct Meta {
   float scale, zero;
 };
 template <int KIND, int TYPE> DEV void load_meta(Meta* out, const u8* section, int place) {  // of rows g and g + 8
-  if constexpr (KIND == 2) {
+  if constexpr (KIND == 3) {
+    out[0] = out[1] = {1.f, 0.f};
+  } else if constexpr (KIND == 2) {
     const u32 x = *(const u32*)(section + place * 2);
     out[0].scale = low<TYPE>(x), out[1].scale = high<TYPE>(x);
   } else {
