@@ -2,6 +2,7 @@
 
 // --- pages --------------------------------------------------------------------------------------------------------------
 
+#if !INDEXED
 template <class P> DEV void key_products(const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4]) {
   u32 w[CHUNK][P::WORDS];
 #pragma unroll
@@ -16,36 +17,21 @@ template <class P> DEV void key_products(const u8* run, int tile, int lane, cons
     }
   }
 }
-template <class... P>
-DEV void all_products(Planes<P...>, const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4], const u8*) {
+template <class... P> DEV void all_products(Planes<P...>, const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4]) {
   (key_products<P>(run, tile, lane, q, c), ...);
 }
-template <class I>
-DEV void all_products(KeyIndices<I>, const u8* run, int tile, int lane, const Query& q, float c[CHUNK][OWN][4], const u8* memory) {
-#pragma unroll
-  for (int i = 0; i < CHUNK; i++) {
-    u32 x[2][Keys::REGISTERS];
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      I::template centroids<4>(x[r], run, (tile + i) * 16 + row_token((lane >> 2) + 8 * r), lane & 3, memory, I::copy_of(lane));
-#pragma unroll
-    for (int k = 0; k < Keys::REGISTERS; k += 2)
-#pragma unroll
-      for (int n = 0; n < OWN; n++) mma(c[i][n], x[0][k], x[1][k], x[0][k + 1], x[1][k + 1], q.f[n][k], q.f[n][k + 1]);
-  }
-}
 
-// One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there. Codebooks are in `memory`.
-DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap, const u8* memory) {
+// One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there.
+DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap, const u8*) {
   const int g = lane >> 2;
   float s[CHUNK][OWN][2], scale[CHUNK][2], rest[CHUNK][2], flag[CHUNK][2], largest = 0.f;
   {
-    Keys::Sum c[CHUNK][OWN][4];
+    int c[CHUNK][OWN][4];
 #pragma unroll
     for (int i = 0; i < CHUNK; i++)
 #pragma unroll
       for (int n = 0; n < OWN; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
-    all_products(Keys{}, run, tile, lane, q, c, memory);
+    all_products(Keys{}, run, tile, lane, q, c);
 #pragma unroll
     for (int i = 0; i < CHUNK; i++) {
       Meta key[2];
@@ -54,12 +40,11 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
       for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
-          const float x = Keys::sum(c[i][n] + 2 * r), less = SOFTCAP ? 0.f : TURNED ? st.m[n] - q.lost[n] : st.m[n];
+          const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : TURNED ? st.m[n] - q.lost[n] : st.m[n];
           float y;
           if (KEY_META == 0) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
           if (KEY_META == 1) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
           if (KEY_META == 2) y = fmaf(fmaf(x, q.factor[n], q.bias[n]), key[r].scale, -less);
-          if (KEY_META == 3) y = fmaf(x, q.factor[n], -less);
           s[i][n][r] = SOFTCAP ? capped(y + q.lost[n], st.m[n], cap) : y;
         }
     }
@@ -84,7 +69,7 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
     for (int i = 0; i < CHUNK; i++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int position = at + i * 16 + r * 8 + (INDEXED ? row_token(g) : g);
+        const int position = at + i * 16 + r * 8 + g;
         if (position < first || position >= last) {
           scale[i][r] = rest[i][r] = flag[i][r] = 0.f;
 #pragma unroll
@@ -106,9 +91,9 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
       for (int n = 0; n < OWN; n++) {
         x[n] = exp2_(s[i][n][r]);
         st.l[n] += x[n];
-        if (VALUE_META < 2) st.z[n] = fmaf(x[n], rest[i][r], st.z[n]);
+        if (VALUE_META != 2) st.z[n] = fmaf(x[n], rest[i][r], st.z[n]);
         if (VALUE_FLAG) st.flags[n] = fmaf(x[n], flag[i][r], st.flags[n]);
-        s[i][n][r] = INDEXED ? x[n] : x[n] * (scale[i][r] * st.norm);
+        s[i][n][r] = x[n] * (scale[i][r] * st.norm);
       }
     }
 #pragma unroll
@@ -121,12 +106,12 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
         const float y = PAIRED ? (2 * i + 1 < CHUNK ? s[(2 * i + 1) % CHUNK][0][r] : 0.f) : s[i][(2 * n + 1) % OWN][r];
         p[i][n][r] = transpose8(fp16_pair(x, y));
       }
-      if constexpr (!INDEXED) mma(st.riding[n], 0xE4006400u, 0xE4006400u, 0xE4006400u, 0xE4006400u, p[i][n][0], p[i][n][1]);
+      mma(st.riding[n], 0xE4006400u, 0xE4006400u, 0xE4006400u, 0xE4006400u, p[i][n][0], p[i][n][1]);
     }
 #pragma unroll
   for (int i = 0; i < CHUNK; i++) {
     Values codes;
-    codes.load(run, tile + i, lane, memory);
+    codes.load(run, tile + i, lane);
     u32 b[COLUMN_TILES][2];
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
@@ -140,6 +125,7 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
     }
   }
 }
+#endif
 
 // --- full-precision windows -------------------------------------------------------------------------------------------
 
@@ -203,6 +189,22 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
     for (int h = 0; h < OWN; h++)
 #pragma unroll
       for (int r = 0; r < 2; r++) st.l[h] += s[i][h][r] = exp2_(s[i][h][r]);
+#if INDEXED
+#pragma unroll
+  for (int i = 0; i < WINDOW_TILES; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < OWN; n++) {
+        u32 b[2];
+        spread(b, s[i][n][r], g);
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+          const u32 *x = v[i][2 * r] + 2 * k, *y = v[i][2 * r + 1] + 2 * k;
+          mma(st.acc[n][k], to_fp16<WINDOW_TYPE>(x[0]), to_fp16<WINDOW_TYPE>(x[1]), to_fp16<WINDOW_TYPE>(y[0]), to_fp16<WINDOW_TYPE>(y[1]), b[0], b[1]);
+        }
+      }
+#else
   u32 p[COLUMN_TILES][2];
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++)
@@ -221,16 +223,16 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
       for (int n = 0; n < COLUMN_TILES; n++) mma(st.acc[n][k], a0, a1, a2, a3, only(p[n][0], i, g), only(p[n][1], i, g));
     }
   }
+#endif
 }
 #endif
 
 // Brings what the windows gave to the scale of packed values: rows times 2^p, all times the norm.
 DEV void enter_pages(State& st) {
-  if (INDEXED) return;
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++)
+  for (int n = 0; n < ACC_TILES * !INDEXED; n++)
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
+    for (int k = 0; k < ACC_STEPS; k++) {
       const float x = st.norm * (float)(1 << Values::power(2 * k)), y = st.norm * (float)(1 << Values::power(2 * k + 1));
       st.acc[n][k][0] *= x, st.acc[n][k][1] *= x, st.acc[n][k][2] *= y, st.acc[n][k][3] *= y;
     }

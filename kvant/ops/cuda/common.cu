@@ -106,7 +106,7 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_> struct Value
 
   DEV static constexpr int power(int element) { return position<BITS>(element); }
 
-  DEV void load(const u8* run, int tile, int lane, const u8*) {
+  DEV void load(const u8* run, int tile, int lane) {
     load_words<WORDS>(w, run + OFFSET + (tile * 32 + lane) * WORDS * 4);
     if constexpr (BITS == 3) {
       static_assert(WIDTH % 64 == 0, "a lane has whole words");

@@ -272,7 +272,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         st.z[h] += __shfl_xor_sync(FULL, st.z[h], o);
         if (VALUE_FLAG) st.flags[h] += __shfl_xor_sync(FULL, st.flags[h], o);
       }
-    const float back = INDEXED ? 1.f : 1.f / st.norm;
+#if INDEXED
+#pragma unroll
+    for (int n = 0; n < OWN; n++)
+      if (4 * n + t < TILE_HEADS)
+#pragma unroll
+        for (int k = 0; k < ACC_STEPS; k++) {
+          const float* x = st.acc[n][k];
+          ((float4*)(outputs + warp * OUTPUT_STRIDE + (4 * n + t) * D + g * (D / 8)))[k] = make_float4(x[0], x[1], x[2], x[3]);
+        }
+#else
+    const float back = 1.f / st.norm;
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       float x[D / 16][4];
@@ -281,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float riding = st.riding[n][i & 1], power = 1.f / (float)(1 << Values::power(2 * k + (i >> 1)));
-          x[k][i] = INDEXED ? st.acc[n][k][i] : ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
+          x[k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
         }
 #pragma unroll
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
@@ -296,6 +306,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         }
       }
     }
+#endif
     if (g == 0)
 #pragma unroll
       for (int h = 0; h < OWN; h++) sh.m[warp][4 * h + t] = st.m[h], sh.l[warp][4 * h + t] = st.l[h], sh.flags[warp][4 * h + t] = st.flags[h];

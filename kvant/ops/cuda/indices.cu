@@ -24,6 +24,7 @@ template <int N, int B> struct Packed {
       w[0] >>= bit % 8;
     }
   }
+  DEV u32 byte(int i) const { return __byte_perm(w[i / 4], 0u, 0x4440 | i % 4); }
   // Number i from bit `at` on, and `rest` in the bits around it.
   DEV u32 get(int i, int at, u32 rest) const {
     const int bit = i * B % 32;
@@ -36,10 +37,9 @@ template <int N, int B> struct Packed {
 template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_> struct Indices {
   static constexpr int DIM = DIM_, COUNT = COUNT_, HIGH_BITS = HIGH_BITS_, OFFSET = OFFSET_, HIGH = HIGH_, COPIES = COPIES_, BOOK = BOOK_;
   static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY, ENTRIES = 256 << HIGH_BITS;
-  DEV static constexpr int log2(int x) { return x > 1 ? 1 + log2(x / 2) : 0; }
 
-  // Centroids of a token, the part-th of PARTS equal parts of its sub-vectors: two channels a word.
-  template <int PARTS> DEV static void centroids(u32* out, const u8* run, int token, int part, const u8* memory, u32 copy) {
+  // Centroids of a token, the part-th of PARTS equal parts of its sub-vectors: two channels a word. `book` is the lane's copy.
+  template <int PARTS> DEV static void centroids(u32* out, const u8* run, int token, int part, const u8* book) {
     constexpr int N = COUNT / PARTS;
     static_assert(COUNT % PARTS == 0, "lanes have the same number of sub-vectors");
     Packed<N, 8> low;
@@ -48,12 +48,12 @@ template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPI
     if constexpr (HIGH_BITS > 0) high.load(run + HIGH + token * (COUNT * HIGH_BITS / 8), part);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      u32 place = low.get(i, log2(STRIDE), copy);
-      if constexpr (HIGH_BITS > 0) place = high.get(i, log2(STRIDE) + 8, place);
-      load_words<WORDS>(out + i * WORDS, memory + BOOK + place);
+      u32 index = low.byte(i);
+      if constexpr (HIGH_BITS > 0) index = high.get(i, 8, index);
+      load_words<WORDS>(out + i * WORDS, book + index * STRIDE);
     }
   }
-  DEV static u32 copy_of(int lane) { return (u32)(lane % COPIES) * ENTRY; }
+  DEV static const u8* copy_of(const u8* memory, int lane) { return memory + BOOK + lane % COPIES * ENTRY; }
 
   template <int THREADS> DEV static void load_book(u8* memory, const u8* book) {
 #pragma unroll 8
@@ -73,30 +73,32 @@ using KeyBook = KEY_BOOK;
 using ValueBook = VALUE_BOOK;
 #endif
 
-// Tokens lie in plain order, so which row of a tile's product a token is can be chosen: the tokens that four lanes read at once for
-// the values are neighbours, which have no bank in common.
-DEV int row_token(int row) { return row / 8 * 8 + row % 8 / 2 + row % 2 * 4; }
+// Tokens lie in plain order, so which of eight tokens a row is can be chosen: those that four lanes read at once for the values are
+// neighbours, which have no bank in common.
+DEV int row_token(int row) { return row / 2 + row % 2 * 4; }
 
-// Keys: lane (g, t) has tokens of rows g and g + 8, the t-th quarter of the channels. Queries are fp16 in two parts, in neighbouring columns.
+// The products need no element moved. A centroid's words (two channels each) are read into neighbouring registers, which for the
+// tensor core are rows g and g + 8 of the same columns; so these rows are two words of one token (keys), or of one sub-vector
+// (values), and a query head has two columns.
+//
+// Keys, eight tokens at a time: lane (g, t) has the token of row g, the t-th quarter of the channels. A head's even column is the query
+// by the first of two words, the odd one by the second: (g, 2 t) + (g + 8, 2 t + 1) is the score of head t.
 template <class I> struct KeyIndices {
-  typedef float Sum;
-  static constexpr int REGISTERS = I::COUNT * I::WORDS / 4;
-  DEV static float sum(const float* c) { return c[0] + c[1]; }
+  static constexpr int WORDS = I::COUNT * I::WORDS / 4, REGISTERS = WORDS / 2;
+  static_assert(WORDS % 4 == 0, "whole products");
+  DEV static int word(int i, int g) { return 2 * i + (g & 1); }  // that register i of the queries is of
 };
 
-// Values: lane (g, t) has tokens of rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, the g-th eighth of the channels.
+// Values, eight tokens at a time: lane (g, t) has the tokens of rows 2 t and 2 t + 1, the g-th eighth of the channels. The columns'
+// probabilities are those of the first channel of a word in a head's even column, of the second one in the odd column.
 template <class I> struct ValueIndices {
   static constexpr int WORDS = I::COUNT * I::WORDS / 8;  // of a token
-  static constexpr float TOP = 0.f, STEP = 1.f;
-  u32 w[4][WORDS];
-
+  static_assert(WORDS % 2 == 0, "whole products");
   DEV static constexpr int power(int) { return 0; }
-  DEV void load(const u8* run, int tile, int lane, const u8* memory) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      I::template centroids<8>(w[i], run, tile * 16 + row_token(2 * (lane & 3) + i % 2 + i / 2 * 8), lane >> 2, memory, I::copy_of(lane));
-  }
-  DEV u32 get(int second, int element) const {
-    return __byte_perm(w[2 * second][element / 2], w[2 * second + 1][element / 2], element % 2 ? 0x7632 : 0x5410);
-  }
 };
+
+// Probabilities of rows 2 t and 2 t + 1 for head g / 2, from those of row g for head t.
+DEV void spread(u32* b, float p, int g) {
+  const u32 pair = transpose8(fp16_pair(p, p));
+  b[0] = __byte_perm(pair, 0u, g & 1 ? 0x1044 : 0x4410), b[1] = __byte_perm(pair, 0u, g & 1 ? 0x3244 : 0x4432);
+}

@@ -17,7 +17,17 @@ from kvant.ops.spaces import refuse_turns
 
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
 WARPS, STAGES = 4, 2
-SOURCES = ("ptx.cu", "copies.cu", "common.cu", "indices.cu", "softmax.cu", "queries.cu", "attend.cu", "decode.cu")
+SOURCES = (
+    "ptx.cu",
+    "copies.cu",
+    "common.cu",
+    "indices.cu",
+    "softmax.cu",
+    "queries.cu",
+    "lookup.cu",
+    "attend.cu",
+    "decode.cu",
+)
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them

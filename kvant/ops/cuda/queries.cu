@@ -3,7 +3,7 @@
 // --- queries ----------------------------------------------------------------------------------------------------------
 
 struct Query {
-  u32 f[OWN][Keys::REGISTERS];             // column g: head g / 2 (+ 4, ...), its high byte in even columns, its low one in odd
+  u32 f[OWN][Keys::REGISTERS];             // column g: head g / 2 (+ 4, ...), its high byte in even columns, its low one in odd; or as indices.cu says
   float factor[OWN], bias[OWN], sum[OWN], lost[OWN];  // of the lane's heads t, t + 4, ...
 };
 
@@ -60,11 +60,10 @@ template <class... P> DEV constexpr float heaviest(Planes<P...>) {
 
 template <class I> DEV float level_biases(KeyIndices<I>, const float*, int) { return 0.f; }
 template <class I> DEV constexpr float heaviest(KeyIndices<I>) { return 1.f; }
-template <class... P> DEV constexpr float query_unit(Planes<P...>) { return heaviest(Planes<P...>{}) / QUERY_TOP; }  // of what queries are multiplied as
-template <class I> DEV constexpr float query_unit(KeyIndices<I>) { return 1.f / 256.f; }
-
-// What fp16 leaves of two numbers, as fp16.
-DEV u32 rest_of(float x, float y, u32 pair) { return fp16_pair(x - fp16_low(pair), y - fp16_high(pair)); }
+// What one is of what queries of a largest magnitude are multiplied by keys as: whole numbers; or fp16 up to 512, a power of two, so
+// that 16-bit queries that need no transform lose nothing.
+template <class... P> DEV float query_step(Planes<P...>, float top) { return top * (heaviest(Planes<P...>{}) / QUERY_TOP); }
+template <class I> DEV float query_step(KeyIndices<I>, float top) { return __uint_as_float(__float_as_uint(top) & 0x7f800000u) * (1.f / 256.f); }
 
 // Bytes of TILE_HEADS queries, whose largest magnitudes are `tops`, for a plane of the keys' codes.
 template <int THREADS, class P> DEV void make_plane(const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
@@ -89,10 +88,9 @@ template <int THREADS, class... P> DEV void make_planes(Planes<P...>, const floa
 template <int THREADS, class I> DEV void make_planes(KeyIndices<I>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % Keys::REGISTERS, n = j / 32 / Keys::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
-    const float by = head < TILE_HEADS ? 256.f / tops[head] : 0.f;
-    const float* x = rows + min(head, TILE_HEADS - 1) * D + (lane & 3) * (D / 4) + 2 * i;
-    const u32 pair = fp16_pair(x[0] * by, x[1] * by);
-    f[n][i][lane] = g & 1 ? rest_of(x[0] * by, x[1] * by, pair) : pair;
+    const float* x = rows + min(head, TILE_HEADS - 1) * D + (lane & 3) * (D / 4) + 2 * Keys::word(i, g);
+    const float by = head < TILE_HEADS ? 1.f / query_step(Keys{}, tops[head]) : 0.f;
+    f[n][i][lane] = fp16_pair(x[0] * by, x[1] * by);
   }
 }
 
@@ -131,7 +129,7 @@ template <class From> DEV void load_query(Query& q, const From& sh, int lane, fl
 #pragma unroll
   for (int n = 0; n < OWN; n++) {
     const int head = min(4 * n + (lane & 3), TILE_HEADS - 1);
-    q.factor[n] = scale * sh.top[head] * query_unit(Keys{});
+    q.factor[n] = scale * query_step(Keys{}, sh.top[head]);
     q.bias[n] = sh.bias[head] * scale, q.sum[n] = sh.sum[head] * scale, q.lost[n] = SOFTCAP || TURNED ? sh.lost[head] : 0.f;
 #pragma unroll
     for (int i = 0; i < Keys::REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
@@ -211,6 +209,9 @@ struct TurnShared {
   u32 high[16][D / 2 + 4], low[16][D / 2 + 4];  // turned queries as fp16, and what that leaves; rows start in different banks
   float rows[16 * D], top[16];
 };
+
+// What fp16 leaves of two numbers, as fp16.
+DEV u32 rest_of(float x, float y, u32 pair) { return fp16_pair(x - fp16_low(pair), y - fp16_high(pair)); }
 
 // Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
 // made into bytes. A block of threads has the matrix of a head, each warp some columns in its registers, and gridDim.x-th of the

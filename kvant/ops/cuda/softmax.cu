@@ -4,6 +4,7 @@ constexpr int D = HEAD_DIM, TILES = PAGE / 16, CHUNK = TILES < 4 ? TILES : 4, HE
 constexpr int OWN = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
 constexpr bool PAIRED = OWN == 1;
 constexpr int COLUMN_TILES = OWN == 4 ? 2 : 1;                             // of the second product
+constexpr int ACC_TILES = INDEXED ? OWN : COLUMN_TILES, ACC_STEPS = INDEXED ? D / 32 : D / 16;  // of its sums
 constexpr int WINDOW_TILES = PAIRED ? 2 : 1;
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
 constexpr float VALUE_NORM = INDEXED ? 1.f : 1099511627776.f;  // 2^40: what a value's scale is multiplied by until one has been seen
@@ -11,9 +12,7 @@ constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
 template <class... P> struct Planes {
-  typedef int Sum;  // of products
   static constexpr int REGISTERS = (P::REGISTERS + ...);
-  DEV static float sum(const int* c) { return (float)(c[0] * 128 + c[1]); }
 };
 using Keys = KEY_PLANES;
 using Values = VALUE_CODES;
@@ -88,24 +87,25 @@ DEV Work work_of(const Arguments& a, int b) {
 
 struct State {
   float m[OWN], l[OWN], z[OWN], flags[OWN];  // of the lane's heads; m is the same in all lanes of a head
-  float acc[COLUMN_TILES][D / 16][4], riding[COLUMN_TILES][4];
+  float acc[ACC_TILES][ACC_STEPS][4], riding[COLUMN_TILES][4];
   float norm;  // power of two: scale * norm is at most one for every value so far
   bool fresh;
 
-  DEV static constexpr int head(int column_tile, int i) { return PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of an accumulator
+  DEV static constexpr int head(int column_tile, int i) { return INDEXED ? column_tile : PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of an accumulator
 
   DEV void clear() {
 #pragma unroll
     for (int h = 0; h < OWN; h++) m[h] = l[h] = z[h] = flags[h] = 0.f;
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
+    for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) riding[n][i] = 0.f;
 #pragma unroll
-      for (int k = 0; k < D / 16; k++)
+    for (int n = 0; n < ACC_TILES; n++)
+#pragma unroll
+      for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] = 0.f;
-    }
     norm = VALUE_NORM;
     fresh = true;
   }
@@ -145,17 +145,17 @@ struct State {
 #pragma unroll
       for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
     }
-    float own[2 * COLUMN_TILES];
+    float own[2 * ACC_TILES];
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++)
+    for (int n = 0; n < ACC_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) own[2 * n + (i & 1)] = fade[head(n, i)] * ratio;
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
+    for (int n = 0; n < ACC_TILES; n++) {
 #pragma unroll
       for (int i = 0; i < 4 * !INDEXED; i++) riding[n][i] *= own[2 * n + (i & 1)];
 #pragma unroll
-      for (int k = 0; k < D / 16; k++)
+      for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] *= own[2 * n + (i & 1)];
     }
