@@ -39,7 +39,7 @@ template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPI
   static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY, ENTRIES = 256 << HIGH_BITS;
 
   // Centroids of a token, the part-th of PARTS equal parts of its sub-vectors: two channels a word. `book` is the lane's copy.
-  template <int PARTS> DEV static void centroids(u32* out, const u8* run, int token, int part, const u8* book) {
+  template <int PARTS> DEV static void centroids(u32* out, const u8* run, int token, int part, u32 book) {
     constexpr int N = COUNT / PARTS;
     static_assert(COUNT % PARTS == 0, "lanes have the same number of sub-vectors");
     Packed<N, 8> low;
@@ -50,10 +50,10 @@ template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPI
     for (int i = 0; i < N; i++) {
       u32 index = low.byte(i);
       if constexpr (HIGH_BITS > 0) index = high.get(i, 8, index);
-      load_words<WORDS>(out + i * WORDS, book + index * STRIDE);
+      load_shared<WORDS>(out + i * WORDS, index * STRIDE + book);
     }
   }
-  DEV static const u8* copy_of(const u8* memory, int lane) { return memory + BOOK + lane % COPIES * ENTRY; }
+  DEV static u32 copy_of(const u8* memory, int lane) { return shared_address(memory) + BOOK + lane % COPIES * ENTRY; }
 
   template <int THREADS> DEV static void load_book(u8* memory, const u8* book) {
 #pragma unroll 8

@@ -5,7 +5,7 @@
 // One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there. Codebooks are in `memory`.
 DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap, const u8* memory) {
   const int g = lane >> 2, t = lane & 3;
-  const u8 *keys = KeyBook::copy_of(memory, lane), *values = ValueBook::copy_of(memory, lane);
+  const u32 keys = KeyBook::copy_of(memory, lane), values = ValueBook::copy_of(memory, lane);
   float s[CHUNK][OWN][2];
 #pragma unroll
   for (int i = 0; i < CHUNK; i++)
