@@ -1,4 +1,4 @@
-"""Appending by the kernel in append.cu: one launch for any number of new tokens."""
+"""Appending by the kernels in append.cu and, for vector quantization, nearest.cu: one launch for any number of new tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from kvant.codecs.affine import Affine
 from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda import nearest, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
@@ -27,12 +27,13 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why the kernel cannot append to a layout on a device, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
-    return refuse_layout(layout) or plan.refuse(layout, device)
+    reason = refuse_layout(layout) or plan.refuse(layout, device)
+    return nearest.refuse_memory(layout, device) if reason is None and plan.is_indexed(layout) else reason
 
 
 def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
-    for name, stream in layout.recipe.streams.items():
+    for name, stream in () if plan.is_indexed(layout) else layout.recipe.streams.items():
         codec = stream.codec
         if not isinstance(codec, Affine | Banded):
             return f"it writes token-wise codes, and the {name}s are coded by {type(codec).__name__}"
@@ -98,7 +99,7 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "append.cu"), constants)
+        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "rows.cu", "append.cu"), constants)
 
 
 def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int]]:
@@ -126,12 +127,18 @@ def _kernel(made: AppendPlan, device: torch.device) -> nvrtc.Kernel:
 @register("append", "cuda", refuse, rank=10)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Transforms other than a mean and a Hadamard are matrix products before the kernel."""
-    spaces = list(_spaces(store))
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
+    for name in rows:
+        if store.stream(name).rope is not None:
+            rows[name] = store.stream(name).stored(rows[name].float(), _positions(batch, len(key)))
+    if plan.is_indexed(store.layout):
+        nearest.append(store, rows, batch)
+        return
+    spaces = list(_spaces(store))
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)
         if stream.rope is not None:
-            x, spaces[i] = stream.stored(x.float(), _positions(batch, len(x))), Space()
+            spaces[i] = Space()
         elif space.kind not in (NONE, HADAMARD):
             x = stream.forward(x.float())
         if str(x.dtype).removeprefix("torch.") not in TYPES:

@@ -158,7 +158,7 @@ def decode_with_lse(
         spaces[1].offset,
         getattr(store.value.codec, "mean", None),
         lost,
-        *_books(store),
+        *codebooks(store),
         cosine,
         sine,
         first,
@@ -184,7 +184,7 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
     return found  # type: ignore[no-any-return]
 
 
-def _books(store: LayerStore) -> tuple[Tensor | None, Tensor | None]:
+def codebooks(store: LayerStore) -> tuple[Tensor | None, Tensor | None]:
     """Codebooks of the keys and of the values, where they are indices of centroids; made once for a store."""
     if "cuda.books" not in store.prepared:
         books = [getattr(stream.codec, "codebooks", None) for stream in (store.key, store.value)]
