@@ -88,8 +88,8 @@ template <int THREADS, class... P> DEV void make_planes(Planes<P...>, const floa
 template <int THREADS, class I> DEV void make_planes(KeyIndices<I>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % Keys::REGISTERS, n = j / 32 / Keys::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
-    const float* x = rows + min(head, TILE_HEADS - 1) * D + (lane & 3) * (D / 4) + 2 * Keys::word(i, g);
-    const float by = head < TILE_HEADS ? 1.f / query_step(Keys{}, tops[head]) : 0.f;
+    const float* x = rows + min(head, TILE_HEADS - 1) * D + (lane & 3) * (D / 4) + 2 * KeyIndices<I>::word(i, g);
+    const float by = head < TILE_HEADS ? 1.f / query_step(KeyIndices<I>{}, tops[head]) : 0.f;
     f[n][i][lane] = fp16_pair(x[0] * by, x[1] * by);
   }
 }
