@@ -73,9 +73,9 @@ using KeyBook = KEY_BOOK;
 using ValueBook = VALUE_BOOK;
 #endif
 
-// Tokens lie in plain order, so which of eight tokens a row is can be chosen: those that four lanes read at once for the values are
-// neighbours, which have no bank in common.
-DEV int row_token(int row) { return row / 2 + row % 2 * 4; }
+// Tokens lie in plain order, so which of eight tokens a row is can be chosen. Rows that are read at once (four neighbours for the keys;
+// every other one for the values) are tokens that differ modulo four: where a token's indices are 32 bytes, no bank is wanted twice.
+DEV int row_token(int row) { return row ^ (row >> 2 & 1); }
 
 // The products need no element moved. A centroid's words (two channels each) are read into neighbouring registers, which for the
 // tensor core are rows g and g + 8 of the same columns; so these rows are two words of one token (keys), or of one sub-vector

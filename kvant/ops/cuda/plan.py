@@ -113,7 +113,7 @@ def _refuse_indices(codec: ProductVQ, name: str, layout: Layout) -> str | None:
         return (
             f"it holds one codebook a head in shared memory, and the {name}s have one for each of {spaces} sub-vectors"
         )
-    if spaces % lanes or layout.head_dim % 16 or layout.page_tokens % 16:
+    if spaces % lanes or layout.head_dim % 32:
         return f"the {spaces} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
     return None
 
@@ -171,14 +171,9 @@ class Plan:
         fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes)) // self.warp_bytes
         most = WARPS
         if self.indexed:  # one block, since codebooks are large: as many warps as have the registers they need
-            most = (
-                16
-                if self.layout.head_dim * self.own_heads <= 128
-                else 12
-                if self.layout.head_dim * self.own_heads <= 256
-                else 8
-            )
-        return dict(self.tuned).get("WARPS", next((n for n in (most, 12, 8, 4, 2) if n <= min(fit, most)), 1))
+            size = self.layout.head_dim * self.own_heads
+            most = 16 if size <= 128 else 12 if size <= 256 else 8
+        return dict(self.tuned).get("WARPS", next((n for n in range(most, 1, -2) if n <= fit), 1))
 
     @functools.cached_property
     def copies(self) -> tuple[int, ...]:
@@ -191,7 +186,9 @@ class Plan:
         room = self.shared[0] - STATIC_BYTES - BOOKED_WARPS * self.warp_bytes
         while max(copies) > 1 and sum(n * size for n, size in zip(copies, sizes, strict=True)) > room:
             i = max(range(2), key=lambda i: (copies[i] > 1, copies[i] * sizes[i]))
-            copies[i] //= 2
+            copies[i] = (
+                copies[i] // 2 if copies[i] > 4 else 1
+            )  # two do not help: rows of banks are as crowded as with one
         return tuple(copies)
 
     @property
@@ -250,7 +247,9 @@ class Plan:
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": max(
+            "MIN_BLOCKS": 1
+            if self.indexed
+            else max(
                 1,
                 min(3 if layout.head_dim * -(-heads // 8) <= 128 else 2, self.shared[1] // (self.dynamic_bytes + 4096)),
             ),
