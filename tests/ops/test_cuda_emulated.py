@@ -17,7 +17,7 @@ from kvant.cache import Entry, PagedCache
 from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda import nearest, nvrtc, plan
 from tests.conftest import relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
@@ -39,7 +39,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
-    caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
+    caches = (
+        cuda_decode._kernel,
+        cuda_decode._row_kernel,
+        cuda_decode._turn_kernel,
+        cuda_append._kernel,
+        nearest._kernel,
+    )
     for cache in caches:
         cache.cache_clear()
     yield
@@ -52,7 +58,7 @@ def filled(
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
     cache, entries = test_cuda.filled(name, heads, group, dim, "bfloat16", lengths, device="cpu", first=first)
-    assert cache.layout.order == "fragment"
+    assert cache.layout.order == "fragment" or plan.is_indexed(cache.layout)
     return cache, entries
 
 
@@ -69,6 +75,10 @@ def filled(
         ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
+        ("vecinfer-2", 4, 64, {}),
+        ("vecinfer-4", 9, 64, {"softcap": 5.0}),
+        ("million-1.5:bits=8,books=head", 2, 128, {"window": 150}),
+        ("million-2:k.bits=10,v.bits=9", 3, 96, {}),
     ],
 )
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
@@ -112,6 +122,42 @@ def test_append(name: str, dim: int) -> None:
             continue
         assert bool((mine != 0xFF).any())
         assert float((mine != theirs).float().mean()) < 1e-3
+
+
+def same_pages(one: PagedCache, two: PagedCache) -> None:
+    """Indices of nearest centroids are the reference's, every one."""
+    torch.testing.assert_close(one.stores[0].pages, two.stores[0].pages, rtol=0, atol=0)
+    for name, overlay in one.stores[0].overlays.items():
+        torch.testing.assert_close(overlay, two.stores[0].overlays[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64), ("vecinfer-4", 96)]
+)
+def test_append_of_nearest_centroids(name: str, dim: int) -> None:
+    caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
+    for counts in ([5, 1, 0], [1, 1, 1], [0, 90, 2]):  # few and many at a time
+        k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+        for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
+            run(cache.stores[0], k, v, cache.extend(entries, counts))
+    same_pages(caches[0][0], caches[1][0])
+    assert bool((caches[0][0].stores[0].pages != 0xFF).any())
+
+
+def test_append_takes_the_first_of_equal_centroids() -> None:
+    """Every centroid is there twice, or nearly: what float32 cannot tell apart is compared in float64."""
+    caches = [filled("million-2", 2, 1, 64, [3]) for _ in range(2)]
+    x = vectors(40, 2, 64, "cpu").bfloat16()
+    for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
+        for stream in (cache.stores[0].key, cache.stores[0].value):
+            books = stream.codec.codebooks  # type: ignore[attr-defined]
+            books[:, :, 1::2] = books[:, :, 0::2]
+            books[:, :, 3::4, 0] *= 1 + 2**-10
+        cache.stores[0].prepared.clear()
+        run(cache.stores[0], x, 8 * x, cache.extend(entries, [40]))
+    same_pages(caches[0][0], caches[1][0])
+    indices = cache.layout.unpack("key", cache.stores[0].pages[:1])["indices"][3:43]
+    assert bool((indices % 4 != 1).all()) and bool((indices % 4 == 3).any())
 
 
 APART = (

@@ -16,11 +16,12 @@ template <int N, int B> struct Packed {
 #pragma unroll
       for (int i = 0; i < WORDS; i++) w[i] = p[2 * i] | (2 * i + 1 < BITS / 16 ? (u32)p[2 * i + 1] << 16 : 0u);
     } else {  // a part may start inside a byte
-      static_assert(BITS < 32, "a part is a word");
+      constexpr int WHOLE = BITS & -BITS & 7, INSIDE = WHOLE ? 8 - WHOLE : 0;  // the furthest from the start of its byte
+      static_assert(BITS + INSIDE <= 32, "a part is read as a word");
       const int bit = part * BITS;
       w[0] = 0;
 #pragma unroll
-      for (int i = 0; i < (BITS % 8 && BITS > 4 ? BITS + 14 : BITS + 7) / 8; i++) w[0] |= (u32)row[bit / 8 + i] << 8 * i;
+      for (int i = 0; i < (BITS + INSIDE + 7) / 8; i++) w[0] |= (u32)row[bit / 8 + i] << 8 * i;
       w[0] >>= bit % 8;
     }
   }
