@@ -132,7 +132,7 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64), ("vecinfer-4", 96)]
+    ("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64)]
 )
 def test_append_of_nearest_centroids(name: str, dim: int) -> None:
     caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
