@@ -15,8 +15,11 @@ template <int N, int B> struct Packed {
       const u16* p = (const u16*)row + part * (BITS / 16);
 #pragma unroll
       for (int i = 0; i < WORDS; i++) w[i] = p[2 * i] | (2 * i + 1 < BITS / 16 ? (u32)p[2 * i + 1] << 16 : 0u);
+    } else if constexpr (BITS % 8 == 0) {
+#pragma unroll
+      for (int i = 0; i < BITS / 8; i++) w[i / 4] = (i % 4 ? w[i / 4] : 0u) | (u32)row[part * (BITS / 8) + i] << i % 4 * 8;
     } else {  // a part may start inside a byte
-      constexpr int WHOLE = BITS & -BITS & 7, INSIDE = WHOLE ? 8 - WHOLE : 0;  // the furthest from the start of its byte
+      constexpr int INSIDE = 8 - (BITS & -BITS);  // the furthest from the start of its byte
       static_assert(BITS + INSIDE <= 32, "a part is read as a word");
       const int bit = part * BITS;
       w[0] = 0;
