@@ -2,8 +2,7 @@
 // before it is rows.cu.
 //
 // A block has one stream (blockIdx.y), its codebook in shared memory, and ROWS rows at a time, eight lanes a row while they are
-// transformed. Then every thread searches for some sub-vectors in all centroids, or, where there are few rows, for one in every
-// PARTS-th centroid.
+// transformed. Then every thread searches for some sub-vectors in all centroids, or, where there are few rows, in every PARTS-th.
 //
 // The nearest centroid has the largest x.c - |c|^2 / 2, computed in float32. Where the second best is so near that rounding may have
 // changed their order, all are compared again in float64, which is what kvant/codecs/codebook.py does. The first of equals is taken.
@@ -71,7 +70,10 @@ template <class B> DEV int nearest_exactly(const float* x, const u32* book) {
 template <class B, int TYPE, int ORDER>
 DEV void append(const Arguments& a, u8* dynamic, const void* in, const float* mean, const float* factors, const float* signs, float by,
                 const u8* books, int book_heads, void* window) {
-  constexpr int VECTORS = ROWS * B::COUNT, EACH = (VECTORS + THREADS - 1) / THREADS, PARTS = power_below(VECTORS >= THREADS ? 1 : THREADS / VECTORS);
+  // A thread has EACH sub-vectors, so that a centroid is read for several; PARTS threads share them.
+  constexpr int VECTORS = ROWS * B::COUNT, EACH = VECTORS > 4 * THREADS ? (VECTORS + THREADS - 1) / THREADS : 4;
+  constexpr int PARTS = power_below(THREADS * EACH / VECTORS), GROUPS = THREADS / PARTS;
+  static_assert(PARTS <= 32 && GROUPS * EACH >= VECTORS, "lanes of a warp share sub-vectors");
   __shared__ float largest[THREADS / 32];
   u32* book = (u32*)dynamic;
   float* halves = (float*)(book + B::ENTRIES * B::WORDS);  // |c|^2 / 2
@@ -129,7 +131,7 @@ DEV void append(const Arguments& a, u8* dynamic, const void* in, const float* me
     const int part = threadIdx.x % PARTS;
 #pragma unroll
     for (int v = 0; v < EACH; v++) {
-      const int vector = min((int)threadIdx.x / PARTS + v * THREADS, VECTORS - 1);
+      const int vector = min((int)threadIdx.x / PARTS + v * GROUPS, VECTORS - 1);
 #pragma unroll
       for (int k = 0; k < B::DIM; k++) x[v][k] = rows[vector * B::DIM + k];
       best[v] = {__int_as_float(0xff800000), __int_as_float(0xff800000), 0};
@@ -151,7 +153,7 @@ DEV void append(const Arguments& a, u8* dynamic, const void* in, const float* me
     for (int v = 0; v < EACH; v++) {
 #pragma unroll
       for (int o = 1; o < PARTS; o <<= 1) best[v].merge(o);
-      const int vector = (int)threadIdx.x / PARTS + v * THREADS;
+      const int vector = (int)threadIdx.x / PARTS + v * GROUPS;
       if (part == 0 && vector < VECTORS) {
         float size = 0.f;
 #pragma unroll
