@@ -131,9 +131,7 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
         torch.testing.assert_close(overlay, two.stores[0].overlays[name], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64)]
-)
+@pytest.mark.parametrize(("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64)])
 def test_append_of_nearest_centroids(name: str, dim: int) -> None:
     caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
     for counts in ([5, 1, 0], [1, 1, 1], [0, 90, 2]):  # few and many at a time
