@@ -87,7 +87,7 @@ def check_decode(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 @pytest.mark.parametrize(
     ("group", "dim"), [(1, 128), (2, 64), (3, 96), (4, 256), (5, 64), (8, 128), (12, 96), (16, 256), (40, 64)]
 )
@@ -131,7 +131,7 @@ def test_decode_in_16_bits(dtype: str, limit: float) -> None:
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(("softcap", "window"), [(5.0, None), (None, 100), (30.0, 300), (None, 1)])
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | None, window: int | None) -> None:
     check_decode(name, softcap=softcap, window=window)
     check_decode("kvant-4", 5, 64, softcap=softcap, window=window)
@@ -140,7 +140,7 @@ def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | Non
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("page", [16, 32, 128])
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 def test_decode_of_other_pages(name: str, page: int) -> None:
     check_decode(name, page=page)
     check_decode(name, 2, 64, window=77, page=page)

@@ -137,7 +137,9 @@ def test_append_of_nearest_centroids(name: str, dim: int) -> None:
     for counts in ([5, 1, 0], [1, 1, 1], [0, 90, 2]):  # few and many at a time
         k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
         for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
-            run(cache.stores[0], k, v, cache.extend(entries, counts))
+            batch = cache.extend(entries, counts)
+            batch.slots[-1] = -1  # padding
+            run(cache.stores[0], k, v, batch)
     same_pages(caches[0][0], caches[1][0])
     assert bool((caches[0][0].stores[0].pages != 0xFF).any())
 
