@@ -17,7 +17,7 @@ from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc, plan, unpack
+from kvant.ops.cuda import nearest, nvrtc, plan, unpack
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
 from kvant.ops.types import BoundStream
@@ -94,7 +94,7 @@ def check_decode(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 @pytest.mark.parametrize(
     ("group", "dim"), [(1, 128), (2, 64), (3, 96), (4, 256), (5, 64), (8, 128), (12, 96), (16, 256), (40, 64)]
 )
@@ -111,6 +111,8 @@ def test_decode_of_every_shape(name: str, group: int, dim: int) -> None:
         *("int8", "int3", "int2", "int4:zero=float", "int4:k.bits=8,v.bits=3", "saw-int4-kv:seed=3", "oscar"),
         *("int2:sink=5,recent=70", "int4:sink=0,recent=33", "int2:sink=7,recent=0"),
         *("kvant-4", "kvant-2", "kvant-2:rope_block=100", "kvant-2:rope=post", "kvant-2:rope=post,k.bits=4/4/0"),
+        *("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", "million-2:rope=block"),
+        *("vecinfer-4", "vecinfer-2", "million-2:books=head", "million-1.5:bits=8", "million-2:k.bits=10,v.bits=9"),
     ],
 )
 def test_decode_of_every_recipe(name: str, dim: int) -> None:
@@ -119,16 +121,25 @@ def test_decode_of_every_recipe(name: str, dim: int) -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith(("vecinfer", "million"))])
+def test_decode_of_large_codebooks(name: str) -> None:
+    check_decode(name, heads=4)
+    check_decode(name, 8, heads=4, dtype="bfloat16", limit=2e-3, lengths=[5000, 300])
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 5e-4)])
 def test_decode_in_16_bits(dtype: str, limit: float) -> None:
     check_decode("saw-int4-kv", dtype=dtype, limit=limit)
     check_decode("quarot-int2-win", dtype=dtype, limit=limit)
+    check_decode("vecinfer-2", dtype=dtype, limit=limit)
 
 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(("softcap", "window"), [(5.0, None), (None, 100), (30.0, 300), (None, 1)])
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | None, window: int | None) -> None:
     check_decode(name, softcap=softcap, window=window)
     check_decode("kvant-4", 5, 64, softcap=softcap, window=window)
@@ -137,7 +148,7 @@ def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | Non
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("page", [16, 32, 128])
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 def test_decode_of_other_pages(name: str, page: int) -> None:
     check_decode(name, page=page)
     check_decode(name, 2, 64, window=77, page=page)
@@ -149,12 +160,15 @@ def test_decode_of_long_and_of_many_sequences() -> None:
     check_decode("int2", lengths=[40_000, 3])
     check_decode("quarot-int2-win", lengths=[40_000])
     check_decode("int2", 8, lengths=list(range(1, 200, 3)))
+    check_decode("vecinfer-2", lengths=[40_000, 3])
+    check_decode("vecinfer-2", 8, lengths=list(range(1, 400, 6)))
 
 
 @gpu
 @needs_gpu
-def test_decode_in_a_cuda_graph_follows_its_inputs() -> None:
-    cache, entries = filled("quarot-int2-win", 2, 4, 128, "bfloat16", [900, 400])
+@pytest.mark.parametrize("name", ["quarot-int2-win", "vecinfer-2"])
+def test_decode_in_a_cuda_graph_follows_its_inputs(name: str) -> None:
+    cache, entries = filled(name, 2, 4, 128, "bfloat16", [900, 400])
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
     run = cache.ops["decode"].run
@@ -206,6 +220,9 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         "saw-int4-kv:order=16",
         "kvant-4",
         "saw-hessian",
+        "vecinfer-2",
+        "vecinfer-4:k.bits=10",
+        "million-2:books=head",
     ],
 )
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])
@@ -280,6 +297,12 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ("saw-int4", None),
         ("oscar", None),
         ("kvant-2", None),
+        ("vecinfer-2", None),
+        ("million-2:bits=6", "it reads indices of 8, 9, 10 or 12 bits, and those of the keys have 6"),
+        (
+            "million-2:v.books=space",
+            "it holds one codebook a head in shared memory, and the values have one for each of 16 sub-vectors",
+        ),
         (
             "kvant-2:rope=pre",
             "it turns queries for blocks of positions, and the keys are stored turned back one by one",
@@ -291,11 +314,20 @@ def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> Non
     assert plan.refuse_layout(Layout.of(recipes.get("int4"), 2, 64, order="plain")) is not None
 
 
+def test_prefill_refuses_what_it_cannot_unpack() -> None:
+    assert plan.refuse_layout(make_layout("vecinfer-2")) is None
+    assert "coded by ProductVQ" in (cuda_prefill.refuse_layout(make_layout("vecinfer-2")) or "")
+    for name in ("saw-int4-kv", "oscar", "kvant-2", "int3"):
+        assert cuda_prefill.refuse_layout(make_layout(name)) is None
+
+
 def test_append_refuses_what_it_cannot_write() -> None:
     assert "coded by Channel" in (cuda_append.refuse_layout(make_layout("kivi-k2v2")) or "")
     assert "have 3" in (cuda_append.refuse_layout(make_layout("kvant-2:k.bits=3/2/0")) or "")
     assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
-    for name in ("saw-int4-kv", "oscar", "kvant-2"):
+    uneven = "the 12 sub-vectors of the values cannot be shared evenly by 8 lanes"
+    assert cuda_append.refuse_layout(make_layout("million-1.5", 2, 96)) == uneven
+    for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5"):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
 
@@ -307,6 +339,22 @@ def test_query_heads_are_tiled(group: int) -> None:
     assert (tiles - 1) * made.tile_heads < group <= tiles * made.tile_heads
     assert 4 * made.own_heads >= made.tile_heads
     assert made.dynamic_bytes <= H200[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        *((name, H200) for name in ("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-2-mixed", "vecinfer-1.5")),
+        ("vecinfer-2-mixed", (166912, 167936)),
+        ("vecinfer-2", (101376, 102400)),
+    ],
+)
+def test_codebooks_fit_beside_the_pages(name: str, shared: tuple[int, int]) -> None:
+    made = plan.Plan(make_layout(name, 2, 128), 4, "bfloat16", (2, 1), (0, 1), False, True, shared)
+    assert made.dynamic_bytes + plan.STATIC_BYTES <= shared[0]
+    assert made.constants["MIN_BLOCKS"] == 1 and made.warps >= 1
+    if shared == H200 and name in ("vecinfer-2", "vecinfer-4"):  # no lane waits for another
+        assert made.book_bytes == [256 * plan.ROW] * 2
 
 
 def test_constants_are_the_layouts() -> None:
@@ -337,7 +385,9 @@ def test_spaces_are_the_transforms() -> None:
         torch.testing.assert_close(q @ found.tensor[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2", "oscar"])
+@pytest.mark.parametrize(
+    "name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2", "oscar", "vecinfer-2", "vecinfer-2-mixed"]
+)
 def test_kernels_compile(name: str, tmp_path: Path) -> None:
     try:
         nvrtc.compiler()
@@ -347,9 +397,13 @@ def test_kernels_compile(name: str, tmp_path: Path) -> None:
     made = plan.Plan(layout, 6, "bfloat16", (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
         nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
-    for stream in layout.recipe.streams:
-        nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
-    if cuda_append.refuse_layout(layout) is None:
+    if plan.is_indexed(layout):
+        for rows in (nearest.FEW, nearest.many(layout)):
+            nvrtc.compile_text(nearest.NearestPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
+    else:
+        for stream in layout.recipe.streams:
+            nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
+    if cuda_append.refuse_layout(layout) is None and not plan.is_indexed(layout):
         pairs = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1))
         code = nvrtc.cached_code(pairs.text, "sm_90", tmp_path)
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]

@@ -18,7 +18,7 @@ from kvant.cache import Entry, PagedCache
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc, plan, unpack
+from kvant.ops.cuda import nearest, nvrtc, plan, unpack
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
 from tests.conftest import make_layout, relative_error
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
-    caches += (unpack._kernel,)
+    caches += (unpack._kernel, nearest._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -56,7 +56,7 @@ def filled(
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
     cache, entries = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
-    assert cache.layout.order == "fragment"
+    assert cache.layout.order == "fragment" or plan.is_indexed(cache.layout)
     return cache, entries
 
 
@@ -79,6 +79,12 @@ def filled(
         ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
+        ("vecinfer-2", 4, 64, {}),
+        ("vecinfer-4", 9, 64, {"softcap": 5.0}),
+        ("million-1.5:bits=8,books=head", 2, 128, {"window": 150}),
+        ("million-2:k.bits=10,v.bits=9", 3, 96, {}),
+        ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
+        ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
     ],
 )
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
@@ -286,6 +292,42 @@ def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytes
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         assert relative_error(found, expected) < 2e-3
+
+
+def same_pages(one: PagedCache, two: PagedCache) -> None:
+    """Indices of nearest centroids are the reference's, every one."""
+    torch.testing.assert_close(one.stores[0].pages, two.stores[0].pages, rtol=0, atol=0)
+    for name, overlay in one.stores[0].overlays.items():
+        torch.testing.assert_close(overlay, two.stores[0].overlays[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64)])
+def test_append_of_nearest_centroids(name: str, dim: int) -> None:
+    caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
+    for counts in ([5, 1, 0], [1, 1, 1], [0, 90, 2]):  # few and many at a time
+        k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+        for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
+            batch = cache.extend(entries, counts)
+            batch.slots[-1] = -1  # padding
+            run(cache.stores[0], k, v, batch)
+    same_pages(caches[0][0], caches[1][0])
+    assert bool((caches[0][0].stores[0].pages != 0xFF).any())
+
+
+def test_append_takes_the_first_of_equal_centroids() -> None:
+    """Every centroid is there twice, or nearly: what float32 cannot tell apart is compared in float64."""
+    caches = [filled("million-2", 2, 1, 64, [3]) for _ in range(2)]
+    x = vectors(40, 2, 64, "cpu").bfloat16()
+    for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
+        for stream in (cache.stores[0].key, cache.stores[0].value):
+            books = stream.codec.codebooks  # type: ignore[attr-defined]
+            books[:, :, 1::2] = books[:, :, 0::2]
+            books[:, :, 3::4, 0] *= 1 + 2**-10
+        cache.stores[0].prepared.clear()
+        run(cache.stores[0], x, 8 * x, cache.extend(entries, [40]))
+    same_pages(caches[0][0], caches[1][0])
+    indices = cache.layout.unpack("key", cache.stores[0].pages[:1])["indices"][3:43]
+    assert bool((indices % 4 != 1).all()) and bool((indices % 4 == 3).any())
 
 
 APART = (

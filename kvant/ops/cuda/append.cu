@@ -6,9 +6,7 @@
 //
 // Constants beside those of common.cu: for KEY_ and VALUE_: TYPE (of the input), BITS, SEARCH, OFFSET, META, META_TYPE, META_OFFSET,
 // HADAMARD (order, 1 for none) and HADAMARD_SCALE, BANDS, BANDED (whether they are coded by their levels), UNBIASED, FLAG; SINK, RING, RING_TOKENS, WINDOW_TOKENS,
-// WINDOW_TYPE, WARPS, CLIP (whether rows are clipped).
-
-constexpr int D = HEAD_DIM, OWN = D / 8;
+// WINDOW_TYPE, WARPS, CLIP (whether rows are clipped). The text before it is rows.cu.
 
 struct Arguments {
   const void *key, *value;
@@ -24,63 +22,6 @@ struct Arguments {
   int key_stride, value_stride;   // from a head's matrix to the next, in units of 16 bytes
   int tokens, batch, half_batch;  // the last is the largest power of two below the batch, or 0
 };
-
-template <int TYPE> DEV void load_row(float* x, const void* p, s64 place) {
-  if constexpr (TYPE == 2) {
-    u32 w[OWN];
-    load_words<OWN>(w, (const u8*)p + place * 4);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] = __uint_as_float(w[i]);
-  } else {
-    u32 w[OWN / 2];
-    load_words<OWN / 2>(w, (const u8*)p + place * 2);
-#pragma unroll
-    for (int i = 0; i < OWN / 2; i++) x[2 * i] = low<TYPE>(w[i]), x[2 * i + 1] = high<TYPE>(w[i]);
-  }
-}
-
-// As kvant.transforms.hadamard does it, sum for sum: passes of sums and differences, then one multiplication.
-template <int ORDER> DEV void hadamard(float* x, const float* signs, float by, int j, float* scratch) {
-  if (signs)
-#pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] *= signs[j * OWN + i];
-  if constexpr ((OWN & (OWN - 1)) == 0) {
-#pragma unroll
-    for (int half = 1; half < ORDER; half *= 2) {
-      if (half < OWN) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++)
-          if (!(i & half)) {
-            const float first = x[i], second = x[(i + half) % OWN];
-            x[i] = first + second, x[(i + half) % OWN] = first - second;
-          }
-      } else {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-          const float other = __shfl_xor_sync(FULL, x[i], half / OWN);
-          x[i] = fmaf(x[i], j & half / OWN ? -1.f : 1.f, other);
-        }
-      }
-    }
-  } else {  // blocks do not end where lanes do: through shared memory
-#pragma unroll
-    for (int i = 0; i < OWN; i++) scratch[j * OWN + i] = x[i];
-    for (int half = 1; half < ORDER; half *= 2) {
-      __syncwarp();
-      for (int i = j; i < D / 2; i += 8) {
-        const int e = i / half * 2 * half + i % half;
-        const float first = scratch[e], second = scratch[e + half];
-        scratch[e] = first + second, scratch[e + half] = first - second;
-      }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] = scratch[j * OWN + i];
-    __syncwarp();
-  }
-#pragma unroll
-  for (int i = 0; i < OWN; i++) x[i] *= by;
-}
 
 // The same for the rows of one stream. The others go along, since lanes that wait cost as much.
 template <int ORDER> DEV void one_stream(float* x, bool mine, const float* signs, float by, int j, float* scratch) {
@@ -363,16 +304,6 @@ template <int BITS> DEV u32 value_word(const u8* a, const u8* b) {
   }
 }
 
-// Where a token lies in the windows, or -1.
-DEV s64 window_place(const Arguments& a, int token) {
-  int b = 0;  // the last sequence that starts at the token or before
-  for (int step = a.half_batch; step; step >>= 1)
-    if (b + step < a.batch && a.starts[b + step] <= token) b += step;
-  const s64 length = a.lengths[b], position = length - (a.starts[b + 1] - token);
-  if (position >= SINK && position < length - RING_TOKENS) return -1;
-  return a.owners[b] * WINDOW_TOKENS + (position < SINK ? position : SINK + (position - SINK) % RING);
-}
-
 DEV u8* run_of(const Arguments& a, s64 slot, int head) { return a.pages + ((s64)((u64)slot / PAGE) * KV_HEADS + head) * RUN; }
 DEV void store_meta(u8* run, int offset, int kind, s64 slot, u32 meta) {
   const int in_page = (int)((u64)slot % PAGE), lane_order = in_page % 8 * (PAGE / 8) + in_page / 16 * 2 + in_page % 16 / 8;
@@ -451,16 +382,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
 #pragma unroll
     for (int i = 0; i < OWN; i++) x[i] -= mean[head * D + j * OWN + i];
 
-#if WINDOW_TOKENS
-  if (slot >= 0) {
-    const s64 at = window_place(a, token);
-    if (at >= 0) {
-      u32* p = (u32*)((u16*)(is_key ? a.window_key : a.window_value) + (at * KV_HEADS + head) * D + j * OWN);
-#pragma unroll
-      for (int i = 0; i < OWN / 2; i++) p[i] = WINDOW_TYPE == 0 ? bf16_pair(x[2 * i], x[2 * i + 1]) : fp16_pair(x[2 * i], x[2 * i + 1]);
-    }
-  }
-#endif
+  if (slot >= 0) store_window(a, is_key ? a.window_key : a.window_value, x, token, head, j);
 
 #if CLIP
   clip<OWN, 1, 8>(x, is_key ? a.key_drop : a.value_drop, max(a.key_drop, a.value_drop), is_key ? a.key_share : a.value_share, 255u << (lane & 24), lane);

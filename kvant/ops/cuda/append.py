@@ -1,4 +1,4 @@
-"""Appending by the kernels in append.cu and tiles.cu: one launch for any number of new tokens."""
+"""Appending by the kernels in append.cu, tiles.cu and, for vector quantization, nearest.cu: one launch for any number of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from kvant.codecs.affine import Affine
 from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda import nearest, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, matrix_of, space_of
@@ -32,12 +32,13 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why the kernel cannot append to a layout on a device, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
-    return refuse_layout(layout) or plan.refuse(layout, device)
+    reason = refuse_layout(layout) or plan.refuse(layout, device)
+    return nearest.refuse_memory(layout, device) if reason is None and plan.is_indexed(layout) else reason
 
 
 def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
-    for name, stream in layout.recipe.streams.items():
+    for name, stream in () if plan.is_indexed(layout) else layout.recipe.streams.items():
         codec = stream.codec
         if not isinstance(codec, Affine | Banded):
             return f"it writes token-wise codes, and the {name}s are coded by {type(codec).__name__}"
@@ -124,7 +125,7 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        files = ("ptx.cu", "common.cu", "append.cu", *(("tiles.cu",) if self.tiled else ()))
+        files = ("ptx.cu", "common.cu", "rows.cu", "append.cu", *(("tiles.cu",) if self.tiled else ()))
         return nvrtc.with_constants(nvrtc.source(*files), constants)
 
 
@@ -156,15 +157,21 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Matrices are multiplied before the kernel where tokens are few or do not come in 16 bits, and
     keys turned back."""
-    spaces = list(_spaces(store))
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     short = all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
+    for name in rows:
+        if store.stream(name).rope is not None:
+            rows[name] = store.stream(name).stored(rows[name].float(), _positions(batch, len(key)))
+    if plan.is_indexed(store.layout):
+        nearest.append(store, rows, batch)
+        return
+    spaces = list(_spaces(store))
     tiled = short and tileable(store.layout) and len(key) * store.layout.heads >= TILE_ROWS
     matrices: list[Tensor | None] = [None, None]
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)
         if stream.rope is not None:
-            x, spaces[i] = stream.stored(x.float(), _positions(batch, len(x))), Space()
+            spaces[i] = Space()
         elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
         elif space.kind == MATRIX:

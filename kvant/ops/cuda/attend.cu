@@ -2,6 +2,7 @@
 
 // --- pages --------------------------------------------------------------------------------------------------------------
 
+#if !INDEXED
 template <class P> DEV void key_products(const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4]) {
   u32 w[CHUNK][P::WORDS];
 #pragma unroll
@@ -21,7 +22,7 @@ template <class... P> DEV void all_products(Planes<P...>, const u8* run, int til
 }
 
 // One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there.
-DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap) {
+DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap, const u8*) {
   const int g = lane >> 2;
   float s[CHUNK][OWN][2], scale[CHUNK][2], rest[CHUNK][2], flag[CHUNK][2], largest = 0.f;
   {
@@ -124,6 +125,7 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
     }
   }
 }
+#endif
 
 // --- full-precision windows -------------------------------------------------------------------------------------------
 
@@ -187,6 +189,22 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
     for (int h = 0; h < OWN; h++)
 #pragma unroll
       for (int r = 0; r < 2; r++) st.l[h] += s[i][h][r] = exp2_(s[i][h][r]);
+#if INDEXED
+#pragma unroll
+  for (int i = 0; i < WINDOW_TILES; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < OWN; n++) {
+        u32 b[2];
+        spread(b, s[i][n][r], g);
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+          const u32 *x = v[i][2 * r] + 2 * k, *y = v[i][2 * r + 1] + 2 * k;
+          mma(st.acc[n][k], to_fp16<WINDOW_TYPE>(x[0]), to_fp16<WINDOW_TYPE>(x[1]), to_fp16<WINDOW_TYPE>(y[0]), to_fp16<WINDOW_TYPE>(y[1]), b[0], b[1]);
+        }
+      }
+#else
   u32 p[COLUMN_TILES][2];
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++)
@@ -205,15 +223,16 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
       for (int n = 0; n < COLUMN_TILES; n++) mma(st.acc[n][k], a0, a1, a2, a3, only(p[n][0], i, g), only(p[n][1], i, g));
     }
   }
+#endif
 }
 #endif
 
 // Brings what the windows gave to the scale of packed values: rows times 2^p, all times the norm.
 DEV void enter_pages(State& st) {
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++)
+  for (int n = 0; n < ACC_TILES * !INDEXED; n++)
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
+    for (int k = 0; k < ACC_STEPS; k++) {
       const float x = st.norm * (float)(1 << Values::power(2 * k)), y = st.norm * (float)(1 << Values::power(2 * k + 1));
       st.acc[n][k][0] *= x, st.acc[n][k][1] *= x, st.acc[n][k][2] *= y, st.acc[n][k][3] *= y;
     }

@@ -1,8 +1,15 @@
-// What moves pages to shared memory, in PTX. Constants: RUN (bytes of one page and head), STAGES, BULK (whether the GPU copies in bulk).
+// What moves pages to shared memory and reads it, in PTX. Constants: RUN (bytes of one page and head), STAGES, BULK (whether the GPU copies in bulk).
 
 // --- copies of a page to shared memory -------------------------------------------------------------------------------------------------------------
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// 1, 2 or 4 words of shared memory. By address, since the compiler adds a pointer's base to every offset anew.
+template <int N> DEV void load_shared(u32* w, u32 address) {
+  if constexpr (N == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(address));
+  if constexpr (N == 2) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+  if constexpr (N == 4)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
+}
 #if BULK
 // A kernel that is launched as the dependent of the one before it starts while that one runs, and waits for it here.
 DEV void await_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

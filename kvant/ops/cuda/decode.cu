@@ -18,7 +18,9 @@
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
+// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
+// INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
+// (1 where heads share them).
 
 // --- a block --------------------------------------------------------------------------------------------------------------
 
@@ -128,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   start_dependents();  // outputs by a matrix
   begin_copies(sh.barrier[warp], STAGES, lane);
   bool alone = DUAL != 2;  // whether no kernel before this one makes queries
+  int booked = -1;  // whose codebooks are in shared memory
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
   // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
@@ -187,6 +190,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       } else no_copy();
     }
     s64 next = ahead < page_to ? table[ahead] : 0;
+#if INDEXED
+    if (booked < 0 || (KEY_BOOK_HEADS * VALUE_BOOK_HEADS > 1 && booked != head)) {
+      KeyBook::load_book<WARPS * 32>(dynamic, a.key_books + (KEY_BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
+      ValueBook::load_book<WARPS * 32>(dynamic, a.value_books + (VALUE_BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
+      booked = head;
+      __syncthreads();
+    }
+#endif
     if (!alone) await_kernel(), alone = true;  // what was read so far, the kernel of the queries does not write
 
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
@@ -245,11 +256,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
             load_query(q, turned[block], lane, a.scale);
             if (block + 1 < a.blocks && lane <= LAST_LINE) prefetch((const u8*)(turned + block + 1) + min(lane * 128, (int)sizeof(Turned) - 4));
           }
-          attend_page(run, tile, at, some, until, lane, q, st, a.cap);
+          attend_page(run, tile, at, some, until, lane, q, st, a.cap, dynamic);
           some = until;
         }
 #else
-        attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
+        attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
 #endif
       }
       __syncwarp();
@@ -270,6 +281,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         st.z[h] += __shfl_xor_sync(FULL, st.z[h], o);
         if (VALUE_FLAG) st.flags[h] += __shfl_xor_sync(FULL, st.flags[h], o);
       }
+#if INDEXED
+#pragma unroll
+    for (int n = 0; n < OWN; n++)
+      if (4 * n + t < TILE_HEADS)
+#pragma unroll
+        for (int k = 0; k < ACC_STEPS; k++) {
+          const float* x = st.acc[n][k];
+          ((float4*)(outputs + warp * OUTPUT_STRIDE + (4 * n + t) * D + g * (D / 8)))[k] = make_float4(x[0], x[1], x[2], x[3]);
+        }
+#else
     const float back = 1.f / st.norm;
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
@@ -294,6 +315,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         }
       }
     }
+#endif
     if (g == 0)
 #pragma unroll
       for (int h = 0; h < OWN; h++) sh.m[warp][4 * h + t] = st.m[h], sh.l[warp][4 * h + t] = st.l[h], sh.flags[warp][4 * h + t] = st.flags[h];

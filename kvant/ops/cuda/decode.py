@@ -38,7 +38,10 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
         *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
         *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
-        *((name, ctypes.c_void_p) for name in ("partial", "arrived", "turned", "turned_rows")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("partial", "arrived", "key_books", "value_books", "turned", "turned_rows")
+        ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
         *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
     ]
@@ -160,6 +163,7 @@ def decode_with_lse(
         spaces[1].offset,
         getattr(store.value.codec, "mean", None),
         lost,
+        *codebooks(store),
         cosine,
         sine,
         first,
@@ -190,6 +194,16 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
         found = dual, space_of(store.value.transforms, "inverse", layout, device)
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]
+
+
+def codebooks(store: LayerStore) -> tuple[Tensor | None, Tensor | None]:
+    """Codebooks of the keys and of the values, where they are indices of centroids; made once for a store."""
+    if "cuda.books" not in store.prepared:
+        books = [getattr(stream.codec, "codebooks", None) for stream in (store.key, store.value)]
+        store.prepared["cuda.books"] = tuple(
+            None if book is None else book.clone(memory_format=torch.contiguous_format) for book in books
+        )
+    return store.prepared["cuda.books"]  # type: ignore[no-any-return]
 
 
 def _blocks(layout: Layout, pages: int, first: int) -> int:
@@ -230,6 +244,8 @@ def _decode(
     inverse_offset: Tensor | None,
     mean: Tensor | None,
     lost: Tensor | None,
+    key_books: Tensor | None,
+    value_books: Tensor | None,
     cosine: Tensor | None,
     sine: Tensor | None,
     first: int,
@@ -298,7 +314,7 @@ def _decode(
         window_key,
     ]
     tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, partial]
-    tensors += [_counters(query.device, len(query) * heads), turned, rows]
+    tensors += [_counters(query.device, len(query) * heads), key_books, value_books, turned, rows]
     arguments = _Arguments(
         *(None if x is None else x.data_ptr() for x in tensors),
         *scales,

@@ -11,6 +11,7 @@ import torch
 
 from kvant.codecs.affine import Affine
 from kvant.codecs.banded import STEPS, Banded
+from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.spaces import refuse_turns
@@ -18,10 +19,23 @@ from kvant.ops.spaces import refuse_turns
 Tensor = torch.Tensor
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
 WARPS, STAGES = 4, 2
-SOURCES = ("ptx.cu", "copies.cu", "common.cu", "softmax.cu", "queries.cu", "attend.cu", "decode.cu")
+SOURCES = (
+    "ptx.cu",
+    "copies.cu",
+    "common.cu",
+    "indices.cu",
+    "softmax.cu",
+    "queries.cu",
+    "lookup.cu",
+    "attend.cu",
+    "decode.cu",
+)
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
+NO_META = 3
+ROW = 128  # bytes that a multiprocessor's shared memory gives at once
+BOOKED_WARPS = 8  # that codebooks in shared memory leave room for, rather than be there in more copies
 ONE = 1 << 20  # what a code counts, as the kernels write fractions
 
 
@@ -34,9 +48,20 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
         return reason
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or newer"
-    if STAGES * layout.run_bytes + STATIC_BYTES > shared_memory(device)[0]:
+    room = shared_memory(device)[0] - STAGES * layout.run_bytes - STATIC_BYTES
+    if room < 0:
         return f"two pages of {layout.run_bytes} bytes a head are more than this GPU's shared memory holds"
+    if room < sum(_book_bytes(layout)):
+        return (
+            f"codebooks of {sum(_book_bytes(layout))} bytes and two pages are more than this GPU's shared memory holds"
+        )
     return None
+
+
+def _book_bytes(layout: Layout) -> list[int]:
+    """Bytes of the codebooks that a head's keys and values are looked up in."""
+    codecs = [stream.codec for stream in layout.recipe.streams.values()]
+    return [2 * codec.dim * codec.centroids for codec in codecs if isinstance(codec, ProductVQ)]
 
 
 def shared_memory(device: torch.device) -> tuple[int, int]:
@@ -47,9 +72,18 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
 
 def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
+    indexed = is_indexed(layout)
     for name, stream in layout.recipe.streams.items():
         codec = stream.codec
-        if isinstance(codec, Affine):
+        if isinstance(codec, ProductVQ):
+            reason = (
+                _refuse_indices(codec, name, layout)
+                if indexed
+                else f"of both streams, only the {name}s are vector-quantized"
+            )
+            if reason is not None:
+                return reason
+        elif isinstance(codec, Affine):
             if codec.groups(layout.head_dim) > 1:
                 return f"it reads one scale a token, and the {name}s have {codec.groups(layout.head_dim)}"
         elif isinstance(codec, Banded):
@@ -59,13 +93,31 @@ def refuse_layout(layout: Layout) -> str | None:
                 return "it reads values of one width, and they have bands"
         else:
             return f"it reads token-wise affine codes, and the {name}s are coded by {type(codec).__name__}"
-    if layout.order != "fragment":
+    if layout.order != "fragment" and not indexed:
         return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
     if layout.recipe.key.window != layout.recipe.value.window:
         return "keys and values have different windows"
     if layout.head_dim > MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is more than {MAX_HEAD_DIM}"
     return refuse_turns(layout)
+
+
+def is_indexed(layout: Layout) -> bool:
+    """Whether both streams are indices of centroids. Those lie in plain order whatever the layout's."""
+    return all(isinstance(stream.codec, ProductVQ) for stream in layout.recipe.streams.values())
+
+
+def _refuse_indices(codec: ProductVQ, name: str, layout: Layout) -> str | None:
+    spaces, lanes = codec.spaces(layout.head_dim), 4 if name == "key" else 8
+    if codec.bits not in (8, 9, 10, 12):
+        return f"it reads indices of 8, 9, 10 or 12 bits, and those of the {name}s have {codec.bits}"
+    if codec.books == "space":
+        return (
+            f"it holds one codebook a head in shared memory, and the {name}s have one for each of {spaces} sub-vectors"
+        )
+    if spaces % lanes or layout.head_dim % 32:
+        return f"the {spaces} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
+    return None
 
 
 class StoredBand(NamedTuple):
@@ -142,10 +194,14 @@ def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
 
     Columns of the product are: for every register of the keys, in two tiles of 8, what its bytes are made of (lane by lane, each
     weighted as its codes count); the sum, the bias of centred levels, what is lost, and five of nothing; the channels in
-    their order. Numbers are fp16 in two parts, and lie as the lanes of a tensor core's second operand take them."""
-    planes, dim = key_planes(layout), layout.head_dim
-    picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes), dtype=torch.float64)
+    their order. Numbers are fp16 in two parts, and lie as the lanes of a tensor core's second operand take them. Where keys are
+    indices of centroids, the tiles of a register are its words for even and odd columns (indices.cu)."""
+    planes, dim = [] if is_indexed(layout) else key_planes(layout), layout.head_dim
+    picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes) or dim, dtype=torch.float64)
     bias = torch.zeros(dim, dtype=torch.float64)
+    if not planes:
+        register, tile, lane, e = torch.meshgrid(*map(torch.arange, (dim // 16, 2, 4, 2)), indexing="ij")
+        picked[lane * (dim // 4) + 4 * register + 2 * tile + e, 16 * register + 8 * tile + 2 * lane + e] = 1.0
     for plane in planes:
         weight = plane.weight / ONE
         bias[plane.first : plane.first + plane.width] -= weight * ((1 << plane.bits) - 1) / 2
@@ -191,9 +247,38 @@ class Plan:
         return -(-self.group // tiles)
 
     @property
+    def indexed(self) -> bool:
+        return is_indexed(self.layout)
+
+    @property
     def warps(self) -> int:
-        fit = (self.shared[0] - STATIC_BYTES) // self.warp_bytes
-        return dict(self.tuned).get("WARPS", WARPS if fit >= WARPS else 2 if fit >= 2 else 1)
+        fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes)) // self.warp_bytes
+        most = WARPS
+        if self.indexed:  # one block, since codebooks are large: as many warps as have the registers they need
+            size = self.layout.head_dim * self.own_heads
+            most = 16 if size <= 128 else 12 if size <= 256 else 8
+        return dict(self.tuned).get("WARPS", next((n for n in range(most, 1, -2) if n <= fit), 1))
+
+    @functools.cached_property
+    def copies(self) -> tuple[int, ...]:
+        """Copies of the keys' and the values' codebook in shared memory: lanes with copies of their own do not wait for each
+        other. As many as fit beside the pages of some warps."""
+        if not self.indexed:
+            return ()
+        sizes, codecs = _book_bytes(self.layout), [stream.codec for stream in self.layout.recipe.streams.values()]
+        copies = [ROW // (2 * codec.dim) for codec in codecs]  # type: ignore[attr-defined]
+        room = self.shared[0] - STATIC_BYTES - BOOKED_WARPS * self.warp_bytes
+        while max(copies) > 1 and sum(n * size for n, size in zip(copies, sizes, strict=True)) > room:
+            i = max(range(2), key=lambda i: (copies[i] > 1, copies[i] * sizes[i]))
+            copies[i] = (
+                copies[i] // 2 if copies[i] > 4 else 1
+            )  # two do not help: rows of banks are as crowded as with one
+        return tuple(copies)
+
+    @property
+    def book_bytes(self) -> list[int]:
+        """Shared memory of the codebooks."""
+        return [n * size for n, size in zip(self.copies, _book_bytes(self.layout), strict=True)]
 
     @property
     def stages(self) -> int:
@@ -211,7 +296,7 @@ class Plan:
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.warps * self.warp_bytes
+        return self.warps * self.warp_bytes + sum(self.book_bytes)
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:
@@ -232,8 +317,7 @@ class Plan:
             "GROUP": self.group,
             "TILE_HEADS": heads,
             "QUERY_TILES": -(-self.group // heads),
-            "KEY_PLANES": f"Planes<{', '.join(plane.text for plane in key_planes(layout))}>",
-            "VALUE_CODES": self._value_codes(),
+            "INDEXED": int(self.indexed),
             "VALUE_FLAG": int(getattr(layout.recipe.value.codec, "flag", False)),
             "SINK": window.sink,
             "RECENT": window.recent,
@@ -254,12 +338,18 @@ class Plan:
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": max(
+            "MIN_BLOCKS": 1
+            if self.indexed
+            else max(
                 1,
                 min(3 if layout.head_dim * -(-heads // 8) <= 128 else 2, self.shared[1] // (self.dynamic_bytes + 4096)),
             ),
             "BULK": int(self.bulk),
         }
+        if self.indexed:
+            return constants | self._books() | dict(self.tuned)
+        planes = ", ".join(plane.text for plane in key_planes(layout))
+        constants |= {"KEY_PLANES": f"Planes<{planes}>", "VALUE_CODES": self._value_codes()}
         for name in ("key", "value"):
             (section,) = self._sections(name, "meta")  # type: ignore[arg-type]
             constants[f"{name.upper()}_META"] = META_KINDS[section.names]
@@ -274,6 +364,25 @@ class Plan:
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
 
+    def _books(self) -> dict[str, object]:
+        """Codebooks and indices in the kernel's words."""
+        constants: dict[str, object] = {"KEY_PLANES": "KeyIndices<KeyBook>", "VALUE_CODES": "ValueIndices<ValueBook>"}
+        place = self.warps * self.warp_bytes
+        for name, copies, size in zip(self.layout.recipe.streams, self.copies, self.book_bytes, strict=True):
+            codec = self.layout.recipe.streams[name].codec
+            assert isinstance(codec, ProductVQ)
+            low, *high = self._sections(name, "index")
+            bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
+            constants |= {
+                f"{name.upper()}_BOOK": f"Indices<{codec.dim}, {low.width}, {bits}, {low.offset}, {offset}, {copies}, {place}>",
+                f"{name.upper()}_BOOK_HEADS": self.layout.heads if codec.books == "head" else 1,
+                f"{name.upper()}_META": NO_META,
+                f"{name.upper()}_META_TYPE": 0,
+                f"{name.upper()}_META_OFFSET": 0,
+            }
+            place += size
+        return constants
+
     @property
     def turned_slots(self) -> int:
         """Blocks of positions that a sequence's windows may reach into, where keys are turned back to blocks."""
@@ -284,6 +393,8 @@ class Plan:
     @property
     def key_registers(self) -> int:
         """Registers of a lane that hold what keys are multiplied by, of each of its query heads."""
+        if self.indexed:
+            return self.layout.head_dim // 16
         return sum(plane.registers for plane in key_planes(self.layout))
 
     @property

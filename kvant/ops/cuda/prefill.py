@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from kvant.codecs.affine import Affine
+from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.cuda import plan
@@ -23,7 +25,16 @@ BLOCK_TOKENS = 16384  # of a history, unpacked at a time
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
-    return plan.refuse(layout, device)
+    """Why a layout's history cannot be unpacked on a device, or None."""
+    return plan.refuse(layout, device) or refuse_layout(layout)
+
+
+def refuse_layout(layout: Layout) -> str | None:
+    """Why unpack.cu does not read what the decode kernel does, or None."""
+    for name, stream in layout.recipe.streams.items():
+        if not isinstance(stream.codec, Affine | Banded):
+            return f"it unpacks token-wise affine codes, and the {name}s are coded by {type(stream.codec).__name__}"
+    return None
 
 
 @register("prefill", "cuda", refuse, rank=10)

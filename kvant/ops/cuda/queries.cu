@@ -3,7 +3,7 @@
 // --- queries ----------------------------------------------------------------------------------------------------------
 
 struct Query {
-  u32 f[OWN][Keys::REGISTERS];             // column g: head g / 2 (+ 4, ...), its high byte in even columns, its low one in odd
+  u32 f[OWN][Keys::REGISTERS];             // column g: head g / 2 (+ 4, ...), its high byte in even columns, its low one in odd; or as indices.cu says
   float factor[OWN], bias[OWN], sum[OWN], lost[OWN];  // of the lane's heads t, t + 4, ...
 };
 
@@ -61,6 +61,13 @@ template <class... P> DEV constexpr float heaviest(Planes<P...>) {
   return x;
 }
 
+template <class I> DEV float level_biases(KeyIndices<I>, const float*, int) { return 0.f; }
+template <class I> DEV constexpr float heaviest(KeyIndices<I>) { return 1.f; }
+// What one is of what queries of a largest magnitude are multiplied by keys as: whole numbers; or fp16 up to 512, a power of two, so
+// that 16-bit queries that need no transform lose nothing.
+template <class... P> DEV float query_step(Planes<P...>, float top) { return top * (heaviest(Planes<P...>{}) / QUERY_TOP); }
+template <class I> DEV float query_step(KeyIndices<I>, float top) { return __uint_as_float(__float_as_uint(top) & 0x7f800000u) * (1.f / 256.f); }
+
 // Bytes of TILE_HEADS queries, whose largest magnitudes are `tops`, for a plane of the keys' codes.
 template <int THREADS, class P> DEV void make_plane(const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * P::REGISTERS * 32; j += THREADS) {
@@ -80,6 +87,14 @@ template <int THREADS, class P> DEV void make_plane(const float* rows, const flo
 }
 template <int THREADS, class... P> DEV void make_planes(Planes<P...>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   (make_plane<THREADS, P>(rows, tops, f), ...);
+}
+template <int THREADS, class I> DEV void make_planes(KeyIndices<I>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+  for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += THREADS) {
+    const int lane = j % 32, i = j / 32 % Keys::REGISTERS, n = j / 32 / Keys::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
+    const float* x = rows + min(head, TILE_HEADS - 1) * D + (lane & 3) * (D / 4) + 2 * KeyIndices<I>::word(i, g);
+    const float by = head < TILE_HEADS ? 1.f / query_step(KeyIndices<I>{}, tops[head]) : 0.f;
+    f[n][i][lane] = fp16_pair(x[0] * by, x[1] * by);
+  }
 }
 
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
@@ -117,7 +132,7 @@ template <class From> DEV void load_query(Query& q, const From& sh, int lane, fl
 #pragma unroll
   for (int n = 0; n < OWN; n++) {
     const int head = min(4 * n + (lane & 3), TILE_HEADS - 1);
-    q.factor[n] = scale * sh.top[head] * (heaviest(Keys{}) / QUERY_TOP);
+    q.factor[n] = scale * query_step(Keys{}, sh.top[head]);
     q.bias[n] = sh.bias[head] * scale, q.sum[n] = sh.sum[head] * scale, q.lost[n] = SOFTCAP || TURNED ? sh.lost[head] : 0.f;
 #pragma unroll
     for (int i = 0; i < Keys::REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
@@ -361,6 +376,15 @@ DEV void split_bytes(float x0, float x1, float x2, float x3, float by, u32& high
   low = last | (last & 0x40404040u) << 1;
 }
 
+// Words of a head's even and odd column, from what a register's two tiles of columns gave.
+template <class... P> DEV void make_words(Planes<P...>, const float* x, const float* y, float top, u32& even, u32& odd) {
+  split_bytes(x[0], x[1], y[0], y[1], __fdividef(QUERY_TOP, top), even, odd);
+}
+template <class I> DEV void make_words(KeyIndices<I>, const float* x, const float* y, float top, u32& even, u32& odd) {
+  const float by = 1.f / query_step(KeyIndices<I>{}, top);
+  even = fp16_pair(x[0] * by, x[1] * by), odd = fp16_pair(y[0] * by, y[1] * by);
+}
+
 // Every query turned back to the start of every block of positions that its sequence reaches, brought into the space of the keys and
 // made into bytes. A block of threads has the matrix of a head, each warp some columns, and gridDim.x-th of the sequences' blocks.
 extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_turn(const TurnArguments a) {
@@ -459,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
       const int row = g + 8 * r, h = row % TILE_HEADS;
       if (place[r] < 0) continue;
       Turned& out = a.out[place[r]];
-      const float top = of_warps(sh.top[row]), by = __fdividef(QUERY_TOP, top);
+      const float top = of_warps(sh.top[row]);
       if (warp == 0 && t == 0) {
         out.top[h] = top * (1.f / heaviest(Keys{}));
         if (now.rows) out.peak[h] = of_warps(sh.peak[row]);
@@ -467,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
         u32* f = out.f[h / 4][warp * EACH + e] + h % 4 * 8 + t, up, down;
-        split_bytes(sum[2 * e][2 * r], sum[2 * e][2 * r + 1], sum[2 * e + 1][2 * r], sum[2 * e + 1][2 * r + 1], by, up, down);
+        make_words(Keys{}, sum[2 * e] + 2 * r, sum[2 * e + 1] + 2 * r, top, up, down);
         f[0] = up, f[4] = down;
       }
     }

@@ -4,9 +4,10 @@ constexpr int D = HEAD_DIM, TILES = PAGE / 16, CHUNK = TILES < 4 ? TILES : 4, HE
 constexpr int OWN = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
 constexpr bool PAIRED = OWN == 1;
 constexpr int COLUMN_TILES = OWN == 4 ? 2 : 1;                             // of the second product
+constexpr int ACC_TILES = INDEXED ? OWN : COLUMN_TILES, ACC_STEPS = INDEXED ? D / 32 : D / 16;  // of its sums
 constexpr int WINDOW_TILES = PAIRED ? 2 : 1;
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
-constexpr float VALUE_NORM = 1099511627776.f;      // 2^40: what a value's scale is multiplied by until one has been seen
+constexpr float VALUE_NORM = INDEXED ? 1.f : 1099511627776.f;  // 2^40: what a value's scale is multiplied by until one has been seen
 constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -38,6 +39,7 @@ struct Arguments {
   const float *dual_signs, *inverse_signs, *mean, *lost;
   float* partial;
   int* arrived;
+  const u8 *key_books, *value_books;  // where streams are indices: fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]
   // where keys are turned back to the start of their block of TURNED positions: queries turned back to every one
   const Turned* turned;     // [batch, HEADS, blocks]
   const float* turned_rows;  // [batch, HEADS, TURNED_SLOTS, TILE_HEADS, D] in the space of the keys, for blocks that windows reach into
@@ -86,24 +88,25 @@ DEV Work work_of(const Arguments& a, int b) {
 
 struct State {
   float m[OWN], l[OWN], z[OWN], flags[OWN];  // of the lane's heads; m is the same in all lanes of a head
-  float acc[COLUMN_TILES][D / 16][4], riding[COLUMN_TILES][4];
+  float acc[ACC_TILES][ACC_STEPS][4], riding[COLUMN_TILES][4];
   float norm;  // power of two: scale * norm is at most one for every value so far
   bool fresh;
 
-  DEV static constexpr int head(int column_tile, int i) { return PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of an accumulator
+  DEV static constexpr int head(int column_tile, int i) { return INDEXED ? column_tile : PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of an accumulator
 
   DEV void clear() {
 #pragma unroll
     for (int h = 0; h < OWN; h++) m[h] = l[h] = z[h] = flags[h] = 0.f;
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
+    for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) riding[n][i] = 0.f;
 #pragma unroll
-      for (int k = 0; k < D / 16; k++)
+    for (int n = 0; n < ACC_TILES; n++)
+#pragma unroll
+      for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] = 0.f;
-    }
     norm = VALUE_NORM;
     fresh = true;
   }
@@ -119,13 +122,13 @@ struct State {
       for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1]));
       any = fmaxf(any, top[h]);
     }
-    if (__any_sync(FULL, fresh | (any > HEADROOM) | (largest * norm > 1.f))) reset<N>(s, top, largest);
+    if (__any_sync(FULL, fresh | (any > HEADROOM) | (!INDEXED && largest * norm > 1.f))) reset<N>(s, top, largest);
   }
   template <int N> DEV void reset(float s[N][OWN][2], float* top, float largest) {
     float ratio = 1.f, fade[OWN];
 #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, o));
-    if (largest * norm > 1.f) {
+    for (int o = 1; o < 32 * !INDEXED; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, o));
+    if (!INDEXED && largest * norm > 1.f) {
       const int exponent = max(1, min(252, (int)(__float_as_uint(largest) >> 23)));
       const float wanted = fminf(__uint_as_float((u32)(253 - exponent) << 23), norm);
       ratio = __fdividef(wanted, norm);
@@ -143,17 +146,17 @@ struct State {
 #pragma unroll
       for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
     }
-    float own[2 * COLUMN_TILES];
+    float own[2 * ACC_TILES];
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++)
+    for (int n = 0; n < ACC_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) own[2 * n + (i & 1)] = fade[head(n, i)] * ratio;
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
+    for (int n = 0; n < ACC_TILES; n++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) riding[n][i] *= own[2 * n + (i & 1)];
+      for (int i = 0; i < 4 * !INDEXED; i++) riding[n][i] *= own[2 * n + (i & 1)];
 #pragma unroll
-      for (int k = 0; k < D / 16; k++)
+      for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] *= own[2 * n + (i & 1)];
     }
@@ -168,7 +171,9 @@ struct Meta {
   float scale, zero;
 };
 template <int KIND, int TYPE> DEV void load_meta(Meta* out, const u8* section, int place) {  // of rows g and g + 8
-  if constexpr (KIND == 2) {
+  if constexpr (KIND == 3) {
+    out[0] = out[1] = {1.f, 0.f};
+  } else if constexpr (KIND == 2) {
     const u32 x = *(const u32*)(section + place * 2);
     out[0].scale = low<TYPE>(x), out[1].scale = high<TYPE>(x);
   } else {

@@ -247,6 +247,8 @@ DEV void copy_run(u8* to, const u8* from, u64*, int lane) {
 DEV void await_run(u64*, int) { __syncwarp(); }
 DEV void await_kernel() {}
 DEV void start_dependents() {}
+DEV u32 shared_address(const u8* p) { return (u32)(p - emulated_dynamic); }
+template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
 DEV void no_copy() {}
 DEV void fence_copies() {}
 DEV void begin_copies(u64*, int, int) {}
