@@ -11,9 +11,10 @@ plain     token after token, channel after channel.
 fragment  the order in which the lanes of a warp feed the tensor core's mma.m16n8k16, so that a lane's share of a tile of 16
           tokens is one run of bytes and needs no shuffle. Keys: the halves of a 32-bit word hold two neighbouring channels;
           lane (g, t) holds tokens g and g + 8, channels t * D/4 onwards. Values: the halves hold two neighbouring tokens of one
-          channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Scales lie in the same lanes' order:
-          those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels lie, so this
-          costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing.
+          channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Where a token's channels have several
+          scales, that holds for the channels of each, so that 16 rows of a product have one scale. Scales lie in the same
+          lanes' order: those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels
+          lie, so this costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing.
 
 lanes     the order in which a CPU's dot-product instructions read: four bytes that one 32-bit lane sums lie together. A byte
           holds the codes of channels that are width / (codes a byte) apart, so that a mask and a shift give neighbours.
@@ -81,8 +82,10 @@ def lanes_refusal(width: int, bits: int, page_tokens: int) -> str | None:
     return None
 
 
-def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, bits: int) -> Tensor:
-    """Place of every code in its plane's stream of codes: int64 [page_tokens, width]."""
+def code_places(
+    stream: StreamName, order: Order, page_tokens: int, width: int, bits: int, groups: int = 1
+) -> Tensor:
+    """Place of every code in its plane's stream of codes: int64 [page_tokens, width]; `groups` of channels have a scale each."""
     token = torch.arange(page_tokens)[:, None]
     channel = torch.arange(width)[None, :]
     if order == "plain":
@@ -107,7 +110,8 @@ def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, 
     else:
         pair, half = inside // 2, inside % 2
         second, t = pair // 4, pair % 4
-        g, element = channel // (width // 8), channel % (width // 8)
+        group, share = width // groups, width // groups // 8  # channels of a group, and of a lane of it
+        g, element = channel % group // share, channel // group * share + channel % share
         place = second * (width // 8) + element
     word, slot = place // per_half, place % per_half
     return (((tile * 8 + g) * 4 + t) * words + word) * (2 * per_half) + half * per_half + slot
@@ -141,6 +145,7 @@ class Section:
     width: int  # elements a row and name
     dtype: str
     offset: int
+    groups: int = 1  # of channels with a scale each, where the order of the codes looks at them
 
     @property
     def nbytes(self) -> int:
@@ -216,6 +221,18 @@ class Layout:
         codec = self.recipe.streams[stream].codec.bind(self.head_dim, dtype=self.dtype)
         return codec.fields(self.head_dim)
 
+    def scale_groups(self, stream: StreamName) -> int:
+        """Groups of channels that the order of a stream's codes keeps together: those that have a scale of their own, if each is
+        a whole number of 16-channel tiles. Keys have none: their scales come after the product over all channels."""
+        if self.order != "fragment" or stream == "key":
+            return 1
+        widths = {field.width for field in self.fields(stream) if field.kind == "meta" and field.tokens == 1}
+        codes = {field.width for field in self.fields(stream) if field.kind == "code" and field.tokens == 1}
+        if len(widths) != 1 or len(codes) != 1:
+            return 1
+        groups, width = widths.pop(), codes.pop()
+        return groups if width % (16 * groups) == 0 else 1
+
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
         out: list[Section] = []
@@ -233,6 +250,7 @@ class Layout:
                 field.width,
                 field.dtype,
                 offset,
+                self.scale_groups(stream) if field.kind == "code" else 1,
             )
             out.append(section)
             offset += -(-section.nbytes // ALIGN) * ALIGN
@@ -323,6 +341,8 @@ class Layout:
             self.order,
             self.dtype,
         ]
+        if self.scale_groups("value") > 1:
+            data.append(self.scale_groups("value"))
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     # --- packing ---------------------------------------------------------------------------------------------------
@@ -388,7 +408,7 @@ def _places(section: Section, order: Order, page_tokens: int, device: str) -> Te
     """Place of every element in its section: [rows, width] for codes, [rows, width, names] otherwise."""
     if section.kind in ("code", "index"):
         order = "plain" if section.kind == "index" else order
-        return code_places(section.stream, order, section.rows, section.width, section.bits).to(device)
+        return code_places(section.stream, order, section.rows, section.width, section.bits, section.groups).to(device)
     if section.kind == "raw":
         order = "plain"
     return meta_places(order, section.rows, section.width, len(section.names)).to(device)

@@ -57,7 +57,8 @@ def filled(
         overlay.fill_(float("nan"))
     for entry, n in zip(entries, lengths, strict=True):
         k, v = (vectors(n, heads, dim, device, shift).to(shape.torch_dtype) for shift in (0.0, 0.4))
-        reference.append(store, k, v, cache.extend([entry], [n]))
+        queries = vectors(n, heads * group, dim, device, 0.0).to(shape.torch_dtype) if recipe.wants_queries else None
+        reference.append(store, k, v, cache.extend([entry], [n]), queries)
     return cache, entries
 
 

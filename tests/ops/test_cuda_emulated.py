@@ -74,14 +74,38 @@ def filled(
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
     options = dict(options)
     cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=int(options.pop("first", 0)))
+    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+
+
+def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)
-    settings = {"scale": dim**-0.5, "softcap": None, "window": None, **options}
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
     expected = log_sum_exp(store, q, batch, **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "options"),
+    [
+        ("kivi-k2v2", 4, 64, {}),
+        ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 5, 64, {"softcap": 5.0}),
+        ("kivi-k2v4-sink:v.recent=20,sink=3", 2, 96, {"window": 150}),
+        ("kitty-pro", 4, 128, {}),
+        ("kitty", 3, 96, {"window": 250}),
+        ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {}),
+        ("squat", 1, 64, {}),
+    ],
+)
+def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, float]) -> None:
+    """Keys per channel over groups of tokens, with tails of all lengths; then cut, so that keys wait where values are packed."""
+    cache, entries = filled(name, 2, group, dim, [1, 63, 130, 300])
+    for cut in (0, 13, 111):
+        for entry in entries:
+            cache.crop(entry, max(1, entry.length - cut))
+        check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
 @pytest.mark.parametrize(

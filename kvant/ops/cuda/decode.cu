@@ -1,5 +1,5 @@
-// Decode attention, 4 of 4: paged, over packed codes, in one launch, split along the sequence, windows and merge included. The
-// text before it is common.cu, softmax.cu, queries.cu and attend.cu.
+// Decode attention, 5 of 5: paged, over packed codes, in one launch, split along the sequence, windows and merge included. The
+// text before it is common.cu, softmax.cu, queries.cu, groups.cu and attend.cu.
 //
 // S^T = K Q^T and O^T = V^T P^T: tokens (then channels) fill the 16 rows of the tensor core's product, the query heads of a KV
 // head its 8 columns. The page lies in the order of the lanes (kvant/layout.py), so a lane reads its own share and nothing is
@@ -224,14 +224,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     load_query(q, sh.query, lane, a.scale);
 #endif
     const int packed = w.packed, packed_end = w.packed_end, first_page = w.page;
+#if KEY_GROUP
+    const int keys = w.keys, values = w.values;
+#endif
     for (int page = page_from; page < page_to; page++) {
       const int stage = read % STAGES;
       await_run(&sh.barrier[warp][stage], read / STAGES & 1);
       read++;
       const u8* run = stages + stage * RUN;
+#if KEY_GROUP
+      q.entered = -1;
+#endif
 #pragma unroll 1
       for (int tile = 0; tile < TILES; tile += CHUNK) {
-        const int at = (first_page + page) * PAGE + tile * 16;
+        const int at = ORIGIN + (first_page + page) * PAGE + tile * 16;
         if (TILES > CHUNK && (at + 16 * CHUNK <= packed || at >= packed_end)) continue;
 #if TURNED
         for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
@@ -239,6 +245,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           if (block_of(a, some) != block) block = block_of(a, some), load_query(q, turned[block], lane, a.scale);
           attend_page(run, tile, at, some, until, lane, q, st, a.cap);
           some = until;
+        }
+#elif KEY_GROUP
+        if (at + 16 * CHUNK <= min(keys, values)) {
+          attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < CHUNK; i += MIXED_TILES)
+            if (at + 16 * (i + MIXED_TILES) > packed && at + 16 * i < packed_end)
+              attend_mixed(a, run, tile + i, at + 16 * i, packed, packed_end, keys, values, owner, head, lane, q, st);
         }
 #else
         attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
@@ -270,18 +285,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int k = 0; k < D / 16; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const float riding = st.riding[n][i & 1], power = 1.f / (float)(1 << Values::power(2 * k + (i >> 1)));
-          x[k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
+          const float power = 1.f / Values::unit(2 * k + (i >> 1));
+          if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
+            const float least = __shfl_sync(FULL, st.riding[n][i & 1], 2 * k / SHARE * 4 + t);
+            x[k][i] = (st.acc[n][k][i] * power + least) * back;
+          } else {
+            const float riding = st.riding[n][i & 1];
+            x[k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
+          }
         }
 #pragma unroll
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
         const int h = PAIRED ? 0 : (2 * n + j) % OWN;
         if (4 * h + t < TILE_HEADS) {
-          float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * D + g * (D / 8);
+          float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * D;
 #pragma unroll
           for (int k = 0; k < D / 16; k++) {
-            o[2 * k] = (PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h];
-            o[2 * k + 1] = (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h];
+            o[value_channel(g, 2 * k)] = (PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h];
+            o[value_channel(g, 2 * k + 1)] = (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h];
           }
         }
       }

@@ -19,6 +19,9 @@ DEV u32 bf16_pair(float low, float high) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1,
 DEV float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+DEV u32 times_pair(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
+DEV u32 largest_pair(u32 x, u32 y) { u32 z; asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
+
 DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
   u32 y;
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(y) : "r"(w), "r"(mask), "r"(rest));

@@ -167,6 +167,8 @@ static inline u32 float_to_bf16(float x) {
 DEV u32 bf16_pair(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
 DEV float exp2_(float x) { return exp2f(x); }
 DEV float log2_(float x) { return log2f(x); }
+DEV u32 times_pair(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
+DEV u32 largest_pair(u32 x, u32 y) { return fp16_pair(fmaxf(fp16_low(x), fp16_low(y)), fmaxf(fp16_high(x), fp16_high(y))); }
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
 struct Fragments { u32 a[4], b[2]; };
