@@ -139,7 +139,66 @@ def test_decode_of_other_pages(name: str, page: int) -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("name", ["kivi-k2v2", "kitty-pro"])
+@pytest.mark.parametrize(
+    ("group", "dim"), [(1, 128), (2, 64), (3, 96), (4, 256), (5, 64), (8, 128), (12, 96), (16, 256), (40, 64)]
+)
+def test_decode_of_groups_of_every_shape(name: str, group: int, dim: int) -> None:
+    check_decode(name, group, dim)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "kivi-k4v4",
+            "kivi-k2v4-sink",
+            "kivi-k4v2-sink",
+            "kitty",
+            "squat",
+            "kivi-k2v2:k.bits=3,v.bits=8",
+            "kivi-k4v4:k.bits=8,v.bits=3",
+        ),
+        *(
+            "kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5",
+            "kivi-k2v2:v.group=0",
+            "kivi-k2v2:v.group=16,v.recent=0",
+        ),
+        *("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", "kitty:boost=0.3", "kitty-pro:v.group=32"),
+    ],
+)
+def test_decode_of_every_group_wise_recipe(name: str, dim: int) -> None:
+    check_decode(name, 4, dim)
+    check_decode(name, 4, dim, softcap=5.0, window=300)
+    for dtype, limit in (("bfloat16", 2e-3), ("float16", 5e-4)):
+        check_decode(name, 4, dim, dtype, limit=limit)
+
+
+@gpu
+@needs_gpu
+def test_decode_of_groups_after_a_cut() -> None:
+    """Keys that came back into a tail beside values that are read from pages."""
+    for name in ("kivi-k2v2", "kitty-pro"):
+        cache, entries = filled(name, 2, 4, 128, "float32", LENGTHS)
+        q = torch.randn(len(entries), 8, 128, device="cuda")
+        for cut in (13, 111, 129):
+            for entry in entries:
+                cache.crop(entry, max(1, entry.length - cut))
+            found = cuda_decode.decode(cache.stores[0], q, cache.batch(entries), scale=0.1)
+            assert (
+                relative_error(found, reference.decode(cache.stores[0], q.double(), cache.batch(entries), scale=0.1))
+                < 5e-4
+            )
+
+
+@gpu
+@needs_gpu
 def test_decode_of_long_and_of_many_sequences() -> None:
+    check_decode("kivi-k2v2", lengths=[40_000, 3])
+    check_decode("kitty-pro", 8, lengths=list(range(1, 500, 7)))
     check_decode("int2", lengths=[40_000, 3])
     check_decode("quarot-int2-win", lengths=[40_000])
     check_decode("int2", 8, lengths=list(range(1, 200, 3)))
@@ -239,8 +298,29 @@ def test_nothing_is_offered_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("kivi-k2v2", "it reads token-wise affine codes, and the keys are coded by Channel"),
-        ("full", "it reads token-wise affine codes, and the keys are coded by Raw"),
+        ("kivi-k2v2", None),
+        ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", None),
+        ("kitty-pro", None),
+        ("squat", None),
+        (
+            "squat-pre",
+            "it turns queries for blocks of positions, and the keys are stored turned back one by one",
+        ),
+        (
+            "squat-pre:rope=block",
+            "it reads keys that are coded per channel as they come, and they are stored turned back",
+        ),
+        ("kivi-k2v2:k.group=8", "it reads groups of at least 16 tokens, and those of the keys have 8"),
+        ("kivi-k2v2:k.meta=bfloat16", "it reads the scales of channels as float16, and they are bfloat16"),
+        (
+            "kivi-k2v2:v.meta=bfloat16",
+            "of values with several scales it reads scales and minima as float16, and theirs are others",
+        ),
+        (
+            "kivi-k2v2:v.group=8",
+            "it reads at most 8 scales a token, each of a multiple of 16 channels, and the values have 8",
+        ),
+        ("full", "it reads token-wise affine codes and keys coded per channel, and the keys are coded by Raw"),
         ("int4:group=32", "it reads one scale a token, and the keys have 2"),
         ("int2:k.recent=3", "keys and values have different windows"),
         ("saw-int4", None),
@@ -259,6 +339,7 @@ def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> Non
 
 def test_append_refuses_what_it_cannot_write() -> None:
     assert "coded by Channel" in (cuda_append.refuse_layout(make_layout("kivi-k2v2")) or "")
+    assert "coded by Boosted" in (cuda_append.refuse_layout(make_layout("kitty")) or "")
     assert "have 3" in (cuda_append.refuse_layout(make_layout("kvant-2:k.bits=3/2/0")) or "")
     assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
     for name in ("saw-int4-kv", "oscar", "kvant-2"):
@@ -303,7 +384,7 @@ def test_spaces_are_the_transforms() -> None:
         torch.testing.assert_close(q @ found.tensor[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2", "kivi-k4v4", "kitty"])
 def test_kernels_compile(name: str, tmp_path: object) -> None:
     try:
         nvrtc.compiler()

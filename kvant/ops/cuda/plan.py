@@ -264,5 +264,7 @@ class Plan:
         (band,) = stored_bands(self.layout, stream)
         low, *high = self._sections(stream, "code")
         bits = low.bits + sum(plane.bits for plane in high)
-        text = f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}"
+        text = (
+            f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}"
+        )
         return f"{text}, true>" if bare else f"{text}>"
