@@ -14,7 +14,8 @@ fragment  the order in which the lanes of a warp feed the tensor core's mma.m16n
           channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Where a token's channels have several
           scales, that holds for the channels of each, so that 16 rows of a product have one scale. Scales lie in the same
           lanes' order: those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels
-          lie, so this costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing.
+          lie, so this costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing. Of what a
+          group of tokens shares, the scales of all channels lie together, then the minima.
 
 lanes     the order in which a CPU's dot-product instructions read: four bytes that one 32-bit lane sums lie together. A byte
           holds the codes of channels that are width / (codes a byte) apart, so that a mask and a shift give neighbours.
@@ -44,6 +45,7 @@ from kvant.recipe import Recipe
 Tensor = torch.Tensor
 StreamName = Literal["key", "value"]
 Order = Literal["fragment", "lanes", "plain"]
+Places = Literal["fragment", "lanes", "plain", "apart"]  # of one section
 
 VERSION = 1
 ALIGN = 16
@@ -86,7 +88,7 @@ def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, 
     """Place of every code in its plane's stream of codes: int64 [page_tokens, width]; `groups` of channels have a scale each."""
     token = torch.arange(page_tokens)[:, None]
     channel = torch.arange(width)[None, :]
-    if order == "plain":
+    if order in ("plain", "apart"):
         return token * width + channel
     if order == "lanes":
         per_byte = 8 // bits
@@ -115,14 +117,17 @@ def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, 
     return (((tile * 8 + g) * 4 + t) * words + word) * (2 * per_half) + half * per_half + slot
 
 
-def meta_places(order: Order, page_tokens: int, groups: int, names: int) -> Tensor:
+def meta_places(order: Places, page_tokens: int, groups: int, names: int) -> Tensor:
     """Place of every scale or zero in its section: int64 [page_tokens, groups, names]. A token's scale and zero are
-    neighbours, but not in the order of lanes; groups of channels lie one after another."""
+    neighbours, but not in the order of lanes; groups of channels lie one after another. "apart" is a row's scales, then its
+    zeros."""
     token = torch.arange(page_tokens)[:, None, None]
     group = torch.arange(groups)[None, :, None]
     name = torch.arange(names)[None, None, :]
     if order == "plain":
         return (token * groups + group) * names + name
+    if order == "apart":
+        return (token * names + name) * groups + group
     if order == "lanes":
         return (group * names + name) * page_tokens + token
     tile, row, g = token // 16, token % 16 // 8, token % 8
@@ -339,14 +344,20 @@ class Layout:
             self.order,
             self.dtype,
         ]
-        if self.scale_groups("value") > 1:
-            data.append(self.scale_groups("value"))
+        if self.scale_groups("value") > 1 or any(self.section_places(s) == "apart" for s in self.sections):
+            data.append("arranged for groups")
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     # --- packing ---------------------------------------------------------------------------------------------------
 
     def stream_sections(self, stream: StreamName, per_token: bool) -> list[Section]:
         return [s for s in self.sections if s.stream == stream and (s.rows == self.page_tokens) == per_token]
+
+    def section_places(self, section: Section) -> Places:
+        """The order of one section: what tokens share has its own."""
+        if section.rows == self.page_tokens:
+            return self.order
+        return "apart" if self.order == "fragment" else "plain"
 
     def pack_tokens(self, stream: StreamName, parts: Parts, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """The bytes that tokens own in their runs, and where: uint8 [tokens, heads, n], int64 [tokens, n].
@@ -364,7 +375,7 @@ class Layout:
         """As `pack_tokens`, for the fields that a group of tokens shares; `groups` are places of groups in their pages."""
         chunks, places = [], []
         for section in self.stream_sections(stream, per_token=False):
-            gather, where = _token_tables(section, "plain", section.rows, str(groups.device))
+            gather, where = _token_tables(section, self.section_places(section), section.rows, str(groups.device))
             chunks.append(_section_bytes(section, parts, gather[groups]))
             places.append(where[groups])
         if not chunks:
@@ -380,8 +391,7 @@ class Layout:
         for section in self.sections:
             if section.stream != stream:
                 continue
-            order = self.order if section.rows == self.page_tokens else "plain"
-            places = _places(section, order, self.page_tokens, str(runs.device))
+            places = _places(section, self.section_places(section), self.page_tokens, str(runs.device))
             data = runs[..., section.offset : section.offset + section.nbytes]
             if section.kind in ("code", "index"):
                 codes = _codes(data, section.bits)[..., places.flatten()]
@@ -402,7 +412,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=512)
-def _places(section: Section, order: Order, page_tokens: int, device: str) -> Tensor:
+def _places(section: Section, order: Places, page_tokens: int, device: str) -> Tensor:
     """Place of every element in its section: [rows, width] for codes, [rows, width, names] otherwise."""
     if section.kind in ("code", "index"):
         order = "plain" if section.kind == "index" else order
@@ -413,7 +423,7 @@ def _places(section: Section, order: Order, page_tokens: int, device: str) -> Te
 
 
 @functools.lru_cache(maxsize=512)
-def _token_tables(section: Section, order: Order, page_tokens: int, device: str) -> tuple[Tensor, Tensor]:
+def _token_tables(section: Section, order: Places, page_tokens: int, device: str) -> tuple[Tensor, Tensor]:
     """For each row of a section: its elements in the order of their places [rows, n], and its bytes in the run [rows, m]."""
     places = _places(section, order, page_tokens, "cpu").reshape(section.rows, -1)
     sorted_places, gather = places.sort(dim=-1)

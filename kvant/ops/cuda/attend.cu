@@ -174,7 +174,7 @@ template <int N> struct PageValues {
         scale[j][i][0] = __byte_perm(x.x, y.x, 0x5410), scale[j][i][1] = __byte_perm(x.y, y.y, 0x5410);
       }
 #pragma unroll
-    for (int i = 0; i < N; i++) {  // row g: group g
+    for (int i = 0; i < N; i++) {  // row g: group g; rows of no group are not looked at
       const int group = min(g, VALUE_GROUPS - 1);
       const uint2 x = *(const uint2*)place(run, group, tile + i, 2 * t), y = *(const uint2*)place(run, group, tile + i, 2 * t + 1);
       least[i][0] = __byte_perm(x.x, y.x, 0x7632), least[i][1] = __byte_perm(x.y, y.y, 0x7632);
@@ -209,16 +209,19 @@ template <int N> struct PageValues {
     for (int i = 0; i < N; i++) {
       Values codes;
       codes.load(run, tile + i, lane);
-      const u32 m0 = g < VALUE_GROUPS ? least[i][0] : 0u, m1 = g < VALUE_GROUPS ? least[i][1] : 0u;
+      u32 own[COLUMN_TILES][2];
 #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) mma(st.riding[n], m0, 0u, m1, 0u, only(p.of(i, n, 0), i, g), only(p.of(i, n, 1), i, g));
+      for (int n = 0; n < COLUMN_TILES; n++) {
+        own[n][0] = only(p.of(i, n, 0), i, g), own[n][1] = only(p.of(i, n, 1), i, g);
+        mma(st.riding[n], least[i][0], 0u, least[i][1], 0u, own[n][0], own[n][1]);
+      }
 #pragma unroll
       for (int j = 0; j < VALUE_GROUPS; j++) {
         u32 b[COLUMN_TILES][2];
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-          for (int r = 0; r < 2; r++) b[n][r] = only(times_pair(p.of(i, n, r), scale[j][PAIRED ? i / 2 : i][r]), i, g);
+          for (int r = 0; r < 2; r++) b[n][r] = times_pair(own[n][r], scale[j][PAIRED ? i / 2 : i][r]);
 #pragma unroll
         for (int k = j * SHARE / 2; k < (j + 1) * SHARE / 2; k++) {
           const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);

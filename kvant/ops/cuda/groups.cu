@@ -59,7 +59,7 @@ DEV void gather_boosted(Query& q, const u8* meta, const u8* index, int lane) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int channel = min((int)(channels >> 8 * e & 255), D - 1);  // a group that is not there names anything
-        x[e] = limb(by > 0.f ? row[channel] * fp16_low(*(const u16*)(meta + channel * 4)) * (by / (float)(1 << 2 * e)) : 0.f, g);
+        x[e] = limb(row[channel] * fp16_low(*(const u16*)(meta + channel * 2)) * (by / (float)(1 << 2 * e)), g);
       }
       q.high[n][2 * u] = fp16_pair(x[0], x[1]), q.high[n][2 * u + 1] = fp16_pair(x[2], x[3]);
     }
@@ -77,10 +77,9 @@ DEV void enter_group(Query& q, const u8* run, int group, int lane) {
   for (int n = 0; n < COLUMN_TILES; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
 #pragma unroll
   for (int i = 0; i < D / 32; i++) {
-    u32 w[8], scale[4], least[4];
-    load_words<8>(w, meta + ((lane & 3) * (D / 4) + 8 * i) * 4);
-#pragma unroll
-    for (int j = 0; j < 4; j++) scale[j] = __byte_perm(w[2 * j], w[2 * j + 1], 0x5410), least[j] = __byte_perm(w[2 * j], w[2 * j + 1], 0x7632);
+    u32 scale[4], least[4];
+    load_words<4>(scale, meta + ((lane & 3) * (D / 4) + 8 * i) * 2);
+    load_words<4>(least, meta + (D + (lane & 3) * (D / 4) + 8 * i) * 2);
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       u32 x[4], y[4];
@@ -150,8 +149,8 @@ template <int N> DEV void page_scores(const u8* run, int tile, int lane, Query& 
     for (int n = 0; n < OWN; n++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float x = fmaf(own_sum(c, n, r), q.factor[n], q.base[n]);
-        s[i][n][r] = capped(SOFTCAP ? x + q.lost[n] : x, st.m[n], cap);
+        const float x = fmaf(own_sum(c, n, r), q.factor[n], SOFTCAP ? q.base[n] + q.lost[n] : q.base[n] - st.m[n]);
+        s[i][n][r] = SOFTCAP ? capped(x, st.m[n], cap) : x;
       }
   }
 }

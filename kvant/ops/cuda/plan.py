@@ -144,7 +144,17 @@ class Plan:
     @property
     def warps(self) -> int:
         fit = (self.shared[0] - STATIC_BYTES) // self.warp_bytes
-        return dict(self.tuned).get("WARPS", WARPS if fit >= WARPS else 2 if fit >= 2 else 1)
+        count = WARPS if fit >= WARPS else 2 if fit >= 2 else 1
+        if self.layout.recipe.key.groupwise and count == WARPS:  # long pages: as many warps as a multiprocessor can hold
+            count = max((WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps))
+        return dict(self.tuned).get("WARPS", count)
+
+    def _blocks(self, warps: int) -> int:
+        """Blocks that a multiprocessor is to hold: no more than registers and shared memory are enough for."""
+        registers = 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+        if self.layout.recipe.key.groupwise:
+            registers = min(registers, 12 // warps)
+        return max(1, min(registers, self.shared[1] // (warps * self.warp_bytes + (8192 if self.layout.recipe.key.groupwise else 4096))))
 
     @property
     def stages(self) -> int:
@@ -201,10 +211,7 @@ class Plan:
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": max(
-                1,
-                min(3 if layout.head_dim * -(-heads // 8) <= 128 else 2, self.shared[1] // (self.dynamic_bytes + 4096)),
-            ),
+            "MIN_BLOCKS": self._blocks(self.warps),
             "BULK": int(self.bulk),
         }
         for name, stream in layout.recipe.streams.items():
