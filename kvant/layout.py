@@ -84,7 +84,7 @@ def lanes_refusal(width: int, bits: int, page_tokens: int) -> str | None:
     return None
 
 
-def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, bits: int, groups: int = 1) -> Tensor:
+def code_places(stream: StreamName, order: Places, page_tokens: int, width: int, bits: int, groups: int = 1) -> Tensor:
     """Place of every code in its plane's stream of codes: int64 [page_tokens, width]; `groups` of channels have a scale each."""
     token = torch.arange(page_tokens)[:, None]
     channel = torch.arange(width)[None, :]

@@ -145,16 +145,19 @@ class Plan:
     def warps(self) -> int:
         fit = (self.shared[0] - STATIC_BYTES) // self.warp_bytes
         count = WARPS if fit >= WARPS else 2 if fit >= 2 else 1
-        if self.layout.recipe.key.groupwise and count == WARPS:  # long pages: as many warps as a multiprocessor can hold
+        if (
+            self.layout.recipe.key.groupwise and count == WARPS
+        ):  # long pages: as many warps as a multiprocessor can hold
             count = max((WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps))
         return dict(self.tuned).get("WARPS", count)
 
     def _blocks(self, warps: int) -> int:
         """Blocks that a multiprocessor is to hold: no more than registers and shared memory are enough for."""
-        registers = 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
-        if self.layout.recipe.key.groupwise:
-            registers = min(registers, 12 // warps)
-        return max(1, min(registers, self.shared[1] // (warps * self.warp_bytes + (8192 if self.layout.recipe.key.groupwise else 4096))))
+        grouped = self.layout.recipe.key.groupwise
+        blocks = 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+        if grouped:
+            blocks = min(blocks, 12 // warps)
+        return max(1, min(blocks, self.shared[1] // (warps * self.warp_bytes + (8192 if grouped else 4096))))
 
     @property
     def stages(self) -> int:
