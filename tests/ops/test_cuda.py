@@ -237,6 +237,9 @@ def test_decode_in_a_cuda_graph_follows_its_inputs() -> None:
         "quarot-int2-win",
         "int4:k.bits=2",
         "saw-hessian",
+        "kivi-k2v2",
+        "kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5",
+        "kitty-pro:sink=3",
     ],
 )
 def test_append_writes_what_the_reference_writes(name: str, dim: int, dtype: str) -> None:
@@ -338,11 +341,13 @@ def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> Non
 
 
 def test_append_refuses_what_it_cannot_write() -> None:
-    assert "coded by Channel" in (cuda_append.refuse_layout(make_layout("kivi-k2v2")) or "")
-    assert "coded by Boosted" in (cuda_append.refuse_layout(make_layout("kitty")) or "")
+    assert "corrected by Subspace" in (cuda_append.refuse_layout(make_layout("squat")) or "")
+    assert "coded by Salient" in (cuda_append.refuse_layout(make_layout("zipcache")) or "")
+    assert "clipped, searched" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.search=3")) or "")
+    assert "of 16 or a multiple of 32" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.group=48", 2, 96)) or "")
     assert "have 3" in (cuda_append.refuse_layout(make_layout("kvant-2:k.bits=3/2/0")) or "")
     assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
-    for name in ("saw-int4-kv", "oscar", "kvant-2"):
+    for name in ("saw-int4-kv", "oscar", "kvant-2", "kivi-k2v2", "kitty-pro"):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
 

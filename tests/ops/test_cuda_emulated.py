@@ -16,8 +16,8 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import Entry, PagedCache
 from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
+from kvant.ops.cuda import append_groups, nvrtc
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc
 from tests.conftest import relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
@@ -39,7 +39,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
-    caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
+    caches = (
+        cuda_decode._kernel,
+        cuda_decode._row_kernel,
+        cuda_decode._turn_kernel,
+        cuda_append._kernel,
+        append_groups._kernel,
+    )
     for cache in caches:
         cache.cache_clear()
     yield
@@ -119,6 +125,11 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         ("int4:k.clip=0.6", 64),
         ("kvant-2", 64),
         ("kvant-2:search=9,rope_block=70,v.bits=4", 128),
+        ("kivi-k2v2:k.flush=64", 64),
+        ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 96),
+        ("kivi-k2v2:k.bits=3,k.flush=32,v.bits=3,v.group=16", 64),
+        ("kitty-pro:k.group=32,k.flush=64,v.recent=40,sink=2", 64),
+        ("kitty:k.group=64,k.flush=64,sink=0", 128),
     ],
 )
 def test_append(name: str, dim: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvant.codecs.affine import Affine
 from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda import append_groups, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
@@ -32,6 +32,8 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
 
 def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
+    if layout.recipe.key.groupwise:
+        return append_groups.refuse_layout(layout)
     for name, stream in layout.recipe.streams.items():
         codec = stream.codec
         if not isinstance(codec, Affine | Banded):
@@ -126,6 +128,9 @@ def _kernel(made: AppendPlan, device: torch.device) -> nvrtc.Kernel:
 @register("append", "cuda", refuse, rank=10)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Transforms other than a mean and a Hadamard are matrix products before the kernel."""
+    if store.layout.recipe.key.groupwise:
+        append_groups.append(store, key, value, batch)
+        return
     spaces = list(_spaces(store))
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):

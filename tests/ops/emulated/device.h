@@ -40,7 +40,6 @@ struct Group {  // lanes that do something together
 };
 struct Fiber {
   ucontext_t context;
-  std::vector<u8> stack;
   Index thread;
   Group* warp;
   bool done;
@@ -238,17 +237,18 @@ static void enter_fiber() {
 static void run_block(int threads) {
   std::vector<Group> warps((threads + 31) / 32);
   std::vector<Fiber> fibers(threads);
+  static std::vector<std::vector<u8>> stacks;  // kept for the next block
+  while ((int)stacks.size() < threads) stacks.emplace_back(256 << 10);
   emulated_threads = Group();
   emulated_threads.size = threads;
   for (int i = 0; i < threads; i++) {
     Fiber& f = fibers[i];
-    f.stack.resize(256 << 10);
     f.thread = {(u32)i, 0};
     f.warp = &warps[i / 32];
     f.done = false;
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_stack.ss_sp = stacks[i].data();
+    f.context.uc_stack.ss_size = stacks[i].size();
     f.context.uc_link = &scheduler;
     makecontext(&f.context, enter_fiber, 0);
   }
