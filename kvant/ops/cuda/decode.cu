@@ -16,7 +16,7 @@
 // Constants beside those of common.cu: GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES,
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
-// in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
+// in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
 // they are not; queries are then turned by kvant_turn before), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK.
 
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const int virtual_head = (now - before) / units, head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
     const int start = before + virtual_head * units;
     const int from = now - start, to = min(end, start + units) - start;
-    const int windows = w.units_windows, pages = w.pages;
+    const int windows = w.units_windows, pages = w.weight;
     int page_from = max(from - windows * UNIT, 0), page_to = min(max(to - windows * UNIT, 0), pages);
     int window_from = (from + UNIT - 1) / UNIT, window_to = min(windows, (to + UNIT - 1) / UNIT);
     if (split) {  // the same share of both
@@ -172,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     }
     for (int i = 0; i < warp; i++) page_from += max(0, quota - (own_windows - i + WARPS - 1) / WARPS * UNIT);
     page_to = min(page_to, page_from + max(0, quota - (own_windows - warp + WARPS - 1) / WARPS * UNIT));
+    page_from = page_at(page_from, w.pages, w.mixed), page_to = page_at(page_to, w.pages, w.mixed);
 
     // the first copies are on their way while the query is prepared
     const s64* table = a.table + (s64)b * a.table_width + w.page;
@@ -247,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           some = until;
         }
 #elif KEY_GROUP
-        if (at + 16 * CHUNK <= min(keys, values)) {
+        if (at + 16 * CHUNK <= min(keys, values) || keys == values) {
           attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
         } else {
 #pragma unroll 1

@@ -204,6 +204,7 @@ class Plan:
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "UNIT": max(1, round(unit / layout.run_bytes)),
+            "MIXED": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],
             "DUAL": self.dual[0],
             "DUAL_ORDER": self.dual[1],

@@ -53,6 +53,7 @@ DEV int block_end(const Arguments& a, int token) { return ((token + a.first) / T
 struct Work {  // of one sequence: tokens [low, first_end) and [second, n) in windows, [packed, packed_end) in pages
   int n, low, first_end, second, packed, packed_end, page, pages, units_first, units_windows, units;
   int keys, values;  // packed tokens from here on have their keys, or their values, in windows; see KEY_GROUP
+  int mixed, weight;  // the last pages, that have such tokens and count MIXED pages each; all pages as they count
 };
 
 #if KEY_GROUP
@@ -90,8 +91,19 @@ DEV Work work_of(const Arguments& a, int b) {
   constexpr int TOKENS = 16 * WINDOW_TILES;
   w.units_first = (max(0, sinks - w.low) + TOKENS - 1) / TOKENS;
   w.units_windows = w.units_first + (w.n - w.second + TOKENS - 1) / TOKENS;
-  w.units = max(1, w.units_windows * UNIT + w.pages);
+  w.mixed = 0;
+#if KEY_GROUP
+  const int apart = max(w.packed, min(w.keys, w.values));
+  if (w.pages && apart < recent) w.mixed = (recent - 1 - ORIGIN) / PAGE - (apart - ORIGIN) / PAGE + 1;
+#endif
+  w.weight = w.pages + w.mixed * (MIXED - 1);
+  w.units = max(1, w.units_windows * UNIT + w.weight);
   return w;
+}
+// The page that the first so many units of pages end before.
+DEV int page_at(int units, int pages, int mixed) {
+  const int plain = pages - mixed;
+  return MIXED == 1 || units <= plain ? units : plain + (units - plain + MIXED - 1) / MIXED;
 }
 
 // --- what a warp knows of the softmax ---------------------------------------------------------------------------------
