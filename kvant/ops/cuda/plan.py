@@ -145,19 +145,22 @@ class Plan:
     def warps(self) -> int:
         fit = (self.shared[0] - STATIC_BYTES) // self.warp_bytes
         count = WARPS if fit >= WARPS else 2 if fit >= 2 else 1
-        if (
-            self.layout.recipe.key.groupwise and count == WARPS
-        ):  # long pages: as many warps as a multiprocessor can hold
-            count = max((WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps))
+        if self.layout.recipe.key.groupwise and fit > WARPS and self._blocks(WARPS) < self._most_blocks:
+            count = max(
+                (WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps)
+            )  # long pages: more warps fit like this
         return dict(self.tuned).get("WARPS", count)
 
+    @property
+    def _most_blocks(self) -> int:
+        """Blocks that the registers of a multiprocessor are enough for."""
+        return 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+
     def _blocks(self, warps: int) -> int:
-        """Blocks that a multiprocessor is to hold: no more than registers and shared memory are enough for."""
+        """Blocks that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
-        blocks = 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
-        if grouped:
-            blocks = min(blocks, 12 // warps)
-        return max(1, min(blocks, self.shared[1] // (warps * self.warp_bytes + (8192 if grouped else 4096))))
+        most = min(self._most_blocks, 12 // warps) if grouped else self._most_blocks
+        return max(1, min(most, self.shared[1] // (warps * self.warp_bytes + (8192 if grouped else 4096))))
 
     @property
     def stages(self) -> int:
