@@ -273,6 +273,59 @@ def test_append_writes_what_the_reference_writes(name: str, dim: int, dtype: str
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("name", ["kivi-k2v2:k.flush=32,v.recent=32", "kitty:k.group=32,k.flush=32,sink=3"])
+def test_groups_are_appended_in_a_cuda_graph(name: str) -> None:
+    """One token a sequence; some steps complete a group and some do not, in the same graph."""
+    lengths, heads, dim, steps = [90, 17], 2, 64, 40
+    layout = make_layout(name, heads, dim, dtype="bfloat16")
+    caches = [
+        PagedCache(layout, 1, 12, device, implementation=by) for device, by in (("cuda", "cuda"), ("cpu", "reference"))
+    ]
+    entries = [[cache.new() for _ in lengths] for cache in caches]
+    rows = [vectors(sum(lengths) + steps * len(lengths), heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4)]
+    stores = [cache.stores[0] for cache in caches]
+    for store in stores:
+        store.pages.fill_(0xFF)
+        for overlay in store.overlays.values():
+            overlay.fill_(7.0)
+    graph, still, new = (
+        torch.cuda.CUDAGraph(),
+        None,
+        torch.empty(2, len(lengths), heads, dim, dtype=torch.bfloat16, device="cuda"),
+    )
+    for step in range(-1, steps):
+        counts = lengths if step < 0 else [1] * len(lengths)
+        at = 0 if step < 0 else sum(lengths) + step * len(lengths)
+        k, v = (x[at : at + sum(counts)] for x in rows)
+        batches = [cache.extend(own, counts) for cache, own in zip(caches, entries, strict=True)]
+        reference.append(stores[1], k, v, batches[1])
+        if step < 0:
+            cuda_append.append(stores[0], k.cuda(), v.cuda(), batches[0])
+            continue
+        table = torch.zeros(len(lengths), 8, dtype=torch.int64, device="cuda")
+        table[:, : batches[0].block_table.shape[1]] = batches[0].block_table
+        batch = batches[0]._replace(block_table=table)
+        new[0].copy_(k), new[1].copy_(v)
+        if still is None:
+            still = batch
+            cuda_append.append(stores[0], new[0], new[1], still)  # the same again writes the same
+            with torch.cuda.graph(graph):
+                cuda_append.append(stores[0], new[0], new[1], still)
+        for name_, tensor in batch._asdict().items():
+            for into, out in zip(_tensors(getattr(still, name_)), _tensors(tensor), strict=True):
+                into.copy_(out)
+        graph.replay()
+    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < 1e-4
+    for side in ("key", "value"):
+        assert torch.equal(stores[0].overlays[side].cpu(), stores[1].overlays[side])  # type: ignore[index]
+
+
+def _tensors(x: object) -> list[torch.Tensor]:
+    return list(x.values()) if isinstance(x, dict) else [x]  # type: ignore[list-item]
+
+
+@gpu
+@needs_gpu
 def test_padding_slots_write_nothing() -> None:
     cache = PagedCache(make_layout("int2:sink=2,recent=3", 2, 64, dtype="bfloat16"), 1, 4, "cuda")
     batch = cache.extend([cache.new()], [5])

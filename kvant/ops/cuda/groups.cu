@@ -72,9 +72,11 @@ DEV void enter_group(Query& q, const u8* run, int group, int lane) {
   const Prepared& sh = *q.prepared;
   const u8* meta = run + KEY_META_OFFSET + group * D * 4;
   q.entered = group;
-  float c[COLUMN_TILES][4];
+  float c[COLUMN_TILES][4], other[COLUMN_TILES][4];  // two sums that do not wait for each other
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
+  for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[n][i] = other[n][i] = 0.f;
 #pragma unroll
   for (int i = 0; i < D / 32; i++) {
     u32 scale[4], least[4];
@@ -88,11 +90,11 @@ DEV void enter_group(Query& q, const u8* run, int group, int lane) {
 #pragma unroll
       for (int j = 0; j < 4; j++) q.k[n][4 * i + j] = times_pair(y[j], scale[j]);
       mma(c[n], least[0], least[0], least[1], least[1], x[0], x[1]);
-      mma(c[n], least[2], least[2], least[3], least[3], x[2], x[3]);
+      mma(other[n], least[2], least[2], least[3], least[3], x[2], x[3]);
     }
   }
 #pragma unroll
-  for (int n = 0; n < OWN; n++) q.base[n] = own_sum(c, n, 0) * q.back[n];
+  for (int n = 0; n < OWN; n++) q.base[n] = (own_sum(c, n, 0) + own_sum(other, n, 0)) * q.back[n];
 #if BOOSTED
   gather_boosted(q, meta, run + INDEX_OFFSET + group * D, lane);
 #endif
@@ -123,35 +125,42 @@ DEV void high_products(float c[COLUMN_TILES][4], const u8* run, int tile, int la
 }
 #endif
 
-// Scores of N tiles of a page in powers of two, less the state's m.
+// Scores of N tiles of a page in powers of two, less the state's m. Tiles of one group go side by side: their sums do not wait for each other.
 template <int N> DEV void page_scores(const u8* run, int tile, int lane, Query& q, const State& st, float cap, float s[N][OWN][2]) {
+  constexpr int T = N < GROUP_TILES ? N : GROUP_TILES;
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    if (i == 0 || i % GROUP_TILES == 0) {
-      const int group = (tile + i) / GROUP_TILES;
-      if (group != q.entered) enter_group(q, run, group, lane);
+  for (int first = 0; first < N; first += T) {
+    const int group = (tile + first) / GROUP_TILES;
+    if (group != q.entered) enter_group(q, run, group, lane);
+    float c[T][COLUMN_TILES][4];
+    KeyCodes codes[T];
+#pragma unroll
+    for (int i = 0; i < T; i++) {
+      codes[i].load(run, tile + first + i, lane);
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0.f;
     }
-    float c[COLUMN_TILES][4];
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
-    KeyCodes codes;
-    codes.load(run, tile + i, lane);
+    for (int k = 0; k < D / 8; k += 2)
 #pragma unroll
-    for (int k = 0; k < D / 8; k += 2) {
-      const u32 a0 = codes.get(0, k), a1 = codes.get(1, k), a2 = codes.get(0, k + 1), a3 = codes.get(1, k + 1);
+      for (int i = 0; i < T; i++) {
+        const u32 a0 = codes[i].get(0, k), a1 = codes[i].get(1, k), a2 = codes[i].get(0, k + 1), a3 = codes[i].get(1, k + 1);
 #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) mma(c[n], a0, a1, a2, a3, q.k[n][k], q.k[n][k + 1]);
-    }
+        for (int n = 0; n < COLUMN_TILES; n++) mma(c[i][n], a0, a1, a2, a3, q.k[n][k], q.k[n][k + 1]);
+      }
+#pragma unroll
+    for (int i = 0; i < T; i++) {
 #if BOOSTED
-    high_products(c, run, tile + i, lane, q);
+      high_products(c[i], run, tile + first + i, lane, q);
 #endif
 #pragma unroll
-    for (int n = 0; n < OWN; n++)
+      for (int n = 0; n < OWN; n++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float x = fmaf(own_sum(c, n, r), q.factor[n], SOFTCAP ? q.base[n] + q.lost[n] : q.base[n] - st.m[n]);
-        s[i][n][r] = SOFTCAP ? capped(x, st.m[n], cap) : x;
-      }
+        for (int r = 0; r < 2; r++) {
+          const float x = fmaf(own_sum(c[i], n, r), q.factor[n], SOFTCAP ? q.base[n] + q.lost[n] : q.base[n] - st.m[n]);
+          s[first + i][n][r] = SOFTCAP ? capped(x, st.m[n], cap) : x;
+        }
+    }
   }
 }
 #endif
