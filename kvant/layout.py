@@ -11,9 +11,11 @@ plain     token after token, channel after channel.
 fragment  the order in which the lanes of a warp feed the tensor core's mma.m16n8k16, so that a lane's share of a tile of 16
           tokens is one run of bytes and needs no shuffle. Keys: the halves of a 32-bit word hold two neighbouring channels;
           lane (g, t) holds tokens g and g + 8, channels t * D/4 onwards. Values: the halves hold two neighbouring tokens of one
-          channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Scales lie in the same lanes' order:
-          those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels lie, so this
-          costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing.
+          channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Where a token's channels have several
+          scales, that holds for the channels of each, so that 16 rows of a product have one scale. Scales lie in the same
+          lanes' order: those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels
+          lie, so this costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing. Of what a
+          group of tokens shares, the scales of all channels lie together, then the minima.
 
 lanes     the order in which a CPU's dot-product instructions read: four bytes that one 32-bit lane sums lie together. A byte
           holds the codes of channels that are width / (codes a byte) apart, so that a mask and a shift give neighbours.
@@ -43,6 +45,7 @@ from kvant.recipe import Recipe
 Tensor = torch.Tensor
 StreamName = Literal["key", "value"]
 Order = Literal["fragment", "lanes", "plain"]
+Places = Literal["fragment", "lanes", "plain", "apart"]  # of one section
 
 VERSION = 1
 ALIGN = 16
@@ -81,11 +84,11 @@ def lanes_refusal(width: int, bits: int, page_tokens: int) -> str | None:
     return None
 
 
-def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, bits: int) -> Tensor:
-    """Place of every code in its plane's stream of codes: int64 [page_tokens, width]."""
+def code_places(stream: StreamName, order: Places, page_tokens: int, width: int, bits: int, groups: int = 1) -> Tensor:
+    """Place of every code in its plane's stream of codes: int64 [page_tokens, width]; `groups` of channels have a scale each."""
     token = torch.arange(page_tokens)[:, None]
     channel = torch.arange(width)[None, :]
-    if order == "plain":
+    if order in ("plain", "apart"):
         return token * width + channel
     if order == "lanes":
         per_byte = 8 // bits
@@ -107,20 +110,24 @@ def code_places(stream: StreamName, order: Order, page_tokens: int, width: int, 
     else:
         pair, half = inside // 2, inside % 2
         second, t = pair // 4, pair % 4
-        g, element = channel // (width // 8), channel % (width // 8)
+        group, share = width // groups, width // groups // 8  # channels of a group, and of a lane of it
+        g, element = channel % group // share, channel // group * share + channel % share
         place = second * (width // 8) + element
     word, slot = place // per_half, place % per_half
     return (((tile * 8 + g) * 4 + t) * words + word) * (2 * per_half) + half * per_half + slot
 
 
-def meta_places(order: Order, page_tokens: int, groups: int, names: int) -> Tensor:
+def meta_places(order: Places, page_tokens: int, groups: int, names: int) -> Tensor:
     """Place of every scale or zero in its section: int64 [page_tokens, groups, names]. A token's scale and zero are
-    neighbours, but not in the order of lanes; groups of channels lie one after another."""
+    neighbours, but not in the order of lanes; groups of channels lie one after another. "apart" is a row's scales, then its
+    zeros."""
     token = torch.arange(page_tokens)[:, None, None]
     group = torch.arange(groups)[None, :, None]
     name = torch.arange(names)[None, None, :]
     if order == "plain":
         return (token * groups + group) * names + name
+    if order == "apart":
+        return (token * names + name) * groups + group
     if order == "lanes":
         return (group * names + name) * page_tokens + token
     tile, row, g = token // 16, token % 16 // 8, token % 8
@@ -141,6 +148,7 @@ class Section:
     width: int  # elements a row and name
     dtype: str
     offset: int
+    groups: int = 1  # of channels with a scale each, where the order of the codes looks at them
 
     @property
     def nbytes(self) -> int:
@@ -216,6 +224,18 @@ class Layout:
         codec = self.recipe.streams[stream].codec.bind(self.head_dim, dtype=self.dtype)
         return codec.fields(self.head_dim)
 
+    def scale_groups(self, stream: StreamName) -> int:
+        """Groups of channels that the order of a stream's codes keeps together: those that have a scale of their own, if each is
+        a whole number of 16-channel tiles. Keys have none: their scales come after the product over all channels."""
+        if self.order != "fragment" or stream == "key":
+            return 1
+        widths = {field.width for field in self.fields(stream) if field.kind == "meta" and field.tokens == 1}
+        codes = {field.width for field in self.fields(stream) if field.kind == "code" and field.tokens == 1}
+        if len(widths) != 1 or len(codes) != 1:
+            return 1
+        groups, width = widths.pop(), codes.pop()
+        return groups if width % (16 * groups) == 0 else 1
+
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
         out: list[Section] = []
@@ -233,6 +253,7 @@ class Layout:
                 field.width,
                 field.dtype,
                 offset,
+                self.scale_groups(stream) if field.kind == "code" else 1,
             )
             out.append(section)
             offset += -(-section.nbytes // ALIGN) * ALIGN
@@ -323,12 +344,20 @@ class Layout:
             self.order,
             self.dtype,
         ]
+        if self.scale_groups("value") > 1 or any(self.section_places(s) == "apart" for s in self.sections):
+            data.append("arranged for groups")
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     # --- packing ---------------------------------------------------------------------------------------------------
 
     def stream_sections(self, stream: StreamName, per_token: bool) -> list[Section]:
         return [s for s in self.sections if s.stream == stream and (s.rows == self.page_tokens) == per_token]
+
+    def section_places(self, section: Section) -> Places:
+        """The order of one section: what tokens share has its own."""
+        if section.rows == self.page_tokens:
+            return self.order
+        return "apart" if self.order == "fragment" else "plain"
 
     def pack_tokens(self, stream: StreamName, parts: Parts, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """The bytes that tokens own in their runs, and where: uint8 [tokens, heads, n], int64 [tokens, n].
@@ -346,7 +375,7 @@ class Layout:
         """As `pack_tokens`, for the fields that a group of tokens shares; `groups` are places of groups in their pages."""
         chunks, places = [], []
         for section in self.stream_sections(stream, per_token=False):
-            gather, where = _token_tables(section, "plain", section.rows, str(groups.device))
+            gather, where = _token_tables(section, self.section_places(section), section.rows, str(groups.device))
             chunks.append(_section_bytes(section, parts, gather[groups]))
             places.append(where[groups])
         if not chunks:
@@ -362,8 +391,7 @@ class Layout:
         for section in self.sections:
             if section.stream != stream:
                 continue
-            order = self.order if section.rows == self.page_tokens else "plain"
-            places = _places(section, order, self.page_tokens, str(runs.device))
+            places = _places(section, self.section_places(section), self.page_tokens, str(runs.device))
             data = runs[..., section.offset : section.offset + section.nbytes]
             if section.kind in ("code", "index"):
                 codes = _codes(data, section.bits)[..., places.flatten()]
@@ -384,18 +412,18 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=512)
-def _places(section: Section, order: Order, page_tokens: int, device: str) -> Tensor:
+def _places(section: Section, order: Places, page_tokens: int, device: str) -> Tensor:
     """Place of every element in its section: [rows, width] for codes, [rows, width, names] otherwise."""
     if section.kind in ("code", "index"):
         order = "plain" if section.kind == "index" else order
-        return code_places(section.stream, order, section.rows, section.width, section.bits).to(device)
+        return code_places(section.stream, order, section.rows, section.width, section.bits, section.groups).to(device)
     if section.kind == "raw":
         order = "plain"
     return meta_places(order, section.rows, section.width, len(section.names)).to(device)
 
 
 @functools.lru_cache(maxsize=512)
-def _token_tables(section: Section, order: Order, page_tokens: int, device: str) -> tuple[Tensor, Tensor]:
+def _token_tables(section: Section, order: Places, page_tokens: int, device: str) -> tuple[Tensor, Tensor]:
     """For each row of a section: its elements in the order of their places [rows, n], and its bytes in the run [rows, m]."""
     places = _places(section, order, page_tokens, "cpu").reshape(section.rows, -1)
     sorted_places, gather = places.sort(dim=-1)

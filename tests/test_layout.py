@@ -88,6 +88,32 @@ def check_order(order: str, stream: str, page: int, width: int, bits: int) -> No
             owner[byte] = token
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_sixteen_rows_of_a_product_have_one_scale(groups: int) -> None:
+    """Values whose channels have several scales: rows g and g + 8 of the k-th product of lane g are elements 2 k and 2 k + 1."""
+    width, bits = 128, 2
+    places = code_places("value", "fragment", 64, width, bits, groups)
+    assert sorted(places.flatten().tolist()) == list(range(64 * width))
+    token = places[0]  # lanes g * 4, elements in their order
+    words = width // 8 * 2 * bits // 32 * 2
+    lane, rest = token // (words * 16), token % (words * 16)
+    element = rest // 16 * 8 + rest % 8
+    assert lane.unique().tolist() == [4 * g for g in range(8)]
+    for k in range(width // 16):
+        assert ((torch.arange(width) * groups // width)[element // 2 == k]).unique().numel() == 1
+
+
+def test_what_a_group_shares_lies_apart_in_fragment_order() -> None:
+    for device, order in (("cuda", "apart"), ("cpu", "plain")):
+        layout = make_layout("kivi-k2v2", 2, 64, device=device)
+        (section,) = (s for s in layout.sections if s.rows != layout.page_tokens)
+        assert layout.section_places(section) == order
+    assert meta_places("apart", 2, 3, 2)[1].tolist() == [[6, 9], [7, 10], [8, 11]]
+    layouts = [make_layout(name, 2, 64) for name in ("kivi-k2v2", "kivi-k2v2:v.group=0", "int2")]
+    assert [layout.scale_groups("value") for layout in layouts] == [2, 1, 1]
+    assert layouts[0].scale_groups("key") == 1
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", TOKENWISE)
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])

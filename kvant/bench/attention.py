@@ -57,15 +57,19 @@ class Work:
 
 
 def read_bytes(filled: Filled) -> int:
-    """Bytes that one decode has to read."""
+    """Bytes that one decode has to read: whole pages, and of each stream the tokens that it keeps in full precision."""
     layout, total = filled.cache.layout, 0
-    window = layout.recipe.key.window
     size = torch.finfo(getattr(torch, layout.overlay_dtype)).bits // 8
+    windows = [stream.window for stream in layout.recipe.streams.values()]
     for entry in filled.entries:
         n = entry.length
-        first, last = min(n, window.sink), max(min(n, window.sink), window.packed_end(n))
-        pages = -(-last // layout.page_tokens) - first // layout.page_tokens if last > first else 0
-        total += pages * layout.page_bytes + 2 * (n - (last - first)) * layout.heads * layout.head_dim * size
+        first, ends = min(n, windows[0].sink), [window.packed_end(n) for window in windows]
+        last, origin = max(first, *ends), layout.recipe.origin
+        pages = (
+            -(-(last - origin) // layout.page_tokens) - (first - origin) // layout.page_tokens if last > first else 0
+        )
+        full = sum(n - max(0, end - first) for end in ends)
+        total += pages * layout.page_bytes + full * layout.heads * layout.head_dim * size
     return total
 
 

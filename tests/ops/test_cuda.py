@@ -16,8 +16,8 @@ from kvant.cache import Entry, PagedCache
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
+from kvant.ops.cuda import append_groups, nearest, nvrtc, plan, unpack
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nearest, nvrtc, plan, unpack
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
 from kvant.ops.types import BoundStream
@@ -64,7 +64,8 @@ def filled(
         overlay.fill_(float("nan"))
     for entry, n in zip(entries, lengths, strict=True):
         k, v = (vectors(n, heads, dim, device, shift).to(shape.torch_dtype) for shift in (0.0, 0.4))
-        reference.append(store, k, v, cache.extend([entry], [n]))
+        queries = vectors(n, heads * group, dim, device, 0.0).to(shape.torch_dtype) if recipe.wants_queries else None
+        reference.append(store, k, v, cache.extend([entry], [n]), queries)
     return cache, entries
 
 
@@ -156,7 +157,66 @@ def test_decode_of_other_pages(name: str, page: int) -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("name", ["kivi-k2v2", "kitty-pro"])
+@pytest.mark.parametrize(
+    ("group", "dim"), [(1, 128), (2, 64), (3, 96), (4, 256), (5, 64), (8, 128), (12, 96), (16, 256), (40, 64)]
+)
+def test_decode_of_groups_of_every_shape(name: str, group: int, dim: int) -> None:
+    check_decode(name, group, dim)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "kivi-k4v4",
+            "kivi-k2v4-sink",
+            "kivi-k4v2-sink",
+            "kitty",
+            "squat",
+            "kivi-k2v2:k.bits=3,v.bits=8",
+            "kivi-k4v4:k.bits=8,v.bits=3",
+        ),
+        *(
+            "kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5",
+            "kivi-k2v2:v.group=0",
+            "kivi-k2v2:v.group=16,v.recent=0",
+        ),
+        *("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", "kitty:boost=0.3", "kitty-pro:v.group=32"),
+    ],
+)
+def test_decode_of_every_group_wise_recipe(name: str, dim: int) -> None:
+    check_decode(name, 4, dim)
+    check_decode(name, 4, dim, softcap=5.0, window=300)
+    for dtype, limit in (("bfloat16", 2e-3), ("float16", 5e-4)):
+        check_decode(name, 4, dim, dtype, limit=limit)
+
+
+@gpu
+@needs_gpu
+def test_decode_of_groups_after_a_cut() -> None:
+    """Keys that came back into a tail beside values that are read from pages."""
+    for name in ("kivi-k2v2", "kitty-pro"):
+        cache, entries = filled(name, 2, 4, 128, "float32", LENGTHS)
+        q = torch.randn(len(entries), 8, 128, device="cuda")
+        for cut in (13, 111, 129):
+            for entry in entries:
+                cache.crop(entry, max(1, entry.length - cut))
+            found = cuda_decode.decode(cache.stores[0], q, cache.batch(entries), scale=0.1)
+            assert (
+                relative_error(found, reference.decode(cache.stores[0], q.double(), cache.batch(entries), scale=0.1))
+                < 5e-4
+            )
+
+
+@gpu
+@needs_gpu
 def test_decode_of_long_and_of_many_sequences() -> None:
+    check_decode("kivi-k2v2", lengths=[40_000, 3])
+    check_decode("kitty-pro", 8, lengths=list(range(1, 500, 7)))
     check_decode("int2", lengths=[40_000, 3])
     check_decode("quarot-int2-win", lengths=[40_000])
     check_decode("int2", 8, lengths=list(range(1, 200, 3)))
@@ -223,6 +283,9 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         "vecinfer-2",
         "vecinfer-4:k.bits=10",
         "million-2:books=head",
+        "kivi-k2v2",
+        "kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5",
+        "kitty-pro:sink=3",
     ],
 )
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])
@@ -260,6 +323,59 @@ def test_append_writes_what_the_reference_writes(
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("name", ["kivi-k2v2:k.flush=32,v.recent=32", "kitty:k.group=32,k.flush=32,sink=3"])
+def test_groups_are_appended_in_a_cuda_graph(name: str) -> None:
+    """One token a sequence; some steps complete a group and some do not, in the same graph."""
+    lengths, heads, dim, steps = [90, 17], 2, 64, 40
+    layout = make_layout(name, heads, dim, dtype="bfloat16")
+    caches = [
+        PagedCache(layout, 1, 12, device, implementation=by) for device, by in (("cuda", "cuda"), ("cpu", "reference"))
+    ]
+    entries = [[cache.new() for _ in lengths] for cache in caches]
+    rows = [vectors(sum(lengths) + steps * len(lengths), heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4)]
+    stores = [cache.stores[0] for cache in caches]
+    for store in stores:
+        store.pages.fill_(0xFF)
+        for overlay in store.overlays.values():
+            overlay.fill_(7.0)
+    graph, still, new = (
+        torch.cuda.CUDAGraph(),
+        None,
+        torch.empty(2, len(lengths), heads, dim, dtype=torch.bfloat16, device="cuda"),
+    )
+    for step in range(-1, steps):
+        counts = lengths if step < 0 else [1] * len(lengths)
+        at = 0 if step < 0 else sum(lengths) + step * len(lengths)
+        k, v = (x[at : at + sum(counts)] for x in rows)
+        batches = [cache.extend(own, counts) for cache, own in zip(caches, entries, strict=True)]
+        reference.append(stores[1], k, v, batches[1])
+        if step < 0:
+            cuda_append.append(stores[0], k.cuda(), v.cuda(), batches[0])
+            continue
+        table = torch.zeros(len(lengths), 8, dtype=torch.int64, device="cuda")
+        table[:, : batches[0].block_table.shape[1]] = batches[0].block_table
+        batch = batches[0]._replace(block_table=table)
+        new[0].copy_(k), new[1].copy_(v)
+        if still is None:
+            still = batch
+            cuda_append.append(stores[0], new[0], new[1], still)  # the same again writes the same
+            with torch.cuda.graph(graph):
+                cuda_append.append(stores[0], new[0], new[1], still)
+        for name_, tensor in batch._asdict().items():
+            for into, out in zip(_tensors(getattr(still, name_)), _tensors(tensor), strict=True):
+                into.copy_(out)
+        graph.replay()
+    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < 1e-4
+    for side in ("key", "value"):
+        assert torch.equal(stores[0].overlays[side].cpu(), stores[1].overlays[side])  # type: ignore[index]
+
+
+def _tensors(x: object) -> list[torch.Tensor]:
+    return list(x.values()) if isinstance(x, dict) else [x]  # type: ignore[list-item]
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])
 def test_padding_slots_write_nothing(tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
@@ -290,8 +406,29 @@ def test_nothing_is_offered_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("kivi-k2v2", "it reads token-wise affine codes, and the keys are coded by Channel"),
-        ("full", "it reads token-wise affine codes, and the keys are coded by Raw"),
+        ("kivi-k2v2", None),
+        ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", None),
+        ("kitty-pro", None),
+        ("squat", None),
+        (
+            "squat-pre",
+            "it turns queries for blocks of positions, and the keys are stored turned back one by one",
+        ),
+        (
+            "squat-pre:rope=block",
+            "it reads keys that are coded per channel as they come, and they are stored turned back",
+        ),
+        ("kivi-k2v2:k.group=8", "it reads groups of at least 16 tokens, and those of the keys have 8"),
+        ("kivi-k2v2:k.meta=bfloat16", "it reads the scales of channels as float16, and they are bfloat16"),
+        (
+            "kivi-k2v2:v.meta=bfloat16",
+            "of values with several scales it reads scales and minima as float16, and theirs are others",
+        ),
+        (
+            "kivi-k2v2:v.group=8",
+            "it reads at most 8 scales a token, each of a multiple of 16 channels, and the values have 8",
+        ),
+        ("full", "it reads token-wise affine codes and keys coded per channel, and the keys are coded by Raw"),
         ("int4:group=32", "it reads one scale a token, and the keys have 2"),
         ("int2:k.recent=3", "keys and values have different windows"),
         ("saw-int4", None),
@@ -317,17 +454,23 @@ def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> Non
 def test_prefill_refuses_what_it_cannot_unpack() -> None:
     assert plan.refuse_layout(make_layout("vecinfer-2")) is None
     assert "coded by ProductVQ" in (cuda_prefill.refuse_layout(make_layout("vecinfer-2")) or "")
+    assert plan.refuse_layout(make_layout("kivi-k2v2")) is None
+    assert "coded by Channel" in (cuda_prefill.refuse_layout(make_layout("kivi-k2v2")) or "")
+    assert "coded by Boosted" in (cuda_prefill.refuse_layout(make_layout("kitty-pro")) or "")
     for name in ("saw-int4-kv", "oscar", "kvant-2", "int3"):
         assert cuda_prefill.refuse_layout(make_layout(name)) is None
 
 
 def test_append_refuses_what_it_cannot_write() -> None:
-    assert "coded by Channel" in (cuda_append.refuse_layout(make_layout("kivi-k2v2")) or "")
+    assert "corrected by Subspace" in (cuda_append.refuse_layout(make_layout("squat")) or "")
+    assert "coded by Salient" in (cuda_append.refuse_layout(make_layout("zipcache")) or "")
+    assert "clipped, searched" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.search=3")) or "")
+    assert "of 16 or a multiple of 32" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.group=48", 2, 96)) or "")
     assert "have 3" in (cuda_append.refuse_layout(make_layout("kvant-2:k.bits=3/2/0")) or "")
     assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
     uneven = "the 12 sub-vectors of the values cannot be shared evenly by 8 lanes"
     assert cuda_append.refuse_layout(make_layout("million-1.5", 2, 96)) == uneven
-    for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5"):
+    for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5", "kivi-k2v2", "kitty-pro"):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
 
@@ -386,7 +529,11 @@ def test_spaces_are_the_transforms() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2", "oscar", "vecinfer-2", "vecinfer-2-mixed"]
+    "name",
+    [
+        *("saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2", "oscar"),
+        *("vecinfer-2", "vecinfer-2-mixed", "kivi-k4v4", "kitty"),
+    ],
 )
 def test_kernels_compile(name: str, tmp_path: Path) -> None:
     try:
@@ -400,10 +547,14 @@ def test_kernels_compile(name: str, tmp_path: Path) -> None:
     if plan.is_indexed(layout):
         for rows in (nearest.FEW, nearest.many(layout)):
             nvrtc.compile_text(nearest.NearestPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
-    else:
-        for stream in layout.recipe.streams:
-            nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
-    if cuda_append.refuse_layout(layout) is None and not plan.is_indexed(layout):
+        return
+    if layout.recipe.key.groupwise:
+        for arch in ("sm_80", "sm_90"):
+            nvrtc.compile_text(append_groups.GroupPlan(layout, ("bfloat16", "float32")).text, arch)
+        return
+    for stream in layout.recipe.streams:
+        nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
+    if cuda_append.refuse_layout(layout) is None:
         pairs = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1))
         code = nvrtc.cached_code(pairs.text, "sm_90", tmp_path)
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]
@@ -411,5 +562,12 @@ def test_kernels_compile(name: str, tmp_path: Path) -> None:
         assert not pairs.tiled and tiles.tiled == (name != "kvant-2")
         for arch in ("sm_80", "sm_90"):
             nvrtc.compile_text(tiles.text, arch)
+
+
+def test_a_text_that_does_not_compile_says_so() -> None:
+    try:
+        nvrtc.compiler()
+    except OSError as error:
+        pytest.skip(str(error))
     with pytest.raises(RuntimeError, match="does not compile for sm_90"):
         nvrtc.compile_text("nonsense", "sm_90")

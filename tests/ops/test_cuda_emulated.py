@@ -17,8 +17,8 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import Entry, PagedCache
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
+from kvant.ops.cuda import append_groups, nearest, nvrtc, plan, unpack
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nearest, nvrtc, plan, unpack
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
 from tests.conftest import make_layout, relative_error
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
-    caches += (unpack._kernel, nearest._kernel)
+    caches += (unpack._kernel, nearest._kernel, append_groups._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -91,9 +91,12 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
+    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+
+
+def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)
-    settings = {"scale": dim**-0.5, "softcap": None, "window": None, **options}
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
@@ -177,6 +180,27 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "group", "dim", "options"),
+    [
+        ("kivi-k2v2", 4, 64, {}),
+        ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 5, 64, {"softcap": 5.0}),
+        ("kivi-k2v4-sink:v.recent=20,sink=3", 2, 96, {"window": 150}),
+        ("kitty-pro", 4, 128, {}),
+        ("kitty", 3, 96, {"window": 250}),
+        ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {}),
+        ("squat", 1, 64, {}),
+    ],
+)
+def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, float]) -> None:
+    """Keys per channel over groups of tokens, with tails of all lengths; then cut, so that keys wait where values are packed."""
+    cache, entries = filled(name, 2, group, dim, [1, 63, 130, 300])
+    for cut in (0, 111):
+        for entry in entries:
+            cache.crop(entry, max(1, entry.length - cut))
+        check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+
+
+@pytest.mark.parametrize(
     ("name", "dim"),
     [
         ("saw-int4", 64),
@@ -187,6 +211,11 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
         ("int4:k.clip=0.6", 64),
         ("kvant-2", 64),
         ("kvant-2:search=9,rope_block=70,v.bits=4", 128),
+        ("kivi-k2v2:k.flush=64", 64),
+        ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 96),
+        ("kivi-k2v2:k.bits=3,k.flush=32,v.bits=3,v.group=16", 64),
+        ("kitty-pro:k.group=32,k.flush=64,v.recent=40,sink=2", 64),
+        ("kitty:k.group=64,k.flush=64,sink=0", 128),
     ],
 )
 def test_append(name: str, dim: int) -> None:

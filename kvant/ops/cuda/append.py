@@ -1,4 +1,5 @@
-"""Appending by the kernels in append.cu, tiles.cu and, for vector quantization, nearest.cu: one launch for any number of tokens."""
+"""Appending by the kernels in append.cu and tiles.cu: one launch for any number of new tokens. Vector quantization has a kernel of
+its own, nearest.cu, and groups of tokens two, append_groups.cu."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from kvant.codecs.affine import Affine
 from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nearest, nvrtc, plan
+from kvant.ops.cuda import append_groups, nearest, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, matrix_of, space_of
@@ -38,6 +39,8 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
 
 def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
+    if layout.recipe.key.groupwise:
+        return append_groups.refuse_layout(layout)
     for name, stream in () if plan.is_indexed(layout) else layout.recipe.streams.items():
         codec = stream.codec
         if not isinstance(codec, Affine | Banded):
@@ -157,6 +160,9 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Matrices are multiplied before the kernel where tokens are few or do not come in 16 bits, and
     keys turned back."""
+    if store.layout.recipe.key.groupwise:
+        append_groups.append(store, key, value, batch)
+        return
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     short = all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
     for name in rows:

@@ -1,187 +1,315 @@
-// Decode attention, 3 of 4: a warp attends to a page, or to a part of the full-precision windows.
+// Decode attention, 4 of 5: a warp attends to a page, or to a part of the full-precision windows.
 
-// --- pages --------------------------------------------------------------------------------------------------------------
+// --- scores of a page, keys coded token by token -------------------------------------------------------------------------
 
-#if !INDEXED
-template <class P> DEV void key_products(const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4]) {
-  u32 w[CHUNK][P::WORDS];
+#if !KEY_GROUP && !INDEXED
+template <int N, class P> DEV void key_products(const u8* run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
+  u32 w[N][P::WORDS];
 #pragma unroll
-  for (int i = 0; i < CHUNK; i++) load_words<P::WORDS>(w[i], run + P::OFFSET + ((tile + i) * 32 + lane) * P::WORDS * 4);
+  for (int i = 0; i < N; i++) load_words<P::WORDS>(w[i], run + P::OFFSET + ((tile + i) * 32 + lane) * P::WORDS * 4);
 #pragma unroll
   for (int k = 0; k < P::REGISTERS; k += 2) {
 #pragma unroll
-    for (int i = 0; i < CHUNK; i++) {
+    for (int i = 0; i < N; i++) {
       const u32 a0 = P::get(w[i], 0, k), a1 = P::get(w[i], 1, k), a2 = P::get(w[i], 0, k + 1), a3 = P::get(w[i], 1, k + 1);
 #pragma unroll
       for (int n = 0; n < OWN; n++) mma_bytes(c[i][n], a0, a1, a2, a3, q.f[n][P::BEFORE + k], q.f[n][P::BEFORE + k + 1]);
     }
   }
 }
-template <class... P> DEV void all_products(Planes<P...>, const u8* run, int tile, int lane, const Query& q, int c[CHUNK][OWN][4]) {
-  (key_products<P>(run, tile, lane, q, c), ...);
+template <int N, class... P> DEV void all_products(Planes<P...>, const u8* run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
+  (key_products<N, P>(run, tile, lane, q, c), ...);
 }
 
-// One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there.
-DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap, const u8*) {
-  const int g = lane >> 2;
-  float s[CHUNK][OWN][2], scale[CHUNK][2], rest[CHUNK][2], flag[CHUNK][2], largest = 0.f;
-  {
-    int c[CHUNK][OWN][4];
+// Scores of N tiles of a page in powers of two, less the state's m.
+template <int N> DEV void page_scores(const u8* run, int tile, int lane, const Query& q, const State& st, float cap, float s[N][OWN][2]) {
+  int c[N][OWN][4];
 #pragma unroll
-    for (int i = 0; i < CHUNK; i++)
+  for (int i = 0; i < N; i++)
 #pragma unroll
-      for (int n = 0; n < OWN; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
-    all_products(Keys{}, run, tile, lane, q, c);
+    for (int n = 0; n < OWN; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
+  all_products<N>(Keys{}, run, tile, lane, q, c);
 #pragma unroll
-    for (int i = 0; i < CHUNK; i++) {
-      Meta key[2];
-      load_meta<KEY_META, KEY_META_TYPE>(key, run + KEY_META_OFFSET, g * (PAGE / 8) + (tile + i) * 2);
+  for (int i = 0; i < N; i++) {
+    Meta key[2];
+    load_meta<KEY_META, KEY_META_TYPE>(key, run + KEY_META_OFFSET, (lane >> 2) * (PAGE / 8) + (tile + i) * 2);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < OWN; n++) {
+        const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : TURNED ? st.m[n] - q.lost[n] : st.m[n];
+        float y;
+        if (KEY_META == 0) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
+        if (KEY_META == 1) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
+        if (KEY_META == 2) y = fmaf(fmaf(x, q.factor[n], q.bias[n]), key[r].scale, -less);
+        s[i][n][r] = SOFTCAP ? capped(y + q.lost[n], st.m[n], cap) : y;
+      }
+  }
+}
+#endif
+
+// --- values of a page -----------------------------------------------------------------------------------------------------
+
+// Probabilities of N tiles, p[i][head][row] for the lane's heads, as second operands.
+template <int N> struct Probabilities {
+  static constexpr int STEPS = PAIRED ? (N + 1) / 2 : N;  // products that share a set
+  u32 p[STEPS][COLUMN_TILES][2];
+
+  DEV void set(const float s[N][OWN][2]) {
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float x = PAIRED ? s[2 * i * PAIRED + i * !PAIRED][0][r] : s[i][2 * n * !PAIRED][r];
+          const float y = PAIRED ? (2 * i + 1 < N ? s[(2 * i + 1) % N][0][r] : 0.f) : s[i][(2 * n + 1) % OWN][r];
+          p[i][n][r] = transpose8(fp16_pair(x, y));
+        }
+  }
+  DEV u32 of(int tile, int n, int r) const { return p[PAIRED ? tile / 2 : tile][n][r]; }
+};
+
+#if INDEXED  // lookup.cu
+#elif VALUE_GROUPS == 1
+// Of tokens with one scale each: what a page's values are multiplied by.
+template <int N> struct PageValues {
+  float scale[N][2], rest[N][2], flag[N][2];
+
+  DEV float load(const u8* run, int tile, int lane) {  // returns the largest scale that the lane sees
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      Meta value[2];
+      load_meta<VALUE_META, VALUE_META_TYPE>(value, run + VALUE_META_OFFSET, (lane >> 2) * (PAGE / 8) + (tile + i) * 2);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float v = VALUE_META == 2 ? fabsf(value[r].scale) * Values::STEP : value[r].scale;
+        scale[i][r] = v;
+        if (VALUE_META == 0) rest[i][r] = fmaf(Values::TOP * 0.5f, v, value[r].zero);
+        if (VALUE_META == 1) rest[i][r] = v * (Values::TOP * 0.5f - value[r].zero);
+        flag[i][r] = VALUE_FLAG && __float_as_int(value[r].scale) < 0 ? 1.f : 0.f;
+        largest = fmaxf(largest, v);
+      }
+    }
+    return largest;
+  }
+  // Leaves out the tokens that are not in [first, last) of the sequence; `at` is the first of the page's.
+  DEV float keep(int at, int first, int last, int lane) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int position = at + i * 16 + r * 8 + (lane >> 2);
+        if (position < first || position >= last) scale[i][r] = rest[i][r] = flag[i][r] = 0.f;
+        largest = fmaxf(largest, scale[i][r]);
+      }
+    return largest;
+  }
+  // Adds probabilities x times values.
+  DEV void add(State& st, float x[N][OWN][2], const u8* run, int tile, int lane) const {
+    const int g = lane >> 2;
+#pragma unroll
+    for (int i = 0; i < N; i++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
-          const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : TURNED ? st.m[n] - q.lost[n] : st.m[n];
-          float y;
-          if (KEY_META == 0) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
-          if (KEY_META == 1) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
-          if (KEY_META == 2) y = fmaf(fmaf(x, q.factor[n], q.bias[n]), key[r].scale, -less);
-          s[i][n][r] = SOFTCAP ? capped(y + q.lost[n], st.m[n], cap) : y;
+          if (VALUE_META != 2) st.z[n] = fmaf(x[i][n][r], rest[i][r], st.z[n]);
+          if (VALUE_FLAG) st.flags[n] = fmaf(x[i][n][r], flag[i][r], st.flags[n]);
+          x[i][n][r] *= scale[i][r] * st.norm;
         }
-    }
-  }
+    Probabilities<N> p;
+    p.set(x);
 #pragma unroll
-  for (int i = 0; i < CHUNK; i++) {
-    Meta value[2];
-    load_meta<VALUE_META, VALUE_META_TYPE>(value, run + VALUE_META_OFFSET, g * (PAGE / 8) + (tile + i) * 2);
+    for (int i = 0; i < p.STEPS; i++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float v = VALUE_META == 2 ? fabsf(value[r].scale) * Values::STEP : value[r].scale;
-      scale[i][r] = v;
-      if (VALUE_META == 0) rest[i][r] = fmaf(Values::TOP * 0.5f, v, value[r].zero);
-      if (VALUE_META == 1) rest[i][r] = v * (Values::TOP * 0.5f - value[r].zero);
-      flag[i][r] = VALUE_FLAG && __float_as_int(value[r].scale) < 0 ? 1.f : 0.f;
-      largest = fmaxf(largest, v);
-    }
-  }
-  if (at < first || at + 16 * CHUNK > last) {  // past the ends a page may hold anything
-    largest = 0.f;
+      for (int n = 0; n < COLUMN_TILES; n++) mma(st.riding[n], 0xE4006400u, 0xE4006400u, 0xE4006400u, 0xE4006400u, p.p[i][n][0], p.p[i][n][1]);
 #pragma unroll
-    for (int i = 0; i < CHUNK; i++)
+    for (int i = 0; i < N; i++) {
+      Values codes;
+      codes.load(run, tile + i, lane);
+      u32 b[COLUMN_TILES][2];
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int position = at + i * 16 + r * 8 + g;
-        if (position < first || position >= last) {
-          scale[i][r] = rest[i][r] = flag[i][r] = 0.f;
+      for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-          for (int n = 0; n < OWN; n++) s[i][n][r] = minus_infinity();
-        }
-        largest = fmaxf(largest, scale[i][r]);
+        for (int r = 0; r < 2; r++) b[n][r] = only(p.of(i, n, r), i, g);
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) mma(st.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
       }
+    }
   }
-  st.settle<CHUNK>(s, largest);
+};
+#else
+// Of tokens with a scale and a minimum for each of VALUE_GROUPS groups of channels. Probabilities are multiplied by a group's
+// scales where they lie as second operands, tokens 2t and 2t + 1 a register; the minima are one more product, a row for each group.
+template <int N> struct PageValues {
+  static constexpr int STEPS = Probabilities<N>::STEPS;
+  u32 scale[VALUE_GROUPS][STEPS][2], least[N][2];
 
-  constexpr int STEPS = PAIRED ? (CHUNK + 1) / 2 : CHUNK;  // products that share a set of probabilities
-  u32 p[STEPS][COLUMN_TILES][2];
+  DEV static const u8* place(const u8* run, int group, int tile, int token) {  // of rows token and token + 8
+    return run + VALUE_META_OFFSET + (group * PAGE + token * (PAGE / 8) + tile * 2) * 4;
+  }
+  DEV static int shift(int step, int lane) {  // tile whose probabilities the lane's column has
+    return PAIRED ? min(2 * step + (lane >> 2 & 1), N - 1) : step;
+  }
+  DEV float largest() const {
+    u32 x = 0u;
 #pragma unroll
-  for (int i = 0; i < CHUNK; i++)
+    for (int j = 0; j < VALUE_GROUPS; j++)
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) x = pair_max<1>(x, pair_max<1>(scale[j][i][0], scale[j][i][1]));
+    return fmaxf(fp16_low(x), fp16_high(x));
+  }
+  DEV float load(const u8* run, int tile, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int j = 0; j < VALUE_GROUPS; j++)
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        const uint2 x = *(const uint2*)place(run, j, tile + shift(i, lane), 2 * t), y = *(const uint2*)place(run, j, tile + shift(i, lane), 2 * t + 1);
+        scale[j][i][0] = __byte_perm(x.x, y.x, 0x5410), scale[j][i][1] = __byte_perm(x.y, y.y, 0x5410);
+      }
+#pragma unroll
+    for (int i = 0; i < N; i++) {  // row g: group g; rows of no group are not looked at
+      const int group = min(g, VALUE_GROUPS - 1);
+      const uint2 x = *(const uint2*)place(run, group, tile + i, 2 * t), y = *(const uint2*)place(run, group, tile + i, 2 * t + 1);
+      least[i][0] = __byte_perm(x.x, y.x, 0x7632), least[i][1] = __byte_perm(x.y, y.y, 0x7632);
+    }
+    return largest();
+  }
+  DEV static u32 kept(int position, int first, int last) {  // mask of two tokens
+    return (position >= first && position < last ? 0xffffu : 0u) | (position + 1 >= first && position + 1 < last ? 0xffff0000u : 0u);
+  }
+  DEV float keep(int at, int first, int last, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float x[OWN];
+      const int position = at + r * 8 + 2 * (lane & 3);
 #pragma unroll
-      for (int n = 0; n < OWN; n++) {
-        x[n] = exp2_(s[i][n][r]);
-        st.l[n] += x[n];
-        if (VALUE_META != 2) st.z[n] = fmaf(x[n], rest[i][r], st.z[n]);
-        if (VALUE_FLAG) st.flags[n] = fmaf(x[n], flag[i][r], st.flags[n]);
-        s[i][n][r] = x[n] * (scale[i][r] * st.norm);
-      }
+      for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int j = 0; j < VALUE_GROUPS; j++) scale[j][i][r] &= kept(position + shift(i, lane) * 16, first, last);
+#pragma unroll
+      for (int i = 0; i < N; i++) least[i][r] &= kept(position + i * 16, first, last);
     }
+    return largest();
+  }
+  DEV void add(State& st, float x[N][OWN][2], const u8* run, int tile, int lane) const {
+    const int g = lane >> 2;
 #pragma unroll
-  for (int i = 0; i < STEPS; i++)
+    for (int i = 0; i < N; i++)
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
+      for (int n = 0; n < OWN; n++) x[i][n][0] *= st.norm, x[i][n][1] *= st.norm;
+    Probabilities<N> p;
+    p.set(x);
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float x = PAIRED ? s[2 * i * PAIRED + i * !PAIRED][0][r] : s[i][2 * n * !PAIRED][r];
-        const float y = PAIRED ? (2 * i + 1 < CHUNK ? s[(2 * i + 1) % CHUNK][0][r] : 0.f) : s[i][(2 * n + 1) % OWN][r];
-        p[i][n][r] = transpose8(fp16_pair(x, y));
+    for (int i = 0; i < N; i++) {
+      Values codes;
+      codes.load(run, tile + i, lane);
+      u32 own[COLUMN_TILES][2];
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) {
+        own[n][0] = only(p.of(i, n, 0), i, g), own[n][1] = only(p.of(i, n, 1), i, g);
+        mma(st.riding[n], least[i][0], 0u, least[i][1], 0u, own[n][0], own[n][1]);
       }
-      mma(st.riding[n], 0xE4006400u, 0xE4006400u, 0xE4006400u, 0xE4006400u, p[i][n][0], p[i][n][1]);
-    }
 #pragma unroll
-  for (int i = 0; i < CHUNK; i++) {
-    Values codes;
-    codes.load(run, tile + i, lane);
-    u32 b[COLUMN_TILES][2];
+      for (int j = 0; j < VALUE_GROUPS; j++) {
+        u32 b[COLUMN_TILES][2];
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++)
+        for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) b[n][r] = only(p[PAIRED ? i / 2 : i][n][r], i, g);
+          for (int r = 0; r < 2; r++) b[n][r] = times_pair(own[n][r], scale[j][PAIRED ? i / 2 : i][r]);
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
+        for (int k = j * SHARE / 2; k < (j + 1) * SHARE / 2; k++) {
+          const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
 #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) mma(st.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
+          for (int n = 0; n < COLUMN_TILES; n++) mma(st.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
+        }
+      }
     }
   }
-}
+};
 #endif
 
 // --- full-precision windows -------------------------------------------------------------------------------------------
 
 #if WINDOW_TOKENS
-DEV s64 window_row(int position, s64 owner, int head) {
-  const int place = position < SINK ? position : SINK + (position - SINK) % RING;
-  return ((owner * WINDOW_TOKENS + place) * KV_HEADS + head) * D;
+DEV s64 window_row(int position, s64 owner, int head, int ring, int tokens) {
+  const int place = position < SINK ? position : SINK + (position - SINK) % ring;
+  return ((owner * tokens + place) * KV_HEADS + head) * D;
 }
 
-// WINDOW_TILES tiles of the tokens [from, to) of a sequence. Keys are multiplied by queries brought to a largest magnitude of
-// 256, so that fp16 holds them.
+// Scores of the tile of tokens from `from` on, of which [first, last) are in the window; the others are minus infinity. Keys are
+// multiplied by queries brought to a largest magnitude of 256, so that fp16 holds them.
 template <class From>  // Prepared or Turned
-DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
+DEV void window_scores(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, const State& st, float s[OWN][2]) {
   const int g = lane >> 2, t = lane & 3;
-  float s[WINDOW_TILES][OWN][2];
+  u32 k[2][D / 8];
 #pragma unroll
-  for (int i = 0; i < WINDOW_TILES; i++) {
-    u32 k[2][D / 8];
+  for (int r = 0; r < 2; r++) {
+    const int position = max(first, min(from + r * 8 + g, last - 1));
+    load_words<D / 8>(k[r], (const u8*)a.window_key + (window_row(position, owner, head, KEY_RING, KEY_WINDOW) + t * (D / 4)) * 2);
+  }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int position = min(from + i * 16 + r * 8 + g, to - 1);
-      load_words<D / 8>(k[r], (const u8*)a.window_key + (window_row(position, owner, head) + t * (D / 4)) * 2);
+  for (int n = 0; n < COLUMN_TILES; n++) {  // column g: head g / 2 where two tiles share the columns, else g / 2 + 4 (g % 2)
+    const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);
+    const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
+    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    const float by = column < TILE_HEADS ? 256.f / peak_of(sh, column) : 0.f;
+#pragma unroll
+    for (int e = 0; e < D / 8; e += 2) {
+      const float4 x = *(const float4*)(row + 2 * e);
+      mma(c, to_fp16<WINDOW_TYPE>(k[0][e]), to_fp16<WINDOW_TYPE>(k[1][e]), to_fp16<WINDOW_TYPE>(k[0][e + 1]),
+          to_fp16<WINDOW_TYPE>(k[1][e + 1]), fp16_pair(x.x * by, x.y * by), fp16_pair(x.z * by, x.w * by));
     }
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {  // column g: head g / 2 where two tiles share the columns, else g / 2 + 4 (g % 2)
-      const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);
-      const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
-      float c[4] = {0.f, 0.f, 0.f, 0.f};
-      const float by = column < TILE_HEADS ? 256.f / peak_of(sh, column) : 0.f;
+    for (int r = 0; r < 2; r++) {
+      const int position = from + r * 8 + g;
+      const bool there = position >= first && position < last;
 #pragma unroll
-      for (int e = 0; e < D / 8; e += 2) {
-        const float4 x = *(const float4*)(row + 2 * e);
-        mma(c, to_fp16<WINDOW_TYPE>(k[0][e]), to_fp16<WINDOW_TYPE>(k[1][e]), to_fp16<WINDOW_TYPE>(k[0][e + 1]),
-            to_fp16<WINDOW_TYPE>(k[1][e + 1]), fp16_pair(x.x * by, x.y * by), fp16_pair(x.z * by, x.w * by));
-      }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const bool there = from + i * 16 + r * 8 + g < to;
-#pragma unroll
-        for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
-          const int h = PAIRED ? 0 : (2 * n + j) % OWN;
-          const float back = peak_of(sh, min(4 * h + t, TILE_HEADS - 1)) * (a.scale / 256.f);
-          const float x = capped(c[2 * r + j] * back + (SOFTCAP || TURNED ? sh.lost[min(4 * h + t, TILE_HEADS - 1)] : 0.f), st.m[h], a.cap);
-          s[i][h][r] = there ? x : minus_infinity();
-        }
+      for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
+        const int h = PAIRED ? 0 : (2 * n + j) % OWN;
+        const float back = peak_of(sh, min(4 * h + t, TILE_HEADS - 1)) * (a.scale / 256.f);
+        const float x = capped(c[2 * r + j] * back + (SOFTCAP || TURNED ? sh.lost[min(4 * h + t, TILE_HEADS - 1)] : 0.f), st.m[h], a.cap);
+        s[h][r] = there ? x : minus_infinity();
       }
     }
   }
-  u32 v[WINDOW_TILES][4][D / 16];  // asked for before the probabilities are there
-#pragma unroll
-  for (int i = 0; i < WINDOW_TILES; i++)
+}
+
+// The values of a tile, of which [first, last) are in the window; for others, one that is.
+struct WindowValues {
+  u32 v[4][D / 16];
+  DEV void load(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) {
+    const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      const int position = min(from + i * 16 + (r >> 1) * 8 + 2 * t + (r & 1), to - 1);
-      load_words<D / 16>(v[i][r], (const u8*)a.window_value + (window_row(position, owner, head) + g * (D / 8)) * 2);
+      const int position = max(first, min(from + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
+      const s64 row = window_row(position, owner, head, VALUE_RING, VALUE_WINDOW);
+#pragma unroll
+      for (int j = 0; j < VALUE_GROUPS; j++) load_words<SHARE / 2>(v[r] + j * SHARE / 2, (const u8*)a.window_value + (row + value_channel(g, j * SHARE)) * 2);
     }
+  }
+  DEV void add(float* c, int k, u32 p0, u32 p1) const {  // the k-th 16 channels
+    const u32 v0 = to_fp16<WINDOW_TYPE>(v[0][k]), v1 = to_fp16<WINDOW_TYPE>(v[1][k]);
+    const u32 v2 = to_fp16<WINDOW_TYPE>(v[2][k]), v3 = to_fp16<WINDOW_TYPE>(v[3][k]);
+    mma(c, __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632), p0, p1);
+  }
+};
+
+// WINDOW_TILES tiles of the tokens [from, to) of a sequence.
+template <class From>  // Prepared or Turned
+DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
+  float s[WINDOW_TILES][OWN][2];
+#pragma unroll
+  for (int i = 0; i < WINDOW_TILES; i++) window_scores(a, from + i * 16, from, to, owner, head, lane, sh, rows, st, s[i]);
+  WindowValues v[WINDOW_TILES];  // asked for before the probabilities are there
+#pragma unroll
+  for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, from, to, owner, head, lane);
   st.settle<WINDOW_TILES>(s, 0.f);
 #pragma unroll
   for (int i = 0; i < WINDOW_TILES; i++)
@@ -197,33 +325,114 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
 #pragma unroll
       for (int n = 0; n < OWN; n++) {
         u32 b[2];
-        spread(b, s[i][n][r], g);
+        spread(b, s[i][n][r], lane >> 2);
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-          const u32 *x = v[i][2 * r] + 2 * k, *y = v[i][2 * r + 1] + 2 * k;
+          const u32 *x = v[i].v[2 * r] + 2 * k, *y = v[i].v[2 * r + 1] + 2 * k;
           mma(st.acc[n][k], to_fp16<WINDOW_TYPE>(x[0]), to_fp16<WINDOW_TYPE>(x[1]), to_fp16<WINDOW_TYPE>(y[0]), to_fp16<WINDOW_TYPE>(y[1]), b[0], b[1]);
         }
       }
 #else
-  u32 p[COLUMN_TILES][2];
+  Probabilities<WINDOW_TILES> p;
+  p.set(s);
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++)
+  for (int i = 0; i < WINDOW_TILES; i++)
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      p[n][r] = transpose8(PAIRED ? fp16_pair(s[0][0][r], s[WINDOW_TILES - 1][0][r]) : fp16_pair(s[0][(2 * n) % OWN][r], s[0][(2 * n + 1) % OWN][r]));
+    for (int k = 0; k < D / 16; k++)
 #pragma unroll
-  for (int i = 0; i < WINDOW_TILES; i++) {
+      for (int n = 0; n < COLUMN_TILES; n++) v[i].add(st.acc[n][k], k, only(p.of(i, n, 0), i, lane >> 2), only(p.of(i, n, 1), i, lane >> 2));
+#endif
+}
+#endif
+
+// --- pages --------------------------------------------------------------------------------------------------------------
+
+#if !INDEXED
+// Tokens outside [first, last) are not there; past the ends a page may hold anything.
+template <int N> DEV void leave_out(float s[N][OWN][2], int at, int first, int last, int lane) {
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      const u32 v0 = to_fp16<WINDOW_TYPE>(v[i][0][k]), v1 = to_fp16<WINDOW_TYPE>(v[i][1][k]);
-      const u32 v2 = to_fp16<WINDOW_TYPE>(v[i][2][k]), v3 = to_fp16<WINDOW_TYPE>(v[i][3][k]);
-      const u32 a0 = __byte_perm(v0, v1, 0x5410), a1 = __byte_perm(v0, v1, 0x7632);
-      const u32 a2 = __byte_perm(v2, v3, 0x5410), a3 = __byte_perm(v2, v3, 0x7632);
+  for (int i = 0; i < N; i++)
 #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) mma(st.acc[n][k], a0, a1, a2, a3, only(p[n][0], i, g), only(p[n][1], i, g));
+    for (int r = 0; r < 2; r++) {
+      const int position = at + i * 16 + r * 8 + (lane >> 2);
+#pragma unroll
+      for (int n = 0; n < OWN; n++) s[i][n][r] = position < first || position >= last ? minus_infinity() : s[i][n][r];
+    }
+}
+template <int N> DEV void to_probabilities(State& st, float s[N][OWN][2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int n = 0; n < OWN; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) st.l[n] += s[i][n][r] = exp2_(s[i][n][r]);
+}
+
+// One chunk of at most 64 tokens of a page.
+DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, Query& q, State& st, float cap, const u8*) {
+  float s[CHUNK][OWN][2];
+  page_scores<CHUNK>(run, tile, lane, q, st, cap, s);
+  PageValues<CHUNK> values;
+  float largest = values.load(run, tile, lane);
+  if (at < first || at + 16 * CHUNK > last) {
+    largest = values.keep(at, first, last, lane);
+    leave_out<CHUNK>(s, at, first, last, lane);
+  }
+  st.settle<CHUNK>(s, largest);
+  to_probabilities<CHUNK>(st, s);
+  values.add(st, s, run, tile, lane);
+}
+#endif
+
+#if KEY_GROUP
+constexpr int MIXED_TILES = PAIRED && CHUNK > 1 ? 2 : 1;
+
+// The same for MIXED_TILES tiles of which some tokens have keys, from the keys-th token on, or values, from the values-th on, in windows.
+DEV void attend_mixed(const Arguments& a, const u8* run, int tile, int at, int first, int last, int keys, int values, s64 owner, int head, int lane,
+                      Query& q, State& st) {
+  float s[MIXED_TILES][OWN][2];
+  if (at < keys) page_scores<MIXED_TILES>(run, tile, lane, q, st, a.cap, s);
+  leave_out<MIXED_TILES>(s, at, first, min(keys, last), lane);
+  if (at + 16 * MIXED_TILES > keys && keys < last)
+#pragma unroll
+    for (int i = 0; i < MIXED_TILES; i++) {
+      float x[OWN][2];
+      window_scores(a, at + i * 16, max(keys, first), last, owner, head, lane, *q.prepared, q.prepared->rows, st, x);
+#pragma unroll
+      for (int n = 0; n < OWN; n++) s[i][n][0] = fmaxf(s[i][n][0], x[n][0]), s[i][n][1] = fmaxf(s[i][n][1], x[n][1]);
+    }
+  PageValues<MIXED_TILES> packed;
+  packed.load(run, tile, lane);
+  const float largest = packed.keep(at, first, min(values, last), lane);
+  st.settle<MIXED_TILES>(s, largest);
+  to_probabilities<MIXED_TILES>(st, s);
+  if (at + 16 * MIXED_TILES > values && values < last) {
+    float x[MIXED_TILES][OWN][2];
+#pragma unroll
+    for (int i = 0; i < MIXED_TILES; i++)
+#pragma unroll
+      for (int n = 0; n < OWN; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) x[i][n][r] = at + i * 16 + r * 8 + (lane >> 2) >= values ? s[i][n][r] : 0.f;
+    Probabilities<MIXED_TILES> p;
+    p.set(x);
+#pragma unroll
+    for (int i = 0; i < MIXED_TILES; i++) {
+      WindowValues v;
+      v.load(a, at + i * 16, max(values, first), last, owner, head, lane);
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+          float c[4] = {0.f, 0.f, 0.f, 0.f};
+          v.add(c, k, only(p.of(i, n, 0), i, lane >> 2), only(p.of(i, n, 1), i, lane >> 2));
+          const float y = st.norm * Values::unit(2 * k), z = st.norm * Values::unit(2 * k + 1);
+          st.acc[n][k][0] = fmaf(c[0], y, st.acc[n][k][0]), st.acc[n][k][1] = fmaf(c[1], y, st.acc[n][k][1]);
+          st.acc[n][k][2] = fmaf(c[2], z, st.acc[n][k][2]), st.acc[n][k][3] = fmaf(c[3], z, st.acc[n][k][3]);
+        }
     }
   }
-#endif
+  packed.add(st, s, run, tile, lane);
 }
 #endif
 
@@ -233,7 +442,7 @@ DEV void enter_pages(State& st) {
   for (int n = 0; n < ACC_TILES * !INDEXED; n++)
 #pragma unroll
     for (int k = 0; k < ACC_STEPS; k++) {
-      const float x = st.norm * (float)(1 << Values::power(2 * k)), y = st.norm * (float)(1 << Values::power(2 * k + 1));
+      const float x = st.norm * Values::unit(2 * k), y = st.norm * Values::unit(2 * k + 1);
       st.acc[n][k][0] *= x, st.acc[n][k][1] *= x, st.acc[n][k][2] *= y, st.acc[n][k][3] *= y;
     }
 }

@@ -104,11 +104,17 @@ template <int B> DEV constexpr int position(int place) {  // p of a place
   if (B == 3) return bit % 4 + 4;
   return bit < 8 ? bit : bit - 6;  // four bits: 0, 4, 2, 6; eight: 0, 2
 }
+// Without 1024: a masked code at bit p of a half is the fp16 number c 2^(p - 24), which tensor cores multiply exactly.
+template <int B> DEV constexpr int bare_position(int place) {
+  const int bit = bit_of<B == 3 ? 2 : B>(place);
+  return B == 3 ? bit % 4 + 4 : bit + B <= 10 ? bit : bit - 6;
+}
 DEV u32 moved(u32 w, int right) { return right > 0 ? w >> right : w << -right; }
 
 // Codes of BITS bits from byte OFFSET of the run on; the high plane of three-bit codes from HIGH on. A code counts
-// STEP / 2^20 where the stream has no minimum.
-template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_> struct ValueCodes {
+// STEP / 2^20 where the stream has no minimum. BARE: as numbers of c 2^(p - 24); keys that are coded per channel are read like this too.
+template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ = false> struct ValueCodes {
+  static constexpr bool BARE = BARE_;
   static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, HIGH = HIGH_;
   static constexpr int PAIRS = WIDTH / 8, LOW_BITS = BITS == 3 ? 2 : BITS, PER = 16 / LOW_BITS;
   static constexpr int WORDS = WIDTH * LOW_BITS / 64;  // of a lane and tile
@@ -116,7 +122,8 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_> struct Value
   static constexpr float TOP = (1 << BITS) - 1, STEP = STEP_ / 1048576.f;
   u32 w[WORDS], h[HIGH_WORDS];
 
-  DEV static constexpr int power(int element) { return position<BITS>(element); }
+  DEV static constexpr int power(int element) { return BARE ? bare_position<BITS>(element) : position<BITS>(element); }
+  DEV static constexpr float unit(int element) { return (float)(1 << power(element)) * (BARE ? 5.9604644775390625e-8f : 1.f); }  // that a code counts
 
   DEV void load(const u8* run, int tile, int lane) {
     load_words<WORDS>(w, run + OFFSET + (tile * 32 + lane) * WORDS * 4);
@@ -130,7 +137,7 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_> struct Value
   DEV u32 get(int second, int element) const {
     const int place = second * PAIRS + element, p = power(element);
     const u32 mask = (u32)((1 << BITS) - 1) << p;
-    const u32 rest = 0x64006400u ^ (0x8000u | mask) << 16;
+    const u32 rest = BARE ? 0u : 0x64006400u ^ (0x8000u | mask) << 16;
     if constexpr (BITS == 3) {
       const u32 part = pick(moved(w[place / PER], bit_of<2>(place) - p), 0x00030003u << p, rest);
       return pick(moved(h[place / 16], place % 16 - p - 2), 0x00040004u << p, part);

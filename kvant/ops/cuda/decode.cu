@@ -1,5 +1,5 @@
-// Decode attention, 4 of 4: paged, over packed codes, in one launch, split along the sequence, windows and merge included. The
-// text before it is common.cu, softmax.cu, queries.cu and attend.cu.
+// Decode attention, 5 of 5: paged, over packed codes, in one launch, split along the sequence, windows and merge included. The
+// text before it is common.cu, softmax.cu, queries.cu, groups.cu and attend.cu; for vector quantization, indices.cu and lookup.cu too.
 //
 // S^T = K Q^T and O^T = V^T P^T: tokens (then channels) fill the 16 rows of the tensor core's product, the query heads of a KV
 // head its 8 columns. The page lies in the order of the lanes (kvant/layout.py), so a lane reads its own share and nothing is
@@ -15,8 +15,8 @@
 //
 // Constants beside those of common.cu: GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES,
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
-// offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, RING, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
-// in pages), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
+// offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
+// in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
 // they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
 // INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const int virtual_head = (now - before) / units, head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
     const int start = before + virtual_head * units;
     const int from = now - start, to = min(end, start + units) - start;
-    const int windows = w.units_windows, pages = w.pages;
+    const int windows = w.units_windows, pages = w.weight;
     int page_from = max(from - windows * UNIT, 0), page_to = min(max(to - windows * UNIT, 0), pages);
     int window_from = (from + UNIT - 1) / UNIT, window_to = min(windows, (to + UNIT - 1) / UNIT);
     if (split) {  // the same share of both
@@ -177,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     }
     for (int i = 0; i < warp; i++) page_from += max(0, quota - (own_windows - i + WARPS - 1) / WARPS * UNIT);
     page_to = min(page_to, page_from + max(0, quota - (own_windows - warp + WARPS - 1) / WARPS * UNIT));
+    page_from = page_at(page_from, w.pages, w.mixed), page_to = page_at(page_to, w.pages, w.mixed);
 
     // the first copies are on their way while the query is prepared
     const s64* table = a.table + (s64)b * a.table_width + w.page;
@@ -239,14 +240,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     load_query(q, sh.query, lane, a.scale);
 #endif
     const int packed = w.packed, packed_end = w.packed_end, first_page = w.page;
+#if KEY_GROUP
+    const int keys = w.keys, values = w.values;
+#endif
     for (int page = page_from; page < page_to; page++) {
       const int stage = read % STAGES;
       await_run(&sh.barrier[warp][stage], read / STAGES & 1);
       read++;
       const u8* run = stages + stage * RUN;
+#if KEY_GROUP
+      q.entered = -1;
+#endif
 #pragma unroll 1
       for (int tile = 0; tile < TILES; tile += CHUNK) {
-        const int at = (first_page + page) * PAGE + tile * 16;
+        const int at = ORIGIN + (first_page + page) * PAGE + tile * 16;
         if (TILES > CHUNK && (at + 16 * CHUNK <= packed || at >= packed_end)) continue;
 #if TURNED
         for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
@@ -258,6 +265,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           }
           attend_page(run, tile, at, some, until, lane, q, st, a.cap, dynamic);
           some = until;
+        }
+#elif KEY_GROUP
+        if (at + 16 * CHUNK <= min(keys, values) || keys == values) {
+          attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < CHUNK; i += MIXED_TILES)
+            if (at + 16 * (i + MIXED_TILES) > packed && at + 16 * i < packed_end)
+              attend_mixed(a, run, tile + i, at + 16 * i, packed, packed_end, keys, values, owner, head, lane, q, st);
         }
 #else
         attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
@@ -299,18 +315,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int k = 0; k < D / 16; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const float riding = st.riding[n][i & 1], power = 1.f / (float)(1 << Values::power(2 * k + (i >> 1)));
-          x[k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
+          const float power = 1.f / Values::unit(2 * k + (i >> 1));
+          if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
+            const float least = __shfl_sync(FULL, st.riding[n][i & 1], 2 * k / SHARE * 4 + t);
+            x[k][i] = (st.acc[n][k][i] * power + least) * back;
+          } else {
+            const float riding = st.riding[n][i & 1];
+            x[k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
+          }
         }
 #pragma unroll
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
         const int h = PAIRED ? 0 : (2 * n + j) % OWN;
         if (4 * h + t < TILE_HEADS) {
-          float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * D + g * (D / 8);
+          float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * D;
 #pragma unroll
           for (int k = 0; k < D / 16; k++) {
-            o[2 * k] = (PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h];
-            o[2 * k + 1] = (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h];
+            o[value_channel(g, 2 * k)] = (PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h];
+            o[value_channel(g, 2 * k + 1)] = (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h];
           }
         }
       }

@@ -98,7 +98,7 @@ template <class I> struct KeyIndices {
 template <class I> struct ValueIndices {
   static constexpr int WORDS = I::COUNT * I::WORDS / 8;  // of a token
   static_assert(WORDS % 2 == 0, "whole products");
-  DEV static constexpr int power(int) { return 0; }
+  DEV static constexpr float unit(int) { return 1.f; }
 };
 
 // Probabilities of rows 2 t and 2 t + 1 for head g / 2, from those of row g for head t.

@@ -11,6 +11,8 @@ import torch
 
 from kvant.codecs.affine import Affine
 from kvant.codecs.banded import STEPS, Banded
+from kvant.codecs.boosted import Boosted
+from kvant.codecs.channel import Channel
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
@@ -27,6 +29,7 @@ SOURCES = (
     "softmax.cu",
     "queries.cu",
     "lookup.cu",
+    "groups.cu",
     "attend.cu",
     "decode.cu",
 )
@@ -72,8 +75,9 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
 
 def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
-    indexed = is_indexed(layout)
-    for name, stream in layout.recipe.streams.items():
+    recipe, dim, indexed = layout.recipe, layout.head_dim, is_indexed(layout)
+    grouped = isinstance(recipe.key.codec, Channel | Boosted)
+    for name, stream in recipe.streams.items():
         codec = stream.codec
         if isinstance(codec, ProductVQ):
             reason = (
@@ -84,22 +88,47 @@ def refuse_layout(layout: Layout) -> str | None:
             if reason is not None:
                 return reason
         elif isinstance(codec, Affine):
-            if codec.groups(layout.head_dim) > 1:
-                return f"it reads one scale a token, and the {name}s have {codec.groups(layout.head_dim)}"
+            groups = codec.groups(dim)
+            if groups > 1 and not (grouped and name == "value"):
+                return f"it reads one scale a token, and the {name}s have {groups}"
         elif isinstance(codec, Banded):
             if codec.levels != "uniform":
                 return f"it reads evenly spaced levels, and those of the {name}s are not"
-            if name == "value" and len(codec.bands(layout.head_dim)) > 1:
+            if name == "value" and len(codec.bands(dim)) > 1:
                 return "it reads values of one width, and they have bands"
-        else:
-            return f"it reads token-wise affine codes, and the {name}s are coded by {type(codec).__name__}"
+        elif not (grouped and name == "key"):
+            return f"it reads token-wise affine codes and keys coded per channel, and the {name}s are coded by {type(codec).__name__}"
     if layout.order != "fragment" and not indexed:
         return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
-    if layout.recipe.key.window != layout.recipe.value.window:
+    if not grouped and recipe.key.window != recipe.value.window:
         return "keys and values have different windows"
-    if layout.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {layout.head_dim} is more than {MAX_HEAD_DIM}"
-    return refuse_turns(layout)
+    if dim > MAX_HEAD_DIM:
+        return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
+    return refuse_turns(layout) or (refuse_groups(layout) if grouped else None)
+
+
+def refuse_groups(layout: Layout) -> str | None:
+    """Why keys that are coded per channel, or the values beside them, cannot be read; None where they can."""
+    key, value, dim = layout.recipe.key, layout.recipe.value, layout.head_dim
+    if key.rope != "post":
+        return "it reads keys that are coded per channel as they come, and they are stored turned back"
+    if key.codec.group_tokens < 16:
+        return f"it reads groups of at least 16 tokens, and those of the keys have {key.codec.group_tokens}"
+    if dim % 32:
+        return f"it reads keys that are coded per channel in tiles of 32 channels, and the head dim is {dim}"
+    if key.codec.meta != "float16":  # type: ignore[attr-defined]
+        return f"it reads the scales of channels as float16, and they are {key.codec.meta}"  # type: ignore[attr-defined]
+    for name, stream in layout.recipe.streams.items():
+        if getattr(stream.codec, "bits", 2) == 3 and dim % 64:
+            return f"it reads codes of 3 bits of a multiple of 64 channels, and the {name}s have {dim}"
+    if not isinstance(value.codec, Affine):
+        return None
+    groups = value.codec.groups(dim)
+    if groups > 1 and (value.codec.meta != "float16" or value.codec.zero != "float"):
+        return "of values with several scales it reads scales and minima as float16, and theirs are others"
+    if groups > 8 or (groups > 1 and layout.scale_groups("value") != groups):
+        return f"it reads at most 8 scales a token, each of a multiple of 16 channels, and the values have {groups}"
+    return None
 
 
 def is_indexed(layout: Layout) -> bool:
@@ -133,8 +162,10 @@ class StoredBand(NamedTuple):
 def stored_bands(layout: Layout, stream: StreamName) -> list[StoredBand]:
     """The bands of a stream that are stored; one of all channels where it has none."""
     codec, dim = layout.recipe.streams[stream].codec, layout.head_dim
-    if isinstance(codec, Affine):
+    if isinstance(codec, Affine | Channel):
         return [StoredBand("codes", 0, dim, codec.bits, 1.0)]
+    if isinstance(codec, Boosted):  # the low bits; the high ones of some channels are no codes
+        return [StoredBand("codes", 0, dim, 2, 1.0)]
     assert isinstance(codec, Banded)
     out, first = [], 0
     for i, (width, bits) in enumerate(codec.bands(dim)):
@@ -257,7 +288,23 @@ class Plan:
         if self.indexed:  # one block, since codebooks are large: as many warps as have the registers they need
             size = self.layout.head_dim * self.own_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
-        return dict(self.tuned).get("WARPS", next((n for n in range(most, 1, -2) if n <= fit), 1))
+        count = next((n for n in range(most, 1, -2) if n <= fit), 1)
+        if self.layout.recipe.key.groupwise and fit > WARPS and self._blocks(WARPS) < self._most_blocks:
+            count = max(
+                (WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps)
+            )  # long pages: more warps fit like this
+        return dict(self.tuned).get("WARPS", count)
+
+    @property
+    def _most_blocks(self) -> int:
+        """Blocks that the registers of a multiprocessor are enough for."""
+        return 1 if self.indexed else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+
+    def _blocks(self, warps: int) -> int:
+        """Blocks that a multiprocessor is to hold."""
+        grouped = self.layout.recipe.key.groupwise
+        most = min(self._most_blocks, 12 // warps) if grouped else self._most_blocks
+        return max(1, min(most, self.shared[1] // (warps * self.warp_bytes + (8192 if grouped else 4096))))
 
     @functools.cached_property
     def copies(self) -> tuple[int, ...]:
@@ -301,6 +348,7 @@ class Plan:
     @functools.cached_property
     def constants(self) -> dict[str, object]:
         layout, window = self.layout, self.layout.recipe.key.window
+        grouped = layout.recipe.key.groupwise
         heads = self.tile_heads
         parts = 2 if self.query == "float32" else 1  # of turned queries as fp16: 16-bit ones are no more exact than one
         words = (
@@ -318,13 +366,16 @@ class Plan:
             "TILE_HEADS": heads,
             "QUERY_TILES": -(-self.group // heads),
             "INDEXED": int(self.indexed),
+            "ORIGIN": layout.recipe.origin,
+            "KEY_GROUP": layout.recipe.key.codec.group_tokens if grouped else 0,
+            "VALUE_GROUPS": layout.scale_groups("value"),
             "VALUE_FLAG": int(getattr(layout.recipe.value.codec, "flag", False)),
             "SINK": window.sink,
             "RECENT": window.recent,
-            "RING": max(1, window.ring),
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "UNIT": max(1, round(unit / layout.run_bytes)),
+            "MIXED": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],
             "DUAL": self.dual[0],
             "DUAL_ORDER": self.dual[1],
@@ -338,23 +389,30 @@ class Plan:
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": 1
-            if self.indexed
-            else max(
-                1,
-                min(3 if layout.head_dim * -(-heads // 8) <= 128 else 2, self.shared[1] // (self.dynamic_bytes + 4096)),
-            ),
+            "MIN_BLOCKS": self._blocks(self.warps),
             "BULK": int(self.bulk),
         }
+        for name, stream in layout.recipe.streams.items():
+            constants[f"{name.upper()}_RECENT"] = stream.window.recent
+            constants[f"{name.upper()}_FLUSH"] = stream.window.flush
+            constants[f"{name.upper()}_RING"] = max(1, stream.window.ring)
+            constants[f"{name.upper()}_WINDOW"] = layout.overlay_tokens(name)
         if self.indexed:
             return constants | self._books() | dict(self.tuned)
-        planes = ", ".join(plane.text for plane in key_planes(layout))
-        constants |= {"KEY_PLANES": f"Planes<{planes}>", "VALUE_CODES": self._value_codes()}
-        for name in ("key", "value"):
-            (section,) = self._sections(name, "meta")  # type: ignore[arg-type]
+        planes = "" if grouped else ", ".join(plane.text for plane in key_planes(layout))
+        constants["KEY_PLANES"] = f"Planes<{planes}>"
+        constants["VALUE_CODES"] = self._codes("value", layout.scale_groups("value") > 1)
+        for name in layout.recipe.streams:
+            (section,) = self._sections(name, "meta")
             constants[f"{name.upper()}_META"] = META_KINDS[section.names]
             constants[f"{name.upper()}_META_TYPE"] = TYPES[section.dtype]
             constants[f"{name.upper()}_META_OFFSET"] = section.offset
+        if grouped:
+            constants["KEY_CODES"] = self._codes("key", bare=True)
+            found = {section.names[0]: section for section in self._sections("key", "index")}
+            constants["BOOSTED"] = found["high"].width if found else 0
+            constants["HIGH_OFFSET"] = found["high"].offset if found else 0
+            constants["INDEX_OFFSET"] = found["index"].offset if found else 0
         return constants | dict(self.tuned)
 
     @functools.cached_property
@@ -402,10 +460,12 @@ class Plan:
         """Warps of a block of kvant_turn: each makes as many of those registers."""
         return max(warps for warps in range(1, 17) if self.key_registers % warps == 0)
 
-    def _value_codes(self) -> str:
-        (band,) = stored_bands(self.layout, "value")
-        low, *high = self._sections("value", "code")
+    def _codes(self, stream: StreamName, bare: bool = False) -> str:
+        """Codes of one width as fp16 numbers, in the kernel's words."""
+        (band,) = stored_bands(self.layout, stream)
+        low, *high = self._sections(stream, "code")
         bits = low.bits + sum(plane.bits for plane in high)
-        return (
-            f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}>"
+        text = (
+            f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}"
         )
+        return f"{text}, true>" if bare else f"{text}>"

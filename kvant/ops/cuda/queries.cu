@@ -1,7 +1,34 @@
-// Decode attention, 2 of 4: queries, from what comes in to the bytes that keys are multiplied by.
+// Decode attention, 2 of 5: queries, from what comes in to the bytes that keys are multiplied by.
 
 // --- queries ----------------------------------------------------------------------------------------------------------
 
+#if KEY_GROUP
+#if BOOSTED
+constexpr int HIGH_STEPS = (BOOSTED / 4 + 3) / 4;  // bytes of a lane and token: four channels each
+#else
+constexpr int HIGH_STEPS = 1;
+#endif
+
+// Keys that are coded per channel over groups of tokens: queries times the scales of the group at hand. See groups.cu.
+struct Prepared {
+  float rows[TILE_HEADS * D];  // queries in the space of the keys; at the end, outputs
+  float top[4 * OWN], lost[4 * OWN];
+  // pairs of channels as fp16, four registers of a lane side by side: for the minima, and times 2^-p for codes at bit p
+  u32 pairs[COLUMN_TILES][D / 32][32][4], scaled[COLUMN_TILES][D / 32][32][4];
+  u8 boosted[WARPS][16 * HIGH_STEPS];  // channels that have two more bits
+};
+struct Query {
+  u32 k[COLUMN_TILES][D / 8], high[COLUMN_TILES][2 * HIGH_STEPS];
+  float factor[OWN], back[OWN], base[OWN], lost[OWN];
+  int entered;  // the group of the page that they are for
+  Prepared* prepared;
+};
+// Queries are brought to a largest magnitude from 2 to 4 by a power of two, so that 16-bit queries lose nothing and times any scale are fp16 numbers.
+DEV float query_power(float top) { return __uint_as_float((255u - (__float_as_uint(top) >> 23)) << 23); }
+// The query head of column g of the first product, in lane g, t. Where columns are left, odd ones have what fp16 leaves of the even ones.
+DEV int query_column(int n, int g) { return PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1); }
+DEV float limb(float x, int g) { return PAIRED && (g & 1) ? x - fp16_low(fp16_pair(x, 0.f)) : x; }
+#else
 struct Query {
   u32 f[OWN][Keys::REGISTERS];             // column g: head g / 2 (+ 4, ...), its high byte in even columns, its low one in odd; or as indices.cu says
   float factor[OWN], bias[OWN], sum[OWN], lost[OWN];  // of the lane's heads t, t + 4, ...
@@ -14,6 +41,7 @@ struct Prepared {
   float lost[4 * OWN];  // what all scores of a query are short of before the soft cap, where a mean was taken off the keys
   u32 f[OWN][Keys::REGISTERS][32];
 };
+#endif
 
 DEV float peak_of(const Prepared& p, int head) { return p.top[head]; }  // the largest of all channels of a query
 DEV float peak_of(const Turned& p, int head) { return p.peak[head]; }
@@ -49,6 +77,23 @@ template <int ORDER> DEV void hadamard(float* x, int lane) {  // of every run of
   for (int i = 0; i < PER_LANE; i++) x[i] *= by;
 }
 
+#if KEY_GROUP
+DEV void make_pairs(Prepared& sh) {
+  using Codes = KEY_CODES;
+  for (int j = threadIdx.x; j < COLUMN_TILES * D / 8 * 32; j += WARPS * 32) {
+    const int i = j % (D / 8), lane = j / (D / 8) % 32, n = j / (D / 8) / 32, g = lane >> 2, head = query_column(n, g);
+    float x = 0.f, y = 0.f;
+    if (head < TILE_HEADS) {
+      const float* row = sh.rows + head * D + (lane & 3) * (D / 4) + 2 * i;
+      const float by = query_power(sh.top[head]);
+      x = limb(row[0] * by, g), y = limb(row[1] * by, g);
+    }
+    const float less = 1.f / (float)(1 << Codes::power(i));
+    sh.pairs[n][i / 4][lane][i % 4] = fp16_pair(x, y);
+    sh.scaled[n][i / 4][lane][i % 4] = fp16_pair(x * less, y * less);
+  }
+}
+#else
 template <class P> DEV float level_bias(const float* q, int lane) {  // levels are centred where keys have a scale alone
   float x = 0.f;
   for (int i = lane; i < P::WIDTH; i += 32) x -= q[P::FIRST + i] * (P::WEIGHT * P::TOP * 0.5f);
@@ -97,6 +142,8 @@ template <int THREADS, class I> DEV void make_planes(KeyIndices<I>, const float*
   }
 }
 
+#endif
+
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
 // largest magnitude.
 DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // queries from the query-th on
@@ -120,14 +167,22 @@ DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // q
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
     __syncwarp();
+    if (lane == 0) sh.top[h] = top, sh.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f;
+#if !KEY_GROUP
     const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, sh.rows + h * D, lane)) : 0.f;
-    if (lane == 0) sh.top[h] = top, sh.sum[h] = sum, sh.bias[h] = bias, sh.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f;
+    if (lane == 0) sh.sum[h] = sum, sh.bias[h] = bias;
+#endif
   }
   __syncthreads();
+#if KEY_GROUP
+  make_pairs(sh);
+#else
   make_planes<WARPS * 32>(Keys{}, sh.rows, sh.top, sh.f);
+#endif
   __syncthreads();
 }
 
+#if !KEY_GROUP
 template <class From> DEV void load_query(Query& q, const From& sh, int lane, float scale) {  // From: Prepared or Turned
 #pragma unroll
   for (int n = 0; n < OWN; n++) {
@@ -138,6 +193,8 @@ template <class From> DEV void load_query(Query& q, const From& sh, int lane, fl
     for (int i = 0; i < Keys::REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
   }
 }
+
+#endif
 
 DEV float capped(float x, float m, float cap) {  // a score in powers of two, less m
 #if SOFTCAP

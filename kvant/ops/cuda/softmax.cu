@@ -1,4 +1,4 @@
-// Decode attention, 1 of 4: what a block is asked for, and what a warp knows of the softmax. See decode.cu.
+// Decode attention, 1 of 5: what a block is asked for, and what a warp knows of the softmax. See decode.cu.
 
 constexpr int D = HEAD_DIM, TILES = PAGE / 16, CHUNK = TILES < 4 ? TILES : 4, HEADS = KV_HEADS * QUERY_TILES;
 constexpr int OWN = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
@@ -7,19 +7,21 @@ constexpr int COLUMN_TILES = OWN == 4 ? 2 : 1;                             // of
 constexpr int ACC_TILES = INDEXED ? OWN : COLUMN_TILES, ACC_STEPS = INDEXED ? D / 32 : D / 16;  // of its sums
 constexpr int WINDOW_TILES = PAIRED ? 2 : 1;
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
-constexpr float VALUE_NORM = INDEXED ? 1.f : 1099511627776.f;  // 2^40: what a value's scale is multiplied by until one has been seen
+constexpr float VALUE_NORM = INDEXED || VALUE_GROUPS > 1 ? 1.f : 1099511627776.f;  // 2^40: what a value's scale is multiplied by until one has been seen
 constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
 template <class... P> struct Planes {
-  static constexpr int REGISTERS = (P::REGISTERS + ...);
+  static constexpr int REGISTERS = (0 + ... + P::REGISTERS);
 };
 using Keys = KEY_PLANES;
 using Values = VALUE_CODES;
+constexpr int SHARE = D / VALUE_GROUPS / 8;  // channels that a lane has of each group of channels with a scale of its own
+DEV constexpr int value_channel(int g, int element) { return element / SHARE * (D / VALUE_GROUPS) + g * SHARE + element % SHARE; }
 
 // What a query is multiplied by keys as: its bytes for the 32 lanes, and numbers of every head. See queries.cu.
 struct Turned {
-  u32 f[OWN][Keys::REGISTERS][32];
+  u32 f[OWN][Keys::REGISTERS ? Keys::REGISTERS : 1][32];
   float top[4 * OWN], sum[4 * OWN], bias[4 * OWN], lost[4 * OWN];
   float peak[4 * OWN];  // the largest of all channels, where windows reach into the block
 };
@@ -53,9 +55,16 @@ DEV int block_end(const Arguments& a, int token) { return ((token + a.first) / T
 
 struct Work {  // of one sequence: tokens [low, first_end) and [second, n) in windows, [packed, packed_end) in pages
   int n, low, first_end, second, packed, packed_end, page, pages, units_first, units_windows, units;
+  int keys, values;  // packed tokens from here on have their keys, or their values, in windows; see KEY_GROUP
+  int mixed, weight;  // the last pages, that have such tokens and count MIXED pages each; all pages as they count
 };
 
-#if WINDOW_TOKENS
+#if KEY_GROUP
+// The first of the last tokens of a stream that are in its window.
+DEV int full_from(int n, int exact, int recent, int flush) {
+  return min(n, max(min(n, SINK) + max(0, n - SINK - recent) / flush * flush, max(exact, SINK)));
+}
+#elif WINDOW_TOKENS
 // The first of the last tokens that are in the window.
 DEV int recent_of(int n, int exact_key, int exact_value) {
   return min(n, max(min(n, SINK) + max(0, n - SINK - RECENT), max(max(exact_key, exact_value), SINK)));
@@ -67,28 +76,44 @@ DEV Work work_of(const Arguments& a, int b) {
   w.n = (int)a.lengths[b];
   w.low = a.window > 0 ? max(0, w.n - a.window) : 0;
   int sinks = 0, recent = w.n;
-#if WINDOW_TOKENS
+#if KEY_GROUP
+  sinks = min((int)a.sinks[b], w.n);
+  w.keys = full_from(w.n, (int)a.exact_key[b], KEY_RECENT, KEY_FLUSH);
+  w.values = full_from(w.n, (int)a.exact_value[b], VALUE_RECENT, VALUE_FLUSH);
+  recent = max(w.keys, w.values);
+#elif WINDOW_TOKENS
   sinks = min((int)a.sinks[b], w.n);
   recent = recent_of(w.n, (int)a.exact_key[b], (int)a.exact_value[b]);
 #endif
-  w.packed = max(sinks, w.low);
+  w.packed = max(max(sinks, w.low), ORIGIN);
   w.packed_end = recent;
-  w.page = w.packed / PAGE;
-  w.pages = w.packed < recent ? (recent - 1) / PAGE - w.page + 1 : 0;
+  w.page = (w.packed - ORIGIN) / PAGE;
+  w.pages = w.packed < recent ? (recent - 1 - ORIGIN) / PAGE - w.page + 1 : 0;
   w.first_end = sinks;
   w.second = max(recent, w.low);
   constexpr int TOKENS = 16 * WINDOW_TILES;
   w.units_first = (max(0, sinks - w.low) + TOKENS - 1) / TOKENS;
   w.units_windows = w.units_first + (w.n - w.second + TOKENS - 1) / TOKENS;
-  w.units = max(1, w.units_windows * UNIT + w.pages);
+  w.mixed = 0;
+#if KEY_GROUP
+  const int apart = max(w.packed, min(w.keys, w.values));
+  if (w.pages && apart < recent) w.mixed = (recent - 1 - ORIGIN) / PAGE - (apart - ORIGIN) / PAGE + 1;
+#endif
+  w.weight = w.pages + w.mixed * (MIXED - 1);
+  w.units = max(1, w.units_windows * UNIT + w.weight);
   return w;
+}
+// The page that the first so many units of pages end before.
+DEV int page_at(int units, int pages, int mixed) {
+  const int plain = pages - mixed;
+  return MIXED == 1 || units <= plain ? units : plain + (units - plain + MIXED - 1) / MIXED;
 }
 
 // --- what a warp knows of the softmax ---------------------------------------------------------------------------------
 
 struct State {
   float m[OWN], l[OWN], z[OWN], flags[OWN];  // of the lane's heads; m is the same in all lanes of a head
-  float acc[ACC_TILES][ACC_STEPS][4], riding[COLUMN_TILES][4];
+  float acc[ACC_TILES][ACC_STEPS][4], riding[COLUMN_TILES][4];  // riding: what 1024s gave; with several scales a token, minima by row
   float norm;  // power of two: scale * norm is at most one for every value so far
   bool fresh;
 

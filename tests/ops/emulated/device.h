@@ -43,7 +43,6 @@ struct Group {  // lanes that do something together
 };
 struct Fiber {
   ucontext_t context;
-  std::vector<u8> stack;
   Index thread;
   Group* warp;
   bool done;
@@ -182,6 +181,7 @@ template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
 template <int TYPE> u32 pair_min(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fminf(a, b); }); }
 template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fmaxf(a, b); }); }
 DEV void prefetch(const void*) {}
+DEV u32 times_pair(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
 struct Fragments { u32 a[4], b[2]; };
@@ -267,17 +267,18 @@ static void enter_fiber() {
 static void run_block(int threads) {
   std::vector<Group> warps((threads + 31) / 32);
   std::vector<Fiber> fibers(threads);
+  static std::vector<std::vector<u8>> stacks;  // kept for the next block
+  while ((int)stacks.size() < threads) stacks.emplace_back(256 << 10);
   emulated_threads = Group();
   emulated_threads.size = threads;
   for (int i = 0; i < threads; i++) {
     Fiber& f = fibers[i];
-    f.stack.resize(256 << 10);
     f.thread = {(u32)i, 0};
     f.warp = &warps[i / 32];
     f.done = false;
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_stack.ss_sp = stacks[i].data();
+    f.context.uc_stack.ss_size = stacks[i].size();
     f.context.uc_link = &scheduler;
     makecontext(&f.context, enter_fiber, 0);
   }
