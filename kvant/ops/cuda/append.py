@@ -158,8 +158,8 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     keys turned back."""
     spaces = list(_spaces(store))
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
-    short = all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
-    tiled = short and tileable(store.layout) and len(key) * store.layout.heads >= TILE_ROWS
+    tiled = len(key) * store.layout.heads >= TILE_ROWS and tileable(store.layout)
+    tiled = tiled and all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
     matrices: list[Tensor | None] = [None, None]
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)

@@ -1,9 +1,9 @@
-// Stores whole prompts: the text before it is append.cu, whose pairs of tokens serve what does not fit here. It does the same with a quarter of
+// Stores whole prompts: the text before it is append.cu, whose pairs of tokens serve what does not fit here. It does the same with a third of
 // the instructions.
 //
 // A warp takes sixteen tokens of one head and stream. Lane 4 g + t reads a quarter of tokens g and g + 8, and the tensor cores leave
 // every number where the page wants its code: keys are multiplied by a matrix from the right, so that lane (g, t) has the t-th quarter
-// of tokens g and g + 8; values from the left, so that it has the g-th eighth of tokens 2t, 2t + 1, 2t + 8 and 2t + 9. The matrix is one, or the
+// of tokens g and g + 8; values from the left, so that it has the g-th eighth of tokens 2t, 2t + 1, 2t + 8 and 2t + 9. The matrix is the identity, or the
 // Hadamard of those bits of a channel's number that lanes differ in; sums and differences in registers do the other bits. Codes become
 // words of the page in registers. A learnt matrix is a sum of PARTS matrices of the input's type, so that products are exact.
 //
