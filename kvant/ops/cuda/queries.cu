@@ -255,12 +255,12 @@ DEV int next_pass(const TurnArguments& a, int first, Pass& out, int tile, int la
   return first;
 }
 
-template <int TYPE> DEV void load_two(const void* p, s64 i, float* x) {
+template <int TYPE> DEV void load_two(const void* p, u32 place, int i, float* x) {  // numbers place + i and the next
   if constexpr (TYPE == 2) {
-    const float2 y = __ldg((const float2*)((const float*)p + i));
+    const float2 y = __ldg((const float2*)((const float*)p + place + i));
     x[0] = y.x, x[1] = y.y;
   } else {
-    const u32 y = __ldg((const u32*)((const u16*)p + i));
+    const u32 y = __ldg((const u32*)((const u16*)p + place + i));
     x[0] = low<TYPE>(y), x[1] = high<TYPE>(y);
   }
 }
@@ -271,7 +271,7 @@ DEV void store_parts(TurnShared& sh, int row, int channel, float x, float y) {
 }
 
 // Turns the queries of a pass. A thread has two neighbouring channels and the two that they are turned with, of some heads.
-DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 query, int heads) {
+DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, int query, int heads) {
   constexpr int QUADS = D / 4, FEW = TILE_HEADS < 4 ? TILE_HEADS : 4, PARTS = (TILE_HEADS + FEW - 1) / FEW;
 #pragma unroll 1
   for (int j = threadIdx.x; j < AT_ONCE * PARTS * QUADS; j += TURN_THREADS) {
@@ -281,17 +281,17 @@ DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 
     const int c = turned ? 2 * quad : 4 * quad, other = turned ? c + a.half : c + 2;
     float2 by = {1.f, 1.f}, across = {0.f, 0.f};
     if (turned) {
-      by = __ldg((const float2*)(a.cosine + (s64)block * a.half + c));
-      across = __ldg((const float2*)(a.sine + (s64)block * a.half + c));
+      by = __ldg((const float2*)(a.cosine + (u32)(block * a.half + c)));
+      across = __ldg((const float2*)(a.sine + (u32)(block * a.half + c)));
     }
-    const s64 place = ((s64)now.b[unit] * KV_HEADS * GROUP + query) * D;
+    const u32 place = ((u32)now.b[unit] * KV_HEADS * GROUP + query + from) * D;  // of numbers: a batch of queries is small
     float x[FEW][2], y[FEW][2];
 #pragma unroll
     for (int i = 0; i < FEW; i++) {
       x[i][0] = x[i][1] = y[i][0] = y[i][1] = 0.f;
       if (from + i < heads) {
-        load_two<QUERY_TYPE>(a.query, place + (from + i) * D + c, x[i]);
-        load_two<QUERY_TYPE>(a.query, place + (from + i) * D + other, y[i]);
+        load_two<QUERY_TYPE>(a.query, place + c, i * D, x[i]);
+        load_two<QUERY_TYPE>(a.query, place + other, i * D, y[i]);
       }
     }
 #pragma unroll
@@ -365,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
   __shared__ __align__(16) TurnShared sh;
   const int tile = blockIdx.y, head = tile / QUERY_TILES, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
-  const s64 query = head * GROUP + tile % QUERY_TILES * TILE_HEADS;
+  const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS;
   const bool spare = warp == TURN_WARPS - 1;  // the warp with the least to turn looks ahead and has the special tile
   const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 32 + lane;
   const uint4* own = matrix + warp * EACH * 2 * (D / 16) * 32;
@@ -455,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     for (int r = 0; r < 2; r++) {
       const int row = g + 8 * r, h = row % TILE_HEADS;
       if (place[r] < 0) continue;
-      Turned& out = a.out[place[r]];
+      Turned& out = a.out[(u32)place[r]];
       const float top = of_warps(sh.top[row]), by = __fdividef(QUERY_TOP, top);
       if (warp == 0 && t == 0) {
         out.top[h] = top * (1.f / heaviest(Keys{}));
