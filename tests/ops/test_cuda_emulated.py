@@ -101,6 +101,17 @@ def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, 
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
 
 
+def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
+    """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither turned nor read."""
+    cache, entries = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
+    batch, store = cache.batch(entries), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((len(entries), 90), 1 << 40)), 1).contiguous()
+    q = torch.randn(len(entries), 8, 64)
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=0.125)
+    assert relative_error(found, reference.decode(store, q.double(), batch, scale=0.125)) < 5e-4
+
+
 PLACES = """
 struct Places { int *channel, *raised; };
 template <class P> DEV void write_places(const Places& a) {
