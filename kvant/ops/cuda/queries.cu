@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(4 * D) kvant_inverse(const RowArgum
 #if TURNED
 struct TurnArguments {
   const void* query;
-  const uint4* matrix;  // [1 or KV_HEADS, TURN_TILES, D / 16, 32]: fragments, see plan.py
+  const uint2* matrix;         // [1 or KV_HEADS, TURN_TILES, D / 16, 2 parts, 32]: fragments, see plan.py
   const float *cosine, *sine;  // [blocks, half]
   Turned* out;
   float* rows;
@@ -200,12 +200,15 @@ constexpr int AT_ONCE = 16 / TILE_HEADS, TURN_ROWS = AT_ONCE * TILE_HEADS;  // b
 constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 TURN_PARTS registers
 constexpr bool HELD = FRAGMENTS <= 32;
 constexpr int APART = TURN_PARTS == 2 && FRAGMENTS == 16 ? 3 : 1;
-#if TURN_PARTS == 2
-typedef uint4 Fragment;
-#else
-typedef uint2 Fragment;
-#endif
-DEV Fragment fragment(const uint4* p) { return __ldg((const Fragment*)p); }
+struct Fragment {
+  uint2 part[TURN_PARTS];
+};
+DEV Fragment fragment(const uint2* matrix, int tile, int k) {  // of a lane's own place in the matrix
+  Fragment m;
+#pragma unroll
+  for (int i = 0; i < TURN_PARTS; i++) m.part[i] = __ldg(matrix + ((tile * (D / 16) + k) * 2 + i) * 32);
+  return m;
+}
 static_assert(Keys::REGISTERS % TURN_WARPS == 0, "warps have as many registers each");
 
 struct Pass {  // blocks of positions whose queries are rows of one product
@@ -310,14 +313,14 @@ template <int N> DEV void multiply_parts(float (*c)[N][4], const TurnShared& sh,
   u32 x[4];
   load_tiles(x, &sh.part[0][lane % 16][8 * k + lane / 16 * 4]);
 #pragma unroll
-  for (int n = 0; n < N; n++) mma(c[0][n], x[0], x[1], x[2], x[3], m[n].x, m[n].y);
+  for (int n = 0; n < N; n++) mma(c[0][n], x[0], x[1], x[2], x[3], m[n].part[0].x, m[n].part[0].y);
 #if TURN_PARTS == 2
   u32 y[4];
   load_tiles(y, &sh.part[1][lane % 16][8 * k + lane / 16 * 4]);
 #pragma unroll
-  for (int n = 0; n < N; n++) mma(c[1 % APART][n], y[0], y[1], y[2], y[3], m[n].x, m[n].y);
+  for (int n = 0; n < N; n++) mma(c[1 % APART][n], y[0], y[1], y[2], y[3], m[n].part[0].x, m[n].part[0].y);
 #pragma unroll
-  for (int n = 0; n < N; n++) mma(c[2 % APART][n], x[0], x[1], x[2], x[3], m[n].z, m[n].w);
+  for (int n = 0; n < N; n++) mma(c[2 % APART][n], x[0], x[1], x[2], x[3], m[n].part[1].x, m[n].part[1].y);
 #endif
 }
 template <int N> DEV void clear(float (*c)[N][4]) {
@@ -367,15 +370,14 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
   const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
   const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS;
   const bool spare = warp == TURN_WARPS - 1;  // the warp with the least to turn looks ahead and has the special tile
-  const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 32 + lane;
-  const uint4* own = matrix + warp * EACH * 2 * (D / 16) * 32;
+  const uint2* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 64 + lane;
   Fragment held[HELD ? D / 16 : 1][2 * EACH];
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
-    if (spare) sh.special[k][lane] = fragment(matrix + (SPECIAL * (D / 16) + k) * 32);
+    if (spare) sh.special[k][lane] = fragment(matrix, SPECIAL, k);
     if constexpr (HELD)
 #pragma unroll
-      for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(own + (n * (D / 16) + k) * 32);
+      for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(matrix, warp * EACH * 2 + n, k);
   }
   int first = blockIdx.x * AT_ONCE;
   if (spare) first = next_pass(a, first, sh.pass[0], tile, lane);
@@ -394,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     for (int k = 0; k < D / 16; k++) {
       if constexpr (!HELD)
 #pragma unroll
-        for (int n = 0; n < 2 * EACH; n++) held[0][n] = fragment(own + (n * (D / 16) + k) * 32);
+        for (int n = 0; n < 2 * EACH; n++) held[0][n] = fragment(matrix, warp * EACH * 2 + n, k);
       multiply_parts<2 * EACH>(sums, sh, k, held[HELD ? k : 0], lane);
     }
     gather<2 * EACH>(sums);
@@ -429,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
         clear<1>(c);
 #pragma unroll 2
         for (int k = 0; k < D / 16; k++) {
-          const Fragment m = fragment(matrix + ((IN_ORDER + n) * (D / 16) + k) * 32);
+          const Fragment m = fragment(matrix, IN_ORDER + n, k);
           multiply_parts<1>(c, sh, k, &m, lane);
         }
         gather<1>(c);
