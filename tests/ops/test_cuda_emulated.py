@@ -67,16 +67,7 @@ def filled(
         ("quarot-int2-win:sink=5,recent=70", 5, 64, {}),
         ("oscar:sink=3,recent=20", 2, 64, {"window": 150}),
         ("kvant-2:rope=post", 4, 64, {}),
-        ("kvant-2", 4, 64, {}),
-        ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
-        ("kvant-2", 2, 64, {"window": 150}),
-        ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
-        ("kvant-2", 1, 128, {"window": 270, "first": 200}),
-        ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
-        ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 128, {}),
-        ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
-        ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
-        ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
+        *test_cuda.TURNED,
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
     ],
@@ -131,6 +122,17 @@ def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, 
     with attention.poisoned():
         found = cuda_decode.decode(store, q, batch, scale=dim**-0.5)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
+
+
+def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
+    """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither turned nor read."""
+    cache, entries = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
+    batch, store = cache.batch(entries), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((len(entries), 90), 1 << 40)), 1).contiguous()
+    q = torch.randn(len(entries), 8, 64)
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=0.125)
+    assert relative_error(found, reference.decode(store, q.double(), batch, scale=0.125)) < 5e-4
 
 
 PLACES = """
