@@ -17,7 +17,7 @@ from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc, plan, unpack
+from kvant.ops.cuda import nvrtc, plan, stored, unpack
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
 from kvant.ops.types import BoundStream
@@ -372,6 +372,7 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     made = plan.Plan(layout, 6, query, (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
         nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
+    nvrtc.compile_text(stored.StoredPlan(layout, "bfloat16", layout.recipe.key.turned_back).text, "sm_90")
     for stream in layout.recipe.streams:
         nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
     if cuda_append.refuse_layout(layout) is None:

@@ -18,7 +18,7 @@ from kvant.cache import Entry, PagedCache
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import nvrtc, plan, unpack
+from kvant.ops.cuda import nvrtc, plan, stored, unpack
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
 from tests.conftest import make_layout, relative_error
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
-    caches += (unpack._kernel,)
+    caches += (unpack._kernel, stored._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -52,11 +52,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def filled(
-    name: str, heads: int, group: int, dim: int, lengths: list[int], dtype: str = "bfloat16", **options: int | None
+    name: str,
+    heads: int,
+    group: int,
+    dim: int,
+    lengths: list[int],
+    dtype: str = "bfloat16",
+    order: str | None = "fragment",
+    **options: int | None,
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
     cache, entries = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
-    assert cache.layout.order == "fragment"
+    assert order in (None, cache.layout.order)
     return cache, entries
 
 
@@ -219,6 +226,23 @@ def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monk
     monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[-1]) or kernel(*args))
     check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page)
     assert ran == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "first"),
+    [("kvant-2", 64, 1000), ("oscar", 128, 0), ("kvant-2:rope_block=70", 96, 3), ("saw-int4-kv:seed=3", 64, 0)],
+)
+def test_stored_rows(name: str, dim: int, first: int) -> None:
+    """New tokens of several sequences at odd positions, some of them padding."""
+    cache, entries = filled(name, 2, 1, dim, [1, 63, 300], order=None, first=first)
+    store, batch = cache.stores[0], cache.extend(entries, [0, 3, 17])
+    x = vectors(20, 2, dim, "cpu", 0.3)
+    for stream in ("key", "value"):
+        bound = store.stream(stream)  # type: ignore[arg-type]
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = x.to(dtype)
+            found = stored.stored_rows(store, stream, rows, batch)  # type: ignore[arg-type]
+            torch.testing.assert_close(found, bound.stored(rows.float(), batch.positions[1]), rtol=2e-5, atol=2e-5)
 
 
 READ = [

@@ -14,6 +14,7 @@ from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
+from kvant.ops.cuda.stored import stored_rows
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, matrix_of, space_of
 from kvant.ops.types import LayerStore, PagedBatch
@@ -164,11 +165,11 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)
         if stream.rope is not None:
-            x, spaces[i] = stream.stored(x.float(), _positions(batch, len(x))), Space()
+            x, spaces[i] = stored_rows(store, name, x, batch), Space()
         elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
         elif space.kind == MATRIX:
-            x = stream.forward(x.float())
+            x = stored_rows(store, name, x, batch)
         if str(x.dtype).removeprefix("torch.") not in TYPES:
             raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         rows[name] = x.contiguous()
@@ -226,13 +227,6 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
         found = made, Space(order=space.order, mean=mean)
         store.prepared[f"cuda.{name}.{dtype}"] = found
     return found  # type: ignore[no-any-return]
-
-
-def _positions(batch: PagedBatch, tokens: int) -> Tensor:
-    """Of new tokens in their sequences: int64 [tokens]. Nothing waits for the GPU, and padding gets anything."""
-    at = torch.arange(tokens, device=batch.starts.device)
-    sequence = torch.searchsorted(batch.starts[1:], at, right=True).clamp_max(len(batch.lengths) - 1)
-    return (batch.lengths[sequence] - batch.starts[1:][sequence] + at).clamp_min(0)
 
 
 def _spaces(store: LayerStore) -> tuple[Space, Space]:
