@@ -85,6 +85,13 @@ class AppendPlan:
         """Whether there is a kernel for tiles of 16 tokens, too."""
         return tileable(self.layout) and "float32" not in self.types
 
+    @property
+    def _wide(self) -> bool:
+        """Whether a tile needs more than 96 registers."""
+        codecs = [stream.codec for stream in self.layout.recipe.streams.values()]
+        more = any(getattr(codec, "clip", 1.0) != 1.0 or getattr(codec, "search", 1) > 1 for codec in codecs)
+        return more or any(self.parts)
+
     @functools.cached_property
     def text(self) -> str:
         layout, window = self.layout, self.layout.recipe.key.window
@@ -100,6 +107,7 @@ class AppendPlan:
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WARPS": WARPS,
             "TILE_WARPS": TILE_WARPS,
+            "TILE_BLOCKS": (16 if self._wide else 20) // TILE_WARPS,  # of a multiprocessor, by registers
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
         for name, kind, order, mean, parts in zip(

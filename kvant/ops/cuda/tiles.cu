@@ -8,7 +8,7 @@
 // words of the page in registers. A learnt matrix is a sum of PARTS matrices of the input's type, so that products are exact.
 //
 // Constants beside those of append.cu: for KEY_ and VALUE_: MEAN (whether one is taken off), PARTS (of a matrix, 0 for none);
-// TILE_WARPS. Blocks have keys and values in turn.
+// TILE_WARPS, TILE_BLOCKS. Blocks have keys and values in turn.
 
 constexpr int WORDS_READ = D / 8;  // of a lane and token
 
@@ -314,7 +314,7 @@ template <bool KEY> struct Tile {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(TILE_WARPS * 32, 16 / TILE_WARPS) kvant_append_tiles(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(TILE_WARPS * 32, TILE_BLOCKS) kvant_append_tiles(const Arguments a) {
   const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * TILE_WARPS + (threadIdx.x >> 5), head = job % KV_HEADS, first = job / KV_HEADS * 16;
   if (first >= a.tokens) return;
   if (blockIdx.x % 2 == 0) {
