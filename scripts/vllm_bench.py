@@ -101,6 +101,7 @@ def artifact_for(recipe: Any, model: dict[str, Any], directory: Path) -> str:
 
 def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
     """One cache, in this process."""
+    works: list[Work] = args.work[:1] if cache in args.first_only.split(",") else args.work
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
     longest = -(-max(work.prompt + work.answer for work in args.work) // 256) * 256
     model = config(args.tiny, args.layers, longest)
@@ -176,14 +177,14 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
 
     first = args.work[0]
     generate(Work(min(4, first.num), first.prompt, min(8, first.answer)))  # warms up
-    seconds = {str(work): [generate(work) for _ in range(args.repeat)] for work in args.work}
+    seconds = {str(work): [generate(work) for _ in range(args.repeat)] for work in works}
     cache_config = llm.llm_engine.vllm_config.cache_config
     import torch
 
     return {
         "cache": cache,
         "tokens_that_fit": cache_config.num_gpu_blocks * cache_config.block_size,
-        "output_tokens_per_second": {str(w): w.num * w.answer / min(seconds[str(w)]) for w in args.work},
+        "output_tokens_per_second": {str(w): w.num * w.answer / min(seconds[str(w)]) for w in works},
         "seconds": {name: [round(x, 3) for x in times] for name, times in seconds.items()},
         "window_gib": round(windows / 2**30, 2),
         "start_seconds": round(started, 1),
@@ -246,6 +247,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="vLLM's default torch.compile and CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a small model in float32, for a CPU")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--first-only", default="", metavar="CACHE[,...]", help="caches that get the first work alone")
     parser.add_argument("--one", metavar="CACHE", help="only this cache, in this process")
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -277,7 +279,9 @@ def main() -> int:
             if "failed" in found:
                 print(f"| {found['cache']} | failed ({found['failed']}) | | |")
                 continue
-            rate = found["output_tokens_per_second"][work]
+            rate = found["output_tokens_per_second"].get(work)
+            if rate is None:
+                continue
             against = f"{rate / first:.2f}" if first else ""
             print(f"| {found['cache']} | {found['tokens_that_fit']:,} | {rate:.1f} | {against} |")
     return int(any("failed" in found for found in results))

@@ -199,7 +199,8 @@ class Decoder:
         """As that of the cache, for the one token of every sequence."""
         if not self._running or query.shape[2] != 1:
             raise RuntimeError("this cache belongs to a decoder: close it before calling the model with the cache")
-        if mask is not None:
+        if mask is not None and not torch.cuda.is_current_stream_capturing():
+            # while a step is captured transformers makes a mask where it makes none otherwise; the steps before had none
             raise ValueError("cannot serve this attention mask in fixed steps: every sequence attends to all of itself")
         batch, index, window = self._places[handle.layer]
         q, k, v = (flatten(x, None) for x in (query, handle.key, handle.value))

@@ -16,7 +16,7 @@ from kvant.cache import Entry, PagedCache
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, nearest, nvrtc, plan, unpack
+from kvant.ops.cuda import append_groups, nearest, nvrtc, plan, stored, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
@@ -31,6 +31,18 @@ from tests.ops.scores import log_sum_exp
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 LENGTHS = [1, 63, 64, 129, 700, 2000]
+TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads a KV head, head_dim, options
+    ("kvant-2", 4, 64, {}),
+    ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
+    ("kvant-2", 2, 64, {"window": 150}),
+    ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
+    ("kvant-2", 1, 128, {"window": 270, "first": 200}),
+    ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
+    ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 128, {}),
+    ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
+    ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
+    ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
+]
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
 
 
@@ -80,8 +92,10 @@ def check_decode(
     lengths: list[int] | None = None,
     heads: int = 2,
     limit: float = 5e-4,
+    first: int = 0,
+    rotated: int | None = None,
 ) -> None:
-    cache, entries = filled(name, heads, group, dim, dtype, lengths or LENGTHS, page)
+    cache, entries = filled(name, heads, group, dim, dtype, lengths or LENGTHS, page, first=first, rotated=rotated)
     assert cache.ops["decode"].name == "cuda"
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), heads * group, dim, device="cuda").to(getattr(torch, dtype))
@@ -126,6 +140,16 @@ def test_decode_of_every_recipe(name: str, dim: int) -> None:
 def test_decode_of_large_codebooks(name: str) -> None:
     check_decode(name, heads=4)
     check_decode(name, 8, heads=4, dtype="bfloat16", limit=2e-3, lengths=[5000, 300])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "group", "dim", "options"), TURNED)
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
+def test_decode_of_turned_queries(
+    name: str, group: int, dim: int, options: dict[str, float], dtype: str, limit: float
+) -> None:
+    check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
 
 
 @gpu
@@ -528,22 +552,24 @@ def test_spaces_are_the_transforms() -> None:
         torch.testing.assert_close(q @ found.tensor[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("query", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "name",
     [
         *("saw-int4", "quarot-int2-win", "int3:k.bits=8", "kvant-2", "oscar"),
-        *("vecinfer-2", "vecinfer-2-mixed", "kivi-k4v4", "kitty"),
+        *("vecinfer-2", "vecinfer-2-mixed", "vecinfer-2:rope=block", "kivi-k4v4", "kitty"),
     ],
 )
-def test_kernels_compile(name: str, tmp_path: Path) -> None:
+def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     try:
         nvrtc.compiler()
     except OSError as error:
         pytest.skip(str(error))
     layout = make_layout(name, 2, 128)
-    made = plan.Plan(layout, 6, "bfloat16", (2, 1), (1, 128), True, True, H200)
+    made = plan.Plan(layout, 6, query, (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
         nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
+    nvrtc.compile_text(stored.StoredPlan(layout, "bfloat16", layout.recipe.key.turned_back).text, "sm_90")
     if plan.is_indexed(layout):
         for rows in (nearest.FEW, nearest.many(layout)):
             nvrtc.compile_text(nearest.NearestPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")

@@ -17,7 +17,7 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import Entry, PagedCache
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, nearest, nvrtc, plan, unpack
+from kvant.ops.cuda import append_groups, nearest, nvrtc, plan, stored, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
-    caches += (unpack._kernel, nearest._kernel, append_groups._kernel)
+    caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -52,11 +52,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def filled(
-    name: str, heads: int, group: int, dim: int, lengths: list[int], dtype: str = "bfloat16", **options: int | None
+    name: str,
+    heads: int,
+    group: int,
+    dim: int,
+    lengths: list[int],
+    dtype: str = "bfloat16",
+    order: str | None = "fragment",
+    **options: int | None,
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
     cache, entries = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
-    assert cache.layout.order == "fragment" or plan.is_indexed(cache.layout)
+    assert order in (None, cache.layout.order) or plan.is_indexed(cache.layout)
     return cache, entries
 
 
@@ -67,16 +74,7 @@ def filled(
         ("quarot-int2-win:sink=5,recent=70", 5, 64, {}),
         ("oscar:sink=3,recent=20", 2, 64, {"window": 150}),
         ("kvant-2:rope=post", 4, 64, {}),
-        ("kvant-2", 4, 64, {}),
-        ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
-        ("kvant-2", 2, 64, {"window": 150}),
-        ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
-        ("kvant-2", 1, 128, {"window": 270, "first": 200}),
-        ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
-        ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 128, {}),
-        ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
-        ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
-        ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
+        *test_cuda.TURNED,
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
         ("vecinfer-2", 4, 64, {}),
@@ -140,6 +138,17 @@ def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, 
     with attention.poisoned():
         found = cuda_decode.decode(store, q, batch, scale=dim**-0.5)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
+
+
+def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
+    """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither turned nor read."""
+    cache, entries = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
+    batch, store = cache.batch(entries), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((len(entries), 90), 1 << 40)), 1).contiguous()
+    q = torch.randn(len(entries), 8, 64)
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=0.125)
+    assert relative_error(found, reference.decode(store, q.double(), batch, scale=0.125)) < 5e-4
 
 
 PLACES = """
@@ -252,6 +261,23 @@ def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monk
     monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[-1]) or kernel(*args))
     check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page)
     assert ran == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "first"),
+    [("kvant-2", 64, 1000), ("oscar", 128, 0), ("kvant-2:rope_block=70", 96, 3), ("saw-int4-kv:seed=3", 64, 0)],
+)
+def test_stored_rows(name: str, dim: int, first: int) -> None:
+    """New tokens of several sequences at odd positions, some of them padding."""
+    cache, entries = filled(name, 2, 1, dim, [1, 63, 300], order=None, first=first)
+    store, batch = cache.stores[0], cache.extend(entries, [0, 3, 17])
+    x = vectors(20, 2, dim, "cpu", 0.3)
+    for stream in ("key", "value"):
+        bound = store.stream(stream)  # type: ignore[arg-type]
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = x.to(dtype)
+            found = stored.stored_rows(store, stream, rows, batch)  # type: ignore[arg-type]
+            torch.testing.assert_close(found, bound.stored(rows.float(), batch.positions[1]), rtol=2e-5, atol=2e-5)
 
 
 READ = [

@@ -15,6 +15,7 @@ from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import append_groups, nearest, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
+from kvant.ops.cuda.stored import stored_rows
 from kvant.ops.registry import register
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, matrix_of, space_of
 from kvant.ops.types import LayerStore, PagedBatch
@@ -88,6 +89,13 @@ class AppendPlan:
         """Whether there is a kernel for tiles of 16 tokens, too."""
         return tileable(self.layout) and "float32" not in self.types
 
+    @property
+    def _wide(self) -> bool:
+        """Whether a tile needs more than 96 registers."""
+        codecs = [stream.codec for stream in self.layout.recipe.streams.values()]
+        more = any(getattr(codec, "clip", 1.0) != 1.0 or getattr(codec, "search", 1) > 1 for codec in codecs)
+        return more or any(self.parts)
+
     @functools.cached_property
     def text(self) -> str:
         layout, window = self.layout, self.layout.recipe.key.window
@@ -103,6 +111,7 @@ class AppendPlan:
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WARPS": WARPS,
             "TILE_WARPS": TILE_WARPS,
+            "TILE_BLOCKS": (16 if self._wide else 20) // TILE_WARPS,  # of a multiprocessor, by registers
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
         for name, kind, order, mean, parts in zip(
@@ -164,15 +173,15 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         append_groups.append(store, key, value, batch)
         return
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
-    short = all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
+    tiled = len(key) * store.layout.heads >= TILE_ROWS and tileable(store.layout)
+    tiled = tiled and all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
     for name in rows:
         if store.stream(name).rope is not None:
-            rows[name] = store.stream(name).stored(rows[name].float(), _positions(batch, len(key)))
+            rows[name] = stored_rows(store, name, rows[name], batch)
     if plan.is_indexed(store.layout):
         nearest.append(store, rows, batch)
         return
     spaces = list(_spaces(store))
-    tiled = short and tileable(store.layout) and len(key) * store.layout.heads >= TILE_ROWS
     matrices: list[Tensor | None] = [None, None]
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)
@@ -181,7 +190,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
         elif space.kind == MATRIX:
-            x = stream.forward(x.float())
+            x = stored_rows(store, name, x, batch)
         if str(x.dtype).removeprefix("torch.") not in TYPES:
             raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         rows[name] = x.contiguous()
@@ -239,13 +248,6 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
         found = made, Space(order=space.order, mean=mean)
         store.prepared[f"cuda.{name}.{dtype}"] = found
     return found  # type: ignore[no-any-return]
-
-
-def _positions(batch: PagedBatch, tokens: int) -> Tensor:
-    """Of new tokens in their sequences: int64 [tokens]. Nothing waits for the GPU, and padding gets anything."""
-    at = torch.arange(tokens, device=batch.starts.device)
-    sequence = torch.searchsorted(batch.starts[1:], at, right=True).clamp_max(len(batch.lengths) - 1)
-    return (batch.lengths[sequence] - batch.starts[1:][sequence] + at).clamp_min(0)
 
 
 def _spaces(store: LayerStore) -> tuple[Space, Space]:

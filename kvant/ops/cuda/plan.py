@@ -220,7 +220,7 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
 
 
 def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
-    """What kvant_turn multiplies turned queries by, int32 [1 or heads, tiles, head_dim / 16, 32, 4], from the matrix [1 or heads,
+    """What kvant_turn multiplies turned queries by, int32 [1 or heads, tiles, head_dim / 16, 2, 32, 2], from the matrix [1 or heads,
     head_dim, head_dim] that brings them into the space of the keys and, by channel, what their logits are short of.
 
     Columns of the product are: for every register of the keys, in two tiles of 8, what its bytes are made of (lane by lane, each
@@ -252,9 +252,9 @@ def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
         product[:, :, picked.shape[1] + 2] = lost
     high = product.half()
     parts = torch.stack((high, (product - high.double()).half()))
-    # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, column, lane, part, eight, element]
-    parts = parts.view(2, len(product), dim // 16, 2, 4, 2, -1, 8).permute(1, 6, 2, 7, 4, 0, 3, 5).contiguous()
-    return parts.view(torch.int32).view(*parts.shape[:3], 32, 4)
+    # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, part, column, lane, eight, element]
+    parts = parts.view(2, len(product), dim // 16, 2, 4, 2, -1, 8).permute(1, 6, 2, 0, 7, 4, 3, 5).contiguous()
+    return parts.view(torch.int32).view(*parts.shape[:4], 32, 2)
 
 
 @dataclasses.dataclass(frozen=True)

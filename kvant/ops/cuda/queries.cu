@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(4 * D) kvant_inverse(const RowArgum
 #if TURNED
 struct TurnArguments {
   const void* query;
-  const uint4* matrix;  // [1 or KV_HEADS, TURN_TILES, D / 16, 32]: fragments, see plan.py
+  const uint2* matrix;         // [1 or KV_HEADS, TURN_TILES, D / 16, 2 parts, 32]: fragments, see plan.py
   const float *cosine, *sine;  // [blocks, half]
   Turned* out;
   float* rows;
@@ -274,12 +274,15 @@ constexpr int AT_ONCE = 16 / TILE_HEADS, TURN_ROWS = AT_ONCE * TILE_HEADS;  // b
 constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 TURN_PARTS registers
 constexpr bool HELD = FRAGMENTS <= 32;
 constexpr int APART = TURN_PARTS == 2 && FRAGMENTS == 16 ? 3 : 1;
-#if TURN_PARTS == 2
-typedef uint4 Fragment;
-#else
-typedef uint2 Fragment;
-#endif
-DEV Fragment fragment(const uint4* p) { return __ldg((const Fragment*)p); }
+struct Fragment {
+  uint2 part[TURN_PARTS];
+};
+DEV Fragment fragment(const uint2* matrix, int tile, int k) {  // of a lane's own place in the matrix
+  Fragment m;
+#pragma unroll
+  for (int i = 0; i < TURN_PARTS; i++) m.part[i] = __ldg(matrix + ((tile * (D / 16) + k) * 2 + i) * 32);
+  return m;
+}
 static_assert(Keys::REGISTERS % TURN_WARPS == 0, "warps have as many registers each");
 
 struct Pass {  // blocks of positions whose queries are rows of one product
@@ -329,12 +332,12 @@ DEV int next_pass(const TurnArguments& a, int first, Pass& out, int tile, int la
   return first;
 }
 
-template <int TYPE> DEV void load_two(const void* p, s64 i, float* x) {
+template <int TYPE> DEV void load_two(const void* p, u32 place, int i, float* x) {  // numbers place + i and the next
   if constexpr (TYPE == 2) {
-    const float2 y = __ldg((const float2*)((const float*)p + i));
+    const float2 y = __ldg((const float2*)((const float*)p + place + i));
     x[0] = y.x, x[1] = y.y;
   } else {
-    const u32 y = __ldg((const u32*)((const u16*)p + i));
+    const u32 y = __ldg((const u32*)((const u16*)p + place + i));
     x[0] = low<TYPE>(y), x[1] = high<TYPE>(y);
   }
 }
@@ -345,7 +348,7 @@ DEV void store_parts(TurnShared& sh, int row, int channel, float x, float y) {
 }
 
 // Turns the queries of a pass. A thread has two neighbouring channels and the two that they are turned with, of some heads.
-DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 query, int heads) {
+DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, int query, int heads) {
   constexpr int QUADS = D / 4, FEW = TILE_HEADS < 4 ? TILE_HEADS : 4, PARTS = (TILE_HEADS + FEW - 1) / FEW;
 #pragma unroll 1
   for (int j = threadIdx.x; j < AT_ONCE * PARTS * QUADS; j += TURN_THREADS) {
@@ -355,17 +358,17 @@ DEV void turn_rows(const TurnArguments& a, TurnShared& sh, const Pass& now, s64 
     const int c = turned ? 2 * quad : 4 * quad, other = turned ? c + a.half : c + 2;
     float2 by = {1.f, 1.f}, across = {0.f, 0.f};
     if (turned) {
-      by = __ldg((const float2*)(a.cosine + (s64)block * a.half + c));
-      across = __ldg((const float2*)(a.sine + (s64)block * a.half + c));
+      by = __ldg((const float2*)(a.cosine + (u32)(block * a.half + c)));
+      across = __ldg((const float2*)(a.sine + (u32)(block * a.half + c)));
     }
-    const s64 place = ((s64)now.b[unit] * KV_HEADS * GROUP + query) * D;
+    const u32 place = ((u32)now.b[unit] * KV_HEADS * GROUP + query + from) * D;  // of numbers: a batch of queries is small
     float x[FEW][2], y[FEW][2];
 #pragma unroll
     for (int i = 0; i < FEW; i++) {
       x[i][0] = x[i][1] = y[i][0] = y[i][1] = 0.f;
       if (from + i < heads) {
-        load_two<QUERY_TYPE>(a.query, place + (from + i) * D + c, x[i]);
-        load_two<QUERY_TYPE>(a.query, place + (from + i) * D + other, y[i]);
+        load_two<QUERY_TYPE>(a.query, place + c, i * D, x[i]);
+        load_two<QUERY_TYPE>(a.query, place + other, i * D, y[i]);
       }
     }
 #pragma unroll
@@ -384,14 +387,14 @@ template <int N> DEV void multiply_parts(float (*c)[N][4], const TurnShared& sh,
   u32 x[4];
   load_tiles(x, &sh.part[0][lane % 16][8 * k + lane / 16 * 4]);
 #pragma unroll
-  for (int n = 0; n < N; n++) mma(c[0][n], x[0], x[1], x[2], x[3], m[n].x, m[n].y);
+  for (int n = 0; n < N; n++) mma(c[0][n], x[0], x[1], x[2], x[3], m[n].part[0].x, m[n].part[0].y);
 #if TURN_PARTS == 2
   u32 y[4];
   load_tiles(y, &sh.part[1][lane % 16][8 * k + lane / 16 * 4]);
 #pragma unroll
-  for (int n = 0; n < N; n++) mma(c[1 % APART][n], y[0], y[1], y[2], y[3], m[n].x, m[n].y);
+  for (int n = 0; n < N; n++) mma(c[1 % APART][n], y[0], y[1], y[2], y[3], m[n].part[0].x, m[n].part[0].y);
 #pragma unroll
-  for (int n = 0; n < N; n++) mma(c[2 % APART][n], x[0], x[1], x[2], x[3], m[n].z, m[n].w);
+  for (int n = 0; n < N; n++) mma(c[2 % APART][n], x[0], x[1], x[2], x[3], m[n].part[1].x, m[n].part[1].y);
 #endif
 }
 template <int N> DEV void clear(float (*c)[N][4]) {
@@ -449,17 +452,16 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
   start_dependents();
   const int tile = blockIdx.y, head = tile / QUERY_TILES, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
-  const s64 query = head * GROUP + tile % QUERY_TILES * TILE_HEADS;
+  const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS;
   const bool spare = warp == TURN_WARPS - 1;  // the warp with the least to turn looks ahead and has the special tile
-  const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 32 + lane;
-  const uint4* own = matrix + warp * EACH * 2 * (D / 16) * 32;
+  const uint2* matrix = a.matrix + (s64)(head % a.matrix_heads) * TURN_TILES * (D / 16) * 64 + lane;
   Fragment held[HELD ? D / 16 : 1][2 * EACH];
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
-    if (spare) sh.special[k][lane] = fragment(matrix + (SPECIAL * (D / 16) + k) * 32);
+    if (spare) sh.special[k][lane] = fragment(matrix, SPECIAL, k);
     if constexpr (HELD)
 #pragma unroll
-      for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(own + (n * (D / 16) + k) * 32);
+      for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(matrix, warp * EACH * 2 + n, k);
   }
   int first = blockIdx.x * AT_ONCE;
   if (spare) first = next_pass(a, first, sh.pass[0], tile, lane);
@@ -478,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     for (int k = 0; k < D / 16; k++) {
       if constexpr (!HELD)
 #pragma unroll
-        for (int n = 0; n < 2 * EACH; n++) held[0][n] = fragment(own + (n * (D / 16) + k) * 32);
+        for (int n = 0; n < 2 * EACH; n++) held[0][n] = fragment(matrix, warp * EACH * 2 + n, k);
       multiply_parts<2 * EACH>(sums, sh, k, held[HELD ? k : 0], lane);
     }
     gather<2 * EACH>(sums);
@@ -513,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
         clear<1>(c);
 #pragma unroll 2
         for (int k = 0; k < D / 16; k++) {
-          const Fragment m = fragment(matrix + ((IN_ORDER + n) * (D / 16) + k) * 32);
+          const Fragment m = fragment(matrix, IN_ORDER + n, k);
           multiply_parts<1>(c, sh, k, &m, lane);
         }
         gather<1>(c);
@@ -539,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     for (int r = 0; r < 2; r++) {
       const int row = g + 8 * r, h = row % TILE_HEADS;
       if (place[r] < 0) continue;
-      Turned& out = a.out[place[r]];
+      Turned& out = a.out[(u32)place[r]];
       const float top = of_warps(sh.top[row]);
       if (warp == 0 && t == 0) {
         out.top[h] = top * (1.f / heaviest(Keys{}));

@@ -1,14 +1,14 @@
-// Stores whole prompts: the text before it is append.cu, whose pairs of tokens serve what does not fit here. It does the same with a quarter of
+// Stores whole prompts: the text before it is append.cu, whose pairs of tokens serve what does not fit here. It does the same with a third of
 // the instructions.
 //
 // A warp takes sixteen tokens of one head and stream. Lane 4 g + t reads a quarter of tokens g and g + 8, and the tensor cores leave
 // every number where the page wants its code: keys are multiplied by a matrix from the right, so that lane (g, t) has the t-th quarter
-// of tokens g and g + 8; values from the left, so that it has the g-th eighth of tokens 2t, 2t + 1, 2t + 8 and 2t + 9. The matrix is one, or the
+// of tokens g and g + 8; values from the left, so that it has the g-th eighth of tokens 2t, 2t + 1, 2t + 8 and 2t + 9. The matrix is the identity, or the
 // Hadamard of those bits of a channel's number that lanes differ in; sums and differences in registers do the other bits. Codes become
 // words of the page in registers. A learnt matrix is a sum of PARTS matrices of the input's type, so that products are exact.
 //
 // Constants beside those of append.cu: for KEY_ and VALUE_: MEAN (whether one is taken off), PARTS (of a matrix, 0 for none);
-// TILE_WARPS. Blocks have keys and values in turn.
+// TILE_WARPS, TILE_BLOCKS. Blocks have keys and values in turn.
 
 constexpr int WORDS_READ = D / 8;  // of a lane and token
 
@@ -314,7 +314,7 @@ template <bool KEY> struct Tile {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(TILE_WARPS * 32, 16 / TILE_WARPS) kvant_append_tiles(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(TILE_WARPS * 32, TILE_BLOCKS) kvant_append_tiles(const Arguments a) {
   const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * TILE_WARPS + (threadIdx.x >> 5), head = job % KV_HEADS, first = job / KV_HEADS * 16;
   if (first >= a.tokens) return;
   if (blockIdx.x % 2 == 0) {
