@@ -278,6 +278,8 @@ class _Enough(Exception):
 class Capture(transformers.Cache):
     """A cache that stores nothing: it attends exactly, and shows what goes through to the layers' gatherers."""
 
+    _decoder = None  # it has no steps of fixed size, of which a layer asks
+
     def __init__(self, shape: ModelShape, gatherers: dict[int, Any], run: int = 0) -> None:
         self.shape, self.gatherers, self.run = shape, gatherers, run
         super().__init__(layers=[PackedLayer(cast(Any, self), i, window) for i, window in enumerate(shape.layers)])

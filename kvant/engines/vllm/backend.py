@@ -181,9 +181,10 @@ class KvantImpl(AttentionImpl[Step]):
         append, decode = layers.ops["append"].run, layers.ops["decode"].run
         q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
-        append(store, k, v, step.batch)
+        for part in step.appends:
+            append(store, k[part.tokens], v[part.tokens], part.batch)
         if step.last is not None:
-            append(layers.pages_only[self.place], k, v, step.last)
+            append(layers.pages_only[self.place], k[step.last.tokens], v[step.last.tokens], step.last.batch)
         if step.found is not None and step.windows is not None:
             step.windows.finish_sinks(self.place, step.found)
         if step.prefill is None:
@@ -198,7 +199,7 @@ class KvantImpl(AttentionImpl[Step]):
         if n:
             out[:n] = decode(store, q[:n], step.decoding, **options)
         if step.last is not None:
-            append(store, k, v, step.last)
+            append(store, k[step.last.tokens], v[step.last.tokens], step.last.batch)
         return output
 
 

@@ -4,14 +4,15 @@ Sequences with one new token come first and are decodes; the others are prefills
 follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, whose ring of recent tokens
 they overwrite. And vLLM lets a sequence share a block that another one writes in this very step, so all pages are written
 before anything is read. Hence: first everything of decodes and of prefills without history, and the pages of the other
-prefills; then attention; then the windows of those other prefills.
+prefills; then attention; then the windows of those other prefills. Each is given its own tokens and no others, as far as they
+lie side by side: packing a token costs the same whether it is kept or not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
@@ -23,18 +24,26 @@ from kvant.ops import PagedBatch
 Tensor = torch.Tensor
 
 
+class Part(NamedTuple):
+    """Sequences side by side, and their new tokens among the step's. Slots of -1 are tokens that are not meant."""
+
+    tokens: slice
+    batch: PagedBatch
+
+
 @dataclasses.dataclass
 class Step(AttentionMetadata):
     """One forward pass. Tokens of decodes come first; the rest are those of prefills."""
 
     tokens: int
-    batch: PagedBatch  # all sequences; the slots of prefills whose windows are written last are -1
+    batch: PagedBatch  # all sequences
+    appends: list[Part]  # what is written first, with windows
     decodes: int  # sequences, and tokens
     found: Found | None
     windows: Windows | None
     prefill: PagedBatch | None = None  # the other sequences; their lengths and starts lie on the host
     history: bool = False  # whether any of them has one
-    last: PagedBatch | None = None  # prefills whose windows are written last; the slots of all others are -1
+    last: Part | None = None  # prefills whose windows are written last
 
     @functools.cached_property
     def decoding(self) -> PagedBatch:
@@ -99,7 +108,7 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
             self._stay("sinks", sinks),
             dict.fromkeys(("key", "value"), self._stay("since", since)),  # type: ignore[arg-type]
         )
-        step = Step(tokens, batch, decodes, found, self.windows)
+        step = Step(tokens, batch, [Part(slice(0, tokens), batch)], decodes, found, self.windows)
         if decodes < count:
             self._split(step, host, m)
         return step
@@ -125,13 +134,20 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         )
         if not (step.history and self.layers.ring):
             return
-        mask = torch.zeros(step.tokens, dtype=torch.bool)
-        for b in older.nonzero()[:, 0].tolist():
-            begin = int(host[first])
-            mask[begin + int(starts[b]) : begin + int(starts[b + 1])] = True
-        mask = mask.to(self.device)
-        step.batch = batch._replace(slots=torch.where(mask, -1, batch.slots))
-        step.last = batch._replace(slots=torch.where(mask, batch.slots, -1))
+        places = older.nonzero()[:, 0] + first
+        low, high = int(places[0]), int(places[-1]) + 1
+        part = _part(batch, host, low, high)
+        step.appends = [_part(batch, host, i, j) for i, j in ((0, low), (high, m.num_reqs)) if host[i] < host[j]]
+        step.last = part
+        if len(places) < high - low:  # others lie between them
+            mask = torch.zeros(part.tokens.stop - part.tokens.start, dtype=torch.bool)
+            for b in places.tolist():
+                mask[int(host[b]) - part.tokens.start : int(host[b + 1]) - part.tokens.start] = True
+            mask = mask.to(self.device)
+            both = (torch.where(here, part.batch.slots, -1) for here in (~mask, mask))
+            between, last = (Part(part.tokens, part.batch._replace(slots=slots)) for slots in both)
+            step.appends.append(between)
+            step.last = last
 
     def _rows(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor, late: bool) -> Found | None:
         if not self.layers.windowed:
@@ -167,3 +183,18 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
             return (max(config.scheduler_config.max_num_batched_tokens, largest) + 1,)
         pages = -(-config.model_config.max_model_len // self.layers.layout.page_tokens) + 2
         return (sequences, pages) if name == "table" else (sequences,)
+
+
+def _part(batch: PagedBatch, host: Tensor, first: int, last: int) -> Part:
+    """Sequences [first, last) of a batch whose starts lie on the host, too."""
+    tokens, at = slice(int(host[first]), int(host[last])), slice(first, last)
+    part = batch._replace(
+        block_table=batch.block_table[at],
+        lengths=batch.lengths[at],
+        slots=batch.slots[tokens],
+        starts=batch.starts[first : last + 1] - tokens.start,
+        owners=batch.owners[at],
+        sinks=batch.sinks[at],
+        exact={name: exact[at] for name, exact in batch.exact.items()},
+    )
+    return Part(tokens, part)
