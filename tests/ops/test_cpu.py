@@ -126,6 +126,27 @@ def test_decode_of_every_shape(group: int, dim: int, isa: str) -> None:
         check(filled(name, [130, 67], heads=1, dim=dim, group=group), group)
 
 
+@pytest.mark.parametrize("name", ["million-2", "million-3:k.bits=11,v.bits=10", "million-1.5:k.bits=3,v.bits=12"])
+def test_the_first_of_equal_centroids_is_taken(name: str, isa: str) -> None:
+    """Every centroid is there twice, or nearly, close together or far apart: what single precision cannot tell is compared in double."""
+    x = torch.randn(2, 40, 2, 64)
+    pages = []
+    for run in (reference.append, append):
+        cache = cache_of(name)
+        for stream in (cache.stores[0].key, cache.stores[0].value):
+            books = stream.codec.codebooks  # type: ignore[attr-defined]
+            books.copy_(torch.randn(books.shape, generator=torch.Generator().manual_seed(0)))
+            count = books.shape[2]
+            books[:, :, 1 : count // 2 : 2] = books[:, :, 0 : count // 2 : 2]
+            books[:, :, count // 2 :] = books[:, :, : count // 2]
+            books[:, :, 3::4, 0] *= 1 + 2**-10
+        cache.stores[0].pages.fill_(0)
+        run(cache.stores[0], x[0], x[1], cache.extend([cache.new()], [40]))
+        pages.append(cache.stores[0].pages)
+    assert bool(pages[0].any())
+    torch.testing.assert_close(pages[1], pages[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("page", [16, 32, 128])
 def test_decode_of_other_pages(page: int, isa: str) -> None:
     for name in ("saw-int4", "int2", "kvant-2", "vecinfer-2", "kivi-k2v2:k.group=16,k.flush=16"):

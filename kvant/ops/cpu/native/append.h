@@ -2,7 +2,6 @@
  * operation, so that the bytes are the same but where a sum of many numbers is rounded in another order. */
 
 #define DOUBLES (LANE_COUNT / 2)
-#define STRETCH 128 /* centroids that are looked through together */
 
 INLINE vd load_doubles(const double *p) { vd x; memcpy(&x, p, sizeof x); return x; }
 
@@ -272,42 +271,100 @@ static void encode_levels(const Stream *s, const Space *space, int keys, uint8_t
   write_codes(s, keys, run, token, codes);
 }
 
-/* The centroid with the largest x.c - |c|^2 / 2, the first of equals. Single precision finds those that may be it, double
- * precision decides. */
-static int nearest(const float *quick, const double *columns, int length, int count, const float *x, float *scores) {
-  float top[(1 << 16) / STRETCH], most = -INFINITY, size = 0.0f; /* the best of every stretch of centroids */
-  for (int start = 0, block = 0; start < count; start += STRETCH, block++) {
-    const int stop = count - start < STRETCH ? count : start + STRETCH;
-    vf tops = splat(-INFINITY);
-    int j = start;
-    for (; j + LANE_COUNT <= stop; j += LANE_COUNT) {
-      vf sum = load_floats(quick + (int64_t)length * count + j);
-      for (int i = 0; i < length; i++) sum = fused(splat(x[i]), load_floats(quick + (int64_t)i * count + j), sum);
-      store_floats(scores + j, sum);
-      tops = highest(sum, tops);
-    }
-    top[block] = top_of(tops);
-    for (; j < stop; j++) {
-      scores[j] = quick[(int64_t)length * count + j];
-      for (int i = 0; i < length; i++) scores[j] += x[i] * quick[(int64_t)i * count + j];
-      top[block] = scores[j] > top[block] ? scores[j] : top[block];
-    }
-    most = top[block] > most ? top[block] : most;
-  }
+#define STRETCH (32 * LANE_COUNT) /* centroids that are looked through together, where they are many */
+#define STRETCHES ((1 << 16) / STRETCH + 1)
+#define SIDE_BY_SIDE 4 /* vectors for which centroids are read once */
+
+/* What a centroid must reach to be the best in double precision, where `most` is the best in single. One that is as good is not
+ * much longer than x; what rounding takes is some last places of the terms. */
+INLINE float close_to(float most, const float *x, int length) {
+  float size = 0.0f;
   for (int i = 0; i < length; i++) size += x[i] * x[i];
-  /* a centroid that is as good as the best is not much longer than x; what rounding takes is some last places of the terms */
-  const float least = most - (0x1p-18f * (size + fabsf(most)) + 0x1p-120f);
+  return most - (0x1p-18f * (size + fabsf(most)) + 0x1p-120f);
+}
+
+/* The one of the centroids [start, stop) that comes near the best of all, or -1 where there are several; whole vectors of them. */
+static int only_nearest(const float *quick, int length, int count, int start, int stop, const float *x, float least) {
+  vf tops = splat(-INFINITY), seconds = tops; /* the best and the second of every lane */
+  vi place = {0}, at = {0};
+  for (int lane = 0; lane < LANE_COUNT; lane++) at[lane] = start + lane;
+  for (int j = start; j < stop; j += LANE_COUNT, at += LANE_COUNT) {
+    vf sum = load_floats(quick + (int64_t)length * count + j);
+    for (int i = 0; i < length; i++) sum = fused(splat(x[i]), load_floats(quick + (int64_t)i * count + j), sum);
+    const vi more = sum > tops;
+    seconds = highest(lowest(sum, tops), seconds);
+    place = (more & at) | (~more & place);
+    tops = choose(more, sum, tops);
+  }
+  if (least == -INFINITY) least = close_to(top_of(tops), x, length);
+  if (top_of(seconds) >= least) return -1;
+  const vi near = tops >= splat(least); /* all ones, or zero */
+  int hits = 0, found = 0;
+  for (int lane = 0; lane < LANE_COUNT; lane++) hits -= near[lane], found |= near[lane] & place[lane];
+  return hits == 1 ? found : -1;
+}
+
+/* The best of every stretch of many centroids for MANY vectors that share them: tops[MANY][STRETCHES]. */
+INLINE void tops_of_stretches(const int MANY, const int LENGTH, const float *quick, int count, const float *x, float *tops) {
+  for (int start = 0; start < count; start += STRETCH) {
+    vf best[SIDE_BY_SIDE];
+    for (int k = 0; k < MANY; k++) best[k] = splat(-INFINITY);
+    for (int j = start; j < start + STRETCH && j < count; j += LANE_COUNT) {
+      vf sum[SIDE_BY_SIDE];
+      for (int k = 0; k < MANY; k++) sum[k] = load_floats(quick + (int64_t)LENGTH * count + j);
+      for (int i = 0; i < LENGTH; i++) {
+        const vf row = load_floats(quick + (int64_t)i * count + j);
+        for (int k = 0; k < MANY; k++) sum[k] = fused(splat(x[k * LENGTH + i]), row, sum[k]);
+      }
+      for (int k = 0; k < MANY; k++) best[k] = highest(sum[k], best[k]);
+    }
+    for (int k = 0; k < MANY; k++) tops[k * STRETCHES + start / STRETCH] = top_of(best[k]);
+  }
+}
+static void many_tops(int many, int length, const float *quick, int count, const float *x, float *tops) {
+  if (many == SIDE_BY_SIDE && length == 4) tops_of_stretches(SIDE_BY_SIDE, 4, quick, count, x, tops);
+  else if (many == SIDE_BY_SIDE && length == 8) tops_of_stretches(SIDE_BY_SIDE, 8, quick, count, x, tops);
+  else
+    for (int k = 0; k < many; k++) tops_of_stretches(1, length, quick, count, x + k * length, tops + k * STRETCHES);
+}
+
+/* As `only_nearest`, of all centroids, whose stretches reach `tops`. */
+static int only_of_stretches(const float *quick, int length, int count, const float *x, const float *tops) {
+  float most = -INFINITY;
+  int found = -1;
+  for (int start = 0; start < count; start += STRETCH) most = tops[start / STRETCH] > most ? tops[start / STRETCH] : most;
+  const float least = close_to(most, x, length);
+  for (int start = 0; start < count; start += STRETCH) {
+    if (!(tops[start / STRETCH] >= least)) continue;
+    if (found >= 0) return -1;
+    found = only_nearest(quick, length, count, start, count - start < STRETCH ? count : start + STRETCH, x, least);
+    if (found < 0) return -1;
+  }
+  return found;
+}
+
+/* The centroid with the largest x.c - |c|^2 / 2, the first of equals. Single precision finds those that may be it, double
+ * precision decides where they are several. */
+static int nearest(const float *quick, const double *columns, int length, int count, const float *x, const float *tops, float *scores) {
+  if (count % LANE_COUNT == 0) {
+    const int found = tops == NULL ? only_nearest(quick, length, count, 0, count, x, -INFINITY) : only_of_stretches(quick, length, count, x, tops);
+    if (found >= 0) return found;
+  }
+  float most = -INFINITY;
+  for (int j = 0; j < count; j++) {
+    scores[j] = quick[(int64_t)length * count + j];
+    for (int i = 0; i < length; i++) scores[j] += x[i] * quick[(int64_t)i * count + j];
+    most = scores[j] > most ? scores[j] : most;
+  }
+  const float least = close_to(most, x, length);
   double best = -INFINITY;
   int found = 0;
-  for (int start = 0; start < count; start += STRETCH) {
-    if (!(top[start / STRETCH] >= least)) continue;
-    for (int k = start; k < start + STRETCH && k < count; k++) {
-      if (!(scores[k] >= least)) continue;
-      double sum = 0.0;
-      for (int i = 0; i < length; i++) sum += (double)x[i] * columns[(int64_t)i * count + k];
-      sum += columns[(int64_t)length * count + k];
-      if (sum > best) best = sum, found = k;
-    }
+  for (int k = 0; k < count; k++) {
+    if (!(scores[k] >= least)) continue;
+    double sum = 0.0;
+    for (int i = 0; i < length; i++) sum += (double)x[i] * columns[(int64_t)i * count + k];
+    sum += columns[(int64_t)length * count + k];
+    if (sum > best) best = sum, found = k;
   }
   return found;
 }
@@ -318,10 +375,15 @@ static void encode_centroids(const Stream *s, const Space *space, uint8_t *run, 
   for (int i = 0; i < s->sections; i++)
     memset(run + s->section[i].offset + (int64_t)token * spaces * s->section[i].bits / 8, 0,
            (size_t)(spaces * s->section[i].bits / 8));
+  const int stretched = count > STRETCH && s->books_spaces == 1;
+  float tops[SIDE_BY_SIDE * STRETCHES];
   for (int at = 0; at < spaces; at++) {
     const int64_t book = (int64_t)(head % s->books_heads) * s->books_spaces + at % s->books_spaces;
     const int64_t start = book * (length + 1) * count;
-    const int found = nearest(space->quick + start, space->columns + start, length, count, x + at * length, scratch);
+    const int ahead = spaces - at < SIDE_BY_SIDE ? spaces - at : SIDE_BY_SIDE;
+    if (stretched && at % SIDE_BY_SIDE == 0) many_tops(ahead, length, space->quick + start, count, x + at * length, tops);
+    const int found = nearest(space->quick + start, space->columns + start, length, count, x + at * length,
+                              stretched ? tops + at % SIDE_BY_SIDE * STRETCHES : NULL, scratch);
     for (int i = 0, shift = 0; i < s->sections; shift += s->section[i++].bits) {
       const int bits = s->section[i].bits, bit = at * bits;
       uint8_t *row = run + s->section[i].offset + (int64_t)token * spaces * bits / 8;
@@ -382,7 +444,7 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
       int found = 0;
       if (s->index_bits) {
         const int64_t book = (int64_t)(head % s->books_heads) * (dim + 1) * s->centers;
-        found = nearest(space->quick + book, space->columns + book, dim, s->centers, x, scratch);
+        found = nearest(space->quick + book, space->columns + book, dim, s->centers, x, NULL, scratch);
         run[s->index_offset + place] = (uint8_t)found;
         if (s->index_bits > 8) run[s->high_offset + place] = (uint8_t)(found >> 8);
       }
