@@ -197,6 +197,7 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
         ("kitty-pro", 4, 128, {}),
         ("kitty", 3, 96, {"window": 250}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {}),
+        ("kitty:k.boost=1.0", 4, 64, {}),
         ("squat", 1, 64, {}),
     ],
 )
@@ -287,6 +288,8 @@ READ = [
     ("oscar:sink=3,recent=20", 64, 0),
     ("kvant-2:sink=5,recent=70", 64, 1000),
     ("kvant-2:rope=post,k.bits=4/4/0,v.bits=4", 128, 0),
+    ("kvant-2:rope=post,k.bits=0/2/4", 128, 0),
+    ("kvant-2:rope=post,k.bits=4/0/2", 128, 0),
     ("kvant-4", 96, 0),
     ("int3", 64, 0),
     ("int8", 64, 0),
@@ -356,7 +359,14 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
         torch.testing.assert_close(overlay, two.stores[0].overlays[name], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64)])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("vecinfer-2", 64),
+        ("million-1.5:bits=9,books=head", 64),
+        ("million-2:bits=8,k.dim=8", 32),  # fewer sub-vectors than a warp's lanes can share
+    ],
+)
 def test_append_of_nearest_centroids(name: str, dim: int) -> None:
     caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
     for counts in ([5, 1, 0], [1, 1, 1], [0, 90, 2]):  # few and many at a time
