@@ -105,7 +105,7 @@ def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, setting
 def check_append(
     name: str, dim: int, rounds: tuple[list[int], ...], dtype: str = "bfloat16", page: int | None = None
 ) -> None:
-    """What it decodes to; codes may differ where a number lies halfway between two."""
+    """The bytes of pages and windows; codes may differ where a number lies halfway between two."""
     made = [filled(name, 2, 1, dim, [1, 63, 140], dtype, page=page, spare=9) for _ in range(2)]
     for counts in rounds:
         k, v = (vectors(sum(counts), 2, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
@@ -180,6 +180,20 @@ def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> N
     assert stored == [
         c for band in plan.stored_bands(layout, "key") for c in range(band.first, band.first + band.width)
     ]
+
+
+@pytest.mark.parametrize("name", ["kvant-2", "oscar"])
+def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeroes for counters may be a launch of their own, while a graph is captured."""
+    cache, entries = filled(name, 2, 4, 64, [70])
+    said: list[str] = []
+    counters, launch = cuda_decode._counters, emulated.Kernel.launch
+    monkeypatch.setattr(cuda_decode, "_counters", lambda *args: said.append("counters") or counters(*args))
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda *args: said.append("launch") or launch(*args))
+    cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
+    assert said == ["counters", *["launch"] * 3]  # of queries, attention and outputs
 
 
 def test_an_odd_number_of_turned_pairs_is_refused() -> None:
