@@ -349,10 +349,10 @@ def plain(
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 @pytest.mark.parametrize("block", [96, 4096])
 def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tokens over a history, in one block and in several, beside a sequence without one."""
+    """New tokens over a history, in one block and in several, beside a sequence without one and one without new tokens."""
     monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
     cache, entries = filled(name, 2, 2, dim, [1, 63, 300], first=first)
-    store, counts = cache.stores[0], [3, 1, 40, 5]
+    store, counts = cache.stores[0], [1, 0, 40, 5]
     store.prepared["flash"] = flash.Flash(plain, torch.float16, softcap=True)
     entries = [*entries, cache.new()]
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
