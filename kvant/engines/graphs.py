@@ -123,8 +123,16 @@ class Decoder:
         self.model, self.cache, self.steps, self.graph = model, cache, steps, graph
         self.done = 0
         self.closed = self._running = self._begun = False
+        device = cache.groups[0].paged.stores[0].pages.device
+        with torch.inference_mode(False):
+            self._tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
+            self._positions = torch.zeros_like(self._tokens)
+            heads = model.config.get_text_config(decoder=True).num_attention_heads
+            counters = torch.zeros(cache.batch_size * heads, dtype=torch.int32, device=device)
+        name = f"a step of this {model.config.model_type}"
+        self._run: Callable[[], Tensor] = Replay(self._step, device, name, counters) if graph else self._step
         self.batches: list[StaticBatch] = []
-        try:
+        try:  # from here on nothing but the room itself can fail
             for group in cache.groups:
                 self.batches.append(StaticBatch(group.paged, group.entries, steps))
         except BaseException:
@@ -135,14 +143,6 @@ class Decoder:
             (self.batches[cache.groups.index(group)], group.layers.index(layer), group.window)
             for layer, group in enumerate(cache._group_of)
         ]
-        device = cache.groups[0].paged.stores[0].pages.device
-        with torch.inference_mode(False):
-            self._tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
-            self._positions = torch.zeros_like(self._tokens)
-            heads = model.config.get_text_config(decoder=True).num_attention_heads
-            counters = torch.zeros(cache.batch_size * heads, dtype=torch.int32, device=device)
-        name = f"a step of this {model.config.model_type}"
-        self._run: Callable[[], Tensor] = Replay(self._step, device, name, counters) if graph else self._step
         for group in cache.groups:
             group.step = None
         cache._decoder = self

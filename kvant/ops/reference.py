@@ -291,6 +291,8 @@ def prefill(
     history = batch.lengths - counts
     for b in range(len(counts)):
         part = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
+        if part.start == part.stop:
+            continue
         out[part] = _prefill_one(
             store, query[part], key[part], value[part], one_sequence(batch, b), int(history[b]), scale, softcap, window
         )

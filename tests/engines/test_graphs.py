@@ -168,6 +168,17 @@ def test_room_is_taken_for_all_groups_or_for_none() -> None:
     assert cache.get_seq_length() == 51
 
 
+def test_a_decoder_that_cannot_be_made_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    cache = read(model)
+    before = cache.nbytes_used, cache.groups[0].entries[0].length
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.config), "get_text_config", lambda self, decoder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.decoder(model, 30, graph=False)
+    assert (cache.nbytes_used, cache.groups[0].entries[0].length) == before
+
+
 def test_a_number_that_cannot_be_stored_takes_its_step_back() -> None:
     model = make_model("llama")
     cache, other = read(model, "int4:sink=3,recent=10"), read(model, "int4:sink=3,recent=10")

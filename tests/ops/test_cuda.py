@@ -452,6 +452,7 @@ def test_nothing_is_offered_on_a_cpu() -> None:
             "kivi-k2v2:v.group=8",
             "it reads at most 8 scales a token, each of a multiple of 16 channels, and the values have 8",
         ),
+        ("kvant-2:k.flag=true", "it reads keys that keep their mean, and theirs may be taken off token by token"),
         ("full", "it reads token-wise affine codes and keys coded per channel, and the keys are coded by Raw"),
         ("int4:group=32", "it reads one scale a token, and the keys have 2"),
         ("int2:k.recent=3", "keys and values have different windows"),
@@ -473,6 +474,13 @@ def test_nothing_is_offered_on_a_cpu() -> None:
 def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> None:
     assert plan.refuse_layout(make_layout(name)) == reason
     assert plan.refuse_layout(Layout.of(recipes.get("int4"), 2, 64, order="plain")) is not None
+
+
+def test_boosted_channels_that_a_word_does_not_hold_are_refused() -> None:
+    assert plan.refuse_layout(make_layout("kitty:k.boost=0.5", 2, 128)) is None
+    reason = "it reads the high bits of at most 64 channels, and 68 are boosted"
+    assert plan.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
+    assert cuda_append.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
 
 
 def test_prefill_refuses_what_it_cannot_unpack() -> None:

@@ -105,7 +105,7 @@ def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, setting
 def check_append(
     name: str, dim: int, rounds: tuple[list[int], ...], dtype: str = "bfloat16", page: int | None = None
 ) -> None:
-    """What it decodes to; codes may differ where a number lies halfway between two."""
+    """The bytes of pages and windows; codes may differ where a number lies halfway between two."""
     made = [filled(name, 2, 1, dim, [1, 63, 140], dtype, page=page, spare=9) for _ in range(2)]
     for counts in rounds:
         k, v = (vectors(sum(counts), 2, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
@@ -182,6 +182,20 @@ def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> N
     ]
 
 
+@pytest.mark.parametrize("name", ["kvant-2", "oscar"])
+def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeroes for counters may be a launch of their own, while a graph is captured."""
+    cache, entries = filled(name, 2, 4, 64, [70])
+    said: list[str] = []
+    counters, launch = cuda_decode._counters, emulated.Kernel.launch
+    monkeypatch.setattr(cuda_decode, "_counters", lambda *args: said.append("counters") or counters(*args))
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda *args: said.append("launch") or launch(*args))
+    cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
+    assert said == ["counters", *["launch"] * 3]  # of queries, attention and outputs
+
+
 def test_an_odd_number_of_turned_pairs_is_refused() -> None:
     cache, entries = filled("kvant-2", 2, 4, 64, [5], rotated=18)
     with pytest.raises(ValueError, match="rope turns 9 pairs"):
@@ -197,6 +211,7 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
         ("kitty-pro", 4, 128, {}),
         ("kitty", 3, 96, {"window": 250}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {}),
+        ("kitty:k.boost=1.0", 4, 64, {}),
         ("squat", 1, 64, {}),
     ],
 )
@@ -287,6 +302,8 @@ READ = [
     ("oscar:sink=3,recent=20", 64, 0),
     ("kvant-2:sink=5,recent=70", 64, 1000),
     ("kvant-2:rope=post,k.bits=4/4/0,v.bits=4", 128, 0),
+    ("kvant-2:rope=post,k.bits=0/2/4", 128, 0),
+    ("kvant-2:rope=post,k.bits=4/0/2", 128, 0),
     ("kvant-4", 96, 0),
     ("int3", 64, 0),
     ("int8", 64, 0),
@@ -332,10 +349,10 @@ def plain(
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 @pytest.mark.parametrize("block", [96, 4096])
 def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tokens over a history, in one block and in several, beside a sequence without one."""
+    """New tokens over a history, in one block and in several, beside a sequence without one and one without new tokens."""
     monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
     cache, entries = filled(name, 2, 2, dim, [1, 63, 300], first=first)
-    store, counts = cache.stores[0], [3, 1, 40, 5]
+    store, counts = cache.stores[0], [1, 0, 40, 5]
     store.prepared["flash"] = flash.Flash(plain, torch.float16, softcap=True)
     entries = [*entries, cache.new()]
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
@@ -356,7 +373,14 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
         torch.testing.assert_close(overlay, two.stores[0].overlays[name], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "dim"), [("vecinfer-2", 64), ("million-1.5:bits=9,books=head", 64)])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("vecinfer-2", 64),
+        ("million-1.5:bits=9,books=head", 64),
+        ("million-2:bits=8,k.dim=8", 32),  # fewer sub-vectors than a warp's lanes can share
+    ],
+)
 def test_append_of_nearest_centroids(name: str, dim: int) -> None:
     caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
     for counts in ([5, 1, 0], [1, 1, 1], [0, 90, 2]):  # few and many at a time

@@ -266,6 +266,9 @@ def _decode(
     parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
+    arrived = _counters(
+        query.device, len(query) * heads
+    )  # now: nothing may come between what makes queries and what waits for it
     q, signs = query, dual
     log2e = math.log2(math.e)
     scales = (2.0 * log2e * scale / softcap if softcap else scale * log2e, softcap * log2e)
@@ -314,7 +317,7 @@ def _decode(
         window_key,
     ]
     tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, partial]
-    tensors += [_counters(query.device, len(query) * heads), key_books, value_books, turned, rows]
+    tensors += [arrived, key_books, value_books, turned, rows]
     arguments = _Arguments(
         *(None if x is None else x.data_ptr() for x in tensors),
         *scales,

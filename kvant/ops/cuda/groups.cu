@@ -103,6 +103,7 @@ DEV void enter_group(Query& q, const u8* run, int group, int lane) {
 #if BOOSTED
 DEV void high_products(float c[COLUMN_TILES][4], const u8* run, int tile, int lane, const Query& q) {
   constexpr int ROW = BOOSTED / 4;
+  static_assert(HIGH_STEPS <= 4, "a lane's bytes of a token are one word");
   u32 x[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {

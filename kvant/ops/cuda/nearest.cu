@@ -72,8 +72,8 @@ DEV void append(const Arguments& a, u8* dynamic, const void* in, const float* me
                 const u8* books, int book_heads, void* window) {
   // A thread has EACH sub-vectors, so that a centroid is read for several; PARTS threads share them.
   constexpr int VECTORS = ROWS * B::COUNT, EACH = VECTORS > 4 * THREADS ? (VECTORS + THREADS - 1) / THREADS : 4;
-  constexpr int PARTS = power_below(THREADS * EACH / VECTORS), GROUPS = THREADS / PARTS;
-  static_assert(PARTS <= 32 && GROUPS * EACH >= VECTORS, "lanes of a warp share sub-vectors");
+  constexpr int SHARED_BY = THREADS * EACH / VECTORS, PARTS = SHARED_BY < 32 ? power_below(SHARED_BY) : 32, GROUPS = THREADS / PARTS;
+  static_assert(GROUPS * EACH >= VECTORS, "lanes of a warp share sub-vectors");
   __shared__ float largest[THREADS / 32];
   u32* book = (u32*)dynamic;
   float* halves = (float*)(book + B::ENTRIES * B::WORDS);  // |c|^2 / 2

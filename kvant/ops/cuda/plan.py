@@ -35,6 +35,7 @@ SOURCES = (
 )
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
+MAX_BOOSTED = 64  # channels with more bits: a lane has those of a token in one word
 META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
 NO_META = 3
 ROW = 128  # bytes that a multiprocessor's shared memory gives at once
@@ -94,6 +95,8 @@ def refuse_layout(layout: Layout) -> str | None:
         elif isinstance(codec, Banded):
             if codec.levels != "uniform":
                 return f"it reads evenly spaced levels, and those of the {name}s are not"
+            if name == "key" and codec.flag:
+                return "it reads keys that keep their mean, and theirs may be taken off token by token"
             if name == "value" and len(codec.bands(dim)) > 1:
                 return "it reads values of one width, and they have bands"
         elif not (grouped and name == "key"):
@@ -118,6 +121,9 @@ def refuse_groups(layout: Layout) -> str | None:
         return f"it reads keys that are coded per channel in tiles of 32 channels, and the head dim is {dim}"
     if key.codec.meta != "float16":  # type: ignore[attr-defined]
         return f"it reads the scales of channels as float16, and they are {key.codec.meta}"  # type: ignore[attr-defined]
+    boosted = key.codec.boosted(dim) if isinstance(key.codec, Boosted) else 0
+    if boosted > MAX_BOOSTED:
+        return f"it reads the high bits of at most {MAX_BOOSTED} channels, and {boosted} are boosted"
     for name, stream in layout.recipe.streams.items():
         if getattr(stream.codec, "bits", 2) == 3 and dim % 64:
             return f"it reads codes of 3 bits of a multiple of 64 channels, and the {name}s have {dim}"

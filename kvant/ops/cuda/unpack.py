@@ -69,15 +69,18 @@ class UnpackPlan:
         return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "unpack.cu"), constants)
 
     def _bands(self) -> list[str]:
-        """Bands of the stream in the kernel's words, those without codes included."""
-        out, end = [], 0
-        for band in stored_bands(self.layout, self.stream):
+        """Bands of the stream in the kernel's words, those without codes included, wherever they lie."""
+        out, end, dim = [], 0, self.layout.head_dim
+        for band in [*stored_bands(self.layout, self.stream), None]:
+            first = dim if band is None else band.first
+            if end < first:
+                out.append(f"Band<{first - end}, 0, 0, 0, {end}, 0>")
+            if band is None:
+                break
             planes = [s for s in self.layout.sections if s.stream == self.stream and s.names == (band.field,)]
             low, high = planes[0].offset, planes[1].offset if len(planes) > 1 else 0
             out.append(f"Band<{band.width}, {band.bits}, {low}, {high}, {band.first}, {round(ONE * band.step)}>")
             end = band.first + band.width
-        if end < self.layout.head_dim:
-            out.append(f"Band<{self.layout.head_dim - end}, 0, 0, 0, {end}, 0>")
         return out
 
 

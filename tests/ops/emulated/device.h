@@ -225,7 +225,7 @@ DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 }
 DEV void load_tiles(u32* x, const void* row) {
   struct Tiles { u32 x[4]; };
-  const Tiles found = lanes_together<Tiles>(10, row, [](const void* const* in, Tiles* out) {
+  const Tiles found = lanes_together<Tiles>(11, row, [](const void* const* in, Tiles* out) {
     for (int lane = 0; lane < 32; lane++)
       for (int i = 0; i < 4; i++) out[lane].x[i] = ((const u32*)in[8 * i + lane / 4])[lane % 4];
   });
