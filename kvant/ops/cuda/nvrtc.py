@@ -140,7 +140,8 @@ class Kernel:
     def __init__(self, text: str, name: str, device: torch.device, threads: int, shared: int = 0) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         code = cached_code(text, f"sm_{major}{minor}")
-        self.threads, self.shared, self.device = threads, shared, device
+        self.threads, self.shared = threads, shared
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # torch's context is the current one from here on
@@ -163,6 +164,10 @@ class Kernel:
     def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure, dependent: bool = False) -> None:
         """Queues the kernel on the current stream of the device. One that is `dependent` may start before the kernel before
         it has ended, as soon as all blocks of that one allow it, and waits for it by itself (sm_90 on)."""
+        if torch.cuda.current_device() != self.device.index:  # a stream belongs to its device's context
+            with torch.cuda.device(self.device):
+                self.launch(blocks, arguments, dependent)
+            return
         stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         if dependent:
