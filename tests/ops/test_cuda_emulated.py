@@ -251,6 +251,14 @@ def test_append(name: str, dim: int) -> None:
         ("int4:sink=2,recent=5", 96, "bfloat16", None),
         ("kvant-4", 96, "bfloat16", None),
         ("saw-int4:seed=1", 96, "float16", None),
+        ("kvant-2", 128, "bfloat16", None),
+        ("kvant-2:rope=post", 64, "float16", 16),
+        ("kvant-2:rope=post,sink=0,recent=0", 128, "bfloat16", 32),
+        ("kvant-2:rope_block=70,sink=0,recent=0", 64, "bfloat16", None),
+        ("kvant-2:rope_block=70,sink=3,recent=20", 128, "float16", 16),
+        ("kvant-2:v.bits=4,k.bits=4/4/0", 64, "float16", None),
+        ("kvant-2:k.bits=0/4/2,rope_block=64", 128, "bfloat16", 128),
+        ("kvant-2:search=9,k.bits=2,v.unbiased=true", 64, "bfloat16", None),
     ],
 )
 def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
