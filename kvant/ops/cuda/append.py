@@ -147,6 +147,7 @@ class AppendPlan:
                 f"{name.upper()}_OFFSET": bands[0][2],
                 f"{name.upper()}_BANDED": int(isinstance(codec, Banded)),
                 f"{name.upper()}_UNBIASED": int(getattr(codec, "unbiased", False)),
+                f"{name.upper()}_WEIGHTED": int(getattr(codec, "weighted", False)),
                 f"{name.upper()}_FLAG": int(getattr(codec, "flag", False)),
                 f"{name.upper()}_SEARCH": codec.search,  # type: ignore[attr-defined]
                 f"{name.upper()}_META": plan.META_KINDS[meta.names],

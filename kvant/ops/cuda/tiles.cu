@@ -12,7 +12,7 @@
 // share of the first band, of the second, and so on.
 //
 // Constants beside those of append.cu: for KEY_ and VALUE_: MEAN (whether one is taken off), PARTS (of a matrix, 0 for none), ALL_BANDS
-// (as BANDS, with those that are not stored); KEY_TURNED (positions of a block that keys are turned back to the start of, 0 for none);
+// (as BANDS, with those that are not stored), WEIGHTED (whether channels have weights); KEY_TURNED (positions of a block that keys are turned back to the start of, 0 for none);
 // TILE_WARPS, TILE_BLOCKS. Blocks have keys and values in turn; of bands, all of a head and stream, whose matrix is then near.
 
 constexpr int WORDS_READ = D / 8;  // of a lane and token
@@ -26,6 +26,18 @@ DEV constexpr u32 ones(int count, int apart) {  // so many bits, so far apart
   return x;
 }
 
+// Codes of evenly spaced levels around zero, rounded as append.cu's inexact Coder does it. BITS and what a level is of the scale, as bits.
+template <int BITS, u32 STEP> struct Levels {
+  static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
+  float by;
+  DEV explicit Levels(float back) : by(back * (1.f / UNIT / __uint_as_float(STEP))) {}  // from the scale's reciprocal
+  DEV float rounded(float x) const { return fmaf(add_held(fma_held(x, by, REST + TOP / 2.f / UNIT), -REST), UNIT, MAGIC); }  // the code and MAGIC
+  DEV u32 bits(float x) const { return __float_as_uint(rounded(x)); }
+  DEV u32 base() const { return __float_as_uint(MAGIC); }
+  DEV float level(float x) const { return rounded(x) - MAGIC - TOP / 2.f; }
+  DEV float missed(float x) const { return fmaf(x, -UNIT * by, level(x)); }  // by the level, in steps
+};
+
 template <bool KEY> struct Tile {
   static constexpr int TYPE = KEY ? KEY_TYPE : VALUE_TYPE, BITS = KEY ? KEY_BITS : VALUE_BITS, META = KEY ? KEY_META : VALUE_META;
   static constexpr int META_TYPE = KEY ? KEY_META_TYPE : VALUE_META_TYPE, META_OFFSET = KEY ? KEY_META_OFFSET : VALUE_META_OFFSET;
@@ -37,8 +49,8 @@ template <bool KEY> struct Tile {
   static constexpr int ROWS = KEY ? 2 : 4, N = D / (2 * ROWS);         // tokens of a lane and channels of each
   static constexpr int ROW_WORDS = D * BITS / 128;                     // of a lane: one token's keys, or two tokens' values
   static constexpr bool BANDED = KEY ? KEY_BANDED : VALUE_BANDED, UNBIASED = KEY ? KEY_UNBIASED : VALUE_UNBIASED, FLAG = KEY ? KEY_FLAG : VALUE_FLAG;
-  static constexpr bool TURNED = KEY && KEY_TURNED;
-  using Code = Coder<BITS, BANDED ? 0 : META, !BANDED && !AS_READ>;
+  static constexpr bool TURNED = KEY && KEY_TURNED, WEIGHTED = KEY ? KEY_WEIGHTED : VALUE_WEIGHTED;
+  using Code = Coder<BITS, META, !AS_READ>;
   using Stored = typename BandsOf<KEY>::Stored;
   using All = typename BandsOf<KEY>::All;
 
@@ -192,14 +204,23 @@ template <bool KEY> struct Tile {
           }
         }
     }
-    const float unit = KEY ? a.key_unit : a.value_unit;
+    float back[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       const int lane_of = KEY ? lane & 28 | 2 * r : 4 * (2 * t + (r & 1)) + (r & 2);
-      const float back = __uint_as_float((__shfl_sync(FULL, own_exponent, lane_of) - 7u) << 23) * unit;
-#pragma unroll
-      for (int i = 0; i < N; i++) x[r][i] = MEAN ? fmaf(x[r][i], back, -(KEY ? a.key_mean : a.value_mean)[head * D + (KEY ? t : g) * N + i]) : x[r][i] * back;
+      back[r] = __uint_as_float((__shfl_sync(FULL, own_exponent, lane_of) - 7u) << 23) * (KEY ? a.key_unit : a.value_unit);
     }
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      float off[4] = {0.f, 0.f, 0.f, 0.f};
+      if constexpr (MEAN) load_four(off, (KEY ? a.key_mean : a.value_mean) + head * D + (KEY ? t : g) * N + i);
+#pragma unroll
+      for (int j = 0; j < 4 * ROWS; j++) x[j / 4][i + j % 4] = fmaf(x[j / 4][i + j % 4], back[j / 4], -off[j % 4]);
+    }
+  }
+  DEV static void load_four(float* x, const float* p) {
+    const float4 v = *(const float4*)p;
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
   }
 
   // --- bands: scales, as append.cu has them --------------------------------------------------------------------------------------
@@ -207,26 +228,25 @@ template <bool KEY> struct Tile {
   static constexpr int SHARE = KEY ? 4 : 8;  // lanes that have a row
   template <class B> DEV static constexpr int from() { return B::FIRST / SHARE; }
   template <class B> DEV static constexpr int until() { return (B::FIRST + B::WIDTH) / SHARE; }
-  template <class B> DEV static Coder<B::BITS, 0, false> coder(float scale) {
-    const float unit = scale * __uint_as_float(B::STEP);
-    return {unit, __fdiv_rn(1.f, unit), ((1 << B::BITS) - 1) * -0.5f * unit, 1.f};
-  }
   // The best scale of the owned row, less `taken` where there is one, and the error that it leaves.
   template <bool LESS> DEV float banded_scale(const float* weights, const float* taken, float& least) const {
     constexpr auto sum = [](float a, float b) { return a + b; };
     float sums[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      sums[r] = 0.f;
-      Stored::each([&](auto band) {
-        using B = decltype(band);
+    for (int r = 0; r < ROWS; r++) sums[r] = 0.f;
+    Stored::each([&](auto band) {
+      using B = decltype(band);
 #pragma unroll
-        for (int i = from<B>(); i < until<B>(); i++) {
-          const float y = LESS ? x[r][i] - taken[i] : x[r][i];
-          sums[r] = fmaf(y, y, sums[r]);
+      for (int i = from<B>(); i < until<B>(); i += 4) {
+        float off[4] = {0.f, 0.f, 0.f, 0.f};
+        if constexpr (LESS) load_four(off, taken + i);
+#pragma unroll
+        for (int j = 0; j < 4 * ROWS; j++) {
+          const float y = x[j / 4][i + j % 4] - off[j % 4];
+          sums[j / 4] = fmaf(y, y, sums[j / 4]);
         }
-      });
-    }
+      }
+    });
     const float rms = sqrtf(__fdiv_rn(own(sums, sum), (float)Stored::STORED));
     if constexpr (SEARCH == 1 && !FLAG) return ::rounded<META_TYPE>(storable<META_TYPE>(rms));
     float chosen = 1.f;
@@ -234,47 +254,60 @@ template <bool KEY> struct Tile {
     for (int k = 0; k < SEARCH; k++) {
       const float factor = SEARCH == 1 ? 1.f : (float)(0.6 + (1.4 - 0.6) * k / (SEARCH > 1 ? SEARCH - 1 : 1));
       const float scale = ::rounded<META_TYPE>(storable<META_TYPE>(rms * factor));
-      float scales[ROWS];
-      spread(scale, scales);
+      float back[ROWS];
+      spread(__fdiv_rn(1.f, scale), back);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        sums[r] = 0.f;
-        Stored::each([&](auto band) {
-          using B = decltype(band);
-          const auto code = coder<B>(scales[r]);
-          float errors = 0.f;
+      for (int r = 0; r < ROWS; r++) sums[r] = 0.f;
+      Stored::each([&](auto band) {
+        using B = decltype(band);
+        float errors[ROWS];
 #pragma unroll
-          for (int i = from<B>(); i < until<B>(); i++) {
-            const float missed = code.missed(LESS ? x[r][i] - taken[i] : x[r][i]);
-            errors = weights ? fmaf(missed * missed, weights[i], errors) : fmaf(missed, missed, errors);
+        for (int r = 0; r < ROWS; r++) errors[r] = 0.f;
+#pragma unroll
+        for (int i = from<B>(); i < until<B>(); i += 4) {
+          float weight[4] = {1.f, 1.f, 1.f, 1.f}, off[4] = {0.f, 0.f, 0.f, 0.f};
+          if constexpr (WEIGHTED) load_four(weight, weights + i);
+          if constexpr (LESS) load_four(off, taken + i);
+#pragma unroll
+          for (int j = 0; j < 4 * ROWS; j++) {
+            const float missed = Levels<B::BITS, B::STEP>(back[j / 4]).missed(x[j / 4][i + j % 4] - off[j % 4]);
+            errors[j / 4] = fmaf(missed * weight[j % 4], missed, errors[j / 4]);
           }
-          sums[r] = fmaf(errors, __uint_as_float(B::STEP) * __uint_as_float(B::STEP), sums[r]);
-        });
-      }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) sums[r] = fmaf(errors[r], __uint_as_float(B::STEP) * __uint_as_float(B::STEP), sums[r]);
+      });
       const float error = own(sums, sum) * (scale * scale);
       if (error < least) least = error, chosen = scale;
     }
     return chosen;
   }
   // What the scale of the owned row is stretched by, so that rows are as long as their codes say.
-  DEV float stretch(const float* weights, const float* scales, float scale) const {
+  DEV float stretch(const float* weights, const float* back, float scale) const {
     constexpr auto sum = [](float a, float b) { return a + b; };
     float reached[ROWS], wanted[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      reached[r] = wanted[r] = 0.f;
+    for (int r = 0; r < ROWS; r++) reached[r] = wanted[r] = 0.f;
+    All::each([&](auto band) {
+      using B = decltype(band);
+      float here[ROWS];
 #pragma unroll
-      for (int i = 0; i < N; i++) wanted[r] = fmaf(weights ? weights[i] * x[r][i] : x[r][i], x[r][i], wanted[r]);
-      Stored::each([&](auto band) {
-        using B = decltype(band);
-        const auto code = coder<B>(scales[r]);
-        float here = 0.f;
+      for (int r = 0; r < ROWS; r++) here[r] = 0.f;
 #pragma unroll
-        for (int i = from<B>(); i < until<B>(); i++)
-          here = fmaf(weights ? weights[i] * x[r][i] : x[r][i], code.rounded(x[r][i]) - MAGIC - ((1 << B::BITS) - 1) * 0.5f, here);
-        reached[r] = fmaf(here, __uint_as_float(B::STEP), reached[r]);
-      });
-    }
+      for (int i = from<B>(); i < until<B>(); i += 4) {
+        float weight[4] = {1.f, 1.f, 1.f, 1.f};
+        if constexpr (WEIGHTED) load_four(weight, weights + i);
+#pragma unroll
+        for (int j = 0; j < 4 * ROWS; j++) {
+          const int r = j / 4;
+          const float one = x[r][i + j % 4], weighed = one * weight[j % 4];
+          wanted[r] = fmaf(weighed, one, wanted[r]);
+          if constexpr (B::BITS > 0) here[r] = fmaf(weighed, Levels<B::BITS, B::STEP>(back[r]).level(one), here[r]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) reached[r] = fmaf(here[r], __uint_as_float(B::STEP), reached[r]);
+    });
     const float to = own(wanted, sum), is = own(reached, sum) * scale;
     return fminf(fmaxf(__fdiv_rn(to, fmaxf(is, 1.17549435e-38f)), 0.8f), 1.6f);
   }
@@ -405,7 +438,7 @@ template <bool KEY> struct Tile {
   }
 
   // Words of codes: key words hold two neighbouring channels in their halves, value words two tokens.
-  DEV void words(u32* w, const Code& low_, const Code& high_, const float* x_low, const float* x_high) const {
+  template <class C> DEV void words(u32* w, const C& low_, const C& high_, const float* x_low, const float* x_high) const {
     constexpr int PER = 16 / BITS;
     constexpr u32 HALF = 0xFFFFu / ((1 << BITS) - 1);  // a one at every place of a half
 #pragma unroll
@@ -436,9 +469,9 @@ template <bool KEY> struct Tile {
   }
 
   // As above, of one band; rows of an odd number of bytes share words.
-  template <class B> DEV void store_band(const Arguments& a, s64 slot, int head, int r, float scale) const {
+  template <class B> DEV void store_band(const Arguments& a, s64 slot, int head, int r, float back) const {
     constexpr int PER = 16 / B::BITS, PAIRS = B::WIDTH / 8, BYTES = B::WIDTH * B::BITS / 64, COUNT = (BYTES + 1) / 2;
-    const auto code = coder<B>(scale);
+    const Levels<B::BITS, B::STEP> code(back);
     u32 w[COUNT];
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
@@ -508,37 +541,41 @@ template <bool KEY> struct Tile {
   }
 
   DEV void append_bands(const Arguments& a, const u32 (*w)[WORDS_READ], int first, int head) {
-    const float* weights = KEY ? a.key_weights : a.value_weights;
-    if (weights) weights += head * D + (KEY ? t : g) * N;
-    const float* taken = (KEY ? a.key_taken : a.value_taken) + head * D + (KEY ? t : g) * N;
+    const float* weights = (KEY ? a.key_weights : a.value_weights) + head * D + (KEY ? t : g) * N;
     const s64 slot = slot_of(a, first, owned());
     multiply_bands(a, w, first, head);
 #if WINDOW_TOKENS
     store_window(a, first, head, slot);
 #endif
-    float error, scale = banded_scale<false>(weights, nullptr, error), sign = 1.f, scales[ROWS];
+    float error, scale = banded_scale<false>(weights, nullptr, error), sign = 1.f, back[ROWS];
     if constexpr (FLAG) {
+      const float* taken = (KEY ? a.key_taken : a.value_taken) + head * D + (KEY ? t : g) * N;
       float less, off[ROWS];
       const float other = banded_scale<true>(weights, taken, less);
       if (less < error) scale = other, sign = -1.f;
       spread(sign < 0.f ? 1.f : 0.f, off);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < N; i += 4) {
+        float less_[4];
+        load_four(less_, taken + i);
 #pragma unroll
-        for (int i = 0; i < N; i++) x[r][i] = fmaf(-off[r], taken[i], x[r][i]);
+        for (int j = 0; j < 4 * ROWS; j++) x[j / 4][i + j % 4] = fmaf(-off[j / 4], less_[j % 4], x[j / 4][i + j % 4]);
+      }
     }
-    spread(scale, scales);
-    if constexpr (UNBIASED) scale *= stretch(weights, scales, scale);
+    spread(__fdiv_rn(1.f, scale), back);
+    if constexpr (UNBIASED) scale *= stretch(weights, back, scale);
     scale = storable<META_TYPE>(scale) * sign;
     if (slot >= 0 && (KEY ? t : g) % 2 == 0) store_meta(run_of(a, slot, head), META_OFFSET, META, slot, META_TYPE == 0 ? bf16_pair(scale, 0.f) : fp16_pair(scale, 0.f));
     if constexpr (KEY) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const s64 to = slot_of(a, first, token(r));
-        Stored::each([&](auto band) { store_band<decltype(band)>(a, to, head, r, scales[r]); });
+        Stored::each([&](auto band) { store_band<decltype(band)>(a, to, head, r, back[r]); });
       }
     } else {
-      Stored::each([&](auto band) { store_values(a, first, head, [&](int r) { return coder<decltype(band)>(scales[r]); }); });
+      Stored::each([&](auto band) {
+        store_values(a, first, head, [&](int r) { return Levels<decltype(band)::BITS, decltype(band)::STEP>(back[r]); });
+      });
     }
   }
 
