@@ -349,7 +349,7 @@ def test_append_writes_what_the_reference_writes(
     assert float((stores[0].pages != stores[1].pages).double().mean()) < 1e-4
     assert entries[0][0].pages[0] == entries[1][0].pages[0] == 0
     error, _ = difference(stores[0], stores[1], layout.page_tokens)  # of a page that is full
-    assert error < 1e-3
+    assert error < (2e-2 if name.startswith("kvant-2") else 1e-3)  # one code of 2 bits is 0.01 of a page
     for side in ("key", "value"):
         found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
