@@ -304,6 +304,9 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         "saw-int4-kv:order=16",
         "kvant-4",
         "saw-hessian",
+        "kvant-2",
+        "kvant-2:rope=post,sink=0,recent=0",
+        "kvant-2:rope_block=70,k.bits=4/4/0,v.bits=4",
         "vecinfer-2",
         "vecinfer-4:k.bits=10",
         "million-2:books=head",
@@ -322,8 +325,15 @@ def test_append_writes_what_the_reference_writes(
         name = next(n for n in recipes.names() if n.startswith("saw") and "hessian" in n)
     recipe, heads = recipes.get(name), 3
     layout = Layout.of(recipe, heads, dim, dtype=dtype)
+    if name.startswith("kvant-2") and dim == 96:
+        assert cuda_append.refuse_layout(layout) is not None  # bands are no whole tiles
+        return
     tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, dtype), "cpu")
-    caches = [PagedCache(layout, 1, 40, device, {0: tensors}) for device in ("cuda", "cpu")]
+    ropes = {device: [Rope(rope_of(dim).inv_freq.to(device), 1013)] for device in ("cuda", "cpu")}
+    caches = [
+        PagedCache(layout, 1, 40, device, {0: tensors}, ropes=ropes[device] if recipe.wants_rope else None)
+        for device in ("cuda", "cpu")
+    ]
     assert caches[0].ops["append"].name == "cuda"
     entries = [[cache.new() for _ in range(3)] for cache in caches]
     stores = [cache.stores[0] for cache in caches]
@@ -339,7 +349,7 @@ def test_append_writes_what_the_reference_writes(
     assert float((stores[0].pages != stores[1].pages).double().mean()) < 1e-4
     assert entries[0][0].pages[0] == entries[1][0].pages[0] == 0
     error, _ = difference(stores[0], stores[1], layout.page_tokens)  # of a page that is full
-    assert error < 1e-3
+    assert error < (2e-2 if name.startswith("kvant-2") else 1e-3)  # one code of 2 bits is 0.01 of a page
     for side in ("key", "value"):
         found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
@@ -592,8 +602,12 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         pairs = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1))
         code = nvrtc.cached_code(pairs.text, "sm_90", tmp_path)
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]
-        tiles = cuda_append.AppendPlan(layout, ("bfloat16", "float16"), (128, 1), (True, False), (0, 2))
-        assert not pairs.tiled and tiles.tiled == (name != "kvant-2")
+        banded, types = name == "kvant-2", ("bfloat16", "float16")  # bands always have a matrix
+        tiles = cuda_append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
+        assert not pairs.tiled and tiles.tiled != banded
+        if banded:
+            tiles = cuda_append.AppendPlan(layout, types, (1, 1), (True, False), (2, 2), 256)
+            assert tiles.tiled
         for arch in ("sm_80", "sm_90"):
             nvrtc.compile_text(tiles.text, arch)
 

@@ -103,10 +103,15 @@ def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, setting
 
 
 def check_append(
-    name: str, dim: int, rounds: tuple[list[int], ...], dtype: str = "bfloat16", page: int | None = None
+    name: str,
+    dim: int,
+    rounds: tuple[list[int], ...],
+    dtype: str = "bfloat16",
+    page: int | None = None,
+    **options: int | None,
 ) -> None:
     """The bytes of pages and windows; codes may differ where a number lies halfway between two."""
-    made = [filled(name, 2, 1, dim, [1, 63, 140], dtype, page=page, spare=9) for _ in range(2)]
+    made = [filled(name, 2, 1, dim, [1, 63, 140], dtype, page=page, spare=9, **options) for _ in range(2)]
     for counts in rounds:
         k, v = (vectors(sum(counts), 2, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
         for (cache, entries), run in zip(made, (reference.append, cuda_append.append), strict=True):
@@ -266,6 +271,14 @@ def test_append(name: str, dim: int) -> None:
         ("int4:sink=2,recent=5", 96, "bfloat16", None),
         ("kvant-4", 96, "bfloat16", None),
         ("saw-int4:seed=1", 96, "float16", None),
+        ("kvant-2", 128, "bfloat16", None),
+        ("kvant-2:rope=post", 64, "float16", 16),
+        ("kvant-2:rope=post,sink=0,recent=0", 128, "bfloat16", 32),
+        ("kvant-2:rope_block=70,sink=0,recent=0", 64, "bfloat16", None),
+        ("kvant-2:rope_block=70,sink=3,recent=20", 128, "float16", 16),
+        ("kvant-2:v.bits=4,k.bits=4/4/0", 64, "float16", None),
+        ("kvant-2:k.bits=0/4/2,rope_block=64", 128, "bfloat16", 128),
+        ("kvant-2:search=9,k.bits=2,v.unbiased=true", 64, "bfloat16", None),
     ],
 )
 def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,8 +287,30 @@ def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monk
     ran: list[bool] = []
     kernel = cuda_append._kernel
     monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[-1]) or kernel(*args))
-    check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page)
+    first = 1013 if "rope_block" in name else 0  # position of the first token
+    check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page, first=first)
     assert ran == [True] * 3
+
+
+def test_tiles_of_which_some_channels_are_turned_are_appended_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
+    ran: list[bool] = []
+    kernel = cuda_append._kernel
+    monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[-1]) or kernel(*args))
+    check_append("kvant-2:rope_block=70", 64, ([5, 2, 64],), rotated=24)
+    assert ran == [False]
+
+
+def test_tiles_of_zeros_and_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are brought into the range of fp16, and those of nothing stay nothing."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
+    made = [filled("kvant-2:sink=0,recent=0", 2, 1, 64, [1, 63]) for _ in range(2)]
+    size = torch.tensor([0.0, 1e-30, 1e-9, 1.0, 3e5, 1e12])[torch.arange(60) % 6, None, None]
+    k, v = ((vectors(60, 2, 64, "cpu", shift) * size).bfloat16() for shift in (0.0, 0.4))
+    for (cache, entries), run in zip(made, (reference.append, cuda_append.append), strict=True):
+        run(cache.stores[0], k, v, cache.extend(entries, [41, 19]))
+    one, two = (cache.stores[0].pages for cache, _ in made)
+    assert float((one != two).double().mean()) < 1e-3
 
 
 @pytest.mark.parametrize(

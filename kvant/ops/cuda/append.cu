@@ -17,9 +17,12 @@ struct Arguments {
   u8* pages;
   const s64 *slots, *starts, *lengths, *owners;
   void *window_key, *window_value;
+  const float *cosine, *sine;     // [blocks, D / 2] each, by which tiles.cu turns keys back; or null
+  float key_unit, value_unit;     // what tiles.cu's matrices of bands are multiples of
   float key_share, value_share;   // where a row is clipped: so far from the magnitude that ..._drop others exceed to the next larger
   int key_drop, value_drop;       // 0 where nothing is clipped
   int key_stride, value_stride;   // from a head's matrix to the next, in units of 16 bytes
+  int rope_first, blocks;         // the first position that keys are turned for, and blocks of positions
   int tokens, batch, half_batch;  // the last is the largest power of two below the batch, or 0
 };
 

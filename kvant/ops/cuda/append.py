@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import struct
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +17,9 @@ from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import append_groups, nearest, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
-from kvant.ops.cuda.stored import stored_rows
+from kvant.ops.cuda.stored import matrix_in, stored_rows
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, matrix_of, space_of
+from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, blocks_of, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch
 from kvant.transforms.hadamard import walsh_hadamard
 
@@ -26,6 +28,7 @@ WARPS = 8
 TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
 TILE_WARPS = 4
 TILE_DIMS = (64, 96, 128)  # more do not fit into registers
+BAND_DIMS = (64, 128)  # of bands: a lane's share of each is whole bytes
 PARTS = {torch.bfloat16: 3, torch.float16: 2}  # of a matrix in a type, so that its products are as good as float32's
 _PLANS: list[AppendPlan] = []
 
@@ -54,9 +57,16 @@ def refuse_layout(layout: Layout) -> str | None:
 
 def tileable(layout: Layout) -> bool:
     """Whether tiles of 16 tokens can be written, where they come in 16 bits: lanes then have whole words of codes."""
-    codecs = [stream.codec for stream in layout.recipe.streams.values()]
-    whole = all(isinstance(codec, Affine) and layout.head_dim * codec.bits % 128 == 0 for codec in codecs)
-    return whole and layout.head_dim in TILE_DIMS
+    dim, codecs = layout.head_dim, [stream.codec for stream in layout.recipe.streams.values()]
+    if all(isinstance(codec, Banded) for codec in codecs):
+        return dim in BAND_DIMS
+    return dim in TILE_DIMS and all(isinstance(codec, Affine) and dim * codec.bits % 128 == 0 for codec in codecs)
+
+
+def turnable(store: LayerStore) -> bool:
+    """Whether tiles can be turned back where they are to be: all channels are, and what follows is a matrix."""
+    rope, dim = store.key.rope, store.layout.head_dim
+    return rope is None or (isinstance(store.layout.recipe.key.codec, Banded) and 2 * len(rope.inv_freq) == dim)
 
 
 class _Arguments(ctypes.Structure):
@@ -68,9 +78,10 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("pages", "slots", "starts", "lengths", "owners", "window_key", "window_value")
         ),
-        *((name, ctypes.c_float) for name in ("key_share", "value_share")),
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
+        *((name, ctypes.c_float) for name in ("key_unit", "value_unit", "key_share", "value_share")),
         *((name, ctypes.c_int) for name in ("key_drop", "value_drop", "key_stride", "value_stride")),
-        *((name, ctypes.c_int) for name in ("tokens", "batch", "half_batch")),
+        *((name, ctypes.c_int) for name in ("rope_first", "blocks", "tokens", "batch", "half_batch")),
     ]
 
 
@@ -83,11 +94,14 @@ class AppendPlan:
     orders: tuple[int, int]
     means: tuple[bool, bool] = (False, False)  # whether they are taken off
     parts: tuple[int, int] = (0, 0)  # of a matrix that the kernel multiplies by, 0 where there is none
+    turned: int = 0  # positions of a block that the kernel turns keys back to the start of, 0 where it does not
 
     @functools.cached_property
     def tiled(self) -> bool:
         """Whether there is a kernel for tiles of 16 tokens, too."""
-        return tileable(self.layout) and "float32" not in self.types
+        if not tileable(self.layout) or "float32" in self.types:
+            return False
+        return all(self.parts) or not isinstance(self.layout.recipe.key.codec, Banded)
 
     @property
     def _wide(self) -> bool:
@@ -112,6 +126,7 @@ class AppendPlan:
             "WARPS": WARPS,
             "TILE_WARPS": TILE_WARPS,
             "TILE_BLOCKS": (16 if self._wide else 20) // TILE_WARPS,  # of a multiprocessor, by registers
+            "KEY_TURNED": self.turned,
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
         for name, kind, order, mean, parts in zip(
@@ -127,10 +142,12 @@ class AppendPlan:
                 f"{name.upper()}_MEAN": int(mean),
                 f"{name.upper()}_PARTS": parts,
                 f"{name.upper()}_BANDS": f"Bands<{', '.join(text for text, *_ in bands)}>",
+                f"{name.upper()}_ALL_BANDS": f"Bands<{', '.join(_all_bands(layout, name))}>",
                 f"{name.upper()}_BITS": bands[0][1],
                 f"{name.upper()}_OFFSET": bands[0][2],
                 f"{name.upper()}_BANDED": int(isinstance(codec, Banded)),
                 f"{name.upper()}_UNBIASED": int(getattr(codec, "unbiased", False)),
+                f"{name.upper()}_WEIGHTED": int(getattr(codec, "weighted", False)),
                 f"{name.upper()}_FLAG": int(getattr(codec, "flag", False)),
                 f"{name.upper()}_SEARCH": codec.search,  # type: ignore[attr-defined]
                 f"{name.upper()}_META": plan.META_KINDS[meta.names],
@@ -152,6 +169,18 @@ def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int]]:
     return found
 
 
+def _all_bands(layout: Layout, name: StreamName) -> list[str]:
+    """As `_bands`, in words, with those that have no codes."""
+    codec, found, first = layout.recipe.streams[name].codec, [], 0
+    stored = iter(_bands(layout, name))
+    if not isinstance(codec, Banded):
+        return [text for text, *_ in stored]
+    for width, bits in codec.bands(layout.head_dim):
+        found.append(next(stored)[0] if bits else f"Band<{width}, 0, 0, {first}, 0u>")
+        first += width
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def _plan_number(made: AppendPlan) -> int:
     _PLANS.append(made)
@@ -167,25 +196,29 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
 
 @register("append", "cuda", refuse, rank=10)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-    """As the reference's `append`. Matrices are multiplied before the kernel where tokens are few or do not come in 16 bits, and
-    keys turned back."""
+    """As the reference's `append`. Where tokens are few or do not come in 16 bits, keys are turned back and matrices multiplied
+    before the kernel."""
     if store.layout.recipe.key.groupwise:
         append_groups.append(store, key, value, batch)
         return
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     tiled = len(key) * store.layout.heads >= TILE_ROWS and tileable(store.layout)
-    tiled = tiled and all(x.dtype in PARTS and store.stream(name).rope is None for name, x in rows.items())
+    tiled = tiled and all(x.dtype in PARTS for x in rows.values()) and turnable(store)
     for name in rows:
-        if store.stream(name).rope is not None:
+        if store.stream(name).rope is not None and not tiled:
             rows[name] = stored_rows(store, name, rows[name], batch)
     if plan.is_indexed(store.layout):
         nearest.append(store, rows, batch)
         return
     spaces = list(_spaces(store))
     matrices: list[Tensor | None] = [None, None]
+    banded: list[_Bands | None] = [None, None]
     for i, (name, space) in enumerate(zip(rows, spaces, strict=True)):
         x, stream = rows[name], store.stream(name)
-        if stream.rope is not None:
+        if tiled and isinstance(stream.spec.codec, Banded):
+            banded[i] = found = _band_fragments(store, name)
+            matrices[i], spaces[i] = found.matrix, found.space
+        elif stream.rope is not None:
             spaces[i] = Space()
         elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
@@ -197,7 +230,15 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
     orders, means = zip(*((space.order, space.mean is not None) for space in spaces), strict=True)
     parts = tuple(0 if matrix is None else matrix.shape[1] for matrix in matrices)
-    made = AppendPlan(store.layout, types, orders, means, parts)  # type: ignore[arg-type]
+    turning = tiled and store.key.rope is not None
+    first, cosine, sine = 0, None, None
+    if turning:
+        first = store.key.rope.first  # type: ignore[union-attr]
+        tokens = batch.block_table.shape[1] * store.layout.page_tokens + store.layout.recipe.origin
+        cosine, sine = turns(store, blocks_of(tokens, first, store.key.spec.turned_back))
+    turned = store.key.spec.turned_back if turning else 0
+    made = AppendPlan(store.layout, types, orders, means, parts, turned)  # type: ignore[arg-type]
+    kept = [store.stream(name).codec if found is None else found for name, found in zip(rows, banded, strict=True)]
     _append(
         store.pages,
         store.overlays["key"],
@@ -206,14 +247,18 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         rows["value"],
         *(space.mean for space in spaces),
         *(space.tensor if space.kind == HADAMARD else None for space in spaces),
-        *(getattr(store.stream(name).codec, "weights", None) for name in rows),
-        *(getattr(store.stream(name).codec, "mean", None) for name in rows),
+        *(getattr(codec, "weights", None) for codec in kept),
+        *(getattr(codec, "mean", None) for codec in kept),
         *matrices,
+        cosine,
+        sine,
         batch.slots,
         batch.starts,
         batch.lengths,
         batch.owners,
         [getattr(store.stream(name).codec, "clip", 1.0) for name in rows],
+        [1.0 if found is None else found.unit for found in banded],
+        first,
         _plan_number(made),
     )
 
@@ -248,6 +293,54 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
         found = made, Space(order=space.order, mean=mean)
         store.prepared[f"cuda.{name}.{dtype}"] = found
     return found  # type: ignore[no-any-return]
+
+
+class _Bands(NamedTuple):
+    """What tiles of a stream's bands are made with; keys' channels are in the order in which lanes have them."""
+
+    matrix: Tensor  # int32 [1 or heads, 2, ...]: fp16, the larger part last, in the order of tiles.cu's registers
+    unit: float  # that it is a multiple of, a power of two
+    space: Space  # what is left to do after it
+    weights: Tensor | None
+    mean: Tensor | None
+
+
+def _band_fragments(store: LayerStore, name: StreamName) -> _Bands:
+    found = store.prepared.get(f"cuda.bands.{name}")
+    if found is None:
+        stream, dim, device = store.stream(name), store.layout.head_dim, store.pages.device
+        space, count = matrix_in(store, name), store.layout.head_dim // 16
+        assert space.tensor is not None
+        matrix = space.tensor.double().to(device)
+        unit = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest number is close to 2^8
+        high = (matrix / unit).half()
+        parts = torch.stack(((matrix / unit - high.double()).half(), high), 1)
+        m, q, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
+        g, t = lane // 4, lane % 4
+        order = _lane_order(store.layout) if name == "key" else torch.arange(dim)
+        if name == "key":  # i: which of two products; j: which register
+            apart, share = (dim // 2, dim // 8) if stream.rope is not None else (dim // 8, dim // 4)
+            rows, columns = t * share + j * apart + 2 * m + e, order[g // 2 * (dim // 4) + 4 * q + 2 * i + g % 2]
+        else:  # i: which columns; j: which rows of the product
+            rows, columns = t * (dim // 4) + i * (dim // 8) + 2 * m + e, g * (dim // 8) + 2 * q + j
+        made = parts[:, :, rows.to(device), columns.to(device)].contiguous().view(torch.int32)
+        off = None if space.offset is None else -space.offset.expand(store.layout.heads, dim)
+        mean, weights, taken = (
+            None if x is None else x.to(device)[:, order.to(device)].contiguous()
+            for x in (off, getattr(stream.codec, "weights", None), getattr(stream.codec, "mean", None))
+        )
+        found = _Bands(made, unit, Space(mean=mean), weights, taken)
+        store.prepared[f"cuda.bands.{name}"] = found
+    return found  # type: ignore[no-any-return]
+
+
+def _lane_order(layout: Layout) -> Tensor:
+    """Channels of the keys as four lanes have them: each its quarter of every band, band after band."""
+    first, quarters = 0, list[Tensor]()
+    for width, _ in layout.recipe.key.codec.bands(layout.head_dim):  # type: ignore[attr-defined]
+        quarters.append(torch.arange(first, first + width).view(4, width // 4))
+        first += width
+    return torch.cat(quarters, 1).flatten()
 
 
 def _spaces(store: LayerStore) -> tuple[Space, Space]:
@@ -286,11 +379,15 @@ def _append(
     value_taken: Tensor | None,
     key_matrix: Tensor | None,
     value_matrix: Tensor | None,
+    cosine: Tensor | None,
+    sine: Tensor | None,
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
     owners: Tensor,
     clips: list[float],
+    units: list[float],
+    first: int,
     plan: int,
 ) -> None:
     made = _PLANS[plan]
@@ -312,15 +409,21 @@ def _append(
         owners.data_ptr(),
         window_key.data_ptr(),
         window_value.data_ptr(),
+        *(None if x is None else x.data_ptr() for x in (cosine, sine)),
+        *units,
         *(place - int(place) for place in places),
         *(made.layout.head_dim - 1 - int(place) for place in places),
         *(0 if x is None or len(x) == 1 else x.stride(0) // 4 for x in (key_matrix, value_matrix)),
+        first,
+        1 if cosine is None else len(cosine),
         len(key),
         len(lengths),
         1 << (len(lengths) - 1).bit_length() >> 1,
     )
     if tiled:  # blocks of keys and blocks of values
-        blocks = 2 * -(-(-(-len(key) // 16) * made.layout.heads) // TILE_WARPS)
+        tiles, heads = -(-len(key) // 16), made.layout.heads
+        whole = isinstance(made.layout.recipe.key.codec, Banded)  # whose blocks have one head each
+        blocks = 2 * (heads * -(-tiles // TILE_WARPS) if whole else -(-tiles * heads // TILE_WARPS))
     else:
         blocks = -(-(-(-len(key) // 2) * made.layout.heads) // WARPS)
     kernel.launch((blocks, 1), arguments)

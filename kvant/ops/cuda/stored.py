@@ -66,7 +66,7 @@ def stored_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatc
         first = stream.rope.first
         tokens = batch.block_table.shape[1] * layout.page_tokens + layout.recipe.origin
         cosine, sine = turns(store, blocks_of(tokens, first, stream.spec.turned_back))
-    space = _space(store, name)
+    space = matrix_in(store, name)
     made = StoredPlan(layout, str(x.dtype).removeprefix("torch."), 0 if cosine is None else stream.spec.turned_back)
     assert space.tensor is not None
     return _stored(
@@ -82,7 +82,7 @@ def stored_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatc
     )
 
 
-def _space(store: LayerStore, name: StreamName) -> Space:
+def matrix_in(store: LayerStore, name: StreamName) -> Space:
     """The way in as one matrix and an offset; made once for a store."""
     place = f"cuda.stored.{name}"
     if place not in store.prepared:
