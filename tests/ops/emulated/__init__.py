@@ -45,7 +45,7 @@ def compiled(text: str, name: str) -> Any:
     source = f'{constants}#include "{HERE / "device.h"}"\n{rest.replace(DYNAMIC, "u8* dynamic = emulated_dynamic;")}\n{launcher}'
     stem = Path(directory().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(source)
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
+    options = ["-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
     # a block's memory in one library is not that of a kernel of the same name in another
     options += [
         "-fvisibility=hidden",
