@@ -44,7 +44,7 @@ def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last:
 
 
 class Part(NamedTuple):
-    """Attention over some of the keys: outputs [heads, group, rows, head_dim] and log-sum-exps [heads, group, rows, 1]."""
+    """Attention over some of the keys: outputs [..., head_dim] and log-sum-exps [..., 1], of rows in any order."""
 
     out: Tensor
     lse: Tensor

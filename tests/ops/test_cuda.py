@@ -109,7 +109,7 @@ def check_decode(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
+@pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2", "kivi-k2v2", "kitty-pro"])
 @pytest.mark.parametrize(
     ("group", "dim"), [(1, 128), (2, 64), (3, 96), (4, 256), (5, 64), (8, 128), (12, 96), (16, 256), (40, 64)]
 )
@@ -177,16 +177,6 @@ def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | Non
 def test_decode_of_other_pages(name: str, page: int) -> None:
     check_decode(name, page=page)
     check_decode(name, 2, 64, window=77, page=page)
-
-
-@gpu
-@needs_gpu
-@pytest.mark.parametrize("name", ["kivi-k2v2", "kitty-pro"])
-@pytest.mark.parametrize(
-    ("group", "dim"), [(1, 128), (2, 64), (3, 96), (4, 256), (5, 64), (8, 128), (12, 96), (16, 256), (40, 64)]
-)
-def test_decode_of_groups_of_every_shape(name: str, group: int, dim: int) -> None:
-    check_decode(name, group, dim)
 
 
 @gpu

@@ -30,7 +30,7 @@ TILE_WARPS = 4
 TILE_DIMS = (64, 96, 128)  # more do not fit into registers
 BAND_DIMS = (64, 128)  # of bands: a lane's share of each is whole bytes
 PARTS = {torch.bfloat16: 3, torch.float16: 2}  # of a matrix in a type, so that its products are as good as float32's
-_PLANS: list[AppendPlan] = []
+_PLANS: nvrtc.Numbered[AppendPlan] = nvrtc.Numbered()
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
@@ -112,17 +112,10 @@ class AppendPlan:
 
     @functools.cached_property
     def text(self) -> str:
-        layout, window = self.layout, self.layout.recipe.key.window
+        layout = self.layout
         constants: dict[str, object] = {
-            "HEAD_DIM": layout.head_dim,
-            "PAGE": layout.page_tokens,
-            "RUN": layout.run_bytes,
-            "KV_HEADS": layout.heads,
-            "SINK": window.sink,
-            "RING": max(1, window.ring),
-            "RING_TOKENS": window.ring,
-            "WINDOW_TOKENS": layout.overlay_tokens("key"),
-            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+            **plan.page_constants(layout),
+            **plan.window_constants(layout),
             "WARPS": WARPS,
             "TILE_WARPS": TILE_WARPS,
             "TILE_BLOCKS": (16 if self._wide else 20) // TILE_WARPS,  # of a multiprocessor, by registers
@@ -179,12 +172,6 @@ def _all_bands(layout: Layout, name: StreamName) -> list[str]:
         found.append(next(stored)[0] if bits else f"Band<{width}, 0, 0, {first}, 0u>")
         first += width
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def _plan_number(made: AppendPlan) -> int:
-    _PLANS.append(made)
-    return len(_PLANS) - 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -259,7 +246,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         [getattr(store.stream(name).codec, "clip", 1.0) for name in rows],
         [1.0 if found is None else found.unit for found in banded],
         first,
-        _plan_number(made),
+        _PLANS.number(made),
     )
 
 
@@ -399,9 +386,9 @@ def _append(
     arguments = _Arguments(
         key.data_ptr(),
         value.data_ptr(),
-        *(None if x is None else x.data_ptr() for x in (key_mean, value_mean, key_signs, value_signs)),
-        *(None if x is None else x.data_ptr() for x in (key_weights, value_weights, key_taken, value_taken)),
-        *(None if x is None else x.data_ptr() for x in (key_matrix, value_matrix)),
+        *nvrtc.addresses(key_mean, value_mean, key_signs, value_signs),
+        *nvrtc.addresses(key_weights, value_weights, key_taken, value_taken),
+        *nvrtc.addresses(key_matrix, value_matrix),
         pages.data_ptr(),
         slots.data_ptr(),
         starts.data_ptr(),
@@ -409,7 +396,7 @@ def _append(
         owners.data_ptr(),
         window_key.data_ptr(),
         window_value.data_ptr(),
-        *(None if x is None else x.data_ptr() for x in (cosine, sine)),
+        *nvrtc.addresses(cosine, sine),
         *units,
         *(place - int(place) for place in places),
         *(made.layout.head_dim - 1 - int(place) for place in places),
@@ -418,7 +405,7 @@ def _append(
         1 if cosine is None else len(cosine),
         len(key),
         len(lengths),
-        1 << (len(lengths) - 1).bit_length() >> 1,
+        nvrtc.half_of(len(lengths)),
     )
     if tiled:  # blocks of keys and blocks of values
         tiles, heads = -(-len(key) // 16), made.layout.heads

@@ -66,9 +66,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_groups(con
   __shared__ __align__(16) GroupShared sh;
   u16* x = (u16*)dynamic;  // [KEY_GROUP, D]: keys as the window holds them, then codes
   const int unit = blockIdx.x, head = blockIdx.y;
-  int b = 0;
-  for (int step = a.half_batch; step; step >>= 1)
-    if (b + step < a.batch && first_unit(a, b + step) <= unit) b += step;
+  const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_unit(a, i) <= unit; });
   const int total = (int)a.lengths[b], start = (int)a.starts[b], before = total - ((int)a.starts[b + 1] - start);
   const int position = max(max(SINK, packed_end(before)), (int)a.exact_key[b]) + (unit - first_unit(a, b)) * KEY_GROUP;
   if (position + KEY_GROUP > packed_end(total)) return;
@@ -156,9 +154,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_tokens(con
   const s64 job = (s64)blockIdx.x * WARPS + warp;
   const int head = (int)(job % KV_HEADS), token = (int)(job / KV_HEADS);
   if (token >= a.tokens) return;
-  int b = 0;  // the last sequence that starts at the token or before
-  for (int step = a.half_batch; step; step >>= 1)
-    if (b + step < a.batch && a.starts[b + step] <= token) b += step;
+  const int b = sequence_of(a, token);
   const int length = (int)a.lengths[b], position = length - (int)(a.starts[b + 1] - token);
   float x[COUNT];
 #pragma unroll

@@ -19,7 +19,7 @@ from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 WARPS = 8
-_PLANS: list[GroupPlan] = []
+_PLANS: nvrtc.Numbered[GroupPlan] = nvrtc.Numbered()
 
 
 def refuse_layout(layout: Layout) -> str | None:
@@ -75,10 +75,7 @@ class GroupPlan:
         meta = sections["value", "scale"]
         high, index = sections.get(("key", "high")), sections.get(("key", "index"))
         constants: dict[str, object] = {
-            "HEAD_DIM": layout.head_dim,
-            "PAGE": layout.page_tokens,
-            "RUN": layout.run_bytes,
-            "KV_HEADS": layout.heads,
+            **plan.page_constants(layout),
             "WARPS": WARPS,
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "ORIGIN": layout.recipe.origin,
@@ -111,12 +108,6 @@ class GroupPlan:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_number(made: GroupPlan) -> int:
-    _PLANS.append(made)
-    return len(_PLANS) - 1
-
-
-@functools.lru_cache(maxsize=256)
 def _kernel(made: GroupPlan, name: str, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(made.text, name, device, WARPS * 32, made.dynamic_bytes if name == "kvant_append_groups" else 0)
 
@@ -142,7 +133,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> 
         batch.lengths,
         batch.owners,
         batch.exact["key"],
-        _plan_number(GroupPlan(store.layout, types)),  # type: ignore[arg-type]
+        _PLANS.number(GroupPlan(store.layout, types)),  # type: ignore[arg-type]
     )
 
 
@@ -165,9 +156,7 @@ def _append_groups(
     if not tokens:
         return
     tensors = (key, value, pages, table, starts, lengths, owners, exact_key, window_key, window_value)
-    arguments = _Arguments(
-        *(x.data_ptr() for x in tensors), tokens, batch, 1 << (batch - 1).bit_length() >> 1, table.shape[1]
-    )
+    arguments = _Arguments(*nvrtc.addresses(*tensors), tokens, batch, nvrtc.half_of(batch), table.shape[1])
     units = tokens // made.group + batch * made.spare
     _kernel(made, "kvant_append_groups", key.device).launch(
         (units, heads), arguments

@@ -20,7 +20,7 @@ from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 ROWS_A_BLOCK = 4  # of queries or outputs that are multiplied by a matrix
-_PLANS: list[Plan] = []
+_PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 _POOLS: dict[torch.device, _Pool] = {}
@@ -61,13 +61,6 @@ class _RowArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("source", "out", "matrix", "offset")),
         *((name, ctypes.c_int) for name in ("batch", "heads", "rows")),
     ]
-
-
-@functools.lru_cache(maxsize=256)
-def plan_number(plan: Plan) -> int:
-    """A number for a plan: what an operator of torch can be given."""
-    _PLANS.append(plan)
-    return len(_PLANS) - 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -224,7 +217,7 @@ def _plan(
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
     made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned)
-    return plan_number(made)
+    return _PLANS.number(made)
 
 
 @torch.library.custom_op("kvant::decode", mutates_args=())
@@ -290,7 +283,7 @@ def _decode(
         turn.launch(
             (max(1, min(-(-len(query) * blocks // (16 // made.tile_heads)), turn.blocks // heads)), heads),
             _TurnArguments(
-                *(None if x is None else x.data_ptr() for x in inputs),
+                *nvrtc.addresses(*inputs),
                 scales[0],
                 len(query),
                 blocks,
@@ -319,7 +312,7 @@ def _decode(
     tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, partial]
     tensors += [arrived, key_books, value_books, turned, rows]
     arguments = _Arguments(
-        *(None if x is None else x.data_ptr() for x in tensors),
+        *nvrtc.addresses(*tensors),
         *scales,
         len(query),
         table.shape[1],

@@ -12,7 +12,7 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.decode import codebooks
-from kvant.ops.cuda.plan import TYPES, shared_memory
+from kvant.ops.cuda.plan import TYPES, page_constants, shared_memory, window_constants
 from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
 from kvant.ops.types import LayerStore, PagedBatch
 from kvant.transforms.smooth import BoundSmooth
@@ -20,7 +20,7 @@ from kvant.transforms.smooth import BoundSmooth
 Tensor = torch.Tensor
 THREADS = 256
 FEW = 4  # rows of a block where there are few new tokens
-_PLANS: list[NearestPlan] = []
+_PLANS: nvrtc.Numbered[NearestPlan] = nvrtc.Numbered()
 
 
 class _Arguments(ctypes.Structure):
@@ -58,17 +58,10 @@ class NearestPlan:
 
     @functools.cached_property
     def text(self) -> str:
-        layout, window = self.layout, self.layout.recipe.key.window
+        layout = self.layout
         constants: dict[str, object] = {
-            "HEAD_DIM": layout.head_dim,
-            "PAGE": layout.page_tokens,
-            "RUN": layout.run_bytes,
-            "KV_HEADS": layout.heads,
-            "SINK": window.sink,
-            "RING": max(1, window.ring),
-            "RING_TOKENS": window.ring,
-            "WINDOW_TOKENS": layout.overlay_tokens("key"),
-            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+            **page_constants(layout),
+            **window_constants(layout),
             "ROWS": self.rows,
             "THREADS": THREADS,
         }
@@ -105,12 +98,6 @@ def refuse_memory(layout: Layout, device: torch.device) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_number(made: NearestPlan) -> int:
-    _PLANS.append(made)
-    return len(_PLANS) - 1
-
-
-@functools.lru_cache(maxsize=256)
 def _kernel(made: NearestPlan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(made.text, "kvant_append", device, THREADS, made.dynamic_bytes)
 
@@ -138,7 +125,7 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
     types = tuple(str(x.dtype).removeprefix("torch.") for x in (key, value))
     orders = tuple(way.space.order for way in ways)
     plans = [
-        _plan_number(NearestPlan(layout, types, orders, count))  # type: ignore[arg-type]
+        _PLANS.number(NearestPlan(layout, types, orders, count))  # type: ignore[arg-type]
         for count in (FEW, many(layout))
     ]
     _nearest(
@@ -219,10 +206,10 @@ def _nearest(
     ]
     inputs += [pages, slots, starts, lengths, owners, window_key, window_value]
     arguments = _Arguments(
-        *(None if x is None else x.data_ptr() for x in inputs),
+        *nvrtc.addresses(*inputs),
         len(key),
         len(lengths),
-        1 << (len(lengths) - 1).bit_length() >> 1,
+        nvrtc.half_of(len(lengths)),
     )
     kernel.launch((max(1, min(-(-len(key) // made.rows) * heads, kernel.blocks // 2)), 2), arguments)
 

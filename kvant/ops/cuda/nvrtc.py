@@ -13,11 +13,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 
 from kvant.files import cache_dir, replacing
 
+P = TypeVar("P")
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for lambdas
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -119,6 +121,33 @@ def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
     with replacing(path) as temporary:
         temporary.write_bytes(code)
     return code
+
+
+def addresses(*tensors: torch.Tensor | None) -> tuple[int | None, ...]:
+    """Of the memory of tensors, as arguments of a kernel."""
+    return tuple(None if x is None else x.data_ptr() for x in tensors)
+
+
+def half_of(batch: int) -> int:
+    """The largest power of two below a number of sequences, or 0: where a search among them begins."""
+    return 1 << (batch - 1).bit_length() >> 1
+
+
+class Numbered(Generic[P]):
+    """Plans of kernels by number: what an operator of torch can be given."""
+
+    def __init__(self) -> None:
+        self._plans: list[P] = []
+        self._numbers: dict[P, int] = {}
+
+    def number(self, plan: P) -> int:
+        if plan not in self._numbers:
+            self._numbers[plan] = len(self._plans)
+            self._plans.append(plan)
+        return self._numbers[plan]
+
+    def __getitem__(self, number: int) -> P:
+        return self._plans[number]
 
 
 class _Attribute(ctypes.Structure):

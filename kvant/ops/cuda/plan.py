@@ -25,6 +25,7 @@ SOURCES = (
     "ptx.cu",
     "copies.cu",
     "common.cu",
+    "matrix.cu",
     "indices.cu",
     "softmax.cu",
     "queries.cu",
@@ -153,6 +154,28 @@ def _refuse_indices(codec: ProductVQ, name: str, layout: Layout) -> str | None:
     if spaces % lanes or layout.head_dim % 32:
         return f"the {spaces} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
     return None
+
+
+def page_constants(layout: Layout) -> dict[str, object]:
+    """What the text of every kernel has to know of a layout: the constants of common.cu."""
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "PAGE": layout.page_tokens,
+        "RUN": layout.run_bytes,
+        "KV_HEADS": layout.heads,
+    }
+
+
+def window_constants(layout: Layout, name: StreamName = "key") -> dict[str, object]:
+    """Where the windows of a stream hold tokens, for kernels that write or read them one by one."""
+    window = layout.recipe.streams[name].window
+    return {
+        "SINK": window.sink,
+        "RING": max(1, window.ring),
+        "RING_TOKENS": window.ring,
+        "WINDOW_TOKENS": layout.overlay_tokens(name),
+        "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+    }
 
 
 class StoredBand(NamedTuple):
@@ -364,10 +387,7 @@ class Plan:
             (32 if self.own_heads == 1 else 16) * layout.head_dim * 4
         )  # bytes of the windows that are attended to at once
         constants: dict[str, object] = {
-            "HEAD_DIM": layout.head_dim,
-            "PAGE": layout.page_tokens,
-            "RUN": layout.run_bytes,
-            "KV_HEADS": layout.heads,
+            **page_constants(layout),
             "GROUP": self.group,
             "TILE_HEADS": heads,
             "QUERY_TILES": -(-self.group // heads),

@@ -14,6 +14,7 @@ from kvant.codecs.affine import Affine
 from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
+from kvant.ops.blocked import Part, merge
 from kvant.ops.cuda import plan
 from kvant.ops.cuda.unpack import turn_forth, unpack
 from kvant.ops.registry import register
@@ -83,7 +84,7 @@ def _one(
 ) -> Tensor:
     dtype = fused.dtype or query.dtype
     q, fresh = query.to(dtype), {"key": key, "value": value}
-    total: tuple[Tensor, Tensor] | None = None
+    total: Part | None = None
     for first in range(0, history, BLOCK_TOKENS):
         last = min(history, first + BLOCK_TOKENS)
         new = len(query) if last == history and last - first + len(query) <= BLOCK_TOKENS else 0
@@ -93,11 +94,15 @@ def _one(
             if new:
                 x[:, last - first :] = fresh[name].transpose(0, 1)
             both.append(x.transpose(0, 1))
-        total = _merged(total, fused.run(q, both[0], both[1], scale, bool(new), softcap))
+        total = merge(total, _part(fused.run(q, both[0], both[1], scale, bool(new), softcap)))
     if not new:
-        total = _merged(total, fused.run(q, key.to(dtype), value.to(dtype), scale, True, softcap))
+        total = merge(total, _part(fused.run(q, key.to(dtype), value.to(dtype), scale, True, softcap)))
     assert total is not None
-    return total[0].to(query.dtype)
+    return total.out.to(query.dtype)
+
+
+def _part(found: tuple[Tensor, Tensor]) -> Part:
+    return Part(found[0], found[1][..., None])
 
 
 def read(
@@ -135,12 +140,3 @@ def _space(store: LayerStore, name: StreamName, dtype: torch.dtype) -> Space:
         matrix, offset = (None if x is None else x.to(dtype) for x in (found.tensor, found.offset))
         store.prepared[place] = Space(found.kind, 1, matrix, offset)
     return store.prepared[place]  # type: ignore[no-any-return]
-
-
-def _merged(a: tuple[Tensor, Tensor] | None, b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both."""
-    if a is None:
-        return b
-    lse = torch.logaddexp(a[1], b[1])
-    by = [(part[1] - lse).exp()[..., None] for part in (a, b)]
-    return a[0] * by[0] + b[0] * by[1], lse

@@ -213,42 +213,20 @@ struct RowArguments {
   int batch, heads, rows;        // rows of a head and sequence
 };
 
-// x A + offset for queries on their way in and outputs on their way out. A block has a matrix (in registers, a quarter of a
-// column a thread) and gridDim.x-th of the rows that it is for.
+// Queries on their way in and outputs on their way out.
 template <int IN, int OUT, bool LATER> DEV void multiply_rows(const RowArguments& a) {
-  constexpr int AT_ONCE = 8;
-  __shared__ float x[AT_ONCE][D], part[4][AT_ONCE][D];
-  const int i = threadIdx.x % D, slice = threadIdx.x / D, head = blockIdx.y;
-  float m[D / 4];
-#pragma unroll
-  for (int e = 0; e < D / 4; e++) m[e] = __ldg(a.matrix + ((s64)head * D + slice * (D / 4) + e) * D + i);
-  start_dependents();
-  if (LATER) await_kernel();  // outputs come from the kernel before
-  const int all = a.batch * a.rows, each = (all + gridDim.x - 1) / gridDim.x, end = min(all, (int)(blockIdx.x + 1) * each);
-  for (int first = blockIdx.x * each; first < end; first += AT_ONCE) {
-    const int count = min(AT_ONCE, end - first);
-    for (int j = threadIdx.x; j < count * D; j += 4 * D) {
-      const int row = first + j / D;
-      x[j / D][j % D] = load_number<IN>(a.in, (((s64)(row / a.rows) * a.heads + head) * a.rows + row % a.rows) * D + j % D);
-    }
-    __syncthreads();
-    for (int h = 0; h < count; h++) {
-      float y = 0.f;
-#pragma unroll
-      for (int e = 0; e < D / 4; e++) y = fmaf(x[h][slice * (D / 4) + e], m[e], y);
-      part[slice][h][i] = y;
-    }
-    __syncthreads();
-    for (int j = threadIdx.x; j < count * D; j += 4 * D) {
-      const int row = first + j / D, h = j / D, e = j % D;
-      const float y = part[0][h][e] + part[1][h][e] + part[2][h][e] + part[3][h][e] + (a.offset ? a.offset[head * D + e] : 0.f);
-      store_number<OUT>(a.out, (((s64)(row / a.rows) * a.heads + head) * a.rows + row % a.rows) * D + e, y);
-    }
-    __syncthreads();
-  }
+  const int head = blockIdx.y;
+  const auto place = [&](int row, int e) { return (((s64)(row / a.rows) * a.heads + head) * a.rows + row % a.rows) * D + e; };
+  const auto begin = [&]() {
+    start_dependents();
+    if (LATER) await_kernel();  // outputs come from the kernel before
+  };
+  times_matrix(
+      a.matrix + (s64)head * D * D, a.offset ? a.offset + head * D : nullptr, a.batch * a.rows, begin, [](int, int) {},
+      [&](int row, int e) { return load_number<IN>(a.in, place(row, e)); }, [&](int row, int e, float y) { store_number<OUT>(a.out, place(row, e), y); });
 }
-extern "C" __global__ void __launch_bounds__(4 * D) kvant_dual(const RowArguments a) { multiply_rows<QUERY_TYPE, 2, false>(a); }
-extern "C" __global__ void __launch_bounds__(4 * D) kvant_inverse(const RowArguments a) { multiply_rows<2, QUERY_TYPE, true>(a); }
+extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_dual(const RowArguments a) { multiply_rows<QUERY_TYPE, 2, false>(a); }
+extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_inverse(const RowArguments a) { multiply_rows<2, QUERY_TYPE, true>(a); }
 
 // --- queries turned back ------------------------------------------------------------------------------------------------------
 

@@ -64,9 +64,7 @@ template <int ORDER> DEV void hadamard(float* x, const float* signs, float by, i
 
 // Where a new token lies in the windows, or -1: they have the sinks, and the last tokens in a ring.
 template <class A> DEV s64 window_place(const A& a, int token) {
-  int b = 0;  // the last sequence that starts at the token or before
-  for (int step = a.half_batch; step; step >>= 1)
-    if (b + step < a.batch && a.starts[b + step] <= token) b += step;
+  const int b = sequence_of(a, token);
   const s64 length = a.lengths[b], position = length - (a.starts[b + 1] - token);
   if (position >= SINK && position < length - RING_TOKENS) return -1;
   return a.owners[b] * WINDOW_TOKENS + (position < SINK ? position : SINK + (position - SINK) % RING);

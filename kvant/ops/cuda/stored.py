@@ -10,19 +10,19 @@ import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import TYPES
+from kvant.ops.cuda.plan import TYPES, page_constants
 from kvant.ops.spaces import HADAMARD, NONE, Space, blocks_of, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 TOKENS_A_BLOCK = 8
-_PLANS: list[StoredPlan] = []
+_PLANS: nvrtc.Numbered[StoredPlan] = nvrtc.Numbered()
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "out", "matrix", "offset", "cosine", "sine", "starts", "lengths")),
-        *((name, ctypes.c_int) for name in ("tokens", "sequences", "matrix_heads", "offset_heads")),
+        *((name, ctypes.c_int) for name in ("tokens", "batch", "half_batch", "matrix_heads", "offset_heads")),
         *((name, ctypes.c_int) for name in ("half", "first", "blocks")),
     ]
 
@@ -36,20 +36,11 @@ class StoredPlan:
     @functools.cached_property
     def text(self) -> str:
         constants = {
-            "HEAD_DIM": self.layout.head_dim,
-            "PAGE": self.layout.page_tokens,
-            "RUN": self.layout.run_bytes,
-            "KV_HEADS": self.layout.heads,
+            **page_constants(self.layout),
             "IN_TYPE": TYPES[self.dtype],
             "TURNED": self.turned,
         }
-        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "stored.cu"), constants)
-
-
-@functools.lru_cache(maxsize=256)
-def _plan_number(made: StoredPlan) -> int:
-    _PLANS.append(made)
-    return len(_PLANS) - 1
+        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "matrix.cu", "stored.cu"), constants)
 
 
 @functools.lru_cache(maxsize=256)
@@ -78,7 +69,7 @@ def stored_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatc
         batch.starts,
         batch.lengths,
         first,
-        _plan_number(made),
+        _PLANS.number(made),
     )
 
 
@@ -117,9 +108,10 @@ def _stored(
     tensors = (x, out, matrix, offset, cosine, sine, starts, lengths)
     half, blocks = (0, 1) if cosine is None else (cosine.shape[1], len(cosine))
     arguments = _Arguments(
-        *(None if t is None else t.data_ptr() for t in tensors),
+        *nvrtc.addresses(*tensors),
         len(x),
         len(lengths),
+        nvrtc.half_of(len(lengths)),
         len(matrix),
         1 if offset is None else len(offset),
         half,

@@ -99,6 +99,16 @@ template <bool KEY> struct Tile {
     if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
     else mma(c, a0, a1, a2, a3, b0, b1);
   }
+  // Adds a product, the k-th of two for the matrix's columns (of values: rows) q, to where its sums belong.
+  template <class F> DEV void add_product(int q, int k, F product) {
+    float* c[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i] = KEY ? &x[i / 2][4 * q + 2 * k + i % 2] : &x[2 * k + i % 2][2 * q + i / 2];
+    float sum[4] = {*c[0], *c[1], *c[2], *c[3]};
+    product(sum);
+#pragma unroll
+    for (int i = 0; i < 4; i++) *c[i] = sum[i];
+  }
   // Products with a learnt matrix, whose registers lie in the order in which they are used.
   DEV void multiply_all(const u32 (*w)[WORDS_READ], const uint4* matrix) {
 #pragma unroll
@@ -111,16 +121,11 @@ template <bool KEY> struct Tile {
         for (int q = 0; q < D / 16; q++) {
           const uint4 f = matrix[((p * (D / 16) + m) * (D / 16) + q) * 32 + lane];
 #pragma unroll
-          for (int k = 0; k < 2; k++) {
-            float* c[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) c[i] = KEY ? &x[i / 2][4 * q + 2 * k + i % 2] : &x[2 * k + i % 2][2 * q + i / 2];
-            float sum[4] = {*c[0], *c[1], *c[2], *c[3]};
-            if constexpr (KEY) multiply(sum, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], k ? f.z : f.x, k ? f.w : f.y);
-            else multiply(sum, f.x, f.y, f.z, f.w, w[k][m], w[k][m + D / 16]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) *c[i] = sum[i];
-          }
+          for (int k = 0; k < 2; k++)
+            add_product(q, k, [&](float* sum) {
+              if constexpr (KEY) multiply(sum, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], k ? f.z : f.x, k ? f.w : f.y);
+              else multiply(sum, f.x, f.y, f.z, f.w, w[k][m], w[k][m + D / 16]);
+            });
         }
   }
   // --- bands: from what was read to what is stored ---------------------------------------------------------------------------
@@ -187,21 +192,16 @@ template <bool KEY> struct Tile {
         for (int q = 0; q < D / 16; q++) {
           const uint4 f = matrix[((p * (D / 16) + m) * (D / 16) + q) * 32 + lane];
 #pragma unroll
-          for (int k = 0; k < 2; k++) {
-            float* c[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) c[i] = KEY ? &x[i / 2][4 * q + 2 * k + i % 2] : &x[2 * k + i % 2][2 * q + i / 2];
-            float sum[4] = {*c[0], *c[1], *c[2], *c[3]};
-            if constexpr (KEY) {
-              if constexpr (TURNED)
-                if (p) mma(sum, rest[0][0], rest[1][0], rest[0][1], rest[1][1], k ? f.z : f.x, k ? f.w : f.y);
-              mma(sum, y[0][0], y[1][0], y[0][1], y[1][1], k ? f.z : f.x, k ? f.w : f.y);
-            } else {
-              mma(sum, f.x, f.y, f.z, f.w, y[k][0], y[k][1]);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) *c[i] = sum[i];
-          }
+          for (int k = 0; k < 2; k++)
+            add_product(q, k, [&](float* sum) {
+              if constexpr (KEY) {
+                if constexpr (TURNED)
+                  if (p) mma(sum, rest[0][0], rest[1][0], rest[0][1], rest[1][1], k ? f.z : f.x, k ? f.w : f.y);
+                mma(sum, y[0][0], y[1][0], y[0][1], y[1][1], k ? f.z : f.x, k ? f.w : f.y);
+              } else {
+                mma(sum, f.x, f.y, f.z, f.w, y[k][0], y[k][1]);
+              }
+            });
         }
     }
     float back[ROWS];

@@ -11,14 +11,14 @@ import torch
 from kvant.codecs import DTYPES
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import META_KINDS, ONE, TYPES, stored_bands
+from kvant.ops.cuda.plan import META_KINDS, ONE, TYPES, page_constants, stored_bands, window_constants
 from kvant.ops.spaces import turns
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 WARPS = 4
 TILE = 16  # tokens of a warp; the first token of a stretch is a tile's first
-_PLANS: list[UnpackPlan] = []
+_PLANS: nvrtc.Numbered[UnpackPlan] = nvrtc.Numbered()
 
 
 class _Arguments(ctypes.Structure):
@@ -46,23 +46,16 @@ class UnpackPlan:
     @functools.cached_property
     def text(self) -> str:
         layout, name = self.layout, self.stream
-        window = layout.recipe.streams[name].window
         (meta,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
         constants: dict[str, object] = {
-            "HEAD_DIM": layout.head_dim,
-            "PAGE": layout.page_tokens,
-            "RUN": layout.run_bytes,
-            "KV_HEADS": layout.heads,
+            **page_constants(layout),
             "VALUES": int(name == "value"),
             "BANDS": f"AllBands<{', '.join(self._bands())}>",
             "META": META_KINDS[meta.names],
             "META_TYPE": TYPES[meta.dtype],
             "META_OFFSET": meta.offset,
             "FLAG": int(getattr(layout.recipe.streams[name].codec, "flag", False)),
-            "SINK": window.sink,
-            "RING": max(1, window.ring),
-            "WINDOW_TOKENS": layout.overlay_tokens(name),
-            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+            **window_constants(layout, name),
             "OUT_TYPE": TYPES[self.dtype],
             "WARPS": WARPS,
         }
@@ -82,12 +75,6 @@ class UnpackPlan:
             out.append(f"Band<{band.width}, {band.bits}, {low}, {high}, {band.first}, {round(ONE * band.step)}>")
             end = band.first + band.width
         return out
-
-
-@functools.lru_cache(maxsize=256)
-def _plan_number(made: UnpackPlan) -> int:
-    _PLANS.append(made)
-    return len(_PLANS) - 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -115,7 +102,7 @@ def unpack(
         last - first,
         n,
         max(window.packed_end(n), window.sink),
-        _plan_number(made),
+        _PLANS.number(made),
     )
 
 
@@ -138,7 +125,7 @@ def _unpack(
     layout = made.layout
     out = torch.empty(layout.heads, count, layout.head_dim, dtype=DTYPES[made.dtype], device=pages.device)
     tensors = (pages, table, window, owner, sinks, exact, mean, out)
-    arguments = _Arguments(*(None if x is None else x.data_ptr() for x in tensors), first, count, n, frontier)
+    arguments = _Arguments(*nvrtc.addresses(*tensors), first, count, n, frontier)
     kernel = _kernel(made, "kvant_unpack", pages.device)
     tiles = -(-count // TILE)
     kernel.launch((max(1, min(-(-tiles // WARPS), 4 * kernel.blocks // layout.heads)), layout.heads), arguments)
