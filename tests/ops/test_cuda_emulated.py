@@ -17,7 +17,7 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import Entry, PagedCache
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, nearest, nvrtc, plan, stored, unpack
+from kvant.ops.cuda import append_groups, copy_rows, nearest, nvrtc, plan, stored, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
-    caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel)
+    caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -469,3 +469,16 @@ def test_a_kernel_whose_lanes_part_is_stopped() -> None:
     done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == -signal.SIGABRT, done.stderr
     assert "some lanes wait for others that never come" in done.stderr
+
+
+@pytest.mark.parametrize("tokens", [None, 2, 9])
+def test_rows_are_copied_where_somebody_wants_them(tokens: int | None) -> None:
+    x = torch.randn(3, 6, 4, 2, 8).bfloat16()
+    source, target = torch.tensor([1, 4, 0, 2]), torch.tensor([3, 5, 2, 5])  # row 5 is nobody's
+    expected = x.clone()
+    for i, j in ((1, 3), (0, 2)):
+        expected[:, j, :tokens] = x[:, i, :tokens]
+    copy_rows.copy_rows(x, source, target, tokens)
+    assert torch.equal(x, expected)
+    copy_rows.copy_rows(x[1:2], source[:1], target[:1], tokens)
+    assert torch.equal(x, expected)

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 
 from kvant.layout import Layout, StreamName
+from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.copy_rows import copy_rows
 from kvant.ops.reference import overlay_index
 
 Tensor = torch.Tensor
@@ -139,9 +141,8 @@ class Windows:
 
     def finish_sinks(self, layer: int, found: Found) -> None:
         """Copies the sinks that were written in this very step, in one layer."""
-        if len(found.source):
-            for overlay in self.overlays.values():
-                overlay[layer, found.target, : self.sink] = overlay[layer, found.source, : self.sink]
+        for overlay in self.overlays.values():
+            self._copied(overlay[layer : layer + 1], found.source, found.target, self.sink)
 
     def _match(self, table: Tensor, before: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For every sequence: a row, whether it may have it, and whether it may have a copy because another one has it."""
@@ -191,9 +192,14 @@ class Windows:
 
     def _copy(self, source: Tensor, target: Tensor, tokens: int | None = None) -> None:
         """Copies the first tokens of rows, or whole rows, in all layers."""
-        if len(source):
-            for overlay in self.overlays.values():
-                overlay[:, target, :tokens] = overlay[:, source, :tokens]
+        for overlay in self.overlays.values():
+            self._copied(overlay, source, target, tokens)
+
+    def _copied(self, overlay: Tensor, source: Tensor, target: Tensor, tokens: int | None) -> None:
+        if self.device.type == "cuda" and nvrtc.missing() is None:  # most steps copy nothing, which only the device knows
+            copy_rows(overlay, source, target, tokens)
+        elif len(source):
+            overlay[:, target, :tokens] = overlay[:, source, :tokens]
 
     def _ring_places(self, position: Tensor) -> dict[StreamName, Tensor]:
         windows = {name: self.layout.recipe.streams[name].window for name in self.overlays}
