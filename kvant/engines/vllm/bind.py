@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from kvant.artifact import Artifact
 from kvant.engines.vllm import options
 from kvant.engines.vllm.fresh import fused
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
+from kvant.engines.vllm.rehearse import rehearse
 from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
 from kvant.layout import Layout, StreamName, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
@@ -102,7 +104,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
             raise ValueError(f"kvant cannot serve layer {name}: the model has {count} layers")
         groups.setdefault((chosen.layers[index], layer.num_heads, layer.head_size), []).append(name)
     out = []
-    for (recipe, _, head_dim), names in groups.items():
+    for (recipe, query_heads, head_dim), names in groups.items():
         options.check(recipe)
         artifact = chosen.artifact(recipe, count, total, head_dim)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -121,6 +123,11 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
         ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
         group = Layers(layout, names, stores, [_without_windows(s) for s in stores], overlays, ops, drafts)
         _tell(group, artifact, rows, rank)
+        if device.type == "cuda":
+            begin = time.perf_counter()
+            for store in (group.stores[0], group.pages_only[0]) if group.ring else group.stores[:1]:
+                rehearse(ops, store, query_heads, model.dtype, attention[names[0]].impl.softcap)
+            logger.info("kvant's kernels are there after %.1f s", time.perf_counter() - begin)
         out.append(group)
     return out
 

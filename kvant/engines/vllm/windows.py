@@ -196,7 +196,9 @@ class Windows:
             self._copied(overlay, source, target, tokens)
 
     def _copied(self, overlay: Tensor, source: Tensor, target: Tensor, tokens: int | None) -> None:
-        if self.device.type == "cuda" and nvrtc.missing() is None:  # most steps copy nothing, which only the device knows
+        if (
+            self.device.type == "cuda" and nvrtc.missing() is None
+        ):  # most steps copy nothing, which only the device knows
             copy_rows(overlay, source, target, tokens)
         elif len(source):
             overlay[:, target, :tokens] = overlay[:, source, :tokens]
