@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 class Work(NamedTuple):
-    """So many requests, tokens of their prompts and tokens of their answers."""
+    """So many requests, tokens of their prompts and tokens of their answers. 0 requests: as many as the cache holds at once."""
 
     num: int
     prompt: int
@@ -46,19 +46,21 @@ class Work(NamedTuple):
 
     @staticmethod
     def of(text: str) -> Work:
-        """From "64x8192+256"."""
+        """From "64x8192+256", or "fitx100000+512"."""
         num, _, lengths = text.partition("x")
         prompt, _, answer = lengths.partition("+")
         try:
-            found = Work(int(num), int(prompt), int(answer))
+            found = Work(0 if num == "fit" else int(num), int(prompt), int(answer))
         except ValueError:
             found = Work(0, 0, 0)
-        if min(found) < 1:
-            raise argparse.ArgumentTypeError(f"work must be REQUESTSxPROMPT+ANSWER such as 64x8192+256, got {text!r}")
+        if min(found[1:]) < 1 or (found.num < 1 and num != "fit"):
+            raise argparse.ArgumentTypeError(
+                f"work must be REQUESTSxPROMPT+ANSWER such as 64x8192+256 or fitx100000+512, got {text!r}"
+            )
         return found
 
     def __str__(self) -> str:
-        return f"{self.num}x{self.prompt}+{self.answer}"
+        return f"{self.num or 'fit'}x{self.prompt}+{self.answer}"
 
 
 def several(text: str) -> list[Work]:
@@ -164,6 +166,13 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     started = time.perf_counter() - begin
     draw = random.Random(args.seed)
+    cache_config = llm.llm_engine.vllm_config.cache_config
+    fit = cache_config.num_gpu_blocks * cache_config.block_size
+
+    def counted(work: Work) -> Work:
+        """With the number of requests that fit."""
+        whole = -(-(work.prompt + work.answer) // cache_config.block_size) * cache_config.block_size
+        return work if work.num else work._replace(num=max(1, min(args.max_num_seqs, fit // whole)))
 
     def generate(work: Work) -> float:
         ids = [[draw.randrange(3, model["vocab_size"]) for _ in range(work.prompt)] for _ in range(work.num)]
@@ -175,16 +184,16 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
         assert made == work.num * work.answer, f"{made} tokens came, {work.num * work.answer} were asked for"
         return seconds
 
-    first = args.work[0]
-    generate(Work(min(4, first.num), first.prompt, min(8, first.answer)))  # warms up
-    seconds = {str(work): [generate(work) for _ in range(args.repeat)] for work in works}
-    cache_config = llm.llm_engine.vllm_config.cache_config
+    first = counted(args.work[0])
+    generate(Work(min(4, first.num), min(first.prompt, 8192), min(8, first.answer)))  # warms up
+    seconds = {str(work): [generate(counted(work)) for _ in range(args.repeat)] for work in works}
     import torch
 
     return {
         "cache": cache,
-        "tokens_that_fit": cache_config.num_gpu_blocks * cache_config.block_size,
-        "output_tokens_per_second": {str(w): w.num * w.answer / min(seconds[str(w)]) for w in works},
+        "tokens_that_fit": fit,
+        "requests": {str(w): counted(w).num for w in works},
+        "output_tokens_per_second": {str(w): counted(w).num * w.answer / min(seconds[str(w)]) for w in works},
         "seconds": {name: [round(x, 3) for x in times] for name, times in seconds.items()},
         "window_gib": round(windows / 2**30, 2),
         "start_seconds": round(started, 1),
@@ -234,7 +243,8 @@ def main() -> int:
         type=several,
         default=several("64x8192+256"),
         metavar="NxP+A[,...]",
-        help="requests, tokens of prompts and of answers (default 64x8192+256); several in turn on one engine",
+        help="requests (fit: as many as the cache holds at once, and --max-num-seqs), tokens of prompts and of answers (default "
+        "64x8192+256); several in turn on one engine",
     )
     parser.add_argument("--kv-gib", type=float, default=24.0, help="cache, pages and windows together")
     parser.add_argument("--layers", type=int, default=36)
@@ -252,7 +262,7 @@ def main() -> int:
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
-        args.layers, args.work, args.kv_gib, args.max_num_seqs = 2, several("4x100+8,2x50+4"), 0.03, 4
+        args.layers, args.work, args.kv_gib, args.max_num_seqs = 2, several("4x100+8,fitx50+4"), 0.03, 4
     if args.one:
         print("RESULT " + json.dumps(measure(args.one, args)), flush=True)
         return 0
@@ -274,16 +284,20 @@ def main() -> int:
             Path(args.json).write_text(json.dumps({"arguments": given, "results": results}, indent=2) + "\n")
     for work in map(str, args.work):
         first = results[0].get("output_tokens_per_second", {}).get(work)
-        print(f"\n{work}\n\n| cache | tokens that fit | output tokens/s | against {own[0]} |\n|---|---|---|---|")
+        print(
+            f"\n{work}\n\n| cache | tokens that fit | requests | output tokens/s | against {own[0]} |\n|---|---|---|---|---|"
+        )
         for found in results:
             if "failed" in found:
-                print(f"| {found['cache']} | failed ({found['failed']}) | | |")
+                print(f"| {found['cache']} | failed ({found['failed']}) | | | |")
                 continue
             rate = found["output_tokens_per_second"].get(work)
             if rate is None:
                 continue
             against = f"{rate / first:.2f}" if first else ""
-            print(f"| {found['cache']} | {found['tokens_that_fit']:,} | {rate:.1f} | {against} |")
+            print(
+                f"| {found['cache']} | {found['tokens_that_fit']:,} | {found['requests'][work]} | {rate:.1f} | {against} |"
+            )
     return int(any("failed" in found for found in results))
 
 

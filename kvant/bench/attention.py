@@ -129,7 +129,7 @@ def packed(recipe: Recipe, shape: Shape, device: torch.device, implementation: s
 
 
 def full(shape: Shape, device: torch.device) -> list[Work]:
-    """Attention over unquantized, contiguous keys and values, by torch.
+    """Attention over unquantized keys and values, contiguous, by torch; and over pages, by vLLM where it is installed.
 
     On a GPU, by backend of its SDPA, in the model's type, the query heads of a KV head being rows of one query, so that every
     backend reads keys and values once. On a CPU that too, with grouped heads and with keys and values that were repeated for
@@ -139,6 +139,8 @@ def full(shape: Shape, device: torch.device) -> list[Work]:
     if device.type == "cuda":
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
             kinds[f"sdpa {name}"] = shape.dtype, functools.partial(_rows, backend=backend)
+        if (run := vllm_flash()) is not None:
+            kinds[f"vllm flash {run.keywords['fa_version']}, paged"] = shape.dtype, functools.partial(_paged, run=run)
     else:
         for dtype in ("float32", "bfloat16", "float16"):
             kinds[f"sdpa {dtype}, rows"] = dtype, _rows
@@ -158,7 +160,8 @@ def full(shape: Shape, device: torch.device) -> list[Work]:
         result = Result(
             name, "torch", dataclasses.asdict(here), made[0][1], here.full_bytes, 8.0 * here.torch_dtype.itemsize
         )
-        out.append(Work(result, [call for call, _ in made], full=name.startswith("sdpa")))
+        result.implementation = name.split()[0].replace("sdpa", "torch").replace("matmul", "torch")
+        out.append(Work(result, [call for call, _ in made], full=not name.startswith("matmul")))
     if not out:
         raise ValueError(f"torch has no attention kernel for {shape.dtype} on {device}: nothing to compare with")
     return out
@@ -189,6 +192,45 @@ def _rows(shape: Shape, device: torch.device, backend: SDPBackend | None = None)
             return sdpa(query, key, value)
 
     return call, _error(call(), query, key, value)
+
+
+def vllm_flash() -> functools.partial[Any] | None:
+    """vLLM's FlashAttention over pages, or None where there is none."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    except ImportError:
+        return None
+    version = get_flash_attn_version()
+    return None if version is None else functools.partial(flash_attn_varlen_func, fa_version=version)
+
+
+def _paged(shape: Shape, device: torch.device, run: Callable[..., Tensor], page: int = 64) -> tuple[Call, float]:
+    """Pages in random order."""
+    query, *both = _tensors(shape, device)
+    pages = -(-shape.context // page)
+    table = torch.randperm(shape.batch * pages, device=device).view(shape.batch, pages)
+    caches = []
+    for x in both:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, pages * page - shape.context))
+        blocks = padded.transpose(1, 2).reshape(-1, page, shape.kv_heads, shape.head_dim)
+        cache = torch.empty_like(blocks)
+        cache[table.flatten()] = blocks
+        caches.append(cache)
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
+    call = functools.partial(
+        run,
+        q=query.reshape(shape.batch, shape.heads, shape.head_dim),
+        k=caches[0],
+        v=caches[1],
+        cu_seqlens_q=torch.arange(shape.batch + 1, dtype=torch.int32, device=device),
+        max_seqlen_q=1,
+        seqused_k=lengths,
+        max_seqlen_k=shape.context,
+        softmax_scale=shape.head_dim**-0.5,
+        causal=True,
+        block_table=table.int(),
+    )
+    return call, _error(call(), query, *both)
 
 
 def _grouped(shape: Shape, device: torch.device) -> tuple[Call, float]:
