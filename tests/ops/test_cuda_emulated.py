@@ -42,6 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
+    monkeypatch.setattr(cuda_decode, "FEW", 0)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
     caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
@@ -90,6 +91,14 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
     check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2:rope_block=64"])
+def test_decode_of_few_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By blocks of more warps."""
+    monkeypatch.setattr(cuda_decode, "FEW", 128)
+    cache, entries = filled(name, 2, 4, 128, [1, 63, 1500])
+    check(cache, entries, 4, 128, {"scale": 128**-0.5, "softcap": None, "window": None})
 
 
 def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:

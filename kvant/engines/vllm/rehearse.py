@@ -14,6 +14,7 @@ from kvant.ops.types import empty_overlay
 
 Tensor = torch.Tensor
 TOKENS = 8192  # of a prompt: many tokens are appended by another kernel than few
+MANY = 160  # sequences: few are read by another kernel than many
 
 
 def rehearse(
@@ -52,7 +53,15 @@ def rehearse(
     for first, last in ((0, tokens), (tokens, tokens + 1)):
         x = rows(last - first, layout.heads)
         ops["append"].run(scratch, x, x, batch(first, last))
-    ops["decode"].run(scratch, rows(1, query_heads), batch(tokens, tokens + 1), **options)
+    one = batch(tokens, tokens + 1)
+    many = one._replace(
+        block_table=one.block_table.expand(MANY, -1).contiguous(),
+        **{name: getattr(one, name).expand(MANY).contiguous() for name in ("lengths", "slots", "owners", "sinks")},
+        starts=torch.arange(MANY + 1, device=device),
+        exact={name: exact.expand(MANY).contiguous() for name, exact in one.exact.items()},
+    )
+    for decodes in (one, many):
+        ops["decode"].run(scratch, rows(len(decodes.lengths), query_heads), decodes, **options)
     more = batch(tokens - 1, tokens + 1)
     more = more._replace(lengths=more.lengths.cpu(), starts=more.starts.cpu())
     x = rows(2, layout.heads)

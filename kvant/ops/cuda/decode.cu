@@ -42,37 +42,48 @@ struct Deal {
 };
 
 // The parts of blocks first to last, weighted by their log-sum-exps, into sh.query.rows. A block's part lies in its second slot where
-// it began before this (sequence, head), or with it.
-DEV void merge_parts(const Arguments& a, Shared& sh, float* weights, const Deal& deal, int start, int first, int last) {
-  constexpr int COUNT = (TILE_HEADS * D / 4 + WARPS * 32 - 1) / (WARPS * 32), ROOM = WARPS * WARP_BYTES / 4 / TILE_HEADS;
-  float4 x[COUNT];
-  float m[COUNT], total[COUNT], flags[COUNT];
+// it began before this (sequence, head), or with it: only the first one did.
+DEV void merge_parts(const Arguments& a, Shared& sh, u8* room, int first, int last) {
+  constexpr int THREADS = WARPS * 32, COUNT = (TILE_HEADS * D / 4 + THREADS - 1) / THREADS;
+  constexpr int SLOT = COUNT > 1 ? THREADS : TILE_HEADS * D / 4;  // threads that have channels of a part, four each
+  constexpr int AHEAD = WARPS * WARP_BYTES / (SLOT * 16 + TILE_HEADS * 8);
+  static_assert(AHEAD > 0, "there is room for a part");
+  float4 x[COUNT], *parts = (float4*)room + threadIdx.x;  // of the next parts
+  float m[COUNT], total[COUNT], flags[COUNT], *weights = (float*)room + AHEAD * SLOT * 4, *marks = weights + AHEAD * TILE_HEADS;
+  const auto part = [&](int block) { return a.partial + (s64)(block * 2 + (block == first)) * PARTIAL; };
+  const auto ask = [&](int j, int base, int some) {  // for all at once: one after another, they would be most of a short attention's time
+    const int i = threadIdx.x + j * THREADS;
+    for (int k = 0; k < some && i < TILE_HEADS * D / 4; k++) copy16(parts + k * SLOT, (const float4*)part(base + k) + i);
+  };
 #pragma unroll
   for (int j = 0; j < COUNT; j++) x[j] = make_float4(0.f, 0.f, 0.f, 0.f), m[j] = minus_infinity(), total[j] = flags[j] = 0.f;
-  for (int base = first; base <= last; base += ROOM) {
-    const int some = min(ROOM, last + 1 - base);
+  for (int base = first; base <= last; base += AHEAD) {
+    const int some = min(AHEAD, last + 1 - base);
     __syncthreads();
-    for (int i = threadIdx.x; i < some * TILE_HEADS; i += WARPS * 32) {
-      const int block = base + i / TILE_HEADS;
-      weights[i] = __ldcg(a.partial + ((s64)block * 2 + (deal.start(block) > start ? 0 : 1)) * PARTIAL + TILE_HEADS * D + i % TILE_HEADS);
+    ask(0, base, some);
+    for (int i = threadIdx.x; i < some * TILE_HEADS; i += THREADS) {
+      const float* end = part(base + i / TILE_HEADS) + TILE_HEADS * D + i % TILE_HEADS;
+      weights[i] = __ldcg(end);
+      if (VALUE_FLAG) marks[i] = __ldcg(end + TILE_HEADS);
     }
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < COUNT; j++) {  // four channels each
-      const int i = threadIdx.x + j * WARPS * 32, h = min(i / (D / 4), TILE_HEADS - 1);
+    for (int j = 0; j < COUNT; j++) {
+      const int i = threadIdx.x + j * THREADS, h = min(i / (D / 4), TILE_HEADS - 1);
+      if (j) ask(j, base, some);
       float top = m[j];
       for (int k = 0; k < some; k++) top = fmaxf(top, weights[k * TILE_HEADS + h]);
       const float fade = m[j] > -1e29f ? exp2_(m[j] - top) : 0.f;
       m[j] = top, total[j] *= fade, flags[j] *= fade;
       x[j].x *= fade, x[j].y *= fade, x[j].z *= fade, x[j].w *= fade;
+      await_copies();
       if (i < TILE_HEADS * D / 4) {
-#pragma unroll 8
+#pragma unroll 4
         for (int k = 0; k < some; k++) {
-          const float* part = a.partial + ((s64)(base + k) * 2 + (deal.start(base + k) > start ? 0 : 1)) * PARTIAL;
-          const float4 y = __ldcg((const float4*)part + i);
+          const float4 y = parts[k * SLOT];
           const float own = weights[k * TILE_HEADS + h], by = own > -1e29f ? exp2_(own - top) : 0.f;
           total[j] += by;
-          if (VALUE_FLAG) flags[j] += by * __ldcg(part + TILE_HEADS * (D + 1) + h);
+          if (VALUE_FLAG) flags[j] += by * marks[k * TILE_HEADS + h];
           x[j].x = fmaf(by, y.x, x[j].x), x[j].y = fmaf(by, y.y, x[j].y), x[j].z = fmaf(by, y.z, x[j].z), x[j].w = fmaf(by, y.w, x[j].w);
         }
       }
@@ -80,7 +91,7 @@ DEV void merge_parts(const Arguments& a, Shared& sh, float* weights, const Deal&
   }
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
-    const int i = threadIdx.x + j * WARPS * 32;
+    const int i = threadIdx.x + j * THREADS;
     if (i < TILE_HEADS * D / 4) {
       ((float4*)sh.query.rows)[i] = x[j];
       if (i % (D / 4) == 0) sh.total_m[i / (D / 4)] = m[j], sh.total_l[i / (D / 4)] = total[j], sh.total_flags[i / (D / 4)] = flags[j];
@@ -199,6 +210,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       __syncthreads();
     }
 #endif
+#if WINDOW_TOKENS
+    const s64 owner = a.owners[b];
+    const auto window_part = [&](int i, int& from, int& last) {  // its tokens; there may be fewer than it has room for
+      const bool second = i >= w.units_first;
+      from = second ? w.second + (i - w.units_first) * WINDOW_ROWS : w.low + i * WINDOW_ROWS, last = second ? w.n : w.first_end;
+    };
+    for (int i = window_from + warp, at, last; i < window_to; i += WARPS) window_part(i, at, last), want_window(a, at, last, owner, head, lane);
+#endif
     if (!alone) await_kernel(), alone = true;  // what was read so far, the kernel of the queries does not write
 
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
@@ -213,14 +232,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     State st;
     st.clear();
 #if WINDOW_TOKENS
-    const s64 owner = a.owners[b];
     for (int i = window_from + warp; i < window_to; i += WARPS) {
-      constexpr int TOKENS = 16 * WINDOW_TILES;
-      const bool second = i >= w.units_first;
-      const int at = second ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS;
-      const int last = second ? w.n : w.first_end;
+      int at, last;
+      window_part(i, at, last);
 #if TURNED
-      for (int some = at, end = min(at + TOKENS, last); some < end;) {  // tokens of one block of positions at a time
+      for (int some = at, end = min(at + WINDOW_ROWS, last); some < end;) {  // tokens of one block of positions at a time
         const int until = min(end, block_end(a, some));
         const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
         const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
@@ -383,14 +399,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       __syncthreads();
       if (threadIdx.x == 0) {
         int* counter = a.arrived + b * HEADS + virtual_head;
-        __threadfence();
-        sh.last = atomicAdd(counter, 1) == last - first;
+        sh.last = arrive(counter) == last - first;
         if (sh.last) *counter = 0;
-        __threadfence();
       }
       __syncthreads();
       finish = sh.last;
-      if (finish) merge_parts(a, sh, (float*)dynamic, deal, start, first, last);
+      if (finish) merge_parts(a, sh, dynamic, first, last);
     }
     if (finish) {
       __syncthreads();

@@ -13,13 +13,13 @@ import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import TYPES, Plan, refuse, shared_memory, turn_fragments
+from kvant.ops.cuda.plan import FEW, TYPES, Plan, refuse, row_fragments, shared_memory, turn_fragments
 from kvant.ops.registry import register
 from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-ROWS_A_BLOCK = 4  # of queries or outputs that are multiplied by a matrix
+ROWS_A_BLOCK = 16  # of queries or outputs that are multiplied by a matrix
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
@@ -70,7 +70,7 @@ def _kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
 
 @functools.lru_cache(maxsize=256)
 def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, name, device, 4 * plan.layout.head_dim)
+    return nvrtc.Kernel(plan.text, name, device, 2 * plan.layout.head_dim)
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,7 +139,8 @@ def decode_with_lse(
     elif softcap is not None:
         lost = store.key.lost(query.float().view(len(query), layout.heads, group, layout.head_dim))
         lost = None if lost is None else lost.float().contiguous()
-    plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned)
+    few = len(query) * layout.heads <= FEW
+    plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned, few)
     return _decode(
         query.contiguous(),
         store.pages,
@@ -183,10 +184,18 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
                 matrix = torch.eye(layout.head_dim, device=device)[None]
             dual = Space(MATRIX, 1, turn_fragments(layout, matrix, lost_vector(store)))
         else:
-            dual = space_of(store.key.transforms, "dual", layout, device)
-        found = dual, space_of(store.value.transforms, "inverse", layout, device)
+            dual = _in_fragments(space_of(store.key.transforms, "dual", layout, device))
+        found = dual, _in_fragments(space_of(store.value.transforms, "inverse", layout, device))
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]
+
+
+def _in_fragments(space: Space) -> Space:
+    """The same with its matrix as kernels take it."""
+    if space.kind != MATRIX:
+        return space
+    assert space.tensor is not None
+    return dataclasses.replace(space, tensor=row_fragments(space.tensor))
 
 
 def codebooks(store: LayerStore) -> tuple[Tensor | None, Tensor | None]:
@@ -214,9 +223,10 @@ def _plan(
     softcap: bool,
     device: torch.device,
     tuned: tuple[tuple[str, int], ...],
+    few: bool,
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
-    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned)
+    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned, few)
     return _PLANS.number(made)
 
 

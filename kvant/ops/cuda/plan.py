@@ -20,12 +20,12 @@ from kvant.ops.spaces import refuse_turns
 
 Tensor = torch.Tensor
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
-WARPS, STAGES = 4, 2
+WARPS, FEW_WARPS, STAGES = 4, 6, 2
+FEW = 128  # (sequence, head)s: a GPU has about as many multiprocessors
 SOURCES = (
     "ptx.cu",
     "copies.cu",
     "common.cu",
-    "matrix.cu",
     "indices.cu",
     "softmax.cu",
     "queries.cu",
@@ -286,6 +286,21 @@ def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
     return parts.view(torch.int32).view(*parts.shape[:4], 32, 2)
 
 
+def row_fragments(matrix: Tensor) -> Tensor:
+    """What kvant_dual and kvant_inverse multiply rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, 2, 32, 4], from a matrix
+    [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, two parts of bfloat16, the larger first,
+    as lanes hold them."""
+    dim = matrix.shape[-1]
+    high = matrix.double().bfloat16()
+    parts = torch.stack((high, (matrix.double() - high.double()).bfloat16()), 1)
+    warp, k, lane, j, r, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 16, 32, 2, 2, 2)), indexing="ij")
+    g, t = lane // 4, lane % 4
+    rows, columns = t * (dim // 4) + 4 * k + 2 * r + e, 16 * warp + 4 * (g // 2) + 2 * j + g % 2
+    made = parts[:, :, rows.to(matrix.device), columns.to(matrix.device)]  # [heads, part, warp, step, lane, 2, 2, 2]
+    made = made.permute(0, 2, 3, 1, 4, 5, 6, 7).contiguous().view(torch.int32)
+    return made.view(len(matrix), dim // 16, dim // 16, 2, 32, 4)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A kernel for one layout, number of query heads a KV head, and way to call it."""
@@ -299,6 +314,7 @@ class Plan:
     bulk: bool  # whether the GPU copies in bulk (sm_90 on)
     shared: tuple[int, int]  # as `shared_memory`
     tuned: tuple[tuple[str, int], ...] = ()  # constants to override, for measuring
+    few: bool = False  # whether there are fewer (sequence, head)s than multiprocessors, and each is cut into many parts
 
     @property
     def tile_heads(self) -> int:
@@ -318,6 +334,8 @@ class Plan:
             size = self.layout.head_dim * self.own_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
         count = next((n for n in range(most, 1, -2) if n <= fit), 1)
+        if self.few and count == WARPS and self._blocks(WARPS) == 3 and self._blocks(FEW_WARPS) == 2:
+            count = FEW_WARPS  # fewer parts to merge
         if self.layout.recipe.key.groupwise and fit > WARPS and self._blocks(WARPS) < self._most_blocks:
             count = max(
                 (WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps)
@@ -332,7 +350,7 @@ class Plan:
     def _blocks(self, warps: int) -> int:
         """Blocks that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
-        most = min(self._most_blocks, 12 // warps) if grouped else self._most_blocks
+        most = min(self._most_blocks, 12 // warps)
         return max(1, min(most, self.shared[1] // (warps * self.warp_bytes + (8192 if grouped else 4096))))
 
     @functools.cached_property

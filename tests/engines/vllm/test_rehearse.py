@@ -11,7 +11,7 @@ import torch
 from kvant import recipes
 from kvant.bench.synthetic import Shape, fitted
 from kvant.engines.vllm.bind import without_windows
-from kvant.engines.vllm.rehearse import rehearse
+from kvant.engines.vllm.rehearse import MANY, rehearse
 from kvant.layout import Layout
 from kvant.ops import OPS, LayerStore, choose
 from tests.calibrate.synthetic import rope_of
@@ -37,5 +37,6 @@ def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -
         return dataclasses.replace(found, run=run)
 
     rehearse({op: heard(op) for op in OPS}, store, 4, torch.float32, tokens=150)
-    assert called == [("append", 150, True), ("append", 1, True), ("decode", 1, True), ("prefill", 2, True)]
+    expected = [("append", 150), ("append", 1), ("decode", 1), ("decode", MANY), ("prefill", 2)]
+    assert called == [(*call, True) for call in expected]
     assert store.pages.numel() == 0 and not store.prepared

@@ -133,8 +133,6 @@ template <class T> static T min(T a, T b) { return b < a ? b : a; }
 template <class T> static T max(T a, T b) { return a < b ? b : a; }
 template <class T> static T __ldg(const T* p) { return *p; }
 template <class T> static T __ldcg(const T* p) { return *p; }
-static inline int atomicAdd(int* p, int x) { return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST); }
-static inline void __threadfence() {}
 static inline u32 __byte_perm(u32 x, u32 y, u32 which) {
   const u64 both = (u64)y << 32 | x;
   u32 out = 0;
@@ -180,7 +178,8 @@ template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
 }
 template <int TYPE> u32 pair_min(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fminf(a, b); }); }
 template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fmaxf(a, b); }); }
-DEV void prefetch(const void*) {}
+DEV void prefetch(const void* p) { (void)*(const volatile u8*)p; }  // what is wanted must be there
+DEV int arrive(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
 DEV u32 times_pair(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
@@ -241,6 +240,8 @@ DEV u32 transpose8(u32 x) {
 // --- the functions of copies.cu: a copy has arrived when it is awaited -----------------------------------------------------
 
 #ifdef STAGES
+DEV void copy16(void* to, const void* from) { memcpy(to, from, 16); }
+DEV void await_copies() {}
 DEV void copy_run(u8* to, const u8* from, u64*, int lane) {
   if (lane == 0) memcpy(to, from, RUN);
 }
