@@ -70,6 +70,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--implementation", metavar="NAME", help="default: the best that serves the recipe")
     parser.add_argument(
+        "--folded",
+        action="store_true",
+        help="attention, append, prefill: recipes as a model is served whose weights have the value transforms in them "
+        "(kvant.engines.fold)",
+    )
+    parser.add_argument(
         "--repeat", type=int, default=20, metavar="N", help="timed runs; the median counts (default 20)"
     )
     add_artifact_options(parser)
@@ -112,6 +118,14 @@ def _shapes(args: argparse.Namespace) -> list[Any]:
     ]
 
 
+def _folded(recipe: Any) -> Any:
+    from kvant.engines.fold import without_transforms
+
+    if not recipe.value.transforms:
+        raise ValueError(f"--folded: recipe {recipe.name} has no value transforms to fold")
+    return dataclasses.replace(without_transforms(recipe), name=f"{recipe.name}, folded")
+
+
 def run(args: argparse.Namespace) -> int:
     import torch
 
@@ -127,6 +141,10 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if args.folded:
+        if args.work == "generate":
+            raise ValueError("--folded is for attention, append and prefill: it changes what the model's weights are")
+        chosen = [_folded(recipe) for recipe in chosen]
     if args.memory and (args.work != "generate" or args.batch or args.model):
         raise ValueError("--memory is for generate, with random weights and no --batch: the batch is what fits")
     device, before = torch.device(args.device), torch.get_num_threads()
@@ -202,8 +220,8 @@ def _attention(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], 
         ]
         columns = "<cache | <by | error | us | quartiles | GB/s | times full | limit"
         caption = (
-            f"error: relative to float64 on the same bytes; times full: as fast as {found[0].baseline}, the fastest SDPA; limit: "
-            "if bytes alone counted"
+            f"error: relative to float64 on the same bytes; times full: as fast as {found[0].baseline}, the fastest over a full "
+            "cache; limit: if bytes alone counted"
         )
         _table(f"decode attention, one layer, {shape}", columns, rows, caption)
     return results

@@ -84,13 +84,18 @@ def served(recipe: Recipe, artifact: Artifact | None, config: Any) -> Recipe:
     if found is None:
         return recipe
     if found == mark(recipe, artifact):
-        return dataclasses.replace(recipe, value=dataclasses.replace(recipe.value, transforms=()))
+        return without_transforms(recipe)
     if any(place.startswith("value.") for place in recipe.fits):
         raise ValueError(
             f"the model's weights have other value transforms folded in than those of recipe {recipe.name} with this "
             "artifact; load the model anew, or fold this recipe into it"
         )
     return recipe
+
+
+def without_transforms(recipe: Recipe) -> Recipe:
+    """The recipe without its value transforms, which the model's weights have."""
+    return dataclasses.replace(recipe, value=dataclasses.replace(recipe.value, transforms=()))
 
 
 def _attention_layers(model: Any) -> list[Any]:

@@ -143,6 +143,15 @@ def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
     assert main(["bench", "generate", "--recipe", "oscar", *shape, "--layers", "1"]) == 2
 
 
+def test_a_folded_recipe_is_read_without_its_value_transforms(tmp_path: Path) -> None:
+    target = tmp_path / "results.json"
+    shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--context", "200"]
+    assert main(["bench", "attention", "--recipe", "oscar", "--folded", *shape, "--json", str(target)]) == 0
+    found = json.loads(target.read_text())["results"][0]
+    assert found["name"] == "oscar, folded" and 0 < found["error"] < 2e-3
+    assert main(["bench", "generate", "--recipe", "oscar", "--folded", *shape]) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -152,6 +161,7 @@ def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
         (["--recipe", "int4", "--heads", "3", "--kv-heads", "2"], "heads must be a multiple of kv_heads"),
         (["--recipe", "int4", "--device", "tpu"], "--device must be cpu or cuda"),
         (["--recipe", "nothing"], "nothing"),
+        (["--recipe", "int4", "--folded"], "recipe int4 has no value transforms to fold"),
     ],
 )
 def test_mistakes_end_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
