@@ -280,6 +280,7 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         assert relative_error(found, expected) < 2e-3, (softcap, window)
 
 
+@pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")  # of group-wise recipes, prefill is
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

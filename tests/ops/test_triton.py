@@ -23,6 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 RUNS = HAVE_TRITON and (DEVICE == "cuda" or common.interpreted())
 needs_triton = pytest.mark.skipif(not RUNS, reason="triton is not installed, or is tested in a process of its own")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")  # that fills the caches
 NAMES = [
     "saw-int4",
     "int4:zero=float,meta=float16",

@@ -165,7 +165,7 @@ class Windows:
     def _oldest(self, row: Tensor, matched: Tensor, real: Tensor) -> Tensor:
         """For those that have no row: one each of those that were used least recently."""
         taken = torch.zeros(self.rows + 1, dtype=torch.bool, device=self.device)
-        taken[torch.where(matched, row, self.rows)] = True
+        taken.index_fill_(0, torch.where(matched, row, self.rows), True)  # an assignment would wait for the device
         order = torch.where(taken[: self.rows], self.clock + 1, self.used[: self.rows]).argsort(stable=True)
         fresh = real & ~matched
         place = (fresh.cumsum(0) - 1).clamp(0, self.rows - 1)

@@ -243,17 +243,6 @@ DEV s64 window_row(int position, s64 owner, int head, int ring, int tokens) {
   return ((owner * tokens + place) * KV_HEADS + head) * D;
 }
 
-constexpr int WINDOW_ROWS = 16 * WINDOW_TILES;  // tokens that are attended to at once
-DEV void want_window(const Arguments& a, int from, int last, s64 owner, int head, int lane) {  // they are needed soon
-  for (int i = lane; i < WINDOW_ROWS; i += 32) {
-    const int position = min(from + i, last - 1);
-    const u16* key = (const u16*)a.window_key + window_row(position, owner, head, KEY_RING, KEY_WINDOW);
-    const u16* value = (const u16*)a.window_value + window_row(position, owner, head, VALUE_RING, VALUE_WINDOW);
-#pragma unroll
-    for (int e = 0; e < D; e += 64) prefetch(key + e), prefetch(value + e);
-  }
-}
-
 // Scores of the tile of tokens from `from` on, of which [first, last) are in the window; the others are minus infinity. Keys are
 // multiplied by queries brought to a largest magnitude of 256, so that fp16 holds them.
 template <class From>  // Prepared or Turned

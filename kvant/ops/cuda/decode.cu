@@ -210,14 +210,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       __syncthreads();
     }
 #endif
-#if WINDOW_TOKENS
-    const s64 owner = a.owners[b];
-    const auto window_part = [&](int i, int& from, int& last) {  // its tokens; there may be fewer than it has room for
-      const bool second = i >= w.units_first;
-      from = second ? w.second + (i - w.units_first) * WINDOW_ROWS : w.low + i * WINDOW_ROWS, last = second ? w.n : w.first_end;
-    };
-    for (int i = window_from + warp, at, last; i < window_to; i += WARPS) window_part(i, at, last), want_window(a, at, last, owner, head, lane);
-#endif
     if (!alone) await_kernel(), alone = true;  // what was read so far, the kernel of the queries does not write
 
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
@@ -232,11 +224,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     State st;
     st.clear();
 #if WINDOW_TOKENS
+    const s64 owner = a.owners[b];
     for (int i = window_from + warp; i < window_to; i += WARPS) {
-      int at, last;
-      window_part(i, at, last);
+      constexpr int TOKENS = 16 * WINDOW_TILES;
+      const bool second = i >= w.units_first;
+      const int at = second ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS;
+      const int last = second ? w.n : w.first_end;
 #if TURNED
-      for (int some = at, end = min(at + WINDOW_ROWS, last); some < end;) {  // tokens of one block of positions at a time
+      for (int some = at, end = min(at + TOKENS, last); some < end;) {  // tokens of one block of positions at a time
         const int until = min(end, block_end(a, some));
         const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
         const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;

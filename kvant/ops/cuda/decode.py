@@ -19,7 +19,7 @@ from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, s
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-ROWS_A_BLOCK = 16  # of queries or outputs that are multiplied by a matrix
+ROWS_A_BLOCK = {"kvant_dual": 16, "kvant_inverse": 4}  # of queries or outputs that are multiplied by a matrix
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
@@ -70,7 +70,7 @@ def _kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
 
 @functools.lru_cache(maxsize=256)
 def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, name, device, 2 * plan.layout.head_dim)
+    return nvrtc.Kernel(plan.text, name, device, (2 if name == "kvant_dual" else 4) * plan.layout.head_dim)
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,7 +94,7 @@ def _multiply(
         rows,
     )
     kernel = _row_kernel(plan, name, x.device)
-    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
+    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK[name]), kernel.blocks // heads))
     kernel.launch((blocks, heads), arguments, dependent)
     return out
 
@@ -184,18 +184,13 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
                 matrix = torch.eye(layout.head_dim, device=device)[None]
             dual = Space(MATRIX, 1, turn_fragments(layout, matrix, lost_vector(store)))
         else:
-            dual = _in_fragments(space_of(store.key.transforms, "dual", layout, device))
-        found = dual, _in_fragments(space_of(store.value.transforms, "inverse", layout, device))
+            dual = space_of(store.key.transforms, "dual", layout, device)
+            if dual.kind == MATRIX:
+                assert dual.tensor is not None
+                dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
+        found = dual, space_of(store.value.transforms, "inverse", layout, device)
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]
-
-
-def _in_fragments(space: Space) -> Space:
-    """The same with its matrix as kernels take it."""
-    if space.kind != MATRIX:
-        return space
-    assert space.tensor is not None
-    return dataclasses.replace(space, tensor=row_fragments(space.tensor))
 
 
 def codebooks(store: LayerStore) -> tuple[Tensor | None, Tensor | None]:

@@ -28,6 +28,7 @@ SOURCES = (
     "common.cu",
     "indices.cu",
     "softmax.cu",
+    "matrix.cu",
     "queries.cu",
     "lookup.cu",
     "groups.cu",
@@ -287,7 +288,7 @@ def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
 
 
 def row_fragments(matrix: Tensor) -> Tensor:
-    """What kvant_dual and kvant_inverse multiply rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, 2, 32, 4], from a matrix
+    """What kvant_dual multiplies rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, 2, 32, 4], from a matrix
     [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, two parts of bfloat16, the larger first,
     as lanes hold them."""
     dim = matrix.shape[-1]
@@ -418,7 +419,7 @@ class Plan:
             "RECENT": window.recent,
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
-            "UNIT": max(1, round(unit / layout.run_bytes)),
+            "UNIT": max(1, round(unit / layout.run_bytes / (1 if grouped else 2))),
             "MIXED": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],
             "DUAL": self.dual[0],

@@ -209,26 +209,30 @@ DEV float capped(float x, float m, float cap) {  // a score in powers of two, le
 struct RowArguments {
   const void* in;
   void* out;
-  const uint4* matrix;     // [heads, D / 16, D / 16, 2, 32]: fragments of bfloat16, in two parts (`row_fragments`)
+  const void* matrix;      // [heads, D / 16, D / 16, 2, 32] of uint4 (`row_fragments`) for queries, [heads, D, D] of floats for outputs
   const float* offset;     // [heads, D]
   int batch, heads, rows;  // rows of a head and sequence
 };
-constexpr int ROW_WARPS = D / 16, ROW_STEPS = D / 16;
-constexpr bool ROW_HELD = D <= 128;  // whether a warp's columns of the matrix stay in registers
+DEV s64 row_place(const RowArguments& a, int row) { return (((s64)(row / a.rows) * a.heads + blockIdx.y) * a.rows + row % a.rows) * D; }
 
-// A quarter of a row's channels as pairs of bfloat16, the larger part first. One part holds bfloat16 itself.
-template <int TYPE> struct RowParts {
-  static constexpr int PARTS = TYPE == 0 ? 1 : 2;
+constexpr int DUAL_WARPS = D / 16, DUAL_STEPS = D / 16;
+constexpr bool DUAL_HELD = D <= 128;  // whether a warp's columns of the matrix stay in registers
+
+// A quarter of a query's channels as pairs of bfloat16, the larger part first. One part holds bfloat16 itself.
+struct DualRow {
+  static constexpr int PARTS = QUERY_TYPE == 0 ? 1 : 2, WORDS = QUERY_TYPE == 2 ? D / 4 : D / 8;
   u32 x[PARTS][D / 8];
-  DEV void load(const void* row, int t) {
-    if constexpr (TYPE == 0) {
-      load_words<D / 8>(x[0], (const u8*)row + t * (D / 2));
-    } else {
-      u32 w[TYPE == 1 ? D / 8 : D / 4];
-      load_words<sizeof(w) / 4>(w, (const u8*)row + t * sizeof(w));
+  DEV void load(const void* in, s64 place, int t) {
+    u32 w[WORDS];
+    load_words<WORDS>(w, (const u8*)in + place * (QUERY_TYPE == 2 ? 4 : 2) + t * WORDS * 4);
 #pragma unroll
-      for (int i = 0; i < D / 8; i++) {
-        const float y = TYPE == 1 ? fp16_low(w[i]) : __uint_as_float(w[TYPE == 1 ? 0 : 2 * i]), z = TYPE == 1 ? fp16_high(w[i]) : __uint_as_float(w[TYPE == 1 ? 0 : 2 * i + 1]);
+    for (int i = 0; i < D / 8; i++) {
+      if constexpr (QUERY_TYPE == 0) {
+        x[0][i] = w[i];
+      } else {
+        float y, z;
+        if constexpr (QUERY_TYPE == 1) y = fp16_low(w[i]), z = fp16_high(w[i]);
+        else y = __uint_as_float(w[2 * i]), z = __uint_as_float(w[2 * i + 1]);
         x[0][i] = bf16_pair(y, z);
         x[1][i] = bf16_pair(y - bf16_low(x[0][i]), z - bf16_high(x[0][i]));
       }
@@ -236,53 +240,48 @@ template <int TYPE> struct RowParts {
   }
 };
 
-// Queries on their way in and outputs on their way out, by the matrix of a head: a block has 16 rows at a time, a warp 16 columns. Of the
-// channels of a row lane t has a quarter, one after another, and of a warp's columns four.
-template <int IN, int OUT, bool LATER> DEV void multiply_rows(const RowArguments& a) {
-  const int head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, all = a.batch * a.rows;
-  const uint4* matrix = a.matrix + (s64)(head * ROW_WARPS + warp) * ROW_STEPS * 64 + lane;
-  uint4 held[ROW_HELD ? ROW_STEPS : 1][2];
-  if constexpr (ROW_HELD)
-#pragma unroll
-    for (int k = 0; k < ROW_STEPS; k++) held[k][0] = __ldg(matrix + k * 64), held[k][1] = __ldg(matrix + k * 64 + 32);
-  const int channel = warp * 16 + 4 * t;
-  float4 more = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (a.offset) more = *(const float4*)(a.offset + head * D + channel);
+// Queries on their way in, by the matrix of a head, in two parts of bfloat16: a block has 16 rows at a time, a warp 16 columns. Of the
+// channels of a row lane t has a quarter, one after another, and of a warp's columns four. Sums are float32.
+extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const RowArguments a) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, all = a.batch * a.rows;
+  const uint4* matrix = (const uint4*)a.matrix + (s64)(blockIdx.y * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane;
   start_dependents();
-  if (LATER) await_kernel();  // outputs come from the kernel before
+  uint4 held[DUAL_HELD ? DUAL_STEPS : 1][2];
+  if constexpr (DUAL_HELD)
+#pragma unroll
+    for (int k = 0; k < DUAL_STEPS; k++) held[k][0] = __ldg(matrix + k * 64), held[k][1] = __ldg(matrix + k * 64 + 32);
   for (int first = blockIdx.x * 16; first < all; first += gridDim.x * 16) {
     s64 place[2];
-    RowParts<IN> x[2];
+    DualRow x[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = min(first + g + 8 * r, all - 1);
-      place[r] = (((s64)(row / a.rows) * a.heads + head) * a.rows + row % a.rows) * D;
-      x[r].load((const u8*)a.in + place[r] * (IN == 2 ? 4 : 2), t);
-    }
+    for (int r = 0; r < 2; r++) place[r] = row_place(a, min(first + g + 8 * r, all - 1)), x[r].load(a.in, place[r], t);
     float c[2][4] = {};
 #pragma unroll
-    for (int k = 0; k < ROW_STEPS; k++) {
-      if constexpr (!ROW_HELD) held[0][0] = __ldg(matrix + k * 64), held[0][1] = __ldg(matrix + k * 64 + 32);
-      const uint4 high = held[ROW_HELD ? k : 0][0], low = held[ROW_HELD ? k : 0][1];
+    for (int k = 0; k < DUAL_STEPS; k++) {
+      if constexpr (!DUAL_HELD) held[0][0] = __ldg(matrix + k * 64), held[0][1] = __ldg(matrix + k * 64 + 32);
+      const uint4 high = held[DUAL_HELD ? k : 0][0], low = held[DUAL_HELD ? k : 0][1];
 #pragma unroll
-      for (int p = RowParts<IN>::PARTS - 1; p >= 0; p--) {
+      for (int p = DualRow::PARTS - 1; p >= 0; p--) {  // the smallest of the products is left out
         const u32 a0 = x[0].x[p][2 * k], a1 = x[1].x[p][2 * k], a2 = x[0].x[p][2 * k + 1], a3 = x[1].x[p][2 * k + 1];
         if (p == 0) mma_bf16(c[0], a0, a1, a2, a3, low.x, low.y), mma_bf16(c[1], a0, a1, a2, a3, low.z, low.w);
         mma_bf16(c[0], a0, a1, a2, a3, high.x, high.y), mma_bf16(c[1], a0, a1, a2, a3, high.z, high.w);
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (first + g + 8 * r >= all) continue;
-      const float4 y = make_float4(c[0][2 * r] + more.x, c[0][2 * r + 1] + more.y, c[1][2 * r] + more.z, c[1][2 * r + 1] + more.w);
-      if (OUT == 2) *(float4*)((float*)a.out + place[r] + channel) = y;
-      else if (OUT == 0) *(uint2*)((u16*)a.out + place[r] + channel) = {bf16_pair(y.x, y.y), bf16_pair(y.z, y.w)};
-      else *(uint2*)((u16*)a.out + place[r] + channel) = {fp16_pair(y.x, y.y), fp16_pair(y.z, y.w)};
-    }
+    for (int r = 0; r < 2; r++)
+      if (first + g + 8 * r < all)
+        *(float4*)((float*)a.out + place[r] + warp * 16 + 4 * t) = make_float4(c[0][2 * r], c[0][2 * r + 1], c[1][2 * r], c[1][2 * r + 1]);
   }
 }
-extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) kvant_dual(const RowArguments a) { multiply_rows<QUERY_TYPE, 2, false>(a); }
-extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) kvant_inverse(const RowArguments a) { multiply_rows<2, QUERY_TYPE, true>(a); }
+
+// Outputs on their way out, in float32. On the tensor cores, with 16 rows a block, this was slower where rows are few.
+extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_inverse(const RowArguments a) {
+  const auto begin = []() { start_dependents(), await_kernel(); };  // outputs come from the kernel before
+  times_matrix(
+      (const float*)a.matrix + (s64)blockIdx.y * D * D, a.offset ? a.offset + blockIdx.y * D : nullptr, a.batch * a.rows, begin, [](int, int) {},
+      [&](int row, int e) { return ((const float*)a.in)[row_place(a, row) + e]; },
+      [&](int row, int e, float y) { store_number<QUERY_TYPE>(a.out, row_place(a, row) + e, y); });
+}
 
 // --- queries turned back ------------------------------------------------------------------------------------------------------
 
@@ -332,8 +331,8 @@ struct TurnShared {
 };
 
 // The first pass from block of positions `first` on in which anything is there: tables are wider than sequences are long. A warp looks
-// at several passes at once. Returns where to look for the next. Its queries and angles will be needed soon, and are asked for.
-DEV int next_pass(const TurnArguments& a, int first, Pass& out, int tile, int query, int heads, int lane) {
+// at several passes at once. Returns where to look for the next.
+DEV int next_pass(const TurnArguments& a, int first, Pass& out, int tile, int lane) {
   constexpr int SOME = 32 / AT_ONCE;
   const int all = a.batch * a.blocks, stride = gridDim.x * AT_ONCE, mine = lane / AT_ONCE, place = lane % AT_ONCE;
   for (; first < all; first += SOME * stride) {
@@ -360,15 +359,6 @@ DEV int next_pass(const TurnArguments& a, int first, Pass& out, int tile, int qu
       out.place[place] = block < 0 ? -1 : (b * HEADS + tile) * a.blocks + block;
     }
     if (lane == 0) out.found = 1, out.rows = rows;
-    constexpr int NUMBER = QUERY_TYPE == 2 ? 4 : 2, HALF_LINES = D / 64;
-#pragma unroll
-    for (int unit = 0; unit < AT_ONCE; unit++) {
-      const int from = which * AT_ONCE + unit, its = __shfl_sync(FULL, b, from), here = __shfl_sync(FULL, block, from);
-      if (here < 0) continue;
-      for (int i = lane; i < heads * D * NUMBER / 128; i += 32) prefetch((const u8*)a.query + ((s64)its * KV_HEADS * GROUP + query) * D * NUMBER + i * 128);
-      if (lane < 2 * HALF_LINES && lane % HALF_LINES * 32 < a.half)
-        prefetch((lane < HALF_LINES ? a.cosine : a.sine) + (s64)here * a.half + lane % HALF_LINES * 32);
-    }
     return first + (which + 1) * stride;
   }
   if (lane == 0) out.found = 0;
@@ -507,12 +497,12 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
       for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(matrix, warp * EACH * 2 + n, k);
   }
   int first = blockIdx.x * AT_ONCE;
-  if (spare) first = next_pass(a, first, sh.pass[0], tile, query, heads, lane);
+  if (spare) first = next_pass(a, first, sh.pass[0], tile, lane);
   __syncthreads();
   for (int at = 0; sh.pass[at].found; at = at == 2 ? 0 : at + 1) {
     const Pass& now = sh.pass[at];
     turn_rows(a, sh, now, query, heads);
-    if (spare) first = next_pass(a, first, sh.pass[at == 2 ? 0 : at + 1], tile, query, heads, lane);
+    if (spare) first = next_pass(a, first, sh.pass[at == 2 ? 0 : at + 1], tile, lane);
     __syncthreads();
     int place[2];  // of rows g and g + 8
 #pragma unroll
