@@ -17,12 +17,6 @@ Tensor = torch.Tensor
 
 def refuse(layout: Layout) -> str | None:
     """Why sequences of a layout cannot grow on the device alone, or None."""
-    for name, stream in layout.recipe.streams.items():
-        if stream.groupwise:
-            return (
-                f"the {name}s of recipe {layout.recipe.name} are coded in groups of {stream.codec.group_tokens} tokens, "
-                "and which group is complete is decided on the host"
-            )
     if layout.recipe.wants_queries:
         return f"recipe {layout.recipe.name} learns from queries on the host"
     return None

@@ -20,7 +20,16 @@ def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedC
     return cache
 
 
-@pytest.mark.parametrize("recipe", ["int4", "int2:sink=5,recent=9"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "int4",
+        "int2:sink=5,recent=9",
+        "kivi-k2v2:k.group=16,k.flush=16,v.recent=16",
+        "kivi-k4v4:k.group=16,k.flush=32,k.recent=7,v.recent=9,sink=5",
+        "kitty:k.group=16,k.flush=16,sink=3",
+    ],
+)
 def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
     static, plain = (prompts(recipe, [40, 3, 16]) for _ in range(2))
     batch = StaticBatch(static, static.sequences, 30)
@@ -32,7 +41,7 @@ def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
             assert str(getattr(batch.batch, name)) == str(getattr(expected, name)), name
         width = expected.block_table.shape[1]
         for cache, here in ((static, batch.batch), (plain, expected)):  # pages are others, places in them the same
-            at = here.lengths - 1
+            at = (here.lengths - 1 - cache.layout.recipe.origin).clamp_min(0)  # a sink that no page holds has the first place
             place = here.block_table[:, :width].gather(1, at[:, None] // 16)[:, 0] * 16 + at % 16
             assert torch.equal(here.slots, place), cache
         for layer in range(2):
@@ -83,7 +92,7 @@ def test_numbers_that_cannot_be_stored_are_named_and_taken_back() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "steps", "message"),
-    [("kitty", 4, "coded in groups of 128 tokens"), ("int4", 0, "steps must be positive, got 0")],
+    [("squat", 4, "recipe squat learns from queries on the host"), ("int4", 0, "steps must be positive, got 0")],
 )
 def test_what_it_cannot_do_is_refused(recipe: str, steps: int, message: str) -> None:
     cache = PagedCache(make_layout(recipe), 1)

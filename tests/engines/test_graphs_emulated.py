@@ -38,7 +38,16 @@ def served(recipe: str) -> tuple[Any, kvant.Cache]:
     return model, kvant.Cache(model, recipe, artifact=made_up_artifact(model, recipe), order="fragment")
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "oscar:sink=3,recent=10", "kvant-2"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "saw-int4",
+        "oscar:sink=3,recent=10",
+        "kvant-2",
+        "kivi-k2v2:k.flush=32,v.recent=32",  # a group is completed on the way
+        "kitty-pro:k.group=32,k.flush=32,v.recent=32,sink=3",
+    ],
+)
 def test_a_replayed_graph_generates_what_steps_do(recipe: str, captured: list[recorded.Graph]) -> None:
     """Ragged prompts, across pages, sinks and rings; the graph is captured once, with no word to the host."""
     outputs, caches = [], []
