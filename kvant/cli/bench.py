@@ -357,8 +357,8 @@ def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any
     ]
     caption = (
         f"fits: the largest batch in {human_bytes(room)}; times: tokens/s over those of full, an unquantized cache that is written "
-        "in place and read by the fastest of torch's kernels; DynamicCache, StaticCache: as transformers runs them. Decode of recipes "
-        f"is within {max(errors, default=0.0):.1e} of float64 on the same bytes. Prompts: "
+        "in place and read by the fastest of torch's kernels; DynamicCache, StaticCache: as transformers runs them. Decode of "
+        f"recipes is within {max(errors, default=0.0):.1e} of float64 on the same bytes. Prompts: "
         + ("read by the model" if args.prefill else "random keys and values put into the caches, none was read")
     )
     columns = "<cache | <by | fits | batch | size | ms a step | tokens/s | times"

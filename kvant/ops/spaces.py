@@ -110,6 +110,8 @@ def turns(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
         first = rope.first // size
         at = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None] * size
         angle = at * rope.inv_freq.to(device).double()
+        if found is not None:  # a graph may have been captured that reads them
+            store.prepared.setdefault("turns before", []).append(found)
         found = angle.cos().float().contiguous(), angle.sin().float().contiguous()
         store.prepared["turns"] = found
     return found  # type: ignore[no-any-return]

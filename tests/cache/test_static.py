@@ -41,7 +41,9 @@ def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
             assert str(getattr(batch.batch, name)) == str(getattr(expected, name)), name
         width = expected.block_table.shape[1]
         for cache, here in ((static, batch.batch), (plain, expected)):  # pages are others, places in them the same
-            at = (here.lengths - 1 - cache.layout.recipe.origin).clamp_min(0)  # a sink that no page holds has the first place
+            at = (here.lengths - 1 - cache.layout.recipe.origin).clamp_min(
+                0
+            )  # a sink that no page holds has the first place
             place = here.block_table[:, :width].gather(1, at[:, None] // 16)[:, 0] * 16 + at % 16
             assert torch.equal(here.slots, place), cache
         for layer in range(2):

@@ -491,3 +491,10 @@ def test_rows_are_copied_where_somebody_wants_them(tokens: int | None) -> None:
     assert torch.equal(x, expected)
     copy_rows.copy_rows(x[1:2], source[:1], target[:1], tokens)
     assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("name", ["int4", "kvant-2", "vecinfer-2", "kivi-k2v2"])
+def test_numbers_of_another_type_are_refused(name: str) -> None:
+    cache, entries = filled(name, 2, 1, 64, [3], order=None)
+    with pytest.raises(ValueError, match="keys must be bfloat16, float16, float32, got torch.float64"):
+        cuda_append.append(cache.stores[0], *torch.randn(2, 1, 2, 64).double(), cache.extend(entries, [1]))

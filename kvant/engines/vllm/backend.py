@@ -174,6 +174,8 @@ class KvantImpl(AttentionImpl[Step]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if attn_metadata is None:  # vLLM measures how much memory a step needs
+            if self.layers is not None and self.layers.workspace:
+                torch.empty(self.layers.workspace, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         step, layers = attn_metadata, self.layers
         assert layers is not None and output_scale is None and output_block_scale is None

@@ -15,7 +15,7 @@ from kvant.artifact import Artifact
 from kvant.engines.vllm import options
 from kvant.engines.vllm.fresh import fused
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
-from kvant.engines.vllm.rehearse import rehearse
+from kvant.engines.vllm.rehearse import Most, rehearse
 from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
 from kvant.layout import Layout, StreamName, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
@@ -38,6 +38,7 @@ class Layers:
     overlays: dict[StreamName, Tensor]  # [layers, rows + 1, tokens, heads, head_dim]
     ops: dict[Op, Implementation]
     drafts: int  # tokens that a step may take back
+    workspace: int = 0  # bytes that operations need while they run
 
     @property
     def windowed(self) -> bool:
@@ -124,10 +125,14 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
         group = Layers(layout, names, stores, [_without_windows(s) for s in stores], overlays, ops, drafts)
         _tell(group, artifact, rows, rank)
         if device.type == "cuda":
-            begin = time.perf_counter()
-            for store in (group.stores[0], group.pages_only[0]) if group.ring else group.stores[:1]:
-                rehearse(ops, store, query_heads, model.dtype, attention[names[0]].impl.softcap)
-            logger.info("kvant's kernels are there after %.1f s", time.perf_counter() - begin)
+            begin, scheduler = time.perf_counter(), config.scheduler_config
+            most = Most(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
+            softcap = attention[names[0]].impl.softcap
+            group.workspace = rehearse(ops, stores[0], query_heads, model.dtype, most, softcap)
+            if group.ring:  # prefills with a history are written without windows first
+                rehearse(ops, group.pages_only[0], query_heads, model.dtype, most, softcap, reads=False)
+            seconds = time.perf_counter() - begin
+            logger.info("kvant's kernels are there after %.1f s, and need %s", seconds, human_bytes(group.workspace))
         out.append(group)
     return out
 

@@ -1,10 +1,11 @@
-"""Every operation once before the first request comes, on pages that are thrown away: kernels are compiled when they are first
-used, which takes seconds, and vLLM's own rehearsals reach few of them."""
+"""Every operation once before the first request comes, on pages that are thrown away. Kernels are compiled when they are first used,
+which takes seconds, and vLLM's own rehearsals reach few of them; and what operations need while they run, vLLM has to leave free."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,16 @@ from kvant.ops.registry import Op
 from kvant.ops.types import empty_overlay
 
 Tensor = torch.Tensor
-TOKENS = 8192  # of a prompt: many tokens are appended by another kernel than few
+HISTORY = 16384 + 64  # tokens: longer than what prefill unpacks at a time; many are appended by another kernel than few
 MANY = 160  # sequences: few are read by another kernel than many
+
+
+class Most(NamedTuple):
+    """The largest step: sequences, tokens of one, and new tokens."""
+
+    sequences: int
+    tokens: int
+    new: int
 
 
 def rehearse(
@@ -22,12 +31,16 @@ def rehearse(
     store: LayerStore,
     query_heads: int,
     dtype: torch.dtype,
+    most: Most,
     softcap: float | None = None,
-    tokens: int = TOKENS,
-) -> None:
-    """Appends a prompt and one more token, decodes, and reads some more behind them, in a copy of a layer's store."""
+    history: int = HISTORY,
+    reads: bool = True,
+) -> int:
+    """Appends a prompt and one more token and, where it `reads`, decodes, and reads some more behind them, in a copy of a layer's
+    store. Returns the bytes that operations allocate, 0 on a CPU."""
     layout, device = store.layout, store.pages.device
-    pages = -(-(tokens + 2) // layout.page_tokens)
+    pages = -(-(history + most.new) // layout.page_tokens)
+    width = max(pages, -(-most.tokens // layout.page_tokens))
     scratch = dataclasses.replace(
         store,
         pages=torch.zeros(pages, layout.heads, layout.run_bytes, dtype=torch.uint8, device=device),
@@ -35,34 +48,45 @@ def rehearse(
         prepared={name: kept for name, kept in store.prepared.items() if name == "flash"},
     )
 
-    def column(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    def batch(first: int, last: int) -> PagedBatch:
-        """One sequence whose tokens [first, last) are new."""
-        slots = torch.arange(first, last, device=device)
-        table = torch.arange(pages, device=device)[None]
-        exact = dict.fromkeys(layout.recipe.streams, column(0))
-        sinks = column(min(last, layout.recipe.key.window.sink))
-        return PagedBatch(table, column(last), slots, column(0, last - first), column(0), sinks, exact)
+    def batch(first: int, last: int, count: int = 1) -> PagedBatch:
+        """Sequences in the same pages, whose tokens [first, last) are new."""
+        slots = torch.arange(first, last, device=device).repeat(count)
+        table = torch.zeros(count, width, dtype=torch.int64, device=device)
+        table[:, :pages] = torch.arange(pages, device=device)
+        lengths, owners = (
+            torch.full((count,), last, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+        )
+        starts = torch.arange(count + 1, device=device) * (last - first)
+        exact = {name: owners.clone() for name in layout.recipe.streams}
+        sinks = torch.full_like(lengths, min(last, layout.recipe.key.window.sink))
+        return PagedBatch(table, lengths, slots, starts, owners, sinks, exact)
 
     def rows(count: int, heads: int) -> Tensor:
         return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
 
     options = {"scale": layout.head_dim**-0.5, "softcap": softcap}
-    for first, last in ((0, tokens), (tokens, tokens + 1)):
-        x = rows(last - first, layout.heads)
-        ops["append"].run(scratch, x, x, batch(first, last))
-    one = batch(tokens, tokens + 1)
-    many = one._replace(
-        block_table=one.block_table.expand(MANY, -1).contiguous(),
-        **{name: getattr(one, name).expand(MANY).contiguous() for name in ("lengths", "slots", "owners", "sinks")},
-        starts=torch.arange(MANY + 1, device=device),
-        exact={name: exact.expand(MANY).contiguous() for name, exact in one.exact.items()},
-    )
-    for decodes in (one, many):
-        ops["decode"].run(scratch, rows(len(decodes.lengths), query_heads), decodes, **options)
-    more = batch(tokens - 1, tokens + 1)
+    needed = [0]
+    for first, last in ((0, history), (history, history + 1)):
+        x, new = rows(last - first, layout.heads), batch(first, last)
+        needed.append(_taken(device, lambda x=x, new=new: ops["append"].run(scratch, x, x, new)))  # type: ignore[misc]
+    if not reads:
+        return max(needed)
+    for count in sorted({1, MANY, most.sequences}):
+        q, decodes = rows(count, query_heads), batch(history, history + 1, count)
+        needed.append(_taken(device, lambda q=q, new=decodes: ops["decode"].run(scratch, q, new, **options)))  # type: ignore[misc]
+    x, q, more = rows(most.new, layout.heads), rows(most.new, query_heads), batch(history, history + most.new)
     more = more._replace(lengths=more.lengths.cpu(), starts=more.starts.cpu())
-    x = rows(2, layout.heads)
-    ops["prefill"].run(scratch, rows(2, query_heads), x, x, more, **options)
+    needed.append(_taken(device, lambda: ops["prefill"].run(scratch, q, x, x, more, **options)))
+    return max(needed)
+
+
+def _taken(device: torch.device, run: Callable[[], object]) -> int:
+    """The most that was allocated at once while something ran."""
+    if device.type != "cuda":
+        run()
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before

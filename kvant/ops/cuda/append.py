@@ -185,10 +185,13 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Where tokens are few or do not come in 16 bits, keys are turned back and matrices multiplied
     before the kernel."""
+    rows: dict[StreamName, Tensor] = {"key": key, "value": value}
+    for name, x in rows.items():
+        if str(x.dtype).removeprefix("torch.") not in TYPES:
+            raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
     if store.layout.recipe.key.groupwise:
         append_groups.append(store, key, value, batch)
         return
-    rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     tiled = len(key) * store.layout.heads >= TILE_ROWS and tileable(store.layout)
     tiled = tiled and all(x.dtype in PARTS for x in rows.values()) and turnable(store)
     for name in rows:
@@ -211,8 +214,6 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
         elif space.kind == MATRIX:
             x = stored_rows(store, name, x, batch)
-        if str(x.dtype).removeprefix("torch.") not in TYPES:
-            raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
         rows[name] = x.contiguous()
     types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
     orders, means = zip(*((space.order, space.mean is not None) for space in spaces), strict=True)
