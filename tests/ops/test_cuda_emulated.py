@@ -82,6 +82,7 @@ def filled(
         ("vecinfer-4", 9, 64, {"softcap": 5.0}),
         ("million-1.5:bits=8,books=head", 2, 128, {"window": 150}),
         ("million-2:k.bits=10,v.bits=9", 3, 96, {}),
+        ("vecinfer-3", 4, 64, {}),
         ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
         ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
     ],
@@ -422,6 +423,7 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
     [
         ("vecinfer-2", 64),
         ("million-1.5:bits=9,books=head", 64),
+        ("million-1.5", 64),  # 4096 centroids
         ("million-2:bits=8,k.dim=8", 32),  # fewer sub-vectors than a warp's lanes can share
     ],
 )
