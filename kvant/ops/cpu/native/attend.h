@@ -277,45 +277,56 @@ INLINE void add_span(const int QUERIES, const Stream *s, int i, const uint8_t *r
   }
 }
 
-/* Adds the products of one vector of codes, four channels of a token to a lane. */
-INLINE void add_products(const int QUERIES, vu codes, const Pack *pack, int channel, int wide, vi *high, vi *low) {
+/* Adds the products of vectors of codes, four channels of a token to a lane. */
+INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, const Pack *pack, int channel, int wide,
+                         vi (*high)[CHUNK], vi (*low)[CHUNK]) {
   for (int g = 0; g < QUERIES; g++) {
-    high[g] = dot4(high[g], codes, word(pack[g].high + channel), wide);
-    low[g] = dot4(low[g], codes, word(pack[g].low + channel), wide);
+    for (int k = 0; k < VECTORS; k++) high[k][g] = dot4(high[k][g], codes[k], word(pack[g].high + channel), wide);
+    for (int k = 0; k < VECTORS; k++) low[k][g] = dot4(low[k][g], codes[k], word(pack[g].low + channel), wide);
   }
 }
 
-/* Adds the products of a whole section: a byte is read once for all of its codes. */
+/* Adds the products of a whole section: a byte is read once for all of its codes, and the one `ahead` of it is fetched. */
 INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
-                             const Pack *pack, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+                             int64_t ahead, const Pack *pack, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
   const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << BITS) - 1));
   for (int c = 0; c < bytes; c += 4) {
     vu packed[4];
-    for (int k = 0; k < VECTORS; k++) packed[k] = load_bytes(base[k] + c * LANES);
-    for (int slot = 0; slot < 8 / BITS; slot++)
-      for (int k = 0; k < VECTORS; k++)
-        add_products(QUERIES, packed[k] >> (uint32_t)(slot * BITS) & mask, pack, first + slot * bytes + c, BITS == 8, high[k], low[k]);
+    for (int k = 0; k < VECTORS; k++) {
+      packed[k] = load_bytes(base[k] + c * LANES);
+      __builtin_prefetch(base[k] + c * LANES + ahead);
+    }
+    for (int slot = 0; slot < 8 / BITS; slot++) {
+      vu codes[4];
+      for (int k = 0; k < VECTORS; k++) codes[k] = packed[k] >> (uint32_t)(slot * BITS) & mask;
+      add_products(QUERIES, VECTORS, codes, pack, first + slot * bytes + c, BITS == 8, high, low);
+    }
   }
 }
 
 /* Adds the products of those channels of a section that are in a span. */
 INLINE void part_products(const int QUERIES, const int VECTORS, const Section *section, const Span *span, const uint8_t *const *base,
-                          const Pack *pack, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+                          int64_t ahead, const Pack *pack, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
   const int bits = section->bits, bytes = section->width * bits / 8;
   const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << bits) - 1));
   for (int shift = 0, start = section->first; shift < 8; shift += bits, start += bytes) {
     const vu by = (vu){} + (uint32_t)shift;
     const int from = start > span->first ? start : span->first;
     const int to = start + bytes < span->end ? start + bytes : span->end;
-    for (int c = from; c < to; c += 4)
-      for (int k = 0; k < VECTORS; k++)
-        add_products(QUERIES, load_bytes(base[k] + (c - start) * LANES) >> by & mask, pack, c, bits == 8, high[k], low[k]);
+    for (int c = from; c < to; c += 4) {
+      vu codes[4];
+      for (int k = 0; k < VECTORS; k++) {
+        codes[k] = load_bytes(base[k] + (c - start) * LANES) >> by & mask;
+        if (!shift) __builtin_prefetch(base[k] + (c - start) * LANES + ahead);
+      }
+      add_products(QUERIES, VECTORS, codes, pack, c, bits == 8, high, low);
+    }
   }
 }
 
 /* Scores of VECTORS * LANE_COUNT tokens of a page from `token` on: scores[query * stride + token]. */
-INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const uint8_t *run, int page_tokens, int token,
-                 const Pack *pack, float *scores, int stride) {
+INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const uint8_t *run, int64_t ahead, int page_tokens,
+                 int token, const Pack *pack, float *scores, int stride) {
   vf total[4][CHUNK];
   for (int k = 0; k < VECTORS; k++)
     for (int g = 0; g < QUERIES; g++) total[k][g] = splat(0.0f);
@@ -335,9 +346,9 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
         for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
       }
       switch (span->first <= first && end <= span->end ? section->bits : 0) {
-        case 2: section_products(QUERIES, VECTORS, 2, first, bytes, base, pack, high, low); break;
-        case 4: section_products(QUERIES, VECTORS, 4, first, bytes, base, pack, high, low); break;
-        default: part_products(QUERIES, VECTORS, section, span, base, pack, high, low);
+        case 2: section_products(QUERIES, VECTORS, 2, first, bytes, base, ahead, pack, high, low); break;
+        case 4: section_products(QUERIES, VECTORS, 4, first, bytes, base, ahead, pack, high, low); break;
+        default: part_products(QUERIES, VECTORS, section, span, base, ahead, pack, high, low);
       }
       for (int k = 0; k < VECTORS; k++)
         for (int g = 0; g < QUERIES; g++) dots[k][g] = fused(splat(section->alpha), floats((high[k][g] << 7) + low[k][g]), dots[k][g]);
@@ -349,18 +360,18 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
 }
 
 /* As many vectors at a time as registers allow. */
-INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const Pack *pack,
+INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *run, int64_t ahead, int page_tokens, int from, int to, const Pack *pack,
                   float *scores, int stride) {
   const int most = LANE_COUNT == 8 ? (QUERIES == 1 ? 2 : 1) : QUERIES == 1 ? 4 : 2;
   int token = from / LANE_COUNT * LANE_COUNT;
   for (; token + most * LANE_COUNT <= page_tokens && token < to; token += most * LANE_COUNT)
-    tile(QUERIES, most, s, run, page_tokens, token, pack, scores, stride);
-  for (; token < to; token += LANE_COUNT) tile(QUERIES, 1, s, run, page_tokens, token, pack, scores, stride);
+    tile(QUERIES, most, s, run, ahead, page_tokens, token, pack, scores, stride);
+  for (; token < to; token += LANE_COUNT) tile(QUERIES, 1, s, run, ahead, page_tokens, token, pack, scores, stride);
 }
 
-static void code_scores(int queries, const Stream *s, const uint8_t *run, int page_tokens, int from, int to, const Pack *pack,
-                        float *scores, int stride) {
-  FOR_COUNT(queries, tiles, s, run, page_tokens, from, to, pack, scores, stride)
+static void code_scores(int queries, const Stream *s, const uint8_t *run, int64_t ahead, int page_tokens, int from, int to,
+                        const Pack *pack, float *scores, int stride) {
+  FOR_COUNT(queries, tiles, s, run, ahead, page_tokens, from, to, pack, scores, stride)
 }
 
 /* Adds what the high bits of boosted channels are worth: four channels of a token to a byte, tokens one after another. */
@@ -421,7 +432,7 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *run, int
       own[g] = (Pack){pack[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], pack[g].lost};
     }
     const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
-    code_scores(queries, s, run, page_tokens, first, last, own, scores, stride);
+    code_scores(queries, s, run, 0, page_tokens, first, last, own, scores, stride);
     if (s->kind == BOOSTED) boosted_scores(queries, s, run, dim, group, first, last, pack, scales, scores, stride);
   }
 }
@@ -455,13 +466,13 @@ static void level_scores(int queries, const Stream *s, const uint8_t *run, int p
 }
 
 /* Scores of tokens [from, to) of a page. */
-static void page_scores(const Decode *call, int queries, const uint8_t *run, int64_t row, int chunk, int from, int to,
-                        const Pack *pack, float *scores, int stride) {
+static void page_scores(const Decode *call, int queries, const uint8_t *run, int64_t ahead, int64_t row, int chunk, int from,
+                        int to, const Pack *pack, float *scores, int stride) {
   const Stream *s = &call->key;
   const int head = (int)(row % call->heads);
   const int dim = call->dim;
   if (s->kind <= SCALE_ALONE) {
-    code_scores(queries, s, run, call->page_tokens, from, to, pack, scores, stride);
+    code_scores(queries, s, run, ahead, call->page_tokens, from, to, pack, scores, stride);
     if (s->centers) {
       const float *table = lookup_tables(call, row, chunk);
       for (int token = from; token < to; token++) {
@@ -511,25 +522,35 @@ INLINE vu part_bytes(const uint8_t *p, int lanes) {
   return x;
 }
 
-/* out[query][channel + lane] += the weighted sum of codes of VECTORS * LANE_COUNT channels, or of `lanes` of one vector. */
-INLINE void column(const int QUERIES, const int VECTORS, const Section *section, int bytes, const uint8_t *base, int shift, int lanes,
-                   int quad, int quads, const Weights *w, float *out, int dim) {
-  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << section->bits) - 1)), by = (vu){} + (uint32_t)shift;
+/* Codes of one plane of bytes, where unsigned bytes are multiplied as they lie in the byte, which is plane_unit times too much. */
+INLINE vu plane(vu packed, int bits, int shift) {
+  const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+  return SIGNED_CODES ? packed >> ((vu){} + (uint32_t)shift) & mask : packed & mask << shift;
+}
+INLINE float plane_unit(int shift) { return SIGNED_CODES ? 1.0f : 1.0f / (float)(1 << shift); }
+
+/* out[query][channel + lane] += the weighted sum of codes of VECTORS * LANE_COUNT channels, or of `lanes` of one vector. What lies
+ * `ahead` of the bytes is fetched. */
+INLINE void column(const int QUERIES, const int VECTORS, const Section *section, int bytes, const uint8_t *base, int64_t ahead,
+                   int shift, int lanes, int quad, int quads, const Weights *w, float *out, int dim) {
   vi high[2][CHUNK], low[2][CHUNK];
   for (int k = 0; k < VECTORS; k++)
     for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
-  for (int i = quad; i < quads; i++)
+  for (int i = quad; i < quads; i++) {
+    vu codes[2];
     for (int k = 0; k < VECTORS; k++) {
       const uint8_t *p = base + (int64_t)i * 4 * bytes + k * BYTES;
-      const vu codes = (lanes ? part_bytes(p, lanes) : load_bytes(p)) >> by & mask;
-      for (int g = 0; g < QUERIES; g++) {
-        high[k][g] = dot4(high[k][g], codes, word(w->high[g] + 4 * i), section->bits == 8);
-        low[k][g] = dot4(low[k][g], codes, word(w->low[g] + 4 * i), section->bits == 8);
-      }
+      codes[k] = plane(lanes ? part_bytes(p, lanes) : load_bytes(p), section->bits, shift);
+      if (!shift) __builtin_prefetch(p + ahead);
     }
+    for (int g = 0; g < QUERIES; g++) {
+      for (int k = 0; k < VECTORS; k++) high[k][g] = dot4(high[k][g], codes[k], word(w->high[g] + 4 * i), section->bits == 8);
+      for (int k = 0; k < VECTORS; k++) low[k][g] = dot4(low[k][g], codes[k], word(w->low[g] + 4 * i), section->bits == 8);
+    }
+  }
   for (int g = 0; g < QUERIES; g++)
     for (int k = 0; k < VECTORS; k++) {
-      const vf unit = splat(section->alpha * w->scale[g]), sum = floats((high[k][g] << 7) + low[k][g]);
+      const vf unit = splat(section->alpha * plane_unit(shift) * w->scale[g]), sum = floats((high[k][g] << 7) + low[k][g]);
       float *at = out + g * dim + k * LANE_COUNT;
       if (!lanes)
         store_floats(at, fused(unit, sum, load_floats(at)));
@@ -539,16 +560,15 @@ INLINE void column(const int QUERIES, const int VECTORS, const Section *section,
 }
 
 /* The same for one vector of channels in each of two planes of the same bytes. */
-INLINE void two_planes(const int QUERIES, const Section *section, int bytes, const uint8_t *base, int shift, int quad, int quads,
-                       const Weights *const *w, float *const *out, int dim) {
-  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << section->bits) - 1));
-  const vu by = (vu){} + (uint32_t)shift, more = by + (uint32_t)section->bits;
+INLINE void two_planes(const int QUERIES, const Section *section, int bytes, const uint8_t *base, int64_t ahead, int shift, int quad,
+                       int quads, const Weights *const *w, float *const *out, int dim) {
   vi high[2][CHUNK], low[2][CHUNK];
   for (int k = 0; k < 2; k++)
     for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
   for (int i = quad; i < quads; i++) {
     const vu packed = load_bytes(base + (int64_t)i * 4 * bytes);
-    const vu codes[2] = {packed >> by & mask, packed >> more & mask};
+    const vu codes[2] = {plane(packed, section->bits, shift), plane(packed, section->bits, shift + section->bits)};
+    if (!shift) __builtin_prefetch(base + (int64_t)i * 4 * bytes + ahead);
     for (int k = 0; k < 2; k++)
       for (int g = 0; g < QUERIES; g++) {
         high[k][g] = dot4(high[k][g], codes[k], word(w[k]->high[g] + 4 * i), 0);
@@ -557,7 +577,7 @@ INLINE void two_planes(const int QUERIES, const Section *section, int bytes, con
   }
   for (int k = 0; k < 2; k++)
     for (int g = 0; g < QUERIES; g++) {
-      const vf unit = splat(section->alpha * w[k]->scale[g]), sum = floats((high[k][g] << 7) + low[k][g]);
+      const vf unit = splat(section->alpha * plane_unit(shift + k * section->bits) * w[k]->scale[g]), sum = floats((high[k][g] << 7) + low[k][g]);
       store_floats(out[k] + g * dim, fused(unit, sum, load_floats(out[k] + g * dim)));
     }
 }
@@ -568,8 +588,8 @@ INLINE int span_of(const Stream *s, int channel, int i) {
   return i;
 }
 
-INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int quad, int quads, const Weights *w, float *out,
-                    int dim) {
+INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int64_t ahead, int quad, int quads, const Weights *w,
+                    float *out, int dim) {
   const int most = LANE_COUNT == 8 && QUERIES > 2 ? 1 : 2;
   for (int j = 0; j < s->sections; j++) {
     const Section *section = &s->section[j];
@@ -583,7 +603,7 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int 
         if (s->span[i].end >= start + bytes && s->span[k].end >= start + 2 * bytes) {
           const Weights *own[2] = {&w[s->span[i].meta], &w[s->span[k].meta]};
           float *to[2] = {out + start, out + start + bytes};
-          two_planes(QUERIES, section, bytes, base, shift, quad, quads, own, to, dim);
+          two_planes(QUERIES, section, bytes, base, ahead, shift, quad, quads, own, to, dim);
           shift += section->bits, start += bytes;
           continue;
         }
@@ -594,13 +614,13 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int 
         const Weights *own = &w[s->span[i].meta];
         const uint8_t *p = base + (c - start) * 4;
         if (end - c >= most * LANE_COUNT) {
-          column(QUERIES, most, section, bytes, p, shift, 0, quad, quads, own, out + c, dim);
+          column(QUERIES, most, section, bytes, p, ahead, shift, 0, quad, quads, own, out + c, dim);
           c += most * LANE_COUNT;
         } else if (end - c >= LANE_COUNT) {
-          column(QUERIES, 1, section, bytes, p, shift, 0, quad, quads, own, out + c, dim);
+          column(QUERIES, 1, section, bytes, p, ahead, shift, 0, quad, quads, own, out + c, dim);
           c += LANE_COUNT;
         } else {
-          column(QUERIES, 1, section, bytes, p, shift, end - c, quad, quads, own, out + c, dim);
+          column(QUERIES, 1, section, bytes, p, ahead, shift, end - c, quad, quads, own, out + c, dim);
           c = end;
         }
       }
@@ -608,8 +628,9 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *run, int 
   }
 }
 
-static void code_sums(int queries, const Stream *s, const uint8_t *run, int quad, int quads, const Weights *w, float *out, int dim) {
-  FOR_COUNT(queries, columns, s, run, quad, quads, w, out, dim)
+static void code_sums(int queries, const Stream *s, const uint8_t *run, int64_t ahead, int quad, int quads, const Weights *w, float *out,
+                      int dim) {
+  FOR_COUNT(queries, columns, s, run, ahead, quad, quads, w, out, dim)
 }
 
 /* What tokens add to all channels of a span: sums over the whole split, by span's scale and query; still to be added over lanes. */
@@ -755,7 +776,7 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *run, int s
 }
 
 /* Adds tokens [from, to) of a page: weight[query * stride + token]. */
-static void page_sums(const Decode *call, int queries, const uint8_t *run, int head, int from, int to, const float *weight, int stride,
+static void page_sums(const Decode *call, int queries, const uint8_t *run, int64_t ahead, int head, int from, int to, const float *weight, int stride,
                       float *out, Sums *sums) {
   const Stream *s = &call->value;
   const int dim = call->dim, size = call->page_tokens;
@@ -780,7 +801,7 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
   }
   Weights w[MAX_SPANS];
   page_weights(s, queries, run, size, from, to, weight, stride, w, sums);
-  code_sums(queries, s, run, from / LANE_COUNT * LANE_COUNT / 4, (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT / 4, w, out, dim);
+  code_sums(queries, s, run, ahead, from / LANE_COUNT * LANE_COUNT / 4, (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT / 4, w, out, dim);
   if (s->centers)
     for (int token = from; token < to; token++) {
       const float *center = center_at(s, head, center_of(s, run, token), dim);
@@ -788,13 +809,10 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int h
     }
 }
 
-/* Scores of a page's tokens to where those of a sequence lie, with what logits are short of. */
-INLINE void copy_scores(const Decode *call, int queries, const Pack *pack, const float *own, int count, float *at, int stride) {
-  for (int g = 0; g < queries; g++, own += 128, at += stride) {
-    memcpy(at, own, sizeof(float) * (size_t)count);
-    if (call->use_lost)
-      for (int t = 0; t < count; t++) at[t] += pack[g].lost[0];
-  }
+/* Adds to scores what logits are short of. */
+INLINE void add_lost(const Decode *call, int queries, const Pack *pack, int count, float *at, int stride) {
+  for (int g = 0; call->use_lost && g < queries; g++)
+    for (int t = 0; t < count; t++) at[g * stride + t] += pack[g].lost[0];
 }
 
 /* --- a split of a sequence ---------------------------------------------------------------------------------------- */
@@ -831,13 +849,18 @@ INLINE int64_t end_of_page(const Decode *call, int64_t position) {
   return ((position - call->origin) / call->page_tokens + 1) * call->page_tokens + call->origin;
 }
 
-/* Scales and codes of the page at `position`, if one of this part is there, that they come while another's are summed. */
-INLINE void fetch_page(const Decode *call, const Part *part, const Stream *s, int64_t position, int64_t recent) {
+/* Has the page at `position`, if one of this part is there, come while another one, `run`, is summed. Returns how far ahead of `run`
+ * its codes are, where whoever reads codes is to fetch them one by one: all at once would wait for each other. */
+INLINE int64_t fetch_page(const Decode *call, const Part *part, const Stream *s, const uint8_t *run, int64_t position, int64_t recent) {
   const int size = call->page_tokens;
-  if (position >= part->end || position >= recent) return;
-  const uint8_t *run = run_of(call, part, position);
-  if (s->kind <= SCALE_ALONE) fetch(run + s->meta_offset, (int64_t)s->metas * s->names * size * 2);
-  for (int j = 0; j < s->sections; j++) fetch(run + s->section[j].offset, (int64_t)s->section[j].width * s->section[j].bits * size / 8);
+  if (position >= part->end || position >= recent) return 0;
+  const uint8_t *next = run_of(call, part, position);
+  if (s->kind <= SCALE_ALONE) {
+    fetch(next + s->meta_offset, (int64_t)s->metas * s->names * size * 2);
+    return next - run;
+  }
+  for (int j = 0; j < s->sections; j++) fetch(next + s->section[j].offset, (int64_t)s->section[j].width * s->section[j].bits * size / 8);
+  return 0;
 }
 
 /* Scores of a chunk of queries: scores[query * stride + position - begin]. */
@@ -871,11 +894,17 @@ static void part_scores(const Decode *call, const Part *part, int chunk, int que
     if (end_of_page(call, position) < to) to = end_of_page(call, position);
     const int from = (int)((position - call->origin) % size), count = (int)(to - position);
     const uint8_t *run = run_of(call, part, position);
-    if (!chunk) fetch_page(call, part, &call->key, to, recent);
+    const int64_t ahead = chunk ? 0 : fetch_page(call, part, &call->key, run, to, recent);
     position = to;
+    if (count == size) { /* where they belong, and not by way of `own` */
+      page_scores(call, queries, run, ahead, row, chunk, 0, size, pack, at, stride);
+      add_lost(call, queries, pack, count, at, stride);
+      continue;
+    }
     float own[CHUNK * 128] __attribute__((aligned(64)));
-    page_scores(call, queries, run, row, chunk, from, from + count, pack, own, 128);
-    copy_scores(call, queries, pack, own + from, count, at, stride);
+    page_scores(call, queries, run, ahead, row, chunk, from, from + count, pack, own, 128);
+    for (int g = 0; g < queries; g++) memcpy(at + g * stride, own + g * 128 + from, sizeof(float) * (size_t)count);
+    add_lost(call, queries, pack, count, at, stride);
   }
 }
 
@@ -929,9 +958,9 @@ static void part_sums(const Decode *call, const Part *part, int queries, const f
     if (end_of_page(call, position) < to) to = end_of_page(call, position);
     const int from = (int)((position - call->origin) % size), last = from + (int)(to - position);
     const uint8_t *run = run_of(call, part, position);
-    fetch_page(call, part, s, to, recent);
+    const int64_t ahead = fetch_page(call, part, s, run, to, recent);
     position = to;
-    page_sums(call, queries, run, part->head, from, last, weight - from, stride, out, &sums);
+    page_sums(call, queries, run, ahead, part->head, from, last, weight - from, stride, out, &sums);
   }
   for (int g = 0; g < queries; g++) {
     float *x = out + g * dim;

@@ -7,6 +7,7 @@
 #endif
 #include <immintrin.h>
 #define LANE_COUNT 8
+#define SIGNED_CODES 0
 #define NAME(x) x##_avx2
 #include "vector.h"
 

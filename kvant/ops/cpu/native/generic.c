@@ -1,5 +1,6 @@
 /* Any machine: vectors of four lanes that the compiler lowers to what it has. */
 #define LANE_COUNT 4
+#define SIGNED_CODES 0
 #define NAME(x) x##_generic
 #include "vector.h"
 

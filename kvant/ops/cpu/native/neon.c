@@ -7,6 +7,7 @@
 #endif
 #include <arm_neon.h>
 #define LANE_COUNT 4
+#define SIGNED_CODES 1
 #define NAME(x) x##_neon
 #include "vector.h"
 
