@@ -14,19 +14,17 @@
     default: function(4, __VA_ARGS__);           \
   }
 
-/* e^x for x up to 0, to two units in the last place; 0 below -87. */
+/* e^x for x up to 0, to 4e-6 of it; e^-64 below -64. */
 INLINE vf exponential(vf x) {
-  const vi tiny = x < splat(-87.0f);
-  x = highest(x, splat(-87.0f));
-  const vf n = fused(x, splat(1.44269504f), splat(12582912.0f)) - splat(12582912.0f);
-  const vf f = fused(n, splat(-1.42860677e-6f), fused(n, splat(-0.693145752f), x));
-  vf y = fused(splat(1.3888889e-3f), f, splat(8.3333333e-3f));
-  y = fused(y, f, splat(4.1666667e-2f));
+  x = highest(x, splat(-64.0f));
+  const vf rounded = fused(x, splat(1.44269504f), splat(12582912.0f)); /* its last bits are the power of two */
+  const vf f = fused(rounded - splat(12582912.0f), splat(-0.693147181f), x);
+  vf y = fused(splat(8.3333333e-3f), f, splat(4.1666667e-2f));
   y = fused(y, f, splat(1.6666667e-1f));
   y = fused(y, f, splat(0.5f));
-  y = fused(y * f, f, f + splat(1.0f));
-  const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-  return choose(tiny, splat(0.0f), y * (vf)power);
+  y = fused(y, f, splat(1.0f));
+  y = fused(y, f, splat(1.0f));
+  return (vf)((vi)y + ((vi)rounded << 23));
 }
 
 /* A query as the integer dot products read it. */
@@ -92,6 +90,30 @@ INLINE float product(const float *x, const float *y, int dim) {
   float out = total_of(sum);
   for (; c < dim; c++) out += x[c] * y[c];
   return out;
+}
+
+/* Products of a vector with ROWS rows that are 256 apart: to out[row]. */
+INLINE void row_products(const int ROWS, const float *x, const float *rows, int dim, float *out) {
+  vf sum[CHUNK];
+  for (int r = 0; r < ROWS; r++) sum[r] = splat(0.0f);
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT)
+    for (int r = 0; r < ROWS; r++) sum[r] = fused(load_floats(x + c), load_floats(rows + 256 * r + c), sum[r]);
+  for (int r = 0; r < ROWS; r++) out[r] = total_of(sum[r]);
+  for (; c < dim; c++)
+    for (int r = 0; r < ROWS; r++) out[r] += x[c] * rows[256 * r + c];
+}
+
+/* y += the weighted sum of such rows. */
+INLINE void add_rows(const int ROWS, float *y, const float *weight, const float *rows, int dim) {
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT) {
+    vf sum = load_floats(y + c);
+    for (int r = 0; r < ROWS; r++) sum = fused(splat(weight[r]), load_floats(rows + 256 * r + c), sum);
+    store_floats(y + c, sum);
+  }
+  for (; c < dim; c++)
+    for (int r = 0; r < ROWS; r++) y[c] += weight[r] * rows[256 * r + c];
 }
 
 /* y += factor * x. */
@@ -727,34 +749,44 @@ static void page_centroids(int queries, const Stream *s, const uint8_t *run, int
   }
 }
 
+/* Which lanes of tokens from `token` on are in [from, to). */
+INLINE vi within(int token, int from, int to) {
+  vi at;
+  for (int lane = 0; lane < LANE_COUNT; lane++) at[lane] = token + lane;
+  return (at >= from) & (at < to);
+}
+
 /* Weights of tokens [from, to) of a page times the scales of values, as limbs from a whole vector of tokens to a whole one. */
 INLINE void page_weights(const Stream *s, int queries, const uint8_t *run, int size, int from, int to, const float *weight, int stride,
                          Weights *w, Sums *sums) {
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   float own[CHUNK][128] __attribute__((aligned(64)));
-  for (int g = 0; g < queries; g++) {
-    for (int t = first; t < from; t++) own[g][t] = 0.0f;
-    memcpy(own[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
-    for (int t = to; t < last; t++) own[g][t] = 0.0f;
+  if (first < from || to < last) { /* beside the tokens lies anything, also what is no number */
+    memset(own, 0, sizeof own);
+    for (int g = 0; g < queries; g++) memcpy(own[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
+    weight = own[0], stride = 128;
   }
   for (int m = 0; m < s->metas; m++) {
     vf size_of[128 / LANE_COUNT], more_of[128 / LANE_COUNT], flag_of[128 / LANE_COUNT];
     for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
       const vf scale = meta_vector(s, run, size, m, 0, t);
-      size_of[k] = magnitude(scale);
-      if (s->kind == SCALE_MIN) more_of[k] = meta_vector(s, run, size, m, 1, t) / size_of[k];
-      if (s->kind == SCALE_ZERO) more_of[k] = -meta_vector(s, run, size, m, 1, t);
-      if (s->mean) flag_of[k] = choose(scale < splat(0.0f), splat(1.0f), splat(0.0f));
+      const vi there = within(t, from, to) & (magnitude(scale) > splat(0.0f));
+      size_of[k] = (vf)(there & (vi)magnitude(scale));
+      if (s->kind == SCALE_MIN) more_of[k] = (vf)(there & (vi)(meta_vector(s, run, size, m, 1, t) / size_of[k]));
+      if (s->kind == SCALE_ZERO) more_of[k] = (vf)(there & (vi)-meta_vector(s, run, size, m, 1, t));
+      if (s->mean) flag_of[k] = choose(there & (scale < splat(0.0f)), splat(1.0f), splat(0.0f));
     }
     for (int g = 0; g < queries; g++) {
-      vf most = splat(0.0f), more = splat(0.0f), flagged = splat(0.0f), scaled[128 / LANE_COUNT];
+      const float *own_weight = weight + g * stride;
+      vf most = splat(0.0f), more = splat(0.0f), scaled[128 / LANE_COUNT];
       vi total = {};
       for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
-        const vf p = load_floats(own[g] + t);
-        scaled[k] = choose(p > splat(0.0f), p * size_of[k], splat(0.0f)); /* elsewhere lies anything, also what is no number */
+        scaled[k] = load_floats(own_weight + t) * size_of[k];
         most = highest(scaled[k], most);
-        if (s->mean) flagged = fused(p, choose(p > splat(0.0f), flag_of[k], splat(0.0f)), flagged);
       }
+      if (s->mean && m == 0)
+        for (int t = first, k = 0; t < last; t += LANE_COUNT, k++)
+          sums->flagged[g] = fused(load_floats(own_weight + t), flag_of[k], sums->flagged[g]);
       const float top = top_of(most);
       const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
       const float unit = top / LIMIT;
@@ -766,11 +798,10 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *run, int s
         memcpy(w[m].high[g] + t, &high, sizeof high);
         memcpy(w[m].low[g] + t, &low, sizeof low);
         total += v;
-        if (s->kind != SCALE_ALONE) more += choose(v > 0, floats(v) * more_of[k], splat(0.0f));
+        if (s->kind != SCALE_ALONE) more = fused(floats(v), more_of[k], more);
       }
       sums->scale[m][g] += floats(total) * unit;
-      sums->more[m][g] += more * unit;
-      if (m == 0) sums->flagged[g] += flagged;
+      if (s->kind != SCALE_ALONE) sums->more[m][g] += more * unit;
     }
   }
 }
@@ -825,12 +856,16 @@ INLINE int64_t window_place(const Decode *call, const Stream *s, int64_t b, int 
   return ((call->batch->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
 }
 
-/* A token of the window; one of the next, before `end`, is fetched. */
-INLINE void window_vector(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, int64_t end, float *out) {
-  const int width = call->window_type == FLOAT32 ? 4 : 2;
-  if (position + AHEAD < end)
-    fetch((const char *)s->window + window_place(call, s, b, head, position + AHEAD) * width, (int64_t)call->dim * width);
-  load_row(s->window, window_place(call, s, b, head, position), call->window_type, call->dim, out);
+/* Tokens of the window, up to CHUNK of them, to rows that are 256 apart; those AHEAD of them and before `end` are fetched. Returns
+ * how many. */
+INLINE int window_rows(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, int64_t end, float *out) {
+  const int width = call->window_type == FLOAT32 ? 4 : 2, count = end - position < CHUNK ? (int)(end - position) : CHUNK;
+  for (int r = 0; r < count; r++) {
+    if (position + r + AHEAD < end)
+      fetch((const char *)s->window + window_place(call, s, b, head, position + r + AHEAD) * width, (int64_t)call->dim * width);
+    load_row(s->window, window_place(call, s, b, head, position + r), call->window_type, call->dim, out + 256 * r);
+  }
+  return count;
 }
 
 /* The part of a sequence that a task attends to. */
@@ -867,7 +902,7 @@ INLINE int64_t fetch_page(const Decode *call, const Part *part, const Stream *s,
 static void part_scores(const Decode *call, const Part *part, int chunk, int queries, float *scores) {
   const int dim = call->dim, group = call->group, size = call->page_tokens, stride = part->stride;
   const int64_t b = part->b, row = b * call->heads + part->head;
-  float vector[256];
+  float rows[CHUNK * 256] __attribute__((aligned(64)));
   int64_t sinks, recent;
   held(call, &call->key, b, &sinks, &recent);
   for (int64_t position = part->begin; position < part->end;) {
@@ -883,11 +918,13 @@ static void part_scores(const Decode *call, const Part *part, int chunk, int que
     float *at = scores + (position - part->begin);
     if (position < sinks || position >= recent) {
       if (position < sinks && sinks < to) to = sinks;
-      for (int i = 0; position < to; position++, i++) {
-        window_vector(call, &call->key, b, part->head, position, to, vector);
-        for (int g = 0; g < queries; g++)
-          at[g * stride + i] = product(pack[g].vector, vector, dim) + (call->use_lost ? pack[g].lost[0] : 0.0f);
+      const int count = (int)(to - position);
+      for (int i = 0, got; i < count; i += got) {
+        got = window_rows(call, &call->key, b, part->head, position + i, to, rows);
+        for (int g = 0; g < queries; g++) FOR_COUNT(got, row_products, pack[g].vector, rows, dim, at + g * stride + i)
       }
+      add_lost(call, queries, pack, count, at, stride);
+      position = to;
       continue;
     }
     if (recent < to) to = recent;
@@ -916,14 +953,10 @@ INLINE void to_weights(const Decode *call, float *x, int count, float *top, floa
   for (int t = count; t < whole; t++) x[t] = -INFINITY;
   const vf scale = splat(call->cap > 0.0f ? 1.0f : call->scale);
   vf most = splat(-INFINITY), total = splat(0.0f);
-  for (int t = 0; t < whole; t += LANE_COUNT) {
-    const vf scaled = load_floats(x + t) * scale;
-    store_floats(x + t, scaled);
-    most = highest(scaled, most);
-  }
+  for (int t = 0; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t) * scale, most);
   *top = top_of(most);
   for (int t = 0; t < whole; t += LANE_COUNT) {
-    const vf p = exponential(load_floats(x + t) - splat(*top));
+    const vf p = exponential(fused(load_floats(x + t), scale, splat(-*top)));
     store_floats(x + t, p);
     total += p;
   }
@@ -934,7 +967,7 @@ INLINE void to_weights(const Decode *call, float *x, int count, float *top, floa
 static void part_sums(const Decode *call, const Part *part, int queries, const float *weights, float *out) {
   const Stream *s = &call->value;
   const int dim = call->dim, size = call->page_tokens, stride = part->stride;
-  float vector[256];
+  float rows[CHUNK * 256] __attribute__((aligned(64)));
   int64_t sinks, recent;
   held(call, s, part->b, &sinks, &recent);
   Sums sums;
@@ -948,9 +981,9 @@ static void part_sums(const Decode *call, const Part *part, int queries, const f
     const float *weight = weights + (position - part->begin);
     if (position < sinks || position >= recent) {
       if (position < sinks && sinks < to) to = sinks;
-      for (; position < to; position++, weight++) {
-        window_vector(call, s, part->b, part->head, position, to, vector);
-        for (int g = 0; g < queries; g++) add_times(out + g * dim, weight[g * stride], vector, dim);
+      for (int got; position < to; position += got, weight += got) {
+        got = window_rows(call, s, part->b, part->head, position, to, rows);
+        for (int g = 0; g < queries; g++) FOR_COUNT(got, add_rows, out + g * dim, weight + g * stride, rows, dim)
       }
       continue;
     }
