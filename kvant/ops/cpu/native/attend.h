@@ -3,6 +3,7 @@
 
 #define LIMIT 8128.0f /* 64 * 127: the largest number that two limbs of up to 64 hold, about */
 #define CHUNK 4       /* queries that are attended from at once */
+#define MOST_ROWS 8   /* that are multiplied by a matrix at once */
 #define AHEAD 8       /* tokens that are fetched ahead of the one that is read from the window */
 
 /* A function whose first argument is a constant of its own, for a number from 1 to CHUNK. */
@@ -136,10 +137,11 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
   for (; c < dim; c++) out[c] = widen_one(p[c], type);
 }
 
-/* y = x M for up to CHUNK rows x, a matrix [dim, dim], and VECTORS vectors of columns from `first` on; rows of y are `stride` apart. */
+/* y = x M for up to MOST_ROWS rows x, a matrix [dim, dim], and VECTORS vectors of columns from `first` on; rows of y are `stride`
+ * apart. */
 INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, const float *matrix, int dim, int first, float *y,
                            int64_t stride) {
-  vf sum[CHUNK][4];
+  vf sum[MOST_ROWS][4];
   for (int r = 0; r < ROWS; r++)
     for (int k = 0; k < VECTORS; k++) sum[r][k] = splat(0.0f);
   for (int d = 0; d < dim; d++) {
@@ -156,7 +158,9 @@ INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, co
 /* The same for columns up to `end`. */
 INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
   int e = 0;
-  if (LANE_COUNT == 16)
+  if (LANE_COUNT == 16 && ROWS > CHUNK)
+    for (; e + 3 * LANE_COUNT <= end; e += 3 * LANE_COUNT) matrix_columns(ROWS, 3, x, matrix, dim, e, y, stride);
+  if (LANE_COUNT == 16 && ROWS <= CHUNK)
     for (; e + 4 * LANE_COUNT <= end; e += 4 * LANE_COUNT) matrix_columns(ROWS, 4, x, matrix, dim, e, y, stride);
   for (; e + 2 * LANE_COUNT <= end; e += 2 * LANE_COUNT) matrix_columns(ROWS, 2, x, matrix, dim, e, y, stride);
   for (; e + LANE_COUNT <= end; e += LANE_COUNT) matrix_columns(ROWS, 1, x, matrix, dim, e, y, stride);
@@ -168,8 +172,18 @@ INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix,
     }
 }
 
+/* The same for any number of rows: of eight at once, where registers hold their sums, the matrix is read less often. */
 static void times_matrix(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
-  FOR_COUNT(rows, times_matrix_of, x, matrix, dim, end, y, stride)
+  for (int r = 0; r < rows;) {
+    const int left = rows - r;
+    if (LANE_COUNT != 8 && left >= MOST_ROWS) {
+      times_matrix_of(MOST_ROWS, x + r * dim, matrix, dim, end, y + r * stride, stride);
+      r += MOST_ROWS;
+      continue;
+    }
+    FOR_COUNT(left, times_matrix_of, x + r * dim, matrix, dim, end, y + r * stride, stride)
+    r += left < CHUNK ? left : CHUNK;
+  }
 }
 
 /* Turns a vector back by a block's angles. */
@@ -218,61 +232,62 @@ INLINE int channels_read(const Decode *call, int64_t b, int block) {
   return begin < sinks || begin + call->block > recent ? call->dim : s->span[s->spans - 1].end;
 }
 
-/* Task: all queries of one (sequence, head, block of positions). */
-static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
-  const int dim = call->dim, group = call->group, half = call->half;
-  const int block = (int)(task % call->blocks), head = (int)(task / call->blocks % call->heads);
-  const int64_t b = task / call->blocks / call->heads;
-  const int64_t last = (call->batch->lengths[b] - 1 + call->first) / (call->block ? call->block : 1);
-  if (call->block && block + call->first / call->block > last) return;
+/* What attention reads of a query's vector beside its numbers. */
+INLINE void prepare_one(const Decode *call, int64_t row, int g, const float *turned, float *p) {
   const Stream *s = &call->key;
-  const int end = channels_read(call, b, block);
-  const float *cosine = call->cosine + (int64_t)block * half, *sine = call->sine + (int64_t)block * half;
-  for (int g = 0; g < group; g++) {
-    const int lane = g % CHUNK, rows = group - g < CHUNK ? group - g : CHUNK;
-    const int64_t index = ((b * call->heads + head) * call->blocks + block) * group + g;
-    float *p = call->prepared + index * call->prepared_stride, *vector = p, *turned = scratch + lane * dim;
-    if (!lane) { /* a chunk of queries at once */
-      const int64_t source = ((b * call->heads + head) * group + g) * dim;
-      for (int r = 0; r < rows; r++) {
-        float *x = scratch + r * dim;
-        load_row(call->query, source + r * dim, call->type, dim, x);
-        if (call->block) turn_back(x, cosine, sine, half);
-      }
-      if (call->dual)
-        times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, end, vector, call->prepared_stride);
-      else
-        for (int r = 0; r < rows; r++)
-          memcpy(vector + r * call->prepared_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
-    }
-    float lost = 0.0f, flagged = 0.0f;
-    if (call->use_lost) lost = product(turned, call->lost + (int64_t)head * dim, dim);
-    if (s->mean)
-      flagged = product(vector, s->mean + (int64_t)head * dim, dim);
-    p[dim] = lost;
-    p[dim + 1] = flagged;
-    float *scale = p + dim + 2, *sum = scale + s->spans;
-    int8_t *high = (int8_t *)(sum + s->spans), *low = high + dim;
-    for (int i = 0; i < s->spans; i++) {
-      const int first = s->span[i].first, count = s->span[i].end - first;
-      scale[i] = to_limbs(vector + first, count, high + first, low + first, &sum[i]);
-    }
-    if (s->centers) {
-      float *table = lookup_tables(call, b * call->heads + head, g - lane);
-      for (int j = 0; j < s->centers; j++) table[(int64_t)j * CHUNK + lane] = product(vector, center_at(s, head, j, dim), dim);
-    }
-    if (s->kind == CENTROIDS) {
-      const int length = s->extra, spaces = dim / length;
-      float *table = lookup_tables(call, b * call->heads + head, g - lane);
-      for (int space = 0; space < spaces; space++) {
-        const float *book = book_of(s, head, space, length);
-        for (int j = 0; j < 1 << s->book_bits; j++) {
-          float dot = 0.0f;
-          for (int i = 0; i < length; i++) dot += vector[space * length + i] * book[(int64_t)j * length + i];
-          table[(((int64_t)space << s->book_bits) + j) * CHUNK + lane] = dot;
-        }
+  const int dim = call->dim, head = (int)(row % call->heads), lane = g % CHUNK;
+  const float *vector = p;
+  p[dim] = call->use_lost ? product(turned, call->lost + (int64_t)head * dim, dim) : 0.0f;
+  p[dim + 1] = s->mean ? product(vector, s->mean + (int64_t)head * dim, dim) : 0.0f;
+  float *scale = p + dim + 2, *sum = scale + s->spans;
+  int8_t *high = (int8_t *)(sum + s->spans), *low = high + dim;
+  for (int i = 0; i < s->spans; i++) {
+    const int first = s->span[i].first, count = s->span[i].end - first;
+    scale[i] = to_limbs(vector + first, count, high + first, low + first, &sum[i]);
+  }
+  if (s->centers) {
+    float *table = lookup_tables(call, row, g - lane);
+    for (int j = 0; j < s->centers; j++) table[(int64_t)j * CHUNK + lane] = product(vector, center_at(s, head, j, dim), dim);
+  }
+  if (s->kind == CENTROIDS) {
+    const int length = s->extra, spaces = dim / length;
+    float *table = lookup_tables(call, row, g - lane);
+    for (int space = 0; space < spaces; space++) {
+      const float *book = book_of(s, head, space, length);
+      for (int j = 0; j < 1 << s->book_bits; j++) {
+        float dot = 0.0f;
+        for (int i = 0; i < length; i++) dot += vector[space * length + i] * book[(int64_t)j * length + i];
+        table[(((int64_t)space << s->book_bits) + j) * CHUNK + lane] = dot;
       }
     }
+  }
+}
+
+/* Task: all queries of one (sequence, head) for up to TURNED blocks of positions. */
+static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
+  const int dim = call->dim, group = call->group, half = call->half, parts = (call->blocks + TURNED - 1) / TURNED;
+  const int block = (int)(task % parts) * TURNED;
+  const int64_t row = task / parts, b = row / call->heads, head = row % call->heads;
+  int blocks = call->blocks - block < TURNED ? call->blocks - block : TURNED, end = 0;
+  if (call->block) {
+    const int64_t last = (call->batch->lengths[b] - 1 + call->first) / call->block - call->first / call->block;
+    if (block > last) return;
+    if (block + blocks > last + 1) blocks = (int)(last + 1) - block;
+  }
+  for (int k = 0; k < blocks; k++) end = channels_read(call, b, block + k) > end ? channels_read(call, b, block + k) : end;
+  float *first = call->prepared + (row * call->blocks + block) * group * call->prepared_stride;
+  for (int i = 0; i < blocks * group; i += MOST_ROWS) { /* block after block, query after query */
+    const int rows = blocks * group - i < MOST_ROWS ? blocks * group - i : MOST_ROWS;
+    float *p = first + i * call->prepared_stride;
+    for (int r = 0; r < rows; r++) {
+      const int64_t turn = (int64_t)(block + (i + r) / group) * half;
+      load_row(call->query, (row * group + (i + r) % group) * dim, call->type, dim, scratch + r * dim);
+      if (call->block) turn_back(scratch + r * dim, call->cosine + turn, call->sine + turn, half);
+      if (!call->dual) memcpy(p + r * call->prepared_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
+    }
+    if (call->dual)
+      times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, end, p, call->prepared_stride);
+    for (int r = 0; r < rows; r++) prepare_one(call, row, (i + r) % group, scratch + r * dim, p + r * call->prepared_stride);
   }
 }
 
@@ -1042,29 +1057,33 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
 /* Task: one (sequence, head). Splits are added in their order. */
 static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group, head = (int)(task % call->heads);
-  for (int g = 0; g < group; g++) {
-    const float *first = call->partial + (task * call->splits * group + g) * (dim + 2);
-    float *sum = scratch, *back = scratch + dim, top = -INFINITY, total = 0.0f;
-    for (int i = 0; i < call->splits; i++) top = fmaxf(top, first[(int64_t)i * group * (dim + 2) + dim]);
-    memset(sum, 0, sizeof(float) * (size_t)dim);
-    for (int i = 0; i < call->splits; i++) {
-      const float *part = first + (int64_t)i * group * (dim + 2);
-      if (!(part[dim + 1] > 0.0f)) continue;
-      const float times = expf(part[dim] - top);
-      total += times * part[dim + 1];
-      for (int c = 0; c < dim; c++) sum[c] += times * part[c];
+  for (int chunk = 0; chunk < group; chunk += CHUNK) {
+    const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
+    float *out = scratch, *back = scratch + CHUNK * dim;
+    for (int g = 0; g < queries; g++) {
+      const float *first = call->partial + (task * call->splits * group + chunk + g) * (dim + 2);
+      float *sum = out + g * dim, top = -INFINITY, total = 0.0f;
+      for (int i = 0; i < call->splits; i++) top = fmaxf(top, first[(int64_t)i * group * (dim + 2) + dim]);
+      memset(sum, 0, sizeof(float) * (size_t)dim);
+      for (int i = 0; i < call->splits; i++) {
+        const float *part = first + (int64_t)i * group * (dim + 2);
+        if (!(part[dim + 1] > 0.0f)) continue;
+        const float times = expf(part[dim] - top);
+        total += times * part[dim + 1];
+        add_times(sum, times, part, dim);
+      }
+      const float times = total > 0.0f ? 1.0f / total : 0.0f;
+      for (int c = 0; c < dim; c++) sum[c] *= times;
+      if (call->lse) call->lse[task * group + chunk + g] = total > 0.0f ? top + logf(total) : -INFINITY;
     }
-    const float times = total > 0.0f ? 1.0f / total : 0.0f;
-    for (int c = 0; c < dim; c++) sum[c] *= times;
-    const float *out = sum;
     if (call->inverse) {
-      times_matrix(1, sum, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, dim, back, dim);
+      times_matrix(queries, out, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, dim, back, dim);
       out = back;
     }
-    if (call->inverse_offset)
-      for (int c = 0; c < dim; c++) ((float *)out)[c] += call->inverse_offset[(int64_t)(head % call->offset_heads) * dim + c];
-    const int64_t at = (task * group + g) * dim;
-    for (int c = 0; c < dim; c++) store_one(call->out, at + c, call->type, out[c]);
-    if (call->lse) call->lse[task * group + g] = total > 0.0f ? top + logf(total) : -INFINITY;
+    for (int g = 0; g < queries; g++)
+      for (int c = 0; c < dim; c++) {
+        const float offset = call->inverse_offset ? call->inverse_offset[(int64_t)(head % call->offset_heads) * dim + c] : 0.0f;
+        store_one(call->out, (task * group + chunk + g) * dim + c, call->type, out[g * dim + c] + offset);
+      }
   }
 }

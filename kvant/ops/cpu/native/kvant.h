@@ -7,6 +7,7 @@
 #define MAX_SECTIONS 8
 #define MAX_SPANS 64
 #define CHECKED 64 /* tokens that a task of `check` looks at */
+#define TURNED 8  /* blocks of positions that a task turns queries back to */
 #define LANES 16 /* tokens of a tile of keys, see the order "lanes" in layout.py */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };

@@ -21,7 +21,7 @@ typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
 INLINE vf load_floats(const float *p) { vf x; memcpy(&x, p, sizeof x); return x; }
 INLINE void store_floats(float *p, vf x) { memcpy(p, &x, sizeof x); }
-INLINE vf splat(float x) { return (vf){} + x; }
+INLINE vf splat(float x) { return x - (vf){}; } /* plus zero would be an addition: that changes -0 */
 INLINE vf floats(vi x) { return __builtin_convertvector(x, vf); }
 INLINE int32_t word(const int8_t *p) { int32_t w; memcpy(&w, p, 4); return w; }
 
