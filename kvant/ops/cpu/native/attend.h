@@ -67,15 +67,14 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
     memcpy(low + i, &lower, sizeof lower);
     totals += v;
   }
-  int32_t total = 0;
-  for (int lane = 0; lane < LANE_COUNT; lane++) total += totals[lane];
+  float total = total_of(floats(totals)); /* less than 2^24, so it is exact */
   for (int i = whole; i < count; i++) {
     const int v = (int)(x[i] * times + 16384.5f) - 16384, h = (v + 64) >> 7;
     high[i] = (int8_t)h;
     low[i] = (int8_t)(v - 128 * h);
-    total += v;
+    total += (float)v;
   }
-  *sum = (float)total * (most / LIMIT);
+  *sum = total * (most / LIMIT);
   return most / LIMIT;
 }
 
@@ -293,25 +292,24 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
 
 /* --- keys ------------------------------------------------------------------------------------------------------- */
 
-/* Adds to the scores of LANE_COUNT tokens what a span gives: `dots` are products of its codes over their scale. */
-INLINE void add_span(const int QUERIES, const Stream *s, int i, const uint8_t *run, int page_tokens, int token, const Pack *pack,
-                     const vf *dots, vf *total) {
+/* What codes of a span are multiplied by, of LANE_COUNT tokens; adds to their scores what does not depend on codes. */
+INLINE vf begin_span(const int QUERIES, const Stream *s, int i, const uint8_t *run, int page_tokens, int token, const Pack *pack,
+                     vf *total) {
   const Span *span = &s->span[i];
   if (s->kind >= CHANNEL) {
-    for (int g = 0; g < QUERIES; g++) total[g] += fused(dots[g], splat(pack[g].scale[i]), splat(pack[g].sum[i]));
-    return;
+    for (int g = 0; g < QUERIES; g++) total[g] += splat(pack[g].sum[i]);
+    return splat(1.0f);
   }
   const vf scale = meta_vector(s, run, page_tokens, span->meta, 0, token);
   const vf size = magnitude(scale);
-  vf more = splat(0.0f);
-  if (s->kind == SCALE_MIN) more = meta_vector(s, run, page_tokens, span->meta, 1, token);
-  if (s->kind == SCALE_ZERO) more = -size * meta_vector(s, run, page_tokens, span->meta, 1, token);
+  vf more = size * splat(span->center);
+  if (s->kind == SCALE_MIN) more += meta_vector(s, run, page_tokens, span->meta, 1, token);
+  if (s->kind == SCALE_ZERO) more -= size * meta_vector(s, run, page_tokens, span->meta, 1, token);
   for (int g = 0; g < QUERIES; g++) {
-    const float sum = pack[g].sum[i];
-    total[g] = fused(more, splat(sum), total[g]);
-    total[g] = fused(size, fused(dots[g], splat(pack[g].scale[i]), splat(span->center * sum)), total[g]);
+    total[g] = fused(more, splat(pack[g].sum[i]), total[g]);
     if (s->mean && i == 0) total[g] += choose(scale < splat(0.0f), splat(pack[g].lost[1]), splat(0.0f));
   }
+  return size;
 }
 
 /* Adds the products of vectors of codes, four channels of a token to a lane. */
@@ -369,9 +367,8 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
     for (int g = 0; g < QUERIES; g++) total[k][g] = splat(0.0f);
   for (int i = 0; i < s->spans; i++) {
     const Span *span = &s->span[i];
-    vf dots[4][CHUNK];
-    for (int k = 0; k < VECTORS; k++)
-      for (int g = 0; g < QUERIES; g++) dots[k][g] = splat(0.0f);
+    vf size[4];
+    for (int k = 0; k < VECTORS; k++) size[k] = begin_span(QUERIES, s, i, run, page_tokens, token + k * LANE_COUNT, pack, total[k]);
     for (int j = 0; j < s->sections; j++) {
       const Section *section = &s->section[j];
       const int first = section->first, end = first + section->width, bytes = section->width * section->bits / 8;
@@ -387,10 +384,12 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
         case 4: section_products(QUERIES, VECTORS, 4, first, bytes, base, ahead, pack, high, low); break;
         default: part_products(QUERIES, VECTORS, section, span, base, ahead, pack, high, low);
       }
-      for (int k = 0; k < VECTORS; k++)
-        for (int g = 0; g < QUERIES; g++) dots[k][g] = fused(splat(section->alpha), floats((high[k][g] << 7) + low[k][g]), dots[k][g]);
+      for (int g = 0; g < QUERIES; g++) {
+        const vf unit = splat(section->alpha * pack[g].scale[i]);
+        for (int k = 0; k < VECTORS; k++)
+          total[k][g] = fused(size[k] * unit, floats((high[k][g] << 7) + low[k][g]), total[k][g]);
+      }
     }
-    for (int k = 0; k < VECTORS; k++) add_span(QUERIES, s, i, run, page_tokens, token + k * LANE_COUNT, pack, dots[k], total[k]);
   }
   for (int k = 0; k < VECTORS; k++)
     for (int g = 0; g < QUERIES; g++) store_floats(scores + g * stride + token + k * LANE_COUNT, total[k][g]);
@@ -776,7 +775,8 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *run, int s
                          Weights *w, Sums *sums) {
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   float own[CHUNK][128] __attribute__((aligned(64)));
-  if (first < from || to < last) { /* beside the tokens lies anything, also what is no number */
+  const int ragged = first < from || to < last;
+  if (ragged) { /* beside the tokens lies anything, also what is no number */
     memset(own, 0, sizeof own);
     for (int g = 0; g < queries; g++) memcpy(own[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
     weight = own[0], stride = 128;
@@ -785,7 +785,8 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *run, int s
     vf size_of[128 / LANE_COUNT], more_of[128 / LANE_COUNT], flag_of[128 / LANE_COUNT];
     for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
       const vf scale = meta_vector(s, run, size, m, 0, t);
-      const vi there = within(t, from, to) & (magnitude(scale) > splat(0.0f));
+      vi there = magnitude(scale) > splat(0.0f);
+      if (ragged) there &= within(t, from, to);
       size_of[k] = (vf)(there & (vi)magnitude(scale));
       if (s->kind == SCALE_MIN) more_of[k] = (vf)(there & (vi)(meta_vector(s, run, size, m, 1, t) / size_of[k]));
       if (s->kind == SCALE_ZERO) more_of[k] = (vf)(there & (vi)-meta_vector(s, run, size, m, 1, t));
@@ -804,7 +805,7 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *run, int s
           sums->flagged[g] = fused(load_floats(own_weight + t), flag_of[k], sums->flagged[g]);
       const float top = top_of(most);
       const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
-      const float unit = top / LIMIT;
+      const float unit = top * (1.0f / LIMIT);
       w[m].scale[g] = unit;
       for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
         const vi v = __builtin_convertvector(fused(scaled[k], times, splat(0.5f)), vi);
