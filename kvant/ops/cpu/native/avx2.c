@@ -29,6 +29,9 @@ INLINE float top_of(vf x) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
+INLINE unsigned reaching(vf x, float least) {
+  return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(least), _CMP_GE_OQ));
+}
 
 INLINE vf lookup(const float *levels, vi index) {
   const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)index);

@@ -22,6 +22,11 @@ INLINE float top_of(vf x) {
   const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
   return a > b ? a : b;
 }
+INLINE unsigned reaching(vf x, float least) {
+  unsigned lanes = 0;
+  for (int lane = 0; lane < LANE_COUNT; lane++) lanes |= (unsigned)(x[lane] >= least) << lane;
+  return lanes;
+}
 
 INLINE vf lookup(const float *levels, vi index) {
   vf out;

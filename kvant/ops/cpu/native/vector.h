@@ -1,7 +1,7 @@
 /* Vectors of LANE_COUNT 32-bit lanes by the compiler's vector extension. The file that includes this one has set
  * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers; fused: a * b + c;
- * total_of and top_of: the sum and the largest of the lanes; lookup: entries of a table of sixteen. SIGNED_CODES says whether
- * dot4 takes codes beyond 127 only with more work. */
+ * total_of and top_of: the sum and the largest of the lanes; reaching: a bit for each lane that is as large; lookup: entries of a
+ * table of sixteen. SIGNED_CODES says whether dot4 takes codes beyond 127 only with more work. */
 #include <math.h>
 #include <string.h>
 
