@@ -8,8 +8,9 @@ import torch
 
 from kvant.codecs.product_vq import ProductVQ
 from kvant.codecs.residual_kmeans import ResidualKMeans
-from kvant.ops.cpu import library, structures
-from kvant.ops.cpu.plan import refuse, stream_of
+from kvant.layout import Layout
+from kvant.ops.cpu import library, plan, structures
+from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import blocks_of, lost_vector, matrix_of, turns
@@ -68,6 +69,14 @@ def prepared(store: LayerStore) -> Prepared:
     return found
 
 
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why it cannot decode from a layout on a device, or None."""
+    key = layout.recipe.key
+    if key.rope != "post" and isinstance(key.codec, ProductVQ | ResidualKMeans):
+        return "it has one table of products with centroids for all positions, and the keys are turned back by blocks of them"
+    return plan.refuse(layout, device)
+
+
 @register("decode", "cpu", refuse, rank=10)
 def decode(
     store: LayerStore,
@@ -101,10 +110,9 @@ def decode_with_lse(
     if not sequences:
         return out, lse
     call, group, longest = made.call, query_heads // layout.heads, max(batch.lengths.tolist())
-    blocks, cosine, sine = 1, 0, 0
+    cosine, sine = 0, 0
     if made.block:
-        blocks = blocks_of(longest, call.first, made.block)
-        made.turns = turns(store, blocks)
+        made.turns = turns(store, blocks_of(longest, call.first, made.block))
         cosine, sine = (x.data_ptr() for x in made.turns)
     splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))
     stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
@@ -115,7 +123,10 @@ def decode_with_lse(
     elif isinstance(codec, ProductVQ):
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.spaces(dim) * codec.centroids
     each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
-    lasting = rows * blocks * stride + tables + rows * splits * (dim + 2)
+    shared = rows * stride  # prepared queries; where they are turned, a split prepares those of its blocks of positions
+    if made.block:
+        shared, each = 0, each + ((SPLIT_TOKENS + layout.recipe.origin) // made.block + 2) * group * stride
+    lasting = shared + tables + rows * splits * (dim + 2)
     work = library.workspace(lasting + torch.get_num_threads() * each)
     at = work.data_ptr()
     structures.DECODED.pack_into(
@@ -129,12 +140,11 @@ def decode_with_lse(
         cosine,
         sine,
         at,
-        at + 4 * rows * blocks * stride,
-        at + 4 * (rows * blocks * stride + tables),
+        at + 4 * shared,
+        at + 4 * (shared + tables),
         stride,
         group,
         DTYPES[query.dtype],
-        blocks,
         splits,
         window or 0,
         made.has_lost and (bool(made.block) or softcap is not None),

@@ -57,12 +57,12 @@ class Decode(ctypes.Structure):
         ("window", c_void_p * 2),
         *_all(c_void_p, "cosine sine prepared tables partial"),
         ("prepared_stride", c_int64),
-        *_all(c_int32, "group type blocks splits visible use_lost"),
+        *_all(c_int32, "group type splits visible use_lost"),
         *_all(c_float, "scale cap"),
     ]
 
 
-DECODED = struct.Struct("@12Pq6i2f")  # from `batch` on
+DECODED = struct.Struct("@12Pq5i2f")  # from `batch` on
 
 
 class Space(ctypes.Structure):

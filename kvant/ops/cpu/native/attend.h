@@ -36,8 +36,7 @@ typedef struct {
   const float *lost;        /* what logits are short of, and what those of flagged tokens are */
 } Pack;
 
-INLINE Pack pack_at(const Decode *call, int64_t index) {
-  const float *p = call->prepared + index * call->prepared_stride;
+INLINE Pack pack_at(const Decode *call, const float *p) {
   const int dim = call->dim, spans = call->key.spans;
   const int8_t *limbs = (const int8_t *)(p + dim + 2 + 2 * spans);
   return (Pack){p, limbs, limbs + dim, p + dim + 2, p + dim + 2 + spans, p + dim};
@@ -262,24 +261,17 @@ INLINE void prepare_one(const Decode *call, int64_t row, int g, const float *tur
   }
 }
 
-/* Task: all queries of one (sequence, head) for up to TURNED blocks of positions. */
-static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
-  const int dim = call->dim, group = call->group, half = call->half, parts = (call->blocks + TURNED - 1) / TURNED;
-  const int block = (int)(task % parts) * TURNED;
-  const int64_t row = task / parts, b = row / call->heads, head = row % call->heads;
-  int blocks = call->blocks - block < TURNED ? call->blocks - block : TURNED, end = 0;
-  if (call->block) {
-    const int64_t last = (call->batch->lengths[b] - 1 + call->first) / call->block - call->first / call->block;
-    if (block > last) return;
-    if (block + blocks > last + 1) blocks = (int)(last + 1) - block;
-  }
-  for (int k = 0; k < blocks; k++) end = channels_read(call, b, block + k) > end ? channels_read(call, b, block + k) : end;
-  float *first = call->prepared + (row * call->blocks + block) * group * call->prepared_stride;
-  for (int i = 0; i < blocks * group; i += MOST_ROWS) { /* block after block, query after query */
-    const int rows = blocks * group - i < MOST_ROWS ? blocks * group - i : MOST_ROWS;
-    float *p = first + i * call->prepared_stride;
+/* All queries of a (sequence, head) for blocks of positions from `block` on: block after block, query after query, from `p` on. */
+static void prepare_blocks(const Decode *call, int64_t row, int block, int blocks, float *p, float *scratch) {
+  const int dim = call->dim, group = call->group, half = call->half;
+  const int64_t b = row / call->heads, head = row % call->heads;
+  for (int i = 0, rows; i < blocks * group; i += rows, p += rows * call->prepared_stride) {
+    rows = blocks * group - i < MOST_ROWS ? blocks * group - i : MOST_ROWS;
+    int end = 0;
     for (int r = 0; r < rows; r++) {
-      const int64_t turn = (int64_t)(block + (i + r) / group) * half;
+      const int own = block + (i + r) / group, read = channels_read(call, b, own);
+      const int64_t turn = (int64_t)own * half;
+      if (read > end) end = read;
       load_row(call->query, (row * group + (i + r) % group) * dim, call->type, dim, scratch + r * dim);
       if (call->block) turn_back(scratch + r * dim, call->cosine + turn, call->sine + turn, half);
       if (!call->dual) memcpy(p + r * call->prepared_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
@@ -288,6 +280,11 @@ static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
       times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, end, p, call->prepared_stride);
     for (int r = 0; r < rows; r++) prepare_one(call, row, (i + r) % group, scratch + r * dim, p + r * call->prepared_stride);
   }
+}
+
+/* Task: all queries of one (sequence, head), where they are the same for all positions. */
+static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
+  prepare_blocks(call, task, 0, 1, call->prepared + task * call->group * call->prepared_stride, scratch);
 }
 
 /* --- keys ------------------------------------------------------------------------------------------------------- */
@@ -858,8 +855,12 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int64
 
 /* Adds to scores what logits are short of. */
 INLINE void add_lost(const Decode *call, int queries, const Pack *pack, int count, float *at, int stride) {
-  for (int g = 0; call->use_lost && g < queries; g++)
-    for (int t = 0; t < count; t++) at[g * stride + t] += pack[g].lost[0];
+  for (int g = 0; call->use_lost && g < queries; g++, at += stride) {
+    const float lost = pack[g].lost[0];
+    int t = 0;
+    for (; t + LANE_COUNT <= count; t += LANE_COUNT) store_floats(at + t, load_floats(at + t) + splat(lost));
+    for (; t < count; t++) at[t] += lost;
+  }
 }
 
 /* --- a split of a sequence ---------------------------------------------------------------------------------------- */
@@ -888,6 +889,8 @@ INLINE int window_rows(const Decode *call, const Stream *s, int64_t b, int head,
 typedef struct {
   int64_t b, begin, end;
   int head, split, stride; /* stride: from a query's scores to the next one's */
+  int block;               /* the first block of positions that queries are turned back to */
+  const float *prepared;   /* the queries, of that block and the next ones */
 } Part;
 
 INLINE const uint8_t *run_of(const Decode *call, const Part *part, int64_t position) {
@@ -923,14 +926,14 @@ static void part_scores(const Decode *call, const Part *part, int chunk, int que
   held(call, &call->key, b, &sinks, &recent);
   for (int64_t position = part->begin; position < part->end;) {
     /* a run of positions with the same queries, and in one page or in the window */
-    int64_t to = part->end, index = row * call->blocks * group + chunk;
+    int64_t to = part->end, index = chunk;
     if (call->block) {
       const int64_t block = (position + call->first) / call->block;
-      index += (block - call->first / call->block) * group;
+      index += (block - call->first / call->block - part->block) * group;
       if ((block + 1) * call->block - call->first < to) to = (block + 1) * call->block - call->first;
     }
     Pack pack[CHUNK];
-    for (int g = 0; g < queries; g++) pack[g] = pack_at(call, index + g);
+    for (int g = 0; g < queries; g++) pack[g] = pack_at(call, part->prepared + (index + g) * call->prepared_stride);
     float *at = scores + (position - part->begin);
     if (position < sinks || position >= recent) {
       if (position < sinks && sinks < to) to = sinks;
@@ -1036,10 +1039,18 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   if (part.end > n) part.end = n;
   if (call->visible && part.begin < n - call->visible) part.begin = n - call->visible;
   part.stride = call->split_tokens + call->origin + 128;
-  float *scores = scratch + 64, *out = scores + (int64_t)CHUNK * part.stride;
+  float *scores = scratch + 64, *out = scores + (int64_t)CHUNK * part.stride, *own = out + CHUNK * 2 * dim;
+  const int64_t row = part.b * call->heads + part.head;
+  part.prepared = call->prepared + row * group * call->prepared_stride;
+  if (call->block && part.begin < part.end) {
+    part.block = (int)((part.begin + call->first) / call->block - call->first / call->block);
+    const int last = (int)((part.end - 1 + call->first) / call->block - call->first / call->block);
+    prepare_blocks(call, row, part.block, last - part.block + 1, own, scores);
+    part.prepared = own;
+  }
   for (int chunk = 0; chunk < group; chunk += CHUNK) {
     const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
-    float *partial = call->partial + (((part.b * call->heads + part.head) * call->splits + part.split) * group + chunk) * (dim + 2);
+    float *partial = call->partial + ((row * call->splits + part.split) * group + chunk) * (dim + 2);
     for (int g = 0; g < queries; g++) { /* of no tokens */
       partial[g * (dim + 2) + dim] = -INFINITY;
       partial[g * (dim + 2) + dim + 1] = 0.0f;

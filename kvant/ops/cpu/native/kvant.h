@@ -7,7 +7,6 @@
 #define MAX_SECTIONS 8
 #define MAX_SPANS 64
 #define CHECKED 64 /* tokens that a task of `check` looks at */
-#define TURNED 8  /* blocks of positions that a task turns queries back to */
 #define LANES 16 /* tokens of a tile of keys, see the order "lanes" in layout.py */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
@@ -65,7 +64,7 @@ typedef struct {
   const float *cosine, *sine; /* [blocks, half]: turns of the blocks of positions */
   float *prepared, *tables, *partial;
   int64_t prepared_stride;
-  int32_t group, type, blocks, splits, visible, use_lost;
+  int32_t group, type, splits, visible, use_lost;
   float scale, cap;
 } Decode;
 
