@@ -17,7 +17,7 @@ from kvant.ops.spaces import blocks_of, lost_vector, matrix_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-SPLIT_TOKENS = 512
+SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
 CALL = structures.Decode.batch.offset  # of what is another at every call
 CHUNK = 4  # queries that native/attend.h attends from at once
 
@@ -32,6 +32,14 @@ class Prepared:
     has_lost: bool = False  # whether logits are short of something
     block: int = 0  # positions that share a turn of the queries; 0 where none turns
     turns: tuple[Tensor, Tensor] | None = None
+
+
+def split_tokens(tokens: int) -> int:
+    """Tokens of a split of so many: it is the sequence's own length that decides, so that nothing depends on the others."""
+    size = SPLIT_TOKENS
+    while size < LONGEST_SPLIT and tokens >= 16 * size:
+        size *= 2
+    return size
 
 
 def prepared(store: LayerStore) -> Prepared:
@@ -60,7 +68,7 @@ def prepared(store: LayerStore) -> Prepared:
     if lost is not None:
         kept.append(lost)
         call.lost = lost.data_ptr()
-    call.split_tokens = SPLIT_TOKENS
+    call.split_tokens, call.longest_split = SPLIT_TOKENS, LONGEST_SPLIT
     found = Prepared(call, kept, has_lost=lost is not None)
     if store.key.rope is not None:
         found.block = store.key.spec.turned_back
@@ -109,12 +117,13 @@ def decode_with_lse(
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)
     if not sequences:
         return out, lse
-    call, group, longest = made.call, query_heads // layout.heads, max(batch.lengths.tolist())
+    lengths, origin = batch.lengths.tolist(), layout.recipe.origin
+    call, group = made.call, query_heads // layout.heads
     cosine, sine = 0, 0
     if made.block:
-        made.turns = turns(store, blocks_of(longest, call.first, made.block))
+        made.turns = turns(store, blocks_of(max(lengths), call.first, made.block))
         cosine, sine = (x.data_ptr() for x in made.turns)
-    splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))
+    splits = max(1, *(-(-(n - origin) // split_tokens(n - origin)) for n in lengths))
     stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows, codec = sequences * query_heads, store.key.spec.codec
     tables = 0  # products of queries with centroids, of several queries side by side
@@ -122,10 +131,10 @@ def decode_with_lse(
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.centroids
     elif isinstance(codec, ProductVQ):
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.spaces(dim) * codec.centroids
-    each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
+    each = 64 + CHUNK * (LONGEST_SPLIT + origin + 128 + 2 * dim)
     shared = rows * stride  # prepared queries; where they are turned, a split prepares those of its blocks of positions
     if made.block:
-        shared, each = 0, each + ((SPLIT_TOKENS + layout.recipe.origin) // made.block + 2) * group * stride
+        shared, each = 0, each + ((LONGEST_SPLIT + origin) // made.block + 2) * group * stride
     lasting = shared + tables + rows * splits * (dim + 2)
     work = library.workspace(lasting + torch.get_num_threads() * each)
     at = work.data_ptr()

@@ -52,7 +52,7 @@ class Decode(ctypes.Structure):
         *_all(c_void_p, "dual inverse inverse_offset lost"),
         ("run_bytes", c_int64),
         *_all(c_int32, "heads dim page_tokens origin window_type"),
-        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens"),
+        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens longest_split"),
         *_all(c_void_p, "batch query out lse pages"),
         ("window", c_void_p * 2),
         *_all(c_void_p, "cosine sine prepared tables partial"),

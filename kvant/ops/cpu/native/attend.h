@@ -1028,17 +1028,24 @@ static void part_sums(const Decode *call, const Part *part, int queries, const f
   }
 }
 
+/* Tokens of a split of a sequence of n: more where there are splits enough for all threads. */
+INLINE int64_t split_tokens(const Decode *call, int64_t n) {
+  int64_t tokens = call->split_tokens;
+  while (tokens < call->longest_split && n - call->origin >= 16 * tokens) tokens *= 2;
+  return tokens;
+}
+
 /* Task: one (sequence, head, split). Leaves the weighted sum, the largest score and the sum of weights of every query. */
 static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group;
   Part part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
   part.b = task / call->splits / call->heads;
-  const int64_t n = call->batch->lengths[part.b];
-  part.begin = part.split ? call->origin + (int64_t)part.split * call->split_tokens : 0;
-  part.end = call->origin + (int64_t)(part.split + 1) * call->split_tokens;
+  const int64_t n = call->batch->lengths[part.b], size = split_tokens(call, n);
+  part.begin = part.split ? call->origin + part.split * size : 0;
+  part.end = call->origin + (part.split + 1) * size;
   if (part.end > n) part.end = n;
   if (call->visible && part.begin < n - call->visible) part.begin = n - call->visible;
-  part.stride = call->split_tokens + call->origin + 128;
+  part.stride = (int)size + call->origin + 128;
   float *scores = scratch + 64, *out = scores + (int64_t)CHUNK * part.stride, *own = out + CHUNK * 2 * dim;
   const int64_t row = part.b * call->heads + part.head;
   part.prepared = call->prepared + row * group * call->prepared_stride;
