@@ -14,11 +14,13 @@ from kvant import recipes
 from kvant.cache import PagedCache
 from kvant.ops import choose, reference
 from kvant.ops.cpu import append as cpu_append
+from kvant.ops.cpu import decode as cpu_decode
 from kvant.ops.cpu import library, plan, structures
 from kvant.ops.cpu.append import append
 from kvant.ops.cpu.decode import decode, decode_with_lse
 from kvant.ops.cpu.prefill import prefill
 from kvant.ops.registry import NOT_BUILT
+from kvant.ops.types import one_sequence
 from tests.calibrate.synthetic import rope_of
 from tests.conftest import make_layout, relative_error
 from tests.fitted import made_up_tensors
@@ -191,6 +193,20 @@ def test_threads_do_not_show(name: str, two_threads: None) -> None:
     found = decode(cache.stores[0], q, batch, scale=0.125)
     torch.set_num_threads(1)
     assert torch.equal(decode(cache.stores[0], q, batch, scale=0.125), found)
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "oscar:recent=20,sink=3", "kvant-2", "kivi-k2v2"])
+def test_a_sequence_is_cut_by_its_own_length_alone(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_decode, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(cpu_decode, "LONGEST_SPLIT", 256)
+    lengths = [4100, 1030, 1000, 3]
+    assert [cpu_decode.split_tokens(n) for n in lengths] == [256, 128, 64, 64]
+    cache = filled(name, lengths, heads=1)
+    check(cache, 3, limit=5e-4)
+    batch, q = cache.batch(cache.sequences), torch.randn(4, 3, 64)
+    found = decode(cache.stores[0], q, batch, scale=0.125)
+    for b in range(4):
+        assert torch.equal(decode(cache.stores[0], q[b : b + 1], one_sequence(batch, b), scale=0.125), found[b : b + 1])
 
 
 def test_without_an_openmp_runtime_threads_are_started(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +404,14 @@ def test_layouts_are_refused_with_a_reason(name: str, options: dict[str, object]
     layout = make_layout(name, 2, **({"head_dim": 64, "device": "cpu"} | options))  # type: ignore[arg-type]
     assert reason in (plan.refuse_layout(layout) or "")
     assert reason in (plan.refuse(layout, torch.device("cpu")) or "")
+
+
+@pytest.mark.parametrize("name", ["million-2:k.rope=block", "saw-int4-kmeans:k.rope=block"])
+def test_one_table_of_centroids_does_not_serve_turned_queries(name: str) -> None:
+    layout = make_layout(name, 2, head_dim=64, device="cpu")
+    assert plan.refuse(layout, torch.device("cpu")) is None
+    assert "one table of products with centroids" in (cpu_decode.refuse(layout, torch.device("cpu")) or "")
+    assert choose("decode", layout, torch.device("cpu")).name != "cpu"
 
 
 def test_nothing_is_offered_on_a_gpu() -> None:

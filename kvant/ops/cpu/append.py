@@ -23,6 +23,7 @@ from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 CALL = structures.Append.batch.offset  # of what is another at every call
+TOPS = 128  # floats that native/append.h keeps of a stretch of centroids, at most
 MISSING_TURNS = 2  # why nothing was written
 
 
@@ -76,7 +77,9 @@ def prepared(store: LayerStore) -> Prepared:
         call.key_space.half = len(store.key.rope.inv_freq)
     codecs = [stream.codec for stream in layout.recipe.streams.values()]
     found.scratch = max(
-        codec.centroids if isinstance(codec, ProductVQ | ResidualKMeans) else codec.group_tokens * layout.head_dim
+        max(codec.centroids, TOPS)
+        if isinstance(codec, ProductVQ | ResidualKMeans)
+        else codec.group_tokens * layout.head_dim
         for codec in codecs
     )
     if any(isinstance(codec, ProductVQ | ResidualKMeans) for codec in codecs):
@@ -181,7 +184,7 @@ def append(
     )
     tasks = tokens * heads
     threads = 1 if tasks < made.alone else torch.get_num_threads()
-    library.run("append", call, tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
+    library.run("append", call, 2 * tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
     if call.refused == MISSING_TURNS:
         made.turn(store, max(batch.lengths.tolist()))
         return append(store, key, value, batch, query, limit)

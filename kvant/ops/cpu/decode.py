@@ -8,15 +8,16 @@ import torch
 
 from kvant.codecs.product_vq import ProductVQ
 from kvant.codecs.residual_kmeans import ResidualKMeans
-from kvant.ops.cpu import library, structures
-from kvant.ops.cpu.plan import refuse, stream_of
+from kvant.layout import Layout
+from kvant.ops.cpu import library, plan, structures
+from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.registry import register
 from kvant.ops.spaces import blocks_of, lost_vector, matrix_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-SPLIT_TOKENS = 512
+SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
 CALL = structures.Decode.batch.offset  # of what is another at every call
 CHUNK = 4  # queries that native/attend.h attends from at once
 
@@ -31,6 +32,14 @@ class Prepared:
     has_lost: bool = False  # whether logits are short of something
     block: int = 0  # positions that share a turn of the queries; 0 where none turns
     turns: tuple[Tensor, Tensor] | None = None
+
+
+def split_tokens(tokens: int) -> int:
+    """Tokens of a split of so many: it is the sequence's own length that decides, so that nothing depends on the others."""
+    size = SPLIT_TOKENS
+    while size < LONGEST_SPLIT and tokens >= 16 * size:
+        size *= 2
+    return size
 
 
 def prepared(store: LayerStore) -> Prepared:
@@ -59,13 +68,21 @@ def prepared(store: LayerStore) -> Prepared:
     if lost is not None:
         kept.append(lost)
         call.lost = lost.data_ptr()
-    call.split_tokens = SPLIT_TOKENS
+    call.split_tokens, call.longest_split = SPLIT_TOKENS, LONGEST_SPLIT
     found = Prepared(call, kept, has_lost=lost is not None)
     if store.key.rope is not None:
         found.block = store.key.spec.turned_back
         call.block, call.first, call.half = found.block, store.key.rope.first, len(store.key.rope.inv_freq)
     store.prepared["cpu.decode"] = found
     return found
+
+
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why it cannot decode from a layout on a device, or None."""
+    key = layout.recipe.key
+    if key.rope != "post" and isinstance(key.codec, ProductVQ | ResidualKMeans):
+        return "it has one table of products with centroids for all positions, and the keys are turned back by blocks of them"
+    return plan.refuse(layout, device)
 
 
 @register("decode", "cpu", refuse, rank=10)
@@ -100,13 +117,13 @@ def decode_with_lse(
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)
     if not sequences:
         return out, lse
-    call, group, longest = made.call, query_heads // layout.heads, max(batch.lengths.tolist())
-    blocks, cosine, sine = 1, 0, 0
+    lengths, origin = batch.lengths.tolist(), layout.recipe.origin
+    call, group = made.call, query_heads // layout.heads
+    cosine, sine = 0, 0
     if made.block:
-        blocks = blocks_of(longest, call.first, made.block)
-        made.turns = turns(store, blocks)
+        made.turns = turns(store, blocks_of(max(lengths), call.first, made.block))
         cosine, sine = (x.data_ptr() for x in made.turns)
-    splits = max(1, -(-(longest - layout.recipe.origin) // SPLIT_TOKENS))
+    splits = max(1, *(-(-(n - origin) // split_tokens(n - origin)) for n in lengths))
     stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows, codec = sequences * query_heads, store.key.spec.codec
     tables = 0  # products of queries with centroids, of several queries side by side
@@ -114,8 +131,11 @@ def decode_with_lse(
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.centroids
     elif isinstance(codec, ProductVQ):
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.spaces(dim) * codec.centroids
-    each = 64 + CHUNK * (SPLIT_TOKENS + layout.recipe.origin + 128 + 2 * dim)
-    lasting = rows * blocks * stride + tables + rows * splits * (dim + 2)
+    each = 64 + CHUNK * (LONGEST_SPLIT + origin + 128 + 2 * dim)
+    shared = rows * stride  # prepared queries; where they are turned, a split prepares those of its blocks of positions
+    if made.block:
+        shared, each = 0, each + ((LONGEST_SPLIT + origin) // made.block + 2) * group * stride
+    lasting = shared + tables + rows * splits * (dim + 2)
     work = library.workspace(lasting + torch.get_num_threads() * each)
     at = work.data_ptr()
     structures.DECODED.pack_into(
@@ -129,12 +149,11 @@ def decode_with_lse(
         cosine,
         sine,
         at,
-        at + 4 * rows * blocks * stride,
-        at + 4 * (rows * blocks * stride + tables),
+        at + 4 * shared,
+        at + 4 * (shared + tables),
         stride,
         group,
         DTYPES[query.dtype],
-        blocks,
         splits,
         window or 0,
         made.has_lost and (bool(made.block) or softcap is not None),

@@ -52,17 +52,17 @@ class Decode(ctypes.Structure):
         *_all(c_void_p, "dual inverse inverse_offset lost"),
         ("run_bytes", c_int64),
         *_all(c_int32, "heads dim page_tokens origin window_type"),
-        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens"),
+        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens longest_split"),
         *_all(c_void_p, "batch query out lse pages"),
         ("window", c_void_p * 2),
         *_all(c_void_p, "cosine sine prepared tables partial"),
         ("prepared_stride", c_int64),
-        *_all(c_int32, "group type blocks splits visible use_lost"),
+        *_all(c_int32, "group type splits visible use_lost"),
         *_all(c_float, "scale cap"),
     ]
 
 
-DECODED = struct.Struct("@12Pq6i2f")  # from `batch` on
+DECODED = struct.Struct("@12Pq5i2f")  # from `batch` on
 
 
 class Space(ctypes.Structure):

@@ -271,9 +271,8 @@ static void encode_levels(const Stream *s, const Space *space, int keys, uint8_t
   write_codes(s, keys, run, token, codes);
 }
 
-#define STRETCH (32 * LANE_COUNT) /* centroids that are looked through together, where they are many */
-#define STRETCHES ((1 << 16) / STRETCH + 1)
-#define SIDE_BY_SIDE 4 /* vectors for which centroids are read once */
+#define STRETCH (8 * LANE_COUNT) /* centroids that are looked through together */
+#define SIDE_BY_SIDE 8           /* sub-vectors for which centroids are read once */
 
 /* What a centroid must reach to be the best in double precision, where `most` is the best in single. One that is as good is not
  * much longer than x; what rounding takes is some last places of the terms. */
@@ -283,112 +282,106 @@ INLINE float close_to(float most, const float *x, int length) {
   return most - (0x1p-18f * (size + fabsf(most)) + 0x1p-120f);
 }
 
-/* The one of the centroids [start, stop) that comes near the best of all, or -1 where there are several; whole vectors of them. */
-static int only_nearest(const float *quick, int length, int count, int start, int stop, const float *x, float least) {
-  vf tops = splat(-INFINITY), seconds = tops; /* the best and the second of every lane */
-  vi place = {0}, at = {0};
-  for (int lane = 0; lane < LANE_COUNT; lane++) at[lane] = start + lane;
-  for (int j = start; j < stop; j += LANE_COUNT, at += LANE_COUNT) {
-    vf sum = load_floats(quick + (int64_t)length * count + j);
-    for (int i = 0; i < length; i++) sum = fused(splat(x[i]), load_floats(quick + (int64_t)i * count + j), sum);
-    const vi more = sum > tops;
-    seconds = highest(lowest(sum, tops), seconds);
-    place = (more & at) | (~more & place);
-    tops = choose(more, sum, tops);
+/* x.c - |c|^2 / 2 of LANE_COUNT centroids, for MANY vectors x that are side by side. */
+INLINE void likeness(const int MANY, const int LENGTH, const float *quick, int count, int from, const float *x, vf *sum) {
+  for (int k = 0; k < MANY; k++) sum[k] = load_floats(quick + (int64_t)LENGTH * count + from);
+  for (int i = 0; i < LENGTH; i++) {
+    const vf row = load_floats(quick + (int64_t)i * count + from);
+    for (int k = 0; k < MANY; k++) sum[k] = fused(splat(x[k * LENGTH + i]), row, sum[k]);
   }
-  if (least == -INFINITY) least = close_to(top_of(tops), x, length);
-  if (top_of(seconds) >= least) return -1;
-  const vi near = tops >= splat(least); /* all ones, or zero */
-  int hits = 0, found = 0;
-  for (int lane = 0; lane < LANE_COUNT; lane++) hits -= near[lane], found |= near[lane] & place[lane];
-  return hits == 1 ? found : -1;
 }
 
-/* The best of every stretch of many centroids for MANY vectors that share them: tops[MANY][STRETCHES]. */
-INLINE void tops_of_stretches(const int MANY, const int LENGTH, const float *quick, int count, const float *x, float *tops) {
-  for (int start = 0; start < count; start += STRETCH) {
-    vf best[SIDE_BY_SIDE];
-    for (int k = 0; k < MANY; k++) best[k] = splat(-INFINITY);
-    for (int j = start; j < start + STRETCH && j < count; j += LANE_COUNT) {
-      vf sum[SIDE_BY_SIDE];
-      for (int k = 0; k < MANY; k++) sum[k] = load_floats(quick + (int64_t)LENGTH * count + j);
-      for (int i = 0; i < LENGTH; i++) {
-        const vf row = load_floats(quick + (int64_t)i * count + j);
-        for (int k = 0; k < MANY; k++) sum[k] = fused(splat(x[k * LENGTH + i]), row, sum[k]);
+INLINE double exact_likeness(const double *columns, int length, int count, int centroid, const float *x) {
+  double sum = 0.0;
+  for (int i = 0; i < length; i++) sum += (double)x[i] * columns[(int64_t)i * count + centroid];
+  return sum + columns[(int64_t)length * count + centroid];
+}
+
+/* The centroid with the largest x.c - |c|^2 / 2, the first of equals. Single precision, of which `tops` are the best of every lane in
+ * every stretch, MANY vectors apart, finds those that come close to `most`; double precision decides where they are several. */
+INLINE int nearest_of(const int MANY, const int LENGTH, const float *quick, const double *columns, int count, const float *x,
+                      const float *tops, float most) {
+  const float least = close_to(most, x, LENGTH);
+  double best = -INFINITY;
+  int found = -1, several = 0;
+  for (int start = 0; start < count; start += STRETCH, tops += MANY * LANE_COUNT) {
+    if (!reaching(load_floats(tops), least)) continue;
+    for (int from = start; from < start + STRETCH && from < count; from += LANE_COUNT) {
+      vf sum;
+      likeness(1, LENGTH, quick, count, from, x, &sum);
+      for (unsigned lanes = reaching(sum, least); lanes; lanes &= lanes - 1) {
+        const int centroid = from + __builtin_ctz(lanes);
+        if (found >= 0) {
+          if (!several) best = exact_likeness(columns, LENGTH, count, found, x);
+          several = 1;
+          const double other = exact_likeness(columns, LENGTH, count, centroid, x);
+          if (!(other > best)) continue;
+          best = other;
+        }
+        found = centroid;
       }
+    }
+  }
+  return found < 0 ? 0 : found;
+}
+
+/* The nearest centroids of MANY vectors that lie side by side. */
+INLINE void nearest(const int MANY, const int LENGTH, const float *quick, const double *columns, int count, const float *x, float *tops,
+                    int *out) {
+  vf most[SIDE_BY_SIDE];
+  for (int k = 0; k < MANY; k++) most[k] = splat(-INFINITY);
+  for (int start = 0; start < count; start += STRETCH) {
+    vf best[SIDE_BY_SIDE], sum[SIDE_BY_SIDE];
+    for (int k = 0; k < MANY; k++) best[k] = splat(-INFINITY);
+    for (int from = start; from < start + STRETCH && from < count; from += LANE_COUNT) {
+      likeness(MANY, LENGTH, quick, count, from, x, sum);
       for (int k = 0; k < MANY; k++) best[k] = highest(sum[k], best[k]);
     }
-    for (int k = 0; k < MANY; k++) tops[k * STRETCHES + start / STRETCH] = top_of(best[k]);
+    for (int k = 0; k < MANY; k++) {
+      store_floats(tops + (start / STRETCH * MANY + k) * LANE_COUNT, best[k]);
+      most[k] = highest(best[k], most[k]);
+    }
   }
-}
-static void many_tops(int many, int length, const float *quick, int count, const float *x, float *tops) {
-  if (many == SIDE_BY_SIDE && length == 4) tops_of_stretches(SIDE_BY_SIDE, 4, quick, count, x, tops);
-  else if (many == SIDE_BY_SIDE && length == 8) tops_of_stretches(SIDE_BY_SIDE, 8, quick, count, x, tops);
-  else
-    for (int k = 0; k < many; k++) tops_of_stretches(1, length, quick, count, x + k * length, tops + k * STRETCHES);
-}
-
-/* As `only_nearest`, of all centroids, whose stretches reach `tops`. */
-static int only_of_stretches(const float *quick, int length, int count, const float *x, const float *tops) {
-  float most = -INFINITY;
-  int found = -1;
-  for (int start = 0; start < count; start += STRETCH) most = tops[start / STRETCH] > most ? tops[start / STRETCH] : most;
-  const float least = close_to(most, x, length);
-  for (int start = 0; start < count; start += STRETCH) {
-    if (!(tops[start / STRETCH] >= least)) continue;
-    if (found >= 0) return -1;
-    found = only_nearest(quick, length, count, start, count - start < STRETCH ? count : start + STRETCH, x, least);
-    if (found < 0) return -1;
-  }
-  return found;
+  for (int k = 0; k < MANY; k++)
+    out[k] = nearest_of(MANY, LENGTH, quick, columns, count, x + k * LENGTH, tops + k * LANE_COUNT, top_of(most[k]));
 }
 
-/* The centroid with the largest x.c - |c|^2 / 2, the first of equals. Single precision finds those that may be it, double
- * precision decides where they are several. */
-static int nearest(const float *quick, const double *columns, int length, int count, const float *x, const float *tops, float *scores) {
-  if (count % LANE_COUNT == 0) {
-    const int found = tops == NULL ? only_nearest(quick, length, count, 0, count, x, -INFINITY) : only_of_stretches(quick, length, count, x, tops);
-    if (found >= 0) return found;
+/* The same for `many` vectors. */
+static void all_nearest(const float *quick, const double *columns, int length, int count, int many, const float *x, float *tops, int *out) {
+  for (int now; many; many -= now, x += now * length, out += now) {
+    now = many >= SIDE_BY_SIDE && (length == 2 || length == 4 || length == 8) ? SIDE_BY_SIDE : 1;
+    if (count % LANE_COUNT) { /* no whole vectors */
+      double best = -INFINITY;
+      *out = 0, now = 1;
+      for (int j = 0; j < count; j++) {
+        const double own = exact_likeness(columns, length, count, j, x);
+        if (own > best) best = own, *out = j;
+      }
+    } else {
+      switch (now == 1 ? 0 : length) {
+        case 2: nearest(SIDE_BY_SIDE, 2, quick, columns, count, x, tops, out); break;
+        case 4: nearest(SIDE_BY_SIDE, 4, quick, columns, count, x, tops, out); break;
+        case 8: nearest(SIDE_BY_SIDE, 8, quick, columns, count, x, tops, out); break;
+        default: nearest(1, length, quick, columns, count, x, tops, out);
+      }
+    }
   }
-  float most = -INFINITY;
-  for (int j = 0; j < count; j++) {
-    scores[j] = quick[(int64_t)length * count + j];
-    for (int i = 0; i < length; i++) scores[j] += x[i] * quick[(int64_t)i * count + j];
-    most = scores[j] > most ? scores[j] : most;
-  }
-  const float least = close_to(most, x, length);
-  double best = -INFINITY;
-  int found = 0;
-  for (int k = 0; k < count; k++) {
-    if (!(scores[k] >= least)) continue;
-    double sum = 0.0;
-    for (int i = 0; i < length; i++) sum += (double)x[i] * columns[(int64_t)i * count + k];
-    sum += columns[(int64_t)length * count + k];
-    if (sum > best) best = sum, found = k;
-  }
-  return found;
 }
 
 static void encode_centroids(const Stream *s, const Space *space, uint8_t *run, int head, int token, int dim, const float *x,
                              float *scratch) {
-  const int length = s->extra, spaces = dim / length, count = 1 << s->book_bits;
-  for (int i = 0; i < s->sections; i++)
-    memset(run + s->section[i].offset + (int64_t)token * spaces * s->section[i].bits / 8, 0,
-           (size_t)(spaces * s->section[i].bits / 8));
-  const int stretched = count > STRETCH && s->books_spaces == 1;
-  float tops[SIDE_BY_SIDE * STRETCHES];
-  for (int at = 0; at < spaces; at++) {
-    const int64_t book = (int64_t)(head % s->books_heads) * s->books_spaces + at % s->books_spaces;
-    const int64_t start = book * (length + 1) * count;
-    const int ahead = spaces - at < SIDE_BY_SIDE ? spaces - at : SIDE_BY_SIDE;
-    if (stretched && at % SIDE_BY_SIDE == 0) many_tops(ahead, length, space->quick + start, count, x + at * length, tops);
-    const int found = nearest(space->quick + start, space->columns + start, length, count, x + at * length,
-                              stretched ? tops + at % SIDE_BY_SIDE * STRETCHES : NULL, scratch);
-    for (int i = 0, shift = 0; i < s->sections; shift += s->section[i++].bits) {
-      const int bits = s->section[i].bits, bit = at * bits;
-      uint8_t *row = run + s->section[i].offset + (int64_t)token * spaces * bits / 8;
-      row[bit / 8] |= (uint8_t)((found >> shift & ((1 << bits) - 1)) << bit % 8);
-    }
+  const int length = s->extra, spaces = dim / length, count = 1 << s->book_bits, shared = s->books_spaces == 1;
+  int found[128];
+  for (int at = 0; at < (shared ? 1 : spaces); at++) {
+    const int64_t start = ((int64_t)(head % s->books_heads) * s->books_spaces + at) * (length + 1) * count;
+    all_nearest(space->quick + start, space->columns + start, length, count, shared ? spaces : 1, x + at * length, scratch, found + at);
+  }
+  for (int i = 0, shift = 0; i < s->sections; shift += s->section[i++].bits) {
+    const int bits = s->section[i].bits;
+    uint8_t *row = run + s->section[i].offset + (int64_t)token * spaces * bits / 8;
+    memset(row, 0, (size_t)(spaces * bits / 8));
+    for (int at = 0, bit = 0; at < spaces; at++, bit += bits)
+      row[bit / 8] |= (uint8_t)((found[at] >> shift & ((1 << bits) - 1)) << bit % 8);
   }
 }
 
@@ -412,11 +405,13 @@ static void NAME(check)(Append *call, int64_t task, float *scratch) {
   }
 }
 
-/* Task: one head of one new token. */
+/* Task: keys or values of one head of one new token. */
 static void NAME(append)(const Append *call, int64_t task, float *scratch) {
-  const int dim = call->dim, head = (int)(task % call->heads), size = call->page_tokens;
-  const int64_t token = task / call->heads, slot = call->batch->slots[token];
-  if (slot < 0 || call->refused) return;
+  const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads), size = call->page_tokens;
+  const int64_t token = task / 2 / call->heads, slot = call->batch->slots[token];
+  const Stream *s = side ? &call->value : &call->key;
+  const Space *space = side ? &call->value_space : &call->key_space;
+  if (slot < 0 || call->refused || s->group_tokens > 1) return;
   int b = 0, above = (int)call->batch->count; /* the sequence that the token belongs to */
   while (above - b > 1) {
     const int middle = (b + above) / 2;
@@ -427,41 +422,36 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   }
   const int64_t n = call->batch->lengths[b], position = n - call->batch->starts[b + 1] + token;
   uint8_t *run = call->pages + (slot / size * call->heads + head) * call->run_bytes;
-  for (int side = 0; side < 2; side++) {
-    const Stream *s = side ? &call->value : &call->key;
-    const Space *space = side ? &call->value_space : &call->key_space;
-    if (s->group_tokens > 1) continue;
-    float x[256];
-    load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
-    enter(space, head, position, dim, x);
-    if (s->rows && (position < s->sink || position >= n - s->ring)) {
-      const int64_t at = ((call->batch->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * dim;
-      for (int c = 0; c < dim; c++) store_one(s->window, at + c, call->window_type, x[c]);
-    }
-    if (position < call->origin) continue;
-    const int place = (int)(slot % size);
-    if (s->centers) {
-      int found = 0;
-      if (s->index_bits) {
-        const int64_t book = (int64_t)(head % s->books_heads) * (dim + 1) * s->centers;
-        found = nearest(space->quick + book, space->columns + book, dim, s->centers, x, NULL, scratch);
-        run[s->index_offset + place] = (uint8_t)found;
-        if (s->index_bits > 8) run[s->high_offset + place] = (uint8_t)(found >> 8);
-      }
-      const float *center = center_at(s, head, found, dim);
-      for (int c = 0; c < dim; c++) x[c] -= center[c];
-    }
-    if (s->kind == PLAIN)
-      for (int c = 0; c < dim; c++) store_one(run + s->section[0].offset, (int64_t)place * dim + c, s->meta_type, x[c]);
-    else if (s->kind == CENTROIDS)
-      encode_centroids(s, space, run, head, place, dim, x, scratch);
-    else if (s->kind == LEVELS)
-      encode_levels(s, space, !side, run, size, place, dim, x);
-    else if (s->kind == SCALE_ALONE)
-      encode_banded(s, space, !side, run, size, head, place, dim, x);
-    else
-      encode_affine(s, space, !side, run, size, place, dim, x);
+  float x[256];
+  load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
+  enter(space, head, position, dim, x);
+  if (s->rows && (position < s->sink || position >= n - s->ring)) {
+    const int64_t at = ((call->batch->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * dim;
+    for (int c = 0; c < dim; c++) store_one(s->window, at + c, call->window_type, x[c]);
   }
+  if (position < call->origin) return;
+  const int place = (int)(slot % size);
+  if (s->centers) {
+    int found = 0;
+    if (s->index_bits) {
+      const int64_t book = (int64_t)(head % s->books_heads) * (dim + 1) * s->centers;
+      all_nearest(space->quick + book, space->columns + book, dim, s->centers, 1, x, scratch, &found);
+      run[s->index_offset + place] = (uint8_t)found;
+      if (s->index_bits > 8) run[s->high_offset + place] = (uint8_t)(found >> 8);
+    }
+    const float *center = center_at(s, head, found, dim);
+    for (int c = 0; c < dim; c++) x[c] -= center[c];
+  }
+  if (s->kind == PLAIN)
+    for (int c = 0; c < dim; c++) store_one(run + s->section[0].offset, (int64_t)place * dim + c, s->meta_type, x[c]);
+  else if (s->kind == CENTROIDS)
+    encode_centroids(s, space, run, head, place, dim, x, scratch);
+  else if (s->kind == LEVELS)
+    encode_levels(s, space, !side, run, size, place, dim, x);
+  else if (s->kind == SCALE_ALONE)
+    encode_banded(s, space, !side, run, size, head, place, dim, x);
+  else
+    encode_affine(s, space, !side, run, size, place, dim, x);
 }
 
 /* --- groups of tokens ---------------------------------------------------------------------------------------------- */

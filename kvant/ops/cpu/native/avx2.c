@@ -7,6 +7,7 @@
 #endif
 #include <immintrin.h>
 #define LANE_COUNT 8
+#define SIGNED_CODES 0
 #define NAME(x) x##_avx2
 #include "vector.h"
 
@@ -27,6 +28,9 @@ INLINE float top_of(vf x) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+INLINE unsigned reaching(vf x, float least) {
+  return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(least), _CMP_GE_OQ));
 }
 
 INLINE vf lookup(const float *levels, vi index) {

@@ -7,6 +7,7 @@
 #endif
 #include <immintrin.h>
 #define LANE_COUNT 16
+#define SIGNED_CODES 0
 #define NAME(x) x##_avx512
 #include "vector.h"
 
@@ -19,6 +20,7 @@ INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m51
 
 INLINE float total_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float top_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+INLINE unsigned reaching(vf x, float least) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ); }
 
 INLINE vf lookup(const float *levels, vi index) {
   return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(levels));

@@ -1,5 +1,6 @@
 /* Any machine: vectors of four lanes that the compiler lowers to what it has. */
 #define LANE_COUNT 4
+#define SIGNED_CODES 0
 #define NAME(x) x##_generic
 #include "vector.h"
 
@@ -20,6 +21,11 @@ INLINE float total_of(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 INLINE float top_of(vf x) {
   const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
   return a > b ? a : b;
+}
+INLINE unsigned reaching(vf x, float least) {
+  unsigned lanes = 0;
+  for (int lane = 0; lane < LANE_COUNT; lane++) lanes |= (unsigned)(x[lane] >= least) << lane;
+  return lanes;
 }
 
 INLINE vf lookup(const float *levels, vi index) {

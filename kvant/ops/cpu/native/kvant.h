@@ -53,7 +53,7 @@ typedef struct {
   const float *dual, *inverse, *inverse_offset, *lost; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
   int64_t run_bytes;
   int32_t heads, dim, page_tokens, origin, window_type;
-  int32_t dual_heads, inverse_heads, offset_heads, half, block, first, split_tokens;
+  int32_t dual_heads, inverse_heads, offset_heads, half, block, first, split_tokens, longest_split;
   /* from here on, what is another at every call */
   const Batch *batch;
   const void *query;
@@ -64,7 +64,7 @@ typedef struct {
   const float *cosine, *sine; /* [blocks, half]: turns of the blocks of positions */
   float *prepared, *tables, *partial;
   int64_t prepared_stride;
-  int32_t group, type, blocks, splits, visible, use_lost;
+  int32_t group, type, splits, visible, use_lost;
   float scale, cap;
 } Decode;
 

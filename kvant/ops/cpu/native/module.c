@@ -177,7 +177,7 @@ static void plan_decode(const Arguments *given, Job *job) {
   Decode *call = given->call;
   set_windows(&call->key, &call->value, call->window, call->batch);
   const int64_t rows = call->batch->count * call->heads;
-  add_phase(job, 0, (Task)given->isa->prepare, rows * call->blocks);
+  add_phase(job, 0, (Task)given->isa->prepare, call->block ? 0 : rows); /* else a split prepares its own */
   add_phase(job, 1, (Task)given->isa->split, rows * call->splits);
   add_phase(job, 2, (Task)given->isa->merge, rows);
 }

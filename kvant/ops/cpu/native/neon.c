@@ -7,6 +7,7 @@
 #endif
 #include <arm_neon.h>
 #define LANE_COUNT 4
+#define SIGNED_CODES 1
 #define NAME(x) x##_neon
 #include "vector.h"
 
@@ -32,6 +33,10 @@ INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float3
 
 INLINE float total_of(vf x) { return vaddvq_f32((float32x4_t)x); }
 INLINE float top_of(vf x) { return vmaxvq_f32((float32x4_t)x); }
+INLINE unsigned reaching(vf x, float least) {
+  const uint32x4_t bits = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(vcgeq_f32((float32x4_t)x, vdupq_n_f32(least)), bits));
+}
 
 INLINE vf lookup(const float *levels, vi index) {
   vf out;

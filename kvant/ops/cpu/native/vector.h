@@ -1,6 +1,7 @@
 /* Vectors of LANE_COUNT 32-bit lanes by the compiler's vector extension. The file that includes this one has set
  * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers; fused: a * b + c;
- * total_of and top_of: the sum and the largest of the lanes; lookup: entries of a table of sixteen. */
+ * total_of and top_of: the sum and the largest of the lanes; reaching: a bit for each lane that is as large; lookup: entries of a
+ * table of sixteen. SIGNED_CODES says whether dot4 takes codes beyond 127 only with more work. */
 #include <math.h>
 #include <string.h>
 
@@ -20,18 +21,31 @@ typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
 INLINE vf load_floats(const float *p) { vf x; memcpy(&x, p, sizeof x); return x; }
 INLINE void store_floats(float *p, vf x) { memcpy(p, &x, sizeof x); }
-INLINE vf splat(float x) { return (vf){} + x; }
+INLINE vf splat(float x) { return x - (vf){}; } /* plus zero would be an addition: that changes -0 */
 INLINE vf floats(vi x) { return __builtin_convertvector(x, vf); }
 INLINE int32_t word(const int8_t *p) { int32_t w; memcpy(&w, p, 4); return w; }
 
+/* b where a is no number */
+#if LANE_COUNT == 16
+INLINE vf lowest(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vf highest(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif LANE_COUNT == 8
+INLINE vf lowest(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE vf highest(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+#else
 INLINE vf lowest(vf a, vf b) { vi less = a < b; return (vf)((less & (vi)a) | (~less & (vi)b)); }
 INLINE vf highest(vf a, vf b) { vi more = a > b; return (vf)((more & (vi)a) | (~more & (vi)b)); }
+#endif
 INLINE vf choose(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
 INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 /* 16-bit floats to 32 bits: bfloat16 is the upper half; float16 is moved into place and multiplied up. */
 INLINE vf widen(vh half, int type) {
+#if LANE_COUNT == 16 /* GCC takes five instructions */
+  vu bits = (vu)_mm512_cvtepu16_epi32((__m256i)half);
+#else
   vu bits = __builtin_convertvector(half, vu);
+#endif
   if (type == BFLOAT16) return (vf)(bits << 16);
   vf small = (vf)((bits & 0x7fff) << 13) * splat(0x1p112f);
   return (vf)((vu)small | (bits & 0x8000) << 16);
