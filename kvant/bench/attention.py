@@ -139,7 +139,8 @@ def full(shape: Shape, device: torch.device) -> list[Work]:
     if device.type == "cuda":
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
             kinds[f"sdpa {name}"] = shape.dtype, functools.partial(_rows, backend=backend)
-        if (run := vllm_flash()) is not None:
+        fits = shape.dtype != "float32" and shape.head_dim <= 256
+        if fits and (run := vllm_flash()) is not None:
             kinds[f"vllm flash {run.keywords['fa_version']}, paged"] = shape.dtype, functools.partial(_paged, run=run)
     else:
         for dtype in ("float32", "bfloat16", "float16"):
@@ -157,10 +158,10 @@ def full(shape: Shape, device: torch.device) -> list[Work]:
             if "No available kernel" not in str(error):
                 raise
             continue
+        by = "vllm" if name.startswith("vllm") else "torch"
         result = Result(
-            name, "torch", dataclasses.asdict(here), made[0][1], here.full_bytes, 8.0 * here.torch_dtype.itemsize
+            name, by, dataclasses.asdict(here), made[0][1], here.full_bytes, 8.0 * here.torch_dtype.itemsize
         )
-        result.implementation = name.split()[0].replace("sdpa", "torch").replace("matmul", "torch")
         out.append(Work(result, [call for call, _ in made], full=not name.startswith("matmul")))
     if not out:
         raise ValueError(f"torch has no attention kernel for {shape.dtype} on {device}: nothing to compare with")

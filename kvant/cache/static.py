@@ -48,7 +48,9 @@ class StaticBatch:
             starts = torch.arange(count + 1, device=cache.device)
             slots, sinks = torch.zeros_like(lengths), torch.minimum(room.sinks, lengths)
             self.batch = room._replace(lengths=lengths, slots=slots, starts=starts, sinks=sinks)
-            self.worst = torch.zeros(len(cache.stores), count, device=cache.device)  # numbers of the last step
+            self.worst = torch.zeros(
+                len(cache.stores), count, dtype=torch.float32, device=cache.device
+            )  # numbers of the last step
 
     def advance(self) -> None:
         """One more token of every sequence."""

@@ -130,7 +130,9 @@ class BoundBanded(BoundCodec):
 
     def _weights(self, device: torch.device) -> Tensor:
         """What an error costs in every channel: [heads or 1, head_dim]."""
-        return torch.ones(1, self.head_dim, device=device) if self.weights is None else self.weights.to(device)
+        if self.weights is not None:
+            return self.weights.to(device)
+        return torch.ones(1, self.head_dim, dtype=torch.float32, device=device)
 
     def _codes(self, band: Tensor, scale: Tensor, bits: int) -> Tensor:
         """Nearest levels of a band's channels: int64."""

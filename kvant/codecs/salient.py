@@ -65,7 +65,7 @@ class Salient(Codec):
         tokens, heads, dim = x.shape
         assert tokens % self.group == 0, (tokens, self.group)
         x = x.float().reshape(-1, self.group, heads, dim).transpose(1, 2)  # [groups, heads, tokens, channels]
-        rank = torch.zeros(tokens, heads, device=x.device) if saliency is None else saliency
+        rank = torch.zeros(tokens, heads, dtype=torch.float32, device=x.device) if saliency is None else saliency
         order = rank.reshape(-1, self.group, heads).transpose(1, 2).argsort(dim=-1, descending=True, stable=True)
         chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., : self.salient], True)
         top = torch.where(chosen, 15.0, 3.0)[..., None]
@@ -74,7 +74,7 @@ class Salient(Codec):
             pick = torch.stack((chosen, ~chosen), 2)[..., None]  # [groups, heads, 2, tokens, 1]
             low = x[:, :, None].masked_fill(~pick, float("inf")).amin(3)  # [groups, heads, 2, channels]
             high = x[:, :, None].masked_fill(~pick, float("-inf")).amax(3)
-            tops = torch.tensor([15.0, 3.0], device=x.device)[:, None, None]
+            tops = torch.tensor([15.0, 3.0], dtype=torch.float32, device=x.device)[:, None, None]
             codes, scale, low = affine_codes(x[:, :, None], low[..., None, :], high[..., None, :], tops, "float16")
             codes = torch.where(chosen[..., None], codes[:, :, 0], codes[:, :, 1])
             parts |= {"scale": scale.flatten(2), "min": low.flatten(2)}

@@ -34,7 +34,7 @@ class Saliency(Corrector):
     def observe(self, state: Tensor, queries: Tensor, keys: Tensor, progress: Progress) -> Tensor:
         """Sums of weights so far, of every token from the first that is not packed: [tokens, heads]."""
         first, before = progress.first, progress.before
-        sums = torch.zeros(keys.shape[:2], device=keys.device)
+        sums = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
         held = torch.arange(first, max(first, before), device=keys.device)
         sums[: len(held)] = state[:, (held - progress.sink) % progress.ring].mT
         for start in range(first, progress.total, progress.group):

@@ -36,7 +36,7 @@ def random_signs(dim: int, seed: int) -> Tensor:
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         signs.append(1.0 if (z >> 63) else -1.0)
-    return torch.tensor(signs)
+    return torch.tensor(signs, dtype=torch.float32)  # whatever torch's default is
 
 
 class BoundHadamard(BoundTransform):

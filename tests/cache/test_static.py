@@ -93,6 +93,36 @@ def test_numbers_that_cannot_be_stored_are_named_and_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
+    "recipe", ["kivi-k2v2:k.group=16,k.flush=16,v.recent=16", "kitty:k.group=16,k.flush=16,sink=3"]
+)
+@pytest.mark.parametrize("good", [0, 7, 8, 9, 23, 24])
+def test_a_step_that_is_taken_back_leaves_groups_as_they_were(recipe: str, good: int) -> None:
+    """Also where it completed a group: what follows is what follows without it."""
+    static, plain = (prompts(recipe, [40, 3, 16]) for _ in range(2))
+    batch = StaticBatch(static, static.sequences, 40)
+    for step in range(good + 1):
+        batch.advance()
+        expected = plain.extend(plain.sequences, [1] * 3) if step < good else None
+        for layer in range(2):
+            key, value = torch.randn(2, 3, 2, 64, generator=torch.Generator().manual_seed(step * 2 + layer))
+            batch.append(layer, key if step < good else torch.full_like(key, float("inf")), value)
+            if expected is not None:
+                plain.append(layer, key, value, expected)
+    with pytest.raises(NotFinite):
+        batch.check()
+    batch.close(good, good + 1)
+    for step in range(20):
+        batches = [cache.extend(cache.sequences, [1] * 3) for cache in (static, plain)]
+        for layer in range(2):
+            key, value, query = torch.randn(3, 3, 2, 64, generator=torch.Generator().manual_seed(1000 + step))
+            found = []
+            for cache, each in zip((static, plain), batches, strict=True):
+                cache.append(layer, key, value, each)
+                found.append(cache.decode(layer, query, each, scale=0.1))
+            torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
     ("recipe", "steps", "message"),
     [("squat", 4, "recipe squat learns from queries on the host"), ("int4", 0, "steps must be positive, got 0")],
 )

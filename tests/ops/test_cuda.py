@@ -14,6 +14,7 @@ from kvant.bench import attention
 from kvant.bench.append import difference
 from kvant.bench.synthetic import Shape, fitted, vectors
 from kvant.cache import Entry, PagedCache
+from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
@@ -67,7 +68,7 @@ def filled(
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     pages = sum(layout.pages_for(n) for n in lengths) + spare
     ropes = [Rope(rope_of(rotated or dim).inv_freq.to(device), first)] if recipe.wants_rope else None
-    large = any(getattr(stream.codec, "bits", 0) > 10 for stream in recipe.streams.values())
+    large = any(isinstance(s.codec, ProductVQ) and s.codec.bits > 10 for s in recipe.streams.values())
     tensors = {0: made_up_tensors(recipe, heads, dim) if large else fitted(recipe, shape, device)}  # k-means takes long
     by = None if device == "cuda" else "reference"
     with warnings.catch_warnings(action="ignore"):  # of an append that no kernel serves: none is called here
@@ -422,6 +423,17 @@ def test_padding_slots_write_nothing(tile_rows: int, monkeypatch: pytest.MonkeyP
 
 
 # --- without a GPU ------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@needs_gpu
+def test_rows_of_windows_are_copied_where_somebody_wants_them() -> None:
+    x = torch.randn(5, 9, 68, 2, 128, device="cuda").bfloat16()
+    expected = x.clone()
+    expected[:, 5], expected[2, 6, :4] = x[:, 3], x[2, 1, :4]
+    copy_rows.copy_rows(x, *torch.tensor([[3, 7], [5, 8]], device="cuda"))  # the last row is nobody's
+    copy_rows.copy_rows(x[2:3], *torch.tensor([[1], [6]], device="cuda"), 4)
+    assert torch.equal(x, expected)
 
 
 def test_nothing_is_offered_on_a_cpu() -> None:

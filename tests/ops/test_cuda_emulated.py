@@ -99,6 +99,8 @@ def test_decode_of_few_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """By blocks of more warps."""
     monkeypatch.setattr(cuda_decode, "FEW", 128)
     cache, entries = filled(name, 2, 4, 128, [1, 63, 1500])
+    made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
+    assert (made.warps, made.constants["MIN_BLOCKS"]) == (plan.FEW_WARPS, 2)
     check(cache, entries, 4, 128, {"scale": 128**-0.5, "softcap": None, "window": None})
 
 
@@ -484,7 +486,7 @@ def test_a_kernel_whose_lanes_part_is_stopped() -> None:
 
 @pytest.mark.parametrize("tokens", [None, 2, 9])
 def test_rows_are_copied_where_somebody_wants_them(tokens: int | None) -> None:
-    x = torch.randn(3, 6, 4, 2, 8).bfloat16()
+    x = torch.randn(3, 6, 4, 2, 520).bfloat16()  # more than a block of threads copies at once
     source, target = torch.tensor([1, 4, 0, 2]), torch.tensor([3, 5, 2, 5])  # row 5 is nobody's
     expected = x.clone()
     for i, j in ((1, 3), (0, 2)):
@@ -493,6 +495,7 @@ def test_rows_are_copied_where_somebody_wants_them(tokens: int | None) -> None:
     assert torch.equal(x, expected)
     copy_rows.copy_rows(x[1:2], source[:1], target[:1], tokens)
     assert torch.equal(x, expected)
+    copy_rows.copy_rows(torch.empty(3, 6, 0, 2, 8), source, target, tokens)  # a stream without a window
 
 
 @pytest.mark.parametrize("name", ["int4", "kvant-2", "vecinfer-2", "kivi-k2v2"])

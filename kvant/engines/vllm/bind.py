@@ -17,11 +17,11 @@ from kvant.engines.vllm.fresh import fused
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.engines.vllm.rehearse import Most, rehearse
 from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
+from kvant.engines.vllm.windows import without_windows
 from kvant.layout import Layout, StreamName, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
 from kvant.ops.types import empty_overlay
-from kvant.recipe import Recipe, Window
 
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
@@ -74,6 +74,10 @@ def check_config(config: Any) -> int:
             raise ValueError(f"kvant does not serve {name} > 1: a sequence's windows lie on one rank")
     if getattr(parallel, "enable_dbo", False):
         raise ValueError("kvant does not serve enable_dbo: two halves of a batch would look for their windows apart")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        raise ValueError(
+            "kvant does not serve enable_sleep_mode: what it keeps beside the weights would not wake up again"
+        )
     if config.kv_transfer_config is not None:
         raise ValueError("kvant does not serve KV connectors: a sequence's windows would not travel with its pages")
     if drafting is None:
@@ -132,7 +136,10 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
             if group.ring:  # prefills with a history are written without windows first
                 rehearse(ops, group.pages_only[0], query_heads, model.dtype, most, softcap, reads=False)
             seconds = time.perf_counter() - begin
-            logger.info("kvant's kernels are there after %.1f s, and need %s", seconds, human_bytes(group.workspace))
+            if not rank:
+                logger.info(
+                    "kvant's kernels are there after %.1f s, and need %s", seconds, human_bytes(group.workspace)
+                )
         out.append(group)
     return out
 
@@ -140,12 +147,6 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
 def _overlays(layout: Layout, name: StreamName, layers: int, rows: int, device: torch.device) -> Tensor:
     one = empty_overlay(layout, name, 1, device)
     return one.new_zeros(layers, rows, *one.shape[1:])
-
-
-def without_windows(recipe: Recipe) -> Recipe:
-    """The recipe with the same pages and no windows."""
-    key, value = (dataclasses.replace(stream, window=Window()) for stream in (recipe.key, recipe.value))
-    return dataclasses.replace(recipe, key=key, value=value)
 
 
 def _without_windows(store: LayerStore) -> LayerStore:

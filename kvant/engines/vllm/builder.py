@@ -69,6 +69,8 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         layers: Layers = self.attention[0].impl.layers
         assert sorted(layers.names) == sorted(layer_names), (layers.names, layer_names)
         self.layers, self.device = layers, torch.device(device)
+        for store in (*layers.stores, *layers.pages_only):  # pages of a cache that vLLM made to measure with
+            store.pages = store.pages.new_empty(0, *store.pages.shape[1:])
         self.windows: Windows | None = None
         self.graphs = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
         self._kept: dict[str, Tensor] = {}

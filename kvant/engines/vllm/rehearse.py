@@ -15,7 +15,6 @@ from kvant.ops.types import empty_overlay
 
 Tensor = torch.Tensor
 HISTORY = 16384 + 64  # tokens: longer than what prefill unpacks at a time; many are appended by another kernel than few
-MANY = 160  # sequences: few are read by another kernel than many
 
 
 class Most(NamedTuple):
@@ -38,7 +37,7 @@ def rehearse(
 ) -> int:
     """Appends a prompt and one more token and, where it `reads`, decodes, and reads some more behind them, in a copy of a layer's
     store. Returns the bytes that operations allocate, 0 on a CPU."""
-    layout, device = store.layout, store.pages.device
+    layout, device, history = store.layout, store.pages.device, max(history, most.new)
     pages = -(-(history + most.new) // layout.page_tokens)
     width = max(pages, -(-most.tokens // layout.page_tokens))
     scratch = dataclasses.replace(
@@ -72,7 +71,7 @@ def rehearse(
         needed.append(_taken(device, lambda x=x, new=new: ops["append"].run(scratch, x, x, new)))  # type: ignore[misc]
     if not reads:
         return max(needed)
-    for count in sorted({1, MANY, most.sequences}):
+    for count in sorted({1, most.sequences}):  # few are read by another kernel than many
         q, decodes = rows(count, query_heads), batch(history, history + 1, count)
         needed.append(_taken(device, lambda q=q, new=decodes: ops["decode"].run(scratch, q, new, **options)))  # type: ignore[misc]
     x, q, more = rows(most.new, layout.heads), rows(most.new, query_heads), batch(history, history + most.new)

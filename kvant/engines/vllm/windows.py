@@ -15,6 +15,7 @@ Nothing here waits for the device: every step is the same few operations on tens
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -24,11 +25,18 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.copy_rows import copy_rows
 from kvant.ops.reference import overlay_index
+from kvant.recipe import Recipe, Window
 
 Tensor = torch.Tensor
 COPIES = (
     16  # sequences of a step that get another's sinks, on a GPU; where there are more, the rest get them a step later
 )
+
+
+def without_windows(recipe: Recipe) -> Recipe:
+    """The recipe with the same pages and no windows."""
+    key, value = (dataclasses.replace(stream, window=Window()) for stream in (recipe.key, recipe.value))
+    return dataclasses.replace(recipe, key=key, value=value)
 
 
 class Found(NamedTuple):

@@ -37,10 +37,10 @@ def copy_rows(x: Tensor, source: Tensor, target: Tensor, tokens: int | None = No
     layers, rows = x.shape[:2]
     size = x.element_size()
     row, layer = x.stride(1) * size, x.stride(0) * size
-    count = row if tokens is None else min(tokens, x.shape[2]) * x.stride(2) * size
-    assert x[0].is_contiguous() and not any(n % WORD for n in (row, layer, count)), (x.shape, x.stride(), x.dtype)
-    if not (len(source) and layers and count):
+    count = min(x.shape[2] if tokens is None else tokens, x.shape[2]) * x.stride(2) * size
+    if not (len(source) and x.numel() and count):
         return
+    assert x[0].is_contiguous() and not any(n % WORD for n in (row, layer, count)), (x.shape, x.stride(), x.dtype)
     places = (source.contiguous(), target.contiguous())
     arguments = _Arguments(*nvrtc.addresses(x, *places), layer // WORD, row // WORD, count // WORD, rows - 1)
     _kernel(x.device).launch((len(source), layers), arguments)

@@ -181,7 +181,7 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
                 )
             matrix = matrix_of(store.key.transforms, "dual", layout, device).tensor
             if matrix is None:
-                matrix = torch.eye(layout.head_dim, device=device)[None]
+                matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
             dual = Space(MATRIX, 1, turn_fragments(layout, matrix, lost_vector(store)))
         else:
             dual = space_of(store.key.transforms, "dual", layout, device)

@@ -82,7 +82,7 @@ def matrix_in(store: LayerStore, name: StreamName) -> Space:
         if found.kind in (NONE, HADAMARD):
             matrix = matrix_of(transforms, "dual", layout, device).tensor  # orthogonal: the same way in
             if matrix is None:
-                matrix = torch.eye(layout.head_dim, device=device)[None]
+                matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
             offset = None if found.mean is None else -(found.mean[:, None].double() @ matrix.double())[:, 0].float()
             found = dataclasses.replace(found, tensor=matrix, offset=offset)
         store.prepared[place] = found
