@@ -15,11 +15,14 @@ from typing import Any
 
 from kvant.cli.artifacts import add_artifact_options, artifacts_for
 from kvant.cli.common import say
+from kvant.layout import human_bytes
 from kvant.recipe import Recipe
 from kvant.recipes import DEFAULT
 
 OURS = ("--attention-backend", "--additional-config", "--kv-cache-dtype", "--attention-config", "--model")
 LOOPBACK = "127.0.0.1"
+WINDOWS = 4 << 30  # bytes of full-precision windows that are given where nobody says how many sequences there will be
+SEQUENCES = 16, 256  # that these are for, at least and at most
 
 
 def add(commands: Any) -> None:
@@ -61,9 +64,9 @@ def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     from kvant.engines.vllm import versions
 
     versions.check(vllm.__version__)
-    for given in rest:
-        if given.split("=")[0].replace("_", "-") in OURS:
-            raise ValueError(f"{given.split('=')[0]} is kvant's to choose; leave it out")
+    for each in rest:
+        if each.split("=")[0].replace("_", "-") in OURS:
+            raise ValueError(f"{each.split('=')[0]} is kvant's to choose; leave it out")
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
     kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges} if ranges else {"recipe": args.recipe or DEFAULT}
@@ -79,8 +82,16 @@ def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         "--additional-config",
         json.dumps({"kvant": kvant}),
     ]
-    if not any(given.split("=")[0] == "--dtype" for given in rest) and _on_cpu():
+    cpu, given = _on_cpu(), {each.split("=")[0].replace("_", "-") for each in rest}
+    if cpu and "--dtype" not in given:
         options += ["--dtype", "float32"]  # vLLM's 16-bit products need instructions that not every CPU has
+    window = window_bytes(source, kvant)
+    if (
+        not cpu and window and "--max-num-seqs" not in given
+    ):  # vLLM's own default may be 1024, and every one has a window
+        count = min(max(WINDOWS // window, SEQUENCES[0]), SEQUENCES[1])
+        say(f"--max-num-seqs {count}: windows of full-precision tokens take {human_bytes(window)} a sequence")
+        options += ["--max-num-seqs", str(count)]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", source, *options, *rest]
 
 
@@ -126,6 +137,19 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace) -> list[
         given = [path for path in args.artifact if options.Artifact.load(path).digest == artifact.digest]
         paths.append(os.path.abspath(given[0]) if given else str(kept_at(named, recipe)))
     return list(dict.fromkeys(paths))
+
+
+def window_bytes(source: str, kvant: dict[str, Any]) -> int:
+    """What a sequence's full-precision windows take in all layers."""
+    import transformers
+
+    from kvant.engines.vllm import options
+    from kvant.layout import Layout
+    from kvant.shape import ModelShape
+
+    shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source))
+    each = options.per_layer(kvant.get("recipe"), kvant.get("layers"), len(shape.layers))
+    return sum(Layout.of(recipe, shape.heads, shape.head_dim, options.PAGE_TOKENS).overlay_bytes for recipe in each)
 
 
 def _ranges(text: str | None) -> dict[str, str]:

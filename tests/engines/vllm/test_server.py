@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import random
@@ -257,3 +258,20 @@ def test_vllm_is_given_what_it_needs(served: str, monkeypatch: pytest.MonkeyPatc
     assert command[3:5] == ["--model", served]
     assert command[command.index("--host") + 1] == "::1" and command[-4:] == ["--port", "8001", "--api-key", "x"]
     assert command[command.index("--additional-config") + 1] == '{"kvant": {"recipe": "int4"}}'
+
+
+def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The served model has 4 layers with 2 KV heads of 64: 1 KiB a token and layer in 16 bits."""
+    from kvant.cli import serve
+
+    monkeypatch.setattr(serve, "_on_cpu", lambda: False)
+    args = argparse.Namespace(model=served, recipe="int2:sink=4,recent=60", layers=None, artifact=[], host="127.0.0.1")
+    assert serve.window_bytes(served, {"recipe": "int2:sink=4,recent=60"}) == 4 * 2 * 2 * 64 * 64 * 2
+    assert serve.window_bytes(served, {"recipe": "int2"}) == 0
+    for room, expected in ((4 << 30, "256"), (100 * 4 * 2 * 2 * 64 * 64 * 2, "100"), (1, "16")):
+        monkeypatch.setattr(serve, "WINDOWS", room)
+        command = serve.command_for(args, [])
+        assert command[command.index("--max-num-seqs") + 1] == expected
+        assert serve.command_for(args, ["--max-num-seqs=7"])[-1] == "--max-num-seqs=7"
+    args.recipe = "int2"
+    assert "--max-num-seqs" not in serve.command_for(args, [])
