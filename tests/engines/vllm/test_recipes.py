@@ -81,6 +81,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("parallel_config.decode_context_parallel_size", 2, "does not serve decode_context_parallel_size > 1"),
         ("parallel_config.enable_dbo", True, "does not serve enable_dbo"),
         ("kv_transfer_config", object(), "does not serve KV connectors"),
+        ("model_config.enable_sleep_mode", True, "does not serve enable_sleep_mode"),
         (
             "speculative_config",
             SimpleNamespace(method="eagle", num_speculative_tokens=3),
@@ -95,6 +96,7 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=128, user_specified_block_size=True),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, enable_dbo=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
         kv_transfer_config=None,
         speculative_config=None,
     )
