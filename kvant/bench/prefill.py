@@ -13,6 +13,7 @@ from kvant.bench.attention import LIMIT
 from kvant.bench.synthetic import Shape, fill, vectors
 from kvant.bench.timing import Call, all_times
 from kvant.ops import choose, reference
+from kvant.ops.memory import allocated_by
 from kvant.ops.types import one_sequence
 from kvant.recipe import Recipe
 
@@ -64,12 +65,7 @@ def measure(
         raise ValueError(
             f"{chosen.name} prefills recipe {recipe.name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"
         )
-    workspace = 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        workspace = torch.cuda.max_memory_allocated(device) - before
+    workspace = allocated_by(run, device)
     times = all_times({"ours": [run], "full": [_baseline(shape, new_tokens, device)]}, device, repeat, graph=False)
     seconds, full = times["ours"].median, times["full"].median
     name, size = chosen.name, dataclasses.asdict(shape)

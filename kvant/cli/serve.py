@@ -116,9 +116,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace) -> list[
     shape = ModelShape.of(config)
     if any(window is not None for window in shape.layers):
         raise ValueError(f"cannot serve {config.model_type} inside vLLM: it has layers with a sliding window")
-    chosen: list[Recipe] = list(
-        dict.fromkeys(options.per_layer(kvant.get("recipe"), kvant.get("layers"), len(shape.layers)))
-    )
+    chosen = list(dict.fromkeys(_recipes(shape, kvant)))
     for recipe in chosen:
         options.check(recipe)
         Layout.of(recipe, shape.heads, shape.head_dim, options.PAGE_TOKENS)
@@ -148,8 +146,15 @@ def window_bytes(source: str, kvant: dict[str, Any]) -> int:
     from kvant.shape import ModelShape
 
     shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source))
-    each = options.per_layer(kvant.get("recipe"), kvant.get("layers"), len(shape.layers))
-    return sum(Layout.of(recipe, shape.heads, shape.head_dim, options.PAGE_TOKENS).overlay_bytes for recipe in each)
+    layouts = (Layout.of(each, shape.heads, shape.head_dim, options.PAGE_TOKENS) for each in _recipes(shape, kvant))
+    return sum(layout.overlay_bytes for layout in layouts)
+
+
+def _recipes(shape: Any, kvant: dict[str, Any]) -> list[Recipe]:
+    """One for each layer."""
+    from kvant.engines.vllm import options
+
+    return options.per_layer(kvant.get("recipe"), kvant.get("layers"), len(shape.layers))
 
 
 def _ranges(text: str | None) -> dict[str, str]:

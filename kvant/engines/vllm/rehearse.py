@@ -4,12 +4,14 @@ which takes seconds, and vLLM's own rehearsals reach few of them; and what opera
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from kvant.ops import Implementation, LayerStore, PagedBatch
+from kvant.ops.memory import allocated_by
 from kvant.ops.registry import Op
 from kvant.ops.types import empty_overlay
 
@@ -64,28 +66,18 @@ def rehearse(
     def rows(count: int, heads: int) -> Tensor:
         return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
 
-    options = {"scale": layout.head_dim**-0.5, "softcap": softcap}
+    options: dict[str, float | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
     needed = [0]
     for first, last in ((0, history), (history, history + 1)):
-        x, new = rows(last - first, layout.heads), batch(first, last)
-        needed.append(_taken(device, lambda x=x, new=new: ops["append"].run(scratch, x, x, new)))  # type: ignore[misc]
+        x = rows(last - first, layout.heads)
+        needed.append(allocated_by(partial(ops["append"].run, scratch, x, x, batch(first, last)), device))
     if not reads:
         return max(needed)
     for count in sorted({1, most.sequences}):  # few are read by another kernel than many
-        q, decodes = rows(count, query_heads), batch(history, history + 1, count)
-        needed.append(_taken(device, lambda q=q, new=decodes: ops["decode"].run(scratch, q, new, **options)))  # type: ignore[misc]
+        decodes = batch(history, history + 1, count)
+        decode = partial(ops["decode"].run, scratch, rows(count, query_heads), decodes, **options)
+        needed.append(allocated_by(decode, device))
     x, q, more = rows(most.new, layout.heads), rows(most.new, query_heads), batch(history, history + most.new)
     more = more._replace(lengths=more.lengths.cpu(), starts=more.starts.cpu())
-    needed.append(_taken(device, lambda: ops["prefill"].run(scratch, q, x, x, more, **options)))
+    needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))
     return max(needed)
-
-
-def _taken(device: torch.device, run: Callable[[], object]) -> int:
-    """The most that was allocated at once while something ran."""
-    if device.type != "cuda":
-        run()
-        return 0
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before

@@ -228,26 +228,41 @@ template <bool KEY> struct Tile {
   static constexpr int SHARE = KEY ? 4 : 8;  // lanes that have a row
   template <class B> DEV static constexpr int from() { return B::FIRST / SHARE; }
   template <class B> DEV static constexpr int until() { return (B::FIRST + B::WIDTH) / SHARE; }
+  // Every number of a band, with its row, what its error counts and what is taken off it, where that is asked for.
+  template <class B, bool WEIGHED, bool LESS, class F> DEV void each_number(const float* weights, const float* taken, F f) const {
+#pragma unroll
+    for (int i = from<B>(); i < until<B>(); i += 4) {
+      float weight[4] = {1.f, 1.f, 1.f, 1.f}, off[4] = {0.f, 0.f, 0.f, 0.f};
+      if constexpr (WEIGHED) load_four(weight, weights + i);
+      if constexpr (LESS) load_four(off, taken + i);
+#pragma unroll
+      for (int j = 0; j < 4 * ROWS; j++) f(j / 4, x[j / 4][i + j % 4], weight[j % 4], off[j % 4]);
+    }
+  }
+  struct Sums {  // of every row
+    float of[ROWS];
+    DEV Sums() {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) of[r] = 0.f;
+    }
+    DEV void add(const Sums& other, float by) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) of[r] = fmaf(other.of[r], by, of[r]);
+    }
+  };
+  DEV float owned(const Sums& sums) const {  // of this lane's row, over all lanes that have a part of it
+    return own(sums.of, [](float a, float b) { return a + b; });
+  }
   // The best scale of the owned row, less `taken` where there is one, and the error that it leaves.
   template <bool LESS> DEV float banded_scale(const float* weights, const float* taken, float& least) const {
-    constexpr auto sum = [](float a, float b) { return a + b; };
-    float sums[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) sums[r] = 0.f;
+    Sums squares;
     Stored::each([&](auto band) {
-      using B = decltype(band);
-#pragma unroll
-      for (int i = from<B>(); i < until<B>(); i += 4) {
-        float off[4] = {0.f, 0.f, 0.f, 0.f};
-        if constexpr (LESS) load_four(off, taken + i);
-#pragma unroll
-        for (int j = 0; j < 4 * ROWS; j++) {
-          const float y = x[j / 4][i + j % 4] - off[j % 4];
-          sums[j / 4] = fmaf(y, y, sums[j / 4]);
-        }
-      }
+      each_number<decltype(band), false, LESS>(weights, taken, [&](int r, float one, float, float off) {
+        const float y = one - off;
+        squares.of[r] = fmaf(y, y, squares.of[r]);
+      });
     });
-    const float rms = sqrtf(__fdiv_rn(own(sums, sum), (float)Stored::STORED));
+    const float rms = sqrtf(__fdiv_rn(owned(squares), (float)Stored::STORED));
     if constexpr (SEARCH == 1 && !FLAG) return ::rounded<META_TYPE>(storable<META_TYPE>(rms));
     float chosen = 1.f;
     least = __int_as_float(0x7f800000);
@@ -256,59 +271,35 @@ template <bool KEY> struct Tile {
       const float scale = ::rounded<META_TYPE>(storable<META_TYPE>(rms * factor));
       float back[ROWS];
       spread(__fdiv_rn(1.f, scale), back);
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) sums[r] = 0.f;
+      Sums sums;
       Stored::each([&](auto band) {
         using B = decltype(band);
-        float errors[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) errors[r] = 0.f;
-#pragma unroll
-        for (int i = from<B>(); i < until<B>(); i += 4) {
-          float weight[4] = {1.f, 1.f, 1.f, 1.f}, off[4] = {0.f, 0.f, 0.f, 0.f};
-          if constexpr (WEIGHTED) load_four(weight, weights + i);
-          if constexpr (LESS) load_four(off, taken + i);
-#pragma unroll
-          for (int j = 0; j < 4 * ROWS; j++) {
-            const float missed = Levels<B::BITS, B::STEP>(back[j / 4]).missed(x[j / 4][i + j % 4] - off[j % 4]);
-            errors[j / 4] = fmaf(missed * weight[j % 4], missed, errors[j / 4]);
-          }
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) sums[r] = fmaf(errors[r], __uint_as_float(B::STEP) * __uint_as_float(B::STEP), sums[r]);
+        Sums errors;
+        each_number<B, WEIGHTED, LESS>(weights, taken, [&](int r, float one, float weight, float off) {
+          const float missed = Levels<B::BITS, B::STEP>(back[r]).missed(one - off);
+          errors.of[r] = fmaf(missed * weight, missed, errors.of[r]);
+        });
+        sums.add(errors, __uint_as_float(B::STEP) * __uint_as_float(B::STEP));
       });
-      const float error = own(sums, sum) * (scale * scale);
+      const float error = owned(sums) * (scale * scale);
       if (error < least) least = error, chosen = scale;
     }
     return chosen;
   }
   // What the scale of the owned row is stretched by, so that rows are as long as their codes say.
   DEV float stretch(const float* weights, const float* back, float scale) const {
-    constexpr auto sum = [](float a, float b) { return a + b; };
-    float reached[ROWS], wanted[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) reached[r] = wanted[r] = 0.f;
+    Sums reached, wanted;
     All::each([&](auto band) {
       using B = decltype(band);
-      float here[ROWS];
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) here[r] = 0.f;
-#pragma unroll
-      for (int i = from<B>(); i < until<B>(); i += 4) {
-        float weight[4] = {1.f, 1.f, 1.f, 1.f};
-        if constexpr (WEIGHTED) load_four(weight, weights + i);
-#pragma unroll
-        for (int j = 0; j < 4 * ROWS; j++) {
-          const int r = j / 4;
-          const float one = x[r][i + j % 4], weighed = one * weight[j % 4];
-          wanted[r] = fmaf(weighed, one, wanted[r]);
-          if constexpr (B::BITS > 0) here[r] = fmaf(weighed, Levels<B::BITS, B::STEP>(back[r]).level(one), here[r]);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) reached[r] = fmaf(here[r], __uint_as_float(B::STEP), reached[r]);
+      Sums here;
+      each_number<B, WEIGHTED, false>(weights, nullptr, [&](int r, float one, float weight, float) {
+        const float weighed = one * weight;
+        wanted.of[r] = fmaf(weighed, one, wanted.of[r]);
+        if constexpr (B::BITS > 0) here.of[r] = fmaf(weighed, Levels<B::BITS, B::STEP>(back[r]).level(one), here.of[r]);
+      });
+      reached.add(here, __uint_as_float(B::STEP));
     });
-    const float to = own(wanted, sum), is = own(reached, sum) * scale;
+    const float to = owned(wanted), is = owned(reached) * scale;
     return fminf(fmaxf(__fdiv_rn(to, fmaxf(is, 1.17549435e-38f)), 0.8f), 1.6f);
   }
 

@@ -1,0 +1,18 @@
+"""What an operation allocates while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def allocated_by(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that were allocated at once on a GPU, at the most, while something ran; 0 on a CPU, where torch does not count."""
+    if device.type != "cuda":
+        run()
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
