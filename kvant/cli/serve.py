@@ -150,7 +150,7 @@ def window_bytes(source: str, kvant: dict[str, Any]) -> int:
     return sum(layout.overlay_bytes for layout in layouts)
 
 
-def _recipes(shape: Any, kvant: dict[str, Any]) -> list[Recipe]:
+def _recipes(shape: Any, kvant: dict[str, Any]) -> tuple[Recipe, ...]:
     """One for each layer."""
     from kvant.engines.vllm import options
 
