@@ -243,43 +243,90 @@ DEV s64 window_row(int position, s64 owner, int head, int ring, int tokens) {
   return ((owner * tokens + place) * KV_HEADS + head) * D;
 }
 
-// Scores of the tile of tokens from `from` on, of which [first, last) are in the window; the others are minus infinity. Keys are
-// multiplied by queries brought to a largest magnitude of 256, so that fp16 holds them.
-template <class From>  // Prepared or Turned
-DEV void window_scores(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, const State& st, float s[OWN][2]) {
+// Scores of N tiles of tokens from `from` on, of which [first, last) are in the window; the others are minus infinity. Queries are two numbers
+// of the windows' type, the second what the first leaves; fp16 is brought to a largest magnitude of 256. Where columns are left, the odd ones have the
+// second number.
+template <int N, class From>  // Prepared or Turned
+DEV void window_scores(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, const State& st, float s[N][OWN][2]) {
   const int g = lane >> 2, t = lane & 3;
-  u32 k[2][D / 8];
+  u32 k[N][2][D / 8];
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int position = max(first, min(from + r * 8 + g, last - 1));
-    load_words<D / 8>(k[r], (const u8*)a.window_key + (window_row(position, owner, head, KEY_RING, KEY_WINDOW) + t * (D / 4)) * 2);
-  }
+  for (int i = 0; i < N; i++)
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {  // column g: head g / 2 where two tiles share the columns, else g / 2 + 4 (g % 2)
-    const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);
+    for (int r = 0; r < 2; r++) {
+      const int position = max(first, min(from + i * 16 + r * 8 + g, last - 1));
+      load_words<D / 8>(k[i][r], (const u8*)a.window_key + (window_row(position, owner, head, KEY_RING, KEY_WINDOW) + t * (D / 4)) * 2);
+    }
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head
     const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    const float by = column < TILE_HEADS ? 256.f / peak_of(sh, column) : 0.f;
+    float c[N][4] = {};
+    float by = column < TILE_HEADS ? 1.f : 0.f;
+    if (WINDOW_TYPE == 1) by *= 256.f / peak_of(sh, min(column, TILE_HEADS - 1));
+    const float odd = PAIRED && (g & 1) ? 1.f : 0.f;
 #pragma unroll
     for (int e = 0; e < D / 8; e += 2) {
       const float4 x = *(const float4*)(row + 2 * e);
-      mma(c, to_fp16<WINDOW_TYPE>(k[0][e]), to_fp16<WINDOW_TYPE>(k[1][e]), to_fp16<WINDOW_TYPE>(k[0][e + 1]),
-          to_fp16<WINDOW_TYPE>(k[1][e + 1]), fp16_pair(x.x * by, x.y * by), fp16_pair(x.z * by, x.w * by));
+      float y[4] = {x.x * by, x.y * by, x.z * by, x.w * by};
+#pragma unroll
+      for (int part = 0; part < (PAIRED ? 1 : 2); part++) {
+        u32 q[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float less = PAIRED ? odd : (float)part;
+          const u32 first = pair_of<WINDOW_TYPE>(y[2 * j], y[2 * j + 1]);
+          q[j] = pair_of<WINDOW_TYPE>(fmaf(-less, low<WINDOW_TYPE>(first), y[2 * j]), fmaf(-less, high<WINDOW_TYPE>(first), y[2 * j + 1]));
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) mma_of<WINDOW_TYPE>(c[i], k[i][0][e], k[i][1][e], k[i][0][e + 1], k[i][1][e + 1], q[0], q[1]);
+      }
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int position = from + r * 8 + g;
-      const bool there = position >= first && position < last;
+    for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
+      const int h = PAIRED ? 0 : (2 * n + j) % OWN, own = min(4 * h + t, TILE_HEADS - 1);
+      const float back = WINDOW_TYPE == 1 ? peak_of(sh, own) * (a.scale / 256.f) : a.scale, lost = SOFTCAP || TURNED ? sh.lost[own] : 0.f;
 #pragma unroll
-      for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
-        const int h = PAIRED ? 0 : (2 * n + j) % OWN;
-        const float back = peak_of(sh, min(4 * h + t, TILE_HEADS - 1)) * (a.scale / 256.f);
-        const float x = capped(c[2 * r + j] * back + (SOFTCAP || TURNED ? sh.lost[min(4 * h + t, TILE_HEADS - 1)] : 0.f), st.m[h], a.cap);
-        s[h][r] = there ? x : minus_infinity();
-      }
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int position = from + i * 16 + r * 8 + g;
+          const float x = capped((PAIRED ? c[i][2 * r] + c[i][2 * r + 1] : c[i][2 * r + j]) * back + lost, st.m[h], a.cap);
+          s[i][h][r] = position >= first && position < last ? x : minus_infinity();
+        }
     }
   }
 }
+
+// Probabilities of N tiles as second operands in the windows' type: fp16, or bfloat16 in two parts, the second what the first leaves, in the odd columns
+// where these are left.
+template <int N> struct WindowProbabilities {
+  static constexpr int PARTS = WINDOW_TYPE == 0 && !PAIRED ? 2 : 1;
+  u32 p[N][COLUMN_TILES][PARTS][2];
+
+  DEV void set(const float s[N][OWN][2], int g) {
+    if constexpr (WINDOW_TYPE == 1) {
+      Probabilities<N> both;
+      both.set(s);
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) p[i][n][0][0] = only(both.of(i, n, 0), i, g), p[i][n][0][1] = only(both.of(i, n, 1), i, g);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const float x = s[i][2 * n % OWN][r], y = s[i][(2 * n + 1) % OWN][r];
+            const u32 first = bf16_pair(x, y);
+            if (PAIRED) p[i][n][0][r] = transpose8(bf16_pair(x, x - bf16_low(first)));
+            else p[i][n][0][r] = transpose8(first), p[i][n][PARTS - 1][r] = transpose8(bf16_pair(x - bf16_low(first), y - bf16_high(first)));
+          }
+    }
+  }
+};
 
 // The values of a tile, of which [first, last) are in the window; for others, one that is.
 struct WindowValues {
@@ -294,10 +341,11 @@ struct WindowValues {
       for (int j = 0; j < VALUE_GROUPS; j++) load_words<SHARE / 2>(v[r] + j * SHARE / 2, (const u8*)a.window_value + (row + value_channel(g, j * SHARE)) * 2);
     }
   }
-  DEV void add(float* c, int k, u32 p0, u32 p1) const {  // the k-th 16 channels
-    const u32 v0 = to_fp16<WINDOW_TYPE>(v[0][k]), v1 = to_fp16<WINDOW_TYPE>(v[1][k]);
-    const u32 v2 = to_fp16<WINDOW_TYPE>(v[2][k]), v3 = to_fp16<WINDOW_TYPE>(v[3][k]);
-    mma(c, __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632), p0, p1);
+  template <int PARTS> DEV void add(float* c, int k, const u32 (*p)[2]) const {  // the k-th 16 channels
+    const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
+    const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) mma_of<WINDOW_TYPE>(c, a0, a1, a2, a3, p[part][0], p[part][1]);
   }
 };
 
@@ -305,8 +353,7 @@ struct WindowValues {
 template <class From>  // Prepared or Turned
 DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
   float s[WINDOW_TILES][OWN][2];
-#pragma unroll
-  for (int i = 0; i < WINDOW_TILES; i++) window_scores(a, from + i * 16, from, to, owner, head, lane, sh, rows, st, s[i]);
+  window_scores<WINDOW_TILES>(a, from, from, to, owner, head, lane, sh, rows, st, s);
   WindowValues v[WINDOW_TILES];  // asked for before the probabilities are there
 #pragma unroll
   for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, from, to, owner, head, lane);
@@ -333,14 +380,14 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
         }
       }
 #else
-  Probabilities<WINDOW_TILES> p;
-  p.set(s);
+  WindowProbabilities<WINDOW_TILES> p;
+  p.set(s, lane >> 2);
 #pragma unroll
   for (int i = 0; i < WINDOW_TILES; i++)
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
 #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) v[i].add(st.acc[n][k], k, only(p.of(i, n, 0), i, lane >> 2), only(p.of(i, n, 1), i, lane >> 2));
+      for (int n = 0; n < COLUMN_TILES; n++) v[i].add<p.PARTS>(st.acc[n][k], k, p.p[i][n]);
 #endif
 }
 #endif
@@ -393,14 +440,14 @@ DEV void attend_mixed(const Arguments& a, const u8* run, int tile, int at, int f
   float s[MIXED_TILES][OWN][2];
   if (at < keys) page_scores<MIXED_TILES>(run, tile, lane, q, st, a.cap, s);
   leave_out<MIXED_TILES>(s, at, first, min(keys, last), lane);
-  if (at + 16 * MIXED_TILES > keys && keys < last)
+  if (at + 16 * MIXED_TILES > keys && keys < last) {
+    float x[MIXED_TILES][OWN][2];
+    window_scores<MIXED_TILES>(a, at, max(keys, first), last, owner, head, lane, *q.prepared, q.prepared->rows, st, x);
 #pragma unroll
-    for (int i = 0; i < MIXED_TILES; i++) {
-      float x[OWN][2];
-      window_scores(a, at + i * 16, max(keys, first), last, owner, head, lane, *q.prepared, q.prepared->rows, st, x);
+    for (int i = 0; i < MIXED_TILES; i++)
 #pragma unroll
-      for (int n = 0; n < OWN; n++) s[i][n][0] = fmaxf(s[i][n][0], x[n][0]), s[i][n][1] = fmaxf(s[i][n][1], x[n][1]);
-    }
+      for (int n = 0; n < OWN; n++) s[i][n][0] = fmaxf(s[i][n][0], x[i][n][0]), s[i][n][1] = fmaxf(s[i][n][1], x[i][n][1]);
+  }
   PageValues<MIXED_TILES> packed;
   packed.load(run, tile, lane);
   const float largest = packed.keep(at, first, min(values, last), lane);
@@ -414,8 +461,8 @@ DEV void attend_mixed(const Arguments& a, const u8* run, int tile, int at, int f
       for (int n = 0; n < OWN; n++)
 #pragma unroll
         for (int r = 0; r < 2; r++) x[i][n][r] = at + i * 16 + r * 8 + (lane >> 2) >= values ? s[i][n][r] : 0.f;
-    Probabilities<MIXED_TILES> p;
-    p.set(x);
+    WindowProbabilities<MIXED_TILES> p;
+    p.set(x, lane >> 2);
 #pragma unroll
     for (int i = 0; i < MIXED_TILES; i++) {
       WindowValues v;
@@ -425,7 +472,7 @@ DEV void attend_mixed(const Arguments& a, const u8* run, int tile, int at, int f
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
           float c[4] = {0.f, 0.f, 0.f, 0.f};
-          v.add(c, k, only(p.of(i, n, 0), i, lane >> 2), only(p.of(i, n, 1), i, lane >> 2));
+          v.add<p.PARTS>(c, k, p.p[i][n]);
           const float y = st.norm * Values::unit(2 * k), z = st.norm * Values::unit(2 * k + 1);
           st.acc[n][k][0] = fmaf(c[0], y, st.acc[n][k][0]), st.acc[n][k][1] = fmaf(c[1], y, st.acc[n][k][1]);
           st.acc[n][k][2] = fmaf(c[2], z, st.acc[n][k][2]), st.acc[n][k][3] = fmaf(c[3], z, st.acc[n][k][3]);

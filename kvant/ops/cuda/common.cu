@@ -10,6 +10,7 @@ DEV float bf16_high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 // A 16-bit type by number: 0 is bfloat16, 1 is float16; 2 is float32 where the whole word is one number.
 template <int TYPE> DEV float low(u32 x) { return TYPE == 0 ? bf16_low(x) : fp16_low(x); }
 template <int TYPE> DEV float high(u32 x) { return TYPE == 0 ? bf16_high(x) : fp16_high(x); }
+template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_pair(x, y) : fp16_pair(x, y); }
 template <int TYPE> DEV u32 to_fp16(u32 x) { return TYPE == 1 ? x : fp16_pair(bf16_low(x), bf16_high(x)); }
 
 template <int TYPE> DEV float load_number(const void* p, s64 i) {
@@ -34,6 +35,12 @@ template <class F> DEV int last_sequence(int count, int half, F starts) {
 }
 template <class A> DEV int sequence_of(const A& a, int token) {  // of a new token
   return last_sequence(a.batch, a.half_batch, [&](int b) { return a.starts[b] <= token; });
+}
+
+// Products of either type.
+template <int TYPE> DEV void mma_of(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
+  else mma(c, a0, a1, a2, a3, b0, b1);
 }
 
 // --- words ------------------------------------------------------------------------------------------------------------
@@ -66,6 +73,21 @@ template <int N> DEV void store_words(u8* p, const u32* w) {
   } else {
 #pragma unroll
     for (int i = 0; i < N; i++) ((u32*)p)[i] = w[i];
+  }
+}
+
+// Numbers i to i + 3 of a 16-bit or 32-bit type; i is a multiple of 4.
+template <int TYPE> DEV void load_four(float* x, const void* p, s64 i) {
+  u32 w[TYPE == 2 ? 4 : 2];
+  load_words<TYPE == 2 ? 4 : 2>(w, (const u8*)p + i * (TYPE == 2 ? 4 : 2));
+#pragma unroll
+  for (int k = 0; k < 4; k++) x[k] = TYPE == 2 ? __uint_as_float(w[TYPE == 2 ? k : 0]) : k % 2 ? high<TYPE>(w[k / 2]) : low<TYPE>(w[k / 2]);
+}
+template <int TYPE> DEV void store_four(void* p, s64 i, const float* x) {
+  if constexpr (TYPE == 2) *(float4*)((float*)p + i) = make_float4(x[0], x[1], x[2], x[3]);
+  else {
+    const u32 w[2] = {pair_of<TYPE>(x[0], x[1]), pair_of<TYPE>(x[2], x[3])};
+    store_words<2>((u8*)p + i * 2, w);
   }
 }
 

@@ -17,7 +17,7 @@
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
-// 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
+// 2 a matrix, in kernels of their own before and after), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
 // they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
 // INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
 // (1 where heads share them).
@@ -25,12 +25,12 @@
 // --- a block --------------------------------------------------------------------------------------------------------------
 
 struct Shared {
+#if !PREPARED
   Prepared query;
+#endif
   float m[WARPS][4 * OWN], l[WARPS][4 * OWN], flags[WARPS][4 * OWN];
-  float total_m[4 * OWN], total_l[4 * OWN], total_flags[4 * OWN];
   u64 barrier[WARPS][STAGES];
-  Work work;  // here, not in registers: it is needed again only at the end
-  int last;
+  Work work[WARPS];  // here, not in registers
 };
 constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a (sequence, head): outputs, their log-sum-exp, flags
 
@@ -41,63 +41,106 @@ struct Deal {
   DEV int block(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
 };
 
-// The parts of blocks first to last, weighted by their log-sum-exps, into sh.query.rows. A block's part lies in its second slot where
-// it began before this (sequence, head), or with it: only the first one did.
-DEV void merge_parts(const Arguments& a, Shared& sh, u8* room, int first, int last) {
-  constexpr int THREADS = WARPS * 32, COUNT = (TILE_HEADS * D / 4 + THREADS - 1) / THREADS;
-  constexpr int SLOT = COUNT > 1 ? THREADS : TILE_HEADS * D / 4;  // threads that have channels of a part, four each
-  constexpr int AHEAD = WARPS * WARP_BYTES / (SLOT * 16 + TILE_HEADS * 8);
-  static_assert(AHEAD > 0, "there is room for a part");
-  float4 x[COUNT], *parts = (float4*)room + threadIdx.x;  // of the next parts
-  float m[COUNT], total[COUNT], flags[COUNT], *weights = (float*)room + AHEAD * SLOT * 4, *marks = weights + AHEAD * TILE_HEADS;
-  const auto part = [&](int block) { return a.partial + (s64)(block * 2 + (block == first)) * PARTIAL; };
-  const auto ask = [&](int j, int base, int some) {  // for all at once: one after another, they would be most of a short attention's time
-    const int i = threadIdx.x + j * THREADS;
-    for (int k = 0; k < some && i < TILE_HEADS * D / 4; k++) copy16(parts + k * SLOT, (const float4*)part(base + k) + i);
-  };
+// The output of a query head, by a warp: sums of values times weights, and of weights relative to 2^m.
+struct Output {
+  float x[FOURS][4], m, l, flags;
+
+  // The block's own, from what its warps left in shared memory.
+  DEV void gather(const Shared& sh, const float* outputs, int stride, int h, int lane) {
+    m = minus_infinity(), l = flags = 0.f;
 #pragma unroll
-  for (int j = 0; j < COUNT; j++) x[j] = make_float4(0.f, 0.f, 0.f, 0.f), m[j] = minus_infinity(), total[j] = flags[j] = 0.f;
-  for (int base = first; base <= last; base += AHEAD) {
-    const int some = min(AHEAD, last + 1 - base);
-    __syncthreads();
-    ask(0, base, some);
-    for (int i = threadIdx.x; i < some * TILE_HEADS; i += THREADS) {
-      const float* end = part(base + i / TILE_HEADS) + TILE_HEADS * D + i % TILE_HEADS;
-      weights[i] = __ldcg(end);
-      if (VALUE_FLAG) marks[i] = __ldcg(end + TILE_HEADS);
+    for (int i = 0; i < WARPS; i++)
+      if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++)
+      if (sh.l[i][h] > 0.f) {
+        const float by = exp2_(sh.m[i][h] - m);
+        l += by * sh.l[i][h], flags += by * sh.flags[i][h];
+        add(outputs + i * stride + h * D, by, lane);
+      }
+  }
+  DEV void add(const float* row, float by, int lane) {
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) {
+      float y[4] = {0.f, 0.f, 0.f, 0.f};
+      if (4 * (lane + 32 * j) < D) load_four<2>(y, row, 4 * (lane + 32 * j));
+#pragma unroll
+      for (int i = 0; i < 4; i++) x[j][i] = fmaf(by, y[i], x[j][i]);
     }
-    __syncthreads();
+  }
+  // As a part among others: outputs, then by query head log-sum-exps and flags.
+  DEV void store(float* part, int h, int lane) const {
+    const float back = l > 0.f ? 1.f / l : 0.f;
 #pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-      const int i = threadIdx.x + j * THREADS, h = min(i / (D / 4), TILE_HEADS - 1);
-      if (j) ask(j, base, some);
-      float top = m[j];
-      for (int k = 0; k < some; k++) top = fmaxf(top, weights[k * TILE_HEADS + h]);
-      const float fade = m[j] > -1e29f ? exp2_(m[j] - top) : 0.f;
-      m[j] = top, total[j] *= fade, flags[j] *= fade;
-      x[j].x *= fade, x[j].y *= fade, x[j].z *= fade, x[j].w *= fade;
-      await_copies();
-      if (i < TILE_HEADS * D / 4) {
-#pragma unroll 4
-        for (int k = 0; k < some; k++) {
-          const float4 y = parts[k * SLOT];
-          const float own = weights[k * TILE_HEADS + h], by = own > -1e29f ? exp2_(own - top) : 0.f;
-          total[j] += by;
-          if (VALUE_FLAG) flags[j] += by * marks[k * TILE_HEADS + h];
-          x[j].x = fmaf(by, y.x, x[j].x), x[j].y = fmaf(by, y.y, x[j].y), x[j].z = fmaf(by, y.z, x[j].z), x[j].w = fmaf(by, y.w, x[j].w);
+    for (int j = 0; j < FOURS; j++) {
+      const float y[4] = {x[j][0] * back, x[j][1] * back, x[j][2] * back, x[j][3] * back};
+      if (4 * (lane + 32 * j) < D) store_four<2>(part, h * D + 4 * (lane + 32 * j), y);
+    }
+    if (lane == 0) part[TILE_HEADS * D + h] = l > 0.f ? m + log2_(l) : minus_infinity(), part[TILE_HEADS * (D + 1) + h] = flags * back;
+  }
+  // All parts, of blocks first to last. A block's lies in its second slot where it began with this (sequence, head) or before it, which only the first one did.
+  DEV void merge(const float* partial, int first, int last, int h, int lane) {
+    constexpr int SOME = 16 / FOURS;  // rows that are asked for at once: one after another, they would be most of a short attention's time
+    m = minus_infinity(), l = flags = 0.f;
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
+    const auto part = [&](int block) { return partial + (s64)(block * 2 + (block == first)) * PARTIAL; };
+    for (int base = first; base <= last; base += SOME) {
+      const int block = base + lane;
+      float4 y[SOME][FOURS];
+      float own = minus_infinity(), mark = 0.f;
+      if (lane < SOME && block <= last) {
+        own = __ldcg(part(block) + TILE_HEADS * D + h);
+        if (VALUE_FLAG) mark = __ldcg(part(block) + TILE_HEADS * (D + 1) + h);
+      }
+#pragma unroll
+      for (int k = 0; k < SOME; k++)
+#pragma unroll
+        for (int j = 0; j < FOURS; j++) {
+          y[k][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (base + k <= last && 4 * (lane + 32 * j) < D) y[k][j] = __ldcg((const float4*)(part(base + k) + h * D) + lane + 32 * j);
+        }
+      const float top = fmaxf(m, row_max(own)), fade = m > -1e29f ? exp2_(m - top) : 0.f, by = own > -1e29f ? exp2_(own - top) : 0.f;
+      m = top, l = fmaf(l, fade, row_sum(by)), flags *= fade;
+      if (VALUE_FLAG) flags += row_sum(by * mark);
+#pragma unroll
+      for (int j = 0; j < FOURS; j++) {
+        x[j][0] *= fade, x[j][1] *= fade, x[j][2] *= fade, x[j][3] *= fade;
+#pragma unroll
+        for (int k = 0; k < SOME; k++) {
+          const float weight = __shfl_sync(FULL, by, k);
+          x[j][0] = fmaf(weight, y[k][j].x, x[j][0]), x[j][1] = fmaf(weight, y[k][j].y, x[j][1]);
+          x[j][2] = fmaf(weight, y[k][j].z, x[j][2]), x[j][3] = fmaf(weight, y[k][j].w, x[j][3]);
         }
       }
     }
   }
+  // Into the space of outputs, and out.
+  DEV void finish(const Arguments& a, s64 query, int head, int lane) {
+    const float by = l > 0.f ? 1.f / l : 0.f;
 #pragma unroll
-  for (int j = 0; j < COUNT; j++) {
-    const int i = threadIdx.x + j * THREADS;
-    if (i < TILE_HEADS * D / 4) {
-      ((float4*)sh.query.rows)[i] = x[j];
-      if (i % (D / 4) == 0) sh.total_m[i / (D / 4)] = m[j], sh.total_l[i / (D / 4)] = total[j], sh.total_flags[i / (D / 4)] = flags[j];
+    for (int j = 0; j < FOURS; j++) {
+      const int e = 4 * (lane + 32 * j);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        x[j][i] *= by;
+        if (VALUE_FLAG && e < D) x[j][i] = fmaf(flags * by, a.mean[head * D + e + i], x[j][i]);
+      }
     }
+    if constexpr (INVERSE == 1) hadamard<INVERSE_ORDER>(x, lane);
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) {
+      const int e = 4 * (lane + 32 * j);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (INVERSE == 1 && a.inverse_signs && e < D) x[j][i] *= a.inverse_signs[e + i];
+      if (e < D) store_four<INVERSE == 2 ? 2 : QUERY_TYPE>(a.out, query * D + e, x[j]);
+    }
+    if (a.lse && lane == 0) a.lse[query] = l > 0.f ? (m + log2_(l)) * 0.69314718055994531f : minus_infinity();
   }
-}
+};
 
 DEV int sum_of(int x) {
 #pragma unroll
@@ -106,11 +149,12 @@ DEV int sum_of(int x) {
 }
 DEV int parts_of(int units, float share) { return max(1, (int)((float)units * share)); }
 
-// The sequence b that a unit is of, and the units of all heads of the sequences before it.
-DEV void find(const Arguments& a, int unit, bool split, float share, int lane, int& b, int& before) {
+// The sequence b that a unit is of, and the units of all heads of the sequences before it. `own` are those of the lane-th sequence.
+DEV void find(const Arguments& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
   b = before = 0;
   for (int base = 0; base < a.batch; base += 32) {
-    int units = base + lane < a.batch ? work_of(a, base + lane).units : 0;
+    int units = own;
+    if (base) units = base + lane < a.batch ? work_of(a, base + lane).units : 0;
     if (split && base + lane < a.batch) units = parts_of(units, share);
     int sum = units;
 #pragma unroll
@@ -140,21 +184,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 
   start_dependents();  // outputs by a matrix
   begin_copies(sh.barrier[warp], STAGES, lane);
-  bool alone = DUAL != 2;  // whether no kernel before this one makes queries
   int booked = -1;  // whose codebooks are in shared memory
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
   // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
-  int all = 0;
-  for (int i = lane; i < a.batch; i += 32) all += work_of(a, i).units;
+  const int own = lane < a.batch ? work_of(a, lane).units : 0;
+  int all = own;
+  for (int i = lane + 32; i < a.batch; i += 32) all += work_of(a, i).units;
   all = sum_of(all) * HEADS;
   int blocks = min((int)gridDim.x, max(1, all / (WARPS * 2)));  // two pages a warp, or it is not worth a block
   const bool split = blocks >= 3 * a.batch * HEADS;
   const float share = (float)blocks / (float)all;
   Deal deal = {all / blocks, all % blocks};
   if (split) {
-    blocks = 0;
-    for (int i = lane; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
+    blocks = lane < a.batch ? parts_of(own, share) : 0;
+    for (int i = lane + 32; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
     blocks = sum_of(blocks) * HEADS;
     deal = {1, 0};
   }
@@ -162,46 +206,47 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
   int now = deal.start(part), b, before;
   const int end = deal.start(part + 1);
-  find(a, now, split, share, lane, b, before);
+  find(a, now, split, share, own, lane, b, before);
   while (now < end) {
-    if (threadIdx.x == 0) sh.work = work_of(a, b);
-    __syncthreads();
-    const volatile Work& w = sh.work;
-    const int units = split ? parts_of(w.units, share) : w.units;
+    const Work found = work_of(a, b);
+    if (lane == 0) sh.work[warp] = found;
+    const int units = split ? parts_of(found.units, share) : found.units;
     const int virtual_head = (now - before) / units, head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
     const int start = before + virtual_head * units;
     const int from = now - start, to = min(end, start + units) - start;
-    const int windows = w.units_windows, pages = w.weight;
-    int page_from = max(from - windows * UNIT, 0), page_to = min(max(to - windows * UNIT, 0), pages);
-    int window_from = (from + UNIT - 1) / UNIT, window_to = min(windows, (to + UNIT - 1) / UNIT);
+    int page_from = max(from - found.units_windows * UNIT, 0), page_to = min(max(to - found.units_windows * UNIT, 0), found.weight);
+    int window_from = (from + UNIT - 1) / UNIT, window_to = min(found.units_windows, (to + UNIT - 1) / UNIT);
     if (split) {  // the same share of both
-      page_from = from * pages / units, page_to = to * pages / units;
-      window_from = from * windows / units, window_to = to * windows / units;
+      page_from = from * found.weight / units, page_to = to * found.weight / units;
+      window_from = from * found.units_windows / units, window_to = to * found.units_windows / units;
     }
-    // A warp's share of the block's windows and pages: pages in one stretch, fewer where it has more of the windows.
+    // A warp's share of the block's windows and pages: windows in turn, so that the first `more` warps have one more than the others, which
+    // have `each`; pages in one stretch, fewer where it has more of the windows.
     const int own_windows = max(0, window_to - window_from), own_pages = max(0, page_to - page_from);
-    int quota = (own_windows * UNIT + own_pages + WARPS - 1) / WARPS;
-    for (int room = 0; room < own_pages; quota++) {
-      room = 0;
-      for (int i = 0; i < WARPS; i++) room += max(0, quota - (own_windows - i + WARPS - 1) / WARPS * UNIT);
-      if (room >= own_pages) break;
-    }
-    for (int i = 0; i < warp; i++) page_from += max(0, quota - (own_windows - i + WARPS - 1) / WARPS * UNIT);
-    page_to = min(page_to, page_from + max(0, quota - (own_windows - warp + WARPS - 1) / WARPS * UNIT));
-    page_from = page_at(page_from, w.pages, w.mixed), page_to = page_at(page_to, w.pages, w.mixed);
+    const int each = own_windows / WARPS, more = own_windows % WARPS, level = own_windows * UNIT;
+    int quota = (level + own_pages + WARPS - 1) / WARPS;  // of units
+    if (own_pages <= (WARPS - more) * UNIT) quota = each * UNIT + (own_pages + WARPS - more - 1) / (WARPS - more);
+    const int less = max(0, quota - (each + 1) * UNIT), usual = quota - each * UNIT;  // pages of warps with one more, and of the others
+    page_from += min(warp, more) * less + max(0, warp - more) * usual;
+    page_to = min(page_to, page_from + (warp < more ? less : usual));
+    page_from = page_at(page_from, found.pages, found.mixed), page_to = page_at(page_to, found.pages, found.mixed);
+    const volatile Work& w = sh.work[warp];
+    __syncwarp();
 
     // the first copies are on their way while the query is prepared
-    const s64* table = a.table + (s64)b * a.table_width + w.page;
+    const s64* table = a.table + (s64)b * a.table_width + found.page;
+    s64 pages[STAGES + 1];  // asked for all at once
+#pragma unroll
+    for (int i = 0; i <= STAGES; i++) pages[i] = page_from + i < page_to ? table[page_from + i] : 0;
     int ahead = page_from;  // the next page to be copied
-    __syncwarp();
 #pragma unroll
     for (int i = 0; i < STAGES; i++, ahead++) {
       if (ahead < page_to) {
         const int stage = copied++ % STAGES;
-        copy_run(stages + stage * RUN, a.pages + (table[ahead] * KV_HEADS + head) * RUN, &sh.barrier[warp][stage], lane);
+        copy_run(stages + stage * RUN, a.pages + (pages[i] * KV_HEADS + head) * RUN, &sh.barrier[warp][stage], lane);
       } else no_copy();
     }
-    s64 next = ahead < page_to ? table[ahead] : 0;
+    s64 next = pages[STAGES];
 #if INDEXED
     if (booked < 0 || (KEY_BOOK_HEADS * VALUE_BOOK_HEADS > 1 && booked != head)) {
       KeyBook::load_book<WARPS * 32>(dynamic, a.key_books + (KEY_BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
@@ -210,13 +255,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       __syncthreads();
     }
 #endif
-    if (!alone) await_kernel(), alone = true;  // what was read so far, the kernel of the queries does not write
+    if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
 
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
-    const s64 query = (s64)b * KV_HEADS * GROUP + query_head, place = query * D;
-#if TURNED
-    constexpr int LAST_LINE = (sizeof(Turned) + 127) / 128;
+    const s64 query = (s64)b * KV_HEADS * GROUP + query_head;
+#if PREPARED
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
     prepare(sh.query, a, query, count);
@@ -238,6 +282,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         attend_window(a, some, until, owner, head, lane, turned[block], rows, st);
         some = until;
       }
+#elif PREPARED
+      attend_window(a, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
 #else
       attend_window(a, at, last, owner, head, lane, sh.query, sh.query.rows, st);
 #endif
@@ -246,7 +292,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #endif
     Query q;
 #if TURNED
+    constexpr int LAST_LINE = (sizeof(Turned) + 127) / 128;
     int block = -1;
+#elif PREPARED
+    load_query(q, *turned, lane, a.scale);
 #else
     load_query(q, sh.query, lane, a.scale);
 #endif
@@ -354,74 +403,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int h = 0; h < OWN; h++) sh.m[warp][4 * h + t] = st.m[h], sh.l[warp][4 * h + t] = st.l[h], sh.flags[warp][4 * h + t] = st.flags[h];
     __syncthreads();
 
-    // a block's warps together
+    // a block's warps together, then blocks: a warp has some query heads
     const bool whole = from == 0 && to == units;
-    float* mine = a.partial + ((s64)part * 2 + (from > 0 ? 0 : 1)) * PARTIAL;
-    if (threadIdx.x < TILE_HEADS) {
-      const int h = threadIdx.x;
-      float m = minus_infinity(), l = 0.f, f = 0.f;
-#pragma unroll
-      for (int i = 0; i < WARPS; i++)
-        if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
-#pragma unroll
-      for (int i = 0; i < WARPS; i++) {
-        const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
-        l += by * sh.l[i][h], f += by * sh.flags[i][h];
-        sh.l[i][h] = by;  // the warp's weight
-      }
-      const float back = l > 0.f ? 1.f / l : 0.f;
-#pragma unroll
-      for (int i = 0; i < WARPS; i++) sh.l[i][h] *= back;
-      sh.total_m[h] = l > 0.f ? m + log2_(l) : minus_infinity(), sh.total_l[h] = 1.f, sh.total_flags[h] = f * back;
-      if (!whole) mine[TILE_HEADS * D + h] = sh.total_m[h], mine[TILE_HEADS * (D + 1) + h] = sh.total_flags[h];
+    Output out;
+    for (int h = warp; h < count; h += WARPS) {
+      out.gather(sh, outputs, OUTPUT_STRIDE, h, lane);
+      if (whole) out.finish(a, query + h, head, lane);
+      else out.store(a.partial + ((s64)part * 2 + (from == 0)) * PARTIAL, h, lane);
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < TILE_HEADS * D; i += WARPS * 32) {
-      float x = 0.f;
-#pragma unroll
-      for (int k = 0; k < WARPS; k++) {
-        const float by = sh.l[k][i / D];
-        x += by > 0.f ? by * outputs[k * OUTPUT_STRIDE + i] : 0.f;
-      }
-      if (whole) sh.query.rows[i] = x;
-      else mine[i] = x;
-    }
-
-    // blocks together
-    bool finish = whole;
-    if (!whole) {
-      const int first = deal.block(start), last = deal.block(start + units - 1);
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        int* counter = a.arrived + b * HEADS + virtual_head;
-        sh.last = arrive(counter) == last - first;
-        if (sh.last) *counter = 0;
-      }
-      __syncthreads();
-      finish = sh.last;
-      if (finish) merge_parts(a, sh, dynamic, first, last);
-    }
-    if (finish) {
-      __syncthreads();
-      for (int h = warp; h < count; h += WARPS) {
-        const float by = sh.total_l[h] > 0.f ? 1.f / sh.total_l[h] : 0.f;
-        float x[PER_LANE];
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-          const int e = lane + 32 * i;
-          x[i] = e < D ? sh.query.rows[h * D + e] * by : 0.f;
-          if (VALUE_FLAG && e < D) x[i] = fmaf(sh.total_flags[h] * by, a.mean[head * D + e], x[i]);
-        }
-        if constexpr (INVERSE == 1) hadamard<INVERSE_ORDER>(x, lane);
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-          const int e = lane + 32 * i;
-          if (e < D) store_number<INVERSE == 2 ? 2 : QUERY_TYPE>(a.out, place + h * D + e, INVERSE == 1 && a.inverse_signs ? x[i] * a.inverse_signs[e] : x[i]);
-        }
-      }
-      if (a.lse && threadIdx.x < count) {
-        const float l = sh.total_l[threadIdx.x], m = sh.total_m[threadIdx.x];
-        a.lse[query + threadIdx.x] = l > 0.f ? (m + log2_(l)) * 0.69314718055994531f : minus_infinity();
+    if (!whole && warp < count) {
+      const int first = split ? start : deal.block(start), last = split ? start + units - 1 : deal.block(start + units - 1);
+      int* counter = a.arrived + (b * HEADS + virtual_head) * WARPS + warp;
+      int before_this = 0;
+      __syncwarp();
+      if (lane == 0) before_this = arrive(counter);
+      if (__shfl_sync(FULL, before_this, 0) == last - first) {
+        if (lane == 0) *counter = 0;
+        __syncwarp();
+        for (int h = warp; h < count; h += WARPS) out.merge(a.partial, first, last, h, lane), out.finish(a, query + h, head, lane);
       }
     }
     fence_copies();  // the stages were written as memory and will be copied to

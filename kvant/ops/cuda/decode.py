@@ -19,7 +19,7 @@ from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, s
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-ROWS_A_BLOCK = {"kvant_dual": 16, "kvant_inverse": 4}  # of queries or outputs that are multiplied by a matrix
+ROWS_A_BLOCK = 4  # of outputs that are multiplied by a matrix
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
@@ -56,6 +56,14 @@ class _TurnArguments(ctypes.Structure):
     ]
 
 
+class _DualArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "matrix", "lost", "out", "rows")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("batch", "matrix_heads")),
+    ]
+
+
 class _RowArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("source", "out", "matrix", "offset")),
@@ -78,24 +86,14 @@ def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
 
 
-def _multiply(
-    plan: Plan, name: str, x: Tensor, matrix: Tensor, offset: Tensor | None, dtype: torch.dtype, dependent: bool = False
-) -> Tensor:
-    """Queries or outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
+def _multiply(plan: Plan, x: Tensor, matrix: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     heads, rows = len(matrix), x.shape[1] // len(matrix)
-    arguments = _RowArguments(
-        x.data_ptr(),
-        out.data_ptr(),
-        matrix.data_ptr(),
-        None if offset is None else offset.data_ptr(),
-        len(x),
-        heads,
-        rows,
-    )
-    kernel = _row_kernel(plan, name, x.device)
-    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK[name]), kernel.blocks // heads))
-    kernel.launch((blocks, heads), arguments, dependent)
+    arguments = _RowArguments(*nvrtc.addresses(x, out, matrix, offset), len(x), heads, rows)
+    kernel = _row_kernel(plan, "kvant_inverse", x.device)
+    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
+    kernel.launch((blocks, heads), arguments, plan.bulk)
     return out
 
 
@@ -265,7 +263,7 @@ def _decode(
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
     arrived = _counters(
-        query.device, len(query) * heads
+        query.device, len(query) * heads * made.warps
     )  # now: nothing may come between what makes queries and what waits for it
     q, signs = query, dual
     log2e = math.log2(math.e)
@@ -276,8 +274,7 @@ def _decode(
     if cosine is not None:
         assert dual is not None and sine is not None
         blocks, signs = _blocks(made.layout, table.shape[1], first), None
-        each = made.own_heads * (made.key_registers * 32 + 20)  # words
-        turned = torch.empty(len(query) * heads * blocks * each, dtype=torch.int32, device=query.device)
+        turned = torch.empty(len(query) * heads * blocks * made.turned_words, dtype=torch.int32, device=query.device)
         rows = torch.empty(
             len(query) * heads * made.turned_slots * made.tile_heads * made.layout.head_dim,
             dtype=torch.float32,
@@ -300,7 +297,16 @@ def _decode(
         )
     elif made.dual[0] == MATRIX:
         assert dual is not None
-        q, signs = _multiply(made, "kvant_dual", query, dual, None, torch.float32), None
+        q, blocks, signs = _rows(query, made), 1, None
+        turned = torch.empty(len(query) * heads * made.turned_words, dtype=torch.int32, device=query.device)
+        inputs = [query, dual, lost, turned, q]
+        kernel_of_queries = _row_kernel(made, "kvant_dual", query.device)
+        at_once = 16 // made.tile_heads  # sequences
+        kernel_of_queries.launch(
+            (max(1, min(-(-len(query) // at_once), kernel_of_queries.blocks // heads)), heads),
+            _DualArguments(*nvrtc.addresses(*inputs), scales[0], len(query), len(dual)),
+        )
+        rows = q
     tensors: list[Tensor | None] = [
         q,
         out,
@@ -328,8 +334,14 @@ def _decode(
     kernel.launch((kernel.blocks, 1), arguments, made.bulk and made.dual[0] == MATRIX)
     if by_matrix:
         assert inverse is not None
-        out = _multiply(made, "kvant_inverse", out, inverse, inverse_offset, query.dtype, made.bulk)
+        out = _multiply(made, out, inverse, inverse_offset, query.dtype)
     return out, lse
+
+
+def _rows(query: Tensor, plan: Plan) -> Tensor:
+    """Room for queries in the space of the keys. Kernels look at whole tiles of heads, the last of which may be short."""
+    room = torch.empty(query.numel() + plan.tile_heads * query.shape[2], dtype=torch.float32, device=query.device)
+    return room[: query.numel()].view(query.shape)
 
 
 @_decode.register_fake

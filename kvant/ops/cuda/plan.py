@@ -16,7 +16,7 @@ from kvant.codecs.channel import Channel
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.spaces import refuse_turns
+from kvant.ops.spaces import MATRIX, refuse_turns
 
 Tensor = torch.Tensor
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
@@ -426,6 +426,7 @@ class Plan:
             "DUAL_ORDER": self.dual[1],
             "INVERSE": self.inverse[0],
             "INVERSE_ORDER": self.inverse[1],
+            "PREPARED": int(self.prepared),
             "TURNED": layout.recipe.key.turned_back,
             "TURN_WARPS": self.turn_warps,
             "TURN_PARTS": parts,
@@ -485,6 +486,16 @@ class Plan:
             }
             place += size
         return constants
+
+    @property
+    def prepared(self) -> bool:
+        """Whether a kernel before makes what queries are multiplied by keys as, and not every block for itself."""
+        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise
+
+    @property
+    def turned_words(self) -> int:
+        """Of what the queries of a KV head, or of a tile of them, are multiplied by keys as: the kernels' `Turned`."""
+        return self.own_heads * (self.key_registers * 32 + 20)
 
     @property
     def turned_slots(self) -> int:

@@ -46,35 +46,40 @@ struct Prepared {
 DEV float peak_of(const Prepared& p, int head) { return p.top[head]; }  // the largest of all channels of a query
 DEV float peak_of(const Turned& p, int head) { return p.peak[head]; }
 
-constexpr int PER_LANE = (D + 31) / 32;  // elements lane, lane + 32, ... of a row
+constexpr int FOURS = (D / 4 + 31) / 32;  // a lane of a row has channels 4 (lane + 32 j) to 4 (lane + 32 j) + 3, where they are fewer than D
 
 DEV float row_sum(float x) {
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
   return x;
 }
+DEV float row_max(float x) {
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
+  return x;
+}
 
-template <int ORDER> DEV void hadamard(float* x, int lane) {  // of every run of ORDER elements of a warp's row
+template <int ORDER> DEV void hadamard(float (*x)[4], int lane) {  // of every run of ORDER elements of a warp's row
 #pragma unroll
-  for (int half = 1; half < ORDER; half *= 2) {
-    if (half < 32) {
+  for (int half = 1; half < ORDER; half *= 2)
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) {
-        const float other = __shfl_xor_sync(FULL, x[i], half);
-        x[i] = lane & half ? other - x[i] : x[i] + other;
-      }
-    } else {
+    for (int j = 0; j < FOURS; j++)
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++)
-        if (!(i & half / 32) && i + half / 32 < PER_LANE) {
-          const float first = x[i], second = x[(i + half / 32) % PER_LANE];
-          x[i] = first + second, x[(i + half / 32) % PER_LANE] = first - second;
+      for (int i = 0; i < 4; i++) {
+        if (half >= 4 && half < 128) {
+          const float other = __shfl_xor_sync(FULL, x[j][i], half / 4);
+          x[j][i] = lane & half / 4 ? other - x[j][i] : x[j][i] + other;
+        } else if (half < 4 ? !(i & half) : !(j & half / 128)) {
+          float &first = x[j][i], &second = x[half < 4 ? j : (j + half / 128) % FOURS][half < 4 ? (i + half) % 4 : i];
+          const float sum = first + second;
+          second = first - second, first = sum;
         }
-    }
-  }
+      }
   const float by = rsqrtf((float)ORDER);
 #pragma unroll
-  for (int i = 0; i < PER_LANE; i++) x[i] *= by;
+  for (int j = 0; j < FOURS; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[j][i] *= by;
 }
 
 #if KEY_GROUP
@@ -113,8 +118,8 @@ template <class I> DEV constexpr float heaviest(KeyIndices<I>) { return 1.f; }
 template <class... P> DEV float query_step(Planes<P...>, float top) { return top * (heaviest(Planes<P...>{}) / QUERY_TOP); }
 template <class I> DEV float query_step(KeyIndices<I>, float top) { return __uint_as_float(__float_as_uint(top) & 0x7f800000u) * (1.f / 256.f); }
 
-// Bytes of TILE_HEADS queries, whose largest magnitudes are `tops`, for a plane of the keys' codes.
-template <int THREADS, class P> DEV void make_plane(const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+// Bytes of TILE_HEADS queries, rows of STRIDE floats whose largest magnitudes are `tops`, for a plane of the keys' codes.
+template <int THREADS, int STRIDE, class P> DEV void make_plane(const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * P::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % P::REGISTERS, n = j / 32 / P::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
     u32 packed = 0;
@@ -123,20 +128,20 @@ template <int THREADS, class P> DEV void make_plane(const float* rows, const flo
 #pragma unroll
       for (int byte = 0; byte < 4; byte++) {
         const int channel = P::channel(i, byte, lane & 3);
-        const int whole = channel >= 0 ? __float2int_rn(rows[head * D + channel] * by) : 0, high = (whole + 64) >> 7;
+        const int whole = channel >= 0 ? __float2int_rn(rows[head * STRIDE + channel] * by) : 0, high = (whole + 64) >> 7;
         packed |= (u32)((g & 1 ? whole - high * 128 : high) & 255) << (8 * byte);
       }
     }
     f[n][P::BEFORE + i][lane] = packed;
   }
 }
-template <int THREADS, class... P> DEV void make_planes(Planes<P...>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
-  (make_plane<THREADS, P>(rows, tops, f), ...);
+template <int THREADS, int STRIDE, class... P> DEV void make_planes(Planes<P...>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+  (make_plane<THREADS, STRIDE, P>(rows, tops, f), ...);
 }
-template <int THREADS, class I> DEV void make_planes(KeyIndices<I>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+template <int THREADS, int STRIDE, class I> DEV void make_planes(KeyIndices<I>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % Keys::REGISTERS, n = j / 32 / Keys::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
-    const float* x = rows + min(head, TILE_HEADS - 1) * D + (lane & 3) * (D / 4) + 2 * KeyIndices<I>::word(i, g);
+    const float* x = rows + min(head, TILE_HEADS - 1) * STRIDE + (lane & 3) * (D / 4) + 2 * KeyIndices<I>::word(i, g);
     const float by = head < TILE_HEADS ? 1.f / query_step(KeyIndices<I>{}, tops[head]) : 0.f;
     f[n][i][lane] = fp16_pair(x[0] * by, x[1] * by);
   }
@@ -150,22 +155,24 @@ DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // q
   const s64 place = query * D;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   for (int h = warp; h < TILE_HEADS; h += WARPS) {
-    float x[PER_LANE], top = 1e-30f, sum = 0.f;
+    float x[FOURS][4], top = 1e-30f, sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      const int e = lane + 32 * i;
-      x[i] = e < D && h < heads ? load_number<DUAL == 2 ? 2 : QUERY_TYPE>(a.query, place + h * D + e) : 0.f;
-      if (DUAL == 1 && a.dual_signs && e < D) x[i] *= a.dual_signs[e];
+    for (int j = 0; j < FOURS; j++) {
+      const int e = 4 * (lane + 32 * j);
+      x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
+      if (e < D && h < heads) load_four<DUAL == 2 ? 2 : QUERY_TYPE>(x[j], a.query, place + h * D + e);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (DUAL == 1 && a.dual_signs && e < D) x[j][i] *= a.dual_signs[e + i];
     }
     if constexpr (DUAL == 1) hadamard<DUAL_ORDER>(x, lane);
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      if (lane + 32 * i < D) sh.rows[h * D + lane + 32 * i] = x[i];
-      top = fmaxf(top, fabsf(x[i])), sum += x[i];
-    }
-    sum = row_sum(sum);
+    for (int j = 0; j < FOURS; j++) {
+      if (4 * (lane + 32 * j) < D) store_four<2>(sh.rows, h * D + 4 * (lane + 32 * j), x[j]);
 #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
+      for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[j][i])), sum += x[j][i];
+    }
+    sum = row_sum(sum), top = row_max(top);
     __syncwarp();
     if (lane == 0) sh.top[h] = top, sh.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f;
 #if !KEY_GROUP
@@ -177,7 +184,7 @@ DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // q
 #if KEY_GROUP
   make_pairs(sh);
 #else
-  make_planes<WARPS * 32>(Keys{}, sh.rows, sh.top, sh.f);
+  make_planes<WARPS * 32, D>(Keys{}, sh.rows, sh.top, sh.f);
 #endif
   __syncthreads();
 }
@@ -206,14 +213,17 @@ DEV float capped(float x, float m, float cap) {  // a score in powers of two, le
 
 // --- rows by a matrix ---------------------------------------------------------------------------------------------------------
 
-struct RowArguments {
-  const void* in;
-  void* out;
-  const void* matrix;      // [heads, D / 16, D / 16, 2, 32] of uint4 (`row_fragments`) for queries, [heads, D, D] of floats for outputs
-  const float* offset;     // [heads, D]
-  int batch, heads, rows;  // rows of a head and sequence
+constexpr int AT_ONCE = 16 / TILE_HEADS, UNIT_ROWS = AT_ONCE * TILE_HEADS;  // sets of queries, and queries, that are rows of one product
+
+struct DualArguments {
+  const void* in;       // queries
+  const uint4* matrix;  // [1 or KV_HEADS, D / 16, D / 16, 2, 32], see plan.py
+  const float* lost;    // as decode's
+  Turned* out;          // [batch, HEADS]; not where keys are coded over groups of tokens
+  float* rows;          // [batch, KV_HEADS * GROUP, D], for windows and such groups
+  float scale;
+  int batch, matrix_heads;
 };
-DEV s64 row_place(const RowArguments& a, int row) { return (((s64)(row / a.rows) * a.heads + blockIdx.y) * a.rows + row % a.rows) * D; }
 
 constexpr int DUAL_WARPS = D / 16, DUAL_STEPS = D / 16;
 constexpr bool DUAL_HELD = D <= 128;  // whether a warp's columns of the matrix stay in registers
@@ -240,21 +250,32 @@ struct DualRow {
   }
 };
 
-// Queries on their way in, by the matrix of a head, in two parts of bfloat16: a block has 16 rows at a time, a warp 16 columns. Of the
-// channels of a row lane t has a quarter, one after another, and of a warp's columns four. Sums are float32.
-extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const RowArguments a) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, all = a.batch * a.rows;
-  const uint4* matrix = (const uint4*)a.matrix + (s64)(blockIdx.y * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane;
+// Queries on their way in, by the matrix of a head, in two parts of bfloat16, and made into bytes: a block has the queries of AT_ONCE
+// sequences at a time, 16 rows, a warp 16 columns. Of the channels of a row lane t has a quarter, one after another, and of a warp's columns
+// four. Sums are float32.
+extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const DualArguments a) {
+  constexpr int STRIDE = D + 4;  // rows start in different banks
+  __shared__ __align__(16) float rows[16 * STRIDE];
+  __shared__ float tops[16];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = blockIdx.y, head = tile / QUERY_TILES;
+  const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
+  const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane;
   start_dependents();
   uint4 held[DUAL_HELD ? DUAL_STEPS : 1][2];
   if constexpr (DUAL_HELD)
 #pragma unroll
     for (int k = 0; k < DUAL_STEPS; k++) held[k][0] = __ldg(matrix + k * 64), held[k][1] = __ldg(matrix + k * 64 + 32);
-  for (int first = blockIdx.x * 16; first < all; first += gridDim.x * 16) {
+  for (int first = blockIdx.x * AT_ONCE; first < a.batch; first += gridDim.x * AT_ONCE) {
     s64 place[2];
+    bool there[2];
     DualRow x[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) place[r] = row_place(a, min(first + g + 8 * r, all - 1)), x[r].load(a.in, place[r], t);
+    for (int r = 0; r < 2; r++) {
+      const int row = g + 8 * r, b = first + row / TILE_HEADS, h = row % TILE_HEADS;
+      there[r] = row < UNIT_ROWS && b < a.batch && h < heads;
+      place[r] = ((s64)min(b, a.batch - 1) * KV_HEADS * GROUP + query + min(h, heads - 1)) * D;
+      x[r].load(a.in, place[r], t);
+    }
     float c[2][4] = {};
 #pragma unroll
     for (int k = 0; k < DUAL_STEPS; k++) {
@@ -268,11 +289,48 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const R
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      if (first + g + 8 * r < all)
-        *(float4*)((float*)a.out + place[r] + warp * 16 + 4 * t) = make_float4(c[0][2 * r], c[0][2 * r + 1], c[1][2 * r], c[1][2 * r + 1]);
+    for (int r = 0; r < 2; r++) {
+      const float y[4] = {c[0][2 * r], c[0][2 * r + 1], c[1][2 * r], c[1][2 * r + 1]}, none[4] = {0.f, 0.f, 0.f, 0.f};
+      const int column = warp * 16 + 4 * t;
+      if ((WINDOW_TOKENS || KEY_GROUP) && there[r]) store_four<2>(a.rows, place[r] + column, y);
+      store_four<2>(rows, (g + 8 * r) * STRIDE + column, there[r] ? y : none);
+    }
+#if !KEY_GROUP
+    __syncthreads();
+    for (int row = warp; row < UNIT_ROWS && first + row / TILE_HEADS < a.batch; row += DUAL_WARPS) {
+      const int b = first + row / TILE_HEADS, h = row % TILE_HEADS;
+      float top = 1e-30f, sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < FOURS; j++) {
+        float x[4] = {0.f, 0.f, 0.f, 0.f};
+        if (4 * (lane + 32 * j) < D) load_four<2>(x, rows, row * STRIDE + 4 * (lane + 32 * j));
+#pragma unroll
+        for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[i])), sum += x[i];
+      }
+      sum = row_sum(sum), top = row_max(top);
+      const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, rows + row * STRIDE, lane)) : 0.f;
+      if (lane == 0) {
+        Turned& out = a.out[(s64)b * HEADS + tile];
+        tops[row] = out.top[h] = out.peak[h] = top, out.sum[h] = sum, out.bias[h] = bias;
+        out.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[(s64)b * KV_HEADS * GROUP + query + h] * a.scale : 0.f;
+      }
+    }
+    __syncthreads();
+    for (int unit = 0; unit < AT_ONCE && first + unit < a.batch; unit++)
+      make_planes<DUAL_WARPS * 32, STRIDE>(Keys{}, rows + unit * TILE_HEADS * STRIDE, tops + unit * TILE_HEADS, a.out[(s64)(first + unit) * HEADS + tile].f);
+    __syncthreads();
+#endif
   }
 }
+
+struct RowArguments {
+  const void* in;
+  void* out;
+  const void* matrix;      // [heads, D, D] of floats
+  const float* offset;     // [heads, D]
+  int batch, heads, rows;  // rows of a head and sequence
+};
+DEV s64 row_place(const RowArguments& a, int row) { return (((s64)(row / a.rows) * a.heads + blockIdx.y) * a.rows + row % a.rows) * D; }
 
 // Outputs on their way out, in float32. On the tensor cores, with 16 rows a block, this was slower where rows are few.
 extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_inverse(const RowArguments a) {
@@ -301,7 +359,6 @@ struct TurnArguments {
 // bytes of its word; one whose columns are the sum, the bias and what is lost; and the channels in their order.
 constexpr int TURN_THREADS = TURN_WARPS * 32, EACH = Keys::REGISTERS / TURN_WARPS;  // registers of the keys that a warp makes
 constexpr int SPECIAL = 2 * Keys::REGISTERS, IN_ORDER = SPECIAL + 1, TURN_TILES = IN_ORDER + D / 8;
-constexpr int AT_ONCE = 16 / TILE_HEADS, TURN_ROWS = AT_ONCE * TILE_HEADS;  // blocks of positions, and queries, that a product has
 // A warp's part of the matrix is in its registers where they have room, else it is read anew for every product. Sums of the parts are kept
 // apart, so that products need not wait for each other, where registers are left.
 constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 TURN_PARTS registers
@@ -506,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
     __syncthreads();
     int place[2];  // of rows g and g + 8
 #pragma unroll
-    for (int r = 0; r < 2; r++) place[r] = g + 8 * r < TURN_ROWS ? now.place[min((g + 8 * r) / TILE_HEADS, AT_ONCE - 1)] : -1;
+    for (int r = 0; r < 2; r++) place[r] = g + 8 * r < UNIT_ROWS ? now.place[min((g + 8 * r) / TILE_HEADS, AT_ONCE - 1)] : -1;
     float sums[APART][2 * EACH][4], (*sum)[4] = sums[0];
     clear<2 * EACH>(sums);
 #pragma unroll
@@ -554,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
         gather<1>(c);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < TURN_ROWS ? now.slot[unit] : -1;
+          const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < UNIT_ROWS ? now.slot[unit] : -1;
           peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
           if (slot >= 0) {
             float* to = a.rows + ((s64)slot * TILE_HEADS + row % TILE_HEADS) * D;

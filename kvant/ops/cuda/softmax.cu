@@ -19,7 +19,8 @@ using Values = VALUE_CODES;
 constexpr int SHARE = D / VALUE_GROUPS / 8;  // channels that a lane has of each group of channels with a scale of its own
 DEV constexpr int value_channel(int g, int element) { return element / SHARE * (D / VALUE_GROUPS) + g * SHARE + element % SHARE; }
 
-// What a query is multiplied by keys as: its bytes for the 32 lanes, and numbers of every head. See queries.cu.
+// What a query is multiplied by keys as: its bytes for the 32 lanes, and numbers of every head. Where a kernel before makes them (PREPARED), for
+// every block of positions to which queries are turned back (TURNED), or for one. See queries.cu.
 struct Turned {
   u32 f[OWN][Keys::REGISTERS ? Keys::REGISTERS : 1][32];
   float top[4 * OWN], sum[4 * OWN], bias[4 * OWN], lost[4 * OWN];
@@ -42,9 +43,10 @@ struct Arguments {
   float* partial;
   int* arrived;
   const u8 *key_books, *value_books;  // where streams are indices: fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]
-  // where keys are turned back to the start of their block of TURNED positions: queries turned back to every one
-  const Turned* turned;     // [batch, HEADS, blocks]
-  const float* turned_rows;  // [batch, HEADS, TURNED_SLOTS, TILE_HEADS, D] in the space of the keys, for blocks that windows reach into
+  // where a kernel before makes queries: bytes, and rows in the space of the keys for windows. Where keys are turned back to the start of their
+  // block of TURNED positions, for every block, and rows for those that windows reach into
+  const Turned* turned;      // [batch, HEADS, blocks]
+  const float* turned_rows;  // [batch, HEADS, TURNED_SLOTS, TILE_HEADS, D]; [batch, KV_HEADS * GROUP, D] where nothing is turned back
   float scale, cap;
   int batch, table_width, window, blocks, first;  // first: position of the first token, for RoPE
 };

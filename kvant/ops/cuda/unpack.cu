@@ -15,8 +15,6 @@ struct UnpackArguments {
   int first, count, n, frontier;  // tokens [first, first + count) of n, of which those from the frontier on may be in the window
 };
 
-template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_pair(x, y) : fp16_pair(x, y); }
-
 struct Scale {
   float scale, zero;
 };
