@@ -3,7 +3,7 @@
 // --- scores of a page, keys coded token by token -------------------------------------------------------------------------
 
 #if !KEY_GROUP && !INDEXED
-template <int N, class P> DEV void key_products(const u8* run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
+template <int N, class P> DEV void key_products(Run run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
   u32 w[N][P::WORDS];
 #pragma unroll
   for (int i = 0; i < N; i++) load_words<P::WORDS>(w[i], run + P::OFFSET + ((tile + i) * 32 + lane) * P::WORDS * 4);
@@ -17,12 +17,12 @@ template <int N, class P> DEV void key_products(const u8* run, int tile, int lan
     }
   }
 }
-template <int N, class... P> DEV void all_products(Planes<P...>, const u8* run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
+template <int N, class... P> DEV void all_products(Planes<P...>, Run run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
   (key_products<N, P>(run, tile, lane, q, c), ...);
 }
 
 // Scores of N tiles of a page in powers of two, less the state's m.
-template <int N> DEV void page_scores(const u8* run, int tile, int lane, const Query& q, const State& st, float cap, float s[N][OWN][2]) {
+template <int N> DEV void page_scores(Run run, int tile, int lane, const Query& q, const State& st, float cap, float s[N][OWN][2]) {
   int c[N][OWN][4];
 #pragma unroll
   for (int i = 0; i < N; i++)
@@ -76,7 +76,7 @@ template <int N> struct Probabilities {
 template <int N> struct PageValues {
   float scale[N][2], rest[N][2], flag[N][2];
 
-  DEV float load(const u8* run, int tile, int lane) {  // returns the largest scale that the lane sees
+  DEV float load(Run run, int tile, int lane) {  // returns the largest scale that the lane sees
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -108,7 +108,7 @@ template <int N> struct PageValues {
     return largest;
   }
   // Adds probabilities x times values.
-  DEV void add(State& st, float x[N][OWN][2], const u8* run, int tile, int lane) const {
+  DEV void add(State& st, float x[N][OWN][2], Run run, int tile, int lane) const {
     const int g = lane >> 2;
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -358,12 +358,6 @@ DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head
 #pragma unroll
   for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, from, to, owner, head, lane);
   st.settle<WINDOW_TILES>(s, 0.f);
-#pragma unroll
-  for (int i = 0; i < WINDOW_TILES; i++)
-#pragma unroll
-    for (int h = 0; h < OWN; h++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) st.l[h] += s[i][h][r] = exp2_(s[i][h][r]);
 #if INDEXED
 #pragma unroll
   for (int i = 0; i < WINDOW_TILES; i++)
@@ -406,17 +400,8 @@ template <int N> DEV void leave_out(float s[N][OWN][2], int at, int first, int l
       for (int n = 0; n < OWN; n++) s[i][n][r] = position < first || position >= last ? minus_infinity() : s[i][n][r];
     }
 }
-template <int N> DEV void to_probabilities(State& st, float s[N][OWN][2]) {
-#pragma unroll
-  for (int i = 0; i < N; i++)
-#pragma unroll
-    for (int n = 0; n < OWN; n++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) st.l[n] += s[i][n][r] = exp2_(s[i][n][r]);
-}
-
 // One chunk of at most 64 tokens of a page.
-DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, Query& q, State& st, float cap, const u8*) {
+DEV void attend_page(Run run, int tile, int at, int first, int last, int lane, Query& q, State& st, float cap, const u8*) {
   float s[CHUNK][OWN][2];
   page_scores<CHUNK>(run, tile, lane, q, st, cap, s);
   PageValues<CHUNK> values;
@@ -426,7 +411,6 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
     leave_out<CHUNK>(s, at, first, last, lane);
   }
   st.settle<CHUNK>(s, largest);
-  to_probabilities<CHUNK>(st, s);
   values.add(st, s, run, tile, lane);
 }
 #endif
@@ -452,7 +436,6 @@ DEV void attend_mixed(const Arguments& a, const u8* run, int tile, int at, int f
   packed.load(run, tile, lane);
   const float largest = packed.keep(at, first, min(values, last), lane);
   st.settle<MIXED_TILES>(s, largest);
-  to_probabilities<MIXED_TILES>(st, s);
   if (at + 16 * MIXED_TILES > values && values < last) {
     float x[MIXED_TILES][OWN][2];
 #pragma unroll

@@ -161,7 +161,7 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ =
   DEV static constexpr int power(int element) { return BARE ? bare_position<BITS>(element) : position<BITS>(element); }
   DEV static constexpr float unit(int element) { return (float)(1 << power(element)) * (BARE ? 5.9604644775390625e-8f : 1.f); }  // that a code counts
 
-  DEV void load(const u8* run, int tile, int lane) {
+  template <class Run> DEV void load(Run run, int tile, int lane) {
     load_words<WORDS>(w, run + OFFSET + (tile * 32 + lane) * WORDS * 4);
     if constexpr (BITS == 3) {
       static_assert(WIDTH % 64 == 0, "a lane has whole words");

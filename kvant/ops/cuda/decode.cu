@@ -202,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     blocks = sum_of(blocks) * HEADS;
     deal = {1, 0};
   }
-  int copied = 0, read = 0;  // runs of this warp
+  const u32 room = held_address(stages), barriers = held_address(sh.barrier[warp]);
+  u32 read = 0;  // runs of this warp
   for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
   int now = deal.start(part), b, before;
   const int end = deal.start(part + 1);
@@ -235,18 +236,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 
     // the first copies are on their way while the query is prepared
     const s64* table = a.table + (s64)b * a.table_width + found.page;
-    s64 pages[STAGES + 1];  // asked for all at once
+    const u8* own_runs = a.pages + head * RUN;
+    u32 next[STAGES + 1];  // pages, asked for all at once
 #pragma unroll
-    for (int i = 0; i <= STAGES; i++) pages[i] = page_from + i < page_to ? table[page_from + i] : 0;
-    int ahead = page_from;  // the next page to be copied
+    for (int i = 0; i <= STAGES; i++) next[i] = page_from + i < page_to ? (u32)table[page_from + i] : 0u;
 #pragma unroll
-    for (int i = 0; i < STAGES; i++, ahead++) {
-      if (ahead < page_to) {
-        const int stage = copied++ % STAGES;
-        copy_run(stages + stage * RUN, a.pages + (pages[i] * KV_HEADS + head) * RUN, &sh.barrier[warp][stage], lane);
-      } else no_copy();
+    for (int i = 0; i < STAGES; i++) {
+      const u32 stage = (read + i) % STAGES;
+      if (page_from + i < page_to) copy_run(room + stage * RUN, own_runs + (u64)next[i] * (KV_HEADS * RUN), barriers + stage * 8, lane);
+      else no_copy();
     }
-    s64 next = pages[STAGES];
+    u32 coming = next[STAGES];  // the page to be copied when one has been read
 #if INDEXED
     if (booked < 0 || (KEY_BOOK_HEADS * VALUE_BOOK_HEADS > 1 && booked != head)) {
       KeyBook::load_book<WARPS * 32>(dynamic, a.key_books + (KEY_BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
@@ -304,10 +304,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const int keys = w.keys, values = w.values;
 #endif
     for (int page = page_from; page < page_to; page++) {
-      const int stage = read % STAGES;
-      await_run(&sh.barrier[warp][stage], read / STAGES & 1);
+      const u32 stage = read % STAGES;
+      await_run(barriers + stage * 8, read / STAGES & 1);
       read++;
-      const u8* run = stages + stage * RUN;
+#if KEY_GROUP || INDEXED
+      const Run run = stages + stage * RUN;
+#else
+      const Run run = {room + stage * RUN};
+#endif
 #if KEY_GROUP
       q.entered = -1;
 #endif
@@ -340,11 +344,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #endif
       }
       __syncwarp();
-      if (ahead < page_to) {
-        const int to_stage = copied++ % STAGES;
-        copy_run(stages + to_stage * RUN, a.pages + (next * KV_HEADS + head) * RUN, &sh.barrier[warp][to_stage], lane);
-        ahead++;
-        next = ahead < page_to ? table[ahead] : 0;
+      if (page + STAGES < page_to) {
+        copy_run(room + stage * RUN, own_runs + (u64)coming * (KV_HEADS * RUN), barriers + stage * 8, lane);
+        if (page + STAGES + 1 < page_to) coming = (u32)table[page + STAGES + 1];
       } else no_copy();
     }
 

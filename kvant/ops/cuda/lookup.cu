@@ -41,11 +41,7 @@ DEV void attend_page(const u8* run, int tile, int at, int first, int last, int l
     for (int r = 0; r < 2; r++) {
       u32 b[OWN][2], x[2][Values::WORDS];
 #pragma unroll
-      for (int n = 0; n < OWN; n++) {
-        const float p = exp2_(s[i][n][r]);
-        st.l[n] += p;
-        spread(b[n], p, g);
-      }
+      for (int n = 0; n < OWN; n++) spread(b[n], s[i][n][r], g);
 #pragma unroll
       for (int e = 0; e < 2; e++) ValueBook::centroids<8>(x[e], run, (tile + i) * 16 + r * 8 + row_token(2 * t + e), g, values);
 #pragma unroll

@@ -11,6 +11,22 @@ constexpr float VALUE_NORM = INDEXED || VALUE_GROUPS > 1 ? 1.f : 1099511627776.f
 constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
+// A page in shared memory: by address, so that nothing is added to a pointer; keys of groups and indices are read by pointers.
+struct Bytes {
+  u32 at;
+  DEV Bytes operator+(int by) const { return {at + by}; }
+};
+template <int N> DEV void load_words(u32* w, Bytes p) {
+  constexpr int EACH = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < N; i += EACH) load_shared<EACH>(w + i, p.at + 4 * i);
+}
+#if KEY_GROUP || INDEXED
+using Run = const u8*;
+#else
+using Run = Bytes;
+#endif
+
 template <class... P> struct Planes {
   static constexpr int REGISTERS = (0 + ... + P::REGISTERS);
 };
@@ -117,7 +133,7 @@ struct State {
   float m[OWN], l[OWN], z[OWN], flags[OWN];  // of the lane's heads; m is the same in all lanes of a head
   float acc[ACC_TILES][ACC_STEPS][4], riding[COLUMN_TILES][4];  // riding: what 1024s gave; with several scales a token, minima by row
   float norm;  // power of two: scale * norm is at most one for every value so far
-  bool fresh;
+  float limit;  // scores that are larger set m anew: all but minus infinity as long as there were none, then those beyond the headroom
 
   DEV static constexpr int head(int column_tile, int i) { return INDEXED ? column_tile : PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of an accumulator
 
@@ -135,23 +151,34 @@ struct State {
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] = 0.f;
     norm = VALUE_NORM;
-    fresh = true;
+    limit = minus_infinity();
   }
 
-  // s are scores in powers of two, less m. Where one is beyond the headroom, or a value's scale beyond what was seen, m and
-  // norm are set anew; most of the time nothing happens.
+  // s are scores in powers of two, less m; they become probabilities. Where one is beyond the headroom, or a value's scale beyond what was seen, m and
+  // norm are set anew; most of the time nothing happens. Powers are taken before that is known, since it takes as long.
   template <int N> DEV void settle(float s[N][OWN][2], float largest) {
-    float top[OWN], any = minus_infinity();
+    float top[OWN], any = minus_infinity(), p[N][OWN][2];
 #pragma unroll
     for (int h = 0; h < OWN; h++) {
       top[h] = minus_infinity();
 #pragma unroll
-      for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1]));
+      for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1])), p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
       any = fmaxf(any, top[h]);
     }
-    if (__any_sync(FULL, fresh | (any > HEADROOM) | (!INDEXED && largest * norm > 1.f))) reset<N>(s, top, largest);
+    if (__any_sync(FULL, any > limit || (!INDEXED && largest * norm > 1.f))) {
+      reset<N>(s, top, largest);
+#pragma unroll
+      for (int h = 0; h < OWN; h++)
+#pragma unroll
+        for (int i = 0; i < N; i++) p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
+    }
+#pragma unroll
+    for (int h = 0; h < OWN; h++)
+#pragma unroll
+      for (int i = 0; i < N; i++) l[h] += (s[i][h][0] = p[i][h][0]) + (s[i][h][1] = p[i][h][1]);
   }
   template <int N> DEV void reset(float s[N][OWN][2], float* top, float largest) {
+    const bool fresh = limit < 0.f;
     float ratio = 1.f, fade[OWN];
 #pragma unroll
     for (int o = 1; o < 32 * !INDEXED; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, o));
@@ -167,7 +194,7 @@ struct State {
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
       x -= REFERENCE;
-      const float by = fresh ? x : fmaxf(x, 0.f);
+      const float by = fresh ? fmaxf(x, -1e30f) : fmaxf(x, 0.f);
       fade[h] = fresh ? 1.f : exp2_(-by);
       m[h] += by, l[h] *= fade[h], z[h] *= fade[h], flags[h] *= fade[h];
 #pragma unroll
@@ -187,7 +214,7 @@ struct State {
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] *= own[2 * n + (i & 1)];
     }
-    fresh = false;
+    limit = HEADROOM;
   }
 };
 
@@ -197,15 +224,17 @@ DEV u32 only(u32 x, int tile, int g) { return !PAIRED || (g & 1) == (tile & 1) ?
 struct Meta {
   float scale, zero;
 };
-template <int KIND, int TYPE> DEV void load_meta(Meta* out, const u8* section, int place) {  // of rows g and g + 8
+template <int KIND, int TYPE, class Section> DEV void load_meta(Meta* out, Section section, int place) {  // of rows g and g + 8
   if constexpr (KIND == 3) {
     out[0] = out[1] = {1.f, 0.f};
   } else if constexpr (KIND == 2) {
-    const u32 x = *(const u32*)(section + place * 2);
+    u32 x;
+    load_words<1>(&x, section + place * 2);
     out[0].scale = low<TYPE>(x), out[1].scale = high<TYPE>(x);
   } else {
-    const uint2 x = *(const uint2*)(section + place * 4);
-    out[0].scale = low<TYPE>(x.x), out[0].zero = high<TYPE>(x.x);
-    out[1].scale = low<TYPE>(x.y), out[1].zero = high<TYPE>(x.y);
+    u32 x[2];
+    load_words<2>(x, section + place * 4);
+    out[0].scale = low<TYPE>(x[0]), out[0].zero = high<TYPE>(x[0]);
+    out[1].scale = low<TYPE>(x[1]), out[1].zero = high<TYPE>(x[1]);
   }
 }

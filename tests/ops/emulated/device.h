@@ -242,13 +242,14 @@ DEV u32 transpose8(u32 x) {
 #ifdef STAGES
 DEV void copy16(void* to, const void* from) { memcpy(to, from, 16); }
 DEV void await_copies() {}
-DEV void copy_run(u8* to, const u8* from, u64*, int lane) {
-  if (lane == 0) memcpy(to, from, RUN);
+DEV void copy_run(u32 to, const u8* from, u32, int lane) {
+  if (lane == 0) memcpy(emulated_dynamic + to, from, RUN);
 }
-DEV void await_run(u64*, int) { __syncwarp(); }
+DEV void await_run(u32, u32) { __syncwarp(); }
 DEV void await_kernel() {}
 DEV void start_dependents() {}
-DEV u32 shared_address(const u8* p) { return (u32)(p - emulated_dynamic); }
+DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
+DEV u32 held_address(const void* p) { return shared_address(p); }
 template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
 DEV void no_copy() {}
 DEV void fence_copies() {}
