@@ -243,20 +243,35 @@ DEV s64 window_row(int position, s64 owner, int head, int ring, int tokens) {
   return ((owner * tokens + place) * KV_HEADS + head) * D;
 }
 
+// The keys of N tiles of tokens from `from` on, of which [first, last) are in the window; for others, one that is.
+template <int N> struct WindowKeys {
+  u32 k[N][2][D / 8];
+  DEV void load(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int position = max(first, min(from + i * 16 + r * 8 + (lane >> 2), last - 1));
+        load_words<D / 8>(k[i][r], (const u8*)a.window_key + (window_row(position, owner, head, KEY_RING, KEY_WINDOW) + (lane & 3) * (D / 4)) * 2);
+      }
+  }
+};
+
+// Keys and values of tokens [from, last), at most 32, are wanted soon.
+DEV void ask_for_window(const Arguments& a, int from, int last, s64 owner, int head, int lane) {
+  if (from + lane >= last || lane >= 16 * WINDOW_TILES) return;
+  const u8* key = (const u8*)a.window_key + window_row(from + lane, owner, head, KEY_RING, KEY_WINDOW) * 2;
+  const u8* value = (const u8*)a.window_value + window_row(from + lane, owner, head, VALUE_RING, VALUE_WINDOW) * 2;
+#pragma unroll
+  for (int o = 0; o < 2 * D; o += 128) prefetch_far(key + o), prefetch_far(value + o);
+}
+
 // Scores of N tiles of tokens from `from` on, of which [first, last) are in the window; the others are minus infinity. Queries are two numbers
 // of the windows' type, the second what the first leaves; fp16 is brought to a largest magnitude of 256. Where columns are left, the odd ones have the
 // second number.
 template <int N, class From>  // Prepared or Turned
-DEV void window_scores(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, const State& st, float s[N][OWN][2]) {
+DEV void window_scores(const WindowKeys<N>& keys, const Arguments& a, int from, int first, int last, int lane, const From& sh, const float* rows, const State& st, float s[N][OWN][2]) {
   const int g = lane >> 2, t = lane & 3;
-  u32 k[N][2][D / 8];
-#pragma unroll
-  for (int i = 0; i < N; i++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int position = max(first, min(from + i * 16 + r * 8 + g, last - 1));
-      load_words<D / 8>(k[i][r], (const u8*)a.window_key + (window_row(position, owner, head, KEY_RING, KEY_WINDOW) + t * (D / 4)) * 2);
-    }
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head
@@ -279,7 +294,7 @@ DEV void window_scores(const Arguments& a, int from, int first, int last, s64 ow
           q[j] = pair_of<WINDOW_TYPE>(fmaf(-less, low<WINDOW_TYPE>(first), y[2 * j]), fmaf(-less, high<WINDOW_TYPE>(first), y[2 * j + 1]));
         }
 #pragma unroll
-        for (int i = 0; i < N; i++) mma_of<WINDOW_TYPE>(c[i], k[i][0][e], k[i][1][e], k[i][0][e + 1], k[i][1][e + 1], q[0], q[1]);
+        for (int i = 0; i < N; i++) mma_of<WINDOW_TYPE>(c[i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[0], q[1]);
       }
     }
 #pragma unroll
@@ -349,14 +364,16 @@ struct WindowValues {
   }
 };
 
-// WINDOW_TILES tiles of the tokens [from, to) of a sequence.
+// The tokens [first, last) of WINDOW_TILES tiles of a sequence from `from` on.
 template <class From>  // Prepared or Turned
-DEV void attend_window(const Arguments& a, int from, int to, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
+DEV void attend_window(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
+  WindowKeys<WINDOW_TILES> keys;
+  keys.load(a, from, first, last, owner, head, lane);
   float s[WINDOW_TILES][OWN][2];
-  window_scores<WINDOW_TILES>(a, from, from, to, owner, head, lane, sh, rows, st, s);
+  window_scores<WINDOW_TILES>(keys, a, from, first, last, lane, sh, rows, st, s);
   WindowValues v[WINDOW_TILES];  // asked for before the probabilities are there
 #pragma unroll
-  for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, from, to, owner, head, lane);
+  for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, first, last, owner, head, lane);
   st.settle<WINDOW_TILES>(s, 0.f);
 #if INDEXED
 #pragma unroll
@@ -426,7 +443,9 @@ DEV void attend_mixed(const Arguments& a, const u8* run, int tile, int at, int f
   leave_out<MIXED_TILES>(s, at, first, min(keys, last), lane);
   if (at + 16 * MIXED_TILES > keys && keys < last) {
     float x[MIXED_TILES][OWN][2];
-    window_scores<MIXED_TILES>(a, at, max(keys, first), last, owner, head, lane, *q.prepared, q.prepared->rows, st, x);
+    WindowKeys<MIXED_TILES> full;
+    full.load(a, at, max(keys, first), last, owner, head, lane);
+    window_scores<MIXED_TILES>(full, a, at, max(keys, first), last, lane, *q.prepared, q.prepared->rows, st, x);
 #pragma unroll
     for (int i = 0; i < MIXED_TILES; i++)
 #pragma unroll

@@ -255,11 +255,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       __syncthreads();
     }
 #endif
-    if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
-
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
     const s64 query = (s64)b * KV_HEADS * GROUP + query_head;
+#if WINDOW_TOKENS
+    // A warp's tiles of windows are on their way while queries are made.
+    constexpr int TOKENS = 16 * WINDOW_TILES;
+    const s64 owner = found.owner;
+    const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
+    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
+    for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
+#endif
+    if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
 #if PREPARED
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
@@ -268,24 +275,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     State st;
     st.clear();
 #if WINDOW_TOKENS
-    const s64 owner = a.owners[b];
     for (int i = window_from + warp; i < window_to; i += WARPS) {
-      constexpr int TOKENS = 16 * WINDOW_TILES;
-      const bool second = i >= w.units_first;
-      const int at = second ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS;
-      const int last = second ? w.n : w.first_end;
+      const int at = tile_at(i), last = tile_end(i);
 #if TURNED
-      for (int some = at, end = min(at + TOKENS, last); some < end;) {  // tokens of one block of positions at a time
-        const int until = min(end, block_end(a, some));
+      for (int some = at; some < last;) {  // tokens of one block of positions at a time
+        const int until = min(last, block_end(a, some));
         const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
         const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
-        attend_window(a, some, until, owner, head, lane, turned[block], rows, st);
+        attend_window(a, at, some, until, owner, head, lane, turned[block], rows, st);
         some = until;
       }
 #elif PREPARED
-      attend_window(a, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
+      attend_window(a, at, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
 #else
-      attend_window(a, at, last, owner, head, lane, sh.query, sh.query.rows, st);
+      attend_window(a, at, at, last, owner, head, lane, sh.query, sh.query.rows, st);
 #endif
     }
     enter_pages(st);

@@ -60,7 +60,7 @@ class _DualArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "matrix", "lost", "out", "rows")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "matrix_heads")),
+        *((name, ctypes.c_int) for name in ("batch", "matrix_heads", "at_once")),
     ]
 
 
@@ -299,12 +299,11 @@ def _decode(
         assert dual is not None
         q, blocks, signs = _rows(query, made), 1, None
         turned = torch.empty(len(query) * heads * made.turned_words, dtype=torch.int32, device=query.device)
-        inputs = [query, dual, lost, turned, q]
-        kernel_of_queries = _row_kernel(made, "kvant_dual", query.device)
-        at_once = 16 // made.tile_heads  # sequences
-        kernel_of_queries.launch(
-            (max(1, min(-(-len(query) // at_once), kernel_of_queries.blocks // heads)), heads),
-            _DualArguments(*nvrtc.addresses(*inputs), scales[0], len(query), len(dual)),
+        by_matrix_in = _row_kernel(made, "kvant_dual", query.device)
+        each = min(16 // made.tile_heads, max(1, len(query) * heads // 128))  # sequences of a block: few, as long as all blocks run at once
+        by_matrix_in.launch(
+            (max(1, min(-(-len(query) // each), by_matrix_in.blocks // heads)), heads),
+            _DualArguments(*nvrtc.addresses(query, dual, lost, turned, q), scales[0], len(query), len(dual), each),
         )
         rows = q
     tensors: list[Tensor | None] = [

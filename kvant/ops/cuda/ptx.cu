@@ -38,6 +38,7 @@ template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
 // One more, and how many there were: what this block wrote before is seen by who counts after it.
 DEV int arrive(int* counter) { int n; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(n) : "l"(counter) : "memory"); return n; }
 DEV void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
+DEV void prefetch_far(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
 DEV u32 times_pair(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 
 DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest

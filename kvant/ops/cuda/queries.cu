@@ -124,7 +124,7 @@ template <int THREADS, int STRIDE, class P> DEV void make_plane(const float* row
     const int lane = j % 32, i = j / 32 % P::REGISTERS, n = j / 32 / P::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
     u32 packed = 0;
     if (head < TILE_HEADS) {
-      const float by = QUERY_TOP / (tops[head] * heaviest(Keys{})) * (P::WEIGHT / (float)(1 << P::raised(i)));
+      const float by = __fdividef(QUERY_TOP, tops[head] * heaviest(Keys{})) * (P::WEIGHT / (float)(1 << P::raised(i)));
 #pragma unroll
       for (int byte = 0; byte < 4; byte++) {
         const int channel = P::channel(i, byte, lane & 3);
@@ -222,7 +222,7 @@ struct DualArguments {
   Turned* out;          // [batch, HEADS]; not where keys are coded over groups of tokens
   float* rows;          // [batch, KV_HEADS * GROUP, D], for windows and such groups
   float scale;
-  int batch, matrix_heads;
+  int batch, matrix_heads, at_once;  // at_once: sequences of a block at a time, at most AT_ONCE; fewer are ready sooner
 };
 
 constexpr int DUAL_WARPS = D / 16, DUAL_STEPS = D / 16;
@@ -265,14 +265,15 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
   if constexpr (DUAL_HELD)
 #pragma unroll
     for (int k = 0; k < DUAL_STEPS; k++) held[k][0] = __ldg(matrix + k * 64), held[k][1] = __ldg(matrix + k * 64 + 32);
-  for (int first = blockIdx.x * AT_ONCE; first < a.batch; first += gridDim.x * AT_ONCE) {
+  const int all = a.at_once * TILE_HEADS;  // rows
+  for (int first = blockIdx.x * a.at_once; first < a.batch; first += gridDim.x * a.at_once) {
     s64 place[2];
     bool there[2];
     DualRow x[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = g + 8 * r, b = first + row / TILE_HEADS, h = row % TILE_HEADS;
-      there[r] = row < UNIT_ROWS && b < a.batch && h < heads;
+      there[r] = row < all && b < a.batch && h < heads;
       place[r] = ((s64)min(b, a.batch - 1) * KV_HEADS * GROUP + query + min(h, heads - 1)) * D;
       x[r].load(a.in, place[r], t);
     }
@@ -297,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
     }
 #if !KEY_GROUP
     __syncthreads();
-    for (int row = warp; row < UNIT_ROWS && first + row / TILE_HEADS < a.batch; row += DUAL_WARPS) {
+    for (int row = warp; row < all && first + row / TILE_HEADS < a.batch; row += DUAL_WARPS) {
       const int b = first + row / TILE_HEADS, h = row % TILE_HEADS;
       float top = 1e-30f, sum = 0.f;
 #pragma unroll
@@ -316,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
       }
     }
     __syncthreads();
-    for (int unit = 0; unit < AT_ONCE && first + unit < a.batch; unit++)
+    for (int unit = 0; unit < a.at_once && first + unit < a.batch; unit++)
       make_planes<DUAL_WARPS * 32, STRIDE>(Keys{}, rows + unit * TILE_HEADS * STRIDE, tops + unit * TILE_HEADS, a.out[(s64)(first + unit) * HEADS + tile].f);
     __syncthreads();
 #endif

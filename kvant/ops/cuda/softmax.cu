@@ -74,6 +74,7 @@ DEV int block_end(const Arguments& a, int token) { return ((token + a.first) / T
 struct Work {  // of one sequence: tokens [low, first_end) and [second, n) in windows, [packed, packed_end) in pages
   int n, low, first_end, second, packed, packed_end, page, pages, units_first, units_windows, units;
   int keys, values;  // packed tokens from here on have their keys, or their values, in windows; see KEY_GROUP
+  int owner;          // of the windows
   int mixed, weight;  // the last pages, that have such tokens and count MIXED pages each; all pages as they count
 };
 
@@ -94,6 +95,7 @@ DEV Work work_of(const Arguments& a, int b) {
   w.n = (int)a.lengths[b];
   w.low = a.window > 0 ? max(0, w.n - a.window) : 0;
   int sinks = 0, recent = w.n;
+  w.owner = WINDOW_TOKENS ? (int)a.owners[b] : 0;
 #if KEY_GROUP
   sinks = min((int)a.sinks[b], w.n);
   w.keys = full_from(w.n, (int)a.exact_key[b], KEY_RECENT, KEY_FLUSH);

@@ -179,6 +179,7 @@ template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
 template <int TYPE> u32 pair_min(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fminf(a, b); }); }
 template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fmaxf(a, b); }); }
 DEV void prefetch(const void* p) { (void)*(const volatile u8*)p; }  // what is wanted must be there
+DEV void prefetch_far(const void* p) { prefetch(p); }
 DEV int arrive(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
 DEV u32 times_pair(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
 DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
