@@ -182,8 +182,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
   static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * D * 4, "a warp's bytes hold its pages, then its outputs");
 
-  start_dependents();  // outputs by a matrix
   begin_copies(sh.barrier[warp], STAGES, lane);
+  if (DUAL != 2) await_kernel();
+  start_dependents();  // outputs by a matrix
   int booked = -1;  // whose codebooks are in shared memory
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
@@ -434,4 +435,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     if (now == before + units * HEADS) before = now, b++;
   }
   }
+  if (DUAL == 2) await_kernel();  // a block without work, too: the kernel after this one waits for no other
 }

@@ -21,6 +21,7 @@ from kvant.ops.types import LayerStore, PagedBatch, check_queries
 Tensor = torch.Tensor
 ROWS_A_BLOCK = 4  # of outputs that are multiplied by a matrix
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
+QUERY_BLOCKS = 128  # of the kernel that multiplies queries by a matrix, if their sequences are enough
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 _POOLS: dict[torch.device, _Pool] = {}
@@ -294,16 +295,18 @@ def _decode(
                 len(dual),
                 window,
             ),
+            made.bulk,
         )
     elif made.dual[0] == MATRIX:
         assert dual is not None
         q, blocks, signs = _rows(query, made), 1, None
         turned = torch.empty(len(query) * heads * made.turned_words, dtype=torch.int32, device=query.device)
         by_matrix_in = _row_kernel(made, "kvant_dual", query.device)
-        each = min(16 // made.tile_heads, max(1, len(query) * heads // 128))  # sequences of a block: few, as long as all blocks run at once
+        each = min(16 // made.tile_heads, max(1, len(query) * heads // QUERY_BLOCKS))  # sequences of a block
         by_matrix_in.launch(
             (max(1, min(-(-len(query) // each), by_matrix_in.blocks // heads)), heads),
             _DualArguments(*nvrtc.addresses(query, dual, lost, turned, q), scales[0], len(query), len(dual), each),
+            made.bulk,
         )
         rows = q
     tensors: list[Tensor | None] = [
@@ -330,7 +333,7 @@ def _decode(
         blocks,
         first,
     )
-    kernel.launch((kernel.blocks, 1), arguments, made.bulk and made.dual[0] == MATRIX)
+    kernel.launch((kernel.blocks, 1), arguments, made.bulk)
     if by_matrix:
         assert inverse is not None
         out = _multiply(made, out, inverse, inverse_offset, query.dtype)

@@ -260,11 +260,12 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = blockIdx.y, head = tile / QUERY_TILES;
   const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
   const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane;
-  start_dependents();
   uint4 held[DUAL_HELD ? DUAL_STEPS : 1][2];
   if constexpr (DUAL_HELD)
 #pragma unroll
     for (int k = 0; k < DUAL_STEPS; k++) held[k][0] = __ldg(matrix + k * 64), held[k][1] = __ldg(matrix + k * 64 + 32);
+  await_kernel();       // what makes queries, or writes pages
+  start_dependents();  // then only: decode reads pages before it waits for this kernel
   const int all = a.at_once * TILE_HEADS;  // rows
   for (int first = blockIdx.x * a.at_once; first < a.batch; first += gridDim.x * a.at_once) {
     s64 place[2];
@@ -277,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
       place[r] = ((s64)min(b, a.batch - 1) * KV_HEADS * GROUP + query + min(h, heads - 1)) * D;
       x[r].load(a.in, place[r], t);
     }
-    float c[2][4] = {};
+    float c[2][4] = {}, rest[2][4] = {};  // sums that do not wait for each other
 #pragma unroll
     for (int k = 0; k < DUAL_STEPS; k++) {
       if constexpr (!DUAL_HELD) held[0][0] = __ldg(matrix + k * 64), held[0][1] = __ldg(matrix + k * 64 + 32);
@@ -285,13 +286,14 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
 #pragma unroll
       for (int p = DualRow::PARTS - 1; p >= 0; p--) {  // the smallest of the products is left out
         const u32 a0 = x[0].x[p][2 * k], a1 = x[1].x[p][2 * k], a2 = x[0].x[p][2 * k + 1], a3 = x[1].x[p][2 * k + 1];
-        if (p == 0) mma_bf16(c[0], a0, a1, a2, a3, low.x, low.y), mma_bf16(c[1], a0, a1, a2, a3, low.z, low.w);
-        mma_bf16(c[0], a0, a1, a2, a3, high.x, high.y), mma_bf16(c[1], a0, a1, a2, a3, high.z, high.w);
+        if (p == 0) mma_bf16(rest[0], a0, a1, a2, a3, low.x, low.y), mma_bf16(rest[1], a0, a1, a2, a3, low.z, low.w);
+        mma_bf16(p ? rest[0] : c[0], a0, a1, a2, a3, high.x, high.y), mma_bf16(p ? rest[1] : c[1], a0, a1, a2, a3, high.z, high.w);
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float y[4] = {c[0][2 * r], c[0][2 * r + 1], c[1][2 * r], c[1][2 * r + 1]}, none[4] = {0.f, 0.f, 0.f, 0.f};
+      const float y[4] = {c[0][2 * r] + rest[0][2 * r], c[0][2 * r + 1] + rest[0][2 * r + 1], c[1][2 * r] + rest[1][2 * r], c[1][2 * r + 1] + rest[1][2 * r + 1]};
+      const float none[4] = {0.f, 0.f, 0.f, 0.f};
       const int column = warp * 16 + 4 * t;
       if ((WINDOW_TOKENS || KEY_GROUP) && there[r]) store_four<2>(a.rows, place[r] + column, y);
       store_four<2>(rows, (g + 8 * r) * STRIDE + column, there[r] ? y : none);
@@ -540,7 +542,6 @@ template <class I> DEV void make_words(KeyIndices<I>, const float* x, const floa
 // made into bytes. A block of threads has the matrix of a head, each warp some columns, and gridDim.x-th of the sequences' blocks.
 extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_turn(const TurnArguments a) {
   __shared__ __align__(16) TurnShared sh;
-  start_dependents();
   const int tile = blockIdx.y, head = tile / QUERY_TILES, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
   const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS;
@@ -554,6 +555,8 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
 #pragma unroll
       for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(matrix, warp * EACH * 2 + n, k);
   }
+  await_kernel();
+  start_dependents();
   int first = blockIdx.x * AT_ONCE;
   if (spare) first = next_pass(a, first, sh.pass[0], tile, lane);
   __syncthreads();
