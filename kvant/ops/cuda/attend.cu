@@ -3,32 +3,53 @@
 // --- scores of a page, keys coded token by token -------------------------------------------------------------------------
 
 #if !KEY_GROUP && !INDEXED
-template <int N, class P> DEV void key_products(Run run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
-  u32 w[N][P::WORDS];
+// The keys of N tiles of a page. Where a page is one chunk and comes in bulk, those of the next page are read while the values of this one are
+// multiplied (PIPELINED).
+constexpr bool PIPELINED = BULK && TILES == CHUNK && !TURNED;  // registers are short where queries are turned
+template <int N> struct KeyWords {
+  u32 w[N][Keys::WORDS];
+
+  DEV void load(Run run, int tile, int lane) { load(Keys{}, run, tile, lane); }
+  template <class... P> DEV void load(Planes<P...>, Run run, int tile, int lane) {
+    int before = 0;
+    ((load<P>(run, tile, lane, before), before += P::WORDS), ...);
+  }
+  template <class P> DEV void load(Run run, int tile, int lane, int before) {
 #pragma unroll
-  for (int i = 0; i < N; i++) load_words<P::WORDS>(w[i], run + P::OFFSET + ((tile + i) * 32 + lane) * P::WORDS * 4);
+    for (int i = 0; i < N; i++) load_words<P::WORDS>(w[i] + before, run + (P::OFFSET + ((tile + i) * 32 + lane) * P::WORDS * 4));
+  }
+};
+struct Coming {  // the next page
+  Run run;
+  u32 barrier, parity;
+  bool ready, wanted;
+};
+
+template <int N, class P> DEV void key_products(const KeyWords<N>& keys, int before, const Query& q, int c[N][OWN][4]) {
 #pragma unroll
   for (int k = 0; k < P::REGISTERS; k += 2) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const u32 a0 = P::get(w[i], 0, k), a1 = P::get(w[i], 1, k), a2 = P::get(w[i], 0, k + 1), a3 = P::get(w[i], 1, k + 1);
+      const u32* w = keys.w[i] + before;
+      const u32 a0 = P::get(w, 0, k), a1 = P::get(w, 1, k), a2 = P::get(w, 0, k + 1), a3 = P::get(w, 1, k + 1);
 #pragma unroll
       for (int n = 0; n < OWN; n++) mma_bytes(c[i][n], a0, a1, a2, a3, q.f[n][P::BEFORE + k], q.f[n][P::BEFORE + k + 1]);
     }
   }
 }
-template <int N, class... P> DEV void all_products(Planes<P...>, Run run, int tile, int lane, const Query& q, int c[N][OWN][4]) {
-  (key_products<N, P>(run, tile, lane, q, c), ...);
+template <int N, class... P> DEV void all_products(Planes<P...>, const KeyWords<N>& keys, const Query& q, int c[N][OWN][4]) {
+  int before = 0;
+  ((key_products<N, P>(keys, before, q, c), before += P::WORDS), ...);
 }
 
 // Scores of N tiles of a page in powers of two, less the state's m.
-template <int N> DEV void page_scores(Run run, int tile, int lane, const Query& q, const State& st, float cap, float s[N][OWN][2]) {
+template <int N> DEV void page_scores(const KeyWords<N>& keys, Run run, int tile, int lane, const Query& q, const State& st, float cap, float s[N][OWN][2]) {
   int c[N][OWN][4];
 #pragma unroll
   for (int i = 0; i < N; i++)
 #pragma unroll
     for (int n = 0; n < OWN; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
-  all_products<N>(Keys{}, run, tile, lane, q, c);
+  all_products<N>(Keys{}, keys, q, c);
 #pragma unroll
   for (int i = 0; i < N; i++) {
     Meta key[2];
@@ -418,9 +439,9 @@ template <int N> DEV void leave_out(float s[N][OWN][2], int at, int first, int l
     }
 }
 // One chunk of at most 64 tokens of a page.
-DEV void attend_page(Run run, int tile, int at, int first, int last, int lane, Query& q, State& st, float cap, const u8*) {
+template <class Scores, class Before> DEV void attend_chunk(Run run, int tile, int at, int first, int last, int lane, State& st, Scores scores, Before before_values) {
   float s[CHUNK][OWN][2];
-  page_scores<CHUNK>(run, tile, lane, q, st, cap, s);
+  scores(s);
   PageValues<CHUNK> values;
   float largest = values.load(run, tile, lane);
   if (at < first || at + 16 * CHUNK > last) {
@@ -428,8 +449,23 @@ DEV void attend_page(Run run, int tile, int at, int first, int last, int lane, Q
     leave_out<CHUNK>(s, at, first, last, lane);
   }
   st.settle<CHUNK>(s, largest);
+  before_values();
   values.add(st, s, run, tile, lane);
 }
+#if KEY_GROUP
+DEV void attend_page(Run run, int tile, int at, int first, int last, int lane, Query& q, State& st, float cap) {
+  attend_chunk(run, tile, at, first, last, lane, st, [&](float s[CHUNK][OWN][2]) { page_scores<CHUNK>(run, tile, lane, q, st, cap, s); }, []() {});
+}
+#else
+DEV void attend_page(KeyWords<CHUNK>& keys, const Coming& next, Run run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap) {
+  if (!PIPELINED) keys.load(run, tile, lane);
+  attend_chunk(run, tile, at, first, last, lane, st, [&](float s[CHUNK][OWN][2]) { page_scores<CHUNK>(keys, run, tile, lane, q, st, cap, s); }, [&]() {
+    if (!PIPELINED || !next.wanted) return;
+    if (!next.ready) await_run(next.barrier, next.parity);
+    keys.load(next.run, 0, lane);
+  });
+}
+#endif
 #endif
 
 #if KEY_GROUP

@@ -32,6 +32,12 @@ DEV void await_run(u32 barrier, u32 parity) {
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 }
+DEV bool has_run(u32 barrier, u32 parity) {  // without waiting
+  u32 done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
 DEV void no_copy() {}
 DEV void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void begin_copies(u64* barriers, int count, int lane) {
@@ -50,6 +56,7 @@ DEV void copy_run(u32 to, const u8* from, u32, int lane) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + o + lane * 16), "l"(from + o + lane * 16) : "memory");
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
+DEV bool has_run(u32, u32) { return false; }
 DEV void await_run(u32, u32) {
   asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
   __syncwarp();

@@ -307,14 +307,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if KEY_GROUP
     const int keys = w.keys, values = w.values;
 #endif
+#if !KEY_GROUP && !INDEXED
+    KeyWords<CHUNK> key_words;
+    if (PIPELINED && page_from < page_to) {
+      await_run(barriers + read % STAGES * 8, read / STAGES & 1);
+      key_words.load({room + read % STAGES * RUN}, 0, lane);
+    }
+#endif
     for (int page = page_from; page < page_to; page++) {
       const u32 stage = read % STAGES;
-      await_run(barriers + stage * 8, read / STAGES & 1);
-      read++;
 #if KEY_GROUP || INDEXED
+      await_run(barriers + stage * 8, read / STAGES & 1);
       const Run run = stages + stage * RUN;
+      read++;
 #else
+      if (!PIPELINED) await_run(barriers + stage * 8, read / STAGES & 1);
       const Run run = {room + stage * RUN};
+      read++;
+      Coming coming_page = {{room + read % STAGES * RUN}, barriers + read % STAGES * 8, read / STAGES & 1, true, true};
+      if (PIPELINED) coming_page.ready = page + 1 >= page_to || has_run(coming_page.barrier, coming_page.parity);
 #endif
 #if KEY_GROUP
       q.entered = -1;
@@ -331,20 +342,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
             load_query(q, turned[block], lane, a.scale);
             if (block + 1 < a.blocks && lane <= LAST_LINE) prefetch((const u8*)(turned + block + 1) + min(lane * 128, (int)sizeof(Turned) - 4));
           }
+#if INDEXED
           attend_page(run, tile, at, some, until, lane, q, st, a.cap, dynamic);
+#else
+          coming_page.wanted = until == end;
+          attend_page(key_words, coming_page, run, tile, at, some, until, lane, q, st, a.cap);
+#endif
           some = until;
         }
 #elif KEY_GROUP
         if (at + 16 * CHUNK <= min(keys, values) || keys == values) {
-          attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
+          attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
         } else {
 #pragma unroll 1
           for (int i = 0; i < CHUNK; i += MIXED_TILES)
             if (at + 16 * (i + MIXED_TILES) > packed && at + 16 * i < packed_end)
               attend_mixed(a, run, tile + i, at + 16 * i, packed, packed_end, keys, values, owner, head, lane, q, st);
         }
-#else
+#elif INDEXED
         attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
+#else
+        attend_page(key_words, coming_page, run, tile, at, packed, packed_end, lane, q, st, a.cap);
 #endif
       }
       __syncwarp();

@@ -28,7 +28,7 @@ using Run = Bytes;
 #endif
 
 template <class... P> struct Planes {
-  static constexpr int REGISTERS = (0 + ... + P::REGISTERS);
+  static constexpr int REGISTERS = (0 + ... + P::REGISTERS), WORDS = (0 + ... + P::WORDS);
 };
 using Keys = KEY_PLANES;
 using Values = VALUE_CODES;

@@ -246,6 +246,7 @@ DEV void await_copies() {}
 DEV void copy_run(u32 to, const u8* from, u32, int lane) {
   if (lane == 0) memcpy(emulated_dynamic + to, from, RUN);
 }
+DEV bool has_run(u32, u32) { return false; }
 DEV void await_run(u32, u32) { __syncwarp(); }
 DEV void await_kernel() {}
 DEV void start_dependents() {}
