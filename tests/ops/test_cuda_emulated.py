@@ -94,10 +94,13 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2:rope_block=64"])
+@pytest.mark.parametrize(
+    "name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2:rope_block=64", "kvant-2:rope=post", "int3"]
+)
 def test_decode_of_few_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By blocks of more warps."""
+    """By blocks of more warps; as a newer GPU does it, which copies pages in bulk and reads the next one's keys ahead."""
     monkeypatch.setattr(cuda_decode, "FEW", 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     cache, entries = filled(name, 2, 4, 128, [1, 63, 1500])
     made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
     assert (made.warps, made.constants["MIN_BLOCKS"]) == (plan.FEW_WARPS, 2)
