@@ -7,13 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvant import recipes
 from kvant.bench import attention
-from kvant.bench.synthetic import Shape
 from kvant.cache import Entry, PagedCache
-from kvant.layout import Layout
 from kvant.ops import choose, explain, reference
-from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import full, nvrtc
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
@@ -72,9 +68,14 @@ def check(
     with attention.poisoned():
         found, lse = full.decode_with_lse(store, q, batch, **options)  # type: ignore[arg-type]
     assert found.dtype == q.dtype
-    assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < limit  # type: ignore[arg-type]
-    expected = log_sum_exp(store, q, batch, **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(lse.double(), expected, rtol=1e-4, atol=5e-4)
+    expected = reference.decode(store, q.double(), batch, **options)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < limit
+    if (
+        q.dtype == torch.bfloat16
+    ):  # the output's rounding hides all that is smaller: it is the nearest number nearly always
+        assert float((found != expected.to(found.dtype)).float().mean()) < 0.02
+    lse_expected = log_sum_exp(store, q, batch, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(lse.double(), lse_expected, rtol=1e-4, atol=5e-4)
 
 
 def filled(

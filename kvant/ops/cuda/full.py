@@ -1,4 +1,4 @@
-"""Decode attention over pages of 16-bit numbers by the kernel in full.cu: what packed pages are compared with, and what serves `full`."""
+"""Decode attention over pages of 16-bit numbers by the kernel in full.cu: serves `full`, and packed pages are compared with it."""
 
 from __future__ import annotations
 
