@@ -209,6 +209,17 @@ def test_shared_memory_is_filled() -> None:
     assert (small.warps, small.blocks) == (3, 1)
 
 
+@pytest.mark.parametrize(("group", "dim", "dtype"), [(4, 128, "bfloat16"), (9, 96, "float16"), (8, 256, "bfloat16")])
+def test_it_compiles(group: int, dim: int, dtype: str) -> None:
+    try:
+        nvrtc.compiler()
+    except OSError as error:
+        pytest.skip(str(error))
+    for arch, bulk in (("sm_80", False), ("sm_90", True)):
+        made = full.FullPlan(make_layout("full", 2, dim, dtype=dtype), group, bulk, bulk, emulated.H200)
+        nvrtc.compile_text(made.text, arch)
+
+
 # --- on a GPU -----------------------------------------------------------------------------------------------------------
 
 
