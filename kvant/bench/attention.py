@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kvant import recipes as known
 from kvant.bench.synthetic import Filled, Shape, copies, fill
 from kvant.bench.timing import Call, Times, all_times, buffer_bytes
-from kvant.ops import choose, reference
+from kvant.layout import Layout
+from kvant.ops import choose, explain, reference
 from kvant.ops.registry import Implementation
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
 LIMIT = 2e-3  # relative error that an implementation may have
+OWN = "kvant full, paged"  # the recipe `full`, by our own kernel
 CHECKED = 4  # sequences that the reference is asked for
 Attend = Callable[[Shape, torch.device], tuple[Call, float]]  # attention over a full cache, and its error
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -30,7 +33,7 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 
 @dataclasses.dataclass
 class Result:
-    name: str  # a recipe, or an attention of torch's over a full cache
+    name: str  # a recipe, or an attention over a full cache
     implementation: str
     shape: dict[str, Any]
     error: float
@@ -41,7 +44,7 @@ class Result:
     high: float = 0.0
     disturbed: int = 0  # runs that other processes got in the way of
     bandwidth: float = 0.0  # bytes a second
-    baseline: str = ""  # the fastest attention of torch's over a full cache
+    baseline: str = ""  # the fastest attention over a full cache
     times: float = 0.0  # faster than the baseline
     limit: float = 0.0  # times the baseline, if bytes alone counted
     share: float = 0.0  # of the limit
@@ -103,8 +106,12 @@ def queries(shape: Shape, device: torch.device) -> Tensor:
 def checked(filled: Filled, query: Tensor, chosen: Implementation, options: dict[str, float]) -> float:
     """As `error_of`; refuses to go on where it is too large."""
     error = error_of(chosen.run, filled.store, query, filled.batch, **options)
+    return within_limit(error, chosen, filled.cache.layout)
+
+
+def within_limit(error: float, chosen: Implementation, layout: Layout) -> float:
     if not error <= LIMIT:
-        name = filled.cache.layout.recipe.name
+        name = layout.recipe.name
         raise ValueError(
             f"{chosen.name} decodes recipe {name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"
         )
@@ -128,20 +135,26 @@ def packed(recipe: Recipe, shape: Shape, device: torch.device, implementation: s
     return Work(Result(recipe.name, chosen.name, size, error, read_bytes(filled), bits), calls)
 
 
-def full(shape: Shape, device: torch.device) -> list[Work]:
-    """Attention over unquantized keys and values, contiguous, by torch; and over pages, by vLLM where it is installed.
+def full(shape: Shape, device: torch.device, paged: bool = True) -> list[Work]:
+    """Attention over unquantized keys and values, contiguous, by torch; on a GPU with `paged` over pages too, by the kernel for the
+    recipe `full` and by vLLM where it is installed.
 
     On a GPU, by backend of its SDPA, in the model's type, the query heads of a KV head being rows of one query, so that every
     backend reads keys and values once. On a CPU that too, with grouped heads and with keys and values that were repeated for
     every query head beforehand, in every type; and as two matrix products.
     """
     kinds: dict[str, tuple[str, Attend]] = {}
+    others: dict[str, str] = {}  # who made what is not torch's
     if device.type == "cuda":
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
             kinds[f"sdpa {name}"] = shape.dtype, functools.partial(_rows, backend=backend)
-        fits = shape.dtype != "float32" and shape.head_dim <= 256
+        if paged and (chosen := own(shape, device)) is not None:
+            kinds[OWN] = shape.dtype, functools.partial(_own, chosen=chosen)
+            others[OWN] = chosen.name
+        fits = paged and shape.dtype != "float32" and shape.head_dim <= 256
         if fits and (run := vllm_flash()) is not None:
-            kinds[f"vllm flash {run.keywords['fa_version']}, paged"] = shape.dtype, functools.partial(_paged, run=run)
+            name = f"vllm flash {run.keywords['fa_version']}, paged"
+            kinds[name], others[name] = (shape.dtype, functools.partial(_paged, run=run)), "vllm"
     else:
         for dtype in ("float32", "bfloat16", "float16"):
             kinds[f"sdpa {dtype}, rows"] = dtype, _rows
@@ -158,9 +171,13 @@ def full(shape: Shape, device: torch.device) -> list[Work]:
             if "No available kernel" not in str(error):
                 raise
             continue
-        by = "vllm" if name.startswith("vllm") else "torch"
         result = Result(
-            name, by, dataclasses.asdict(here), made[0][1], here.full_bytes, 8.0 * here.torch_dtype.itemsize
+            name,
+            others.get(name, "torch"),
+            dataclasses.asdict(here),
+            made[0][1],
+            here.full_bytes,
+            8.0 * here.torch_dtype.itemsize,
         )
         out.append(Work(result, [call for call, _ in made], full=not name.startswith("matmul")))
     if not out:
@@ -234,6 +251,38 @@ def _paged(shape: Shape, device: torch.device, run: Callable[..., Tensor], page:
     return call, _error(call(), query, *both)
 
 
+def full_layout(shape: Shape, device: torch.device) -> Layout:
+    return Layout.of(known.get("full"), shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+
+
+def own(shape: Shape, device: torch.device) -> Implementation | None:
+    """What decodes the recipe `full` faster than the reference does, or None."""
+    layout = full_layout(shape, device)
+    name, _ = explain("decode", layout, device)
+    return None if name in (None, "reference") else choose("decode", layout, device, name)
+
+
+def _own(shape: Shape, device: torch.device, chosen: Implementation) -> tuple[Call, float]:
+    """The recipe `full`, pages in random order."""
+    query, key, value = _tensors(shape, device)
+    layout, at = full_layout(shape, device), torch.arange(shape.context, device=device)
+    pages, size = layout.pages_for(shape.context), layout.page_tokens
+    table = torch.randperm(shape.batch * pages, device=device).view(shape.batch, pages)
+    store = LayerStore.allocate(layout, table.numel(), 1, device)
+    zeros, starts = table.new_zeros(shape.batch), table.new_zeros(shape.batch + 1)
+    lengths, exact = zeros + shape.context, {"key": zeros, "value": zeros}
+    batch = PagedBatch(table, lengths, table.new_zeros(0), starts, zeros, zeros, exact)  # type: ignore[arg-type]
+    for b in range(shape.batch):
+        slots = table[b, at // size] * size + at % size
+        one = one_sequence(batch, b)._replace(slots=slots, starts=starts.new_tensor([0, shape.context]))
+        reference.append(store, key[b].transpose(0, 1), value[b].transpose(0, 1), one)
+    rows = query.reshape(shape.batch, shape.heads, shape.head_dim)
+    call = functools.partial(chosen.run, store, rows, batch, scale=shape.head_dim**-0.5)
+    with poisoned():
+        found = call()
+    return call, within_limit(_error(found, query, key, value), chosen, layout)
+
+
 def _grouped(shape: Shape, device: torch.device) -> tuple[Call, float]:
     query, key, value = _tensors(shape, device)
     heads = query.reshape(shape.batch, shape.heads, 1, shape.head_dim)
@@ -261,7 +310,7 @@ def _matmul(shape: Shape, device: torch.device) -> tuple[Call, float]:
 def measure(
     recipes: Sequence[Recipe], shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
 ) -> list[Result]:
-    """Decode from every recipe's pages and torch's attention over full caches, side by side."""
+    """Decode from every recipe's pages and attention over full caches, side by side."""
     works = [packed(recipe, shape, device, implementation) for recipe in recipes] + full(shape, device)
     with torch.inference_mode():
         times = all_times({work.result.name: work.calls for work in works}, device, repeat)

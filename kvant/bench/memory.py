@@ -312,7 +312,7 @@ def _fastest(shape: Shape, device: torch.device) -> tuple[str, float]:
     """The fastest of torch's kernels for attention over a full cache, as `bench attention` finds it, and its error."""
     if device.type != "cuda":
         return "sdpa", 0.0
-    works = attention.full(shape, device)
+    works = attention.full(shape, device, paged=False)
     times = all_times({work.result.name: work.calls for work in works}, device, repeat=5)
     best = min(works, key=lambda work: times[work.result.name].median).result
     return best.name, best.error

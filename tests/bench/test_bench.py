@@ -49,6 +49,33 @@ def test_attention_over_full_caches_is_right_in_every_type() -> None:
         assert 0 < result.error < limits[result.shape["dtype"]], result.name
 
 
+def test_the_recipe_full_in_pages_of_random_order_is_one_of_them() -> None:
+    shape = dataclasses.replace(SHAPE, dtype="bfloat16")
+    assert attention.full_layout(shape, CPU).bits_per_element() == 16
+    chosen = choose("decode", attention.full_layout(shape, CPU), CPU, "reference")
+    call, error = attention._own(shape, CPU, chosen)
+    table = call.args[2].block_table  # type: ignore[attr-defined]
+    assert sorted(table.flatten().tolist()) == list(range(6))
+    assert 0 < error < attention.LIMIT
+    wrong = dataclasses.replace(chosen, name="wrong", run=lambda *args, **options: 1.01 * chosen.run(*args, **options))
+    with pytest.raises(
+        ValueError, match="wrong decodes recipe full with a relative error of 1.0.e-02, more than 0.002"
+    ):
+        attention._own(shape, CPU, wrong)
+    assert attention.OWN not in {work.result.name for work in attention.full(shape, CPU)}  # of GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_baselines_have_our_own_kernel() -> None:
+    shape, device = dataclasses.replace(SHAPE, dtype="bfloat16"), torch.device("cuda")
+    found = {work.result.name: work for work in attention.full(shape, device)}
+    assert found[attention.OWN].full and found[attention.OWN].result.implementation == "cuda-full"
+    assert 0 < found[attention.OWN].result.error < attention.LIMIT
+    assert attention.OWN not in {work.result.name for work in attention.full(shape, device, paged=False)}
+    assert attention.own(SHAPE, device) is None  # float32
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*args: object, **kwargs: object) -> torch.Tensor:
         return reference.decode(*args, **kwargs) * 1.01  # type: ignore[arg-type]

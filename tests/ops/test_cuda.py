@@ -298,6 +298,10 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         "int2:sink=5,recent=70",
         "quarot-int2-win",
         "int4:k.bits=2",
+        "int3",
+        "saw-int4-kv:bits=3,sink=1,recent=20",
+        "int4:k.bits=3,search=3,zero=float",
+        "kvant-2:rope=post,k.bits=3/2/0,v.bits=3",
         "saw-int4-kv:order=16",
         "kvant-4",
         "saw-hessian",
@@ -322,8 +326,10 @@ def test_append_writes_what_the_reference_writes(
         name = next(n for n in recipes.names() if n.startswith("saw") and "hessian" in n)
     recipe, heads = recipes.get(name), 3
     layout = Layout.of(recipe, heads, dim, dtype=dtype)
-    if name.startswith("kvant-2") and dim == 96:
-        assert cuda_append.refuse_layout(layout) is not None  # bands are no whole tiles
+    if (dim == 96 and (name.startswith("kvant-2") or "=3" in name or name == "int3")) or (
+        dim < 256 and "3/2/0" in name
+    ):
+        assert cuda_append.refuse_layout(layout) is not None  # bands are no whole tiles, or lanes would share bytes
         return
     tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, dtype), "cpu")
     ropes = {device: [Rope(rope_of(dim).inv_freq.to(device), 1013)] for device in ("cuda", "cpu")}
@@ -516,8 +522,14 @@ def test_append_refuses_what_it_cannot_write() -> None:
     assert "coded by Salient" in (cuda_append.refuse_layout(make_layout("zipcache")) or "")
     assert "clipped, searched" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.search=3")) or "")
     assert "of 16 or a multiple of 32" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.group=48", 2, 96)) or "")
-    assert "have 3" in (cuda_append.refuse_layout(make_layout("kvant-2:k.bits=3/2/0")) or "")
-    assert "3" in (cuda_append.refuse_layout(make_layout("int3")) or "")
+    assert "2, 3, 4 or 8 bits, and the keys have 1" in (
+        cuda_append.refuse_layout(make_layout("kvant-2:k.bits=4/1/0")) or ""
+    )
+    for name in ("int3", "kvant-2:k.bits=3/2/0"):
+        assert cuda_append.refuse_layout(make_layout(name, 2, 256)) is None and not cuda_append.tileable(
+            make_layout(name, 2, 128)
+        )
+    assert "fragment order" in (cuda_append.refuse_layout(make_layout("int3", 2, 96)) or "")
     uneven = "the 12 sub-vectors of the values cannot be shared evenly by 8 lanes"
     assert cuda_append.refuse_layout(make_layout("million-1.5", 2, 96)) == uneven
     for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5", "kivi-k2v2", "kitty-pro"):
@@ -613,7 +625,9 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]
         banded, types = name == "kvant-2", ("bfloat16", "float16")  # bands always have a matrix
         tiles = cuda_append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
-        assert not pairs.tiled and tiles.tiled != banded
+        assert not pairs.tiled and tiles.tiled == (
+            not banded and not name.startswith("int3")
+        )  # nor two planes of codes
         if banded:
             tiles = cuda_append.AppendPlan(layout, types, (1, 1), (True, False), (2, 2), 256)
             assert tiles.tiled

@@ -4,7 +4,7 @@
 // channels a lane. Two neighbouring tokens share the words of the values' codes, so a pair at an even place writes whole words; any
 // other token writes its own halves. Every byte belongs to one token (kvant/layout.py), so nothing is read.
 //
-// Constants beside those of common.cu: for KEY_ and VALUE_: TYPE (of the input), BITS, SEARCH, OFFSET, META, META_TYPE, META_OFFSET,
+// Constants beside those of common.cu: for KEY_ and VALUE_: TYPE (of the input), BITS, SEARCH, OFFSET, HIGH (of the third bit), META, META_TYPE, META_OFFSET,
 // HADAMARD (order, 1 for none) and HADAMARD_SCALE, BANDS, BANDED (whether they are coded by their levels), UNBIASED, FLAG; SINK, RING, RING_TOKENS, WINDOW_TOKENS,
 // WINDOW_TYPE, WARPS, CLIP (whether rows are clipped). The text before it is rows.cu.
 
@@ -160,10 +160,10 @@ template <int BITS, int META, int TYPE, int SEARCH> DEV u32 encode(const float* 
 
 // --- bands: some channels have more bits than others, under one scale ---------------------------------------------------------
 
-// WIDTH channels from FIRST on, whose codes of BITS bits lie from byte OFFSET of the run on. Levels are as far apart as the float
-// whose bits are STEP says.
-template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, u32 STEP_> struct Band {
-  static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_;
+// WIDTH channels from FIRST on, whose codes of BITS bits lie from byte OFFSET of the run on; of three bits the lower two, and the third from
+// byte HIGH on. Levels are as far apart as the float whose bits are STEP says.
+template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, u32 STEP_, int HIGH_ = 0> struct Band {
+  static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_, HIGH = HIGH_;
   static constexpr u32 STEP = STEP_;
   static_assert(WIDTH % OWN == 0 && FIRST % OWN == 0, "a lane's channels are in one band");
   DEV static bool has(int channel) { return channel >= FIRST && channel < FIRST + WIDTH; }
@@ -270,41 +270,61 @@ template <bool KEY> DEV u32 encode_row(const Arguments& a, const float* x, u32* 
   }
 }
 
+// One plane of codes of ALL bits, a byte each: BITS of them, the lower two or the third of three.
+template <int BITS, int ALL> DEV u32 plane(u32 codes) { return BITS == ALL ? codes : codes >> (BITS == 1 ? 2 : 0) & ((1 << BITS) - 1) * 0x01010101u; }
+template <int BITS, int ALL> DEV uint2 plane(uint2 w) { return {plane<BITS, ALL>(w.x), plane<BITS, ALL>(w.y)}; }
+template <int BITS, int ALL> DEV uint4 plane(uint4 w) { return {plane<BITS, ALL>(w.x), plane<BITS, ALL>(w.y), plane<BITS, ALL>(w.z), plane<BITS, ALL>(w.w)}; }
+
 // Bits of `count` codes, one in every `step`-th byte, from the first on.
-template <int BITS> DEV u32 gathered(const u8* codes, int count, int step) {
+template <int BITS, int ALL> DEV u32 gathered(const u8* codes, int count, int step) {
   u32 x = 0;
 #pragma unroll
-  for (int i = 0; i < count; i++) x |= (u32)codes[i * step] << (i * BITS);
+  for (int i = 0; i < count; i++) x |= plane<BITS, ALL>(codes[i * step]) << (i * BITS);
   return x;
 }
+DEV u32 four_bits(u32 w) {  // of four bytes
+  w |= w >> 7, w |= w >> 14;
+  return w & 15u;
+}
+DEV u32 sixteen_bits(uint4 w) { return four_bits(w.x) | four_bits(w.y) << 4 | four_bits(w.z) << 8 | four_bits(w.w) << 12; }
 
 // A word of key codes from 32 / BITS bytes: every other code in the low half, the others in the high half.
-template <int BITS> DEV u32 key_word(const u8* codes) {
+template <int BITS, int ALL> DEV u32 key_word(const u8* codes) {
   if constexpr (BITS == 8) return __byte_perm(*(const u32*)codes, 0u, 0x3120);
   if constexpr (BITS == 4) {
     const uint2 w = *(const uint2*)codes;
     return __byte_perm(w.x | w.x >> 12, w.y | w.y >> 12, 0x5140);
   }
   if constexpr (BITS == 2) {
-    const uint4 w = *(const uint4*)codes;
+    const uint4 w = plane<BITS, ALL>(*(const uint4*)codes);
     const u32 x = ((w.x | w.x >> 14) & 0x0F0Fu) | ((w.y | w.y >> 14) & 0x0F0Fu) << 4;
     const u32 y = ((w.z | w.z >> 14) & 0x0F0Fu) | ((w.w | w.w >> 14) & 0x0F0Fu) << 4;
     return __byte_perm(x, y, 0x5140);
   }
+  if constexpr (BITS == 1) {
+    u32 x = 0u;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const u32 w = plane<BITS, ALL>(((const u32*)codes)[i]), both = w | w >> 15;  // bytes 0 and 2, and 8 bits up 1 and 3
+      x |= (both & 3u) << (2 * i) | (both >> 8 & 3u) << (16 + 2 * i);
+    }
+    return x;
+  }
 }
 // A word of value codes from 16 / BITS bytes each of two tokens: one token in each half.
-template <int BITS> DEV u32 value_word(const u8* a, const u8* b) {
+template <int BITS, int ALL> DEV u32 value_word(const u8* a, const u8* b) {
   if constexpr (BITS == 8) return *(const u16*)a | (u32) * (const u16*)b << 16;
   if constexpr (BITS == 4) {
     const u32 x = *(const u32*)a, y = *(const u32*)b;
     return __byte_perm(x | x >> 4, y | y >> 4, 0x6420);
   }
   if constexpr (BITS == 2) {
-    uint2 x = *(const uint2*)a, y = *(const uint2*)b;
+    uint2 x = plane<BITS, ALL>(*(const uint2*)a), y = plane<BITS, ALL>(*(const uint2*)b);
     x.x |= x.x >> 6, x.y |= x.y >> 6, y.x |= y.x >> 6, y.y |= y.y >> 6;
     x.x |= x.x >> 12, x.y |= x.y >> 12, y.x |= y.x >> 12, y.y |= y.y >> 12;
     return __byte_perm(__byte_perm(x.x, x.y, 0x0040), __byte_perm(y.x, y.y, 0x0040), 0x5410);
   }
+  if constexpr (BITS == 1) return sixteen_bits(plane<BITS, ALL>(*(const uint4*)a)) | sixteen_bits(plane<BITS, ALL>(*(const uint4*)b)) << 16;
 }
 
 DEV u8* run_of(const Arguments& a, s64 slot, int head) { return a.pages + ((s64)((u64)slot / PAGE) * KV_HEADS + head) * RUN; }
@@ -319,38 +339,46 @@ struct Place {  // of a token in its page
   DEV Place(s64 slot) : tile((int)((u64)slot % PAGE) / 16), inside((int)((u64)slot % 16)) {}
 };
 
-template <int WIDTH, int BITS, int OFFSET> DEV void store_keys(u8* run, Place p, const u8* codes, int lane, int lanes) {
-  constexpr int ROW = WIDTH * BITS / 64, WORDS = ROW, PER = 8 / BITS;  // bytes of a row and half; words of a lane; codes of a byte
-  const int row = p.inside / 8, g = p.inside % 8;
-  for (int i = lane; i < 4 * (ROW % 2 ? 2 * ROW : ROW / 2); i += lanes) {
-    if constexpr (ROW % 2 == 0) {
-      const int k = i % (ROW / 2), t = i / (ROW / 2);
-      const u32 w = key_word<BITS>(codes + t * (WIDTH / 4) + k * (32 / BITS));
-      ((u32*)(run + OFFSET))[((p.tile * 8 + g) * 4 + t) * WORDS + row * (ROW / 2) + k] = w;
-    } else {
-      const int half = i % 2, k = i / 2 % ROW, t = i / 2 / ROW, byte = row * ROW + k;
-      const u32 w = gathered<BITS>(codes + t * (WIDTH / 4) + k * 2 * PER + half, PER, 2);
-      run[OFFSET + (((p.tile * 8 + g) * 4 + t) * WORDS + byte / 2) * 4 + byte % 2 + 2 * half] = (u8)w;
+template <int WIDTH, int BITS, int OFFSET, int HIGH, int ALL = BITS> DEV void store_keys(u8* run, Place p, const u8* codes, int lane, int lanes) {
+  if constexpr (BITS == 3) {
+    store_keys<WIDTH, 2, OFFSET, 0, 3>(run, p, codes, lane, lanes), store_keys<WIDTH, 1, HIGH, 0, 3>(run, p, codes, lane, lanes);
+  } else {
+    constexpr int ROW = WIDTH * BITS / 64, WORDS = ROW, PER = 8 / BITS;  // bytes of a row and half; words of a lane; codes of a byte
+    const int row = p.inside / 8, g = p.inside % 8;
+    for (int i = lane; i < 4 * (ROW % 2 ? 2 * ROW : ROW / 2); i += lanes) {
+      if constexpr (ROW % 2 == 0) {
+        const int k = i % (ROW / 2), t = i / (ROW / 2);
+        const u32 w = key_word<BITS, ALL>(codes + t * (WIDTH / 4) + k * (32 / BITS));
+        ((u32*)(run + OFFSET))[((p.tile * 8 + g) * 4 + t) * WORDS + row * (ROW / 2) + k] = w;
+      } else {
+        const int half = i % 2, k = i / 2 % ROW, t = i / 2 / ROW, byte = row * ROW + k;
+        const u32 w = gathered<BITS, ALL>(codes + t * (WIDTH / 4) + k * 2 * PER + half, PER, 2);
+        run[OFFSET + (((p.tile * 8 + g) * 4 + t) * WORDS + byte / 2) * 4 + byte % 2 + 2 * half] = (u8)w;
+      }
     }
   }
 }
 
 // `codes` and `next` are of two neighbouring tokens, the first at an even place; without `next`, one token at any place.
-template <int BITS, int OFFSET> DEV void store_values(u8* run, Place p, const u8* codes, const u8* next, int lane) {
-  constexpr int ROW = D * BITS / 64, WORDS = ROW, PER = 8 / BITS;
-  const int second = p.inside / 8, t = p.inside / 2 % 4, half = p.inside % 2;
-  for (int i = lane; i < 8 * (ROW % 2 ? ROW : ROW / 2); i += 32) {
-    if constexpr (ROW % 2 == 0) {
-      const int k = i % (ROW / 2), g = i / (ROW / 2), from = g * (D / 8) + k * 2 * PER;
-      u32* word = (u32*)(run + OFFSET) + ((p.tile * 8 + g) * 4 + t) * WORDS + second * (ROW / 2) + k;
-      const u32 w = value_word<BITS>(codes + from, (next ? next : codes) + from);
-      if (next) *word = w;
-      else ((u16*)word)[half] = (u16)w;
-    } else {
-      const int k = i % ROW, g = i / ROW, byte = second * ROW + k, from = g * (D / 8) + k * PER;
-      u8* word = run + OFFSET + (((p.tile * 8 + g) * 4 + t) * WORDS + byte / 2) * 4 + byte % 2;
-      word[2 * half] = (u8)gathered<BITS>(codes + from, PER, 1);
-      if (next) word[2] = (u8)gathered<BITS>(next + from, PER, 1);
+template <int BITS, int OFFSET, int HIGH, int ALL = BITS> DEV void store_values(u8* run, Place p, const u8* codes, const u8* next, int lane) {
+  if constexpr (BITS == 3) {
+    store_values<2, OFFSET, 0, 3>(run, p, codes, next, lane), store_values<1, HIGH, 0, 3>(run, p, codes, next, lane);
+  } else {
+    constexpr int ROW = D * BITS / 64, WORDS = ROW, PER = 8 / BITS;
+    const int second = p.inside / 8, t = p.inside / 2 % 4, half = p.inside % 2;
+    for (int i = lane; i < 8 * (ROW % 2 ? ROW : ROW / 2); i += 32) {
+      if constexpr (ROW % 2 == 0) {
+        const int k = i % (ROW / 2), g = i / (ROW / 2), from = g * (D / 8) + k * 2 * PER;
+        u32* word = (u32*)(run + OFFSET) + ((p.tile * 8 + g) * 4 + t) * WORDS + second * (ROW / 2) + k;
+        const u32 w = value_word<BITS, ALL>(codes + from, (next ? next : codes) + from);
+        if (next) *word = w;
+        else ((u16*)word)[half] = (u16)w;
+      } else {
+        const int k = i % ROW, g = i / ROW, byte = second * ROW + k, from = g * (D / 8) + k * PER;
+        u8* word = run + OFFSET + (((p.tile * 8 + g) * 4 + t) * WORDS + byte / 2) * 4 + byte % 2;
+        word[2 * half] = (u8)gathered<BITS, ALL>(codes + from, PER, 1);
+        if (next) word[2] = (u8)gathered<BITS, ALL>(next + from, PER, 1);
+      }
     }
   }
 }
@@ -420,15 +448,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
     if (own >= 0)
       KeyBands::each([&](auto band) {
         using B = decltype(band);
-        store_keys<B::WIDTH, B::BITS, B::OFFSET>(run_of(a, own, head), Place(own), sh.codes[warp][lane >> 4] + B::FIRST, lane & 15, 16);
+        store_keys<B::WIDTH, B::BITS, B::OFFSET, B::HIGH>(run_of(a, own, head), Place(own), sh.codes[warp][lane >> 4] + B::FIRST, lane & 15, 16);
       });
   }
   if (slots[0] >= 0 && slots[0] % 2 == 0 && slots[1] == slots[0] + 1) {
-    store_values<VALUE_BITS, VALUE_OFFSET>(run_of(a, slots[0], head), Place(slots[0]), sh.codes[warp][2], sh.codes[warp][3], lane);
+    store_values<VALUE_BITS, VALUE_OFFSET, VALUE_HIGH>(run_of(a, slots[0], head), Place(slots[0]), sh.codes[warp][2], sh.codes[warp][3], lane);
   } else {
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (slots[i] >= 0)
-        store_values<VALUE_BITS, VALUE_OFFSET>(run_of(a, slots[i], head), Place(slots[i]), sh.codes[warp][2 + i], nullptr, lane);
+        store_values<VALUE_BITS, VALUE_OFFSET, VALUE_HIGH>(run_of(a, slots[i], head), Place(slots[i]), sh.codes[warp][2 + i], nullptr, lane);
   }
 }

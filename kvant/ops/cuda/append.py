@@ -49,15 +49,21 @@ def refuse_layout(layout: Layout) -> str | None:
         codec = stream.codec
         if not isinstance(codec, Affine | Banded):
             return f"it writes token-wise codes, and the {name}s are coded by {type(codec).__name__}"
-        widths = {bits for _, bits in codec.bands(layout.head_dim)} if isinstance(codec, Banded) else {codec.bits}
-        for bits in widths - {0, 2, 4, 8}:
-            return f"it writes codes of 2, 4 or 8 bits, and the {name}s have {bits}"
+        for bits in _widths(codec, layout.head_dim) - {0, 2, 3, 4, 8}:
+            return f"it writes codes of 2, 3, 4 or 8 bits, and the {name}s have {bits}"
     return plan.refuse_layout(layout)
+
+
+def _widths(codec: Affine | Banded, head_dim: int) -> set[int]:
+    """Bits of a stream's codes."""
+    return {bits for _, bits in codec.bands(head_dim)} if isinstance(codec, Banded) else {codec.bits}
 
 
 def tileable(layout: Layout) -> bool:
     """Whether tiles of 16 tokens can be written, where they come in 16 bits: lanes then have whole words of codes."""
     dim, codecs = layout.head_dim, [stream.codec for stream in layout.recipe.streams.values()]
+    if any(isinstance(codec, Affine | Banded) and 3 in _widths(codec, dim) for codec in codecs):
+        return False  # two planes
     if all(isinstance(codec, Banded) for codec in codecs):
         return dim in BAND_DIMS
     return dim in TILE_DIMS and all(isinstance(codec, Affine) and dim * codec.bits % 128 == 0 for codec in codecs)
@@ -138,6 +144,7 @@ class AppendPlan:
                 f"{name.upper()}_ALL_BANDS": f"Bands<{', '.join(_all_bands(layout, name))}>",
                 f"{name.upper()}_BITS": bands[0][1],
                 f"{name.upper()}_OFFSET": bands[0][2],
+                f"{name.upper()}_HIGH": bands[0][3],
                 f"{name.upper()}_BANDED": int(isinstance(codec, Banded)),
                 f"{name.upper()}_UNBIASED": int(getattr(codec, "unbiased", False)),
                 f"{name.upper()}_WEIGHTED": int(getattr(codec, "weighted", False)),
@@ -151,14 +158,15 @@ class AppendPlan:
         return nvrtc.with_constants(nvrtc.source(*files), constants)
 
 
-def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int]]:
-    """Bands of a stream in the kernel's words, their bits and where their codes lie."""
+def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int, int]]:
+    """Bands of a stream in the kernel's words, their bits, and where their codes and the third bits of these lie."""
     found = []
     for band in plan.stored_bands(layout, name):
-        (section,) = (s for s in layout.sections if s.stream == name and s.names == (band.field,))
+        low, *others = (s.offset for s in layout.sections if s.stream == name and s.names == (band.field,))
+        (high,) = others or (0,)
         (step,) = struct.unpack("<I", struct.pack("<f", band.step))
-        text = f"Band<{band.width}, {band.bits}, {section.offset}, {band.first}, {step}u>"
-        found.append((text, band.bits, section.offset))
+        text = f"Band<{band.width}, {band.bits}, {low}, {band.first}, {step}u, {high}>"
+        found.append((text, band.bits, low, high))
     return found
 
 

@@ -1,0 +1,235 @@
+"""Decode attention over pages of 16-bit numbers by the kernel in full.cu: serves `full`, and packed pages are compared with it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+
+import torch
+
+from kvant.codecs.raw import Raw
+from kvant.layout import Layout
+from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.decode import _counters
+from kvant.ops.cuda.plan import MAX_HEAD_DIM, TYPES, page_constants, shared_memory
+from kvant.ops.registry import register
+from kvant.ops.types import LayerStore, PagedBatch, check_queries
+
+Tensor = torch.Tensor
+WARPS, ALONE_WARPS = 4, 6  # of a block, and of one that has a multiprocessor for itself
+STATIC_BYTES = 2048  # of shared memory beside the tiles in flight, at most
+SOURCES = ("ptx.cu", "copies.cu", "common.cu", "full.cu")
+_PLANS: nvrtc.Numbered[FullPlan] = nvrtc.Numbered()
+
+
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why the kernel cannot serve a layout on a device, or None."""
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device.type}"
+    reason = refuse_layout(layout) or nvrtc.missing()
+    if reason is not None:
+        return reason
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    if shared_memory(device)[0] < FullPlan(layout, 1, False, False, (0, 0)).warp_bytes + STATIC_BYTES:
+        return f"tiles of head_dim {layout.head_dim} are more than this GPU's shared memory holds"
+    return None
+
+
+def refuse_layout(layout: Layout) -> str | None:
+    """The part of `refuse` that does not look at the machine."""
+    types = {section.dtype for section in layout.sections}
+    for name, stream in layout.recipe.streams.items():
+        if not isinstance(stream.codec, Raw):
+            return f"it reads numbers as they come, and the {name}s are coded by {type(stream.codec).__name__}"
+        if stream.transforms or stream.rope != "post":
+            return f"it reads numbers as they come, and the {name}s are transformed"
+        if layout.overlay_tokens(name):  # type: ignore[arg-type]
+            return f"it reads pages alone, and some of the {name}s are in a window"
+    if types not in ({"bfloat16"}, {"float16"}):
+        return f"it reads keys and values of one 16-bit type, and they are {' and '.join(sorted(types))}"
+    if layout.head_dim % 32 or layout.head_dim > MAX_HEAD_DIM:
+        return f"it reads head dims that are multiples of 32 up to {MAX_HEAD_DIM}, and this one is {layout.head_dim}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class FullPlan:
+    """A kernel for one layout, number of query heads a KV head, and way to call it."""
+
+    layout: Layout
+    group: int
+    softcap: bool
+    bulk: bool  # whether the GPU copies in bulk (sm_90 on)
+    shared: tuple[int, int]  # as `shared_memory`
+    tuned: tuple[tuple[str, int], ...] = ()  # constants to override, for measuring
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.sections[0].dtype
+
+    @property
+    def tile_heads(self) -> int:
+        """Query heads that a block serves at once."""
+        tiles = -(-self.group // (8 if self.layout.head_dim > 128 else 16))
+        return -(-self.group // tiles)
+
+    @property
+    def stages(self) -> int:
+        """Keys or values of a tile that a warp has in flight: 16 KiB, and at least those of two tiles."""
+        return dict(self.tuned).get("STAGES", max(4, (16 << 10) // self.tile_bytes))
+
+    @property
+    def tile_bytes(self) -> int:
+        """Keys or values of 16 tokens."""
+        return 32 * self.layout.head_dim
+
+    @property
+    def warp_bytes(self) -> int:
+        """Shared memory of a warp: its tiles in flight, then its outputs."""
+        return max(self.stages * self.tile_bytes, 4 * self.tile_heads * self.layout.head_dim)
+
+    @property
+    def warps(self) -> int:
+        two = 2 * (WARPS * self.warp_bytes + STATIC_BYTES) <= self.shared[1]
+        fit = (self.shared[0] - STATIC_BYTES) // self.warp_bytes
+        return dict(self.tuned).get("WARPS", max(1, min(WARPS if two else ALONE_WARPS, fit)))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor is to hold."""
+        enough = 12 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 8  # warps that its registers are for
+        return max(1, min(enough // self.warps, self.shared[1] // (self.dynamic_bytes + STATIC_BYTES)))
+
+    @property
+    def dynamic_bytes(self) -> int:
+        return self.warps * self.warp_bytes
+
+    @property
+    def constants(self) -> dict[str, object]:
+        layout = self.layout
+        value = next(section for section in layout.sections if section.stream == "value")
+        return {
+            **page_constants(layout),
+            "RUN": self.tile_bytes,
+            "PAGE_RUN": layout.run_bytes,
+            "VALUE_OFFSET": value.offset,
+            "NUMBERS": TYPES[self.dtype],
+            "GROUP": self.group,
+            "TILE_HEADS": self.tile_heads,
+            "QUERY_TILES": -(-self.group // self.tile_heads),
+            "SOFTCAP": int(self.softcap),
+            "STAGES": self.stages,
+            "WARPS": self.warps,
+            "WARP_BYTES": self.warp_bytes,
+            "MIN_BLOCKS": self.blocks,
+            "BULK": int(self.bulk),
+            **dict(self.tuned),
+        }
+
+    @functools.cached_property
+    def text(self) -> str:
+        return nvrtc.with_constants(nvrtc.source(*SOURCES), self.constants)
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "out", "lse", "pages", "table", "lengths", "partial", "arrived")
+        ),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+        *((name, ctypes.c_int) for name in ("batch", "table_width", "window")),
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(plan: FullPlan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_decode_full", device, plan.warps * 32, plan.dynamic_bytes)
+
+
+@register("decode", "cuda-full", refuse, rank=9)
+def decode(
+    store: LayerStore,
+    query: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """As the reference's `decode`."""
+    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, window=window)[0]
+
+
+def decode_with_lse(
+    store: LayerStore,
+    query: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    tuned: tuple[tuple[str, int], ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
+    [sequences, query heads]. Queries are of the pages' type."""
+    layout = store.layout
+    check_queries(query, layout, [layout.sections[0].dtype])
+    plan = _plan(layout, query.shape[1] // layout.heads, softcap is not None, query.device, tuned)
+    return _decode(
+        query.contiguous(),
+        store.pages,
+        batch.block_table,
+        batch.lengths,
+        plan,
+        scale,
+        softcap or 0.0,
+        window or 0,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(layout: Layout, group: int, softcap: bool, device: torch.device, tuned: tuple[tuple[str, int], ...]) -> int:
+    bulk = torch.cuda.get_device_capability(device) >= (9, 0)
+    return _PLANS.number(FullPlan(layout, group, softcap, bulk, shared_memory(device), tuned))
+
+
+@torch.library.custom_op("kvant::decode_full", mutates_args=())
+def _decode(
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    plan: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    made = _PLANS[plan]
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+    if not len(query):
+        return out, lse
+    kernel, heads = _kernel(made, query.device), -(-made.group // made.tile_heads) * made.layout.heads
+    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
+    size = parts * made.tile_heads * (made.layout.head_dim + 4)
+    partial = torch.empty(size, dtype=torch.float32, device=query.device)
+    arrived = _counters(query.device, len(query) * heads)
+    log2e = math.log2(math.e)
+    arguments = _Arguments(
+        *nvrtc.addresses(query, out, lse, pages, table, lengths, partial, arrived),
+        2.0 * log2e * scale / softcap if softcap else scale * log2e,
+        softcap * log2e,
+        len(query),
+        table.shape[1],
+        window,
+    )
+    kernel.launch((kernel.blocks, 1), arguments)
+    return out, lse
+
+
+@_decode.register_fake
+def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)

@@ -1,0 +1,267 @@
+"""The kernel for pages of 16-bit numbers against the reference on the same bytes: its text on a CPU, by emulation, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvant.bench import attention
+from kvant.cache import Entry, PagedCache
+from kvant.ops import choose, explain, reference
+from kvant.ops.cuda import full, nvrtc
+from tests.conftest import make_layout, relative_error
+from tests.ops import emulated, test_cuda
+from tests.ops.scores import log_sum_exp
+from tests.ops.test_cuda_emulated import Stream
+
+gpu, needs_gpu = test_cuda.gpu, test_cuda.needs_gpu
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
+KINDS = [("bfloat16", 2e-3), ("float16", 5e-4)]  # an output in bfloat16 is itself off by up to 1.6e-3
+SHAPES = [
+    (1, 128),
+    (2, 64),
+    (3, 96),
+    (4, 256),
+    (4, 128),
+    (5, 64),
+    (8, 128),
+    (12, 96),
+    (16, 64),
+    (7, 192),
+    (40, 64),
+    (3, 32),
+]
+OPTIONS = [{"softcap": 5.0}, {"window": 100}, {"softcap": 30.0, "window": 300}, {"window": 1}]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are compiled for and run on this machine."""
+    monkeypatch.setattr(nvrtc, "Kernel", emulated.Kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(full, "shared_memory", lambda device: emulated.H200)
+    caches = (full._kernel, full._plan)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def check(
+    cache: PagedCache,
+    entries: list[Entry],
+    group: int,
+    limit: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> None:
+    store, batch, layout = cache.stores[0], cache.batch(entries), cache.layout
+    q = torch.randn(len(entries), layout.heads * group, layout.head_dim).to(
+        store.pages.device, getattr(torch, layout.dtype)
+    )
+    options = {"scale": layout.head_dim**-0.5, "softcap": softcap, "window": window}
+    with attention.poisoned():
+        found, lse = full.decode_with_lse(store, q, batch, **options)  # type: ignore[arg-type]
+    assert found.dtype == q.dtype
+    expected = reference.decode(store, q.double(), batch, **options)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < limit
+    if (
+        q.dtype == torch.bfloat16
+    ):  # the output's rounding hides all that is smaller: it is the nearest number nearly always
+        assert float((found != expected.to(found.dtype)).float().mean()) < 0.02
+    lse_expected = log_sum_exp(store, q, batch, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(lse.double(), lse_expected, rtol=1e-4, atol=5e-4)
+
+
+def filled(
+    group: int, dim: int, dtype: str, lengths: list[int], page: int | None = None
+) -> tuple[PagedCache, list[Entry]]:
+    torch.manual_seed(0)
+    return test_cuda.filled("full", 2, group, dim, dtype, lengths, page, device="cpu")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("group", "dim"), SHAPES)
+def test_every_shape(group: int, dim: int) -> None:
+    for dtype, limit in KINDS:
+        check(*filled(group, dim, dtype, [1, 63, 300]), group, limit)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_soft_cap_and_sliding_window(options: dict[str, float]) -> None:
+    for dtype, limit in KINDS:
+        check(*filled(4, 64, dtype, [1, 64, 130, 333]), 4, limit, **options)  # type: ignore[arg-type]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("page", [16, 32, 128])
+def test_other_pages(page: int) -> None:
+    check(*filled(2, 64, "bfloat16", [17, 300], page), 2, 2e-3, window=77)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("blocks", [1, 5, 40])
+def test_work_is_cut_anywhere(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that have several (sequence, head)s, blocks that share one, and (sequence, head)s that are cut into equal parts."""
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    for lengths in ([900, 5, 400, 17], [2100]):
+        check(*filled(4, 64, "bfloat16", lengths), 4, 2e-3)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+def test_counters_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, entries = filled(2, 64, "float16", [700])
+    zeros = torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(full, "_counters", lambda device, count: zeros[:count])
+    for _ in range(2):
+        check(cache, entries, 2, 5e-4)
+    assert not bool(zeros.any())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+def test_sequences_without_tokens_and_tables_that_are_wider() -> None:
+    cache, entries = filled(3, 64, "bfloat16", [40, 200])
+    batch, store = cache.batch(entries), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((2, 90), 1 << 40)), 1).contiguous()
+    lengths = torch.tensor([0, 200])
+    q = torch.randn(2, 6, 64).bfloat16()
+    with attention.poisoned():
+        found, lse = full.decode_with_lse(store, q, batch._replace(block_table=wide, lengths=lengths), scale=0.1)
+    assert bool((found[0] == 0).all()) and bool(lse[0].isneginf().all())
+    assert relative_error(found[1:], reference.decode(store, q.double(), batch, scale=0.1)[1:]) < 2e-3
+    nothing = batch._replace(block_table=wide[:0], lengths=lengths[:0])
+    assert full.decode(store, q[:0], nothing, scale=0.1).shape == (0, 6, 64)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+def test_large_scores_and_one_token_that_has_it_all() -> None:
+    """The reference of the softmax is set anew in the middle of a sequence."""
+    for dtype, limit in KINDS:
+        cache, entries = filled(4, 64, dtype, [1])
+        entry = cache.new()
+        k, v = torch.randn(2, 100, 2, 64).to(getattr(torch, dtype))
+        k *= torch.linspace(0.1, 8, 100)[:, None, None].to(k.dtype)  # scores grow with the position
+        reference.append(cache.stores[0], k, v, cache.extend([entry], [100]))
+        check(cache, [*entries, entry], 4, limit)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+def test_queries_are_of_the_pages_type() -> None:
+    cache, entries = filled(2, 64, "bfloat16", [5])
+    with pytest.raises(ValueError, match="queries must be bfloat16, got torch.float16"):
+        full.decode(cache.stores[0], torch.randn(1, 4, 64).half(), cache.batch(entries), scale=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype", "reason"),
+    [
+        ("full", 128, "bfloat16", None),
+        ("full", 96, "float16", None),
+        ("full", 64, "float32", "it reads keys and values of one 16-bit type, and they are float32"),
+        ("full", 80, "bfloat16", "it reads head dims that are multiples of 32 up to 256, and this one is 80"),
+        ("full", 512, "bfloat16", "it reads head dims that are multiples of 32 up to 256, and this one is 512"),
+        (
+            "full:v.dtype=float16",
+            64,
+            "bfloat16",
+            "it reads keys and values of one 16-bit type, and they are bfloat16 and float16",
+        ),
+        ("full:sink=3", 64, "bfloat16", "it reads pages alone, and some of the keys are in a window"),
+        ("int4", 64, "bfloat16", "it reads numbers as they come, and the keys are coded by Affine"),
+    ],
+)
+def test_layouts_are_refused_with_a_reason(name: str, dim: int, dtype: str, reason: str | None) -> None:
+    assert full.refuse_layout(make_layout(name, 2, dim, dtype=dtype)) == reason
+
+
+def test_it_is_offered_on_a_gpu_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_layout("full", dtype="bfloat16")
+    assert full.refuse(layout, torch.device("cpu")) == "it runs on CUDA devices, not on cpu"
+    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(full, "shared_memory", lambda device: emulated.H200)
+    assert choose("decode", layout, "cuda").name == "cuda-full"
+    assert "coded by Raw" in explain("decode", layout, "cuda")[1]["cuda"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert full.refuse(layout, torch.device("cuda")) == "it needs a GPU of compute capability 8.0 or newer"
+
+
+def test_shared_memory_is_filled() -> None:
+    """About 192 KiB of tiles in flight on an H200; what an older GPU has, there."""
+    for dim, group, warps, blocks in ((64, 4, 4, 3), (128, 4, 4, 3), (128, 16, 4, 2), (256, 8, 6, 1)):
+        made = full.FullPlan(make_layout("full", 8, dim, dtype="bfloat16"), group, False, True, emulated.H200)
+        assert (made.warps, made.blocks) == (warps, blocks)
+    small = full.FullPlan(make_layout("full", 8, 256, dtype="bfloat16"), 8, False, False, (99 << 10, 100 << 10))
+    assert (small.warps, small.blocks) == (3, 1)
+
+
+@pytest.mark.parametrize(("group", "dim", "dtype"), [(4, 128, "bfloat16"), (9, 96, "float16"), (8, 256, "bfloat16")])
+def test_it_compiles(group: int, dim: int, dtype: str) -> None:
+    try:
+        nvrtc.compiler()
+    except OSError as error:
+        pytest.skip(str(error))
+    for arch, bulk in (("sm_80", False), ("sm_90", True)):
+        made = full.FullPlan(make_layout("full", 2, dim, dtype=dtype), group, bulk, bulk, emulated.H200)
+        nvrtc.compile_text(made.text, arch)
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype_limit", KINDS)
+@pytest.mark.parametrize(("group", "dim"), [*SHAPES, (64, 128)])
+def test_every_shape_on_a_gpu(group: int, dim: int, dtype_limit: tuple[str, float]) -> None:
+    dtype, limit = dtype_limit
+    cache, entries = test_cuda.filled("full", 2, group, dim, dtype, test_cuda.LENGTHS)
+    assert cache.ops["decode"].name == "cuda-full"
+    check(cache, entries, group, limit)
+    for options in OPTIONS:
+        check(cache, entries, group, limit, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("page", [16, 32, 128])
+def test_other_pages_on_a_gpu(page: int) -> None:
+    check(*test_cuda.filled("full", 2, 4, 128, "bfloat16", test_cuda.LENGTHS, page), 4, 2e-3, window=777)
+
+
+@gpu
+@needs_gpu
+def test_long_and_many_sequences_on_a_gpu() -> None:
+    for lengths in ([40_000, 3], [40_000], list(range(1, 500, 3))):
+        check(*test_cuda.filled("full", 2, 4, 128, "bfloat16", lengths), 4, 2e-3)
+
+
+@gpu
+@needs_gpu
+def test_a_cuda_graph_follows_its_inputs() -> None:
+    cache, entries = test_cuda.filled("full", 2, 4, 128, "bfloat16", [900, 400])
+    batch, store = cache.batch(entries), cache.stores[0]
+    q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
+    full.decode(store, q, batch, scale=0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = full.decode(store, q, batch, scale=0.1)
+    for _ in range(2):
+        q.copy_(torch.randn_like(q))
+        batch.lengths.sub_(3)
+        graph.replay()
+        assert relative_error(out, reference.decode(store, q.double(), batch, scale=0.1)) < 2e-3
