@@ -192,13 +192,13 @@ struct Ahead {
     run = nullptr;
     next = from < to ? table[from / TILES] : 0;
   }
-  DEV void copy(const u8* pages, int head, u8* stages, u64* barriers, int lane) {
+  DEV void copy(const u8* pages, int head, u32 room, u32 barriers, int lane) {
     if (tile < end) {
       if (!value && (!run || tile % TILES == 0)) {
         run = pages + (next * KV_HEADS + head) * PAGE_RUN;
         next = (tile / TILES + 1) * TILES < end ? table[tile / TILES + 1] : 0;
       }
-      copy_run(stages + stage * RUN, run + (value ? VALUE_OFFSET : 0) + tile % TILES * RUN, barriers + stage, lane);
+      copy_run(room + stage * RUN, run + (value ? VALUE_OFFSET : 0) + tile % TILES * RUN, barriers + stage * 8, lane);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       tile += value, value ^= 1;
     } else no_copy();
@@ -311,7 +311,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   Ahead ahead;
   ahead.stage = 0;
   int stage = 0, parity = 0;
-  const auto await = [&] { await_run(&sh.barrier[warp][stage], parity); };
+  const u32 room = held_address(stages), barriers = held_address(sh.barrier[warp]);
+  const auto await = [&] { await_run(barriers + stage * 8, parity); };
   for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
     int now = deal.start(part), b, before;
     const int end = deal.start(part + 1);
@@ -328,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 
       ahead.begin(a.table + (s64)b * a.table_width, tile, tile_end);  // the first copies are on their way while queries are read
       __syncwarp();
-      const auto copy = [&] { ahead.copy(a.pages, head, stages, sh.barrier[warp], lane); };
+      const auto copy = [&] { ahead.copy(a.pages, head, room, barriers, lane); };
 #pragma unroll
       for (int i = 0; i < STAGES; i++) copy();
 
@@ -352,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         };
         await();
         Rows keys;
-        keys.load(shared_address(stages + stage * RUN), g, t);
+        keys.load(room + stage * RUN, g, t);
         consumed();
         float s[COLUMN_TILES][4];
 #pragma unroll
@@ -378,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 
         await();
         Transposed values;
-        values.load(shared_address(stages + stage * RUN), g, t);
+        values.load(room + stage * RUN, g, t);
         consumed();
         if (partly) values.keep(at, w.low, w.n, t);
         const auto& v = values.v;
