@@ -44,6 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     monkeypatch.setattr(cuda_decode, "FEW", 0)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
+    caches += (cuda_decode._many_kernel,)
     caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
