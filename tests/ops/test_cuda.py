@@ -46,6 +46,13 @@ TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads 
     ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
     ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
 ]
+TURNED_MANY: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
+    ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
+    ("kvant-2:rope_block=64", 8, 128, {"window": 100, "softcap": 5.0}),
+    ("kvant-2:rope_block=64,k.bits=3/2/0", 4, 64, {}),
+    ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
+    ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
+]
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
 
 

@@ -9,7 +9,7 @@
 constexpr int MANY_TILES = SPECIAL + 1, MANY_PAIRS = MANY_TILES / 2 + 1;  // of columns, but those of the windows; they lie in twos
 constexpr int MANY_STEPS = D / 32;                                        // of two products each
 constexpr int WINDOW_PASSES = WINDOW_TOKENS ? (TURNED_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
-constexpr int SOME_TILES = D % 64 ? 4 : 8;        // of columns for the windows at a time
+constexpr int SOME_TILES = 4;        // of columns for the windows at a time
 constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;   // all of a lane's rows are of one query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
@@ -18,31 +18,35 @@ DEV const uint4* many_matrix(const TurnArguments& a, int tile) {
   return (const uint4*)a.matrix + (s64)(tile / QUERY_TILES % a.matrix_heads) * (MANY_PAIRS + D / 16) * (D / 16) * 64;
 }
 
-struct Span {  // blocks of positions of a sequence that are attended to, and their passes: those of the windows come last
+struct Span {  // blocks of positions of a sequence that are attended to
   int low, high;
-  DEV int regular() const { return (high - low + AT_ONCE) / AT_ONCE; }
-  DEV int passes() const { return high < low ? 0 : regular() + WINDOW_PASSES; }
+  DEV int passes() const { return (high - low + AT_ONCE) / AT_ONCE; }
 };
 DEV Span span_of(const TurnArguments& a, int b) {
   const int n = b < a.batch ? (int)a.lengths[b] : 0, before = a.first / TURNED_BY;
-  Span s = {0, -1};
-  if (n <= 0) return s;
-  s.low = a.window > 0 ? (max(0, n - a.window) + a.first) / TURNED_BY - before : 0;
-  s.high = min((n - 1 + a.first) / TURNED_BY - before, a.blocks - 1);
-  return s;
+  if (n <= 0) return {0, -1};
+  const int low = a.window > 0 ? (max(0, n - a.window) + a.first) / TURNED_BY - before : 0;
+  return {low, min((n - 1 + a.first) / TURNED_BY - before, a.blocks - 1)};
 }
 
-// A warp's passes of all: as many as any other's, one after another. Returns how many, the sequence of the first and its number there.
-DEV int own_passes(const TurnArguments& a, int lane, int& b, int& at) {
+// A warp's passes: as many as any other's, one after another, those of the windows after all others. `begin` and `end` count from the first
+// one that is not for windows, `windows` and `windows_end` from the first that is.
+struct Share {
+  int begin, end, windows, windows_end;
+};
+DEV Share share_of(const TurnArguments& a, int lane) {
   int all = 0;
   for (int i = lane; i < a.batch; i += 32) all += span_of(a, i).passes();
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) all += __shfl_xor_sync(FULL, all, o);
-  const int warps = gridDim.x * TURNS_WARPS, warp = blockIdx.x * TURNS_WARPS + (threadIdx.x >> 5);
-  const int begin = (int)((s64)all * warp / warps), end = (int)((s64)all * (warp + 1) / warps);
-  b = 0, at = begin;
-  if (begin == end) return 0;
-  for (;; b += 32) {
+  const s64 both = all + a.batch * WINDOW_PASSES;
+  const int warps = gridDim.x * TURNS_WARPS, warp = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
+  const int begin = (int)(both * warp / warps), end = (int)(both * (warp + 1) / warps);
+  return {begin, min(end, all), max(begin - all, 0), end - all};
+}
+// The sequence of a pass that is not for windows, and its number there.
+DEV void find_pass(const TurnArguments& a, int lane, int& b, int& at) {
+  for (b = 0;; b += 32) {
     const int mine = span_of(a, b + lane).passes();
     int upto = mine;
 #pragma unroll
@@ -54,7 +58,7 @@ DEV int own_passes(const TurnArguments& a, int lane, int& b, int& at) {
     if (after) {
       const int which = __ffs(after) - 1;
       b += which, at -= __shfl_sync(FULL, upto - mine, which);
-      return end - begin;
+      return;
     }
     at -= __shfl_sync(FULL, upto, 31);
   }
@@ -151,20 +155,23 @@ template <int N, int UNROLL, class Tile> DEV void multiply_many(float (*c)[4], c
 }
 
 #if WINDOW_TOKENS
-// Queries in the space of the keys, and their peaks, for the `pass`-th blocks that windows reach into.
-DEV void turn_windows(const TurnArguments& a, ManyRows rows, const Span& span, int b, int pass, int tile, int g, int t) {
-  const int n = (int)a.lengths[b], last = (n - 1 + a.first) / TURNED_BY - a.first / TURNED_BY;
+// Queries in the space of the keys, and their peaks, for the `pass`-th blocks of a sequence that windows reach into.
+DEV void turn_windows(const TurnArguments& a, int b, int pass, int tile, int g, int t) {
+  const int n = (int)a.lengths[b], before = a.first / TURNED_BY, last = (n - 1 + a.first) / TURNED_BY - before;
   const int sinks = min((int)a.sinks[b], n), recent = recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]);
+  const Span span = span_of(a, b);
+  ManyRows rows;
+  rows.enter(a, b, tile, g, t);
   int slot[2], block[2], any = 0;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int unit = (g + 8 * r) / TILE_HEADS, begin_of = a.first / TURNED_BY * TURNED_BY - a.first;
+    const int unit = (g + 8 * r) / TILE_HEADS;
     slot[r] = unit < AT_ONCE ? pass * AT_ONCE + unit : TURNED_SLOTS;
     block[r] = slot[r] < SINK_BLOCKS ? slot[r] : last - (slot[r] - SINK_BLOCKS);
-    const int begin = begin_of + block[r] * TURNED_BY;
+    const int begin = (before + block[r]) * TURNED_BY - a.first;
     const bool there = slot[r] < TURNED_SLOTS && block[r] >= span.low && block[r] <= span.high && turned_slot(block[r], last) == slot[r];
     if (!there || (begin >= sinks && begin + TURNED_BY <= recent)) slot[r] = -1;
-    block[r] = min(max(block[r], span.low), span.high);
+    block[r] = max(min(block[r], span.high), 0);
     rows.angle[r] = (u32)(block[r] * (D / 2) + 4 * t), any |= slot[r] >= 0;
   }
   if (!__any_sync(FULL, any)) return;
@@ -226,23 +233,23 @@ extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kva
   uint4* shared = (uint4*)dynamic;
   for (int i = threadIdx.x; i < MANY_PAIRS * (D / 16) * TURN_PARTS * 32; i += TURNS_WARPS * 32)
     copy16(shared + i, matrix + (TURN_PARTS == 2 ? i : i / 32 * 64 + i % 32));
-  int b, at, left = own_passes(a, lane, b, at);
-  Span span = {0, -1};
-  b--;
+  const Share share = share_of(a, lane);
   await_copies();
   __syncthreads();
   shared += lane;
+#if WINDOW_TOKENS
+#pragma unroll 1
+  for (int i = share.windows; i < share.windows_end; i++) turn_windows(a, i / WINDOW_PASSES, i % WINDOW_PASSES, tile, g, t);
+#endif
+  int left = share.end - share.begin, b, at = share.begin;
+  if (left <= 0) return;
+  find_pass(a, lane, b, at);
+  Span span = span_of(a, b);
 #pragma unroll 1
   for (; left; left--, at++) {
-    while (at >= span.passes()) at -= span.passes(), span = span_of(a, ++b);
+    while (at >= span.passes()) at = 0, span = span_of(a, ++b);
     ManyRows rows;
     rows.enter(a, b, tile, g, t);
-#if WINDOW_TOKENS
-    if (at >= span.regular()) {
-      turn_windows(a, rows, span, b, at - span.regular(), tile, g, t);
-      continue;
-    }
-#endif
     const int first = span.low + at * AT_ONCE;
 #pragma unroll
     for (int r = 0; r < 2; r++) rows.angle[r] = (u32)(min(first + (g + 8 * r) / TILE_HEADS, span.high) * (D / 2) + 4 * t);
