@@ -49,7 +49,7 @@ TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads 
 TURNED_MANY: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
     ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
     ("kvant-2:rope_block=64", 8, 128, {"window": 100, "softcap": 5.0}),
-    ("kvant-2:rope_block=64,k.bits=3/2/0", 4, 64, {}),
+    ("kvant-2:rope_block=64,k.bits=2", 4, 64, {}),
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
     ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
 ]

@@ -76,7 +76,8 @@ struct ManyRows {
 #pragma unroll
     for (int i = 0; i < LANE_QUERIES; i++) {
       const int h = min((g + 8 * i) % TILE_HEADS, heads - 1);  // nobody reads those that are not there
-      query[i] = (const u8*)a.query + (((s64)b * KV_HEADS + tile / QUERY_TILES) * GROUP + before + h) * (D * QUERY_BYTES) + 4 * t * QUERY_BYTES;
+      const u32 place = (((u32)b * KV_HEADS + tile / QUERY_TILES) * GROUP + before + h) * D + 4 * t;  // of numbers: a batch of queries is small
+      query[i] = (const u8*)a.query + (s64)place * QUERY_BYTES;
     }
   }
 };
@@ -130,13 +131,13 @@ template <int N, int UNROLL, class Tile> DEV void multiply_many(float (*c)[4], c
 #pragma unroll UNROLL
   for (int k = 0; k < MANY_STEPS; k++) {
     now = next;
-    if (k + 1 < MANY_STEPS) next.load(a, rows, k + 1);
-    __syncwarp();  // no more than this is read ahead: it has registers of its own
     u32 x[2][TURN_PARTS][4];
 #pragma unroll
     for (int s = 0; s < 2; s++)
 #pragma unroll
       for (int r = 0; r < 2; r++) now.turn(r, s, x[s]);
+    if (k + 1 < MANY_STEPS) next.load(a, rows, k + 1);
+    __syncwarp();  // no more than this is read ahead: it has registers of its own
 #pragma unroll
     for (int s = 0; s < 2; s++)
 #pragma unroll
@@ -245,17 +246,16 @@ extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kva
   if (left <= 0) return;
   find_pass(a, lane, b, at);
   Span span = span_of(a, b);
-#pragma unroll 1
-  for (; left; left--, at++) {
-    while (at >= span.passes()) at = 0, span = span_of(a, ++b);
+  for (span.low += at * AT_ONCE;; span.low += AT_ONCE) {
+    while (span.low > span.high) span = span_of(a, ++b);
+    const int first = span.low;
     ManyRows rows;
     rows.enter(a, b, tile, g, t);
-    const int first = span.low + at * AT_ONCE;
 #pragma unroll
     for (int r = 0; r < 2; r++) rows.angle[r] = (u32)(min(first + (g + 8 * r) / TILE_HEADS, span.high) * (D / 2) + 4 * t);
     float c[MANY_TILES][4];
     multiply_many<MANY_TILES, MANY_STEPS>(c, a, rows, [=](int n, int k, int p) { return shared[((n * (D / 16) + k) * TURN_PARTS + p) * 32]; });
-    Turned* out = a.out + (s64)(b * HEADS + tile) * a.blocks + first;
+    Turned* out = a.out + (u32)((b * HEADS + tile) * a.blocks + first);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int unit = (g + 8 * r) / TILE_HEADS, h = (g + 8 * r) % TILE_HEADS;
@@ -277,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kva
         if (first + j / WORDS <= span.high)
           *(uint4*)(out[j / WORDS].f[none / 4][j / 2 % Keys::REGISTERS] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
       }
+    if (!--left) return;
   }
 }
 #endif
