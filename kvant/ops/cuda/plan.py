@@ -36,7 +36,8 @@ SOURCES = (
     "attend.cu",
     "decode.cu",
 )
-MANY_BLOCKS, MANY_REGISTERS = 2, 72  # of kvant_turn_many: blocks of a multiprocessor, and registers beside its sums
+MANY_BLOCKS = 2  # of kvant_turn_many on a multiprocessor
+MANY_REGISTERS, MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 MAX_BOOSTED = 64  # channels with more bits: a lane has those of a token in one word
@@ -252,8 +253,9 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
 
 
 def turn_columns(layout: Layout, matrix: Tensor, lost: Tensor | None) -> tuple[Tensor, int]:
-    """What turned queries are multiplied by, float64 [1 or heads, head_dim, columns], from the matrix [1 or heads, head_dim, head_dim]
-    that brings them into the space of the keys and, by channel, what their logits are short of; and how many columns bytes are made of.
+    """What turned queries are multiplied by, float64 [1 or heads, head_dim, columns], from the matrix [1 or heads, head_dim,
+    head_dim] that brings them into the space of the keys and, by channel, what their logits are short of; and the number of
+    columns that bytes are made of.
 
     Columns of the product are: for every register of the keys, in two tiles of 8, what its bytes are made of (lane by lane, each
     weighted as its codes count); the sum, the bias of centred levels, what is lost, and five of nothing; the channels in
@@ -301,9 +303,9 @@ def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
 
 
 def many_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
-    """What kvant_turn_many multiplies turned queries by, int32 [1 or heads, pairs of tiles, head_dim / 16, 2, 32, 4]: `turn_columns` as fp16
-    in two parts. Its rows are in the order in which lanes have channels (turns.cu), and its columns such that a lane makes
-    neighbouring words: of four registers all of one, of the two that may be left a half of one."""
+    """What kvant_turn_many multiplies turned queries by, int32 [1 or heads, pairs of tiles, head_dim / 16, 2, 32, 4]:
+    `turn_columns` as fp16 in two parts. Its rows are in the order in which lanes have channels (turns.cu), and its columns such
+    that a lane makes neighbouring words: of four registers all of one, of the two that may be left a half of one."""
     product, picked = turn_columns(layout, matrix, lost)
     dim, count = layout.head_dim, picked // 16
     k, lane = torch.arange(count)[:, None], torch.arange(4)
@@ -323,7 +325,8 @@ def many_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
     )
     # rows are [two steps of 16, lane, step, element] of either half of the channels
     parts = _half_parts(product).view(2, len(product), 2, dim // 32, 4, 2, 2, -1, 2, 8)
-    # [part, head, half, steps, lane, step, element, pair of tiles, tile, column] to [head, pair, step, part, column, lane, tile, half, element]
+    # [part, head, half, steps, lane, step, element, pair of tiles, tile, column] to
+    # [head, pair, steps, step, part, column, lane, tile, half, element]
     parts = parts.permute(1, 7, 3, 5, 0, 9, 4, 8, 2, 6).contiguous().view(torch.int32)
     return parts.view(len(product), -1, dim // 16, 2, 32, 4)
 
@@ -556,14 +559,17 @@ class Plan:
 
     @property
     def many_warps(self) -> int:
-        """Warps of a block of kvant_turn_many, or none where it does not serve the layout: two blocks have to fit on a multiprocessor, and
-        a lane holds sums of all columns."""
+        """Warps of a block of kvant_turn_many, or none where it does not serve the layout: two blocks have to fit on a
+        multiprocessor, and a lane holds sums of all columns."""
         if not self.layout.recipe.key.turned_back or self.layout.head_dim % 32:
             return 0
         if MANY_BLOCKS * (self.many_bytes + 1024) > self.shared[1]:
             return 0
         registers = 8 * self.key_registers + 4 + MANY_REGISTERS
-        return next((warps for warps, most in ((8, 128), (6, 168), (4, 255)) if registers <= most), 0)
+        if 8 % self.tile_heads or self.query == "float32":  # a lane has queries of several heads, or in two parts
+            registers += MORE_REGISTERS
+        count = next((warps for warps, most in ((8, 128), (6, 168), (4, 255)) if registers <= most), 0)
+        return dict(self.tuned).get("TURNS_WARPS", count)
 
     def _codes(self, stream: StreamName, bare: bool = False) -> str:
         """Codes of one width as fp16 numbers, in the kernel's words."""
