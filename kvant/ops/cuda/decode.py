@@ -29,9 +29,7 @@ from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 ROWS_A_BLOCK = {"kvant_dual": 16, "kvant_inverse": 4}  # of queries or outputs that are multiplied by a matrix
-MANY_PASSES = (
-    2  # of kvant_turn_many, for each of its warps that a GPU holds, from which on it is faster than kvant_turn
-)
+MANY_PASSES = 2  # products of 16 rows for each warp that a GPU holds, from which on kvant_turn_many is faster
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}

@@ -1,16 +1,16 @@
 // Queries turned back where there are many blocks of positions: what kvant_turn of queries.cu does, with one warp for a whole product.
 //
-// A warp builds turned queries in registers as the tensor cores take them, from queries that it holds and angles that it reads, and multiplies
-// them by a matrix that lies in shared memory once for a block of threads: nothing is shared between lanes but the largest magnitude of a
-// row. Where passes are few, kvant_turn is faster, since its warps share the columns of one. It serves rotations of all channels.
+// A warp reads queries and angles, builds turned queries in registers as the tensor cores take them, and multiplies them by a matrix that lies
+// in shared memory once for a block of threads: nothing goes between lanes but the largest magnitude of a row. Where products are few, kvant_turn
+// has its results sooner, since its warps share the columns of one. This one serves rotations of all channels.
 
 #if TURNED && TURNS_WARPS
-// Rows of a product are blocks of positions of one sequence times TILE_HEADS queries; lane g, t has rows g, g + 8, ...
+// Rows of a product are blocks of positions of one sequence times TILE_HEADS queries; lane g, t has rows g and g + 8.
 constexpr int MANY_TILES = SPECIAL + 1, MANY_PAIRS = MANY_TILES / 2 + 1;  // of columns, but those of the windows; they lie in twos
 constexpr int MANY_STEPS = D / 32;                                        // of two products each
 constexpr int WINDOW_PASSES = WINDOW_TOKENS ? (TURNED_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
-constexpr int SOME_TILES = 4;        // of columns for the windows at a time
-constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;   // all of a lane's rows are of one query
+constexpr int SOME_TILES = 4;                    // of columns for the windows at a time
+constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // a lane's rows are of one query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
 // Of a head, [MANY_PAIRS + D / 16 pairs of tiles, D / 16, 2 parts, 32]: the columns of kvant_turn's in another order, see plan.py.
@@ -25,8 +25,8 @@ struct Span {  // blocks of positions of a sequence that are attended to
 DEV Span span_of(const TurnArguments& a, int b) {
   const int n = b < a.batch ? (int)a.lengths[b] : 0, before = a.first / TURNED_BY;
   if (n <= 0) return {0, -1};
-  const int low = a.window > 0 ? (max(0, n - a.window) + a.first) / TURNED_BY - before : 0;
-  return {low, min((n - 1 + a.first) / TURNED_BY - before, a.blocks - 1)};
+  const int high = min((n - 1 + a.first) / TURNED_BY - before, a.blocks - 1);
+  return {a.window > 0 ? min((max(0, n - a.window) + a.first) / TURNED_BY - before, high + 1) : 0, high};
 }
 
 // A warp's passes: as many as any other's, one after another, those of the windows after all others. `begin` and `end` count from the first
