@@ -1,5 +1,5 @@
 // Decode attention, 5 of 5: paged, over packed codes, in one launch, split along the sequence, windows and merge included. The
-// text before it is common.cu, softmax.cu, queries.cu, turns.cu, groups.cu and attend.cu; for vector quantization, indices.cu and lookup.cu too.
+// text before it is common.cu, softmax.cu, queries.cu, groups.cu and attend.cu; for vector quantization, indices.cu and lookup.cu too.
 //
 // S^T = K Q^T and O^T = V^T P^T: tokens (then channels) fill the 16 rows of the tensor core's product, the query heads of a KV
 // head its 8 columns. The page lies in the order of the lanes (kvant/layout.py), so a lane reads its own share and nothing is
@@ -18,7 +18,7 @@
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, UNIT (of windows,
 // in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, or by kvant_turn_many, of TURNS_WARPS and TURNS_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
+// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
 // INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
 // (1 where heads share them).
 

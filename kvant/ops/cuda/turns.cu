@@ -3,6 +3,7 @@
 // A warp reads queries and angles, builds turned queries in registers as the tensor cores take them, and multiplies them by a matrix that lies
 // in shared memory once for a block of threads: nothing goes between lanes but the largest magnitude of a row. Where products are few, kvant_turn
 // has its results sooner, since its warps share the columns of one. This one serves rotations of all channels.
+// Constants beside those of decode.cu: TURNS_WARPS of a block (0 where it does not serve a layout), TURNS_BLOCKS of a multiprocessor.
 
 #if TURNED && TURNS_WARPS
 // Rows of a product are blocks of positions of one sequence times TILE_HEADS queries; lane g, t has rows g and g + 8.
