@@ -29,12 +29,12 @@ from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 ROWS_A_BLOCK = {"kvant_dual": 16, "kvant_inverse": 4}  # of queries or outputs that are multiplied by a matrix
-MANY_PASSES = 2  # products of 16 rows for each warp that a GPU holds, from which on kvant_turn_many is faster
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 _POOLS: dict[torch.device, _Pool] = {}
 _SHARED: list[Tensor] = []  # counters of the graph that is being captured, if it brings its own
+MANY_PASSES = 2  # products of 16 rows for each warp that a GPU holds, from which on kvant_turn_many is faster
 
 
 @dataclasses.dataclass
@@ -84,13 +84,13 @@ def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
 
 
 @functools.lru_cache(maxsize=256)
-def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
+def _many_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_turn_many", device, 32 * plan.many_warps, plan.many_bytes)
 
 
 @functools.lru_cache(maxsize=256)
-def _many_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_turn_many", device, 32 * plan.many_warps, plan.many_bytes)
+def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
 
 
 def _multiply(

@@ -229,12 +229,13 @@ DEV void store_many(Turned& out, const float (*c)[4], int r, int h, int t, float
 
 extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kvant_turn_many(const TurnArguments a) {
   extern __shared__ __align__(128) u8 dynamic[];
-  start_dependents();
   const int tile = blockIdx.y, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const uint4* matrix = many_matrix(a, tile);
   uint4* shared = (uint4*)dynamic;
   for (int i = threadIdx.x; i < MANY_PAIRS * (D / 16) * TURN_PARTS * 32; i += TURNS_WARPS * 32)
     copy16(shared + i, matrix + (TURN_PARTS == 2 ? i : i / 32 * 64 + i % 32));
+  await_kernel();  // what makes queries
+  start_dependents();
   const Share share = share_of(a, lane);
   await_copies();
   __syncthreads();
