@@ -46,6 +46,13 @@ TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads 
     ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
     ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
 ]
+TURNED_MANY: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
+    ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
+    ("kvant-2:rope_block=64", 8, 128, {"window": 100, "softcap": 5.0}),
+    ("kvant-2:rope_block=64,k.bits=2", 4, 64, {}),
+    ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
+    ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
+]
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
 
 
@@ -154,6 +161,42 @@ def test_decode_of_turned_queries(
     name: str, group: int, dim: int, options: dict[str, float], dtype: str, limit: float
 ) -> None:
     check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*TURNED, *TURNED_MANY])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
+def test_decode_of_many_turned_queries(
+    name: str,
+    group: int,
+    dim: int,
+    options: dict[str, float],
+    dtype: str,
+    limit: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where there are many blocks of positions."""
+    monkeypatch.setattr(cuda_decode, "MANY_PASSES", 0)
+    check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_queries_are_turned_alike_whether_they_are_many(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""
+    cache, entries = filled("kvant-2:rope_block=64", 2, group, 128, "bfloat16", [1, 63, 64, 700, 2000], first=7)
+    batch, store = cache.batch(entries * 9), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 30), 1 << 40, device="cuda")), 1)
+    batch = batch._replace(block_table=wide.contiguous())
+    q = torch.randn(len(wide), 2 * group, 128, device="cuda").bfloat16()
+    found = []
+    for least in (0, 1 << 30):
+        monkeypatch.setattr(cuda_decode, "MANY_PASSES", least)
+        with attention.poisoned():
+            found.append(cuda_decode.decode_with_lse(store, q, batch, scale=128**-0.5)[1])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 @gpu

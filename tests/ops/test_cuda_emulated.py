@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     monkeypatch.setattr(cuda_decode, "FEW", 0)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
+    caches += (cuda_decode._many_kernel,)
     caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
@@ -92,6 +95,59 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
     check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Queries are turned as where there are many blocks of positions. Lists the kernels that are launched."""
+    monkeypatch.setattr(cuda_decode, "MANY_PASSES", 0)
+    launched: list[str] = []
+    for cache in ("_turn_kernel", "_many_kernel"):
+        kernel = getattr(cuda_decode, cache).__wrapped__
+
+        def recording(*args: Any, kernel: Any = kernel, name: str = cache) -> emulated.Kernel:
+            made = kernel(*args)
+            launch = made.launch
+            made.launch = lambda *args: launched.append(name) or launch(*args)
+            return made
+
+        monkeypatch.setattr(cuda_decode, cache, functools.lru_cache(recording))
+    return launched
+
+
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*test_cuda.TURNED, *test_cuda.TURNED_MANY])
+def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str, float], many: list[str]) -> None:
+    options = dict(options)
+    first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
+    cache, entries = filled(name, 2, group, dim, [1, 63, 300, 170], first=first, rotated=rotated)
+    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+    # the matrix of head_dim 256 in two parts is more than shared memory holds twice
+    assert many == ["_turn_kernel" if rotated or dim == 256 else "_many_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "dtype", "limit"),
+    [
+        ("kvant-2", 4, 128, torch.bfloat16, 2e-3),
+        ("kvant-2:rope_block=64", 3, 64, torch.float16, 5e-4),
+        ("kvant-2:rope_block=64", 1, 128, torch.float16, 5e-4),
+        ("kvant-2:rope_block=128", 16, 128, torch.bfloat16, 2e-3),
+        ("kvant-2:rope_block=128", 9, 256, torch.bfloat16, 2e-3),
+        ("vecinfer-2:rope=block,rope_block=64", 8, 128, torch.float16, 5e-4),
+    ],
+)
+def test_many_turned_queries_in_16_bits(
+    name: str, group: int, dim: int, dtype: torch.dtype, limit: float, many: list[str]
+) -> None:
+    """Beside tables that are wider than sequences are long, and more sequences than a warp has lanes."""
+    cache, entries = filled(name, 2, group, dim, [1, 300, 70], first=1000)
+    batch, store = cache.batch(entries * 12), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 9), 1 << 40)), 1).contiguous()
+    q = torch.randn(len(wide), 2 * group, dim).to(dtype)
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=dim**-0.5)
+    assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
+    assert many == ["_many_kernel"]
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,9 @@ class Windows:
             (self.used, torch.full_like(lengths, self.clock)),
         ):
             state[owners] = value
-        self.length[self.rows :].fill_(-1)  # the row of padding is nobody's; a number that is assigned would be waited for
+        self.length[self.rows :].fill_(
+            -1
+        )  # the row of padding is nobody's; a number that is assigned would be waited for
         return Found(owners, after, since, source, target)
 
     def finish_sinks(self, layer: int, found: Found) -> None:

@@ -13,7 +13,16 @@ import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import FEW, TYPES, Plan, refuse, row_fragments, shared_memory, turn_fragments
+from kvant.ops.cuda.plan import (
+    FEW,
+    TYPES,
+    Plan,
+    many_fragments,
+    refuse,
+    row_fragments,
+    shared_memory,
+    turn_fragments,
+)
 from kvant.ops.registry import register
 from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
@@ -26,6 +35,7 @@ POOL = 1 << 20  # counters for calls that are captured in graphs
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 _POOLS: dict[torch.device, _Pool] = {}
 _SHARED: list[Tensor] = []  # counters of the graph that is being captured, if it brings its own
+MANY_PASSES = 2  # products of 16 rows for each warp that a GPU holds, from which on kvant_turn_many is faster
 
 
 @dataclasses.dataclass
@@ -83,6 +93,11 @@ def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
 
 
 @functools.lru_cache(maxsize=256)
+def _many_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_turn_many", device, 32 * plan.many_warps, plan.many_bytes)
+
+
+@functools.lru_cache(maxsize=256)
 def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
 
@@ -129,7 +144,7 @@ def decode_with_lse(
     dtype = str(query.dtype).removeprefix("torch.")
     spaces = _spaces(store)
     group = query.shape[1] // layout.heads
-    kinds = [(space.kind, space.order) for space in spaces]
+    kinds = [(space.kind, space.order) for space in spaces[:2]]
     lost, cosine, sine, first = None, None, None, 0
     if layout.recipe.key.turned_back:
         assert store.key.rope is not None
@@ -157,6 +172,7 @@ def decode_with_lse(
         getattr(store.value.codec, "mean", None),
         lost,
         *codebooks(store),
+        spaces[2],
         cosine,
         sine,
         first,
@@ -167,11 +183,11 @@ def decode_with_lse(
     )
 
 
-def _spaces(store: LayerStore) -> tuple[Space, Space]:
-    """How queries enter the space of attention and outputs leave it; made once for a store."""
+def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None]:
+    """How queries enter the space of attention and outputs leave it, and how many turned queries enter it; made once for a store."""
     found = store.prepared.get("cuda.spaces")
     if found is None:
-        layout, device = store.layout, store.pages.device
+        layout, device, many = store.layout, store.pages.device, None
         if layout.recipe.key.turned_back:  # queries are turned, then multiplied
             assert store.key.rope is not None
             if len(store.key.rope.inv_freq) % 2:
@@ -182,12 +198,14 @@ def _spaces(store: LayerStore) -> tuple[Space, Space]:
             if matrix is None:
                 matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
             dual = Space(MATRIX, 1, turn_fragments(layout, matrix, lost_vector(store)))
+            if layout.head_dim % 32 == 0:
+                many = many_fragments(layout, matrix, lost_vector(store))
         else:
             dual = space_of(store.key.transforms, "dual", layout, device)
             if dual.kind == MATRIX:
                 assert dual.tensor is not None
                 dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
-        found = dual, space_of(store.value.transforms, "inverse", layout, device)
+        found = dual, space_of(store.value.transforms, "inverse", layout, device), many
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]
 
@@ -243,6 +261,7 @@ def _decode(
     lost: Tensor | None,
     key_books: Tensor | None,
     value_books: Tensor | None,
+    many: Tensor | None,
     cosine: Tensor | None,
     sine: Tensor | None,
     first: int,
@@ -281,10 +300,15 @@ def _decode(
             dtype=torch.float32,
             device=query.device,
         )
-        inputs = [query, dual, cosine, sine, turned, rows, lengths, sinks, exact_key, exact_value]
-        turn = _turn_kernel(made, query.device)
+        turn, matrix = _turn_kernel(made, query.device), dual
+        passes = -(-len(query) * blocks // (16 // made.tile_heads))
+        if many is not None and made.many_warps and 2 * cosine.shape[1] == made.layout.head_dim:
+            other = _many_kernel(made, query.device)
+            if passes * heads >= MANY_PASSES * other.blocks * made.many_warps:
+                turn, matrix, passes = other, many, -(-passes // made.many_warps)
+        inputs = [query, matrix, cosine, sine, turned, rows, lengths, sinks, exact_key, exact_value]
         turn.launch(
-            (max(1, min(-(-len(query) * blocks // (16 // made.tile_heads)), turn.blocks // heads)), heads),
+            (max(1, min(passes, turn.blocks // heads)), heads),
             _TurnArguments(
                 *nvrtc.addresses(*inputs),
                 scales[0],
@@ -292,7 +316,7 @@ def _decode(
                 blocks,
                 first,
                 cosine.shape[1],
-                len(dual),
+                len(matrix),
                 window,
             ),
             made.bulk,

@@ -30,11 +30,14 @@ SOURCES = (
     "softmax.cu",
     "matrix.cu",
     "queries.cu",
+    "turns.cu",
     "lookup.cu",
     "groups.cu",
     "attend.cu",
     "decode.cu",
 )
+MANY_BLOCKS = 2  # of kvant_turn_many on a multiprocessor
+MANY_REGISTERS, MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 MAX_BOOSTED = 64  # channels with more bits: a lane has those of a token in one word
@@ -249,14 +252,14 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
     return planes
 
 
-def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
-    """What kvant_turn multiplies turned queries by, int32 [1 or heads, tiles, head_dim / 16, 2, 32, 2], from the matrix [1 or heads,
-    head_dim, head_dim] that brings them into the space of the keys and, by channel, what their logits are short of.
+def turn_columns(layout: Layout, matrix: Tensor, lost: Tensor | None) -> tuple[Tensor, int]:
+    """What turned queries are multiplied by, float64 [1 or heads, head_dim, columns], from the matrix [1 or heads, head_dim,
+    head_dim] that brings them into the space of the keys and, by channel, what their logits are short of; and the number of
+    columns that bytes are made of.
 
     Columns of the product are: for every register of the keys, in two tiles of 8, what its bytes are made of (lane by lane, each
     weighted as its codes count); the sum, the bias of centred levels, what is lost, and five of nothing; the channels in
-    their order. Numbers are fp16 in two parts, and lie as the lanes of a tensor core's second operand take them. Where keys are
-    indices of centroids, the tiles of a register are its words for even and odd columns (indices.cu)."""
+    their order. Where keys are indices of centroids, the tiles of a register are its words for even and odd columns (indices.cu)."""
     planes, dim = [] if is_indexed(layout) else key_planes(layout), layout.head_dim
     picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes) or dim, dtype=torch.float64)
     bias = torch.zeros(dim, dtype=torch.float64)
@@ -280,11 +283,52 @@ def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
     product = matrix.double() @ columns
     if lost is not None:
         product[:, :, picked.shape[1] + 2] = lost
-    high = product.half()
-    parts = torch.stack((high, (product - high.double()).half()))
+    return product, picked.shape[1]
+
+
+def _half_parts(x: Tensor) -> Tensor:
+    """Numbers as fp16 in two parts, [2, ...]."""
+    high = x.half()
+    return torch.stack((high, (x - high.double()).half()))
+
+
+def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
+    """What kvant_turn multiplies turned queries by, int32 [1 or heads, tiles, head_dim / 16, 2, 32, 2]: `turn_columns` as fp16 in two
+    parts, as the lanes of a tensor core's second operand take them."""
+    product, _ = turn_columns(layout, matrix, lost)
     # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, part, column, lane, eight, element]
-    parts = parts.view(2, len(product), dim // 16, 2, 4, 2, -1, 8).permute(1, 6, 2, 0, 7, 4, 3, 5).contiguous()
+    parts = _half_parts(product).view(2, len(product), layout.head_dim // 16, 2, 4, 2, -1, 8)
+    parts = parts.permute(1, 6, 2, 0, 7, 4, 3, 5).contiguous()
     return parts.view(torch.int32).view(*parts.shape[:4], 32, 2)
+
+
+def many_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
+    """What kvant_turn_many multiplies turned queries by, int32 [1 or heads, pairs of tiles, head_dim / 16, 2, 32, 4]:
+    `turn_columns` as fp16 in two parts. Its rows are in the order in which lanes have channels (turns.cu), and its columns such
+    that a lane makes neighbouring words: of four registers all of one, of the two that may be left a half of one."""
+    product, picked = turn_columns(layout, matrix, lost)
+    dim, count = layout.head_dim, picked // 16
+    k, lane = torch.arange(count)[:, None], torch.arange(4)
+    whole = k < count // 4 * 4
+    register = torch.where(whole, k // 4 * 4 + lane, count - 2 + lane // 2)
+    place = torch.where(whole, k % 4 + 0 * lane, lane % 2 * 2 + k % 2)  # the lane that reads the word
+    half, e = torch.arange(2)[:, None, None], torch.arange(2)
+    columns = (16 * register + 2 * place)[:, None, :, None] + 8 * half + e  # [word, half, lane, element]
+    product = torch.cat(
+        (
+            product[:, :, columns.reshape(-1).to(product.device)],
+            product[:, :, picked : picked + 8],
+            torch.zeros_like(product[:, :, :8]),
+            product[:, :, picked + 8 :],
+        ),
+        2,
+    )
+    # rows are [two steps of 16, lane, step, element] of either half of the channels
+    parts = _half_parts(product).view(2, len(product), 2, dim // 32, 4, 2, 2, -1, 2, 8)
+    # [part, head, half, steps, lane, step, element, pair of tiles, tile, column] to
+    # [head, pair, steps, step, part, column, lane, tile, half, element]
+    parts = parts.permute(1, 7, 3, 5, 0, 9, 4, 8, 2, 6).contiguous().view(torch.int32)
+    return parts.view(len(product), -1, dim // 16, 2, 32, 4)
 
 
 def row_fragments(matrix: Tensor) -> Tensor:
@@ -430,6 +474,8 @@ class Plan:
             "TURNED": layout.recipe.key.turned_back,
             "TURN_WARPS": self.turn_warps,
             "TURN_PARTS": parts,
+            "TURNS_WARPS": self.many_warps,
+            "TURNS_BLOCKS": MANY_BLOCKS,
             "TURN_BLOCKS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.turn_warps),
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
@@ -515,6 +561,26 @@ class Plan:
     def turn_warps(self) -> int:
         """Warps of a block of kvant_turn: each makes as many of those registers."""
         return max(warps for warps in range(1, 17) if self.key_registers % warps == 0)
+
+    @property
+    def many_bytes(self) -> int:
+        """Shared memory of a block of kvant_turn_many: its matrix."""
+        parts = 2 if self.query == "float32" else 1
+        return (self.key_registers + 1) * self.layout.head_dim // 16 * parts * 512
+
+    @property
+    def many_warps(self) -> int:
+        """Warps of a block of kvant_turn_many, or none where it does not serve the layout: two blocks have to fit on a
+        multiprocessor, and a lane holds sums of all columns."""
+        if not self.layout.recipe.key.turned_back or self.layout.head_dim % 32:
+            return 0
+        if MANY_BLOCKS * (self.many_bytes + 1024) > self.shared[1]:
+            return 0
+        registers = 8 * self.key_registers + 4 + MANY_REGISTERS
+        if 8 % self.tile_heads or self.query == "float32":  # a lane has queries of several heads, or in two parts
+            registers += MORE_REGISTERS
+        count = next((warps for warps, most in ((8, 128), (6, 168), (4, 255)) if registers <= most), 0)
+        return dict(self.tuned).get("TURNS_WARPS", count)
 
     def _codes(self, stream: StreamName, bare: bool = False) -> str:
         """Codes of one width as fp16 numbers, in the kernel's words."""

@@ -518,15 +518,14 @@ DEV float of_warps(const float* x) {
   return y;
 }
 
-// Four numbers times `by`, rounded, as 128 high + low in signed bytes. A float of 1.5 * 2^23 counts whole numbers in its last bits; 64 more
-// make its bits from the seventh on the high byte, and those below low + 64.
+// Four numbers times `by`, rounded, as 128 high + low in signed bytes. A float of 1.5 * 2^23 counts whole numbers in its last bits: those from
+// the seventh on are the high byte, those below the low one, which is never negative.
 DEV void split_bytes(float x0, float x1, float x2, float x3, float by, u32& high, u32& low) {
-  constexpr float WHOLE = 12582912.f + 64.f;
+  constexpr float WHOLE = 12582912.f;
   const u32 w0 = __float_as_uint(fmaf(x0, by, WHOLE)), w1 = __float_as_uint(fmaf(x1, by, WHOLE));
   const u32 w2 = __float_as_uint(fmaf(x2, by, WHOLE)), w3 = __float_as_uint(fmaf(x3, by, WHOLE));
-  high = __byte_perm(__byte_perm(w0 << 1, w1 << 1, 0x0051), __byte_perm(w2 << 1, w3 << 1, 0x0051), 0x5410);
-  const u32 last = (__byte_perm(__byte_perm(w0, w1, 0x0040), __byte_perm(w2, w3, 0x0040), 0x5410) & 0x7f7f7f7fu) ^ 0x40404040u;
-  low = last | (last & 0x40404040u) << 1;
+  const u32 one = __byte_perm(w0, w1, 0x5410), two = __byte_perm(w2, w3, 0x5410);
+  high = __byte_perm(one << 1, two << 1, 0x7531), low = __byte_perm(one, two, 0x6420) & 0x7f7f7f7fu;
 }
 
 // Words of a head's even and odd column, from what a register's two tiles of columns gave.
