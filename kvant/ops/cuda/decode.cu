@@ -41,6 +41,8 @@ struct Deal {
   DEV int block(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
 };
 
+constexpr int OUTPUT_ROW = D + 4;  // floats of a query head's outputs in shared memory: rows start in different banks
+
 // The output of a query head, by a warp: sums of values times weights, and of weights relative to 2^m.
 struct Output {
   float x[FOURS][4], m, l, flags;
@@ -58,7 +60,7 @@ struct Output {
       if (sh.l[i][h] > 0.f) {
         const float by = exp2_(sh.m[i][h] - m);
         l += by * sh.l[i][h], flags += by * sh.flags[i][h];
-        add(outputs + i * stride + h * D, by, lane);
+        add(outputs + i * stride + h * OUTPUT_ROW, by, lane);
       }
   }
   DEV void add(const float* row, float by, int lane) {
@@ -147,6 +149,10 @@ DEV int sum_of(int x) {
   for (int o = 1; o < 32; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
   return x;
 }
+DEV int quotient(int x, int by) {  // exact; a division of integers takes several times as long
+  const int near = (int)__fdividef((float)x, (float)by), rest = x - near * by;
+  return near + (rest >= by) - (rest < 0);
+}
 DEV int parts_of(int units, float share) { return max(1, (int)((float)units * share)); }
 
 // The sequence b that a unit is of, and the units of all heads of the sequences before it. `own` are those of the lane-th sequence.
@@ -178,9 +184,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u8* stages = dynamic + warp * WARP_BYTES;
-  float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, D], each warp's where its pages were
+  float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, OUTPUT_ROW], each warp's where its pages were
   constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
-  static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * D * 4, "a warp's bytes hold its pages, then its outputs");
+  static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
 
   begin_copies(sh.barrier[warp], STAGES, lane);
   if (DUAL != 2) await_kernel();
@@ -195,13 +201,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   all = sum_of(all) * HEADS;
   int blocks = min((int)gridDim.x, max(1, all / (WARPS * 2)));  // two pages a warp, or it is not worth a block
   const bool split = blocks >= 3 * a.batch * HEADS;
-  const float share = (float)blocks / (float)all;
-  Deal deal = {all / blocks, all % blocks};
+  const float share = __fdividef((float)blocks, (float)all);
+  Deal deal = {1, 0};
   if (split) {
     blocks = lane < a.batch ? parts_of(own, share) : 0;
     for (int i = lane + 32; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
     blocks = sum_of(blocks) * HEADS;
-    deal = {1, 0};
+  } else {
+    deal = {all / blocks, all % blocks};
   }
   const u32 room = held_address(stages), barriers = held_address(sh.barrier[warp]);
   u32 read = 0;  // runs of this warp
@@ -213,21 +220,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const Work found = work_of(a, b);
     if (lane == 0) sh.work[warp] = found;
     const int units = split ? parts_of(found.units, share) : found.units;
-    const int virtual_head = (now - before) / units, head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
+    const int virtual_head = quotient(now - before, units), head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
     const int start = before + virtual_head * units;
     const int from = now - start, to = min(end, start + units) - start;
     int page_from = max(from - found.units_windows * UNIT, 0), page_to = min(max(to - found.units_windows * UNIT, 0), found.weight);
     int window_from = (from + UNIT - 1) / UNIT, window_to = min(found.units_windows, (to + UNIT - 1) / UNIT);
-    if (split) {  // the same share of both
-      page_from = from * found.weight / units, page_to = to * found.weight / units;
-      window_from = from * found.units_windows / units, window_to = to * found.units_windows / units;
+    if (split) {  // the same share of both; where one part ends, the next one begins
+      const float each = __fdividef(1.f, (float)units);
+      const auto portion = [&](int i, int whole) { return i == units ? whole : (int)((float)(i * whole) * each); };
+      page_from = portion(from, found.weight), page_to = portion(to, found.weight);
+      window_from = portion(from, found.units_windows), window_to = portion(to, found.units_windows);
     }
     // A warp's share of the block's windows and pages: windows in turn, so that the first `more` warps have one more than the others, which
     // have `each`; pages in one stretch, fewer where it has more of the windows.
     const int own_windows = max(0, window_to - window_from), own_pages = max(0, page_to - page_from);
     const int each = own_windows / WARPS, more = own_windows % WARPS, level = own_windows * UNIT;
     int quota = (level + own_pages + WARPS - 1) / WARPS;  // of units
-    if (own_pages <= (WARPS - more) * UNIT) quota = each * UNIT + (own_pages + WARPS - more - 1) / (WARPS - more);
+    if (own_pages <= (WARPS - more) * UNIT) quota = each * UNIT + quotient(own_pages + WARPS - more - 1, WARPS - more);
     const int less = max(0, quota - (each + 1) * UNIT), usual = quota - each * UNIT;  // pages of warps with one more, and of the others
     page_from += min(warp, more) * less + max(0, warp - more) * usual;
     page_to = min(page_to, page_from + (warp < more ? less : usual));
@@ -388,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #pragma unroll
         for (int k = 0; k < ACC_STEPS; k++) {
           const float* x = st.acc[n][k];
-          ((float4*)(outputs + warp * OUTPUT_STRIDE + (4 * n + t) * D + g * (D / 8)))[k] = make_float4(x[0], x[1], x[2], x[3]);
+          ((float4*)(outputs + warp * OUTPUT_STRIDE + (4 * n + t) * OUTPUT_ROW + g * (D / 8)))[k] = make_float4(x[0], x[1], x[2], x[3]);
         }
 #else
     const float back = 1.f / st.norm;
@@ -412,12 +421,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
         const int h = PAIRED ? 0 : (2 * n + j) % OWN;
         if (4 * h + t < TILE_HEADS) {
-          float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * D;
+          float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * OUTPUT_ROW;
 #pragma unroll
-          for (int k = 0; k < D / 16; k++) {
-            o[value_channel(g, 2 * k)] = (PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h];
-            o[value_channel(g, 2 * k + 1)] = (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h];
-          }
+          for (int k = 0; k < D / 16; k++)
+            *(float2*)(o + value_channel(g, 2 * k)) = {(PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h], (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h]};
         }
       }
     }

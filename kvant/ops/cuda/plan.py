@@ -431,7 +431,7 @@ class Plan:
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: its pages in flight, then its outputs."""
-        return max(self.stages * self.layout.run_bytes, 16 * self.own_heads * self.layout.head_dim)
+        return max(self.stages * self.layout.run_bytes, 16 * self.own_heads * (self.layout.head_dim + 4))
 
     @property
     def dynamic_bytes(self) -> int:

@@ -59,6 +59,15 @@ DEV float row_max(float x) {
   return x;
 }
 
+DEV float of_four(float x) {  // the largest of lanes that share a row of a product
+  x = fmaxf(x, __shfl_xor_sync(FULL, x, 1));
+  return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
+}
+DEV float sum_of_four(float x) {
+  x += __shfl_xor_sync(FULL, x, 1);
+  return x + __shfl_xor_sync(FULL, x, 2);
+}
+
 template <int ORDER> DEV void hadamard(float (*x)[4], int lane) {  // of every run of ORDER elements of a warp's row
 #pragma unroll
   for (int half = 1; half < ORDER; half *= 2)
@@ -118,13 +127,13 @@ template <class I> DEV constexpr float heaviest(KeyIndices<I>) { return 1.f; }
 template <class... P> DEV float query_step(Planes<P...>, float top) { return top * (heaviest(Planes<P...>{}) / QUERY_TOP); }
 template <class I> DEV float query_step(KeyIndices<I>, float top) { return __uint_as_float(__float_as_uint(top) & 0x7f800000u) * (1.f / 256.f); }
 
-// Bytes of TILE_HEADS queries, rows of STRIDE floats whose largest magnitudes are `tops`, for a plane of the keys' codes.
-template <int THREADS, int STRIDE, class P> DEV void make_plane(const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+// Bytes of TILE_HEADS queries, rows of STRIDE floats whose largest magnitudes `top` gives, for a plane of the keys' codes.
+template <int THREADS, int STRIDE, class P, class Top> DEV void make_plane(const float* rows, Top top, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * P::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % P::REGISTERS, n = j / 32 / P::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
     u32 packed = 0;
     if (head < TILE_HEADS) {
-      const float by = __fdividef(QUERY_TOP, tops[head] * heaviest(Keys{})) * (P::WEIGHT / (float)(1 << P::raised(i)));
+      const float by = __fdividef(QUERY_TOP, top(head) * heaviest(Keys{})) * (P::WEIGHT / (float)(1 << P::raised(i)));
 #pragma unroll
       for (int byte = 0; byte < 4; byte++) {
         const int channel = P::channel(i, byte, lane & 3);
@@ -135,14 +144,14 @@ template <int THREADS, int STRIDE, class P> DEV void make_plane(const float* row
     f[n][P::BEFORE + i][lane] = packed;
   }
 }
-template <int THREADS, int STRIDE, class... P> DEV void make_planes(Planes<P...>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
-  (make_plane<THREADS, STRIDE, P>(rows, tops, f), ...);
+template <int THREADS, int STRIDE, class Top, class... P> DEV void make_planes(Planes<P...>, const float* rows, Top top, u32 (*f)[Keys::REGISTERS][32]) {
+  (make_plane<THREADS, STRIDE, P>(rows, top, f), ...);
 }
-template <int THREADS, int STRIDE, class I> DEV void make_planes(KeyIndices<I>, const float* rows, const float* tops, u32 (*f)[Keys::REGISTERS][32]) {
+template <int THREADS, int STRIDE, class Top, class I> DEV void make_planes(KeyIndices<I>, const float* rows, Top top, u32 (*f)[Keys::REGISTERS][32]) {
   for (int j = threadIdx.x; j < OWN * Keys::REGISTERS * 32; j += THREADS) {
     const int lane = j % 32, i = j / 32 % Keys::REGISTERS, n = j / 32 / Keys::REGISTERS, g = lane >> 2, head = 4 * n + (g >> 1);
     const float* x = rows + min(head, TILE_HEADS - 1) * STRIDE + (lane & 3) * (D / 4) + 2 * KeyIndices<I>::word(i, g);
-    const float by = head < TILE_HEADS ? 1.f / query_step(KeyIndices<I>{}, tops[head]) : 0.f;
+    const float by = head < TILE_HEADS ? 1.f / query_step(KeyIndices<I>{}, top(head)) : 0.f;
     f[n][i][lane] = fp16_pair(x[0] * by, x[1] * by);
   }
 }
@@ -184,7 +193,7 @@ DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // q
 #if KEY_GROUP
   make_pairs(sh);
 #else
-  make_planes<WARPS * 32, D>(Keys{}, sh.rows, sh.top, sh.f);
+  make_planes<WARPS * 32, D>(Keys{}, sh.rows, [&](int head) { return sh.top[head]; }, sh.f);
 #endif
   __syncthreads();
 }
@@ -256,7 +265,7 @@ struct DualRow {
 extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const DualArguments a) {
   constexpr int STRIDE = D + 4;  // rows start in different banks
   __shared__ __align__(16) float rows[16 * STRIDE];
-  __shared__ float tops[16];
+  __shared__ float tops[16][DUAL_WARPS + 1], sums[16][DUAL_WARPS + 1];  // of a warp's columns
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = blockIdx.y, head = tile / QUERY_TILES;
   const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
   const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane;
@@ -294,33 +303,36 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
     for (int r = 0; r < 2; r++) {
       const float y[4] = {c[0][2 * r] + rest[0][2 * r], c[0][2 * r + 1] + rest[0][2 * r + 1], c[1][2 * r] + rest[1][2 * r], c[1][2 * r + 1] + rest[1][2 * r + 1]};
       const float none[4] = {0.f, 0.f, 0.f, 0.f};
-      const int column = warp * 16 + 4 * t;
+      const int row = g + 8 * r, column = warp * 16 + 4 * t;
       if ((WINDOW_TOKENS || KEY_GROUP) && there[r]) store_four<2>(a.rows, place[r] + column, y);
-      store_four<2>(rows, (g + 8 * r) * STRIDE + column, there[r] ? y : none);
+      store_four<2>(rows, row * STRIDE + column, there[r] ? y : none);
+      const float top = of_four(fmaxf(fmaxf(fabsf(y[0]), fabsf(y[1])), fmaxf(fabsf(y[2]), fabsf(y[3])))), sum = sum_of_four((y[0] + y[1]) + (y[2] + y[3]));
+      if (t == 0) tops[row][warp] = there[r] ? top : 0.f, sums[row][warp] = there[r] ? sum : 0.f;
     }
 #if !KEY_GROUP
     __syncthreads();
-    for (int row = warp; row < all && first + row / TILE_HEADS < a.batch; row += DUAL_WARPS) {
-      const int b = first + row / TILE_HEADS, h = row % TILE_HEADS;
-      float top = 1e-30f, sum = 0.f;
+    for (int unit = 0; unit < a.at_once && first + unit < a.batch; unit++) {
+      Turned& out = a.out[(s64)(first + unit) * HEADS + tile];
+      const auto top_of = [&](int h) {
+        float x = 1e-30f;
 #pragma unroll
-      for (int j = 0; j < FOURS; j++) {
-        float x[4] = {0.f, 0.f, 0.f, 0.f};
-        if (4 * (lane + 32 * j) < D) load_four<2>(x, rows, row * STRIDE + 4 * (lane + 32 * j));
+        for (int i = 0; i < DUAL_WARPS; i++) x = fmaxf(x, tops[unit * TILE_HEADS + h][i]);
+        return x;
+      };
+      if (threadIdx.x < TILE_HEADS) {
+        const int h = threadIdx.x;
+        float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[i])), sum += x[i];
+        for (int i = 0; i < DUAL_WARPS; i++) sum += sums[unit * TILE_HEADS + h][i];
+        out.top[h] = out.peak[h] = top_of(h), out.sum[h] = sum;
+        out.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[(s64)(first + unit) * KV_HEADS * GROUP + query + h] * a.scale : 0.f;
       }
-      sum = row_sum(sum), top = row_max(top);
-      const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, rows + row * STRIDE, lane)) : 0.f;
-      if (lane == 0) {
-        Turned& out = a.out[(s64)b * HEADS + tile];
-        tops[row] = out.top[h] = out.peak[h] = top, out.sum[h] = sum, out.bias[h] = bias;
-        out.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[(s64)b * KV_HEADS * GROUP + query + h] * a.scale : 0.f;
+      for (int h = warp; h < TILE_HEADS; h += DUAL_WARPS) {
+        const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, rows + (unit * TILE_HEADS + h) * STRIDE, lane)) : 0.f;
+        if (lane == 0) out.bias[h] = bias;
       }
+      make_planes<DUAL_WARPS * 32, STRIDE>(Keys{}, rows + unit * TILE_HEADS * STRIDE, top_of, out.f);
     }
-    __syncthreads();
-    for (int unit = 0; unit < a.at_once && first + unit < a.batch; unit++)
-      make_planes<DUAL_WARPS * 32, STRIDE>(Keys{}, rows + unit * TILE_HEADS * STRIDE, tops + unit * TILE_HEADS, a.out[(s64)(first + unit) * HEADS + tile].f);
     __syncthreads();
 #endif
   }
@@ -505,10 +517,6 @@ template <int N> DEV void gather(float (*c)[N][4]) {  // the sum of what was kep
       for (int i = 0; i < 4; i++) c[0][n][i] += c[p][n][i];
 }
 
-DEV float of_four(float x) {  // the largest of lanes that share a row
-  x = fmaxf(x, __shfl_xor_sync(FULL, x, 1));
-  return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
-}
 DEV float of_warps(const float* x) {
   u32 w[TURN_WARPS];
   load_words<TURN_WARPS>(w, (const u8*)x);
