@@ -390,11 +390,15 @@ template <class From>  // Prepared or Turned
 DEV void attend_window(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
   WindowKeys<WINDOW_TILES> keys;
   keys.load(a, from, first, last, owner, head, lane);
-  float s[WINDOW_TILES][OWN][2];
-  window_scores<WINDOW_TILES>(keys, a, from, first, last, lane, sh, rows, st, s);
-  WindowValues v[WINDOW_TILES];  // asked for before the probabilities are there
+  WindowValues v[WINDOW_TILES];  // asked for before the probabilities are there; with the keys, where registers are enough
+  const auto load_values = [&]() {
 #pragma unroll
-  for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, first, last, owner, head, lane);
+    for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, first, last, owner, head, lane);
+  };
+  float s[WINDOW_TILES][OWN][2];
+  if (WINDOW_TILES == 1 && PAIRED) load_values();
+  window_scores<WINDOW_TILES>(keys, a, from, first, last, lane, sh, rows, st, s);
+  if (WINDOW_TILES > 1 || !PAIRED) load_values();
   st.settle<WINDOW_TILES>(s, 0.f);
 #if INDEXED
 #pragma unroll

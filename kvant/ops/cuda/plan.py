@@ -446,9 +446,8 @@ class Plan:
         words = (
             parts * self.key_registers // self.turn_warps * layout.head_dim // 4
         )  # of kvant_turn's matrix, of a thread
-        unit = (
-            (32 if self.own_heads == 1 else 16) * layout.head_dim * 4
-        )  # bytes of the windows that are attended to at once
+        tiles = int(dict(self.tuned).get("WINDOW_TILES", 1 if self.few or self.own_heads > 1 else 2))
+        unit = 16 * tiles * layout.head_dim * 4  # bytes of the windows that are attended to at once
         constants: dict[str, object] = {
             **page_constants(layout),
             "GROUP": self.group,
@@ -463,6 +462,7 @@ class Plan:
             "RECENT": window.recent,
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+            "WINDOW_TILES": tiles,
             "UNIT": max(1, round(unit / layout.run_bytes / (1.0 if grouped else 1.2 if self.few else 2.0))),
             "MIXED": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],

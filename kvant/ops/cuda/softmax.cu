@@ -5,7 +5,6 @@ constexpr int OWN = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // qu
 constexpr bool PAIRED = OWN == 1;
 constexpr int COLUMN_TILES = OWN == 4 ? 2 : 1;                             // of the second product
 constexpr int ACC_TILES = INDEXED ? OWN : COLUMN_TILES, ACC_STEPS = INDEXED ? D / 32 : D / 16;  // of its sums
-constexpr int WINDOW_TILES = PAIRED ? 2 : 1;
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
 constexpr float VALUE_NORM = INDEXED || VALUE_GROUPS > 1 ? 1.f : 1099511627776.f;  // 2^40: what a value's scale is multiplied by until one has been seen
 constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
