@@ -58,6 +58,7 @@ def test_generate_in_16_bits() -> None:
     assert out.shape == (3, 98)
 
 
+@pytest.mark.filterwarnings("ignore:prefill of recipe .* is the plain torch reference:UserWarning")  # of groups
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [

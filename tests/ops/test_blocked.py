@@ -57,7 +57,9 @@ def test_what_is_better_served_elsewhere_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")  # a cache says so of what it would take
+@pytest.mark.filterwarnings(
+    "ignore:.* is the plain torch reference:UserWarning"
+)  # a cache says so of what it would take
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("history", "fresh"), [(0, 5), (1, 1), (150, 37), (5000, 130)])
 def test_fused_attention_is_the_reference(name: str, history: int, fresh: int) -> None:

@@ -163,6 +163,33 @@ def test_decode_of_few_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     check(cache, entries, 4, 128, {"scale": 128**-0.5, "softcap": None, "window": None})
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "dtype"),
+    [
+        ("oscar:sink=3,recent=20", 4, 128, torch.bfloat16),
+        ("oscar:per_head=true", 5, 64, torch.float16),
+        ("oscar", 9, 96, torch.bfloat16),
+        ("kvant-2:rope=post", 17, 64, torch.bfloat16),
+    ],
+)
+def test_few_sequences_multiply_their_queries_themselves(
+    name: str, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_decode, "FEW", 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    launched: list[tuple[int, int]] = []
+    launch = emulated.Kernel.launch
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: launched.append(args[0]) or launch(self, *args))
+    cache, entries = filled(name, 2, group, dim, [1, 63, 900])
+    batch, store = cache.batch(entries), cache.stores[0]
+    q = (torch.randn(len(entries), 2 * group, dim) * 300.0).to(dtype)
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch, scale=dim**-0.5 / 300.0)
+    assert len(launched) == 2  # attention and outputs
+    expected = reference.decode(store, q.double(), batch, scale=dim**-0.5 / 300.0)
+    assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
 def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)

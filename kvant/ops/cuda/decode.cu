@@ -17,7 +17,7 @@
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, WINDOW_TILES (of windows that a warp attends to at once), UNIT
 // (what they count, in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
-// 2 a matrix, in kernels of their own before and after), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
+// 2 a matrix, in kernels of their own before and after, 3 a matrix in this one), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
 // they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
 // INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
 // (1 where heads share them).
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if PREPARED
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
-    prepare(sh.query, a, query, count);
+    prepare(sh.query, a, query, count, head);
 #endif
     State st;
     st.clear();

@@ -48,13 +48,13 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
         *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
-        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
+        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost", "dual_matrix")),
         *(
             (name, ctypes.c_void_p)
             for name in ("partial", "arrived", "key_books", "value_books", "turned", "turned_rows")
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
+        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first", "matrix_heads")),
     ]
 
 
@@ -184,7 +184,8 @@ def decode_with_lse(
 
 
 def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None]:
-    """How queries enter the space of attention and outputs leave it, and how many turned queries enter it; made once for a store."""
+    """How queries enter the space of attention and outputs leave it, and the other form of the queries' matrix: for many turned
+    queries, or for few sequences. Made once for a store."""
     found = store.prepared.get("cuda.spaces")
     if found is None:
         layout, device, many = store.layout, store.pages.device, None
@@ -204,6 +205,7 @@ def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None]:
             dual = space_of(store.key.transforms, "dual", layout, device)
             if dual.kind == MATRIX:
                 assert dual.tensor is not None
+                many = row_fragments(dual.tensor, fused=True)
                 dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
         found = dual, space_of(store.value.transforms, "inverse", layout, device), many
         store.prepared["cuda.spaces"] = found
@@ -291,7 +293,9 @@ def _decode(
     turned: Tensor | None = None
     rows: Tensor | None = None
     blocks = 0
-    if cosine is not None:
+    if made.fused:
+        signs = None
+    elif cosine is not None:
         assert dual is not None and sine is not None
         blocks, signs = _blocks(made.layout, table.shape[1], first), None
         turned = torch.empty(len(query) * heads * blocks * made.turned_words, dtype=torch.int32, device=query.device)
@@ -346,7 +350,7 @@ def _decode(
         exact_value,
         window_key,
     ]
-    tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, partial]
+    tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, many if made.fused else None, partial]
     tensors += [arrived, key_books, value_books, turned, rows]
     arguments = _Arguments(
         *nvrtc.addresses(*tensors),
@@ -356,6 +360,7 @@ def _decode(
         window,
         blocks,
         first,
+        0 if many is None else len(many),
     )
     kernel.launch((kernel.blocks, 1), arguments, made.bulk)
     if by_matrix:

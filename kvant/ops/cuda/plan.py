@@ -41,6 +41,7 @@ MANY_REGISTERS, MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 MAX_BOOSTED = 64  # channels with more bits: a lane has those of a token in one word
+FUSED = 3  # as the kernels number transforms: a matrix, multiplied by where it is needed
 META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
 NO_META = 3
 ROW = 128  # bytes that a multiprocessor's shared memory gives at once
@@ -331,19 +332,21 @@ def many_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
     return parts.view(len(product), -1, dim // 16, 2, 32, 4)
 
 
-def row_fragments(matrix: Tensor) -> Tensor:
-    """What kvant_dual multiplies rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, 2, 32, 4], from a matrix
+def row_fragments(matrix: Tensor, fused: bool = False) -> Tensor:
+    """What kvant_dual multiplies rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, parts, 32, 4], from a matrix
     [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, two parts of bfloat16, the larger first,
-    as lanes hold them."""
+    as lanes hold them. For kvant_decode itself (`fused`), one part of float16."""
     dim = matrix.shape[-1]
     high = matrix.double().bfloat16()
     parts = torch.stack((high, (matrix.double() - high.double()).bfloat16()), 1)
+    if fused:
+        parts = matrix.half()[:, None]
     warp, k, lane, j, r, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 16, 32, 2, 2, 2)), indexing="ij")
     g, t = lane // 4, lane % 4
     rows, columns = t * (dim // 4) + 4 * k + 2 * r + e, 16 * warp + 4 * (g // 2) + 2 * j + g % 2
     made = parts[:, :, rows.to(matrix.device), columns.to(matrix.device)]  # [heads, part, warp, step, lane, 2, 2, 2]
     made = made.permute(0, 2, 3, 1, 4, 5, 6, 7).contiguous().view(torch.int32)
-    return made.view(len(matrix), dim // 16, dim // 16, 2, 32, 4)
+    return made.view(len(matrix), dim // 16, dim // 16, -1, 32, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -466,7 +469,7 @@ class Plan:
             "UNIT": max(1, round(unit / layout.run_bytes / (1.0 if grouped else 1.2 if self.few else 2.0))),
             "MIXED": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],
-            "DUAL": self.dual[0],
+            "DUAL": FUSED if self.fused else self.dual[0],
             "DUAL_ORDER": self.dual[1],
             "INVERSE": self.inverse[0],
             "INVERSE_ORDER": self.inverse[1],
@@ -534,9 +537,19 @@ class Plan:
         return constants
 
     @property
+    def fused(self) -> bool:
+        """Whether every block multiplies its queries by their matrix: for few sequences that is sooner done than a kernel before is
+        waited for."""
+        key = self.layout.recipe.key
+        fits = self.query != "float32" and self.layout.head_dim <= 128 and not (key.groupwise or key.turned_back)
+        return (
+            self.few and self.dual[0] == MATRIX and fits and not self.indexed and dict(self.tuned).get("DUAL") != MATRIX
+        )
+
+    @property
     def prepared(self) -> bool:
         """Whether a kernel before makes what queries are multiplied by keys as, and not every block for itself."""
-        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise
+        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise and not self.fused
 
     @property
     def turned_words(self) -> int:

@@ -158,18 +158,65 @@ template <int THREADS, int STRIDE, class Top, class I> DEV void make_planes(KeyI
 
 #endif
 
+#if DUAL == 3
+// TILE_HEADS queries, rows g and g + 8 of a product, by the matrix of a head: fp16, once a power of two brings queries to magnitudes of at most
+// one. Each warp has some tiles of 16 columns. For few sequences: a kernel before would have to be waited for.
+DEV void multiply_queries(Prepared& sh, const Arguments& a, s64 query, int heads, int head) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  constexpr int STEPS = D / 16, ROUNDS = (STEPS + WARPS - 1) / WARPS;
+  uint4 m[ROUNDS][STEPS];
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++)
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) m[i][k] = __ldg(a.dual_matrix + ((head % a.matrix_heads * STEPS + min(warp + i * WARPS, STEPS - 1)) * STEPS + k) * 32 + lane);
+  u32 x[2][D / 8];
+  float back[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    load_words<D / 8>(x[r], (const u8*)a.query + ((query + min(g + 8 * r, heads - 1)) * D + t * (D / 4)) * 2);
+    float top = 1e-30f;
+#pragma unroll
+    for (int e = 0; e < D / 8; e++) top = fmaxf(top, fmaxf(fabsf(low<QUERY_TYPE>(x[r][e])), fabsf(high<QUERY_TYPE>(x[r][e]))));
+    const u32 exponent = __float_as_uint(of_four(top)) >> 23;  // of a number from 2^exponent on
+    const float by = __uint_as_float((253u - exponent) << 23);
+    back[r] = __uint_as_float((exponent + 1u) << 23);
+#pragma unroll
+    for (int e = 0; e < D / 8; e++) x[r][e] = fp16_pair(low<QUERY_TYPE>(x[r][e]) * by, high<QUERY_TYPE>(x[r][e]) * by);
+  }
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {
+    float c[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+      mma(c[0], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[i][k].x, m[i][k].y);
+      mma(c[1], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[i][k].z, m[i][k].w);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float by = g + 8 * r < heads ? back[r] : 0.f, y[4] = {c[0][2 * r] * by, c[0][2 * r + 1] * by, c[1][2 * r] * by, c[1][2 * r + 1] * by};
+      if (g + 8 * r < TILE_HEADS && warp + i * WARPS < STEPS) store_four<2>(sh.rows, (g + 8 * r) * D + (warp + i * WARPS) * 16 + 4 * t, y);
+    }
+  }
+  __syncthreads();
+}
+#endif
+
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
 // largest magnitude.
-DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // queries from the query-th on
+DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads, int head) {  // queries from the query-th on
   const s64 place = query * D;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#if DUAL == 3
+  multiply_queries(sh, a, query, heads, head);
+#endif
   for (int h = warp; h < TILE_HEADS; h += WARPS) {
     float x[FOURS][4], top = 1e-30f, sum = 0.f;
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
       const int e = 4 * (lane + 32 * j);
       x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
-      if (e < D && h < heads) load_four<DUAL == 2 ? 2 : QUERY_TYPE>(x[j], a.query, place + h * D + e);
+      if (DUAL == 3 && e < D) load_four<2>(x[j], sh.rows, h * D + e);
+      else if (e < D && h < heads) load_four<DUAL == 2 ? 2 : QUERY_TYPE>(x[j], a.query, place + h * D + e);
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if (DUAL == 1 && a.dual_signs && e < D) x[j][i] *= a.dual_signs[e + i];
@@ -177,7 +224,7 @@ DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads) {  // q
     if constexpr (DUAL == 1) hadamard<DUAL_ORDER>(x, lane);
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
-      if (4 * (lane + 32 * j) < D) store_four<2>(sh.rows, h * D + 4 * (lane + 32 * j), x[j]);
+      if (DUAL != 3 && 4 * (lane + 32 * j) < D) store_four<2>(sh.rows, h * D + 4 * (lane + 32 * j), x[j]);
 #pragma unroll
       for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[j][i])), sum += x[j][i];
     }
