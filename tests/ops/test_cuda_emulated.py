@@ -190,6 +190,24 @@ def test_few_sequences_multiply_their_queries_themselves(
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "dim"), [("oscar:per_head=true", 4, 64), ("kvant-2:rope=post", 3, 128), ("oscar", 2, 96)]
+)
+def test_many_outputs(name: str, group: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are multiplied by their matrix on the tensor cores."""
+    monkeypatch.setattr(cuda_decode, "MANY_OUTPUTS", 0)
+    monkeypatch.setattr(cuda_decode, "_row_kernel", functools.lru_cache(cuda_decode._row_kernel.__wrapped__))
+    cache, entries = filled(name, 2, group, dim, [1, 63, 300])
+    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None})
+    assert cuda_decode._row_kernel.cache_info().currsize == 2  # of queries and of outputs
+    q = torch.randn(3, 2 * group, dim)
+    many = cuda_decode.decode(cache.stores[0], q, cache.batch(entries), scale=0.1)
+    monkeypatch.setattr(cuda_decode, "MANY_OUTPUTS", 1 << 30)
+    few = cuda_decode.decode(cache.stores[0], q, cache.batch(entries), scale=0.1)
+    assert cuda_decode._row_kernel.cache_info().currsize == 3
+    torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-5)
+
+
 def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:
     batch, store = cache.batch(entries), cache.stores[0]
     q = torch.randn(len(entries), 2 * group, dim)

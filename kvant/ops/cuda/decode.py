@@ -28,7 +28,8 @@ from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, s
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-ROWS_A_BLOCK = 4  # of outputs that are multiplied by a matrix
+ROWS_A_BLOCK = {"kvant_inverse": 4, "kvant_outputs": 16}  # of outputs that are multiplied by a matrix
+MANY_OUTPUTS = 1024  # rows, from which on they are multiplied on the tensor cores
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 QUERY_BLOCKS = 128  # of the kernel that multiplies queries by a matrix, if their sequences are enough
 POOL = 1 << 20  # counters for calls that are captured in graphs
@@ -89,7 +90,7 @@ def _kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
 
 @functools.lru_cache(maxsize=256)
 def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, name, device, (2 if name == "kvant_dual" else 4) * plan.layout.head_dim)
+    return nvrtc.Kernel(plan.text, name, device, (4 if name == "kvant_inverse" else 2) * plan.layout.head_dim)
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,13 +103,17 @@ def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
 
 
-def _multiply(plan: Plan, x: Tensor, matrix: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _multiply(
+    plan: Plan, x: Tensor, matrix: Tensor, fragments: Tensor | None, offset: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    heads, rows = len(matrix), x.shape[1] // len(matrix)
+    heads, rows, name = len(matrix), x.shape[1] // len(matrix), "kvant_inverse"
+    if fragments is not None and len(x) * x.shape[1] >= MANY_OUTPUTS:
+        name, matrix = "kvant_outputs", fragments
     arguments = _RowArguments(*nvrtc.addresses(x, out, matrix, offset), len(x), heads, rows)
-    kernel = _row_kernel(plan, "kvant_inverse", x.device)
-    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
+    kernel = _row_kernel(plan, name, x.device)
+    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK[name]), kernel.blocks // heads))
     kernel.launch((blocks, heads), arguments, plan.bulk)
     return out
 
@@ -169,6 +174,7 @@ def decode_with_lse(
         spaces[0].tensor,
         spaces[1].tensor,
         spaces[1].offset,
+        spaces[3],
         getattr(store.value.codec, "mean", None),
         lost,
         *codebooks(store),
@@ -183,9 +189,9 @@ def decode_with_lse(
     )
 
 
-def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None]:
+def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None, Tensor | None]:
     """How queries enter the space of attention and outputs leave it, and the other form of the queries' matrix: for many turned
-    queries, or for few sequences. Made once for a store."""
+    queries, or for few sequences; and that of the outputs', for many of them. Made once for a store."""
     found = store.prepared.get("cuda.spaces")
     if found is None:
         layout, device, many = store.layout, store.pages.device, None
@@ -207,7 +213,11 @@ def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None]:
                 assert dual.tensor is not None
                 many = row_fragments(dual.tensor, fused=True)
                 dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
-        found = dual, space_of(store.value.transforms, "inverse", layout, device), many
+        inverse, fragments = space_of(store.value.transforms, "inverse", layout, device), None
+        if inverse.kind == MATRIX and layout.head_dim <= 128:
+            assert inverse.tensor is not None
+            fragments = row_fragments(inverse.tensor)
+        found = dual, inverse, many, fragments
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]
 
@@ -259,6 +269,7 @@ def _decode(
     dual: Tensor | None,
     inverse: Tensor | None,
     inverse_offset: Tensor | None,
+    inverse_fragments: Tensor | None,
     mean: Tensor | None,
     lost: Tensor | None,
     key_books: Tensor | None,
@@ -365,7 +376,7 @@ def _decode(
     kernel.launch((kernel.blocks, 1), arguments, made.bulk)
     if by_matrix:
         assert inverse is not None
-        out = _multiply(made, out, inverse, inverse_offset, query.dtype)
+        out = _multiply(made, out, inverse, inverse_fragments, inverse_offset, query.dtype)
     return out, lse
 
 

@@ -284,20 +284,20 @@ struct DualArguments {
 constexpr int DUAL_WARPS = D / 16, DUAL_STEPS = D / 16;
 constexpr bool DUAL_HELD = D <= 128;  // whether a warp's columns of the matrix stay in registers
 
-// A quarter of a query's channels as pairs of bfloat16, the larger part first. One part holds bfloat16 itself.
-struct DualRow {
-  static constexpr int PARTS = QUERY_TYPE == 0 ? 1 : 2, WORDS = QUERY_TYPE == 2 ? D / 4 : D / 8;
+// A quarter of a row's channels as pairs of bfloat16, the larger part first. One part holds bfloat16 itself.
+template <int TYPE> struct DualRow {
+  static constexpr int PARTS = TYPE == 0 ? 1 : 2, WORDS = TYPE == 2 ? D / 4 : D / 8;
   u32 x[PARTS][D / 8];
   DEV void load(const void* in, s64 place, int t) {
     u32 w[WORDS];
-    load_words<WORDS>(w, (const u8*)in + place * (QUERY_TYPE == 2 ? 4 : 2) + t * WORDS * 4);
+    load_words<WORDS>(w, (const u8*)in + place * (TYPE == 2 ? 4 : 2) + t * WORDS * 4);
 #pragma unroll
     for (int i = 0; i < D / 8; i++) {
-      if constexpr (QUERY_TYPE == 0) {
+      if constexpr (TYPE == 0) {
         x[0][i] = w[i];
       } else {
         float y, z;
-        if constexpr (QUERY_TYPE == 1) y = fp16_low(w[i]), z = fp16_high(w[i]);
+        if constexpr (TYPE == 1) y = fp16_low(w[i]), z = fp16_high(w[i]);
         else y = __uint_as_float(w[2 * i]), z = __uint_as_float(w[2 * i + 1]);
         x[0][i] = bf16_pair(y, z);
         x[1][i] = bf16_pair(y - bf16_low(x[0][i]), z - bf16_high(x[0][i]));
@@ -306,27 +306,55 @@ struct DualRow {
   }
 };
 
+// 16 columns of a matrix in two parts of bfloat16, a warp's. Of the channels of a row lane t has a quarter, one after another, and of the columns four.
+struct DualColumns {
+  const uint4* matrix;
+  uint4 held[DUAL_HELD ? DUAL_STEPS : 1][2];
+
+  DEV void load(const uint4* from) {
+    matrix = from;
+    if constexpr (DUAL_HELD)
+#pragma unroll
+      for (int k = 0; k < DUAL_STEPS; k++) held[k][0] = __ldg(matrix + k * 64), held[k][1] = __ldg(matrix + k * 64 + 32);
+  }
+  // Rows g and g + 8 by the columns: four numbers each. Sums are float32.
+  template <int TYPE> DEV void multiply(const DualRow<TYPE>* x, float y[2][4]) {
+    float c[2][4] = {}, rest[2][4] = {};  // sums that do not wait for each other
+#pragma unroll
+    for (int k = 0; k < DUAL_STEPS; k++) {
+      if constexpr (!DUAL_HELD) held[0][0] = __ldg(matrix + k * 64), held[0][1] = __ldg(matrix + k * 64 + 32);
+      const uint4 high = held[DUAL_HELD ? k : 0][0], low = held[DUAL_HELD ? k : 0][1];
+#pragma unroll
+      for (int p = DualRow<TYPE>::PARTS - 1; p >= 0; p--) {  // the smallest of the products is left out
+        const u32 a0 = x[0].x[p][2 * k], a1 = x[1].x[p][2 * k], a2 = x[0].x[p][2 * k + 1], a3 = x[1].x[p][2 * k + 1];
+        if (p == 0) mma_bf16(rest[0], a0, a1, a2, a3, low.x, low.y), mma_bf16(rest[1], a0, a1, a2, a3, low.z, low.w);
+        mma_bf16(p ? rest[0] : c[0], a0, a1, a2, a3, high.x, high.y), mma_bf16(p ? rest[1] : c[1], a0, a1, a2, a3, high.z, high.w);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[r][i] = c[i / 2][2 * r + i % 2] + rest[i / 2][2 * r + i % 2];
+  }
+};
+
 // Queries on their way in, by the matrix of a head, in two parts of bfloat16, and made into bytes: a block has the queries of AT_ONCE
-// sequences at a time, 16 rows, a warp 16 columns. Of the channels of a row lane t has a quarter, one after another, and of a warp's columns
-// four. Sums are float32.
+// sequences at a time, 16 rows, a warp 16 columns.
 extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const DualArguments a) {
   constexpr int STRIDE = D + 4;  // rows start in different banks
   __shared__ __align__(16) float rows[16 * STRIDE];
   __shared__ float tops[16][DUAL_WARPS + 1], sums[16][DUAL_WARPS + 1];  // of a warp's columns
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = blockIdx.y, head = tile / QUERY_TILES;
   const int query = head * GROUP + tile % QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, GROUP - tile % QUERY_TILES * TILE_HEADS);
-  const uint4* matrix = a.matrix + (s64)(head % a.matrix_heads * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane;
-  uint4 held[DUAL_HELD ? DUAL_STEPS : 1][2];
-  if constexpr (DUAL_HELD)
-#pragma unroll
-    for (int k = 0; k < DUAL_STEPS; k++) held[k][0] = __ldg(matrix + k * 64), held[k][1] = __ldg(matrix + k * 64 + 32);
+  DualColumns columns;
+  columns.load(a.matrix + (s64)(head % a.matrix_heads * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane);
   await_kernel();       // what makes queries, or writes pages
   start_dependents();  // then only: decode reads pages before it waits for this kernel
   const int all = a.at_once * TILE_HEADS;  // rows
   for (int first = blockIdx.x * a.at_once; first < a.batch; first += gridDim.x * a.at_once) {
     s64 place[2];
     bool there[2];
-    DualRow x[2];
+    DualRow<QUERY_TYPE> x[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = g + 8 * r, b = first + row / TILE_HEADS, h = row % TILE_HEADS;
@@ -334,21 +362,11 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
       place[r] = ((s64)min(b, a.batch - 1) * KV_HEADS * GROUP + query + min(h, heads - 1)) * D;
       x[r].load(a.in, place[r], t);
     }
-    float c[2][4] = {}, rest[2][4] = {};  // sums that do not wait for each other
-#pragma unroll
-    for (int k = 0; k < DUAL_STEPS; k++) {
-      if constexpr (!DUAL_HELD) held[0][0] = __ldg(matrix + k * 64), held[0][1] = __ldg(matrix + k * 64 + 32);
-      const uint4 high = held[DUAL_HELD ? k : 0][0], low = held[DUAL_HELD ? k : 0][1];
-#pragma unroll
-      for (int p = DualRow::PARTS - 1; p >= 0; p--) {  // the smallest of the products is left out
-        const u32 a0 = x[0].x[p][2 * k], a1 = x[1].x[p][2 * k], a2 = x[0].x[p][2 * k + 1], a3 = x[1].x[p][2 * k + 1];
-        if (p == 0) mma_bf16(rest[0], a0, a1, a2, a3, low.x, low.y), mma_bf16(rest[1], a0, a1, a2, a3, low.z, low.w);
-        mma_bf16(p ? rest[0] : c[0], a0, a1, a2, a3, high.x, high.y), mma_bf16(p ? rest[1] : c[1], a0, a1, a2, a3, high.z, high.w);
-      }
-    }
+    float products[2][4];
+    columns.multiply(x, products);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float y[4] = {c[0][2 * r] + rest[0][2 * r], c[0][2 * r + 1] + rest[0][2 * r + 1], c[1][2 * r] + rest[1][2 * r], c[1][2 * r + 1] + rest[1][2 * r + 1]};
+      const float* y = products[r];
       const float none[4] = {0.f, 0.f, 0.f, 0.f};
       const int row = g + 8 * r, column = warp * 16 + 4 * t;
       if ((WINDOW_TOKENS || KEY_GROUP) && there[r]) store_four<2>(a.rows, place[r] + column, y);
@@ -388,13 +406,39 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
 struct RowArguments {
   const void* in;
   void* out;
-  const void* matrix;      // [heads, D, D] of floats
+  const void* matrix;      // [heads, D, D] of floats; for kvant_outputs as for queries
   const float* offset;     // [heads, D]
   int batch, heads, rows;  // rows of a head and sequence
 };
 DEV s64 row_place(const RowArguments& a, int row) { return (((s64)(row / a.rows) * a.heads + blockIdx.y) * a.rows + row % a.rows) * D; }
 
-// Outputs on their way out, in float32. On the tensor cores, with 16 rows a block, this was slower where rows are few.
+// Outputs on their way out, where they are many: 16 rows a block, a warp 16 columns, both in two parts of bfloat16.
+#if HEAD_DIM <= 128
+extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_outputs(const RowArguments a) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, all = a.batch * a.rows, column = warp * 16 + 4 * t;
+  DualColumns columns;
+  columns.load((const uint4*)a.matrix + (s64)(blockIdx.y * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane);
+  float more[4] = {0.f, 0.f, 0.f, 0.f};
+  if (a.offset) load_four<2>(more, a.offset, blockIdx.y * D + column);
+  start_dependents(), await_kernel();  // outputs come from the kernel before
+  for (int first = blockIdx.x * 16; first < all; first += gridDim.x * 16) {
+    s64 place[2];
+    DualRow<2> x[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) place[r] = row_place(a, min(first + g + 8 * r, all - 1)), x[r].load(a.in, place[r], t);
+    float y[2][4];
+    columns.multiply(x, y);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[r][i] += more[i];
+      if (first + g + 8 * r < all) store_four<QUERY_TYPE>(a.out, place[r] + column, y[r]);
+    }
+  }
+}
+#endif
+
+// Outputs on their way out, where they are few, in float32: with 16 rows a block on the tensor cores this took longer.
 extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_inverse(const RowArguments a) {
   const auto begin = []() { start_dependents(), await_kernel(); };  // outputs come from the kernel before
   times_matrix(
