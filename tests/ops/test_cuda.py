@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import re
 import warnings
 from pathlib import Path
 
@@ -183,7 +185,7 @@ def test_decode_of_many_turned_queries(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
 def test_queries_are_turned_alike_whether_they_are_many(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""
     cache, entries = filled("kvant-2:rope_block=64", 2, group, 128, "bfloat16", [1, 63, 64, 700, 2000], first=7)
@@ -676,6 +678,41 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
             assert tiles.tiled
         for arch in ("sm_80", "sm_90"):
             nvrtc.compile_text(tiles.text, arch)
+
+
+def ptx_of(text: str, arch: str) -> str:
+    compiler, program, size = nvrtc.compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+    options = [option.encode() for option in (*nvrtc.OPTIONS, f"--gpu-architecture={arch}")]
+    assert not compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kvant.cu", 0, None, None)
+    assert not compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    assert not compiler.nvrtcGetPTXSize(program, ctypes.byref(size))
+    found = ctypes.create_string_buffer(size.value)
+    assert not compiler.nvrtcGetPTX(program, found)
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    return found.value.decode()
+
+
+@pytest.mark.parametrize(("group", "dim"), [(3, 128), (5, 64), (6, 64), (7, 128), (9, 256)])
+def test_numbers_that_may_be_negative_keep_their_sign(group: int, dim: int) -> None:
+    """In the addresses of queries that are turned: NVVM took a constant out of `row % TILE_HEADS` and widened what was left as if
+    it had no sign, so that half of the rows for the windows went 2^40 bytes astray. The emulated kernels cannot show that."""
+    try:
+        nvrtc.compiler()
+    except OSError as error:
+        pytest.skip(str(error))
+    made = plan.Plan(make_layout("kvant-2:rope_block=64", 2, dim), group, "bfloat16", (2, 1), (2, 1), False, True, H200)
+    text = ptx_of(made.text, "compute_90")
+    less: set[str] = set()  # registers that a constant was taken off
+    assert made.many_warps and ".entry kvant_turn_many" in text
+    for line in text.splitlines():
+        if ".entry" in line:
+            less.clear()
+        if taken := re.match(r"\s+(?:add\.s32\s+(%r\d+), %r\d+, -\d+|sub\.s32\s+(%r\d+), (%r\d+), %r\d+);", line):
+            constant, difference, whole = taken.groups()
+            if constant or whole in less:
+                less.add(constant or difference)
+        widened = re.match(r"\s+(?:mul\.wide\.u32|mad\.wide\.u32|cvt\.u64\.u32)\s+%rd\d+, (%r\d+)", line)
+        assert not widened or widened[1] not in less, line
 
 
 def test_a_text_that_does_not_compile_says_so() -> None:

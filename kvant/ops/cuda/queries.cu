@@ -480,6 +480,9 @@ DEV Fragment fragment(const uint2* matrix, int tile, int k) {  // of a lane's ow
   return m;
 }
 static_assert(Keys::REGISTERS % TURN_WARPS == 0, "warps have as many registers each");
+// Where a row of a product lies among those for windows, in floats. Slot and head are added up in 32 bits: of a remainder in 64, the compiler (CUDA
+// 13.0 to 13.4) takes a constant out and widens what is left, which may be negative, without its sign.
+DEV s64 slot_row(int slot, int row) { return (s64)(slot * TILE_HEADS + row % TILE_HEADS) * D; }
 
 struct Pass {  // blocks of positions whose queries are rows of one product
   int found, rows;                                 // whether there is one; whether windows reach into any of them
@@ -716,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS, TURN_BLOCKS) kvant_tu
           const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < UNIT_ROWS ? now.slot[unit] : -1;
           peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
           if (slot >= 0) {
-            float* to = a.rows + ((s64)slot * TILE_HEADS + row % TILE_HEADS) * D;
+            float* to = a.rows + slot_row(slot, row);
             *(float2*)(to + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
           }
         }

@@ -185,7 +185,7 @@ DEV void turn_windows(const TurnArguments& a, int b, int pass, int tile, int g, 
     multiply_many<SOME_TILES, 1>(c, a, rows, [=](int n, int k, int p) { return __ldg(own + ((n * (D / 16) + k) * 2 + p) * 32); });
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float* to = a.rows + ((s64)((b * HEADS + tile) * TURNED_SLOTS + max(slot[r], 0)) * TILE_HEADS + (g + 8 * r) % TILE_HEADS) * D + 8 * first + 2 * t;
+      float* to = a.rows + slot_row((b * HEADS + tile) * TURNED_SLOTS + max(slot[r], 0), g + 8 * r) + 8 * first + 2 * t;
 #pragma unroll
       for (int i = 0; i < SOME_TILES; i++) {
         const float x = c[i][2 * r], y = c[i][2 * r + 1];
