@@ -168,7 +168,8 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, s64 query, int heads
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++)
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) m[i][k] = __ldg(a.dual_matrix + ((head % a.matrix_heads * STEPS + min(warp + i * WARPS, STEPS - 1)) * STEPS + k) * 32 + lane);
+    for (int k = 0; k < STEPS; k++)
+      if (warp + i * WARPS < STEPS) m[i][k] = __ldg(a.dual_matrix + ((head % a.matrix_heads * STEPS + warp + i * WARPS) * STEPS + k) * 32 + lane);
   u32 x[2][D / 8];
   float back[2];
 #pragma unroll
@@ -185,6 +186,7 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, s64 query, int heads
   }
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
+    if (warp + i * WARPS >= STEPS) continue;
     float c[2][4] = {};
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
@@ -194,7 +196,7 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, s64 query, int heads
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float by = g + 8 * r < heads ? back[r] : 0.f, y[4] = {c[0][2 * r] * by, c[0][2 * r + 1] * by, c[1][2 * r] * by, c[1][2 * r + 1] * by};
-      if (g + 8 * r < TILE_HEADS && warp + i * WARPS < STEPS) store_four<2>(sh.rows, (g + 8 * r) * D + (warp + i * WARPS) * 16 + 4 * t, y);
+      if (g + 8 * r < TILE_HEADS) store_four<2>(sh.rows, (g + 8 * r) * D + (warp + i * WARPS) * 16 + 4 * t, y);
     }
   }
   __syncthreads();
