@@ -189,6 +189,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
 
   begin_copies(sh.barrier[warp], STAGES, lane);
+  u8* matrix = dynamic + WARPS * WARP_BYTES;  // of queries
+#if DUAL == 3
+  int multiplied = a.matrix_heads == 1 ? 0 : -1;  // the head whose matrix is there
+  if (multiplied == 0) ask_for_matrix(matrix, a, 0);
+#endif
   if (DUAL != 2) await_kernel();
   start_dependents();  // outputs by a matrix
   int booked = -1;  // whose codebooks are in shared memory
@@ -280,7 +285,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if PREPARED
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
-    prepare(sh.query, a, query, count, head);
+#if DUAL == 3
+    if (multiplied != head % a.matrix_heads) ask_for_matrix(matrix, a, multiplied = head % a.matrix_heads);
+#endif
+    prepare(sh.query, a, matrix, query, count);
 #endif
     State st;
     st.clear();

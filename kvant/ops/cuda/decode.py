@@ -104,7 +104,13 @@ def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
 
 
 def _multiply(
-    plan: Plan, x: Tensor, matrix: Tensor, fragments: Tensor | None, offset: Tensor | None, dtype: torch.dtype
+    plan: Plan,
+    x: Tensor,
+    matrix: Tensor,
+    fragments: Tensor | None,
+    offset: Tensor | None,
+    dtype: torch.dtype,
+    early: bool,
 ) -> Tensor:
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -114,7 +120,7 @@ def _multiply(
     arguments = _RowArguments(*nvrtc.addresses(x, out, matrix, offset), len(x), heads, rows)
     kernel = _row_kernel(plan, name, x.device)
     blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK[name]), kernel.blocks // heads))
-    kernel.launch((blocks, heads), arguments, plan.bulk)
+    kernel.launch((blocks, heads), arguments, early)
     return out
 
 
@@ -147,6 +153,9 @@ def decode_with_lse(
     layout = store.layout
     check_queries(query, layout, TYPES)
     dtype = str(query.dtype).removeprefix("torch.")
+    early = (
+        "cuda.spaces" in store.prepared
+    )  # kernels read matrices before they wait for the one before, which may have made them
     spaces = _spaces(store)
     group = query.shape[1] // layout.heads
     kinds = [(space.kind, space.order) for space in spaces[:2]]
@@ -186,6 +195,7 @@ def decode_with_lse(
         scale,
         softcap or 0.0,
         window or 0,
+        early,
     )
 
 
@@ -282,8 +292,10 @@ def _decode(
     scale: float,
     softcap: float,
     window: int,
+    early: bool,
 ) -> tuple[Tensor, Tensor]:
     made = _PLANS[plan]
+    early = early and made.bulk
     constants = made.constants
     kernel = _kernel(made, query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -334,7 +346,7 @@ def _decode(
                 len(matrix),
                 window,
             ),
-            made.bulk,
+            early,
         )
     elif made.dual[0] == MATRIX:
         assert dual is not None
@@ -345,7 +357,7 @@ def _decode(
         by_matrix_in.launch(
             (max(1, min(-(-len(query) // each), by_matrix_in.blocks // heads)), heads),
             _DualArguments(*nvrtc.addresses(query, dual, lost, turned, q), scales[0], len(query), len(dual), each),
-            made.bulk,
+            early,
         )
         rows = q
     tensors: list[Tensor | None] = [
@@ -373,10 +385,10 @@ def _decode(
         first,
         0 if many is None else len(many),
     )
-    kernel.launch((kernel.blocks, 1), arguments, made.bulk)
+    kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:
         assert inverse is not None
-        out = _multiply(made, out, inverse, inverse_fragments, inverse_offset, query.dtype)
+        out = _multiply(made, out, inverse, inverse_fragments, inverse_offset, query.dtype, early)
     return out, lse
 
 

@@ -376,7 +376,7 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes)) // self.warp_bytes
+        fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes) - self.matrix_bytes) // self.warp_bytes
         most = WARPS
         if self.indexed:  # one block, since codebooks are large: as many warps as have the registers they need
             size = self.layout.head_dim * self.own_heads
@@ -399,7 +399,8 @@ class Plan:
         """Blocks that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
         most = min(self._most_blocks, 12 // warps)
-        return max(1, min(most, self.shared[1] // (warps * self.warp_bytes + (8192 if grouped else 4096))))
+        bytes_ = warps * self.warp_bytes + self.matrix_bytes + (8192 if grouped else 4096)
+        return max(1, min(most, self.shared[1] // bytes_))
 
     @functools.cached_property
     def copies(self) -> tuple[int, ...]:
@@ -438,7 +439,7 @@ class Plan:
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.warps * self.warp_bytes + sum(self.book_bytes)
+        return self.warps * self.warp_bytes + self.matrix_bytes + sum(self.book_bytes)
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:
@@ -545,6 +546,11 @@ class Plan:
         return (
             self.few and self.dual[0] == MATRIX and fits and not self.indexed and dict(self.tuned).get("DUAL") != MATRIX
         )
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Shared memory of the queries' matrix."""
+        return 2 * self.layout.head_dim**2 if self.fused else 0
 
     @property
     def prepared(self) -> bool:

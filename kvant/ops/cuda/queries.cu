@@ -159,17 +159,15 @@ template <int THREADS, int STRIDE, class Top, class I> DEV void make_planes(KeyI
 #endif
 
 #if DUAL == 3
-// TILE_HEADS queries, rows g and g + 8 of a product, by the matrix of a head: fp16, once a power of two brings queries to magnitudes of at most
+constexpr int MATRIX_BYTES = 2 * D * D;
+DEV void ask_for_matrix(u8* to, const Arguments& a, int which) {  // of the block's threads
+  const u8* from = (const u8*)a.dual_matrix + (s64)which * MATRIX_BYTES;
+  for (int i = threadIdx.x * 16; i < MATRIX_BYTES; i += WARPS * 32 * 16) copy16(to + i, from + i);
+}
+// TILE_HEADS queries, rows g and g + 8 of a product, by a matrix in shared memory: fp16, once a power of two brings queries to magnitudes of at most
 // one. Each warp has some tiles of 16 columns. For few sequences: a kernel before would have to be waited for.
-DEV void multiply_queries(Prepared& sh, const Arguments& a, s64 query, int heads, int head) {
+DEV void multiply_queries(Prepared& sh, const Arguments& a, const u8* matrix, s64 query, int heads) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  constexpr int STEPS = D / 16, ROUNDS = (STEPS + WARPS - 1) / WARPS;
-  uint4 m[ROUNDS][STEPS];
-#pragma unroll
-  for (int i = 0; i < ROUNDS; i++)
-#pragma unroll
-    for (int k = 0; k < STEPS; k++)
-      if (warp + i * WARPS < STEPS) m[i][k] = __ldg(a.dual_matrix + ((head % a.matrix_heads * STEPS + warp + i * WARPS) * STEPS + k) * 32 + lane);
   u32 x[2][D / 8];
   float back[2];
 #pragma unroll
@@ -178,25 +176,27 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, s64 query, int heads
     float top = 1e-30f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) top = fmaxf(top, fmaxf(fabsf(low<QUERY_TYPE>(x[r][e])), fabsf(high<QUERY_TYPE>(x[r][e]))));
-    const u32 exponent = __float_as_uint(of_four(top)) >> 23;  // of a number from 2^exponent on
+    const u32 exponent = __float_as_uint(of_four(top)) >> 23;
     const float by = __uint_as_float((253u - exponent) << 23);
-    back[r] = __uint_as_float((exponent + 1u) << 23);
+    back[r] = g + 8 * r < heads ? __uint_as_float((exponent + 1u) << 23) : 0.f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) x[r][e] = fp16_pair(low<QUERY_TYPE>(x[r][e]) * by, high<QUERY_TYPE>(x[r][e]) * by);
   }
-#pragma unroll
-  for (int i = 0; i < ROUNDS; i++) {
-    if (warp + i * WARPS >= STEPS) continue;
+  await_copies();
+  __syncthreads();
+  for (int tile = warp; tile < D / 16; tile += WARPS) {
     float c[2][4] = {};
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) {
-      mma(c[0], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[i][k].x, m[i][k].y);
-      mma(c[1], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[i][k].z, m[i][k].w);
+    for (int k = 0; k < D / 16; k++) {
+      u32 m[4];
+      load_words<4>(m, matrix + ((tile * (D / 16) + k) * 32 + lane) * 16);
+      mma(c[0], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[0], m[1]);
+      mma(c[1], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[2], m[3]);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float by = g + 8 * r < heads ? back[r] : 0.f, y[4] = {c[0][2 * r] * by, c[0][2 * r + 1] * by, c[1][2 * r] * by, c[1][2 * r + 1] * by};
-      if (g + 8 * r < TILE_HEADS) store_four<2>(sh.rows, (g + 8 * r) * D + (warp + i * WARPS) * 16 + 4 * t, y);
+      const float y[4] = {c[0][2 * r] * back[r], c[0][2 * r + 1] * back[r], c[1][2 * r] * back[r], c[1][2 * r + 1] * back[r]};
+      if (g + 8 * r < TILE_HEADS) store_four<2>(sh.rows, (g + 8 * r) * D + tile * 16 + 4 * t, y);
     }
   }
   __syncthreads();
@@ -205,11 +205,11 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, s64 query, int heads
 
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
 // largest magnitude.
-DEV void prepare(Prepared& sh, const Arguments& a, s64 query, int heads, int head) {  // queries from the query-th on
+DEV void prepare(Prepared& sh, const Arguments& a, const u8* matrix, s64 query, int heads) {  // queries from the query-th on
   const s64 place = query * D;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #if DUAL == 3
-  multiply_queries(sh, a, query, heads, head);
+  multiply_queries(sh, a, matrix, query, heads);
 #endif
   for (int h = warp; h < TILE_HEADS; h += WARPS) {
     float x[FOURS][4], top = 1e-30f, sum = 0.f;
