@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvant.cache import StaticBatch, static
 from kvant.engines.layers import Handle, flatten, unflatten
+from kvant.ops.types import COUNTERS
 
 if TYPE_CHECKING:
     from kvant.engines.hf import Cache
@@ -128,7 +129,7 @@ class Decoder:
             self._tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
             self._positions = torch.zeros_like(self._tokens)
             heads = model.config.get_text_config(decoder=True).num_attention_heads
-            counters = torch.zeros(cache.batch_size * heads, dtype=torch.int32, device=device)
+            counters = torch.zeros(cache.batch_size * heads * COUNTERS, dtype=torch.int32, device=device)
         name = f"a step of this {model.config.model_type}"
         self._run: Callable[[], Tensor] = Replay(self._step, device, name, counters) if graph else self._step
         self.batches: list[StaticBatch] = []

@@ -15,6 +15,7 @@ from kvant.rope import Rope
 from kvant.transforms import BoundTransform
 
 Tensor = torch.Tensor
+COUNTERS = 2  # zeros that decode in a CUDA graph needs for a sequence and query head, at most: the last tile of heads may be short
 
 
 class PagedBatch(NamedTuple):

@@ -680,6 +680,33 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
             nvrtc.compile_text(tiles.text, arch)
 
 
+def test_a_matrix_that_does_not_fit_beside_the_pages_has_a_kernel_of_its_own() -> None:
+    def made(name: str, shared: tuple[int, int], page: int = 64, query: str = "bfloat16") -> plan.Plan:
+        layout = Layout.of(recipes.get(name), 2, 128, dtype="bfloat16", page_tokens=page)
+        return plan.Plan(layout, 4, query, (2, 1), (0, 1), False, True, shared, (), few=True)
+
+    small = 101376, 102400
+    assert made("oscar", H200).fused and not made("oscar", H200).prepared
+    assert not made("oscar", H200, query="float32").fused
+    big = made("oscar:k.bits=4,v.bits=4", small, page=128)
+    assert big.prepared and not big.fused and big.dynamic_bytes <= small[0]
+    assert made("oscar", small).dynamic_bytes <= small[0]
+
+
+def test_matrices_of_any_magnitude_are_multiplied_by() -> None:
+    """float16 holds up to 65504, and nothing below 6e-5 in full."""
+    matrix = torch.randn(2, 64, 64)
+    one, two = (
+        plan.fused_fragments(matrix),
+        plan.fused_fragments(matrix * torch.tensor([2.0**20, 2.0**-20])[:, None, None]),
+    )
+    assert torch.equal(one[:-2], two[:-2])
+    powers = two[-2:].view(torch.float32) / one[-2:].view(torch.float32)
+    assert powers.tolist() == [2.0**20, 2.0**-20]
+    largest = one[:-2].view(torch.float16).abs().max()
+    assert 0.5 <= float(largest) <= 1.0
+
+
 def ptx_of(text: str, arch: str) -> str:
     compiler, program, size = nvrtc.compiler(), ctypes.c_void_p(), ctypes.c_size_t()
     options = [option.encode() for option in (*nvrtc.OPTIONS, f"--gpu-architecture={arch}")]

@@ -180,7 +180,7 @@ class KvantImpl(AttentionImpl[Step]):
         step, layers = attn_metadata, self.layers
         assert layers is not None and output_scale is None and output_block_scale is None
         store = self._store(kv_cache)
-        append, decode = layers.ops["append"].run, layers.ops["decode"].run
+        append, decode = layers.ops["append"].run, layers.decode
         q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
         for part in step.appends:

@@ -39,6 +39,16 @@ class Layers:
     ops: dict[Op, Implementation]
     drafts: int  # tokens that a step may take back
     workspace: int = 0  # bytes that operations need while they run
+    counters: Tensor | None = None  # zeros that calls of decode in graphs share: graphs run one after another
+
+    def decode(self, *args: Any, **options: Any) -> Tensor:
+        """As the operation."""
+        if self.counters is None:
+            return self.ops["decode"].run(*args, **options)
+        from kvant.ops.cuda.decode import sharing_counters
+
+        with sharing_counters(self.counters):
+            return self.ops["decode"].run(*args, **options)
 
     @property
     def windowed(self) -> bool:

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from kvant.engines.vllm.bind import Layers, check_block
 from kvant.engines.vllm.windows import Found, Windows
 from kvant.ops import PagedBatch
+from kvant.ops.types import COUNTERS
 
 Tensor = torch.Tensor
 
@@ -74,6 +75,11 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         self.windows: Windows | None = None
         self.graphs = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
         self._kept: dict[str, Tensor] = {}
+        if self.graphs and self.device.type == "cuda":
+            heads = max(layer.impl.num_heads for layer in self.attention)
+            layers.counters = torch.zeros(
+                self._room("lengths")[0] * heads * COUNTERS, dtype=torch.int32, device=self.device
+            )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

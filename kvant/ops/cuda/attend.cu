@@ -5,7 +5,7 @@
 #if !KEY_GROUP && !INDEXED
 // The keys of N tiles of a page. Where a page is one chunk and comes in bulk, those of the next page are read while the values of this one are
 // multiplied (PIPELINED).
-constexpr bool PIPELINED = BULK && TILES == CHUNK && !TURNED;  // registers are short where queries are turned
+constexpr bool PIPELINED = BULK && STAGES > 1 && TILES == CHUNK && !TURNED;  // registers are short where queries are turned
 template <int N> struct KeyWords {
   u32 w[N][Keys::WORDS];
 

@@ -285,10 +285,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if PREPARED
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
+    const int which = DUAL == 3 ? head % a.matrix_heads : 0;
 #if DUAL == 3
-    if (multiplied != head % a.matrix_heads) ask_for_matrix(matrix, a, multiplied = head % a.matrix_heads);
+    if (multiplied != which) ask_for_matrix(matrix, a, multiplied = which);
 #endif
-    prepare(sh.query, a, matrix, query, count);
+    prepare(sh.query, a, matrix, which, query, count);
 #endif
     State st;
     st.clear();
@@ -452,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     }
     if (!whole && warp < count) {
       const int first = split ? start : deal.block(start), last = split ? start + units - 1 : deal.block(start + units - 1);
-      int* counter = a.arrived + (b * HEADS + virtual_head) * WARPS + warp;
+      int* counter = a.arrived + (b * HEADS + virtual_head) * min(WARPS, TILE_HEADS) + warp;
       int before_this = 0;
       __syncwarp();
       if (lane == 0) before_this = arrive(counter);
@@ -469,4 +470,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   }
   }
   if (DUAL == 2) await_kernel();  // a block without work, too: the kernel after this one waits for no other
+  if (DUAL == 3) await_copies();
 }

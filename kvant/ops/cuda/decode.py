@@ -17,6 +17,7 @@ from kvant.ops.cuda.plan import (
     FEW,
     TYPES,
     Plan,
+    fused_fragments,
     many_fragments,
     refuse,
     row_fragments,
@@ -221,7 +222,7 @@ def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None, Tensor | No
             dual = space_of(store.key.transforms, "dual", layout, device)
             if dual.kind == MATRIX:
                 assert dual.tensor is not None
-                many = row_fragments(dual.tensor, fused=True)
+                many = fused_fragments(dual.tensor)
                 dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
         inverse, fragments = space_of(store.value.transforms, "inverse", layout, device), None
         if inverse.kind == MATRIX and layout.head_dim <= 128:
@@ -308,7 +309,7 @@ def _decode(
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
     arrived = _counters(
-        query.device, len(query) * heads * made.warps
+        query.device, len(query) * heads * min(made.warps, made.tile_heads)
     )  # now: nothing may come between what makes queries and what waits for it
     q, signs = query, dual
     log2e = math.log2(math.e)
@@ -383,7 +384,7 @@ def _decode(
         window,
         blocks,
         first,
-        0 if many is None else len(many),
+        many.numel() // (made.layout.head_dim**2 // 2 + 1) if made.fused and many is not None else 0,
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:

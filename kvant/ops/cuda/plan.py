@@ -332,21 +332,31 @@ def many_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tenso
     return parts.view(len(product), -1, dim // 16, 2, 32, 4)
 
 
-def row_fragments(matrix: Tensor, fused: bool = False) -> Tensor:
-    """What kvant_dual multiplies rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, parts, 32, 4], from a matrix
+def row_fragments(matrix: Tensor) -> Tensor:
+    """What kvant_dual multiplies rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, 2, 32, 4], from a matrix
     [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, two parts of bfloat16, the larger first,
-    as lanes hold them. For kvant_decode itself (`fused`), one part of float16."""
-    dim = matrix.shape[-1]
+    as lanes hold them."""
     high = matrix.double().bfloat16()
-    parts = torch.stack((high, (matrix.double() - high.double()).bfloat16()), 1)
-    if fused:
-        parts = matrix.half()[:, None]
+    return _fragments(torch.stack((high, (matrix.double() - high.double()).bfloat16()), 1))
+
+
+def fused_fragments(matrix: Tensor) -> Tensor:
+    """The same for kvant_decode itself, in one part of float16, as one row of int32: the matrices over a power of two each that
+    leaves nothing above one, then those powers as float32."""
+    power = torch.exp2(matrix.abs().amax((1, 2)).float().clamp_min(2.0**-60).log2().ceil())
+    parts = (matrix / power[:, None, None]).half()[:, None]
+    return torch.cat((_fragments(parts).flatten(), power.view(torch.int32)))
+
+
+def _fragments(parts: Tensor) -> Tensor:
+    """16-bit parts [1 or heads, parts, head_dim, head_dim] of matrices as `row_fragments` has them."""
+    dim = parts.shape[-1]
     warp, k, lane, j, r, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 16, 32, 2, 2, 2)), indexing="ij")
     g, t = lane // 4, lane % 4
     rows, columns = t * (dim // 4) + 4 * k + 2 * r + e, 16 * warp + 4 * (g // 2) + 2 * j + g % 2
-    made = parts[:, :, rows.to(matrix.device), columns.to(matrix.device)]  # [heads, part, warp, step, lane, 2, 2, 2]
+    made = parts[:, :, rows.to(parts.device), columns.to(parts.device)]  # [heads, part, warp, step, lane, 2, 2, 2]
     made = made.permute(0, 2, 3, 1, 4, 5, 6, 7).contiguous().view(torch.int32)
-    return made.view(len(matrix), dim // 16, dim // 16, -1, 32, 4)
+    return made.view(len(parts), dim // 16, dim // 16, -1, 32, 4)
 
 
 @dataclasses.dataclass(frozen=True)

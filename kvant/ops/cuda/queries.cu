@@ -166,7 +166,8 @@ DEV void ask_for_matrix(u8* to, const Arguments& a, int which) {  // of the bloc
 }
 // TILE_HEADS queries, rows g and g + 8 of a product, by a matrix in shared memory: fp16, once a power of two brings queries to magnitudes of at most
 // one. Each warp has some tiles of 16 columns. For few sequences: a kernel before would have to be waited for.
-DEV void multiply_queries(Prepared& sh, const Arguments& a, const u8* matrix, s64 query, int heads) {
+DEV void multiply_queries(Prepared& sh, const Arguments& a, const u8* matrix, int which, s64 query, int heads) {
+  const float power = __ldg((const float*)a.dual_matrix + a.matrix_heads * (MATRIX_BYTES / 4) + which);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u32 x[2][D / 8];
   float back[2];
@@ -178,7 +179,7 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, const u8* matrix, s6
     for (int e = 0; e < D / 8; e++) top = fmaxf(top, fmaxf(fabsf(low<QUERY_TYPE>(x[r][e])), fabsf(high<QUERY_TYPE>(x[r][e]))));
     const u32 exponent = __float_as_uint(of_four(top)) >> 23;
     const float by = __uint_as_float((253u - exponent) << 23);
-    back[r] = g + 8 * r < heads ? __uint_as_float((exponent + 1u) << 23) : 0.f;
+    back[r] = g + 8 * r < heads ? __uint_as_float((exponent + 1u) << 23) * power : 0.f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) x[r][e] = fp16_pair(low<QUERY_TYPE>(x[r][e]) * by, high<QUERY_TYPE>(x[r][e]) * by);
   }
@@ -205,11 +206,11 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, const u8* matrix, s6
 
 // Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
 // largest magnitude.
-DEV void prepare(Prepared& sh, const Arguments& a, const u8* matrix, s64 query, int heads) {  // queries from the query-th on
+DEV void prepare(Prepared& sh, const Arguments& a, const u8* matrix, int which, s64 query, int heads) {  // queries from the query-th on
   const s64 place = query * D;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #if DUAL == 3
-  multiply_queries(sh, a, matrix, query, heads);
+  multiply_queries(sh, a, matrix, which, query, heads);
 #endif
   for (int h = warp; h < TILE_HEADS; h += WARPS) {
     float x[FOURS][4], top = 1e-30f, sum = 0.f;
