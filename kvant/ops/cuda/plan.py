@@ -552,10 +552,11 @@ class Plan:
         """Whether every block multiplies its queries by their matrix: for few sequences that is sooner done than a kernel before is
         waited for."""
         key = self.layout.recipe.key
-        fits = self.query != "float32" and self.layout.head_dim <= 128 and not (key.groupwise or key.turned_back)
-        return (
-            self.few and self.dual[0] == MATRIX and fits and not self.indexed and dict(self.tuned).get("DUAL") != MATRIX
-        )
+        if not self.few or self.dual[0] != MATRIX or key.groupwise or key.turned_back or self.indexed:
+            return False
+        room = (self.shared[0] - STATIC_BYTES - 2 * self.layout.head_dim**2) // self.warp_bytes  # warps
+        fits = self.query != "float32" and self.layout.head_dim <= 128 and room >= WARPS
+        return fits and dict(self.tuned).get("DUAL") != MATRIX
 
     @property
     def matrix_bytes(self) -> int:
