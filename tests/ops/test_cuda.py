@@ -20,7 +20,7 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, copy_rows, nearest, nvrtc, plan, stored, unpack
+from kvant.ops.cuda import append_groups, copy_rows, fragments, nearest, nvrtc, plan, stored, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
@@ -697,8 +697,8 @@ def test_matrices_of_any_magnitude_are_multiplied_by() -> None:
     """float16 holds up to 65504, and nothing below 6e-5 in full."""
     matrix = torch.randn(2, 64, 64)
     one, two = (
-        plan.fused_fragments(matrix),
-        plan.fused_fragments(matrix * torch.tensor([2.0**20, 2.0**-20])[:, None, None]),
+        fragments.fused_fragments(matrix),
+        fragments.fused_fragments(matrix * torch.tensor([2.0**20, 2.0**-20])[:, None, None]),
     )
     assert torch.equal(one[:-2], two[:-2])
     powers = two[-2:].view(torch.float32) / one[-2:].view(torch.float32)

@@ -13,6 +13,8 @@ template <int TYPE> DEV float high(u32 x) { return TYPE == 0 ? bf16_high(x) : fp
 template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_pair(x, y) : fp16_pair(x, y); }
 template <int TYPE> DEV u32 to_fp16(u32 x) { return TYPE == 1 ? x : fp16_pair(bf16_low(x), bf16_high(x)); }
 
+DEV float minus_infinity() { return __int_as_float(0xff800000); }
+
 template <int TYPE> DEV float load_number(const void* p, s64 i) {
   if (TYPE == 2) return ((const float*)p)[i];
   const u32 x = ((const u16*)p)[i];

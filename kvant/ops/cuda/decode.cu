@@ -1,5 +1,5 @@
 // Decode attention, 5 of 5: paged, over packed codes, in one launch, split along the sequence, windows and merge included. The
-// text before it is common.cu, softmax.cu, queries.cu, groups.cu and attend.cu; for vector quantization, indices.cu and lookup.cu too.
+// text before it is common.cu, softmax.cu, queries.cu, groups.cu, attend.cu and deal.cu; for vector quantization, indices.cu and lookup.cu too.
 //
 // S^T = K Q^T and O^T = V^T P^T: tokens (then channels) fill the 16 rows of the tensor core's product, the query heads of a KV
 // head its 8 columns. The page lies in the order of the lanes (kvant/layout.py), so a lane reads its own share and nothing is
@@ -33,13 +33,6 @@ struct Shared {
   Work work[WARPS];  // here, not in registers
 };
 constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a (sequence, head): outputs, their log-sum-exp, flags
-
-// Units are dealt to blocks as evenly as can be: the first `more` blocks have `each` + 1, the others `each`.
-struct Deal {
-  int each, more;
-  DEV int start(int block) const { return block * each + min(block, more); }
-  DEV int block(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
-};
 
 constexpr int OUTPUT_ROW = D + 4;  // floats of a query head's outputs in shared memory: rows start in different banks
 
@@ -144,41 +137,6 @@ struct Output {
   }
 };
 
-DEV int sum_of(int x) {
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
-  return x;
-}
-DEV int quotient(int x, int by) {  // exact; a division of integers takes several times as long
-  const int near = (int)__fdividef((float)x, (float)by), rest = x - near * by;
-  return near + (rest >= by) - (rest < 0);
-}
-DEV int parts_of(int units, float share) { return max(1, (int)((float)units * share)); }
-
-// The sequence b that a unit is of, and the units of all heads of the sequences before it. `own` are those of the lane-th sequence.
-DEV void find(const Arguments& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
-  b = before = 0;
-  for (int base = 0; base < a.batch; base += 32) {
-    int units = own;
-    if (base) units = base + lane < a.batch ? work_of(a, base + lane).units : 0;
-    if (split && base + lane < a.batch) units = parts_of(units, share);
-    int sum = units;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const int x = __shfl_up_sync(FULL, sum, o);
-      if (lane >= o) sum += x;
-    }
-    const u32 beyond = __ballot_sync(FULL, before + sum * HEADS > unit);
-    if (beyond) {
-      const int found = __ffs(beyond) - 1;
-      b = base + found;
-      before += __shfl_sync(FULL, sum - units, found) * HEADS;
-      return;
-    }
-    before += __shfl_sync(FULL, sum, 31) * HEADS;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode(const Arguments a) {
   extern __shared__ __align__(128) u8 dynamic[];
   __shared__ __align__(16) Shared sh;
@@ -220,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
   int now = deal.start(part), b, before;
   const int end = deal.start(part + 1);
-  find(a, now, split, share, own, lane, b, before);
+  find<HEADS>(a, now, split, share, own, lane, b, before);
   while (now < end) {
     const Work found = work_of(a, b);
     if (lane == 0) sh.work[warp] = found;

@@ -13,17 +13,8 @@ import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import (
-    FEW,
-    TYPES,
-    Plan,
-    fused_fragments,
-    many_fragments,
-    refuse,
-    row_fragments,
-    shared_memory,
-    turn_fragments,
-)
+from kvant.ops.cuda.fragments import fused_fragments, many_fragments, row_fragments, turn_fragments
+from kvant.ops.cuda.plan import FEW, TYPES, Plan, refuse, shared_memory
 from kvant.ops.registry import register
 from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries

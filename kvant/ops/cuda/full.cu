@@ -1,5 +1,5 @@
 // Decode attention over pages of 16-bit numbers, the recipe `full`: paged, in one launch, split along the sequence. What packed pages
-// are compared with. The text before it is ptx.cu, copies.cu and common.cu.
+// are compared with. The text before it is ptx.cu, copies.cu, common.cu and deal.cu.
 //
 // S^T = K Q^T and O^T = V^T P^T, as decode.cu: tokens (then channels) fill the 16 rows of the tensor core's product, query heads its 8
 // columns. Pages lie token after token. Keys are read 16 bytes a lane, since dot products do not care which channels a step takes; values
@@ -19,12 +19,7 @@ constexpr int COLUMN_TILES = (TILE_HEADS + 7) / 8, COLUMNS = 8 * COLUMN_TILES;
 constexpr int LOW = NUMBERS == 0 && !HALVED;  // whether what probabilities lack is a product of its own
 constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a (sequence, head): outputs, then their log-sum-exps
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
-DEV float minus_infinity() { return __int_as_float(0xff800000); }
 DEV constexpr int head_of(int column) { return HALVED ? column % 4 : column; }
-DEV void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  if constexpr (NUMBERS == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
-  else mma(c, a0, a1, a2, a3, b0, b1);
-}
 
 struct Arguments {
   const void* query;
@@ -213,43 +208,6 @@ struct Shared {
   int last;
 };
 
-// Units are dealt to blocks as evenly as can be: the first `more` blocks have `each` + 1, the others `each`.
-struct Deal {
-  int each, more;
-  DEV int start(int block) const { return block * each + min(block, more); }
-  DEV int block(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
-};
-
-DEV int sum_of(int x) {
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
-  return x;
-}
-DEV int parts_of(int units, float share) { return max(1, (int)((float)units * share)); }
-
-// The sequence b that a unit is of, and the units of all heads of the sequences before it.
-DEV void find(const Arguments& a, int unit, bool split, float share, int lane, int& b, int& before) {
-  b = before = 0;
-  for (int base = 0; base < a.batch; base += 32) {
-    int units = base + lane < a.batch ? work_of(a, base + lane).units : 0;
-    if (split && base + lane < a.batch) units = parts_of(units, share);
-    int sum = units;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const int x = __shfl_up_sync(FULL, sum, o);
-      if (lane >= o) sum += x;
-    }
-    const u32 beyond = __ballot_sync(FULL, before + sum * HEADS > unit);
-    if (beyond) {
-      const int found = __ffs(beyond) - 1;
-      b = base + found;
-      before += __shfl_sync(FULL, sum - units, found) * HEADS;
-      return;
-    }
-    before += __shfl_sync(FULL, sum, 31) * HEADS;
-  }
-}
-
 // The parts of blocks first to last, weighted by their log-sum-exps. A block's part lies in its second slot where it began with this
 // (sequence, head): only the first one did.
 DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 query, int count) {
@@ -278,8 +236,8 @@ DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 qu
       const float by = exp2_(__ldcg(part(k) + TILE_HEADS * D + h) - sh.top[h]);
       x.x = fmaf(by, y.x, x.x), x.y = fmaf(by, y.y, x.y), x.z = fmaf(by, y.z, x.z), x.w = fmaf(by, y.w, x.w);
     }
-    const s64 at = query * D + 4 * i;
-    store_number<NUMBERS>(a.out, at, x.x), store_number<NUMBERS>(a.out, at + 1, x.y), store_number<NUMBERS>(a.out, at + 2, x.z), store_number<NUMBERS>(a.out, at + 3, x.w);
+    const float y[4] = {x.x, x.y, x.z, x.w};
+    store_four<NUMBERS>(a.out, query * D + 4 * i, y);
   }
 }
 
@@ -295,8 +253,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
   // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
-  int all = 0;
-  for (int i = lane; i < a.batch; i += 32) all += work_of(a, i).units;
+  const int own = lane < a.batch ? work_of(a, lane).units : 0;
+  int all = own;
+  for (int i = lane + 32; i < a.batch; i += 32) all += work_of(a, i).units;
   all = sum_of(all) * HEADS;
   int blocks = min((int)gridDim.x, max(1, all / (WARPS * 4)));  // four tiles a warp, or it is not worth a block
   const bool split = blocks >= 3 * a.batch * HEADS;
@@ -316,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
     int now = deal.start(part), b, before;
     const int end = deal.start(part + 1);
-    find(a, now, split, share, lane, b, before);
+    find<HEADS>(a, now, split, share, own, lane, b, before);
     while (now < end) {
       const Work w = work_of(a, b);
       const int units = split ? parts_of(w.units, share) : w.units;
@@ -361,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           float c[2][4] = {};  // two chains of products, each half as long
 #pragma unroll
           for (int k = 0; k < D / 16; k++)
-            multiply(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
+            mma_of<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             s[n][i] = capped((c[0][i] + c[1][i]) * a.scale, st.m[n][i & 1], a.cap);
@@ -390,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #pragma unroll
           for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-            for (int i = 0; i <= LOW; i++) multiply(st.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
+            for (int i = 0; i <= LOW; i++) mma_of<NUMBERS>(st.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
         }
       }
 

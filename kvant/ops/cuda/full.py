@@ -13,26 +13,22 @@ from kvant.codecs.raw import Raw
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.decode import _counters
-from kvant.ops.cuda.plan import MAX_HEAD_DIM, TYPES, page_constants, shared_memory
+from kvant.ops.cuda.plan import MAX_HEAD_DIM, TYPES, heads_at_once, page_constants, refuse_machine, shared_memory
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 WARPS, ALONE_WARPS = 4, 6  # of a block, and of one that has a multiprocessor for itself
 STATIC_BYTES = 2048  # of shared memory beside the tiles in flight, at most
-SOURCES = ("ptx.cu", "copies.cu", "common.cu", "full.cu")
+SOURCES = ("ptx.cu", "copies.cu", "common.cu", "deal.cu", "full.cu")
 _PLANS: nvrtc.Numbered[FullPlan] = nvrtc.Numbered()
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why the kernel cannot serve a layout on a device, or None."""
-    if device.type != "cuda":
-        return f"it runs on CUDA devices, not on {device.type}"
-    reason = refuse_layout(layout) or nvrtc.missing()
+    reason = refuse_machine(device, refuse_layout(layout))
     if reason is not None:
         return reason
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
     if shared_memory(device)[0] < FullPlan(layout, 1, False, False, (0, 0)).warp_bytes + STATIC_BYTES:
         return f"tiles of head_dim {layout.head_dim} are more than this GPU's shared memory holds"
     return None
@@ -72,9 +68,7 @@ class FullPlan:
 
     @property
     def tile_heads(self) -> int:
-        """Query heads that a block serves at once."""
-        tiles = -(-self.group // (8 if self.layout.head_dim > 128 else 16))
-        return -(-self.group // tiles)
+        return heads_at_once(self.group, self.layout.head_dim)
 
     @property
     def stages(self) -> int:

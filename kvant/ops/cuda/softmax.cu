@@ -8,7 +8,6 @@ constexpr int ACC_TILES = INDEXED ? OWN : COLUMN_TILES, ACC_STEPS = INDEXED ? D 
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
 constexpr float VALUE_NORM = INDEXED || VALUE_GROUPS > 1 ? 1.f : 1099511627776.f;  // 2^40: what a value's scale is multiplied by until one has been seen
 constexpr float QUERY_TOP = 16250.f;               // 128 * 127 less some
-DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
 // A page in shared memory: by address, so that nothing is added to a pointer; keys of groups and indices are read by pointers.
 struct Bytes {

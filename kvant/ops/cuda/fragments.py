@@ -1,0 +1,118 @@
+"""Matrices of queries and outputs as lanes of a tensor core hold them: made once for a store, read by the kernels of decode."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kvant.layout import Layout
+from kvant.ops.cuda.plan import ONE, is_indexed, key_planes
+
+Tensor = torch.Tensor
+
+
+def turn_columns(layout: Layout, matrix: Tensor, lost: Tensor | None) -> tuple[Tensor, int]:
+    """What turned queries are multiplied by, float64 [1 or heads, head_dim, columns], from the matrix [1 or heads, head_dim,
+    head_dim] that brings them into the space of the keys and, by channel, what their logits are short of; and the number of
+    columns that bytes are made of.
+
+    Columns of the product are: for every register of the keys, in two tiles of 8, what its bytes are made of (lane by lane, each
+    weighted as its codes count); the sum, the bias of centred levels, what is lost, and five of nothing; the channels in
+    their order. Where keys are indices of centroids, the tiles of a register are its words for even and odd columns (indices.cu)."""
+    planes, dim = [] if is_indexed(layout) else key_planes(layout), layout.head_dim
+    picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes) or dim, dtype=torch.float64)
+    bias = torch.zeros(dim, dtype=torch.float64)
+    if not planes:
+        register, tile, lane, e = torch.meshgrid(*map(torch.arange, (dim // 16, 2, 4, 2)), indexing="ij")
+        picked[lane * (dim // 4) + 4 * register + 2 * tile + e, 16 * register + 8 * tile + 2 * lane + e] = 1.0
+    for plane in planes:
+        weight = plane.weight / ONE
+        bias[plane.first : plane.first + plane.width] -= weight * ((1 << plane.bits) - 1) / 2
+        for i in range(plane.registers):
+            for half, column in itertools.product(range(2), range(8)):
+                channel = plane.channel(i, 2 * half + column % 2, column // 2)
+                if channel >= 0:
+                    place = 16 * (plane.before + i) + 8 * half + column
+                    picked[channel, place] = weight / (1 << plane.raised(i))
+    special = torch.zeros(dim, 8, dtype=torch.float64)
+    special[:, 0], special[:, 1] = 1.0, bias
+    columns = torch.cat((picked, special, torch.eye(dim, dtype=torch.float64)), 1).to(matrix.device)
+    if lost is not None:
+        matrix = matrix.expand(layout.heads, dim, dim)
+    product = matrix.double() @ columns
+    if lost is not None:
+        product[:, :, picked.shape[1] + 2] = lost
+    return product, picked.shape[1]
+
+
+def _half_parts(x: Tensor) -> Tensor:
+    """Numbers as fp16 in two parts, [2, ...]."""
+    high = x.half()
+    return torch.stack((high, (x - high.double()).half()))
+
+
+def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
+    """What kvant_turn multiplies turned queries by, int32 [1 or heads, tiles, head_dim / 16, 2, 32, 2]: `turn_columns` as fp16 in two
+    parts, as the lanes of a tensor core's second operand take them."""
+    product, _ = turn_columns(layout, matrix, lost)
+    # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, part, column, lane, eight, element]
+    parts = _half_parts(product).view(2, len(product), layout.head_dim // 16, 2, 4, 2, -1, 8)
+    parts = parts.permute(1, 6, 2, 0, 7, 4, 3, 5).contiguous()
+    return parts.view(torch.int32).view(*parts.shape[:4], 32, 2)
+
+
+def many_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
+    """What kvant_turn_many multiplies turned queries by, int32 [1 or heads, pairs of tiles, head_dim / 16, 2, 32, 4]:
+    `turn_columns` as fp16 in two parts. Its rows are in the order in which lanes have channels (turns.cu), and its columns such
+    that a lane makes neighbouring words: of four registers all of one, of the two that may be left a half of one."""
+    product, picked = turn_columns(layout, matrix, lost)
+    dim, count = layout.head_dim, picked // 16
+    k, lane = torch.arange(count)[:, None], torch.arange(4)
+    whole = k < count // 4 * 4
+    register = torch.where(whole, k // 4 * 4 + lane, count - 2 + lane // 2)
+    place = torch.where(whole, k % 4 + 0 * lane, lane % 2 * 2 + k % 2)  # the lane that reads the word
+    half, e = torch.arange(2)[:, None, None], torch.arange(2)
+    columns = (16 * register + 2 * place)[:, None, :, None] + 8 * half + e  # [word, half, lane, element]
+    product = torch.cat(
+        (
+            product[:, :, columns.reshape(-1).to(product.device)],
+            product[:, :, picked : picked + 8],
+            torch.zeros_like(product[:, :, :8]),
+            product[:, :, picked + 8 :],
+        ),
+        2,
+    )
+    # rows are [two steps of 16, lane, step, element] of either half of the channels
+    parts = _half_parts(product).view(2, len(product), 2, dim // 32, 4, 2, 2, -1, 2, 8)
+    # [part, head, half, steps, lane, step, element, pair of tiles, tile, column] to
+    # [head, pair, steps, step, part, column, lane, tile, half, element]
+    parts = parts.permute(1, 7, 3, 5, 0, 9, 4, 8, 2, 6).contiguous().view(torch.int32)
+    return parts.view(len(product), -1, dim // 16, 2, 32, 4)
+
+
+def row_fragments(matrix: Tensor) -> Tensor:
+    """What kvant_dual multiplies rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, 2, 32, 4], from a matrix
+    [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, two parts of bfloat16, the larger first,
+    as lanes hold them."""
+    high = matrix.double().bfloat16()
+    return _fragments(torch.stack((high, (matrix.double() - high.double()).bfloat16()), 1))
+
+
+def fused_fragments(matrix: Tensor) -> Tensor:
+    """The same for kvant_decode itself, in one part of float16, as one row of int32: the matrices over a power of two each that
+    leaves nothing above one, then those powers as float32."""
+    power = torch.exp2(matrix.abs().amax((1, 2)).float().clamp_min(2.0**-60).log2().ceil())
+    parts = (matrix / power[:, None, None]).half()[:, None]
+    return torch.cat((_fragments(parts).flatten(), power.view(torch.int32)))
+
+
+def _fragments(parts: Tensor) -> Tensor:
+    """16-bit parts [1 or heads, parts, head_dim, head_dim] of matrices as `row_fragments` has them."""
+    dim = parts.shape[-1]
+    warp, k, lane, j, r, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 16, 32, 2, 2, 2)), indexing="ij")
+    g, t = lane // 4, lane % 4
+    rows, columns = t * (dim // 4) + 4 * k + 2 * r + e, 16 * warp + 4 * (g // 2) + 2 * j + g % 2
+    made = parts[:, :, rows.to(parts.device), columns.to(parts.device)]  # [heads, part, warp, step, lane, 2, 2, 2]
+    made = made.permute(0, 2, 3, 1, 4, 5, 6, 7).contiguous().view(torch.int32)
+    return made.view(len(parts), dim // 16, dim // 16, -1, 32, 4)
