@@ -276,7 +276,7 @@ constexpr int AT_ONCE = 16 / TILE_HEADS, UNIT_ROWS = AT_ONCE * TILE_HEADS;  // s
 
 struct DualArguments {
   const void* in;       // queries
-  const uint4* matrix;  // [1 or KV_HEADS, D / 16, D / 16, 2, 32], see plan.py
+  const uint4* matrix;  // [1 or KV_HEADS, D / 16, D / 16, 2, 32], see fragments.py
   const float* lost;    // as decode's
   Turned* out;          // [batch, HEADS]; not where keys are coded over groups of tokens
   float* rows;          // [batch, KV_HEADS * GROUP, D], for windows and such groups
@@ -455,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_inverse(const
 #if TURNED
 struct TurnArguments {
   const void* query;
-  const uint2* matrix;         // [1 or KV_HEADS, TURN_TILES, D / 16, 2 parts, 32]: fragments, see plan.py
+  const uint2* matrix;         // [1 or KV_HEADS, TURN_TILES, D / 16, 2 parts, 32]: fragments, see fragments.py
   const float *cosine, *sine;  // [blocks, half]
   Turned* out;
   float* rows;

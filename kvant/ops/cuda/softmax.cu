@@ -54,7 +54,7 @@ struct Arguments {
   const s64 *table, *lengths, *owners, *sinks, *exact_key, *exact_value;
   const void *window_key, *window_value;
   const float *dual_signs, *inverse_signs, *mean, *lost;
-  const uint4* dual_matrix;  // where queries are multiplied by a matrix here: fp16 [matrix_heads, D / 16, D / 16, 32], then floats [matrix_heads], see plan.py
+  const uint4* dual_matrix;  // where queries are multiplied by a matrix here: fp16 [matrix_heads, D / 16, D / 16, 32], then floats [matrix_heads], see fragments.py
   float* partial;
   int* arrived;
   const u8 *key_books, *value_books;  // where streams are indices: fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]

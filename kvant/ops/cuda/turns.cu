@@ -14,7 +14,7 @@ constexpr int SOME_TILES = 4;                    // of columns for the windows a
 constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // a lane's rows are of one query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
-// Of a head, [MANY_PAIRS + D / 16 pairs of tiles, D / 16, 2 parts, 32]: the columns of kvant_turn's in another order, see plan.py.
+// Of a head, [MANY_PAIRS + D / 16 pairs of tiles, D / 16, 2 parts, 32]: the columns of kvant_turn's in another order, see fragments.py.
 DEV const uint4* many_matrix(const TurnArguments& a, int tile) {
   return (const uint4*)a.matrix + (s64)(tile / QUERY_TILES % a.matrix_heads) * (MANY_PAIRS + D / 16) * (D / 16) * 64;
 }
