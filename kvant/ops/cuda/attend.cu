@@ -385,20 +385,32 @@ struct WindowValues {
   }
 };
 
-// The tokens [first, last) of WINDOW_TILES tiles of a sequence from `from` on.
-template <class From>  // Prepared or Turned
-DEV void attend_window(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
+// WINDOW_TILES tiles of a sequence from `from` on, of which [first, last) are in the window.
+constexpr bool AT_ONCE_LOADED = WINDOW_TILES == 1 && PAIRED;  // keys and values together: registers are enough
+constexpr bool AHEAD = AT_ONCE_LOADED && !TURNED && !KEY_GROUP;  // and while the queries are made
+struct WindowTile {
   WindowKeys<WINDOW_TILES> keys;
-  keys.load(a, from, first, last, owner, head, lane);
-  WindowValues v[WINDOW_TILES];  // asked for before the probabilities are there; with the keys, where registers are enough
-  const auto load_values = [&]() {
+  WindowValues v[WINDOW_TILES];
+
+  DEV void clear() { *this = {}; }
+  DEV void load_keys(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) { keys.load(a, from, first, last, owner, head, lane); }
+  DEV void load_values(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) {
 #pragma unroll
     for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, first, last, owner, head, lane);
-  };
+  }
+  DEV void load(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) {
+    load_keys(a, from, first, last, owner, head, lane), load_values(a, from, first, last, owner, head, lane);
+  }
+};
+
+template <class From>  // Prepared or Turned
+DEV void attend_window(WindowTile& tile, const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
+  const auto& v = tile.v;
+  if (!AHEAD) tile.load_keys(a, from, first, last, owner, head, lane);
+  if (!AHEAD && AT_ONCE_LOADED) tile.load_values(a, from, first, last, owner, head, lane);
   float s[WINDOW_TILES][OWN][2];
-  if (WINDOW_TILES == 1 && PAIRED) load_values();
-  window_scores<WINDOW_TILES>(keys, a, from, first, last, lane, sh, rows, st, s);
-  if (WINDOW_TILES > 1 || !PAIRED) load_values();
+  window_scores<WINDOW_TILES>(tile.keys, a, from, first, last, lane, sh, rows, st, s);
+  if (!AT_ONCE_LOADED) tile.load_values(a, from, first, last, owner, head, lane);  // before the probabilities are there
   st.settle<WINDOW_TILES>(s, 0.f);
 #if INDEXED
 #pragma unroll

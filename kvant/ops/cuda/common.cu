@@ -79,11 +79,21 @@ template <int N> DEV void store_words(u8* p, const u32* w) {
 }
 
 // Numbers i to i + 3 of a 16-bit or 32-bit type; i is a multiple of 4.
-template <int TYPE> DEV void load_four(float* x, const void* p, s64 i) {
+template <int TYPE> struct Quad {  // as they lie
   u32 w[TYPE == 2 ? 4 : 2];
-  load_words<TYPE == 2 ? 4 : 2>(w, (const u8*)p + i * (TYPE == 2 ? 4 : 2));
+
+  DEV void clear() {
 #pragma unroll
-  for (int k = 0; k < 4; k++) x[k] = TYPE == 2 ? __uint_as_float(w[TYPE == 2 ? k : 0]) : k % 2 ? high<TYPE>(w[k / 2]) : low<TYPE>(w[k / 2]);
+    for (int k = 0; k < (TYPE == 2 ? 4 : 2); k++) w[k] = 0u;
+  }
+  DEV void load(const void* p, s64 i) { load_words<TYPE == 2 ? 4 : 2>(w, (const u8*)p + i * (TYPE == 2 ? 4 : 2)); }
+  DEV float get(int k) const { return TYPE == 2 ? __uint_as_float(w[TYPE == 2 ? k : 0]) : k % 2 ? high<TYPE>(w[k / 2]) : low<TYPE>(w[k / 2]); }
+};
+template <int TYPE> DEV void load_four(float* x, const void* p, s64 i) {
+  Quad<TYPE> four;
+  four.load(p, i);
+#pragma unroll
+  for (int k = 0; k < 4; k++) x[k] = four.get(k);
 }
 template <int TYPE> DEV void store_four(void* p, s64 i, const float* x) {
   if constexpr (TYPE == 2) *(float4*)((float*)p + i) = make_float4(x[0], x[1], x[2], x[3]);

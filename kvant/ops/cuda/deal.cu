@@ -8,11 +8,7 @@ struct Deal {
   DEV int block(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
 };
 
-DEV int sum_of(int x) {
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
-  return x;
-}
+DEV int sum_of(int x) { return __reduce_add_sync(FULL, x); }
 DEV int quotient(int x, int by) {  // exact; a division of integers takes several times as long
   const int near = (int)__fdividef((float)x, (float)by), rest = x - near * by;
   return near + (rest >= by) - (rest < 0);

@@ -44,17 +44,15 @@ struct Output {
   DEV void gather(const Shared& sh, const float* outputs, int stride, int h, int lane) {
     m = minus_infinity(), l = flags = 0.f;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++)
-      if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
+    for (int i = 0; i < WARPS; i++) m = fmaxf(m, sh.l[i][h] > 0.f ? sh.m[i][h] : minus_infinity());
 #pragma unroll
     for (int j = 0; j < FOURS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++)
-      if (sh.l[i][h] > 0.f) {
-        const float by = exp2_(sh.m[i][h] - m);
-        l += by * sh.l[i][h], flags += by * sh.flags[i][h];
-        add(outputs + i * stride + h * OUTPUT_ROW, by, lane);
-      }
+    for (int i = 0; i < WARPS; i++) {  // without branches: what a warp without tokens left is zeros
+      const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
+      l += by * sh.l[i][h], flags += by * sh.flags[i][h];
+      add(outputs + i * stride + h * OUTPUT_ROW, by, lane);
+    }
   }
   DEV void add(const float* row, float by, int lane) {
 #pragma unroll
@@ -213,6 +211,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     u32 next[STAGES + 1];  // pages, asked for all at once
 #pragma unroll
     for (int i = 0; i <= STAGES; i++) next[i] = page_from + i < page_to ? (u32)table[page_from + i] : 0u;
+    const int query_head = head * GROUP + query_tile * TILE_HEADS;
+    const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
+    const s64 query = (s64)b * KV_HEADS * GROUP + query_head;
+#if !PREPARED
+    const int which = DUAL == 3 ? head % a.matrix_heads : 0;
+    Asked asked;
+    if (DUAL != 2) asked.load(a, which, query, count);
+#endif
+#if WINDOW_TOKENS
+    constexpr int TOKENS = 16 * WINDOW_TILES;
+    const s64 owner = found.owner;
+    const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
+    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
+    WindowTile tile_ahead;
+    if (AHEAD) tile_ahead.clear();  // undefined, the compiler would keep it from one (sequence, head) to the next
+    const auto load_ahead = [&](int i) {
+      if (AHEAD && i < window_to) tile_ahead.load(a, tile_at(i), tile_at(i), tile_end(i), owner, head, lane);
+    };
+    load_ahead(window_from + warp);
+#endif
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
       const u32 stage = (read + i) % STAGES;
@@ -228,45 +246,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       __syncthreads();
     }
 #endif
-    const int query_head = head * GROUP + query_tile * TILE_HEADS;
-    const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
-    const s64 query = (s64)b * KV_HEADS * GROUP + query_head;
 #if WINDOW_TOKENS
-    // A warp's tiles of windows are on their way while queries are made.
-    constexpr int TOKENS = 16 * WINDOW_TILES;
-    const s64 owner = found.owner;
-    const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
-    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
-    for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
+    // A warp's other tiles of windows are on their way while queries are made.
+    for (int i = window_from + warp + (AHEAD ? WARPS : 0); i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
 #endif
     if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
 #if PREPARED
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
-    const int which = DUAL == 3 ? head % a.matrix_heads : 0;
 #if DUAL == 3
     if (multiplied != which) ask_for_matrix(matrix, a, multiplied = which);
 #endif
-    prepare(sh.query, a, matrix, which, query, count);
+    if (DUAL == 2) asked.load(a, which, query, count);
+    prepare(sh.query, a, asked, matrix, query, count);
 #endif
     State st;
     st.clear();
 #if WINDOW_TOKENS
     for (int i = window_from + warp; i < window_to; i += WARPS) {
       const int at = tile_at(i), last = tile_end(i);
+      WindowTile loaded_there;
+      WindowTile& tile = AHEAD ? tile_ahead : loaded_there;
 #if TURNED
       for (int some = at; some < last;) {  // tokens of one block of positions at a time
         const int until = min(last, block_end(a, some));
         const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
         const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
-        attend_window(a, at, some, until, owner, head, lane, turned[block], rows, st);
+        attend_window(tile, a, at, some, until, owner, head, lane, turned[block], rows, st);
         some = until;
       }
 #elif PREPARED
-      attend_window(a, at, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
+      attend_window(tile, a, at, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
 #else
-      attend_window(a, at, at, last, owner, head, lane, sh.query, sh.query.rows, st);
+      attend_window(tile, a, at, at, last, owner, head, lane, sh.query, sh.query.rows, st);
 #endif
+      load_ahead(i + WARPS);
     }
     enter_pages(st);
 #endif

@@ -40,6 +40,9 @@ struct Prepared {
   float top[4 * OWN], sum[4 * OWN], bias[4 * OWN];
   float lost[4 * OWN];  // what all scores of a query are short of before the soft cap, where a mean was taken off the keys
   u32 f[OWN][Keys::REGISTERS][32];
+#if DUAL == 3
+  float tops[WARPS][4 * OWN], sums[WARPS][4 * OWN];  // of a warp's columns
+#endif
 };
 #endif
 
@@ -164,27 +167,43 @@ DEV void ask_for_matrix(u8* to, const Arguments& a, int which) {  // of the bloc
   const u8* from = (const u8*)a.dual_matrix + (s64)which * MATRIX_BYTES;
   for (int i = threadIdx.x * 16; i < MATRIX_BYTES; i += WARPS * 32 * 16) copy16(to + i, from + i);
 }
-// TILE_HEADS queries, rows g and g + 8 of a product, by a matrix in shared memory: fp16, once a power of two brings queries to magnitudes of at most
-// one. Each warp has some tiles of 16 columns. For few sequences: a kernel before would have to be waited for.
-DEV void multiply_queries(Prepared& sh, const Arguments& a, const u8* matrix, int which, s64 query, int heads) {
-  const float power = __ldg((const float*)a.dual_matrix + a.matrix_heads * (MATRIX_BYTES / 4) + which);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+// Queries as they come, asked for before pages are: behind those they would arrive last. Rows g and g + 8 of a product, of every warp.
+struct Asked {
   u32 x[2][D / 8];
-  float back[2];
+  float power;
+
+  DEV void load(const Arguments& a, int which, s64 query, int heads) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    power = __ldg((const float*)a.dual_matrix + a.matrix_heads * (MATRIX_BYTES / 4) + which);
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    load_words<D / 8>(x[r], (const u8*)a.query + ((query + min(g + 8 * r, heads - 1)) * D + t * (D / 4)) * 2);
+    for (int r = 0; r < 2; r++) {
+      if (8 * r < TILE_HEADS) load_words<D / 8>(x[r], (const u8*)a.query + ((query + min(g + 8 * r, heads - 1)) * D + t * (D / 4)) * 2);
+      else
+#pragma unroll
+        for (int e = 0; e < D / 8; e++) x[r][e] = 0u;
+    }
+  }
+};
+// TILE_HEADS queries by a matrix in shared memory: fp16, once a power of two brings queries to magnitudes of at most
+// one. Each warp has some tiles of 16 columns. For few sequences: a kernel before would have to be waited for.
+DEV void multiply_queries(Prepared& sh, Asked& asked, const u8* matrix, int heads) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  auto& x = asked.x;
+  float back[2] = {0.f, 0.f};
+#pragma unroll
+  for (int r = 0; r < (TILE_HEADS + 7) / 8; r++) {
     float top = 1e-30f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) top = fmaxf(top, fmaxf(fabsf(low<QUERY_TYPE>(x[r][e])), fabsf(high<QUERY_TYPE>(x[r][e]))));
     const u32 exponent = __float_as_uint(of_four(top)) >> 23;
     const float by = __uint_as_float((253u - exponent) << 23);
-    back[r] = g + 8 * r < heads ? __uint_as_float((exponent + 1u) << 23) * power : 0.f;
+    back[r] = g + 8 * r < heads ? __uint_as_float((exponent + 1u) << 23) * asked.power : 0.f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) x[r][e] = fp16_pair(low<QUERY_TYPE>(x[r][e]) * by, high<QUERY_TYPE>(x[r][e]) * by);
   }
   await_copies();
   __syncthreads();
+  float top[2] = {0.f, 0.f}, sum[2] = {0.f, 0.f};
   for (int tile = warp; tile < D / 16; tile += WARPS) {
     float c[2][4] = {};
 #pragma unroll
@@ -198,42 +217,84 @@ DEV void multiply_queries(Prepared& sh, const Arguments& a, const u8* matrix, in
     for (int r = 0; r < 2; r++) {
       const float y[4] = {c[0][2 * r] * back[r], c[0][2 * r + 1] * back[r], c[1][2 * r] * back[r], c[1][2 * r + 1] * back[r]};
       if (g + 8 * r < TILE_HEADS) store_four<2>(sh.rows, (g + 8 * r) * D + tile * 16 + 4 * t, y);
+      top[r] = fmaxf(top[r], fmaxf(fmaxf(fabsf(y[0]), fabsf(y[1])), fmaxf(fabsf(y[2]), fabsf(y[3])))), sum[r] += (y[0] + y[1]) + (y[2] + y[3]);
     }
+  }
+#pragma unroll
+  for (int r = 0; r < (TILE_HEADS + 7) / 8; r++) {
+    const float most = of_four(top[r]), all = sum_of_four(sum[r]);
+    if (t == 0 && g + 8 * r < TILE_HEADS) sh.tops[warp][g + 8 * r] = most, sh.sums[warp][g + 8 * r] = all;
   }
   __syncthreads();
 }
-#endif
+#else
+// Queries as they come, asked for before pages are: behind those they would arrive last. Those of a warp are the warp-th and every WARPS-th after it.
+struct Asked {
+  static constexpr int EACH = (TILE_HEADS + WARPS - 1) / WARPS;
+  Quad<DUAL == 2 ? 2 : QUERY_TYPE> x[EACH][FOURS];
+  Quad<2> signs[FOURS];
 
-// Reads TILE_HEADS queries, brings them into the space of the keys, and makes their bytes. Every query is brought to the same
-// largest magnitude.
-DEV void prepare(Prepared& sh, const Arguments& a, const u8* matrix, int which, s64 query, int heads) {  // queries from the query-th on
-  const s64 place = query * D;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-#if DUAL == 3
-  multiply_queries(sh, a, matrix, which, query, heads);
-#endif
-  for (int h = warp; h < TILE_HEADS; h += WARPS) {
-    float x[FOURS][4], top = 1e-30f, sum = 0.f;
+  DEV void load(const Arguments& a, int, s64 query, int heads) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
       const int e = 4 * (lane + 32 * j);
-      x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
-      if (DUAL == 3 && e < D) load_four<2>(x[j], sh.rows, h * D + e);
-      else if (e < D && h < heads) load_four<DUAL == 2 ? 2 : QUERY_TYPE>(x[j], a.query, place + h * D + e);
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (DUAL == 1 && a.dual_signs && e < D) x[j][i] *= a.dual_signs[e + i];
+      for (int i = 0; i < EACH; i++) {
+        x[i][j].clear();
+        if (e < D && warp + i * WARPS < heads) x[i][j].load(a.query, (query + warp + i * WARPS) * D + e);
+      }
+      if (DUAL == 1 && a.dual_signs && e < D) signs[j].load(a.dual_signs, e);
     }
+  }
+};
+#endif
+
+DEV float lost_of(const Arguments& a, s64 query, int h, int heads) { return SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f; }
+
+// Brings TILE_HEADS queries, from the query-th on, into the space of the keys, and makes their bytes. Every query is brought to the same
+// largest magnitude.
+DEV void prepare(Prepared& sh, const Arguments& a, Asked& asked, const u8* matrix, s64 query, int heads) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#if DUAL == 3
+  multiply_queries(sh, asked, matrix, heads);
+  const auto top_of = [&](int h) {
+    float top = 1e-30f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) top = fmaxf(top, sh.tops[i][h]);
+    return top;
+  };
+  for (int h = warp; h < TILE_HEADS; h += WARPS) {
+    const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, sh.rows + h * D, lane)) : 0.f;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) sum += sh.sums[i][h];
+    if (lane == 0) sh.top[h] = top_of(h), sh.sum[h] = sum, sh.bias[h] = bias, sh.lost[h] = lost_of(a, query, h, heads);
+  }
+  make_planes<WARPS * 32, D>(Keys{}, sh.rows, top_of, sh.f);
+#else
+#pragma unroll
+  for (int own = 0; own < Asked::EACH; own++) {
+    const int h = warp + own * WARPS;
+    if (h >= TILE_HEADS) break;
+    float x[FOURS][4], top = 1e-30f, sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < FOURS; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        x[j][i] = asked.x[own][j].get(i);
+        if (DUAL == 1 && a.dual_signs && 4 * (lane + 32 * j) < D) x[j][i] *= asked.signs[j].get(i);
+      }
     if constexpr (DUAL == 1) hadamard<DUAL_ORDER>(x, lane);
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
-      if (DUAL != 3 && 4 * (lane + 32 * j) < D) store_four<2>(sh.rows, h * D + 4 * (lane + 32 * j), x[j]);
+      if (4 * (lane + 32 * j) < D) store_four<2>(sh.rows, h * D + 4 * (lane + 32 * j), x[j]);
 #pragma unroll
       for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(x[j][i])), sum += x[j][i];
     }
     sum = row_sum(sum), top = row_max(top);
     __syncwarp();
-    if (lane == 0) sh.top[h] = top, sh.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f;
+    if (lane == 0) sh.top[h] = top, sh.lost[h] = lost_of(a, query, h, heads);
 #if !KEY_GROUP
     const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, sh.rows + h * D, lane)) : 0.f;
     if (lane == 0) sh.sum[h] = sum, sh.bias[h] = bias;
@@ -244,6 +305,7 @@ DEV void prepare(Prepared& sh, const Arguments& a, const u8* matrix, int which, 
   make_pairs(sh);
 #else
   make_planes<WARPS * 32, D>(Keys{}, sh.rows, [&](int head) { return sh.top[head]; }, sh.f);
+#endif
 #endif
   __syncthreads();
 }

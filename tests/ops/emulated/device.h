@@ -109,6 +109,13 @@ static inline u32 __ballot_sync(u32, int x) {
     for (int i = 0; i < 32; i++) out[i] = all;
   });
 }
+static inline int __reduce_add_sync(u32, int x) {
+  return lanes_together<int>(7, x, [](const int* in, int* out) {
+    int all = 0;
+    for (int i = 0; i < 32; i++) all += in[i];
+    for (int i = 0; i < 32; i++) out[i] = all;
+  });
+}
 static inline int __any_sync(u32 mask, int x) { return __ballot_sync(mask, x) != 0; }
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
