@@ -385,32 +385,20 @@ struct WindowValues {
   }
 };
 
-// WINDOW_TILES tiles of a sequence from `from` on, of which [first, last) are in the window.
-constexpr bool AT_ONCE_LOADED = WINDOW_TILES == 1 && PAIRED;  // keys and values together: registers are enough
-constexpr bool AHEAD = AT_ONCE_LOADED && !TURNED && !KEY_GROUP;  // and while the queries are made
-struct WindowTile {
+// The tokens [first, last) of WINDOW_TILES tiles of a sequence from `from` on.
+template <class From>  // Prepared or Turned
+DEV void attend_window(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
   WindowKeys<WINDOW_TILES> keys;
-  WindowValues v[WINDOW_TILES];
-
-  DEV void clear() { *this = {}; }
-  DEV void load_keys(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) { keys.load(a, from, first, last, owner, head, lane); }
-  DEV void load_values(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) {
+  keys.load(a, from, first, last, owner, head, lane);
+  WindowValues v[WINDOW_TILES];  // asked for before the probabilities are there; with the keys, where registers are enough
+  const auto load_values = [&]() {
 #pragma unroll
     for (int i = 0; i < WINDOW_TILES; i++) v[i].load(a, from + i * 16, first, last, owner, head, lane);
-  }
-  DEV void load(const Arguments& a, int from, int first, int last, s64 owner, int head, int lane) {
-    load_keys(a, from, first, last, owner, head, lane), load_values(a, from, first, last, owner, head, lane);
-  }
-};
-
-template <class From>  // Prepared or Turned
-DEV void attend_window(WindowTile& tile, const Arguments& a, int from, int first, int last, s64 owner, int head, int lane, const From& sh, const float* rows, State& st) {
-  const auto& v = tile.v;
-  if (!AHEAD) tile.load_keys(a, from, first, last, owner, head, lane);
-  if (!AHEAD && AT_ONCE_LOADED) tile.load_values(a, from, first, last, owner, head, lane);
+  };
   float s[WINDOW_TILES][OWN][2];
-  window_scores<WINDOW_TILES>(tile.keys, a, from, first, last, lane, sh, rows, st, s);
-  if (!AT_ONCE_LOADED) tile.load_values(a, from, first, last, owner, head, lane);  // before the probabilities are there
+  if (WINDOW_TILES == 1 && PAIRED) load_values();
+  window_scores<WINDOW_TILES>(keys, a, from, first, last, lane, sh, rows, st, s);
+  if (WINDOW_TILES > 1 || !PAIRED) load_values();
   st.settle<WINDOW_TILES>(s, 0.f);
 #if INDEXED
 #pragma unroll
@@ -537,7 +525,7 @@ DEV void attend_mixed(const Arguments& a, const u8* run, int tile, int at, int f
 }
 #endif
 
-// Brings what the windows gave to the scale of packed values: rows times 2^p, all times the norm.
+// Brings sums of values from their own scale to that of packed ones: rows times 2^p, all times the norm.
 DEV void enter_pages(State& st) {
 #pragma unroll
   for (int n = 0; n < ACC_TILES * !INDEXED; n++)
@@ -546,4 +534,25 @@ DEV void enter_pages(State& st) {
       const float x = st.norm * Values::unit(2 * k), y = st.norm * Values::unit(2 * k + 1);
       st.acc[n][k][0] *= x, st.acc[n][k][1] *= x, st.acc[n][k][2] *= y, st.acc[n][k][3] *= y;
     }
+}
+// And back, without what rode on the codes. What all channels have in common is left in st.z.
+DEV void leave_pages(State& st, int t) {
+#if !INDEXED
+  const float back = 1.f / st.norm;
+#pragma unroll
+  for (int n = 0; n < ACC_TILES; n++)
+#pragma unroll
+    for (int k = 0; k < ACC_STEPS; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float power = 1.f / Values::unit(2 * k + (i >> 1));
+        if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
+          const float least = __shfl_sync(FULL, st.riding[n][i & 1], 2 * k / SHARE * 4 + t);
+          st.acc[n][k][i] = (st.acc[n][k][i] * power + least) * back;
+        } else {
+          const float riding = st.riding[n][i & 1];
+          st.acc[n][k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
+        }
+      }
+#endif
 }

@@ -219,18 +219,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     Asked asked;
     if (DUAL != 2) asked.load(a, which, query, count);
 #endif
-#if WINDOW_TOKENS
-    constexpr int TOKENS = 16 * WINDOW_TILES;
-    const s64 owner = found.owner;
-    const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
-    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
-    WindowTile tile_ahead;
-    if (AHEAD) tile_ahead.clear();  // undefined, the compiler would keep it from one (sequence, head) to the next
-    const auto load_ahead = [&](int i) {
-      if (AHEAD && i < window_to) tile_ahead.load(a, tile_at(i), tile_at(i), tile_end(i), owner, head, lane);
-    };
-    load_ahead(window_from + warp);
-#endif
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
       const u32 stage = (read + i) % STAGES;
@@ -247,8 +235,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     }
 #endif
 #if WINDOW_TOKENS
-    // A warp's other tiles of windows are on their way while queries are made.
-    for (int i = window_from + warp + (AHEAD ? WARPS : 0); i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
+    // A warp's tiles of windows are on their way while queries are made.
+    constexpr int TOKENS = 16 * WINDOW_TILES;
+    const s64 owner = found.owner;
+    const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
+    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
+    for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
 #endif
     if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
 #if PREPARED
@@ -262,28 +254,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #endif
     State st;
     st.clear();
+    const auto attend_windows = [&]() {
 #if WINDOW_TOKENS
-    for (int i = window_from + warp; i < window_to; i += WARPS) {
-      const int at = tile_at(i), last = tile_end(i);
-      WindowTile loaded_there;
-      WindowTile& tile = AHEAD ? tile_ahead : loaded_there;
+      for (int i = window_from + warp; i < window_to; i += WARPS) {
+        const int at = tile_at(i), last = tile_end(i);
 #if TURNED
-      for (int some = at; some < last;) {  // tokens of one block of positions at a time
-        const int until = min(last, block_end(a, some));
-        const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
-        const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
-        attend_window(tile, a, at, some, until, owner, head, lane, turned[block], rows, st);
-        some = until;
-      }
+        for (int some = at; some < last;) {  // tokens of one block of positions at a time
+          const int until = min(last, block_end(a, some));
+          const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
+          const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
+          attend_window(a, at, some, until, owner, head, lane, turned[block], rows, st);
+          some = until;
+        }
 #elif PREPARED
-      attend_window(tile, a, at, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
+        attend_window(a, at, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
 #else
-      attend_window(tile, a, at, at, last, owner, head, lane, sh.query, sh.query.rows, st);
+        attend_window(a, at, at, last, owner, head, lane, sh.query, sh.query.rows, st);
 #endif
-      load_ahead(i + WARPS);
-    }
-    enter_pages(st);
+      }
 #endif
+    };
+    if (WINDOW_TOKENS && !WINDOWS_LAST) attend_windows(), enter_pages(st);
     Query q;
 #if TURNED
     constexpr int LAST_LINE = (sizeof(Turned) + 127) / 128;
@@ -362,6 +353,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       } else no_copy();
     }
 
+    leave_pages(st, t);
+    if (WINDOWS_LAST) attend_windows();
+
     // a warp's lanes together
 #pragma unroll
     for (int h = 0; h < OWN; h++)
@@ -381,23 +375,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           ((float4*)(outputs + warp * OUTPUT_STRIDE + (4 * n + t) * OUTPUT_ROW + g * (D / 8)))[k] = make_float4(x[0], x[1], x[2], x[3]);
         }
 #else
-    const float back = 1.f / st.norm;
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
-      float x[D / 16][4];
-#pragma unroll
-      for (int k = 0; k < D / 16; k++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float power = 1.f / Values::unit(2 * k + (i >> 1));
-          if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
-            const float least = __shfl_sync(FULL, st.riding[n][i & 1], 2 * k / SHARE * 4 + t);
-            x[k][i] = (st.acc[n][k][i] * power + least) * back;
-          } else {
-            const float riding = st.riding[n][i & 1];
-            x[k][i] = ((st.acc[n][k][i] - riding) * power - riding * (Values::TOP * 0.5f / 1024.f)) * back;
-          }
-        }
+      const auto& x = st.acc[n];
 #pragma unroll
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
         const int h = PAIRED ? 0 : (2 * n + j) % OWN;

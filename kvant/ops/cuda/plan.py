@@ -381,6 +381,7 @@ class Plan:
             "WINDOW_TOKENS": layout.overlay_tokens("key"),
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WINDOW_TILES": tiles,
+            "WINDOWS_LAST": int(self.few),
             "UNIT": max(1, round(unit / layout.run_bytes / (1.0 if grouped else 1.2 if self.few else 2.0))),
             "MIXED": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],
