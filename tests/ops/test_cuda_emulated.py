@@ -185,27 +185,45 @@ def test_few_sequences_multiply_their_queries_themselves(
     q = (torch.randn(len(entries), 2 * group, dim) * 300.0).to(dtype)
     with attention.poisoned():
         found = cuda_decode.decode(store, q, batch, scale=dim**-0.5 / 300.0)
-    assert len(launched) == 2  # attention and outputs
+    assert len(launched) == 1
     expected = reference.decode(store, q.double(), batch, scale=dim**-0.5 / 300.0)
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
-    ("name", "group", "dim"), [("oscar:per_head=true", 4, 64), ("kvant-2:rope=post", 3, 128), ("oscar", 2, 96)]
+    ("name", "group", "dim", "dtype"),
+    [
+        ("oscar:per_head=true", 4, 64, torch.float16),
+        ("oscar:sink=3,recent=20", 9, 96, torch.bfloat16),
+        ("kvant-2:rope=post", 3, 128, torch.bfloat16),
+        ("kvant-2:rope_block=64,sink=5", 4, 128, torch.float16),
+        ("oscar", 17, 64, torch.bfloat16),
+    ],
 )
-def test_many_outputs(name: str, group: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Are multiplied by their matrix on the tensor cores."""
-    monkeypatch.setattr(cuda_decode, "MANY_OUTPUTS", 0)
-    monkeypatch.setattr(cuda_decode, "_row_kernel", functools.lru_cache(cuda_decode._row_kernel.__wrapped__))
-    cache, entries = filled(name, 2, group, dim, [1, 63, 300])
-    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None})
-    assert cuda_decode._row_kernel.cache_info().currsize == 2  # of queries and of outputs
-    q = torch.randn(3, 2 * group, dim)
-    many = cuda_decode.decode(cache.stores[0], q, cache.batch(entries), scale=0.1)
-    monkeypatch.setattr(cuda_decode, "MANY_OUTPUTS", 1 << 30)
-    few = cuda_decode.decode(cache.stores[0], q, cache.batch(entries), scale=0.1)
-    assert cuda_decode._row_kernel.cache_info().currsize == 3
-    torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-5)
+def test_outputs_are_multiplied_where_they_are_made(
+    name: str, group: int, dim: int, dtype: torch.dtype, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are what the kernel after gives, and the reference; of (sequence, head)s that one block has, and that blocks share."""
+    monkeypatch.setattr(cuda_decode, "FEW", 128 if few else 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    multiplied: list[object] = []
+    multiply = cuda_decode._multiply
+    monkeypatch.setattr(cuda_decode, "_multiply", lambda *args: multiplied.append(args) or multiply(*args))
+    cache, entries = filled(name, 2, group, dim, [1, 63, 900])
+    batch, store = cache.batch(entries), cache.stores[0]
+    q = (torch.randn(len(entries), 2 * group, dim) * 300.0).to(dtype)
+    scale = dim**-0.5 / 300.0
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, scale=scale)
+    assert not multiplied
+    after, lse_after = cuda_decode.decode_with_lse(store, q, batch, scale=scale, tuned=(("INVERSE", 2),))
+    assert multiplied
+    expected = reference.decode(store, q.double(), batch, scale=scale)
+    tolerance = 2e-3 if dtype == torch.bfloat16 else 5e-4
+    assert relative_error(found, expected) < tolerance
+    assert relative_error(found, after.double()) < tolerance * 2
+    torch.testing.assert_close(lse, lse_after, rtol=1e-6, atol=1e-6)
 
 
 def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:

@@ -17,7 +17,7 @@
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
 // offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, WINDOW_TILES (of windows that a warp attends to at once), UNIT
 // (what they count, in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
-// 2 a matrix, in kernels of their own before and after, 3 a matrix in this one), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
+// 2 a matrix, in kernels of their own before and after, 3 a matrix in this one, where both share their place), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
 // they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
 // INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
 // (1 where heads share them).
@@ -34,6 +34,7 @@ struct Shared {
 };
 constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a (sequence, head): outputs, their log-sum-exp, flags
 
+constexpr bool MERGED_FLAGS = VALUE_FLAG && INVERSE != 3;  // whether means are added when all parts are there, or by every block
 constexpr int OUTPUT_ROW = D + 4;  // floats of a query head's outputs in shared memory: rows start in different banks
 
 // The output of a query head, by a warp: sums of values times weights, and of weights relative to 2^m.
@@ -71,7 +72,11 @@ struct Output {
       const float y[4] = {x[j][0] * back, x[j][1] * back, x[j][2] * back, x[j][3] * back};
       if (4 * (lane + 32 * j) < D) store_four<2>(part, h * D + 4 * (lane + 32 * j), y);
     }
-    if (lane == 0) part[TILE_HEADS * D + h] = l > 0.f ? m + log2_(l) : minus_infinity(), part[TILE_HEADS * (D + 1) + h] = flags * back;
+    store_sum(part, h, lane);
+    if (lane == 0) part[TILE_HEADS * (D + 1) + h] = flags * back;
+  }
+  DEV void store_sum(float* part, int h, int lane) const {
+    if (lane == 0) part[TILE_HEADS * D + h] = l > 0.f ? m + log2_(l) : minus_infinity();
   }
   // All parts, of blocks first to last. A block's lies in its second slot where it began with this (sequence, head) or before it, which only the first one did.
   DEV void merge(const float* partial, int first, int last, int h, int lane) {
@@ -86,7 +91,7 @@ struct Output {
       float own = minus_infinity(), mark = 0.f;
       if (lane < SOME && block <= last) {
         own = __ldcg(part(block) + TILE_HEADS * D + h);
-        if (VALUE_FLAG) mark = __ldcg(part(block) + TILE_HEADS * (D + 1) + h);
+        if (MERGED_FLAGS) mark = __ldcg(part(block) + TILE_HEADS * (D + 1) + h);
       }
 #pragma unroll
       for (int k = 0; k < SOME; k++)
@@ -97,7 +102,7 @@ struct Output {
         }
       const float top = fmaxf(m, row_max(own)), fade = m > -1e29f ? exp2_(m - top) : 0.f, by = own > -1e29f ? exp2_(own - top) : 0.f;
       m = top, l = fmaf(l, fade, row_sum(by)), flags *= fade;
-      if (VALUE_FLAG) flags += row_sum(by * mark);
+      if (MERGED_FLAGS) flags += row_sum(by * mark);
 #pragma unroll
       for (int j = 0; j < FOURS; j++) {
         x[j][0] *= fade, x[j][1] *= fade, x[j][2] *= fade, x[j][3] *= fade;
@@ -110,8 +115,8 @@ struct Output {
       }
     }
   }
-  // Into the space of outputs, and out.
-  DEV void finish(const Arguments& a, s64 query, int head, int lane) {
+  // The mean of values, in their own space.
+  template <bool FLAGS> DEV void normalise(const Arguments& a, int head, int lane) {
     const float by = l > 0.f ? 1.f / l : 0.f;
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
@@ -119,9 +124,32 @@ struct Output {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         x[j][i] *= by;
-        if (VALUE_FLAG && e < D) x[j][i] = fmaf(flags * by, a.mean[head * D + e + i], x[j][i]);
+        if (FLAGS && e < D) x[j][i] = fmaf(flags * by, a.mean[head * D + e + i], x[j][i]);
       }
     }
+  }
+#if INVERSE == 3
+  // For the matrix: as fp16 in two parts, once a power of two brings it to magnitudes of at most one, then that power. In the place of a row of a warp's outputs.
+  DEV void spread(const Arguments& a, float* row, int head, int lane) {
+    normalise<VALUE_FLAG>(a, head, lane);
+    float top = 1e-30f;
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) top = fmaxf(top, fmaxf(fmaxf(fabsf(x[j][0]), fabsf(x[j][1])), fmaxf(fabsf(x[j][2]), fabsf(x[j][3]))));
+    const u32 exponent = __float_as_uint(row_max(top)) >> 23;
+    const float by = __uint_as_float((253u - exponent) << 23);
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) {
+      const float y[4] = {x[j][0] * by, x[j][1] * by, x[j][2] * by, x[j][3] * by};
+      const u32 w[2] = {fp16_pair(y[0], y[1]), fp16_pair(y[2], y[3])};
+      const u32 rest[2] = {fp16_pair(y[0] - fp16_low(w[0]), y[1] - fp16_high(w[0])), fp16_pair(y[2] - fp16_low(w[1]), y[3] - fp16_high(w[1]))};
+      if (4 * (lane + 32 * j) < D) store_words<2>((u8*)row + 8 * (lane + 32 * j), w), store_words<2>((u8*)row + 2 * D + 8 * (lane + 32 * j), rest);
+    }
+    if (lane == 0) row[D] = __uint_as_float((exponent + 1u) << 23);
+  }
+#endif
+  // Into the space of outputs, and out.
+  DEV void finish(const Arguments& a, s64 query, int head, int lane) {
+    normalise<MERGED_FLAGS>(a, head, lane);
     if constexpr (INVERSE == 1) hadamard<INVERSE_ORDER>(x, lane);
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
@@ -129,11 +157,40 @@ struct Output {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if (INVERSE == 1 && a.inverse_signs && e < D) x[j][i] *= a.inverse_signs[e + i];
+      if (INVERSE == 3 && e < D) add_offset(a, head, e, x[j]);
       if (e < D) store_four<INVERSE == 2 ? 2 : QUERY_TYPE>(a.out, query * D + e, x[j]);
     }
+    finish_sum(a, query, lane);
+  }
+  DEV void finish_sum(const Arguments& a, s64 query, int lane) const {
     if (a.lse && lane == 0) a.lse[query] = l > 0.f ? (m + log2_(l)) * 0.69314718055994531f : minus_infinity();
   }
+  DEV static void add_offset(const Arguments& a, int head, int e, float* y) {
+    float more[4] = {0.f, 0.f, 0.f, 0.f};
+    if (a.inverse_offset) load_four<2>(more, a.inverse_offset, head % a.inverse_heads * D + e);
+#pragma unroll
+    for (int i = 0; i < 4; i++) y[i] += more[i];
+  }
 };
+
+#if INVERSE == 3
+// Rows that Output::spread made by the matrix in shared memory, and to where `store` puts them; both parts of eight rows are one product's.
+template <class Store> DEV void multiply_outputs(const float* rows, const u8* matrix, float power, int count, Store store) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int r = 0; r < (TILE_HEADS + 7) / 8; r++) {
+    const float* row = rows + min(g + 8 * r, count - 1) * OUTPUT_ROW;
+    const float by = row[D] * power;
+    u32 x[2][D / 8];
+#pragma unroll
+    for (int part = 0; part < 2; part++) load_words<D / 8>(x[part], (const u8*)row + part * 2 * D + t * (D / 2));
+    times_shared(x, matrix, [&](int tile, const float (*c)[4]) {
+      float y[4] = {(c[0][0] + c[0][2]) * by, (c[0][1] + c[0][3]) * by, (c[1][0] + c[1][2]) * by, (c[1][1] + c[1][3]) * by};
+      if (g + 8 * r < count) store(g + 8 * r, tile * 16 + 4 * t, y);
+    });
+  }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode(const Arguments a) {
   extern __shared__ __align__(128) u8 dynamic[];
@@ -145,10 +202,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
 
   begin_copies(sh.barrier[warp], STAGES, lane);
-  u8* matrix = dynamic + WARPS * WARP_BYTES;  // of queries
-#if DUAL == 3
-  int multiplied = a.matrix_heads == 1 ? 0 : -1;  // the head whose matrix is there
-  if (multiplied == 0) ask_for_matrix(matrix, a, 0);
+  u8* matrix = dynamic + WARPS * WARP_BYTES;  // of queries, or of outputs
+#if DUAL == 3 || INVERSE == 3
+  int there = (DUAL == 3 ? a.matrix_heads : a.inverse_heads) == 1 ? 0 : -1;  // the head whose matrix is there: of queries, if they have one
+  if (there == 0) ask_for_matrix(matrix, DUAL == 3 ? a.dual_matrix : a.inverse_matrix, 0);
 #endif
   if (DUAL != 2) await_kernel();
   start_dependents();  // outputs by a matrix
@@ -247,10 +304,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
 #else
 #if DUAL == 3
-    if (multiplied != which) ask_for_matrix(matrix, a, multiplied = which);
+    if (there != which) ask_for_matrix(matrix, a.dual_matrix, there = which);
 #endif
     if (DUAL == 2) asked.load(a, which, query, count);
     prepare(sh.query, a, asked, matrix, query, count);
+#endif
+#if INVERSE == 3
+    const int by = head % a.inverse_heads;  // whose matrix outputs are multiplied by
+    if (DUAL == 3 || there != by) ask_for_matrix(matrix, a.inverse_matrix, by), there = DUAL == 3 ? -1 : by;
 #endif
     State st;
     st.clear();
@@ -393,16 +454,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     if (g == 0)
 #pragma unroll
       for (int h = 0; h < OWN; h++) sh.m[warp][4 * h + t] = st.m[h], sh.l[warp][4 * h + t] = st.l[h], sh.flags[warp][4 * h + t] = st.flags[h];
+    if (INVERSE == 3) await_copies();
     __syncthreads();
 
     // a block's warps together, then blocks: a warp has some query heads
     const bool whole = from == 0 && to == units;
+    float* partial = a.partial + ((s64)part * 2 + (from == 0)) * PARTIAL;
     Output out;
     for (int h = warp; h < count; h += WARPS) {
       out.gather(sh, outputs, OUTPUT_STRIDE, h, lane);
+#if INVERSE == 3
+      out.spread(a, outputs + h * OUTPUT_ROW, head, lane);
+      if (whole) out.finish_sum(a, query + h, lane);
+      else out.store_sum(partial, h, lane);
+#else
       if (whole) out.finish(a, query + h, head, lane);
-      else out.store(a.partial + ((s64)part * 2 + (from == 0)) * PARTIAL, h, lane);
+      else out.store(partial, h, lane);
+#endif
     }
+#if INVERSE == 3
+    __syncthreads();
+    multiply_outputs(outputs, matrix, matrix_power(a.inverse_matrix, a.inverse_heads, by), count, [&](int h, int e, float* y) {
+      if (whole) Output::add_offset(a, head, e, y), store_four<QUERY_TYPE>(a.out, (query + h) * D + e, y);
+      else store_four<2>(partial, h * D + e, y);
+    });
+    if (!whole) __syncthreads();
+#endif
     if (!whole && warp < count) {
       const int first = split ? start : deal.block(start), last = split ? start + units - 1 : deal.block(start + units - 1);
       int* counter = a.arrived + (b * HEADS + virtual_head) * min(WARPS, TILE_HEADS) + warp;
@@ -422,5 +499,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   }
   }
   if (DUAL == 2) await_kernel();  // a block without work, too: the kernel after this one waits for no other
-  if (DUAL == 3) await_copies();
+  if (DUAL == 3 || INVERSE == 3) await_copies();
 }

@@ -20,8 +20,7 @@ from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, s
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-ROWS_A_BLOCK = {"kvant_inverse": 4, "kvant_outputs": 16}  # of outputs that are multiplied by a matrix
-MANY_OUTPUTS = 1024  # rows, from which on they are multiplied on the tensor cores
+ROWS_A_BLOCK = 4  # of outputs that are multiplied by a matrix
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 QUERY_BLOCKS = 128  # of the kernel that multiplies queries by a matrix, if their sequences are enough
 POOL = 1 << 20  # counters for calls that are captured in graphs
@@ -41,13 +40,15 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
         *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
-        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost", "dual_matrix")),
+        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
+        *((name, ctypes.c_void_p) for name in ("dual_matrix", "inverse_matrix", "inverse_offset")),
         *(
             (name, ctypes.c_void_p)
             for name in ("partial", "arrived", "key_books", "value_books", "turned", "turned_rows")
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first", "matrix_heads")),
+        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
+        *((name, ctypes.c_int) for name in ("matrix_heads", "inverse_heads")),
     ]
 
 
@@ -99,19 +100,16 @@ def _multiply(
     plan: Plan,
     x: Tensor,
     matrix: Tensor,
-    fragments: Tensor | None,
     offset: Tensor | None,
     dtype: torch.dtype,
     early: bool,
 ) -> Tensor:
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    heads, rows, name = len(matrix), x.shape[1] // len(matrix), "kvant_inverse"
-    if fragments is not None and len(x) * x.shape[1] >= MANY_OUTPUTS:
-        name, matrix = "kvant_outputs", fragments
+    heads, rows = len(matrix), x.shape[1] // len(matrix)
     arguments = _RowArguments(*nvrtc.addresses(x, out, matrix, offset), len(x), heads, rows)
-    kernel = _row_kernel(plan, name, x.device)
-    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK[name]), kernel.blocks // heads))
+    kernel = _row_kernel(plan, "kvant_inverse", x.device)
+    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
     kernel.launch((blocks, heads), arguments, early)
     return out
 
@@ -193,7 +191,7 @@ def decode_with_lse(
 
 def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None, Tensor | None]:
     """How queries enter the space of attention and outputs leave it, and the other form of the queries' matrix: for many turned
-    queries, or for few sequences; and that of the outputs', for many of them. Made once for a store."""
+    queries, or for few sequences; and that of the outputs', for decode itself. Made once for a store."""
     found = store.prepared.get("cuda.spaces")
     if found is None:
         layout, device, many = store.layout, store.pages.device, None
@@ -218,7 +216,7 @@ def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None, Tensor | No
         inverse, fragments = space_of(store.value.transforms, "inverse", layout, device), None
         if inverse.kind == MATRIX and layout.head_dim <= 128:
             assert inverse.tensor is not None
-            fragments = row_fragments(inverse.tensor)
+            fragments = fused_fragments(inverse.tensor)
         found = dual, inverse, many, fragments
         store.prepared["cuda.spaces"] = found
     return found  # type: ignore[no-any-return]
@@ -293,7 +291,7 @@ def _decode(
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if not len(query):
         return torch.empty_like(query), lse
-    by_matrix = made.inverse[0] == MATRIX
+    by_matrix = made.inverse[0] == MATRIX and not made.fused_outputs
     out = torch.empty(query.shape, dtype=torch.float32 if by_matrix else query.dtype, device=query.device)
     heads = int(str(constants["QUERY_TILES"])) * made.layout.heads
     parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
@@ -365,8 +363,12 @@ def _decode(
         exact_value,
         window_key,
     ]
-    tensors += [window_value, signs, None if by_matrix else inverse, mean, lost, many if made.fused else None, partial]
-    tensors += [arrived, key_books, value_books, turned, rows]
+    tensors += [window_value, signs, None if made.inverse[0] == MATRIX else inverse, mean, lost]
+    tensors += [
+        many if made.fused else None,
+        *((inverse_fragments, inverse_offset) if made.fused_outputs else (None, None)),
+    ]
+    tensors += [partial, arrived, key_books, value_books, turned, rows]
     arguments = _Arguments(
         *nvrtc.addresses(*tensors),
         *scales,
@@ -375,13 +377,20 @@ def _decode(
         window,
         blocks,
         first,
-        many.numel() // (made.layout.head_dim**2 // 2 + 1) if made.fused and many is not None else 0,
+        _matrices(many, made) if made.fused else 0,
+        _matrices(inverse_fragments, made) if made.fused_outputs else 0,
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:
         assert inverse is not None
-        out = _multiply(made, out, inverse, inverse_fragments, inverse_offset, query.dtype, early)
+        out = _multiply(made, out, inverse, inverse_offset, query.dtype, early)
     return out, lse
+
+
+def _matrices(fragments: Tensor | None, plan: Plan) -> int:
+    """How many matrices `fused_fragments` made these of."""
+    assert fragments is not None
+    return fragments.numel() // (plan.layout.head_dim**2 // 2 + 1)
 
 
 def _rows(query: Tensor, plan: Plan) -> Tensor:

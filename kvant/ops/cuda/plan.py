@@ -387,7 +387,7 @@ class Plan:
             "QUERY_TYPE": TYPES[self.query],
             "DUAL": FUSED if self.fused else self.dual[0],
             "DUAL_ORDER": self.dual[1],
-            "INVERSE": self.inverse[0],
+            "INVERSE": FUSED if self.fused_outputs else self.inverse[0],
             "INVERSE_ORDER": self.inverse[1],
             "PREPARED": int(self.prepared),
             "TURNED": layout.recipe.key.turned_back,
@@ -459,14 +459,27 @@ class Plan:
         key = self.layout.recipe.key
         if not self.few or self.dual[0] != MATRIX or key.groupwise or key.turned_back or self.indexed:
             return False
+        return self._holds_matrix and dict(self.tuned).get("DUAL") != MATRIX
+
+    @property
+    def fused_outputs(self) -> bool:
+        """Whether every block multiplies its outputs by their matrix: where that leaves room for as many blocks."""
+        if self.inverse[0] != MATRIX or self.indexed or not self._holds_matrix:
+            return False
+        each = WARPS * self.warp_bytes + 8192
+        blocks = [min(self._most_blocks, self.shared[1] // (each + more)) for more in (0, 2 * self.layout.head_dim**2)]
+        return blocks[0] == blocks[1] and dict(self.tuned).get("INVERSE") != MATRIX
+
+    @property
+    def _holds_matrix(self) -> bool:
+        """Whether a matrix, in 16 bits, fits beside pages."""
         room = (self.shared[0] - STATIC_BYTES - 2 * self.layout.head_dim**2) // self.warp_bytes  # warps
-        fits = self.query != "float32" and self.layout.head_dim <= 128 and room >= WARPS
-        return fits and dict(self.tuned).get("DUAL") != MATRIX
+        return self.query != "float32" and self.layout.head_dim <= 128 and room >= WARPS
 
     @property
     def matrix_bytes(self) -> int:
-        """Shared memory of the queries' matrix."""
-        return 2 * self.layout.head_dim**2 if self.fused else 0
+        """Shared memory of a matrix, of queries or of outputs."""
+        return 2 * self.layout.head_dim**2 if self.fused or self.fused_outputs else 0
 
     @property
     def prepared(self) -> bool:

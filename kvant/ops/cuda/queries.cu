@@ -161,12 +161,42 @@ template <int THREADS, int STRIDE, class Top, class I> DEV void make_planes(KeyI
 
 #endif
 
-#if DUAL == 3
+// --- a matrix in shared memory ------------------------------------------------------------------------------------------
+
+#if DUAL == 3 || INVERSE == 3
+// Matrices are fp16 [heads or 1, D / 16, D / 16, 32] fragments of 16 bytes, then what each is to be multiplied by: floats [heads or 1]; see fragments.py.
 constexpr int MATRIX_BYTES = 2 * D * D;
-DEV void ask_for_matrix(u8* to, const Arguments& a, int which) {  // of the block's threads
-  const u8* from = (const u8*)a.dual_matrix + (s64)which * MATRIX_BYTES;
-  for (int i = threadIdx.x * 16; i < MATRIX_BYTES; i += WARPS * 32 * 16) copy16(to + i, from + i);
+// By the block's threads. Blocks begin in different places: all at once they would ask for the same lines.
+DEV void ask_for_matrix(u8* to, const uint4* matrices, int which) {
+  constexpr int STEP = WARPS * 32 * 16;
+  const u8* from = (const u8*)matrices + (s64)which * MATRIX_BYTES;
+  int place = (int)(blockIdx.x % (MATRIX_BYTES / STEP)) * STEP + threadIdx.x * 16;
+  for (int i = threadIdx.x * 16; i < MATRIX_BYTES; i += STEP) {
+    if (place >= MATRIX_BYTES) place -= MATRIX_BYTES;
+    copy16(to + place, from + place);
+    place += STEP;
+  }
 }
+DEV float matrix_power(const uint4* matrices, int count, int which) { return __ldg((const float*)matrices + count * (MATRIX_BYTES / 4) + which); }
+
+// Rows g and g + 8 by the matrix, each warp some tiles of 16 columns: of those a lane has four from 16 tile + 4 t on.
+template <class Store> DEV void times_shared(const u32 (*x)[D / 8], const u8* matrix, Store store) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  for (int tile = warp; tile < D / 16; tile += WARPS) {
+    float c[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      u32 m[4];
+      load_words<4>(m, matrix + ((tile * (D / 16) + k) * 32 + lane) * 16);
+      mma(c[0], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[0], m[1]);
+      mma(c[1], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[2], m[3]);
+    }
+    store(tile, c);
+  }
+}
+#endif
+
+#if DUAL == 3
 // Queries as they come, asked for before pages are: behind those they would arrive last. Rows g and g + 8 of a product, of every warp.
 struct Asked {
   u32 x[2][D / 8];
@@ -174,7 +204,7 @@ struct Asked {
 
   DEV void load(const Arguments& a, int which, s64 query, int heads) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    power = __ldg((const float*)a.dual_matrix + a.matrix_heads * (MATRIX_BYTES / 4) + which);
+    power = matrix_power(a.dual_matrix, a.matrix_heads, which);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       if (8 * r < TILE_HEADS) load_words<D / 8>(x[r], (const u8*)a.query + ((query + min(g + 8 * r, heads - 1)) * D + t * (D / 4)) * 2);
@@ -204,22 +234,14 @@ DEV void multiply_queries(Prepared& sh, Asked& asked, const u8* matrix, int head
   await_copies();
   __syncthreads();
   float top[2] = {0.f, 0.f}, sum[2] = {0.f, 0.f};
-  for (int tile = warp; tile < D / 16; tile += WARPS) {
-    float c[2][4] = {};
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      u32 m[4];
-      load_words<4>(m, matrix + ((tile * (D / 16) + k) * 32 + lane) * 16);
-      mma(c[0], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[0], m[1]);
-      mma(c[1], x[0][2 * k], x[1][2 * k], x[0][2 * k + 1], x[1][2 * k + 1], m[2], m[3]);
-    }
+  times_shared(x, matrix, [&](int tile, const float (*c)[4]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float y[4] = {c[0][2 * r] * back[r], c[0][2 * r + 1] * back[r], c[1][2 * r] * back[r], c[1][2 * r + 1] * back[r]};
       if (g + 8 * r < TILE_HEADS) store_four<2>(sh.rows, (g + 8 * r) * D + tile * 16 + 4 * t, y);
       top[r] = fmaxf(top[r], fmaxf(fmaxf(fabsf(y[0]), fabsf(y[1])), fmaxf(fabsf(y[2]), fabsf(y[3])))), sum[r] += (y[0] + y[1]) + (y[2] + y[3]);
     }
-  }
+  });
 #pragma unroll
   for (int r = 0; r < (TILE_HEADS + 7) / 8; r++) {
     const float most = of_four(top[r]), all = sum_of_four(sum[r]);
@@ -471,43 +493,17 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
 struct RowArguments {
   const void* in;
   void* out;
-  const void* matrix;      // [heads, D, D] of floats; for kvant_outputs as for queries
+  const float* matrix;     // [heads, D, D]
   const float* offset;     // [heads, D]
   int batch, heads, rows;  // rows of a head and sequence
 };
 DEV s64 row_place(const RowArguments& a, int row) { return (((s64)(row / a.rows) * a.heads + blockIdx.y) * a.rows + row % a.rows) * D; }
 
-// Outputs on their way out, where they are many: 16 rows a block, a warp 16 columns, both in two parts of bfloat16.
-#if HEAD_DIM <= 128
-extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_outputs(const RowArguments a) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, all = a.batch * a.rows, column = warp * 16 + 4 * t;
-  DualColumns columns;
-  columns.load((const uint4*)a.matrix + (s64)(blockIdx.y * DUAL_WARPS + warp) * DUAL_STEPS * 64 + lane);
-  float more[4] = {0.f, 0.f, 0.f, 0.f};
-  if (a.offset) load_four<2>(more, a.offset, blockIdx.y * D + column);
-  start_dependents(), await_kernel();  // outputs come from the kernel before
-  for (int first = blockIdx.x * 16; first < all; first += gridDim.x * 16) {
-    s64 place[2];
-    DualRow<2> x[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) place[r] = row_place(a, min(first + g + 8 * r, all - 1)), x[r].load(a.in, place[r], t);
-    float y[2][4];
-    columns.multiply(x, y);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) y[r][i] += more[i];
-      if (first + g + 8 * r < all) store_four<QUERY_TYPE>(a.out, place[r] + column, y[r]);
-    }
-  }
-}
-#endif
-
-// Outputs on their way out, where they are few, in float32: with 16 rows a block on the tensor cores this took longer.
+// Outputs on their way out, in float32, where decode does not multiply them itself: with 16 rows a block on the tensor cores this took longer.
 extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_inverse(const RowArguments a) {
   const auto begin = []() { start_dependents(), await_kernel(); };  // outputs come from the kernel before
   times_matrix(
-      (const float*)a.matrix + (s64)blockIdx.y * D * D, a.offset ? a.offset + blockIdx.y * D : nullptr, a.batch * a.rows, begin, [](int, int) {},
+      a.matrix + (s64)blockIdx.y * D * D, a.offset ? a.offset + blockIdx.y * D : nullptr, a.batch * a.rows, begin, [](int, int) {},
       [&](int row, int e) { return ((const float*)a.in)[row_place(a, row) + e]; },
       [&](int row, int e, float y) { store_number<QUERY_TYPE>(a.out, row_place(a, row) + e, y); });
 }

@@ -54,7 +54,8 @@ struct Arguments {
   const s64 *table, *lengths, *owners, *sinks, *exact_key, *exact_value;
   const void *window_key, *window_value;
   const float *dual_signs, *inverse_signs, *mean, *lost;
-  const uint4* dual_matrix;  // where queries are multiplied by a matrix here: fp16 [matrix_heads, D / 16, D / 16, 32], then floats [matrix_heads], see fragments.py
+  const uint4 *dual_matrix, *inverse_matrix;  // where queries, or outputs, are multiplied by a matrix here: see queries.cu
+  const float* inverse_offset;                // [inverse_heads, D], what is added to outputs then, or nothing
   float* partial;
   int* arrived;
   const u8 *key_books, *value_books;  // where streams are indices: fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]
@@ -63,7 +64,7 @@ struct Arguments {
   const Turned* turned;      // [batch, HEADS, blocks]
   const float* turned_rows;  // [batch, HEADS, TURNED_SLOTS, TILE_HEADS, D]; [batch, KV_HEADS * GROUP, D] where nothing is turned back
   float scale, cap;
-  int batch, table_width, window, blocks, first, matrix_heads;  // first: position of the first token, for RoPE
+  int batch, table_width, window, blocks, first, matrix_heads, inverse_heads;  // first: position of the first token, for RoPE
 };
 
 // The block of positions that a token is in, and the token after its last.
