@@ -214,6 +214,31 @@ def test_decode_in_16_bits(dtype: str, limit: float, monkeypatch: pytest.MonkeyP
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "dtype"),
+    [
+        ("oscar", 4, 128, "bfloat16"),
+        ("oscar:per_head=true", 5, 64, "float16"),
+        ("oscar:sink=3,recent=20", 9, 96, "bfloat16"),
+        ("kvant-2", 4, 128, "bfloat16"),
+        ("kvant-2:rope=post", 17, 64, "float16"),
+    ],
+)
+def test_matrices_inside_the_launch(
+    name: str, group: int, dim: int, dtype: str, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of outputs, and of queries where sequences are few."""
+    monkeypatch.setattr(cuda_decode, "FEW", 128 if few else 0)
+    monkeypatch.delattr(cuda_decode, "_multiply")
+    limit = 2e-3 if dtype == "bfloat16" else 5e-4
+    check_decode(name, group, dim, dtype, limit=limit)
+    check_decode(name, group, dim, dtype, limit=limit, window=300)
+    check_decode(name, group, dim, dtype, limit=limit, lengths=[20000, 3, 700], heads=3)
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize(("softcap", "window"), [(5.0, None), (None, 100), (30.0, 300), (None, 1)])
 @pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | None, window: int | None) -> None:
