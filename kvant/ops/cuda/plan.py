@@ -463,12 +463,10 @@ class Plan:
 
     @property
     def fused_outputs(self) -> bool:
-        """Whether every block multiplies its outputs by their matrix: where that leaves room for as many blocks."""
-        if self.inverse[0] != MATRIX or self.indexed or not self._holds_matrix:
-            return False
-        each = WARPS * self.warp_bytes + 8192
-        blocks = [min(self._most_blocks, self.shared[1] // (each + more)) for more in (0, 2 * self.layout.head_dim**2)]
-        return blocks[0] == blocks[1] and dict(self.tuned).get("INVERSE") != MATRIX
+        """Whether every block multiplies its outputs by their matrix: for few sequences. Where blocks have many (sequence, head)s,
+        all of its warps waiting for each other once more takes longer than a kernel after."""
+        fused = self.few and self.inverse[0] == MATRIX and not self.indexed and self._holds_matrix
+        return fused and dict(self.tuned).get("INVERSE") != MATRIX
 
     @property
     def _holds_matrix(self) -> bool:

@@ -166,16 +166,10 @@ template <int THREADS, int STRIDE, class Top, class I> DEV void make_planes(KeyI
 #if DUAL == 3 || INVERSE == 3
 // Matrices are fp16 [heads or 1, D / 16, D / 16, 32] fragments of 16 bytes, then what each is to be multiplied by: floats [heads or 1]; see fragments.py.
 constexpr int MATRIX_BYTES = 2 * D * D;
-// By the block's threads. Blocks begin in different places: all at once they would ask for the same lines.
+// By the block's threads, in all blocks in the same order: where blocks began in different places, all waited longer.
 DEV void ask_for_matrix(u8* to, const uint4* matrices, int which) {
-  constexpr int STEP = WARPS * 32 * 16;
   const u8* from = (const u8*)matrices + (s64)which * MATRIX_BYTES;
-  int place = (int)(blockIdx.x % (MATRIX_BYTES / STEP)) * STEP + threadIdx.x * 16;
-  for (int i = threadIdx.x * 16; i < MATRIX_BYTES; i += STEP) {
-    if (place >= MATRIX_BYTES) place -= MATRIX_BYTES;
-    copy16(to + place, from + place);
-    place += STEP;
-  }
+  for (int i = threadIdx.x * 16; i < MATRIX_BYTES; i += WARPS * 32 * 16) copy16(to + i, from + i);
 }
 DEV float matrix_power(const uint4* matrices, int count, int which) { return __ldg((const float*)matrices + count * (MATRIX_BYTES / 4) + which); }
 
