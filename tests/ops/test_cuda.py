@@ -225,12 +225,13 @@ def test_decode_in_16_bits(dtype: str, limit: float, monkeypatch: pytest.MonkeyP
         ("kvant-2:rope=post", 17, 64, "float16"),
     ],
 )
-def test_matrices_inside_the_launch(
+def test_decode_by_matrices(
     name: str, group: int, dim: int, dtype: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of outputs, and of queries where sequences are few."""
+    """Where sequences are few, of outputs and of queries; in kernels of their own where they are many."""
     monkeypatch.setattr(cuda_decode, "FEW", 128 if few else 0)
-    monkeypatch.delattr(cuda_decode, "_multiply")
+    if few:
+        monkeypatch.delattr(cuda_decode, "_multiply")
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
     check_decode(name, group, dim, dtype, limit=limit)
     check_decode(name, group, dim, dtype, limit=limit, window=300)

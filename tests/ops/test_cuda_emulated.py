@@ -190,7 +190,6 @@ def test_few_sequences_multiply_their_queries_themselves(
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
-@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype"),
     [
@@ -201,11 +200,11 @@ def test_few_sequences_multiply_their_queries_themselves(
         ("oscar", 17, 64, torch.bfloat16),
     ],
 )
-def test_outputs_are_multiplied_where_they_are_made(
-    name: str, group: int, dim: int, dtype: torch.dtype, few: bool, monkeypatch: pytest.MonkeyPatch
+def test_few_sequences_multiply_their_outputs_themselves(
+    name: str, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And are what the kernel after gives, and the reference; of (sequence, head)s that one block has, and that blocks share."""
-    monkeypatch.setattr(cuda_decode, "FEW", 128 if few else 0)
+    """And they are what the kernel after gives, and the reference; of (sequence, head)s that one block has, and that blocks share."""
+    monkeypatch.setattr(cuda_decode, "FEW", 128)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     multiplied: list[object] = []
     multiply = cuda_decode._multiply

@@ -292,12 +292,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     }
 #endif
 #if WINDOW_TOKENS
-    // A warp's tiles of windows are on their way while queries are made.
     constexpr int TOKENS = 16 * WINDOW_TILES;
     const s64 owner = found.owner;
     const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
     const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
-    for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
+    // Where another kernel is to be waited for, windows are on their way meanwhile; elsewhere what asks for them holds up what is waited for.
+    if (TURNED || KEY_GROUP)
+      for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
 #endif
     if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
 #if PREPARED
