@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
     monkeypatch.setattr(cuda_decode, "FEW", 0)
     caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
-    caches += (cuda_decode._many_kernel,)
+    caches += (cuda_decode._many_kernel, cuda_decode._plan)
     caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
@@ -150,46 +151,67 @@ def test_many_turned_queries_in_16_bits(
     assert many == ["_many_kernel"]
 
 
-@pytest.mark.parametrize(
-    "name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2:rope_block=64", "kvant-2:rope=post", "int3"]
-)
-def test_decode_of_few_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By blocks of more warps; as a newer GPU does it, which copies pages in bulk and reads the next one's keys ahead."""
+@pytest.fixture(params=[(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: None) -> None:
+    """Any number of sequences is few; on a GPU that copies pages in bulk, and on one before."""
     monkeypatch.setattr(cuda_decode, "FEW", 128)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    cache, entries = filled(name, 2, 4, 128, [1, 63, 1500])
-    made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
-    assert (made.warps, made.constants["MIN_BLOCKS"]) == (plan.FEW_WARPS, 2)
-    check(cache, entries, 4, 128, {"scale": 128**-0.5, "softcap": None, "window": None})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
 
 
 @pytest.mark.parametrize(
-    ("name", "group", "dim", "dtype"),
+    ("name", "group", "dim", "options"),
     [
-        ("oscar:sink=3,recent=20", 4, 128, torch.bfloat16),
-        ("oscar:per_head=true", 5, 64, torch.float16),
-        ("oscar", 9, 96, torch.bfloat16),
-        ("kvant-2:rope=post", 17, 64, torch.bfloat16),
+        ("saw-int4", 4, 128, {}),
+        ("oscar:sink=3,recent=20", 4, 128, {"window": 150}),
+        ("kvant-2:rope_block=64", 4, 128, {"softcap": 5.0}),
+        ("kvant-2:rope=post", 3, 128, {"softcap": 5.0}),
+        ("int3", 4, 128, {}),
+        ("kivi-k2v2", 4, 64, {}),
+        ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
+        ("vecinfer-2", 4, 64, {}),
+    ],
+)
+def test_decode_of_few_sequences(name: str, group: int, dim: int, options: dict[str, float], few: None) -> None:
+    """By blocks of more warps, windows after pages."""
+    cache, entries = filled(name, 2, group, dim, [1, 63, 0, 1500])
+    if dim == 128 and group == 4:
+        made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
+        assert (made.warps, made.constants["MIN_BLOCKS"]) == (plan.FEW_WARPS, 2)
+    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "dtype", "softcap"),
+    [
+        ("oscar:sink=3,recent=20", 4, 128, torch.bfloat16, None),
+        ("oscar:per_head=true", 5, 64, torch.float16, None),
+        ("oscar", 9, 96, torch.bfloat16, None),
+        ("kvant-2:rope=post", 17, 64, torch.bfloat16, 5.0),
     ],
 )
 def test_few_sequences_multiply_their_queries_themselves(
-    name: str, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    softcap: float | None,
+    few: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_decode, "FEW", 128)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     launched: list[tuple[int, int]] = []
     launch = emulated.Kernel.launch
     monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: launched.append(args[0]) or launch(self, *args))
-    cache, entries = filled(name, 2, group, dim, [1, 63, 900])
+    cache, entries = filled(name, 2, group, dim, [1, 63, 0, 900])
     batch, store = cache.batch(entries), cache.stores[0]
     q = (torch.randn(len(entries), 2 * group, dim) * 300.0).to(dtype)
     with attention.poisoned():
-        found = cuda_decode.decode(store, q, batch, scale=dim**-0.5 / 300.0)
+        found = cuda_decode.decode(store, q, batch, scale=dim**-0.5 / 300.0, softcap=softcap)
     assert len(launched) == 1
-    expected = reference.decode(store, q.double(), batch, scale=dim**-0.5 / 300.0)
+    expected = reference.decode(store, q.double(), batch, scale=dim**-0.5 / 300.0, softcap=softcap)
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
+@pytest.mark.parametrize("blocks", [6, 60])  # so that a block has whole (sequence, head)s, or blocks share them
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype"),
     [
@@ -201,16 +223,19 @@ def test_few_sequences_multiply_their_queries_themselves(
     ],
 )
 def test_few_sequences_multiply_their_outputs_themselves(
-    name: str, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, group: int, dim: int, dtype: torch.dtype, blocks: int, few: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And they are what the kernel after gives, and the reference; of (sequence, head)s that one block has, and that blocks share."""
-    monkeypatch.setattr(cuda_decode, "FEW", 128)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    """And they are what the kernel after gives, and the reference; also where something is added to them."""
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
     multiplied: list[object] = []
     multiply = cuda_decode._multiply
     monkeypatch.setattr(cuda_decode, "_multiply", lambda *args: multiplied.append(args) or multiply(*args))
     cache, entries = filled(name, 2, group, dim, [1, 63, 900])
     batch, store = cache.batch(entries), cache.stores[0]
+    dual, inverse, *fragments = cuda_decode._spaces(store)
+    assert inverse.tensor is not None
+    offset = torch.randn(len(inverse.tensor), dim)
+    store.prepared["cuda.spaces"] = dual, dataclasses.replace(inverse, offset=offset), *fragments
     q = (torch.randn(len(entries), 2 * group, dim) * 300.0).to(dtype)
     scale = dim**-0.5 / 300.0
     with attention.poisoned():
@@ -219,6 +244,7 @@ def test_few_sequences_multiply_their_outputs_themselves(
     after, lse_after = cuda_decode.decode_with_lse(store, q, batch, scale=scale, tuned=(("INVERSE", 2),))
     assert multiplied
     expected = reference.decode(store, q.double(), batch, scale=scale)
+    expected += offset.double().expand(2, dim).repeat_interleave(group, 0)
     tolerance = 2e-3 if dtype == torch.bfloat16 else 5e-4
     assert relative_error(found, expected) < tolerance
     assert relative_error(found, after.double()) < tolerance * 2

@@ -15,7 +15,7 @@
 //
 // Constants beside those of common.cu: GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES,
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
-// offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, WINDOW_TILES (of windows that a warp attends to at once), UNIT
+// offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, WINDOW_TILES (of windows that a warp attends to at once), WINDOWS_LAST (whether after pages), UNIT
 // (what they count, in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
 // 2 a matrix, in kernels of their own before and after, 3 a matrix in this one, where both share their place), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
 // they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   if (there == 0) ask_for_matrix(matrix, DUAL == 3 ? a.dual_matrix : a.inverse_matrix, 0);
 #endif
   if (DUAL != 2) await_kernel();
-  start_dependents();  // outputs by a matrix
+  start_dependents();  // outputs by a matrix, or the next call
   int booked = -1;  // whose codebooks are in shared memory
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
@@ -296,7 +296,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     const s64 owner = found.owner;
     const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
     const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
-    // Where another kernel is to be waited for, windows are on their way meanwhile; elsewhere what asks for them holds up what is waited for.
+    // Where queries are turned, windows are on their way while those are waited for. Elsewhere asking for windows took longer than it saved, as far as it was measured:
+    // not for keys of groups.
     if (TURNED || KEY_GROUP)
       for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
 #endif

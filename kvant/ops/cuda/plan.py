@@ -463,8 +463,8 @@ class Plan:
 
     @property
     def fused_outputs(self) -> bool:
-        """Whether every block multiplies its outputs by their matrix: for few sequences. Where blocks have many (sequence, head)s,
-        all of its warps waiting for each other once more takes longer than a kernel after."""
+        """Whether every block multiplies its outputs by their matrix: for few sequences. Of many, a kernel after them takes less
+        time (docs/performance.md)."""
         fused = self.few and self.inverse[0] == MATRIX and not self.indexed and self._holds_matrix
         return fused and dict(self.tuned).get("INVERSE") != MATRIX
 

@@ -11,7 +11,7 @@ constexpr int HIGH_STEPS = 1;
 
 // Keys that are coded per channel over groups of tokens: queries times the scales of the group at hand. See groups.cu.
 struct Prepared {
-  float rows[TILE_HEADS * D];  // queries in the space of the keys; at the end, outputs
+  float rows[TILE_HEADS * D];  // queries in the space of the keys
   float top[4 * OWN], lost[4 * OWN];
   // pairs of channels as fp16, four registers of a lane side by side: for the minima, and times 2^-p for codes at bit p
   u32 pairs[COLUMN_TILES][D / 32][32][4], scaled[COLUMN_TILES][D / 32][32][4];
@@ -36,7 +36,7 @@ struct Query {
 
 // What all warps of a block have in common of a query.
 struct Prepared {
-  float rows[TILE_HEADS * D];  // queries in the space of the keys; at the end, outputs
+  float rows[TILE_HEADS * D];  // queries in the space of the keys
   float top[4 * OWN], sum[4 * OWN], bias[4 * OWN];
   float lost[4 * OWN];  // what all scores of a query are short of before the soft cap, where a mean was taken off the keys
   u32 f[OWN][Keys::REGISTERS][32];

@@ -1,11 +1,13 @@
 // A GPU's block on one CPU thread, to run the kernels of kvant/ops/cuda where there is no GPU: every thread of a block is a fiber, and
-// what lanes of a warp do together is done when all of them have come. Blocks run one after another. It shows what kernels
-// compute; it says nothing of races between warps, of copies that have not arrived, or of speed.
+// what lanes of a warp do together is done when all of them have come. Blocks run one after another, the warps of a block at paces that
+// change by chance, and a copy to shared memory arrives no sooner than it is awaited. It shows what kernels compute, and most of what they
+// forget to wait for; it says nothing of other races or of speed.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <vector>
 
 #include <ucontext.h>
@@ -41,7 +43,13 @@ struct Group {  // lanes that do something together
   u32 generation = 0;
   alignas(16) u8 in[32][64], out[32][64];
 };
+struct Copy {
+  u8* to;
+  const u8* from;
+  int bytes;
+};
 struct Fiber {
+  std::vector<std::vector<Copy>> copies = {{}};  // groups that have not arrived; the last is open
   ucontext_t context;
   Index thread;
   Group* warp;
@@ -245,22 +253,55 @@ DEV u32 transpose8(u32 x) {
   });
 }
 
-// --- the functions of copies.cu: a copy has arrived when it is awaited -----------------------------------------------------
+// --- the functions of copies.cu: a copy arrives when it is awaited, and until then nobody finds anything there ------------------------
 
 #ifdef STAGES
-DEV void copy16(void* to, const void* from) { memcpy(to, from, 16); }
-DEV void await_copies() {}
-DEV void copy_run(u32 to, const u8* from, u32, int lane) {
-  if (lane == 0) memcpy(emulated_dynamic + to, from, RUN);
+static std::map<u32, Copy> emulated_runs;  // by barrier, that have not been awaited
+
+static void begin_copy(const Copy& copy) { memset(copy.to, 0xff, copy.bytes); }
+static void end_copy(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
+static void end_groups(size_t but) {  // all that are closed but the last so many
+  auto& groups = current->copies;
+  for (; groups.size() - 1 > but; groups.erase(groups.begin()))
+    for (const Copy& copy : groups.front()) end_copy(copy);
 }
+DEV void copy16(void* to, const void* from) {
+  current->copies.back().push_back({(u8*)to, (const u8*)from, 16});
+  begin_copy(current->copies.back().back());
+}
+DEV void await_copies() { current->copies.push_back({}), end_groups(0); }
+#if BULK
+DEV void copy_run(u32 to, const u8* from, u32 barrier, int lane) {
+  if (lane == 0) {
+    if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
+    begin_copy(emulated_runs[barrier] = {emulated_dynamic + to, from, RUN});
+  }
+  __syncwarp();
+}
+DEV void no_copy() {}
+DEV void await_run(u32 barrier, u32) {
+  __syncwarp();
+  const auto found = emulated_runs.find(barrier);
+  if (found != emulated_runs.end()) end_copy(found->second), emulated_runs.erase(found);
+  __syncwarp();
+}
+#else
+DEV void copy_run(u32 to, const u8* from, u32, int lane) {
+  for (int o = lane * 16; o < RUN; o += 512) copy16(emulated_dynamic + to + o, from + o);
+  current->copies.push_back({});
+}
+DEV void no_copy() { current->copies.push_back({}); }
+DEV void await_run(u32, u32) {
+  end_groups(STAGES - 1);
+  __syncwarp();
+}
+#endif
 DEV bool has_run(u32, u32) { return false; }
-DEV void await_run(u32, u32) { __syncwarp(); }
 DEV void await_kernel() {}
 DEV void start_dependents() {}
 DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
 DEV u32 held_address(const void* p) { return shared_address(p); }
 template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
-DEV void no_copy() {}
 DEV void fence_copies() {}
 DEV void begin_copies(u64*, int, int) {}
 #endif
@@ -275,6 +316,11 @@ static void enter_fiber() {
   yield_fiber();
 }
 
+static u32 chance() {  // the warps that rest: about half of them, and every fourth time none
+  static u64 state = 1;
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return state >> 62 ? (u32)(state >> 30) : 0u;
+}
 static void run_block(int threads) {
   std::vector<Group> warps((threads + 31) / 32);
   std::vector<Fiber> fibers(threads);
@@ -301,14 +347,15 @@ static void run_block(int threads) {
       return x + (u64)left * 104729;
     };
     before = progress();
+    const u32 resting = chance();  // warps
     for (Fiber& f : fibers) {
-      if (f.done) continue;
+      if (f.done || resting >> f.thread.x / 32 & 1) continue;
       current = &f;
       swapcontext(&scheduler, &f.context);
       if (f.done) left--;
     }
     after = progress();
-    if (left && before == after) stop("some lanes wait for others that never come");
+    if (left && !resting && before == after) stop("some lanes wait for others that never come");
   }
 }
 
@@ -323,5 +370,8 @@ static void launch(void (*kernel)(const void*), int x, int y, int threads, int d
       memset(dynamic.data(), 0xff, dynamic.size());  // as good as anything
       emulated_block = {(u32)i, (u32)j};
       run_block(threads);
+#ifdef STAGES
+      if (!emulated_runs.empty()) stop("a run was copied that nobody awaited");
+#endif
     }
 }
