@@ -85,7 +85,7 @@ class Replay:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """The step as a graph; nothing is computed yet."""
-        from kvant.ops.cuda.decode import sharing_counters
+        from kvant.ops.cuda.counters import sharing_counters
 
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
         try:

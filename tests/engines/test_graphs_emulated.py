@@ -11,8 +11,7 @@ import kvant
 from kvant.engines import graphs
 from kvant.ops import registry
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import decode as cuda_decode
-from kvant.ops.cuda import plan
+from kvant.ops.cuda import counters, plan
 from tests.engines import recorded
 from tests.engines.test_graphs import assert_same_cache, made_up_artifact, ragged
 from tests.engines.test_hf import make_model, prompt
@@ -69,7 +68,7 @@ def test_counters_of_a_graph_are_its_own(captured: list[recorded.Graph]) -> None
     taken = []
     for _ in range(2):
         cache.generate(model, prompt(2, 3), graph=True, max_new_tokens=5, do_sample=False)
-        taken.append(cuda_decode._POOLS[torch.device("cpu")].taken)
+        taken.append(counters._POOLS[torch.device("cpu")].taken)
     assert len(captured) == 2 and taken[0] == taken[1]
 
 

@@ -353,8 +353,8 @@ def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
     """Zeroes for counters may be a launch of their own, while a graph is captured."""
     cache, entries = filled(name, 2, 4, 64, [70])
     said: list[str] = []
-    counters, launch = cuda_decode._counters, emulated.Kernel.launch
-    monkeypatch.setattr(cuda_decode, "_counters", lambda *args: said.append("counters") or counters(*args))
+    counters, launch = cuda_decode.counters, emulated.Kernel.launch
+    monkeypatch.setattr(cuda_decode, "counters", lambda *args: said.append("counters") or counters(*args))
     monkeypatch.setattr(emulated.Kernel, "launch", lambda *args: said.append("launch") or launch(*args))
     cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
     assert said == ["counters", *["launch"] * 3]  # of queries, attention and outputs

@@ -123,7 +123,7 @@ def test_work_is_cut_anywhere(blocks: int, monkeypatch: pytest.MonkeyPatch) -> N
 def test_counters_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, entries = filled(2, 64, "float16", [700])
     zeros = torch.zeros(2, dtype=torch.int32)
-    monkeypatch.setattr(full, "_counters", lambda device, count: zeros[:count])
+    monkeypatch.setattr(full, "counters", lambda device, count: zeros[:count])
     for _ in range(2):
         check(cache, entries, 2, 5e-4)
     assert not bool(zeros.any())

@@ -45,7 +45,7 @@ class Layers:
         """As the operation."""
         if self.counters is None:
             return self.ops["decode"].run(*args, **options)
-        from kvant.ops.cuda.decode import sharing_counters
+        from kvant.ops.cuda.counters import sharing_counters
 
         with sharing_counters(self.counters):
             return self.ops["decode"].run(*args, **options)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 
 import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.counters import counters
 from kvant.ops.cuda.fragments import fused_fragments, many_fragments, row_fragments, turn_fragments
 from kvant.ops.cuda.plan import FEW, TYPES, Plan, refuse, shared_memory
 from kvant.ops.registry import register
@@ -23,17 +22,7 @@ Tensor = torch.Tensor
 ROWS_A_BLOCK = 4  # of outputs that are multiplied by a matrix
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 QUERY_BLOCKS = 128  # of the kernel that multiplies queries by a matrix, if their sequences are enough
-POOL = 1 << 20  # counters for calls that are captured in graphs
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-_POOLS: dict[torch.device, _Pool] = {}
-_SHARED: list[Tensor] = []  # counters of the graph that is being captured, if it brings its own
 MANY_PASSES = 2  # products of 16 rows for each warp that a GPU holds, from which on kvant_turn_many is faster
-
-
-@dataclasses.dataclass
-class _Pool:
-    zeros: Tensor
-    taken: int = 0
 
 
 class _Arguments(ctypes.Structure):
@@ -297,7 +286,7 @@ def _decode(
     parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
-    arrived = _counters(
+    arrived = counters(
         query.device, len(query) * heads * min(made.warps, made.tile_heads)
     )  # now: nothing may come between what makes queries and what waits for it
     q, signs = query, dual
@@ -402,35 +391,3 @@ def _rows(query: Tensor, plan: Plan) -> Tensor:
 @_decode.register_fake
 def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-
-
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that the kernel leaves zero. One set for each stream, so that two streams do not meet in it. A call that is
-    being captured in a graph gets a stretch of its own, once and for all: zeroing it in the graph would take as long as
-    a short attention does."""
-    pool = _POOLS.get(device)
-    if torch.cuda.is_current_stream_capturing():
-        if _SHARED and len(_SHARED[-1]) >= count and _SHARED[-1].device == device:
-            return _SHARED[-1][:count]
-        if pool is None or pool.taken + count > len(pool.zeros):
-            return torch.zeros(count, dtype=torch.int32, device=device)  # in the graph, then
-        pool.taken += count
-        return pool.zeros[pool.taken - count : pool.taken]
-    if pool is None:
-        _POOLS[device] = _Pool(torch.zeros(POOL, dtype=torch.int32, device=device))
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    found = _COUNTERS.get(key)
-    if found is None or len(found) < count:
-        found = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-        _COUNTERS[key] = found
-    return found
-
-
-@contextlib.contextmanager
-def sharing_counters(zeros: Tensor) -> Iterator[None]:
-    """Calls that are captured in here, one after another in one graph, use these zeros, which must live as long as it does."""
-    _SHARED.append(zeros)
-    try:
-        yield
-    finally:
-        _SHARED.pop()

@@ -12,7 +12,7 @@ import torch
 from kvant.codecs.raw import Raw
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.decode import _counters
+from kvant.ops.cuda.counters import counters
 from kvant.ops.cuda.plan import MAX_HEAD_DIM, TYPES, heads_at_once, page_constants, refuse_machine, shared_memory
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
@@ -210,7 +210,7 @@ def _decode(
     parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
-    arrived = _counters(query.device, len(query) * heads)
+    arrived = counters(query.device, len(query) * heads)
     log2e = math.log2(math.e)
     arguments = _Arguments(
         *nvrtc.addresses(query, out, lse, pages, table, lengths, partial, arrived),

@@ -95,13 +95,13 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
 def test_calls_of_decode_in_graphs_share_their_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers' and all graphs': a stretch for each would soon be more than there are."""
     from kvant.engines.vllm.bind import Layers
-    from kvant.ops.cuda import decode as cuda_decode
+    from kvant.ops.cuda import counters
 
     seen: list[int] = []
-    run = SimpleNamespace(run=lambda *args, **options: seen.append(len(cuda_decode._SHARED)) or args[0])
+    run = SimpleNamespace(run=lambda *args, **options: seen.append(len(counters._SHARED)) or args[0])
     made = object.__new__(Layers)
     made.ops, made.counters = {"decode": run}, None  # type: ignore[dict-item]
     assert made.decode(1, scale=1.0) == 1
     made.counters = torch.zeros(4, dtype=torch.int32)
     assert made.decode(2, scale=1.0) == 2
-    assert seen == [0, 1] and not cuda_decode._SHARED
+    assert seen == [0, 1] and not counters._SHARED
