@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include <ucontext.h>
@@ -321,11 +322,12 @@ static u32 chance() {  // the warps that rest: about half of them, and every fou
   state = state * 6364136223846793005ull + 1442695040888963407ull;
   return state >> 62 ? (u32)(state >> 30) : 0u;
 }
+static const int STACK_BYTES = 256 << 10;
 static void run_block(int threads) {
   std::vector<Group> warps((threads + 31) / 32);
   std::vector<Fiber> fibers(threads);
-  static std::vector<std::vector<u8>> stacks;  // kept for the next block
-  while ((int)stacks.size() < threads) stacks.emplace_back(256 << 10);
+  static std::vector<std::unique_ptr<u8[]>> stacks;  // kept for the next block, and not written to before they are used
+  while ((int)stacks.size() < threads) stacks.emplace_back(new u8[STACK_BYTES]);
   emulated_threads = Group();
   emulated_threads.size = threads;
   for (int i = 0; i < threads; i++) {
@@ -334,8 +336,8 @@ static void run_block(int threads) {
     f.warp = &warps[i / 32];
     f.done = false;
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp = stacks[i].data();
-    f.context.uc_stack.ss_size = stacks[i].size();
+    f.context.uc_stack.ss_sp = stacks[i].get();
+    f.context.uc_stack.ss_size = STACK_BYTES;
     f.context.uc_link = &scheduler;
     makecontext(&f.context, enter_fiber, 0);
   }
