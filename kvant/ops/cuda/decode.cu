@@ -134,9 +134,9 @@ struct Output {
     normalise<VALUE_FLAG>(a, head, lane);
     float top = 1e-30f;
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) top = fmaxf(top, fmaxf(fmaxf(fabsf(x[j][0]), fabsf(x[j][1])), fmaxf(fabsf(x[j][2]), fabsf(x[j][3]))));
-    const u32 exponent = __float_as_uint(row_max(top)) >> 23;
-    const float by = __uint_as_float((253u - exponent) << 23);
+    for (int j = 0; j < FOURS; j++) top = fmaxf(top, largest(x[j]));
+    top = row_max(top);
+    const float by = below_one(top);
 #pragma unroll
     for (int j = 0; j < FOURS; j++) {
       const float y[4] = {x[j][0] * by, x[j][1] * by, x[j][2] * by, x[j][3] * by};
@@ -144,7 +144,7 @@ struct Output {
       const u32 rest[2] = {fp16_pair(y[0] - fp16_low(w[0]), y[1] - fp16_high(w[0])), fp16_pair(y[2] - fp16_low(w[1]), y[3] - fp16_high(w[1]))};
       if (4 * (lane + 32 * j) < D) store_words<2>((u8*)row + 8 * (lane + 32 * j), w), store_words<2>((u8*)row + 2 * D + 8 * (lane + 32 * j), rest);
     }
-    if (lane == 0) row[D] = __uint_as_float((exponent + 1u) << 23);
+    if (lane == 0) row[D] = from_below_one(top);
   }
 #endif
   // Into the space of outputs, and out.

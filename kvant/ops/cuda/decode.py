@@ -132,9 +132,8 @@ def decode_with_lse(
     layout = store.layout
     check_queries(query, layout, TYPES)
     dtype = str(query.dtype).removeprefix("torch.")
-    early = (
-        "cuda.spaces" in store.prepared
-    )  # kernels read matrices before they wait for the one before, which may have made them
+    # kernels read matrices before they wait for the one before, which may have made them
+    early = "cuda.spaces" in store.prepared
     spaces = _spaces(store)
     group = query.shape[1] // layout.heads
     kinds = [(space.kind, space.order) for space in spaces[:2]]
@@ -286,9 +285,8 @@ def _decode(
     parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
-    arrived = counters(
-        query.device, len(query) * heads * min(made.warps, made.tile_heads)
-    )  # now: nothing may come between what makes queries and what waits for it
+    # now: nothing may come between what makes queries and what waits for it
+    arrived = counters(query.device, len(query) * heads * min(made.warps, made.tile_heads))
     q, signs = query, dual
     log2e = math.log2(math.e)
     scales = (2.0 * log2e * scale / softcap if softcap else scale * log2e, softcap * log2e)

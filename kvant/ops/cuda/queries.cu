@@ -62,6 +62,11 @@ DEV float row_max(float x) {
   return x;
 }
 
+DEV float largest(const float* x) { return fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))); }  // magnitude of four numbers
+// Powers of two that bring numbers of at most a magnitude below one, and back.
+DEV float below_one(float top) { return __uint_as_float((253u - (__float_as_uint(top) >> 23)) << 23); }
+DEV float from_below_one(float top) { return __uint_as_float(((__float_as_uint(top) >> 23) + 1u) << 23); }
+
 DEV float of_four(float x) {  // the largest of lanes that share a row of a product
   x = fmaxf(x, __shfl_xor_sync(FULL, x, 1));
   return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
@@ -219,9 +224,9 @@ DEV void multiply_queries(Prepared& sh, Asked& asked, const u8* matrix, int head
     float top = 1e-30f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) top = fmaxf(top, fmaxf(fabsf(low<QUERY_TYPE>(x[r][e])), fabsf(high<QUERY_TYPE>(x[r][e]))));
-    const u32 exponent = __float_as_uint(of_four(top)) >> 23;
-    const float by = __uint_as_float((253u - exponent) << 23);
-    back[r] = g + 8 * r < heads ? __uint_as_float((exponent + 1u) << 23) * asked.power : 0.f;
+    top = of_four(top);
+    const float by = below_one(top);
+    back[r] = g + 8 * r < heads ? from_below_one(top) * asked.power : 0.f;
 #pragma unroll
     for (int e = 0; e < D / 8; e++) x[r][e] = fp16_pair(low<QUERY_TYPE>(x[r][e]) * by, high<QUERY_TYPE>(x[r][e]) * by);
   }
@@ -233,7 +238,7 @@ DEV void multiply_queries(Prepared& sh, Asked& asked, const u8* matrix, int head
     for (int r = 0; r < 2; r++) {
       const float y[4] = {c[0][2 * r] * back[r], c[0][2 * r + 1] * back[r], c[1][2 * r] * back[r], c[1][2 * r + 1] * back[r]};
       if (g + 8 * r < TILE_HEADS) store_four<2>(sh.rows, (g + 8 * r) * D + tile * 16 + 4 * t, y);
-      top[r] = fmaxf(top[r], fmaxf(fmaxf(fabsf(y[0]), fabsf(y[1])), fmaxf(fabsf(y[2]), fabsf(y[3])))), sum[r] += (y[0] + y[1]) + (y[2] + y[3]);
+      top[r] = fmaxf(top[r], largest(y)), sum[r] += (y[0] + y[1]) + (y[2] + y[3]);
     }
   });
 #pragma unroll
@@ -266,7 +271,9 @@ struct Asked {
 };
 #endif
 
-DEV float lost_of(const Arguments& a, s64 query, int h, int heads) { return SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f; }
+template <class A> DEV float lost_of(const A& a, s64 query, int h, int heads) {  // Arguments or DualArguments
+  return SOFTCAP && a.lost && h < heads ? a.lost[query + h] * a.scale : 0.f;
+}
 
 // Brings TILE_HEADS queries, from the query-th on, into the space of the keys, and makes their bytes. Every query is brought to the same
 // largest magnitude.
@@ -452,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
       const int row = g + 8 * r, column = warp * 16 + 4 * t;
       if ((WINDOW_TOKENS || KEY_GROUP) && there[r]) store_four<2>(a.rows, place[r] + column, y);
       store_four<2>(rows, row * STRIDE + column, there[r] ? y : none);
-      const float top = of_four(fmaxf(fmaxf(fabsf(y[0]), fabsf(y[1])), fmaxf(fabsf(y[2]), fabsf(y[3])))), sum = sum_of_four((y[0] + y[1]) + (y[2] + y[3]));
+      const float top = of_four(largest(y)), sum = sum_of_four((y[0] + y[1]) + (y[2] + y[3]));
       if (t == 0) tops[row][warp] = there[r] ? top : 0.f, sums[row][warp] = there[r] ? sum : 0.f;
     }
 #if !KEY_GROUP
@@ -471,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(DUAL_WARPS * 32) kvant_dual(const D
 #pragma unroll
         for (int i = 0; i < DUAL_WARPS; i++) sum += sums[unit * TILE_HEADS + h][i];
         out.top[h] = out.peak[h] = top_of(h), out.sum[h] = sum;
-        out.lost[h] = SOFTCAP && a.lost && h < heads ? a.lost[(s64)(first + unit) * KV_HEADS * GROUP + query + h] * a.scale : 0.f;
+        out.lost[h] = lost_of(a, (s64)(first + unit) * KV_HEADS * GROUP + query, h, heads);
       }
       for (int h = warp; h < TILE_HEADS; h += DUAL_WARPS) {
         const float bias = KEY_META == 2 ? row_sum(level_biases(Keys{}, rows + (unit * TILE_HEADS + h) * STRIDE, lane)) : 0.f;
