@@ -26,14 +26,16 @@ class Window(Spec):
     """Tokens that are read in full precision: the first `sink` and the last `recent`.
 
     Tokens enter the packed region `flush` at a time; a codec that codes groups of tokens needs a flush of whole groups.
+    `rollback` more tokens are held than are read, so that the window is still exact when so many tokens are taken back.
     """
 
     sink: int = 0
     recent: int = 0
     flush: int = 1
+    rollback: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("sink", 0), ("recent", 0), ("flush", 1)):
+        for name, least in (("sink", 0), ("recent", 0), ("flush", 1), ("rollback", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
@@ -44,7 +46,8 @@ class Window(Spec):
     @property
     def ring(self) -> int:
         """Full-precision tokens after the sinks that a sequence has to hold."""
-        return self.recent + (self.flush if self.flush > 1 else 0)
+        needed = self.recent + (self.flush if self.flush > 1 else 0)
+        return needed + self.rollback if needed else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ torch.set_num_threads(1)  # tiny tensors: threads cost more than they give
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="so many random examples of the cache's state machine")
+    parser.addoption("--schedules", type=int, default=500, help="random schedules of two tenants' requests")
     parser.addoption("--mutations", type=int, default=10000, help="damaged snapshots and artifacts that are read")
 
 

@@ -17,7 +17,7 @@ from kvant.engines.vllm.fresh import fused
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.engines.vllm.rehearse import Most, rehearse
 from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
-from kvant.engines.vllm.windows import without_windows
+from kvant.engines.vllm.windows import with_rollback, without_windows
 from kvant.layout import Layout, StreamName, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
@@ -123,6 +123,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
         options.check(recipe)
         artifact = chosen.artifact(recipe, count, total, head_dim)
         dtype = str(model.dtype).removeprefix("torch.")
+        recipe = with_rollback(recipe, drafts)
         layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype, device=device)
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
         overlays = {name: _overlays(layout, name, len(names), rows + 1, device) for name in recipe.streams}

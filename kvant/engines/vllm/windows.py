@@ -1,14 +1,25 @@
 """Full-precision windows of sequences that nobody names: they are found again by the physical blocks they lie in.
 
 vLLM tells an attention backend of lengths and block tables, not of requests. A sequence's sinks and recent tokens lie in a row
-of the windows, as everywhere in kvant; here a row is known by the physical block that holds its last token and by its length.
+of the windows, as everywhere in kvant; here a row is found by the physical block that holds the sequence's last token.
 Only the sequence that wrote a block that is not yet full can have it at the end of its table, and whoever shares a full one
 shares all tokens before it, so whoever finds a row this way may have it. That holds through chunks, preemption, other places in
 the batch, and prefix sharing.
 
+It holds only while the block's bytes are those that the row's sequence wrote. vLLM recycles blocks, and a sequence may share
+a block in the very step in which another one writes it. Hence three rules:
+
+1. What is known of a block ends where this step begins to write it: who wrote it last, and who begins with it.
+2. A block names a lease of a row, not the row. A row that is given to another sequence has a new lease.
+3. Who shares a block of a sequence that has gone on since does not take its row.
+
 A sequence that is not found (it is new, was preempted, or begins behind a shared prefix) gets the row that was used least
 recently. Its tokens from there on are kept in full precision, those before are read from their pages, except the sinks: they
 are copied from a row whose sequence begins with the same physical block.
+
+Speculation takes tokens back: a step begins before the last one's end, but after its first token. The ring of recent tokens then
+has as many places more than recent tokens as there are drafts (`Window.rollback`), so that no draft overwrites a token that is
+needed when it is rejected.
 
 Nothing here waits for the device: every step is the same few operations on tensors, whatever they hold.
 """
@@ -24,7 +35,6 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.copy_rows import copy_rows
-from kvant.ops.reference import overlay_index
 from kvant.recipe import Recipe, Window
 
 Tensor = torch.Tensor
@@ -35,7 +45,20 @@ COPIES = (
 
 def without_windows(recipe: Recipe) -> Recipe:
     """The recipe with the same pages and no windows."""
-    key, value = (dataclasses.replace(stream, window=Window()) for stream in (recipe.key, recipe.value))
+    return _with_windows(recipe, {"key": Window(), "value": Window()})
+
+
+def with_rollback(recipe: Recipe, drafts: int) -> Recipe:
+    """The recipe with windows that are still exact when so many tokens are taken back."""
+    windows = {name: dataclasses.replace(stream.window, rollback=drafts) for name, stream in recipe.streams.items()}
+    return _with_windows(recipe, windows)
+
+
+def _with_windows(recipe: Recipe, windows: Mapping[StreamName, Window]) -> Recipe:
+    key, value = (
+        dataclasses.replace(stream, window=windows[name])
+        for name, stream in (("key", recipe.key), ("value", recipe.value))
+    )
     return dataclasses.replace(recipe, key=key, value=value)
 
 
@@ -52,9 +75,9 @@ class Found(NamedTuple):
 class Windows:
     """Rows for the sequences of one group of layers.
 
+    layout    of a recipe `with_rollback` of as many tokens as `drafts`.
     overlays  every stream's windows of all layers: [layers, rows + 1, tokens, heads, head_dim].
-    drafts    tokens that a step may write and the next one take back, as speculation does: what they overwrite in the ring of
-              recent tokens is put aside.
+    drafts    tokens that a step may write and the next one take back, as speculation does.
     """
 
     def __init__(self, layout: Layout, blocks: int, overlays: Mapping[StreamName, Tensor], drafts: int = 0) -> None:
@@ -63,29 +86,29 @@ class Windows:
         self.rows, self.device = some.shape[1] - 1, some.device
         self.sink = layout.recipe.key.window.sink
         assert self.sink <= layout.page_tokens, "sinks must lie in a sequence's first block"
-        assert drafts <= layout.page_tokens, "drafts must lie in two blocks"
+        for stream in layout.recipe.streams.values():
+            spare = stream.window.ring - stream.window.recent
+            assert spare >= drafts or not stream.window.recent, (stream.window, drafts)
 
         def column(count: int, value: int) -> Tensor:
             return torch.full((count,), value, dtype=torch.int64, device=self.device)
 
         self.blocks = blocks
-        self.writer = column(blocks + 1, -1)  # of every block: the row of the sequence that wrote to it last
+        self.writer = column(blocks + 1, -1)  # of every block: the lease of the sequence that wrote to it last
         self.sinker = column(blocks + 1, -1)  # of every block: a row of a sequence that begins with it
+        self.lease = column(self.rows + 1, -1)  # of every row: a number that no other sequence's row ever has ...
         self.last = column(self.rows + 1, -1)  # of every row: the block of its last token ...
         self.length = column(self.rows + 1, -1)  # ... the tokens of its sequence ...
         self.first = column(self.rows + 1, -1)  # ... the first block of its sequence ...
         self.held = column(self.rows + 1, 0)  # ... the sinks it holds ...
         self.since = column(self.rows + 1, 0)  # ... its first token that is not in pages alone ...
-        self.used = column(self.rows + 1, 0)  # ... the step that used it last ...
-        self.aside = column(self.rows + 1, 0)  # ... and the first token whose place in the ring was put aside
+        self.begun = column(self.rows + 1, 0)  # ... the first token that its last step wrote ...
+        self.used = column(self.rows + 1, 0)  # ... and the step that used it last
         self.clock = 0
-        self.put_aside = {
-            name: x.new_empty(x.shape[0], x.shape[1], drafts, *x.shape[3:]) for name, x in overlays.items() if drafts
-        }
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.overlays.values(), *self.put_aside.values()))
+        return sum(x.nbytes for x in self.overlays.values())
 
     def step(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor, late: bool = True) -> Found:
         """Finds the rows of a step's sequences, and brings them to where the step begins. Arguments as in a PagedBatch.
@@ -95,25 +118,25 @@ class Windows:
         before = lengths - counts
         real = counts > 0
         self.clock += 1
-        found, matched, tied = self._match(table, before, real)
+        low = self._first_written(slots)
+        self.sinker.masked_fill_(low == 0, -1)
+        found, matched, tied = self._match(table, before, real, low)
         owners = torch.where(matched, found, self._oldest(found, matched, real))
         first = table[:, 0]
         # a row that is given away may be that of an earlier sequence with the same sinks
         same = matched | ((self.first[owners] == first) & (self.sinker[first] == owners))
         held = torch.where(same, torch.minimum(self.held[owners], before), 0)
-        if self.drafts:
-            self._take_back(owners, before, matched)
         tied = self._taken(tied)
         self._copy(*self._chosen(tied, found, owners))
         held = torch.where(tied, torch.minimum(self.held[found], before), held)
         since = torch.where(matched | tied, self.since[found], before)
-        if self.drafts:
-            self._put_aside(owners, before, counts)
         wanted = before.clamp_max(sink)
         whole = real & (held == wanted)
         after = torch.where(whole, lengths.clamp_max(sink), held)
+        # a chunk that continues a prompt writes its windows after attention: too late for others of this step
+        soon_written = (before == 0) | (counts == 1)
         held_before = self._scattered(self.held, owners, held)
-        held_after = self._scattered(self.held, owners, after)
+        held_after = self._scattered(self.held, owners, torch.where(soon_written, after, held))
         self.first = self._scattered(self.first, owners, first)
         self.sinker[torch.where(whole, first, self.blocks)] = owners
         source = target = owners[:0]
@@ -132,15 +155,19 @@ class Windows:
                 held = torch.where(self._taken(then), soon, held)
             whole = real & (held == wanted)
             after = torch.where(whole, lengths.clamp_max(sink), held)
+            self.sinker[torch.where(whole, first, self.blocks)] = owners
+        lease = torch.where(matched, self.lease[owners], self.clock * (self.rows + 1) + owners)
         token = torch.arange(len(slots), device=self.device)
         sequence = torch.searchsorted(starts, token, right=True).sub_(1).clamp_max_(len(lengths) - 1)
-        self.writer[torch.where(slots >= 0, slots // size, self.blocks)] = owners[sequence]
+        self.writer[torch.where(slots >= 0, slots // size, self.blocks)] = lease[sequence]
         end = ((lengths - 1).clamp_min(0) // size).clamp_max(table.shape[1] - 1)
         for state, value in (
+            (self.lease, lease),
             (self.last, table.gather(1, end[:, None])[:, 0]),
             (self.length, lengths),
             (self.held, after),
             (self.since, since),
+            (self.begun, before),
             (self.used, torch.full_like(lengths, self.clock)),
         ):
             state[owners] = value
@@ -154,17 +181,29 @@ class Windows:
         for overlay in self.overlays.values():
             self._copied(overlay[layer : layer + 1], found.source, found.target, self.sink)
 
-    def _match(self, table: Tensor, before: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _first_written(self, slots: Tensor) -> Tensor:
+        """Of every block, the first place that a step writes: int64 [blocks + 1], a page's tokens where it writes none."""
+        size = self.layout.page_tokens
+        written = slots >= 0
+        low = torch.full_like(self.writer, size)
+        block = torch.where(written, slots // size, self.blocks)
+        return low.scatter_reduce_(0, block, torch.where(written, slots % size, size), "amin")
+
+    def _match(self, table: Tensor, before: Tensor, real: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For every sequence: a row, whether it may have it, and whether it may have a copy because another one has it."""
         size = self.layout.page_tokens
-        tail = table.gather(1, ((before - 1).clamp_min(0) // size)[:, None])[:, 0]
-        row = self.writer[tail].clamp_min(0)
+        newest = (before - 1).clamp_min(0)
+        tail = table.gather(1, (newest // size)[:, None])[:, 0]
+        lease = self.writer[tail]
+        row = lease.clamp_min(0) % (self.rows + 1)
         written = self.length[row]
         end = ((written - 1).clamp_min(0) // size).clamp_max(table.shape[1] - 1)
         there = table.gather(1, end[:, None])[:, 0] == self.last[row]
-        matched = real & (before > 0) & (self.writer[tail] >= 0) & there
+        kept = (lease >= 0) & (self.lease[row] == lease) & (low[tail] > newest % size)
         ahead = written - before
-        matched &= (ahead == 0) | ((ahead > 0) & (ahead <= self.drafts) & (before >= self.aside[row]))
+        # a step keeps at least the first of its tokens; a sequence that begins earlier was given up and has come again
+        back = (ahead > 0) & (ahead <= self.drafts) & (before > self.begun[row])
+        matched = real & (before > 0) & kept & there & ((ahead == 0) | back)
         # who has just come to share a full block finds the row of the one that wrote it
         place = torch.arange(len(before), device=self.device)
         leader = torch.full((self.rows + 1,), len(before), dtype=torch.int64, device=self.device)
@@ -212,26 +251,3 @@ class Windows:
             copy_rows(overlay, source, target, tokens)
         elif len(source):
             overlay[:, target, :tokens] = overlay[:, source, :tokens]
-
-    def _ring_places(self, position: Tensor) -> dict[StreamName, Tensor]:
-        windows = {name: self.layout.recipe.streams[name].window for name in self.overlays}
-        return {name: overlay_index(window, position) for name, window in windows.items() if window.ring}
-
-    def _take_back(self, owners: Tensor, before: Tensor, matched: Tensor) -> None:
-        """Restores what drafts that were not accepted have overwritten."""
-        place = torch.arange(self.drafts, device=self.device)
-        position = self.aside[owners][:, None] + place  # [sequences, drafts]
-        gone = (position >= before[:, None]) & (position < self.length[owners][:, None]) & (position >= self.sink)
-        row = torch.where(matched[:, None] & gone, owners[:, None], self.rows)
-        for name, index in self._ring_places(position.clamp_min(self.sink)).items():
-            self.overlays[name][:, row, index] = self.put_aside[name][:, row, place.expand_as(row)]
-
-    def _put_aside(self, owners: Tensor, before: Tensor, counts: Tensor) -> None:
-        """Keeps what the drafts of this step will overwrite: all new tokens but the first, which is no draft."""
-        place = torch.arange(self.drafts, device=self.device)
-        position = before[:, None] + 1 + place
-        row = torch.where(place + 1 < counts[:, None], owners[:, None], self.rows)
-        for name, index in self._ring_places(position.clamp_min(self.sink)).items():
-            self.put_aside[name][:, row, place.expand_as(row)] = self.overlays[name][:, row, index]
-        # a longer step is a prompt's: nobody takes it back
-        self.aside[owners] = torch.where(counts <= 1 + self.drafts, before + 1, before + counts)

@@ -24,8 +24,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def start(model: tuple[Path, dict[str, Any]]) -> Iterator[Any]:
     made: list[Any] = []
 
-    def begin(**options: Any) -> Any:
-        made.append(engine(*model, **options))
+    def begin(recipe: str | None = None, **options: Any) -> Any:
+        """All recipes of LAYERS, or one for all layers."""
+        path, kvant = model
+        made.append(engine(path, {**kvant, "layers": {"0-": recipe}} if recipe else kvant, **options))
         assert made[0].collective_rpc("record") == [4] * options.get("tensor_parallel_size", 1)
         return made[0]
 
@@ -92,6 +94,18 @@ def test_preemption(start: Any) -> None:
     assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
 
 
+def test_a_block_that_another_tenant_left(start: Any) -> None:
+    """Tenant A's request ends with its fourth block. The first of tenant B's takes the blocks up such that this one is its fourth,
+    too, and the second shares it in the step that writes it: it must not find A's window."""
+    llm = start("kvant-2", blocks=8, max_model_len=448)
+    run(llm, [prompt(0, 256)], 1, salt="A")
+    shared = prompt(1, 256)
+    found = run(llm, [shared + prompt(2, 5), shared + prompt(3, 9)], 20, salt="B")
+    assert found[1].num_cached_tokens == 256
+    seen = compared(llm)
+    assert seen["shared at once"] and seen["overwritten"], seen
+
+
 def test_parallel_sampling(start: Any) -> None:
     llm = start()
     (found,) = run(llm, [prompt(0, 150)], 80, n=4, temperature=1.0, seed=1)
@@ -100,11 +114,15 @@ def test_parallel_sampling(start: Any) -> None:
     assert seen["shared at once"] and seen["behind a prefix"], seen
 
 
-def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [(None, 3), pytest.param("int4:sink=4,recent=3", 3, marks=pytest.mark.slow)],  # as many as recent tokens
+)
+def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: str | None, count: int) -> None:
     # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = start(speculative_config=drafts)
+    drafts = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = start(recipe, speculative_config=drafts)
     few = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)]
     run(llm, few, 60)
     seen = compared(llm)
