@@ -55,11 +55,8 @@ def with_rollback(recipe: Recipe, drafts: int) -> Recipe:
 
 
 def _with_windows(recipe: Recipe, windows: Mapping[StreamName, Window]) -> Recipe:
-    key, value = (
-        dataclasses.replace(stream, window=windows[name])
-        for name, stream in (("key", recipe.key), ("value", recipe.value))
-    )
-    return dataclasses.replace(recipe, key=key, value=value)
+    key = dataclasses.replace(recipe.key, window=windows["key"])
+    return dataclasses.replace(recipe, key=key, value=dataclasses.replace(recipe.value, window=windows["value"]))
 
 
 class Found(NamedTuple):
