@@ -3,7 +3,7 @@
 A `Schedule` is drawn once: which sequences a step has, their tokens, block tables and new tokens. The scheduler does as
 little of what vLLM's does as makes trouble: prefixes of full blocks are shared within a tenant as soon as somebody is to write
 them, prompts come in chunks, sequences are preempted, finished and begun again, blocks are recycled at random, drafts are
-rejected, and a sequence that has ended may be in one more step, as with asynchronous scheduling.
+rejected, and a sequence may have a block before it needs it, as with asynchronous scheduling.
 
 `reads` then runs `Windows` over a schedule. Pages and overlays hold a number in place of a vector: the token's own, made of
 tenant, token and position. So a read is right if and only if the number is.
@@ -170,6 +170,8 @@ def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 4
                 if len(request.tokens) < room:
                     waiting.append(request)
                 continue
+            if draw.random() < 0.1:
+                pool.grow(request, len(request.table) * PAGE + 1)  # ahead of time
             budget -= new
             pool.publish(request, before + new - request.drafts)
             request.done = before + new
