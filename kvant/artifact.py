@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvant.files import replacing
+from kvant.files import check_replaceable, kind, replacing
 from kvant.recipe import Recipe
+from kvant.spec import Expected
 
 Tensor = torch.Tensor
 FORMAT = "kvant-artifact-2"
 UNSEALED = "kvant-artifact-1"  # written before headers had a seal; still read
 FILE = "artifact.safetensors"
+SCHEME = (
+    2  # of the fingerprints that name models (engines.fingerprint); an artifact that does not say has the first one
+)
+ORTHOGONAL = 1e-2  # the largest entry of U^T U - 1 that is taken for rounding
+CONDITION = 1e9  # ||A|| ||A^-1|| beyond which a matrix is taken for one that has no inverse
+_UNREADABLE = (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,18 @@ class Artifact:
     layers: int
     tensors: dict[int, dict[str, Tensor]]
     source: dict[str, Any] = dataclasses.field(default_factory=dict)  # model fingerprint, tokens, text hash, ...
+
+    def __repr__(self) -> str:
+        return (
+            f"Artifact(recipe={self.recipe.name!r}, layers={self.layers}, heads={self.heads}, head_dim={self.head_dim}, "
+            f"nbytes={sum(tensor.nbytes for layer in self.tensors.values() for tensor in layer.values())})"
+        )
+
+    def serving(self, recipe: Recipe) -> Artifact:
+        """The same tensors for another recipe that was fitted alike: one that differs in windows, say."""
+        if recipe.fits != self.recipe.fits:
+            raise ValueError(f"the artifact was fitted for recipe {self.recipe.name}, not for {recipe.name}")
+        return dataclasses.replace(self, recipe=recipe)
 
     @property
     def digest(self) -> str:
@@ -48,8 +68,10 @@ class Artifact:
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Writes the artifact whole or not at all; what was there before stays until then."""
+        self.check_tensors()
         target = Path(directory) / FILE
         target.parent.mkdir(parents=True, exist_ok=True)
+        check_replaceable(target, "artifact")
         header = {
             "format": FORMAT,
             "digest": self.digest,
@@ -65,16 +87,10 @@ class Artifact:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Artifact:
         """Reads an artifact's directory or file; a damaged one is refused by name."""
-        file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-        if not file.is_file():
-            raise ValueError(f"artifact {str(path)!r}: no such file or directory")
+        file = _file(path)
         try:
             with safe_open(file, framework="pt") as opened:
-                header = opened.metadata() or {}
-                if header.get("format") not in (FORMAT, UNSEALED):
-                    raise ValueError(f"expected the format {FORMAT}, got {header.get('format')!r}")
-                if header.pop("seal", None) != (_seal(header) if header["format"] == FORMAT else None):
-                    raise ValueError("its header is not what was written")
+                header = _checked_header(opened)
                 shape = json.loads(header["shape"])
                 recipe = Recipe.from_json(header["recipe"])
                 tensors: dict[int, dict[str, Tensor]] = {}
@@ -90,16 +106,40 @@ class Artifact:
                     raise ValueError(f"its model has {shape}")
                 if not isinstance(artifact.source, dict):
                     raise ValueError("it does not say where it comes from")
-        except (SafetensorError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"artifact {str(path)!r} cannot be read: {error}") from error
         if artifact.digest != header.get("digest"):
             raise ValueError(f"artifact {str(path)!r} is damaged: its digest is not that of its tensors")
+        try:
+            artifact.check_tensors()
+        except ValueError as error:
+            raise ValueError(f"artifact {str(path)!r} cannot be used: {error}") from error
         return artifact
+
+    def check_tensors(self) -> None:
+        """Refuses tensors that nothing can be served with: not finite, of another shape, or a matrix that has no inverse,
+        though one is needed. Layers and tensors that are missing are refused by whoever needs them."""
+        tensors = [tensor for layer in self.tensors.values() for tensor in layer.values()]
+        state = [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
+        if getattr(self, "_sound", None) == state:
+            return  # a cache is made for every request: once is enough
+        expected: dict[str, Expected] = {}
+        for stream, parts in ((name, stream.parts) for name, stream in self.recipe.streams.items()):
+            for place, part in parts.items():
+                found = part.expects(self.heads, self.head_dim)
+                expected |= {f"{stream}.{place}.{name}": what for name, what in found.items()}
+        for layer, named in self.tensors.items():
+            for name, tensor in named.items():
+                wrong = _wrong(tensor, expected.get(name))
+                if wrong is not None:
+                    raise ValueError(f"layer {layer}, {name}: {wrong}")
+        object.__setattr__(self, "_sound", state)  # no field: a copy with other tensors is looked at anew
 
     def check(self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None) -> None:
         """Refuses a recipe or a model that the artifact was not fitted for. What a recipe does not need from it, and
         what does not decide the fit (windows, a fixed clip in place of the fitted one), may differ. The model's
         fingerprint is looked at where both sides know one."""
+        self.check_tensors()
         if not recipe.calibrated:
             raise ValueError(f"recipe {recipe.name} takes no artifact, got one of recipe {self.recipe.name}")
         fitted = self.recipe.fits
@@ -117,11 +157,89 @@ class Artifact:
                 )
             )
         fitted_to = self.source.get("fingerprint")
-        if fingerprint is not None and fitted_to is not None and fitted_to != fingerprint:
+        if fingerprint is None or fitted_to is None:
+            return
+        if self.source.get("fingerprint_scheme", 1) != SCHEME:
+            raise ValueError(
+                "the artifact was fitted by another version of kvant, which named models in another way, so that nobody can "
+                "tell whether it is of this model; calibrate again"
+            )
+        if fitted_to != fingerprint:
             raise ValueError(
                 f"the artifact was fitted to another model of the same shape: its fingerprint is {fitted_to:.16}..., this "
                 f"model's is {fingerprint:.16}...; calibrate this model"
             )
+
+
+def read_header(path: str | os.PathLike[str]) -> tuple[str, str, dict[str, Any]]:
+    """An artifact's digest, the name of its recipe, and its source, without its tensors, which nobody has looked at then."""
+    file = _file(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = _checked_header(opened)
+            source = json.loads(header["source"])
+            if not isinstance(source, dict):
+                raise ValueError("it does not say where it comes from")
+            return header["digest"], Recipe.from_json(header["recipe"]).name, source
+    except _UNREADABLE as error:
+        raise ValueError(f"artifact {str(path)!r} cannot be read: {error}") from error
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    """The file of an artifact. Anything but a regular file is refused before it is opened: a FIFO would wait for a writer."""
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    try:
+        mode = os.stat(file).st_mode
+    except FileNotFoundError:
+        raise ValueError(f"artifact {str(path)!r}: no such file or directory") from None
+    except OSError as error:
+        raise ValueError(f"artifact {str(path)!r} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"artifact {str(path)!r}: expected a file or directory, got {kind(mode)}")
+    return file
+
+
+def _checked_header(opened: Any) -> dict[str, str]:
+    header: dict[str, str] = opened.metadata() or {}
+    if header.get("format") not in (FORMAT, UNSEALED):
+        raise ValueError(f"expected the format {FORMAT}, got {header.get('format')!r}")
+    if header.pop("seal", None) != (_seal(header) if header["format"] == FORMAT else None):
+        raise ValueError("its header is not what was written")
+    return header
+
+
+def _wrong(tensor: Tensor, expected: Expected | None) -> str | None:
+    """Why a calibrated tensor cannot be used, or None. Of a tensor that its recipe does not know, numbers alone are looked at."""
+    shape = list(tensor.shape)
+    if expected is not None and shape != list(expected.shape):
+        return f"expected the shape {list(expected.shape)}, got {shape}"
+    if not tensor.is_floating_point():
+        return f"expected floating-point numbers, got {tensor.dtype}"
+    wide = tensor.detach().double()
+    if not bool(wide.isfinite().all()):
+        return "it has numbers that are not finite"
+    being = "any" if expected is None else expected.being
+    if being in ("nonzero", "weights", "invertible", "orthogonal") and not bool(wide.any()):
+        return "it is all zeros"
+    if being == "weights" and bool((wide < 0).any()):
+        return f"expected no negative numbers, got {float(wide.min()):.3g}"
+    if being == "positive" and not bool((wide > 0).all()):
+        return f"expected positive numbers, got {float(wide.min()):.3g}"
+    if being == "ratio" and not 0.0 < float(wide) <= 1.0:
+        return f"expected a ratio in (0, 1], got {float(wide):.3g}"
+    if being == "orthogonal":
+        eye = torch.eye(shape[-1], dtype=wide.dtype, device=wide.device)
+        off = float((wide.mT @ wide - eye).abs().max())
+        if off > ORTHOGONAL:
+            return f"expected an orthogonal matrix, U^T U is off by {off:.3g}"
+    if being == "invertible":
+        back, failed = torch.linalg.inv_ex(wide)
+        sizes = [m.abs().sum(-2).amax(-1) for m in (wide, back)]  # the 1-norms
+        condition = torch.where(failed == 0, sizes[0] * sizes[1], torch.inf).nan_to_num(torch.inf)
+        worst = int(condition.argmax())
+        if not float(condition.max()) <= CONDITION:
+            return f"head {worst} has no inverse: expected a condition number below {CONDITION:.0e}"
+    return None
 
 
 def _seal(header: dict[str, str]) -> str:

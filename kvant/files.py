@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+STALE = 24 * 3600  # seconds after which a temporary file's writer is taken for dead
+_TEMPORARY = re.compile(r"\.(?P<name>.+)-[0-9a-f]{16}")
 
 
 def cache_dir() -> Path:
@@ -17,16 +23,70 @@ def cache_dir() -> Path:
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A path to write to, which becomes the target when all is written and on the disk; until then, and where anything
-    fails, what was there before stays."""
+    fails, what was there before stays. The new file has the permissions of the one that it replaces. A directory, a FIFO or a
+    device is not replaced."""
+    check_replaceable(target, "output")
+    collect(target.parent, target.name)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
     try:
         yield temporary
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         _flush(temporary)
         os.replace(temporary, target)
         _flush(target.resolve().parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def collect(directory: Path, name: str | None = None) -> None:
+    """Removes temporary files that killed processes have left in a directory: those of one target, or without a name those
+    of all, which is for directories that are kvant's own."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(directory)):
+            found = _TEMPORARY.fullmatch(entry.name)
+            if found is None or name not in (None, found["name"]):
+                continue
+            with contextlib.suppress(OSError):
+                about = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(about.st_mode) and time.time() - about.st_mtime > STALE:
+                    os.unlink(entry.path)
+
+
+def kind(mode: int) -> str:
+    """What a path is, in words."""
+    for test, words in (
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    ):
+        if test(mode):
+            return words
+    return "a file"
+
+
+def check_replaceable(target: Path, what: str) -> None:
+    """Refuses a target that is there and is no regular file: a FIFO or a device is not replaced by a file."""
+    try:
+        mode = os.stat(target).st_mode
+    except OSError:
+        return  # nothing is there; or what keeps us from looking will keep us from writing, with its own words
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{what} {str(target)!r}: expected a file, got {kind(mode)}")
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = 0) -> int:
+    """A descriptor of a regular file, to read from. Anything else raises ValueError and never blocks: a FIFO would wait for a
+    writer."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | flags)
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise ValueError(f"expected a file, got {kind(mode)}")
+    return handle
 
 
 def _flush(path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import pkgutil
 import types
 import typing
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 
 def discover(package: str) -> None:
@@ -20,6 +20,17 @@ def discover(package: str) -> None:
     module = importlib.import_module(package)
     for info in pkgutil.iter_modules(module.__path__):
         importlib.import_module(f"{package}.{info.name}")
+
+
+class Expected(NamedTuple):
+    """A calibrated tensor as a part needs it. All of them are floating-point numbers and finite.
+
+    being  any; nonzero: not all of them zero; weights: that, and none negative; positive: all of them; ratio: in (0, 1];
+           invertible, orthogonal: of the last two dimensions.
+    """
+
+    shape: tuple[int, ...]
+    being: Literal["any", "nonzero", "weights", "positive", "ratio", "invertible", "orthogonal"] = "any"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +46,10 @@ class Spec:
         if other is not cls and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"two specs are called {cls.__name__}: in {other.__module__} and {cls.__module__}")
         Spec.registry[cls.__name__] = cls
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        """The tensors that it needs of an artifact for one layer, by name."""
+        return {}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: {"kind": class name, field: value, ...}."""

@@ -4,45 +4,63 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvant import models, recipes
 from kvant.artifact import FILE, Artifact
 from kvant.calibrate.capture import Progress
-from kvant.calibrate.run import calibrate
+from kvant.calibrate.run import calibrate, text_digest
 from kvant.engines.fingerprint import fingerprint
 from kvant.recipe import Recipe
 from kvant.version import VERSION
 
 
-def kept_at(named: str, recipe: Recipe) -> Path:
-    """Where an artifact is kept: by the model's fingerprint, by what decides the fit, and by the version that fitted it."""
+def root() -> Path:
+    """The directory of all kept artifacts."""
+    return models.cache_dir() / "artifacts"
+
+
+def kept_at(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Path:
+    """Where an artifact is kept: by the model's fingerprint, by what decides the fit, by the version that fitted it, and by the
+    text that it was fitted on, where one was given."""
     fits = hashlib.sha256(json.dumps([VERSION, recipe.fits], sort_keys=True).encode()).hexdigest()
-    return models.cache_dir() / "artifacts" / named[:16] / fits[:16]
+    own = "" if text is None else f"-{text_digest(text)[:16]}"
+    return root() / named[:16] / f"{fits[:16]}{own}"
 
 
-def kept(named: str, recipe: Recipe) -> Artifact | None:
-    path = kept_at(named, recipe)
-    return Artifact.load(path) if (path / FILE).exists() else None
+def kept(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Artifact | None:
+    """The artifact that was kept, as one of the recipe that is asked for."""
+    path = kept_at(named, recipe, text)
+    return Artifact.load(path).serving(recipe) if (path / FILE).exists() else None
 
 
 def artifact_for(
     model: Any,
     tokenizer: Any,
     recipe: str | Recipe = recipes.DEFAULT,
-    text: str | None = None,
+    text: str | torch.Tensor | None = None,
     *,
     progress: Progress | None = None,
 ) -> Artifact | None:
     """The artifact that a recipe needs for a model, or None where it needs none: one that was kept, or one that is made now,
-    which takes minutes, and kept. `text` and `progress` are those of `calibrate`; with a text, one is always made."""
+    which takes minutes, and kept. `text` and `progress` are those of `calibrate`; what was fitted on a text of one's own is kept
+    apart, and found by the same text only."""
     recipe = recipes.get(recipe)
     if not recipe.calibrated:
         return None
     named = fingerprint(model)
-    found = kept(named, recipe) if text is None else None
+    found = kept(named, recipe, text)
     if found is None:
         found = calibrate(model, tokenizer, recipe, text, progress=progress)
-        found.save(kept_at(named, recipe))
+        path = kept_at(named, recipe, text)
+        try:
+            found.save(path)
+        except OSError as error:
+            warnings.warn(
+                f"the artifact could not be kept in {path} and serves this process alone: {error}", stacklevel=2
+            )
     return found

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvant import recipes
-from kvant.artifact import Artifact
+from kvant.artifact import SCHEME, Artifact
 from kvant.calibrate import text as texts
 from kvant.calibrate.capture import Plan, Progress, gather
 from kvant.calibrate.fitting import fit_layer
@@ -108,6 +110,8 @@ def calibrate_all(
         for i in mine:
             sources[i] = source | {
                 "fingerprint": fingerprint(model),
+                "fingerprint_scheme": SCHEME,
+                "model_name": model_name(model.config),
                 "model_type": model.config.model_type,
                 "tokens": count,
                 "max_position": max_position,
@@ -154,11 +158,23 @@ def _runs(
         if tokenizer is None:
             raise ValueError("text is a string: a tokenizer is needed, or token ids in its place")
         ids = texts.encode(tokenizer, text)
-        named = hashlib.sha256(text.encode()).hexdigest()
     else:
         ids = text.cpu().flatten()
-        named = texts.digest([ids])
     if len(ids) < 2 or (tokens or 0) > len(ids):
         raise ValueError(f"the text has {len(ids)} tokens, expected at least {max(2, tokens or 0)}")
     runs = texts.cut(ids, min(len(ids), tokens or TOKENS), run)
-    return runs, {"text": "given", "text_sha256": named}
+    return runs, {"text": "given", "text_sha256": text_digest(text)}
+
+
+def text_digest(text: str | Tensor) -> str:
+    """Names a text that is given."""
+    return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else texts.digest([text.cpu().flatten()])
+
+
+def model_name(config: Any) -> str:
+    """What people call a model: its id, or the last part of its directory; the id of a directory in the hub's cache."""
+    named = str(getattr(config, "_name_or_path", "") or "")
+    hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/", named)
+    if hub is not None:
+        return f"{hub[1]}/{hub[2]}"
+    return Path(named).name if Path(named).is_dir() else named

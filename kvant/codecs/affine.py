@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
+from kvant.spec import Expected
 
 NARROWEST = 0.7  # part of a group's range that `search` tries last
 
@@ -58,6 +59,9 @@ class Affine(Codec):
     @property
     def calibrated(self) -> bool:  # type: ignore[override]
         return self.clip == 0.0
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        return {"clip": Expected((), "ratio")} if self.calibrated else {}
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> Affine:
         """The codec with the layer's own clip ratio."""

@@ -13,6 +13,7 @@ import torch
 from kvant.bands import quarters
 from kvant.codecs.base import DTYPES, BoundCodec, Codec, Field, Parts, Tensor
 from kvant.codecs.lloyd_max import lloyd_max_levels
+from kvant.spec import Expected
 
 NORMAL = 1 << 20  # dimensions in which a coordinate of a random unit vector, times their root, is a normal number
 STEPS = {1: 1.5957691, 2: 0.9956868, 3: 0.5860194, 4: 0.3352006}  # uniform levels of least squared error for one
@@ -87,6 +88,11 @@ class Banded(Codec):
             Field(f"codes{i}", "code", bits, width) for i, (width, bits) in enumerate(self.bands(head_dim)) if bits
         ]
         return *codes, Field("scale", "meta", 16, 1, dtype=self.meta)
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        shape = heads, head_dim
+        found = {"weights": Expected(shape, "weights"), "mean": Expected(shape)}
+        return {name: found[name] for name, wanted in (("weights", self.weighted), ("mean", self.flag)) if wanted}
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
         self.fields(head_dim)

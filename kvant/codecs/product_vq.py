@@ -10,6 +10,7 @@ import torch
 
 from kvant.codecs.base import BoundCodec, Codec, Field, Parts, Tensor
 from kvant.codecs.codebook import BOOK_DTYPE, nearest
+from kvant.spec import Expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,9 @@ class ProductVQ(Codec):
         if self.books == "head":
             return x.transpose(0, 1).reshape(heads, tokens * spaces, self.dim)
         return x.permute(1, 2, 0, 3).reshape(heads * spaces, tokens, self.dim)
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        return {"codebooks": Expected(self.book_shape(head_dim, heads), "nonzero")}
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
         self.fields(head_dim)

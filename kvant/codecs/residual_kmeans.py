@@ -11,6 +11,7 @@ import torch
 from kvant.codecs.affine import Affine
 from kvant.codecs.base import BoundCodec, Codec, Field, Parts, Tensor
 from kvant.codecs.codebook import BOOK_DTYPE, nearest
+from kvant.spec import Expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,10 @@ class ResidualKMeans(Codec):
     def codebook_bytes(self, head_dim: int, heads: int) -> int:
         """Bytes of a layer's centroids. They are held once, whatever is cached, and are not in the bits per element."""
         return (heads if self.books == "head" else 1) * self.centroids * head_dim * BOOK_DTYPE.itemsize
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        shape = heads if self.books == "head" else 1, self.centroids, head_dim
+        return {"centroids": Expected(shape, "nonzero" if self.centroids > 1 else "any")}
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
         self.fields(head_dim)

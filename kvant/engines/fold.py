@@ -4,7 +4,7 @@ Values reach the cache as v = x W_v, and what attention makes of them leaves thr
 the values commutes with attention, so v A = x (W_v A), and o A^-1 W_o puts the output back: both products are done
 once, in the weights (OSCAR section 4). The folded model computes what it computed before with any cache; its config
 says what was folded (`kvant_folded`), and a `kvant.Cache` of the same recipe and artifact then takes values as they
-come.
+come. The mark also has the model's fingerprints before and after, so that artifacts of the model that it was fit it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 from kvant import recipes
 from kvant.artifact import Artifact
+from kvant.engines.fingerprint import MARK, fingerprint
 from kvant.ops.types import BoundStream
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-MARK = "kvant_folded"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, of the logits; 16-bit weights are rounded anew: 0.1
 
 
@@ -41,8 +41,9 @@ def fold(model: Any, recipe: str | Recipe, artifact: Artifact | None = None) -> 
     layers = _attention_layers(model)
     head_dim = layers[0].head_dim
     heads = layers[0].v_proj.out_features // head_dim
+    base = fingerprint(model)
     if artifact is not None:
-        artifact.check(recipe, len(layers), heads, head_dim)
+        artifact.check(recipe, len(layers), heads, head_dim, base)
     elif any(part.calibrated for part in recipe.value.transforms):
         raise ValueError(f"recipe {recipe.name} is fitted offline: it needs an artifact made by kvant calibrate")
     maps = [_value_map(recipe, artifact, i, heads, head_dim) for i in range(len(layers))]
@@ -62,12 +63,14 @@ def fold(model: Any, recipe: str | Recipe, artifact: Artifact | None = None) -> 
                 f"cannot fold into this {name}: its logits would change by {missed:.1e}; what lies between its value "
                 "and output projections is not linear. The model was left as it was"
             )
-    setattr(model.config, MARK, mark(recipe, artifact))
+    named = {"transforms": mark(recipe, artifact), "base": base, "weights": fingerprint(model)}
+    setattr(model.config, MARK, named)
 
 
 def folded(config: Any) -> str | None:
     """What was folded into the model of a config: a digest of the transforms and the artifact, or None."""
-    return getattr(config, MARK, None)
+    found = getattr(config, MARK, None)
+    return found["transforms"] if isinstance(found, dict) else found  # older marks are the digest alone
 
 
 def mark(recipe: Recipe, artifact: Artifact | None) -> str:

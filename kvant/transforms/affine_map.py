@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvant.bands import quarters
+from kvant.spec import Expected
 from kvant.transforms.base import BoundTransform, Tensor, Transform
 
 
@@ -64,6 +65,13 @@ class _Learnt(Transform):
     @property
     def reads(self) -> bool:
         return self.share > 0
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        known = {
+            "offset": Expected((heads, head_dim)),
+            "matrix": Expected((heads, head_dim, head_dim), "invertible"),
+        }
+        return {name: known[name] for name in self.names}
 
     def bind(
         self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvant.spec import Expected
 from kvant.transforms.base import BoundTransform, Tensor, Transform
 from kvant.transforms.hadamard import walsh_hadamard
 
@@ -105,6 +106,10 @@ class Rotation(Transform):
 
     def check(self, head_dim: int) -> None:
         self.block(head_dim)
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        shape = heads if self.per_head else 1, head_dim, head_dim
+        return {"basis": Expected(shape, "orthogonal")} if self.calibrated else {}
 
     def compose(self, basis: Tensor) -> Tensor:
         """R from U: float64 [..., head_dim, head_dim]."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from kvant.spec import Expected
 from kvant.transforms.base import BoundTransform, Tensor, Transform
 
 
@@ -39,6 +40,9 @@ class Smooth(Transform):
     def __post_init__(self) -> None:
         if not 0.0 <= self.power <= 1.0:
             raise ValueError(f"power must be between 0 and 1, got {self.power}")
+
+    def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
+        return {"factors": Expected((heads, head_dim), "positive")}
 
     def bind(
         self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"

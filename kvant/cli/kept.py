@@ -1,0 +1,150 @@
+"""kvant artifacts: what commands have fitted and kept."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "artifacts",
+        help="list, show and remove kept artifacts",
+        description="Artifacts that commands and kvant.artifact_for have fitted and kept in the user's cache directory. An ID is "
+        "the beginning of an artifact's digest, or its directory.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_list)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    show = actions.add_parser("show", help="all that an artifact says of itself")
+    show.add_argument("id", metavar="ID")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.set_defaults(run=run_show)
+    remove = actions.add_parser("remove", help="remove one, or all")
+    remove.add_argument("id", metavar="ID", nargs="?")
+    remove.add_argument("--all", action="store_true", help="remove all that are kept")
+    remove.set_defaults(run=run_remove)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An artifact's file as its header describes it. `problem` says why it cannot be used, where it cannot."""
+
+    id: str
+    model: str
+    recipe: str
+    text: str
+    tokens: int | None
+    version: str
+    date: str
+    bytes: int
+    path: str
+    problem: str | None = None
+
+
+def kept_artifacts() -> list[Kept]:
+    """All that are kept, newest first. Headers are read, tensors are not."""
+    from kvant.artifact import FILE
+    from kvant.calibrate.kept import root
+
+    files = sorted(root().glob(f"*/*/{FILE}"), key=lambda file: (-file.stat().st_mtime, str(file)))
+    return [_read(file) for file in files]
+
+
+def _read(file: Path) -> Kept:
+    from kvant.artifact import read_header
+
+    about = file.stat()
+    common: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(about.st_mtime)),
+        "bytes": about.st_size,
+        "path": str(file.parent),
+    }
+    try:
+        digest, recipe, source = read_header(file)
+    except ValueError as error:
+        named = hashlib.sha256(str(file.parent).encode()).hexdigest()
+        return Kept(named[:16], "?", "?", "?", None, "?", **common, problem=str(error))
+    text = str(source.get("text", "?"))
+    if text == "given":
+        text = f"given, sha256 {str(source.get('text_sha256', '?'))[:16]}"
+    model = str(source.get("model_name") or source.get("model_type") or "?")
+    return Kept(digest[:16], model, recipe, text, source.get("tokens"), str(source.get("version", "?")), **common)
+
+
+def _one(asked: str) -> Kept:
+    kept = kept_artifacts()
+    with contextlib.suppress(OSError):
+        here = [each for each in kept if Path(each.path) == Path(asked).resolve()]
+        if here:
+            return here[0]
+    found = [each for each in kept if asked and each.id.startswith(asked)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ValueError(f"ID {asked!r}: no such artifact is kept; kvant artifacts lists those that are")
+    raise ValueError(f"ID {asked!r} could be {', '.join(f'{e.id} in {e.path}' for e in found)}: name the directory")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    kept = kept_artifacts()
+    if args.json:
+        print(json.dumps([dataclasses.asdict(each) for each in kept], indent=2))
+        return 0
+    if not kept:
+        from kvant.calibrate.kept import root
+
+        print(f"no artifacts are kept in {root()}")
+        return 0
+    from kvant.layout import human_bytes
+
+    for each in kept:
+        tokens = "" if each.tokens is None else f"{each.tokens:,} tokens, "
+        about = f"text {each.text}, {tokens}" if each.problem is None else "damaged, "
+        print(f"{each.id}  {each.recipe}  {each.model}")
+        print(f"    {about}{each.date}, {human_bytes(each.bytes)}, {each.path}")
+    print(f"{human_bytes(sum(each.bytes for each in kept))} in {len(kept)} artifacts")
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    from kvant.artifact import Artifact
+
+    found = _one(args.id)
+    report: dict[str, Any] = dataclasses.asdict(found)
+    if found.problem is None:
+        try:
+            artifact = Artifact.load(found.path)
+        except ValueError as error:
+            report["problem"] = str(error)
+        else:
+            report |= {"digest": artifact.digest, "layers": artifact.layers, "heads": artifact.heads}
+            report |= {"head_dim": artifact.head_dim, "source": artifact.source}
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    for key, value in report.items():
+        if key == "source":
+            for name, each in value.items():
+                print(f"{key}.{name}: {each}")
+        elif value is not None:
+            print(f"{key}: {value}")
+    return 0
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    if args.all == (args.id is not None):
+        raise ValueError("remove: name one ID, or --all")
+    for found in kept_artifacts() if args.all else [_one(args.id)]:
+        shutil.rmtree(found.path)
+        with contextlib.suppress(OSError):
+            Path(found.path).parent.rmdir()  # of the model, where it was the last one
+        print(f"removed {found.id} of recipe {found.recipe}: {found.path}")
+    return 0
