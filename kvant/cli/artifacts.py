@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.artifact import Artifact
 from kvant.cli.common import read_text, say
-from kvant.recipe import Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvant.artifact import Artifact
+    from kvant.recipe import Recipe
 
 
 def add_artifact_options(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def artifacts_for(
 ) -> Mapping[str, Artifact | None]:
     """An artifact for every recipe, by name; None where it needs none. One that was given and fits is taken, then one that was
     kept; what is still missing is calibrated, said aloud, and kept."""
+    from kvant.artifact import Artifact
     from kvant.calibrate.kept import kept, kept_at
     from kvant.calibrate.run import calibrate_all
     from kvant.cli.calibrate import stages
