@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvant.artifact import Artifact
 from kvant.cli.common import read_text, say
-from kvant.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kvant.artifact import Artifact
+    from kvant.recipe import Recipe
 
 
 def add_artifact_options(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,7 @@ def find_or_make(
 ) -> dict[str, Found]:
     """An artifact for every recipe, all of which are calibrated, by name. `named` is the model's fingerprint; `load` gives model
     and tokenizer, and is called where something has to be fitted."""
+    from kvant.artifact import Artifact
     from kvant.calibrate.kept import kept, kept_at
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]

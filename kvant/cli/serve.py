@@ -11,13 +11,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifacts import add_artifact_options, artifacts_for
-from kvant.cli.common import say
-from kvant.layout import human_bytes
-from kvant.recipe import Recipe
-from kvant.recipes import DEFAULT
+from kvant.cli.common import DEFAULT_RECIPE, say
+
+if TYPE_CHECKING:
+    from kvant.recipe import Recipe
 
 OURS = ("--attention-backend", "--additional-config", "--kv-cache-dtype", "--attention-config", "--model")
 LOOPBACK = "127.0.0.1"
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="M", help="Hugging Face directory or id, or smollm2; before all options")
-    parser.add_argument("--recipe", metavar="R", help=f"a recipe (default {DEFAULT})")
+    parser.add_argument("--recipe", metavar="R", help=f"a recipe (default {DEFAULT_RECIPE})")
     parser.add_argument(
         "--layers", metavar="JSON", help='recipes for some of the layers, for instance {"0-1": "int8", "2-": "oscar"}'
     )
@@ -62,6 +62,7 @@ def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
     from kvant import models
     from kvant.engines.vllm import versions
+    from kvant.layout import human_bytes
 
     versions.check(vllm.__version__)
     for each in rest:
@@ -69,7 +70,9 @@ def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
             raise ValueError(f"{each.split('=')[0]} is kvant's to choose; leave it out")
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
-    kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges} if ranges else {"recipe": args.recipe or DEFAULT}
+    kvant: dict[str, Any] = (
+        {"recipe": args.recipe, "layers": ranges} if ranges else {"recipe": args.recipe or DEFAULT_RECIPE}
+    )
     kvant = {key: value for key, value in kvant.items() if value}
     paths = check(source, kvant, args)
     if paths:
