@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from kvant.cache import NotFinite, PagedCache, PoolFull
     from kvant.calibrate.kept import artifact_for
     from kvant.engines.hf import Cache
+    from kvant.eval.check import check
     from kvant.layout import Layout
     from kvant.plan import plan
     from kvant.recipe import Recipe, Span, Stream, Window, spans
     from kvant.recipes import get as recipe
     from kvant.recipes import names as recipe_names
+    from kvant.verdicts import Verdict
 
 __version__ = VERSION
 __all__ = [
@@ -32,8 +34,10 @@ __all__ = [
     "Recipe",
     "Span",
     "Stream",
+    "Verdict",
     "Window",
     "artifact_for",
+    "check",
     "plan",
     "recipe",
     "recipe_names",
@@ -49,8 +53,10 @@ _HOMES = {  # public name -> where it is defined, and under which name
     "Recipe": ("kvant.recipe", "Recipe"),
     "Span": ("kvant.recipe", "Span"),
     "Stream": ("kvant.recipe", "Stream"),
+    "Verdict": ("kvant.verdicts", "Verdict"),
     "Window": ("kvant.recipe", "Window"),
     "artifact_for": ("kvant.calibrate.kept", "artifact_for"),
+    "check": ("kvant.eval.check", "check"),
     "plan": ("kvant.plan", "plan"),
     "recipe": ("kvant.recipes", "get"),
     "recipe_names": ("kvant.recipes", "names"),

@@ -8,7 +8,8 @@ import pkgutil
 from kvant.recipe import Recipe
 
 DEFAULT = "kvant-2"  # of commands: the best there is at its bits; fitted to a model, once
-PLAIN = "saw-int4"  # of a cache that is given neither a recipe nor an artifact: it needs no fit
+PLAIN = "kivi-k4v4"  # of a cache that is given neither a recipe nor an artifact: it needs no fit, and no mean hurts it
+LADDER = (DEFAULT, "kvant-4", PLAIN, "int8")  # what is tried where no recipe is named, fewest bits first
 
 
 def _collect() -> dict[str, Recipe]:
