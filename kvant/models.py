@@ -109,6 +109,23 @@ def resolve(name: str, say: Any = None) -> str:
     return name
 
 
+def directory_of(source: str, revision: str | None = None, *, download: bool = False) -> Path | None:
+    """The directory of a checkpoint: that of a directory, or that of an id in the hub's cache on this machine. With `download`,
+    what is not there is fetched first. None where there is none."""
+    if Path(source).is_dir():
+        return Path(source)
+    import huggingface_hub
+
+    wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        found = huggingface_hub.snapshot_download(
+            source, revision=revision, allow_patterns=wanted, local_files_only=not download
+        )
+    except (OSError, ValueError):  # no such id, no network, not in the cache
+        return None
+    return Path(found)
+
+
 def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = None) -> tuple[Any, Any]:
     """Model and tokenizer, ready to generate. Without `dtype`: float32 on a CPU, bfloat16 elsewhere."""
     import torch

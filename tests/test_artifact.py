@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kvant import artifact as artifacts
 from kvant import files, recipes
 from kvant.artifact import FILE, Artifact
 from tests.engines.test_hf import make_model
+from tests.fitted import made_up_tensors
 
 
 def made_up(name: str = "oscar", seed: int = 0, layers: int = 3, heads: int = 2, dim: int = 64) -> Artifact:
@@ -128,6 +130,99 @@ def test_the_cache_refuses_too(tmp_path: Path) -> None:
         kvant.Cache(make_model("llama-mha"), "oscar", artifact=path)
     with pytest.raises(ValueError, match="needs an artifact"):
         kvant.Cache(model, "oscar")
+
+
+# --- numbers that nothing can be served with ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "change", "message"),
+    [
+        ("oscar", "key.transforms[0].basis", lambda t: t * float("nan"), "not finite"),
+        ("oscar", "value.transforms[0].basis", lambda t: t / 0, "not finite"),
+        ("oscar", "key.transforms[0].basis", lambda t: t * 0, "all zeros"),
+        ("oscar", "key.transforms[0].basis", lambda t: t.long(), "expected floating-point numbers, got torch.int64"),
+        ("oscar", "key.transforms[0].basis", lambda t: t * 1.5, "expected an orthogonal matrix"),
+        (
+            "oscar",
+            "key.transforms[0].basis",
+            lambda t: t[:, :, :1].expand_as(t).clone(),
+            "expected an orthogonal matrix",
+        ),
+        (
+            "oscar",
+            "key.transforms[0].basis",
+            lambda t: t.expand(2, -1, -1).clone(),
+            r"expected the shape \[1, 64, 64\]",
+        ),
+        ("oscar", "key.codec.clip", lambda t: t * 0, r"a ratio in \(0, 1\], got 0"),
+        ("oscar", "value.codec.clip", lambda t: t * 2, r"a ratio in \(0, 1\], got 1"),
+        ("kvant-2", "key.transforms[0].matrix", lambda t: t * 0, "all zeros"),
+        ("kvant-2", "value.transforms[0].matrix", lambda t: t[:, :1].expand_as(t).clone(), "head 0 has no inverse"),
+        ("kvant-2", "key.transforms[0].offset", lambda t: t[:1], r"expected the shape \[2, 64\], got \[1, 64\]"),
+        ("kvant-2", "key.codec.weights", lambda t: -t, "expected no negative numbers"),
+        ("vecinfer-2", "key.codec.codebooks", lambda t: t * 0, "all zeros"),
+        ("vecinfer-2", "key.transforms[0].factors", lambda t: t * 0, "expected positive numbers"),
+        ("saw-int4-kmeans", "key.codec.centroids", lambda t: t / 0, "not finite"),
+    ],
+)
+def test_numbers_that_cannot_serve_are_refused(
+    recipe: str, name: str, change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With layer, tensor and reason: when it is written, when it is read, and where it was never on a disk."""
+    chosen = recipes.get(recipe)
+    tensors = {layer: made_up_tensors(chosen, 2, 64) for layer in range(3)}
+    good = Artifact(chosen, 2, 64, 3, tensors)
+    good.check(chosen, 3, 2, 64)
+    assert name in tensors[1], sorted(tensors[1])
+    bad = Artifact(chosen, 2, 64, 3, {**tensors, 1: {**tensors[1], name: change(tensors[1][name])}})
+    expected = rf"layer 1, {re.escape(name)}: .*{message}"
+    with pytest.raises(ValueError, match=expected):
+        bad.check(chosen, 3, 2, 64)
+    with pytest.raises(ValueError, match=expected):
+        bad.save(tmp_path)
+    monkeypatch.setattr(Artifact, "check_tensors", lambda self: None)
+    bad.save(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"artifact .* cannot be used: {expected}"):
+        Artifact.load(tmp_path)
+
+
+def test_a_tensor_that_is_changed_in_place_is_looked_at_again() -> None:
+    artifact = made_up()
+    artifact.check(artifact.recipe, 3, 2, 64)
+    artifact.tensors[0]["key.transforms[0].basis"][0, 3, 4] = float("inf")
+    with pytest.raises(ValueError, match="not finite"):
+        artifact.check(artifact.recipe, 3, 2, 64)
+
+
+def test_every_calibrated_part_says_what_it_expects() -> None:
+    """Found, not listed: what is fitted has the shapes that the parts name."""
+    for name in recipes.names():
+        recipe = recipes.get(name)
+        made = made_up_tensors(recipe, 2, 64)
+        expected = {
+            f"{stream}.{place}.{key}": list(what.shape)
+            for stream, each in recipe.streams.items()
+            for place, part in each.parts.items()
+            for key, what in part.expects(2, 64).items()
+        }
+        assert {key: list(tensor.shape) for key, tensor in made.items()} == expected, name
+
+
+def test_it_is_shown_in_a_line() -> None:
+    assert repr(made_up()) == "Artifact(recipe='oscar', layers=3, heads=2, head_dim=64, nbytes=98328)"
+
+
+def test_what_is_no_file_is_refused_and_nothing_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    for path in (tmp_path, tmp_path / FILE):
+        with pytest.raises(ValueError, match="expected a file or directory, got a FIFO"):
+            Artifact.load(path)
+    with pytest.raises(ValueError, match="expected a file, got a FIFO"):
+        made_up().save(tmp_path)
+    with pytest.raises(ValueError, match="expected a file or directory, got a device"):
+        Artifact.load("/dev/null")
 
 
 # --- damage and death ------------------------------------------------------------------------------------------------

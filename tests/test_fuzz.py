@@ -280,6 +280,32 @@ def test_snapshots_of_a_model(request: pytest.FixtureRequest, tmp_path: Path, mo
     assert refused > 10
 
 
+@pytest.mark.parametrize("sealed", ["recipe alone", "digest too"])
+def test_windows_that_a_header_asks_for_are_not_allocated(
+    sealed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forged recipe with a million sinks: refused by its digest; and where that is forged too, by the file's size."""
+    model = make_model("llama")
+    cache = kvant.Cache(model, "int4:sink=2,recent=5")
+    with torch.inference_mode():
+        model(prompt(2, 60), past_key_values=cache)
+    path = cache.save(tmp_path / "x")
+    forged = kvant.Cache(model, "int4:sink=1048576,recent=5")
+    forged._allocate = lambda *args: pytest.fail("allocated")  # type: ignore[method-assign]
+    monkeypatch.setattr(kvant.Cache, "_allocate", forged._allocate)
+    header, body = parse(path.read_bytes())
+    metadata = header["__metadata__"]
+    extra = json.loads(metadata["extra"])
+    metadata["extra"] = json.dumps(extra | {"recipe": forged.recipe.to_json()})
+    if sealed == "digest too":
+        forged.layout = forged._make_layout(extra["dtype"], torch.device("cpu"))
+        metadata["digests"] = json.dumps([forged.digest])
+    path.write_bytes(resealed(header, body))
+    message = "is of another cache" if sealed == "recipe alone" else "would need .* bytes"
+    with pytest.raises(ValueError, match=message):
+        kvant.Cache.load(path, model, max_tokens=128, max_sequences=2)
+
+
 # --- artifacts --------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@
     seal       SHA-256 over the header and the checksums
 
 The seal is looked at before anything that the header says is believed; even then nothing is allocated that the file does
-not hold, and every number is checked against the layout.
+not hold, and every number is checked against the layout. A seal is no signature: who writes a file can seal it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch
 from kvant.cache.paged import PagedCache
 from kvant.cache.state import Saved, Wrong, read_group, write_group
 from kvant.cache.swap import settled
-from kvant.files import replacing
+from kvant.files import check_replaceable, open_regular, replacing
+from kvant.layout import Layout
 
 Tensor = torch.Tensor
 FORMAT = "kvant-snapshot-1"
@@ -91,8 +92,7 @@ def save(path: str | os.PathLike[str], caches: Sequence[PagedCache], extra: dict
     """
     target = Path(path)
     parent = target.resolve().parent
-    if target.is_dir():
-        raise ValueError(f"snapshot {str(path)!r}: expected a file, got a directory")
+    check_replaceable(target, "snapshot")
     if not parent.is_dir():
         raise ValueError(f"snapshot {str(path)!r}: there is no directory {str(parent)!r}")
     with replacing(target) as temporary, ExitStack() as stack, open(temporary, "wb") as file:
@@ -163,9 +163,11 @@ class Snapshot:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = str(path)
         try:
-            self.file = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
+            self.file = open(open_regular(path), "rb")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
             raise ValueError(f"snapshot {self.path!r} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"snapshot {self.path!r} cannot be read: {error}") from error
         try:
             self._open()
         except BaseException:
@@ -241,6 +243,24 @@ class Snapshot:
             raise ValueError(
                 f"snapshot {self.path!r} is of another cache: its digest is {theirs}, this cache's is {mine}; "
                 "recipe, layout, artifact and model must be the same"
+            )
+
+    def check_room(self, layout: Layout, layers: Sequence[int], positions: int | None = None) -> None:
+        """Refuses a layout that the file cannot be in, before anything of it is allocated: of every page and window that the
+        header names, the file has the bytes. `layers` says how many layers every cache has. Where no sequence has a window,
+        `positions` of the model bound it."""
+        held = sum(field.nbytes for field in self.fields.values())
+        needed, windows = 0, False
+        for state, count in zip(self.state, layers, strict=False):
+            for name, each in (("pages", layout.page_bytes), ("sequences", layout.overlay_bytes)):
+                found = state.get(name) if isinstance(state, dict) else None
+                number = len(found) if isinstance(found, list) else found if type(found) is int else 0
+                needed += number * each * count
+                windows = windows or (name == "sequences" and number > 0)
+        longest = max(stream.window.sink + stream.window.ring for stream in layout.recipe.streams.values())
+        if needed > held or (not windows and positions is not None and longest > positions):
+            raise self._damaged(
+                f"recipe {layout.recipe.name} would need {needed} bytes for what it names, it has {held}"
             )
 
     def load(self, caches: Sequence[PagedCache]) -> None:

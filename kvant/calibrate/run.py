@@ -111,7 +111,7 @@ def calibrate_all(
             sources[i] = source | {
                 "fingerprint": fingerprint(model),
                 "fingerprint_scheme": SCHEME,
-                "model": model_name(model.config),
+                "model_name": model_name(model.config),
                 "model_type": model.config.model_type,
                 "tokens": count,
                 "max_position": max_position,

@@ -77,7 +77,7 @@ def _read(file: Path) -> Kept:
     text = str(source.get("text", "?"))
     if text == "given":
         text = f"given, sha256 {str(source.get('text_sha256', '?'))[:16]}"
-    model = str(source.get("model") or source.get("model_type") or "?")
+    model = str(source.get("model_name") or source.get("model_type") or "?")
     return Kept(digest[:16], model, recipe, text, source.get("tokens"), str(source.get("version", "?")), **common)
 
 

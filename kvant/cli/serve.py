@@ -6,21 +6,26 @@ Everything that can be wrong with recipe, artifact and model is found before vLL
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifacts import add_artifact_options, artifacts_for
-from kvant.cli.common import DEFAULT_RECIPE, say
+from kvant.cli.artifacts import Found, add_artifact_options, find_or_make
+from kvant.cli.common import DEFAULT_RECIPE, read_text, say
 
 if TYPE_CHECKING:
     from kvant.recipe import Recipe
 
 OURS = ("--attention-backend", "--additional-config", "--kv-cache-dtype", "--attention-config", "--model")
+KEY = "KVANT_API_KEY"  # an environment variable
 LOOPBACK = "127.0.0.1"
+CPU_CACHE = 4 << 30  # bytes of pages on a CPU where nobody says how many, or a quarter of the free memory
 WINDOWS = 4 << 30  # bytes of full-precision windows that are given where nobody says how many sequences there will be
 SEQUENCES = 16, 256  # that these are for, at least and at most
 
@@ -30,9 +35,11 @@ def add(commands: Any) -> None:
         "serve",
         help="serve a model with vLLM, OpenAI-compatible",
         description="Serves a model with vLLM's OpenAI-compatible server from a packed cache, on loopback unless --host says "
-        "otherwise. What is not listed here goes to vLLM as it is, for instance --port, --api-key, --max-model-len, "
-        "--tensor-parallel-size.",
-        usage="kvant serve M [--recipe R] [--layers JSON] [--artifact DIR] [--calibration-text FILE] [vLLM's own options]",
+        "otherwise. What is not listed here goes to vLLM as it is, for instance --port, --max-model-len, "
+        f"--tensor-parallel-size. A key that clients have to bring is taken from the environment variable {KEY}, or from a "
+        "file: the command line of a process is there for all to see.",
+        usage="kvant serve M [--recipe R] [--layers JSON] [--artifact DIR] [--calibration-text FILE] [--api-key-file FILE] "
+        "[vLLM's own options]",
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="M", help="Hugging Face directory or id, or smollm2; before all options")
@@ -41,18 +48,39 @@ def add(commands: Any) -> None:
         "--layers", metavar="JSON", help='recipes for some of the layers, for instance {"0-1": "int8", "2-": "oscar"}'
     )
     add_artifact_options(parser)
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help=f"file with the key that clients have to bring (default: {KEY}, or none)"
+    )
     parser.add_argument("--host", default=LOOPBACK, help=f"address to listen on (default {LOOPBACK})")
     parser.set_defaults(run=run, passes_on=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    command = command_for(args, args.rest)
-    say(f"starting vLLM on {args.host}")
+    environment = {name: value for name, value in os.environ.items() if name != KEY}
+    key = api_key(args.api_key_file)
+    if key is not None:
+        environment["VLLM_API_KEY"] = key
+    command = command_for(args, args.rest, guarded=key is not None)
+    say(f"starting vLLM on {args.host}{'' if key is None else ', with a key for every path but /health'}")
     sys.stdout.flush()
-    os.execv(command[0], command)
+    os.execve(command[0], command, environment)
 
 
-def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+def api_key(file: str | None) -> str | None:
+    """The key that clients have to bring: from a file, or from the environment. None where there is none."""
+    if file is not None:
+        key, place = read_text(file, "--api-key-file").strip(), f"--api-key-file {file!r}"
+    else:
+        place = next((name for name in (KEY, "VLLM_API_KEY") if name in os.environ), "")
+        key = os.environ.get(place, "")
+        if not place:
+            return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{place}: expected a key of printable ASCII characters without spaces")
+    return key
+
+
+def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = False) -> list[str]:
     """The command line of vLLM's server, once everything was checked."""
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(
@@ -65,16 +93,22 @@ def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     from kvant.layout import human_bytes
 
     versions.check(vllm.__version__)
-    for each in rest:
-        if each.split("=")[0].replace("_", "-") in OURS:
-            raise ValueError(f"{each.split('=')[0]} is kvant's to choose; leave it out")
+    given = {each.split("=")[0].replace("_", "-") for each in rest if each.startswith("--")}
+    for option in sorted(given):
+        if any(ours.startswith(option) for ours in OURS):  # vLLM takes the beginning of an option for the whole
+            raise ValueError(f"{option} is kvant's to choose; leave it out")
+        if option.startswith("--api-k"):
+            raise ValueError(
+                f"{option} would show the key to everybody who lists processes: set the environment variable {KEY}, or name "
+                "a file with --api-key-file"
+            )
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
     kvant: dict[str, Any] = (
         {"recipe": args.recipe, "layers": ranges} if ranges else {"recipe": args.recipe or DEFAULT_RECIPE}
     )
     kvant = {key: value for key, value in kvant.items() if value}
-    paths = check(source, kvant, args)
+    paths = check(source, kvant, args, _value(rest, "--revision"))
     if paths:
         kvant["artifact"] = paths
     options = [
@@ -85,9 +119,21 @@ def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         "--additional-config",
         json.dumps({"kvant": kvant}),
     ]
-    cpu, given = _on_cpu(), {each.split("=")[0].replace("_", "-") for each in rest}
+    if guarded:
+        options += ["--middleware", "kvant.engines.vllm.guard.Guard"]
+    if args.model != source and "--served-model-name" not in given:
+        options += ["--served-model-name", args.model]
+    cpu = _on_cpu()
     if cpu and "--dtype" not in given:
         options += ["--dtype", "float32"]  # vLLM's 16-bit products need instructions that not every CPU has
+    if (
+        cpu
+        and not given & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
+        and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    ):  # vLLM would take 0.92 of all memory, and end where so much is not free
+        size = min(CPU_CACHE, _free_memory() // 4)
+        say(f"--kv-cache-memory-bytes {size}: {human_bytes(size)} of memory are for the cache's pages")
+        options += ["--kv-cache-memory-bytes", str(size)]
     window = window_bytes(source, kvant)
     if (
         not cpu and window and "--max-num-seqs" not in given
@@ -98,19 +144,20 @@ def command_for(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", source, *options, *rest]
 
 
-def check(source: str, kvant: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """Refuses what cannot be served; returns the artifacts that the recipes need, found or made."""
+def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision: str | None = None) -> list[str]:
+    """Refuses what cannot be served; returns the directories of the artifacts that the recipes need, found or made. The model is
+    loaded only where one has to be made, or where its files do not tell its name."""
     import transformers
 
-    from kvant.calibrate.kept import kept_at
-    from kvant.engines.fingerprint import fingerprint
+    from kvant import models
+    from kvant.engines import fold
+    from kvant.engines.fingerprint import fingerprint, fingerprint_of_files
     from kvant.engines.vllm import options
     from kvant.layout import Layout
-    from kvant.models import load
     from kvant.shape import ModelShape
 
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, revision=revision or "main")
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -128,16 +175,39 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace) -> list[
         if args.artifact:
             raise ValueError(f"--artifact: recipe {chosen[0].name} takes no artifact")
         return []
-    model, tokenizer = load(source, say=say)
-    artifacts = artifacts_for(model, tokenizer, fitted, args)
-    named = fingerprint(model)
-    paths = []
-    for recipe in fitted:
-        artifact = artifacts[recipe.name]
-        assert artifact is not None
-        given = [path for path in args.artifact if options.Artifact.load(path).digest == artifact.digest]
-        paths.append(os.path.abspath(given[0]) if given else str(kept_at(named, recipe)))
+    directory = models.directory_of(source, revision, download=True)
+
+    @functools.cache
+    def load() -> tuple[Any, Any]:
+        device, dtype = _where_to_fit(config)
+        return models.load(source if directory is None else str(directory), dtype, device, say)
+
+    named = None if directory is None else fingerprint_of_files(directory)
+    if named is None:
+        say("the model's files do not tell which model it is: it is loaded to see")
+        named = fingerprint(load()[0])
+    found = find_or_make(named, shape, fitted, args, load)
+    for recipe in chosen:
+        fold.served(recipe, found[recipe.name].artifact if recipe.calibrated else None, config)
+    paths = [_handed_over(found[recipe.name]) for recipe in fitted]
     return list(dict.fromkeys(paths))
+
+
+def _where_to_fit(config: Any) -> tuple[str, str]:
+    """Device and type that a model is measured in: the GPU that will serve it, in the 16 bits that it is stored in."""
+    if _on_cpu():
+        return "cpu", "float32"
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return "cuda", stored if stored in ("bfloat16", "float16") else "bfloat16"
+
+
+def _handed_over(found: Found) -> str:
+    """The directory in which vLLM's processes find an artifact."""
+    path = found.path
+    if path is None:  # it could not be kept
+        path = found.artifact.save(tempfile.mkdtemp(prefix="kvant-artifact-")).parent
+        say(f"written to {path} for this server")
+    return str(Path(path).absolute())
 
 
 def window_bytes(source: str, kvant: dict[str, Any]) -> int:
@@ -170,6 +240,26 @@ def _ranges(text: str | None) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"--layers: expected ranges of layers with a recipe each, got {text}")
     return found
+
+
+def _value(rest: Sequence[str], option: str) -> str | None:
+    """What an option that goes to vLLM is set to."""
+    for place, each in enumerate(rest):
+        name, found, value = each.partition("=")
+        if name == option:
+            return value if found else rest[place + 1] if place + 1 < len(rest) else None
+    return None
+
+
+def _free_memory() -> int:
+    """Bytes of memory that a process may take, as vLLM counts them where it does."""
+    try:
+        from vllm.utils.cpu_resource_utils import get_memory_node_info  # knows of a container's limit
+    except ImportError:
+        import psutil  # type: ignore[import-untyped]
+
+        return int(psutil.virtual_memory().available)
+    return int(get_memory_node_info(0).available_memory)
 
 
 def _on_cpu() -> bool:

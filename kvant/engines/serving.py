@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -278,8 +279,13 @@ class Serving:
                 real = None if masks is None else torch.tensor([[bit == "1" for bit in row] for row in masks])
             except (AttributeError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"snapshot {snapshot.path!r} is damaged: {type(error).__name__}: {error}") from error
-            where = device or getattr(model_or_config, "device", None) or "cpu"
-            cache._allocate(dtype, torch.device(where))
+            where = torch.device(device or getattr(model_or_config, "device", None) or "cpu")
+            cache.layout = cache._make_layout(dtype, where)
+            groups = list(Counter(cache.shape.layers).values())  # layers of every window
+            snapshot.check([cache.digest] * len(groups))
+            text = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
+            snapshot.check_room(cache.layout, groups, getattr(text, "max_position_embeddings", None))
+            cache._allocate(dtype, where)
             snapshot.load([group.paged for group in cache.groups])
             _check_batch(snapshot.path, cache, columns, real, ids, entries)
             for group, order in zip(cache.groups, entries, strict=True):

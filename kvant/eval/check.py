@@ -258,7 +258,7 @@ def _measure(
             windows,
             make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts.get(recipe.name)),
             progress=lambda done, _, before=first: advance(before * each + done, len(asked) * each),  # type: ignore[misc]
-            at_once=AT_ONCE,
+            together=AT_ONCE,
         )
     by_name = {result.recipe: result for result in results}
     noise = by_name["full"].kl if noisy else None

@@ -199,12 +199,12 @@ def evaluate(
     stepwise: bool = False,
     offset: int = 0,
     profile: bool = False,
-    at_once: int = AT_ONCE,
+    together: int = AT_ONCE,
 ) -> list[Result]:
     """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens.
 
     `offset` moves every token by so many positions: RoPE is relative, so the full cache does not change, but a recipe that
-    was fitted to keys at other positions does. `profile` also compares the logits of some queries, layer by layer. `at_once` recipes
+    was fitted to keys at other positions does. `profile` also compares the logits of some queries, layer by layer. `together` recipes
     run side by side behind one reference.
     """
     if chunk < 1:
@@ -222,20 +222,20 @@ def evaluate(
     done = 0
     scales = attention_scales(model)
     probe_every = 16 if chunk == 1 and stepwise else 1  # one step in so many also compares attention outputs
-    replayed = chunk == 1 and not stepwise
-    chunk = BLOCK if replayed else chunk
+    at_once = chunk == 1 and not stepwise
+    chunk = BLOCK if at_once else chunk
     block = math.ceil(BLOCK / chunk) * chunk
-    turns = itertools.product(range(0, len(windows.ids), batch), range(0, len(recipes), at_once))
+    turns = itertools.product(range(0, len(windows.ids), batch), range(0, len(recipes), together))
     for first, some in turns:
         ids = windows.ids[first : first + batch].to(model.device)
         runs: list[tuple[Cache, AttentionProbe, _Scores]] = []
-        for recipe, score in zip(recipes[some : some + at_once], scores[some : some + at_once], strict=True):
+        for recipe, score in zip(recipes[some : some + together], scores[some : some + together], strict=True):
             cache = make_cache(recipe)
             probe = AttentionProbe(cache, scales, profile)
             begin = time.perf_counter()
             feed(cache, ids, 0, windows.prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - probe.seconds
-            cache.one_by_one = replayed
+            cache.one_by_one = at_once
             runs.append((cache, probe, score))
         reference = DynamicCache(config=model.config)
         feed(reference, ids, 0, windows.prompt, logits_to_keep=1)

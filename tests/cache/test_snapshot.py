@@ -151,6 +151,22 @@ def test_calibrated_tensors_are_part_of_the_digest() -> None:
     assert kvant.PagedCache(one.layout, 1, tensors={0: tensors}).digest != one.digest
 
 
+def test_permissions_stay(tmp_path: Path) -> None:
+    path = save(tmp_path / "x", [filled()])
+    path.chmod(0o600)
+    save(path, [filled()])
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_no_file_is_refused_and_nothing_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path, words in ((tmp_path / "fifo", "a FIFO"), (tmp_path, "a directory"), (Path("/dev/null"), "a device")):
+        with pytest.raises(ValueError, match=f"snapshot .* expected a file, got {words}"):
+            save(path, [filled()])
+        with pytest.raises(ValueError, match=f"snapshot .* expected a file, got {words}"):
+            Snapshot(path)
+
+
 def test_a_failed_write_leaves_the_old_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled()
     path = save(tmp_path / "x", [cache])

@@ -19,29 +19,34 @@ def _own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(models, "cache_dir", lambda: tmp_path)
 
 
-def test_an_artifact_is_made_once_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("llama")
-    made: list[str] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """What was calibrated: the recipe and the text."""
+    done: list[tuple[str, object]] = []
 
     def counted(model: object, tokenizer: object, recipe: kvant.Recipe, text: object, **options: object) -> Artifact:
-        made.append(recipe.name)
-        ids = torch.randint(0, 100, (300,), generator=torch.Generator().manual_seed(1))
+        done.append((recipe.name, text))
+        seed = 1 if text is None else len(str(text))
+        ids = torch.randint(0, 100, (300,), generator=torch.Generator().manual_seed(seed))
         return original(model, None, recipe, ids, max_position=512)
 
     original = kept.calibrate
     monkeypatch.setattr(kept, "calibrate", counted)
+    return done
+
+
+def test_an_artifact_is_made_once_and_serves(made: list[tuple[str, object]]) -> None:
+    model = make_model("llama")
     first = kvant.artifact_for(model, None)
     assert first is not None
     assert first.recipe.name == recipes.DEFAULT == "kvant-2"
     again = kvant.artifact_for(model, None, "kvant-2:recent=5,k.search=1")  # what does not decide the fit
     assert again is not None
     assert again.digest == first.digest
-    assert made == ["kvant-2"]
+    assert made == [("kvant-2", None)]
     kvant.artifact_for(model, None, "kvant-2:power=0.5")
-    assert made == ["kvant-2", "kvant-2:power=0.5"]
+    assert made[1:] == [("kvant-2:power=0.5", None)]
     assert kvant.artifact_for(model, None, "saw-int4") is None
-    kvant.artifact_for(model, None, text="another text")  # is not the text of the one that was kept
-    assert made[2:] == ["kvant-2"]
 
     cache = kvant.Cache(model, artifact=first)
     assert cache.recipe.name == "kvant-2"
@@ -50,3 +55,40 @@ def test_an_artifact_is_made_once_and_serves(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.isfinite(model(ids, past_key_values=cache).logits).all()
     with pytest.raises(ValueError, match=r"kvant\.artifact_for"):
         kvant.Cache(model, "kvant-2")
+
+
+def test_what_is_asked_for_is_served(made: list[tuple[str, object]]) -> None:
+    """The windows of the recipe that the artifact was first made for are nobody else's."""
+    model = make_model("llama")
+    kvant.artifact_for(model, None, "kvant-2")
+    wide = kvant.artifact_for(model, None, "kvant-2:recent=256")
+    assert made == [("kvant-2", None)]
+    cache = kvant.Cache(model, artifact=wide)
+    assert cache.recipe == recipes.get("kvant-2:recent=256")
+    assert cache.recipe.key.window.recent == 256
+    with pytest.raises(ValueError, match="fitted for recipe kvant-2:recent=256, not for kvant-4"):
+        wide.serving(recipes.get("kvant-4"))
+
+
+def test_a_text_of_ones_own_is_kept_apart(made: list[tuple[str, object]]) -> None:
+    model = make_model("llama")
+    default = kvant.artifact_for(model, None)
+    own = kvant.artifact_for(model, None, text="another text")
+    other = kvant.artifact_for(model, None, text="yet another text")
+    assert len({default.digest, own.digest, other.digest}) == 3
+    assert kvant.artifact_for(model, None).digest == default.digest
+    assert kvant.artifact_for(model, None, text="another text").digest == own.digest
+    ids = torch.arange(50)
+    assert kvant.artifact_for(model, None, text=ids).digest == kvant.artifact_for(model, None, text=ids.clone()).digest
+    assert [text for _, text in made[:3]] == [None, "another text", "yet another text"] and len(made) == 4
+
+
+def test_an_artifact_that_cannot_be_kept_is_given_all_the_same(
+    made: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(models, "cache_dir", lambda: tmp_path / "file")
+    model = make_model("llama")
+    with pytest.warns(UserWarning, match="could not be kept in .* and serves this process alone"):
+        artifact = kvant.artifact_for(model, None)
+    assert kvant.Cache(model, artifact=artifact).recipe.name == "kvant-2"

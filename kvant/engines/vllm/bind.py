@@ -11,7 +11,10 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
+from kvant import models
 from kvant.artifact import Artifact
+from kvant.engines import fold
+from kvant.engines.fingerprint import fingerprint_of_files
 from kvant.engines.vllm import options
 from kvant.engines.vllm.fresh import fused
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
@@ -106,6 +109,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
     model = config.model_config
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     chosen = Options.of(config.additional_config, count)
+    named = _fingerprint(config) if any("fingerprint" in each.source for each in chosen.artifacts) else None
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     heads = own_heads(total, world, rank)
     device = torch.device(config.device_config.device)
@@ -121,7 +125,8 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
     out = []
     for (recipe, query_heads, head_dim), names in groups.items():
         options.check(recipe)
-        artifact = chosen.artifact(recipe, count, total, head_dim)
+        artifact = chosen.artifact(recipe, count, total, head_dim, named)
+        recipe = fold.served(recipe, artifact, model.hf_config)  # a folded model's values come as they are stored
         dtype = str(model.dtype).removeprefix("torch.")
         layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype, device=device)
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
@@ -152,6 +157,23 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
                 )
         out.append(group)
     return out
+
+
+def _fingerprint(config: Any) -> str | None:
+    """Of the model that vLLM has loaded, read off its files. None, and a warning, where they do not tell."""
+    model = config.model_config
+    found, reason = None, "its weights are not loaded from files"
+    if config.load_config.load_format != "dummy":
+        directory = models.directory_of(model.model, model.revision)
+        found = None if directory is None else fingerprint_of_files(directory)
+        reason = "there are no files of it" if directory is None else f"the files in {directory} do not tell"
+    if found is None:
+        logger.warning_once(
+            "kvant cannot tell whether the artifact was fitted to the model %s: %s. It is taken at its word.",
+            model.model,
+            reason,
+        )
+    return found
 
 
 def _overlays(layout: Layout, name: StreamName, layers: int, rows: int, device: torch.device) -> Tensor:

@@ -54,8 +54,11 @@ class Options:
         found = tuple(Artifact.load(path) for path in ([paths] if isinstance(paths, str) else paths))
         return Options(chosen, found, spare, given.get("implementation"))
 
-    def artifact(self, recipe: Recipe, layers: int, heads: int, head_dim: int) -> Artifact | None:
-        """The artifact that a recipe needs: the first given one that fits."""
+    def artifact(
+        self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None
+    ) -> Artifact | None:
+        """The artifact that a recipe needs: the first given one that fits, and is of the model with this fingerprint where
+        that is known."""
         if not recipe.calibrated:
             return None
         if not self.artifacts:
@@ -66,7 +69,7 @@ class Options:
         refusals = []
         for artifact in self.artifacts:
             try:
-                artifact.check(recipe, layers, heads, head_dim)
+                artifact.check(recipe, layers, heads, head_dim, fingerprint)
             except ValueError as error:
                 refusals.append(str(error))
             else:

@@ -1,26 +1,32 @@
 """From a text of CUDA C++ to a function that launches: NVRTC and the driver by their C interfaces, nothing to install or build.
 
 Compiled code is kept in the user's cache directory under a digest of the text, the GPU's architecture and the compiler, so
-that a kernel is compiled once on a machine.
+that a kernel is compiled once on a machine. A file there is code that will run: it has to belong to the user, nobody else may
+write to it, and it begins with a digest of its content; one that does not is compiled anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import stat
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
-from kvant.files import cache_dir, replacing
+from kvant.files import cache_dir, collect, open_regular, replacing
 
 P = TypeVar("P")
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for lambdas
+_MAGIC = b"kvant-kernel-1\n"
+_unkept: dict[str, bytes] = {}  # compiled code that could not be written, by name
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -107,20 +113,60 @@ def compiler_version() -> tuple[int, int]:
 
 
 def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
-    """As `compile_text`, from the cache directory where it is there; written whole or not at all."""
+    """As `compile_text`, from the cache directory where it is there; written whole or not at all. Where it cannot be written,
+    that is said once, and the code serves this process."""
     if directory is None:
         directory = cache_dir() / "kernels"
     name = hashlib.sha256(repr((text, arch, compiler_version(), OPTIONS)).encode()).hexdigest()
     path = directory / f"{name}.cubin"
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        pass
-    code = compile_text(text, arch)
-    directory.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_bytes(code)
+    code = _unkept.get(name) or _read_code(path, name)
+    if code is None:
+        code = compile_text(text, arch)
+        try:
+            _write_code(path, name, code)
+        except OSError as error:
+            if not _unkept:
+                warnings.warn(
+                    f"compiled kernels cannot be kept in {directory}, every process compiles: {error}", stacklevel=2
+                )
+            _unkept[name] = code
     return code
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    """Names compiled code together with the text that it was compiled from."""
+    return hashlib.sha256(_MAGIC + name.encode() + code).digest()
+
+
+def _read_code(path: Path, name: str) -> bytes | None:
+    """Compiled code as `_write_code` wrote it, or None: nothing is there, or nothing that can be trusted."""
+    try:
+        with open(open_regular(path, getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            for about in (os.stat(path.parent), os.fstat(file.fileno())):
+                if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    return None
+            data = file.read()
+    except (OSError, ValueError):
+        return None
+    start = len(_MAGIC) + 32
+    code = data[start:]
+    return code if data[:start] == _MAGIC + _digest(name, code) else None
+
+
+def _write_code(path: Path, name: str, code: bytes) -> None:
+    """Keeps compiled code in a directory that is the user's alone."""
+    directory = path.parent
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if os.stat(directory).st_uid != os.getuid():
+        raise PermissionError(f"{directory} belongs to another user")
+    os.chmod(directory, 0o700)
+    collect(directory)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # what is there was not trusted, nor are its permissions
+    with replacing(path) as temporary:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "wb") as file:
+            file.write(_MAGIC + _digest(name, code) + code)
 
 
 def addresses(*tensors: torch.Tensor | None) -> tuple[int | None, ...]:

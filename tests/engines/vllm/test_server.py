@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import re
@@ -14,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ KEY = "one-key"
 class Server:
     """A server of a process of its own."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, key: str | None = None) -> None:
+        self.key = key
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -48,6 +50,7 @@ class Server:
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
+                **({} if key is None else {"KVANT_API_KEY": key}),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
                 "VLLM_LOGGING_LEVEL": "INFO",
                 "OMP_NUM_THREADS": "1",
@@ -55,7 +58,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        for _ in range(600):
+        for _ in range(1500):
             assert self.process.poll() is None, self.log.read_text()[-4000:]
             try:
                 self.get("/health")
@@ -65,13 +68,18 @@ class Server:
                 return
         raise AssertionError("the server does not listen: " + self.log.read_text()[-4000:])
 
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+    def get(self, path: str, data: bytes | None = None, key: str | None = None) -> str:
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return str(answer.read().decode())
 
     def metric(self, name: str) -> float:
         return sum(
-            float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.M)
+            float(value)
+            for value in re.findall(
+                rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics", key=self.key), re.M
+            )
         )
 
     def stop(self) -> None:
@@ -99,8 +107,6 @@ def server(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     options = (
         "--recipe",
         recipe,
-        "--api-key",
-        KEY,
         "--served-model-name",
         "tiny",
         "--max-num-seqs",
@@ -109,7 +115,7 @@ def server(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "64",
     )
     options += ("--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 21), "--enforce-eager")
-    made = Server(tmp_path_factory.mktemp("log") / "log", served, *options)
+    made = Server(tmp_path_factory.mktemp("log") / "log", served, *options, key=KEY)
     try:
         made.wait()
         yield made
@@ -138,6 +144,30 @@ def test_it_listens_on_loopback_and_wants_the_key(server: Server) -> None:
         r"kvant serves 4 layers with recipe saw-int4:sink=4,recent=32: 4\.500 bits per element, artifact none", log
     )
     assert log.count("kvant serves") == 1
+
+
+def test_no_path_but_health_is_open(server: Server) -> None:
+    """vLLM guards some prefixes only; /invocations computes completions too. And the key is in no command line."""
+    asked = b'{"model": "tiny", "prompt": "Once", "max_tokens": 2}'
+    places = [
+        "/invocations",
+        "/v1/completions",
+        "/tokenize",
+        "/metrics",
+        "/version",
+        "/openapi.json",
+        "/docs",
+        "//health",
+    ]
+    for path in places:
+        for key in (None, "another", KEY + "x", ""):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                server.get(path, asked if path not in ("/metrics", "/version") else None, key)
+    assert "choices" in server.get("/invocations", asked, KEY)
+    assert "vllm:" in server.get("/metrics", key=KEY)
+    server.get("/health")
+    listed = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=False).stdout
+    assert str(server.port) in listed and KEY not in listed
 
 
 def test_chat_completion_streaming_and_log_probabilities(server: Server) -> None:
@@ -208,13 +238,18 @@ def test_many_clients_of_whom_some_hang_up(server: Server) -> None:
         (["--recipe", "oscar", "--artifact", "/nowhere"], "artifact '/nowhere': no such file or directory"),
         (["--recipe", "int4", "--artifact", "/nowhere"], "recipe int4 takes no artifact"),
         (["--recipe", "int4", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype is kvant's to choose"),
+        (["--recipe", "int4", "--attention-back", "X"], "--attention-back is kvant's to choose"),
+        (["--recipe", "int4", "--api-key", "secret"], "set the environment variable KVANT_API_KEY, or name a file"),
+        (["--recipe", "int4", "--api_key=secret"], "set the environment variable KVANT_API_KEY, or name a file"),
+        (["--recipe", "int4", "--api-key-file", "/nowhere"], "--api-key-file '/nowhere': there is no such file"),
+        (["--recipe", "int4", "--api-key-file", "/dev/null"], "expected a key of printable ASCII characters"),
         (["--layers", "{0: 1}"], "--layers: expected JSON"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_listens(
     arguments: list[str], message: str, served: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "execv", lambda *command: pytest.fail(f"vLLM was started: {command}"))
+    monkeypatch.setattr(os, "execve", lambda *command: pytest.fail(f"vLLM was started: {command}"))
     assert main(["serve", served, *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -228,36 +263,128 @@ def test_a_wrong_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_an_artifact_of_another_model_is_refused(
-    served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
-    from kvant import recipes
+    from kvant import models, recipes
     from kvant.artifact import Artifact
     from tests.fitted import made_up_tensors
 
     recipe = recipes.get("oscar")
     torch.manual_seed(0)
     tensors = {layer: made_up_tensors(recipe, 2, 64) for layer in range(4)}
-    Artifact(recipe, 2, 64, 4, tensors, {"fingerprint": "0" * 64}).save(tmp_path)
+    monkeypatch.setattr(models, "load", lambda *args: pytest.fail("the model was loaded"))
+    Artifact(recipe, 2, 64, 4, tensors, {"fingerprint": "0" * 64, "fingerprint_scheme": 2}).save(tmp_path)
     assert main(["serve", served, "--recipe", "oscar", "--artifact", str(tmp_path)]) == 2
     assert "the artifact was fitted to another model of the same shape" in capsys.readouterr().err
 
 
-def test_vllm_is_given_what_it_needs(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Started(Exception):
-        pass
+class Started(Exception):
+    pass
 
-    def started(path: str, command: list[str]) -> None:
-        raise Started(command)
 
-    monkeypatch.setattr(os, "execv", started)
-    with pytest.raises(Started) as found:
-        main(["serve", served, "--recipe", "int4", "--port", "8001", "--host", "::1", "--api-key", "x"])
-    command = found.value.args[0]
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[list[str], dict[str, str]]]:
+    """Runs kvant serve up to where it would become vLLM: -> the command line and the environment."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("KVANT_API_KEY", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def started(path: str, command: list[str], environment: dict[str, str]) -> None:
+        raise Started(command, environment)
+
+    monkeypatch.setattr(os, "execve", started)
+
+    def run(*arguments: str) -> tuple[list[str], dict[str, str]]:
+        with pytest.raises(Started) as found:
+            main(["serve", *arguments])
+        return found.value.args[0], found.value.args[1]
+
+    return run
+
+
+def after(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_vllm_is_given_what_it_needs(served: str, start: Any) -> None:
+    command, _ = start(served, "--recipe", "int4", "--port", "8001", "--host", "::1")
     assert command[3:5] == ["--model", served]
-    assert command[command.index("--host") + 1] == "::1" and command[-4:] == ["--port", "8001", "--api-key", "x"]
-    assert command[command.index("--additional-config") + 1] == '{"kvant": {"recipe": "int4"}}'
+    assert after(command, "--host") == "::1" and command[-2:] == ["--port", "8001"]
+    assert after(command, "--additional-config") == '{"kvant": {"recipe": "int4"}}'
+    assert "--middleware" not in command
+
+
+def test_the_key_goes_by_the_environment(
+    served: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("from-a-file\n")
+    command, environment = start(served, "--recipe", "int4", "--api-key-file", str(tmp_path / "key"))
+    assert environment["VLLM_API_KEY"] == "from-a-file" and not any("from-a-file" in each for each in command)
+    assert after(command, "--middleware") == "kvant.engines.vllm.guard.Guard"
+    monkeypatch.setenv("KVANT_API_KEY", "from-outside")
+    command, environment = start(served, "--recipe", "int4")
+    assert environment["VLLM_API_KEY"] == "from-outside" and "KVANT_API_KEY" not in environment
+    assert "--middleware" in command
+
+
+def test_a_model_has_the_name_that_was_typed(served: str, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvant import models
+
+    monkeypatch.setattr(models, "smollm2_directory", lambda say: Path(served))
+    command, _ = start("smollm2", "--recipe", "int4")
+    assert after(command, "--model") == served and after(command, "--served-model-name") == "smollm2"
+    command, _ = start("smollm2", "--recipe", "int4", "--served-model-name", "mine")
+    assert command.count("--served-model-name") == 1 and after(command, "--served-model-name") == "mine"
+
+
+def test_a_cpu_is_not_asked_for_nearly_all_of_its_memory(
+    served: str, start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvant.cli import serve
+
+    for free, expected in ((100 << 30, 4 << 30), (8 << 30, 2 << 30)):
+        monkeypatch.setattr(serve, "_free_memory", lambda free=free: free)
+        command, _ = start(served, "--recipe", "int4")
+        assert after(command, "--kv-cache-memory-bytes") == str(expected)
+        assert f"--kv-cache-memory-bytes {expected}" in capsys.readouterr().err
+    for own in (["--gpu-memory-utilization", "0.5"], ["--kv_cache_memory_bytes=9"]):
+        command, _ = start(served, "--recipe", "int4", *own)
+        assert "--kv-cache-memory-bytes" not in command
+
+
+def test_the_model_is_loaded_only_to_fit_it(
+    served: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fitted once; then the checkpoint's files name the model. A text of one's own is fitted apart. Where nothing can be kept,
+    vLLM finds the artifact in a temporary directory."""
+    from kvant import models
+    from kvant.artifact import Artifact
+
+    loaded: list[tuple[Any, ...]] = []
+    original = models.load
+    monkeypatch.setattr(models, "load", lambda *args: loaded.append(args) or original(*args))
+    text = tmp_path / "text"
+    text.write_text("The keeper lit the lamp and wrote the names of the ships into a green book. " * 20)
+    recipe = "oscar:sink=4,recent=16"
+    command, _ = start(served, "--recipe", recipe, "--calibration-text", str(text))
+    assert [args[1:3] for args in loaded] == [("float32", "cpu")]
+    (path,) = json.loads(after(command, "--additional-config"))["kvant"]["artifact"]
+    assert path.startswith(str(tmp_path / "cache")) and Artifact.load(path).source["text"] == "given"
+    again, _ = start(served, "--recipe", recipe, "--calibration-text", str(text))
+    assert again == command and len(loaded) == 1
+
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command, _ = start(served, "--recipe", recipe, "--calibration-text", str(text))
+    (other,) = json.loads(after(command, "--additional-config"))["kvant"]["artifact"]
+    assert (
+        other.startswith(str(tmp_path / "kvant-artifact-"))
+        and Artifact.load(other).digest == Artifact.load(path).digest
+    )
+    assert "cannot be written to" in capsys.readouterr().err
 
 
 def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""A key for every path of vLLM's server.
+
+vLLM asks for its key under some prefixes such as /v1 only: /invocations computes completions, /metrics tells of others' requests,
+and neither wants it. `kvant serve` puts this in front of all of them where there is a key; /health alone is left open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+KEY = "VLLM_API_KEY"  # an environment variable; vLLM knows it too
+OPEN = ("/health",)
+PATH = f"{__name__}.Guard"  # for --middleware
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Guard:
+    """ASGI middleware that answers 401 to who does not bring the key as `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: App, key: str | None = None) -> None:
+        key = os.environ.get(KEY) if key is None else key
+        if not key:
+            raise ValueError(f"{KEY} must be set to a key")
+        self.app, self._digest = app, hashlib.sha256(key.encode()).digest()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket") or self._lets_in(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()  # the request to connect
+            await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+        else:
+            body = json.dumps({"error": "Unauthorized"}).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _lets_in(self, scope: Any) -> bool:
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            return True  # browsers ask without a key whether they may ask with one
+        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
+            return True
+        found = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        if len(found) != 1:
+            return False
+        scheme, _, key = found[0].partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(hashlib.sha256(key).digest(), self._digest)
