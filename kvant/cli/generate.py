@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifacts import add_artifact_options, artifacts_for
 from kvant.cli.common import (
-    DEFAULT_RECIPE,
     add_model_options,
     against_16_bit,
     load_model,
@@ -24,6 +23,7 @@ from kvant.cli.common import (
     progress,
     say,
     shown_kl,
+    stages,
     tell_reference,
 )
 
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--recipe",
         metavar="R[,R...]",
-        help=f"a recipe, or several to compare (default {DEFAULT_RECIPE}; the first time, it is fitted to the model)",
+        help="a recipe, or several to compare (default: the best that kvant check finds good without a long fit)",
     )
     parser.add_argument("--prompt", help="what to ask; needed without --chat")
     parser.add_argument(
@@ -58,6 +58,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
     parser.add_argument("--max-cache-tokens", type=int, metavar="N", help="size of the cache; without it, it grows")
+    parser.add_argument(
+        "--unfit-anyway", action="store_true", help="answer also from a recipe that the model does not survive"
+    )
     add_artifact_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -296,11 +299,21 @@ def named(args: argparse.Namespace) -> list[Recipe] | None:
 def decide(
     model: Any, tokenizer: Any, asked: list[Recipe] | None, args: argparse.Namespace
 ) -> tuple[list[Recipe], Mapping[str, Artifact | None]]:
-    """Which recipes answer, and from which artifacts: the one place where this is decided."""
-    from kvant import recipes
+    """Which recipes answer, and from which artifacts: the one place where this is decided. One that is asked for alone is checked
+    once, and refused where it is unfit; several are there to be compared."""
+    from kvant.artifact import Artifact
+    from kvant.eval.choose import choose_recipe, require_fit
 
-    chosen = asked or [recipes.get(recipes.DEFAULT)]
-    return chosen, artifacts_for(model, tokenizer, chosen, args)
+    if asked is None and not args.artifact:
+        with stages() as shown:
+            choice = choose_recipe(model, tokenizer, say, progress=shown)
+        say(choice.reason)
+        return [choice.recipe], {choice.recipe.name: choice.artifact}
+    chosen = asked or [Artifact.load(args.artifact[0]).recipe]
+    artifacts = artifacts_for(model, tokenizer, chosen, args)
+    if len(chosen) == 1 and not args.unfit_anyway:
+        require_fit(model, tokenizer, chosen[0], artifacts[chosen[0].name], "--unfit-anyway", say)
+    return chosen, artifacts
 
 
 def run(args: argparse.Namespace) -> int:

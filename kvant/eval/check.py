@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from kvant.verdicts import Verdict, keep, verdict, word_for
 Tensor = torch.Tensor
 TOKENS = 1024  # of the text that is read, at most
 PROMPT = 3, 8  # the share of it that is prefilled and not scored
-FIT_TOKENS = 1024  # of the other text, for means
+FIT_TOKENS = 512  # of the other text, for means
 AT_ONCE = 8  # recipes behind one reference: a short text's keys take little memory
 
 
@@ -155,36 +156,32 @@ def fits_in_seconds(recipe: Recipe) -> bool:
     return bool(parts) and all(isinstance(part, Mean) for part in parts)
 
 
-def fit_ids(tokenizer: Any) -> Tensor:
-    """The built-in text that is fitted on, as tokens. A fit on it is kept under its name."""
-    return torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
-
-
-def kept_artifact(named: str, recipe: Recipe, tokenizer: Any) -> Artifact | None:
+def kept_artifact(named: str, recipe: Recipe) -> Artifact | None:
     """An artifact that was kept: fitted on what the model wrote, or on the built-in text."""
-    return kept(named, recipe) or kept(named, recipe, _text_for(recipe, tokenizer))
+    return kept(named, recipe) or kept_builtin(named, recipe)
 
 
-def _text_for(recipe: Recipe, tokenizer: Any) -> Tensor:
-    ids = fit_ids(tokenizer)
-    return ids[:FIT_TOKENS] if fits_in_seconds(recipe) else ids
+def kept_builtin(named: str, recipe: Recipe) -> Artifact | None:
+    return kept(named, recipe, passages.source("fit"))
 
 
-def fit_builtin(
-    model: Any, tokenizer: Any, chosen: Sequence[Recipe], named: str, progress: Progress | None = None
-) -> list[Artifact]:
-    """Fits recipes on the built-in text, and keeps what was fitted."""
-    out = []
-    for recipe in chosen:
-        text = _text_for(recipe, tokenizer)
-        (made,) = calibrate_all(model, tokenizer, [recipe], text, progress=progress)
-        out.append(made)
-        path = kept_at(named, recipe, text)
-        try:
-            made.save(path)
-        except OSError as error:
-            warnings.warn(f"the artifact could not be kept in {path}: {error}", stacklevel=2)
-    return out
+def kept_builtin_at(named: str, recipe: Recipe) -> Path:
+    """Where a fit on the built-in text is kept."""
+    return kept_at(named, recipe, passages.source("fit"))
+
+
+def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress | None = None) -> Artifact:
+    """A recipe fitted on the built-in text, of which means take only a part. It is kept."""
+    ids = torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
+    ids = ids[:FIT_TOKENS] if fits_in_seconds(recipe) else ids
+    (made,) = calibrate_all(model, tokenizer, [recipe], ids, progress=progress)
+    made = dataclasses.replace(made, source=made.source | {"text": "built in"})
+    path = kept_builtin_at(fingerprint(model), recipe)
+    try:
+        made.save(path)
+    except OSError as error:
+        warnings.warn(f"the artifact could not be kept in {path}: {error}", stacklevel=2)
+    return made
 
 
 def _artifacts(
@@ -200,20 +197,17 @@ def _artifacts(
     """An artifact for every recipe that needs one, by name, and why a recipe has none."""
     found: dict[str, Artifact | None] = {}
     left_out: dict[str, str] = {}
-    missing: list[Recipe] = []
     for recipe in chosen:
         if not recipe.calibrated:
             found[recipe.name] = None
             continue
-        fitting = _first_that_fits(given, recipe, shape, named) or kept_artifact(named, recipe, tokenizer)
+        fitting = _first_that_fits(given, recipe, shape, named) or kept_artifact(named, recipe)
         if fitting is not None:
             found[recipe.name] = fitting
         elif fit or fits_in_seconds(recipe):
-            missing.append(recipe)
+            found[recipe.name] = fit_builtin(model, tokenizer, recipe, progress)
         else:
             left_out[recipe.name] = "needs a fit of minutes: --fit (fit=True) fits it on a built-in text and keeps it"
-    for recipe, artifact in zip(missing, fit_builtin(model, tokenizer, missing, named, progress), strict=True):
-        found[recipe.name] = artifact
     return found, left_out
 
 

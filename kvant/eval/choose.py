@@ -15,6 +15,12 @@ from kvant.recipe import Recipe
 from kvant.verdicts import Unfit, Verdict, refuse_unfit, verdict
 
 Say = Callable[[str], None]
+Refusal = Callable[[Recipe], str | None]
+
+
+def nothing_refused(recipe: Recipe) -> str | None:
+    """What can be served where everything can."""
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,43 +33,66 @@ class Choice:
     reason: str
 
 
+def kept_choice(named: str, refusal: Refusal = nothing_refused) -> Choice | None:
+    """As `choose_recipe`, from what is kept of a model with this fingerprint; None where something has to be measured."""
+    tried: list[Verdict] = []
+    later = ""
+    for recipe in map(recipes.get, recipes.LADDER):
+        if refusal(recipe) is not None:
+            continue
+        artifact = kept_artifact(named, recipe) if recipe.calibrated else None
+        if recipe.calibrated and artifact is None:
+            if fits_in_seconds(recipe):
+                return None
+            later = recipe.name
+            continue
+        found = verdict(named, recipe, "" if artifact is None else artifact.digest)
+        if found is None:
+            return None
+        if found.word == "good":
+            return Choice(recipe, artifact, found, _reason(found, tried, later))
+        tried.append(found)
+    return _least_bad(named, tried)
+
+
 def choose_recipe(
     model: Any,
     tokenizer: Any,
     say: Say | None = None,
     *,
-    refusal: Callable[[Recipe], str | None] = lambda recipe: None,
+    refusal: Refusal = nothing_refused,
     progress: Progress | None = None,
 ) -> Choice:
-    """The best recipe that is good for a model and needs no long fit, checked once: the first good one of `recipes.LADDER`,
-    which has fewest bits first. The first of them, which needs a long fit, is taken only where its artifact is kept. `refusal`
-    says why a recipe cannot be served where it is wanted."""
+    """The best recipe that is good for a model and needs no long fit: the first good one of `recipes.LADDER`, which has fewest
+    bits first. One that needs a long fit is taken only where its artifact is kept. What has no verdict yet is checked now, and
+    the verdict is kept. `refusal` says why a recipe cannot be served where it is wanted."""
     named = fingerprint(model)
     tried: list[Verdict] = []
-    fitted_later = ""
-    for name in recipes.LADDER:
-        recipe = recipes.get(name)
+    later = ""
+    for recipe in map(recipes.get, recipes.LADDER):
         if refusal(recipe) is not None:
             continue
-        if recipe.calibrated and not fits_in_seconds(recipe) and kept_artifact(named, recipe, tokenizer) is None:
-            fitted_later = name
+        if recipe.calibrated and not fits_in_seconds(recipe) and kept_artifact(named, recipe) is None:
+            later = recipe.name
             continue
         if say is not None and verdict_of(model, tokenizer, recipe, measure=False) is None:
-            say(f"checking once whether {name} fits this model")
+            say(f"checking once whether {recipe.name} fits this model")
         checked = examine(model, tokenizer, [recipe], again=False, progress=progress)
-        if not checked.verdicts:
-            continue
         (found,) = checked.verdicts
-        tried.append(found)
         if found.word == "good":
-            return Choice(recipe, checked.artifacts[name], found, _reason(found, tried[:-1], fitted_later))
+            return Choice(recipe, checked.artifacts[recipe.name], found, _reason(found, tried, later))
+        tried.append(found)
+    return _least_bad(named, tried)
+
+
+def _least_bad(named: str, tried: Sequence[Verdict]) -> Choice:
+    """Where nothing is good: what is usable, or nothing."""
     if not tried:
         raise ValueError(f"none of {', '.join(recipes.LADDER)} can be served here: name a recipe")
-    best = min(tried, key=lambda each: each.kl if each.kl == each.kl else float("inf"))
-    refuse_unfit(best, "naming a recipe")
+    best = min(tried, key=lambda each: each.kl if each.word == "usable" else float("inf"))
+    refuse_unfit(best, "naming it with --recipe and --unfit-anyway", "none of those that were tried")
     recipe = recipes.get(best.recipe)
-    artifact = examine(model, tokenizer, [recipe], again=False).artifacts[recipe.name]
-    return Choice(recipe, artifact, best, f"{best}; nothing tried was good")
+    return Choice(recipe, kept_artifact(named, recipe) if recipe.calibrated else None, best, f"{best}; none is good")
 
 
 def _reason(found: Verdict, before: Sequence[Verdict], fitted_later: str) -> str:
@@ -80,7 +109,7 @@ def verdict_of(
 ) -> Verdict | None:
     """The verdict on a recipe with an artifact: one that is kept, or one that is measured now and kept."""
     if recipe.calibrated and artifact is None:
-        artifact = kept_artifact(fingerprint(model), recipe, tokenizer)
+        artifact = kept_artifact(fingerprint(model), recipe)
         if artifact is None and not measure:
             return None
     old = verdict(fingerprint(model), recipe, "" if artifact is None else artifact.digest)
@@ -98,7 +127,7 @@ def require_fit(
     anyway: str,
     say: Say | None = None,
     *,
-    refusal: Callable[[Recipe], str | None] = lambda recipe: None,
+    refusal: Refusal = nothing_refused,
 ) -> Verdict:
     """Checks a recipe once, and raises `Unfit` where it would make the model useless, naming what fits."""
     if say is not None and verdict_of(model, tokenizer, recipe, artifact, measure=False) is None:

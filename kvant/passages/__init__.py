@@ -17,18 +17,19 @@ _TURN = re.compile(r"^<<(user|assistant)>>\n", re.MULTILINE)
 
 
 @functools.cache
-def _source(name: Name) -> str:
+def source(name: Name) -> str:
+    """A text as it is stored: turns begin with a line <<user>> or <<assistant>>."""
     return (resources.files(__name__) / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def digest(name: Name) -> str:
     """Names a text: figures that were measured on another one are not compared with its own."""
-    return hashlib.sha256(_source(name).encode()).hexdigest()[:16]
+    return hashlib.sha256(source(name).encode()).hexdigest()[:16]
 
 
 def messages(name: Name) -> list[dict[str, str]]:
     """The turns of a conversation, user first."""
-    parts = _TURN.split(_source(name))[1:]
+    parts = _TURN.split(source(name))[1:]
     return [{"role": role, "content": text.strip()} for role, text in zip(parts[::2], parts[1::2], strict=True)]
 
 

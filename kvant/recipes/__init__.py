@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 
 from kvant.recipe import Recipe
@@ -44,6 +45,14 @@ def get(text: str | Recipe) -> Recipe:
             raise ValueError(f"recipe {text!r}: expected NAME:field=value,field=value, got {item!r}")
         fields[field] = value
     return _RECIPES[name].with_fields(fields)
+
+
+def plain(head_dim: int) -> Recipe:
+    """The recipe of a cache that is given neither a recipe nor an artifact: PLAIN, whose groups of value channels divide a head."""
+    recipe = get(PLAIN)
+    group = recipe.value.codec.group  # type: ignore[attr-defined]
+    fitting = math.gcd(group, head_dim)
+    return recipe if fitting == group else get(f"{PLAIN}:v.group={fitting}")
 
 
 def split(text: str) -> list[str]:
