@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.common import print_table
-
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -107,21 +105,12 @@ def run_list(args: argparse.Namespace) -> int:
         return 0
     from kvant.layout import human_bytes
 
-    columns = [("id", "left"), ("model", "left"), ("recipe", "left"), ("text", "left"), ("tokens", "right")]
-    columns += [("date", "left"), ("size", "right")]
-    rows = [
-        [
-            each.id,
-            each.model,
-            each.recipe,
-            each.text if each.problem is None else "damaged",
-            "?" if each.tokens is None else f"{each.tokens:,}",
-            each.date,
-            human_bytes(each.bytes),
-        ]
-        for each in kept
-    ]
-    print_table("", columns, rows, f"{human_bytes(sum(each.bytes for each in kept))} in {len(kept)} artifacts")
+    for each in kept:
+        tokens = "" if each.tokens is None else f"{each.tokens:,} tokens, "
+        about = f"text {each.text}, {tokens}" if each.problem is None else "damaged, "
+        print(f"{each.id}  {each.recipe}  {each.model}")
+        print(f"    {about}{each.date}, {human_bytes(each.bytes)}, {each.path}")
+    print(f"{human_bytes(sum(each.bytes for each in kept))} in {len(kept)} artifacts")
     return 0
 
 
