@@ -379,6 +379,15 @@ class _Keys:
         self.keys = k
 
 
+def keys_of(model: Any, ids: Tensor) -> list[Tensor]:
+    """The keys of every layer as they come, after RoPE: [tokens, heads, head_dim]. ids is [tokens]."""
+    shape = ModelShape.of(model)
+    kept = {layer: _Keys() for layer in range(len(shape.layers))}
+    with attending(model):
+        _forward(model, Capture(shape, kept), ids)
+    return [cast(Tensor, found.keys) for found in kept.values()]
+
+
 def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
     """The rotation of every layer, tried on the model: a few tokens further on must give the same keys, turned."""
     name = getattr(model.config, "model_type", type(model).__name__)

@@ -1,12 +1,14 @@
 """The command line. Every module of this package that defines `add` is a command, found because it exists.
 
-A user's mistake ends in one line on stderr and exit code 2; anything else is a bug and keeps its traceback.
+A user's mistake ends in one line on stderr and exit code 2; anything else is a bug and keeps its traceback. Ctrl-C ends in one
+line and exit code 130. Command modules import torch, transformers and rich late, so that help and version take no time.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -26,18 +28,35 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, rest = parser().parse_known_args(argv)
-    if rest and not hasattr(args, "passes_on"):
-        parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    args.rest = rest  # for a command that hands them on
-    from kvant.cache import PoolFull
-
+    label = "kvant"
     try:
-        return int(args.run(args))
-    except (ValueError, PoolFull, OSError, ModuleNotFoundError) as error:
-        first = " ".join(str(error).split()) or type(error).__name__
-        print(f"kvant {args.command}: {first}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"kvant {args.command}: interrupted", file=sys.stderr)
+        args, rest = parser().parse_known_args(argv)
+        if rest and not hasattr(args, "passes_on"):
+            parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        args.rest = rest  # for a command that hands them on
+        label = f"kvant {args.command}"
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has what it wanted, as in `kvant recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail again at exit
+        return 141
+    except KeyboardInterrupt as interrupt:
+        told = " ".join(str(interrupt).split())
+        start = "\n" if sys.stderr.isatty() else ""  # behind the ^C that a terminal shows
+        print(f"{start}{label}: interrupted{f'; {told}' if told else ''}", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not _mistake(error):
+            raise
+        first = " ".join(str(error).split()) or type(error).__name__
+        print(f"{label}: {first}", file=sys.stderr)
+        return 2
+
+
+def _mistake(error: Exception) -> bool:
+    """Whether an error is for the user to mend."""
+    if isinstance(error, (ValueError, OSError, ModuleNotFoundError)):
+        return True
+    cache = sys.modules.get("kvant.cache")  # where it was never imported, the error is not its own
+    return cache is not None and isinstance(error, cache.PoolFull)

@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvant.artifact import Artifact
 from kvant.cli.common import read_text, say
-from kvant.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kvant.artifact import Artifact
+    from kvant.recipe import Recipe
 
 
 def add_artifact_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,9 @@ def find_or_make(
 ) -> dict[str, Found]:
     """An artifact for every recipe, all of which are calibrated, by name. `named` is the model's fingerprint; `load` gives model
     and tokenizer, and is called where something has to be fitted."""
+    from kvant.artifact import Artifact
     from kvant.calibrate.kept import kept, kept_at
+    from kvant.eval.check import fits_in_seconds, kept_builtin, kept_builtin_at
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]
     text = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
@@ -66,11 +70,25 @@ def find_or_make(
             found[recipe.name] = fitting
         elif (old := kept(named, recipe, text)) is not None:
             found[recipe.name] = Found(old, path)
+        elif text is None and (old := kept_builtin(named, recipe)) is not None:
+            found[recipe.name] = Found(old, kept_builtin_at(named, recipe))
+        elif text is None and fits_in_seconds(recipe):
+            found[recipe.name] = _make_at_once(named, recipe, load)
         else:
             missing.setdefault(path, []).append(recipe)
     if missing:
         found |= _make(missing, text, args.calibration_text, load)
     return found
+
+
+def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]]) -> Found:
+    """Fits what needs only means, on the built-in text."""
+    from kvant.artifact import FILE
+    from kvant.eval.check import fit_builtin, kept_builtin_at
+
+    say(f"fitting {recipe.name} to the model, which takes seconds")
+    artifact, path = fit_builtin(*load(), recipe), kept_builtin_at(named, recipe)
+    return Found(artifact, path if (path / FILE).exists() else None)
 
 
 def _make(

@@ -6,45 +6,61 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
 from kvant.files import replacing
+from kvant.progress import default_progress
+
+DEFAULT_RECIPE = "kvant-2"  # kvant.recipes.DEFAULT, for help texts, which do without torch
+DEVICES = ("auto", "cpu", "cuda")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="smollm2", metavar="M", help="Hugging Face directory or id, or smollm2 (default)"
+        "--model",
+        default="smollm2",
+        metavar="M",
+        help="Hugging Face directory or id, a .gguf file, or smollm2 (default)",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 elsewhere"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: float32 on a CPU; on a GPU the checkpoint's if it is a 16-bit one, else bfloat16",
     )
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default): cuda where there is a GPU")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
 
 
+def pick_device(asked: str) -> str:
+    """cpu or cuda, of what --device says."""
+    import torch
+
+    if asked not in DEVICES:
+        raise ValueError(f"--device must be cpu or cuda, got {asked!r}")
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+    return ("cuda" if there else "cpu") if asked == "auto" else asked
+
+
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and tokenizer that a command's options name."""
+    """The model and tokenizer that a command's options name; which device and type they are on is told."""
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be positive, got {args.threads}")
     import torch
 
     from kvant import models
 
+    device = pick_device(args.device)
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be positive, got {args.threads}")
         torch.set_num_threads(args.threads)
-    if args.device not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device here")
-    return models.load(args.model, args.dtype, args.device, say)
+    model, tokenizer = models.load(args.model, args.dtype, device, say)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    say(f"{args.model} on {where}, {str(model.dtype).removeprefix('torch.')}")
+    return model, tokenizer
 
 
 def say(text: str) -> None:
@@ -56,25 +72,12 @@ class Advance(Protocol):
     def __call__(self, done: int, total: int) -> None: ...
 
 
-@contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr for every stage of some work; silent where stderr is not a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield advance
+stages = default_progress  # for work of several stages
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Advance]:
-    """A progress bar for work of one stage."""
+    """Progress of work of one stage."""
     with stages() as advance:
         yield lambda done, total: advance(title, done, total)
 
@@ -87,12 +90,18 @@ def read_text(path: str, option: str = "--text") -> str:
         raise ValueError(f"{option} {path!r}: there is no such file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path!r}: expected a UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{option} {path!r}: cannot be read: {error.strerror or error}") from error
 
 
 def print_table(
     title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], caption: str = ""
 ) -> None:
     """A table that fits a terminal; columns are (heading, "left" or "right")."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(
         title=title or None, title_justify="left", caption=caption or None, caption_justify="left", box=SIMPLE_HEAD
     )
@@ -102,6 +111,37 @@ def print_table(
         table.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
+
+
+def shown_kl(kl: float) -> float:
+    """A KL for people: it cannot be negative, so that what is a little below zero is rounding."""
+    return 0.0 if -1e-4 < kl < 0.0 else kl
+
+
+def against_16_bit(times_smaller: float) -> str:
+    """A size in words: "3.56 times smaller than 16-bit", or larger, or the same."""
+    if abs(times_smaller - 1.0) < 0.005:
+        return "as large as 16-bit"
+    if times_smaller < 1.0:
+        return f"{1.0 / times_smaller:.2f} times larger than 16-bit"
+    return f"{times_smaller:.2f} times smaller than 16-bit"
+
+
+def packed_tokens(recipe: Any, tokens: int) -> int:
+    """Of a sequence's tokens, how many are read from packed pages, of keys or of values; the rest is still in a window."""
+    from kvant.recipe import spans
+
+    return sum(span.stop - span.start for span in spans(recipe, tokens) if "packed" in (span.key, span.value))
+
+
+def nothing_packed(recipe: Any, tokens: int) -> str:
+    """Why a short sequence says nothing of a recipe."""
+    windows = [stream.window for stream in recipe.streams.values()]
+    sink, recent = windows[0].sink, max(window.ring for window in windows)
+    return (
+        f"nothing has been packed yet: all {tokens} tokens are in the window of {sink} first and {recent} last tokens that is "
+        "kept in full precision"
+    )
 
 
 def check_writable(path: str | None, option: str) -> None:

@@ -13,10 +13,13 @@ from kvant.cli.common import (
     add_model_options,
     check_writable,
     load_model,
+    nothing_packed,
+    packed_tokens,
     print_table,
     progress,
     read_text,
     say,
+    shown_kl,
     tell_reference,
     write_json,
 )
@@ -115,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         [
             r.recipe,
             f"{r.bpe:.3f}",
-            f"{r.kl:.5f}",
+            f"{shown_kl(r.kl):.5f}",
             f"{r.kl_se:.5f}",
             f"{r.top1:.1%}",
             f"{r.ppl:.3f}",
@@ -127,6 +130,10 @@ def run(args: argparse.Namespace) -> int:
     print_table(
         "", columns, rows, f"{windows.tokens} tokens; bits with windows and partly filled pages at this context"
     )
+    length = windows.ids.shape[1] - 1  # tokens that the last scored one reads, itself included
+    for recipe in chosen:
+        if not packed_tokens(recipe, length):
+            say(f"{recipe.name}: {nothing_packed(recipe, length)}; its KL says nothing, a longer --context would")
     if args.profile:
         print_profile(results)
     return 0

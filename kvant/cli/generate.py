@@ -9,25 +9,41 @@ import json
 import statistics
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifacts import add_artifact_options, artifacts_for
-from kvant.cli.common import add_model_options, load_model, print_table, progress, say, tell_reference
-from kvant.recipes import DEFAULT
+from kvant.cli.common import (
+    add_model_options,
+    against_16_bit,
+    load_model,
+    nothing_packed,
+    packed_tokens,
+    print_table,
+    progress,
+    say,
+    shown_kl,
+    stages,
+    tell_reference,
+)
+
+if TYPE_CHECKING:
+    from kvant.artifact import Artifact
+    from kvant.recipe import Recipe
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="generate text from a packed cache",
-        description="Generates from a packed cache. With several recipes, compares them with the full cache in a table.",
+        description="Generates from a packed cache; words appear as they come. With several recipes, compares them with the "
+        'full cache in a table. Example: kvant generate --prompt "Why is the sky blue?"',
     )
     add_model_options(parser)
     parser.add_argument(
         "--recipe",
-        default=DEFAULT,
         metavar="R[,R...]",
-        help=f"a recipe, or several to compare (default {DEFAULT}; the first time, it is fitted to the model)",
+        help="a recipe, or several to compare (default: the best that kvant check finds good without a long fit)",
     )
     parser.add_argument("--prompt", help="what to ask; needed without --chat")
     parser.add_argument(
@@ -42,6 +58,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
     parser.add_argument("--max-cache-tokens", type=int, metavar="N", help="size of the cache; without it, it grows")
+    parser.add_argument(
+        "--unfit-anyway", action="store_true", help="answer also from a recipe that the model does not survive"
+    )
     add_artifact_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -58,27 +77,85 @@ class Answer:
     cache_bytes: int
     times_smaller: float  # than a 16-bit cache of the same text
     tokens_per_second: float
+    packed_tokens: int  # in packed pages; the rest is in the window
     kl: float | None = None
     top1: float | None = None
 
 
-class _Clock:
-    """A streamer that only looks at the time: the first token is the prefill's, the rest are decoded."""
+class Words:
+    """A streamer: hands on the answer's text token by token, and looks at the time. The first call is the prompt's, the second
+    one the prefill's token, the rest are decoded. White space around the answer is left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], object] | None) -> None:
+        self.tokenizer, self.write = tokenizer, write
         self.times: list[float] = []
+        self.tokens: list[int] = []  # since the last line end
+        self.shown = 0  # characters of them that were handed on
+        self.held = ""  # white space that is handed on when a word follows
+        self.begun = False
+
+    def __enter__(self) -> Words:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None and self.begun and self.write is not None:
+            self.write("\n")  # what is said of the error starts a line of its own
 
     def put(self, value: Any) -> None:
         self.times.append(time.perf_counter())
+        if len(self.times) == 1 or self.write is None:
+            return
+        self.tokens += value.flatten().tolist()
+        text = self._text()
+        if text.endswith("\n"):
+            self._hand_on(text[self.shown :])
+            self.tokens, self.shown = [], 0
+        else:  # a character at the end that still lacks bytes is decoded as U+FFFD
+            self._show_until(text, len(text.rstrip("\ufffd")))
 
     def end(self) -> None:
-        pass
+        if self.write is not None:
+            text = self._text()
+            self._show_until(text, len(text))
+            self.tokens, self.shown = [], 0
+
+    def _text(self) -> str:
+        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+    def _show_until(self, text: str, stop: int) -> None:
+        if stop > self.shown:
+            self._hand_on(text[self.shown : stop])
+            self.shown = stop
+
+    def _hand_on(self, text: str) -> None:
+        assert self.write is not None
+        text = self.held + text
+        if not self.begun:
+            text = text.lstrip()
+        word = text.rstrip()
+        self.held = text[len(word) :]
+        if word:
+            self.begun = True
+            self.write(word)
 
     @property
     def rate(self) -> float:
         """Tokens a second, of the median step: what other programs do now and then is not the cache's."""
-        tokens = self.times[1:]  # the first call is the prompt's
+        tokens = self.times[1:]
         return 1 / statistics.median(b - a for a, b in itertools.pairwise(tokens)) if len(tokens) > 1 else float("nan")
+
+
+def out(text: str) -> None:
+    """Onto standard output at once, a terminal or a pipe."""
+    print(text, end="", flush=True)
+
+
+def out_in_a_line(text: str) -> None:
+    """As `out`, with line ends as spaces."""
+    if text == "\n":
+        out(text)
+        return
+    out((" " if text[:1].isspace() else "") + " ".join(text.split()))
 
 
 def encode(tokenizer: Any, messages: list[str], raw: bool) -> Any:
@@ -91,7 +168,16 @@ def encode(tokenizer: Any, messages: list[str], raw: bool) -> Any:
     ]
 
 
-def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, artifact: Any, args: argparse.Namespace) -> Answer:
+def answer(
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    recipe: Recipe,
+    artifact: Artifact | None,
+    args: argparse.Namespace,
+    write: Callable[[str], object] | None,
+) -> Answer:
+    """One recipe's answer; `write` gets its words as they come."""
     import torch
 
     from kvant.engines.hf import Cache
@@ -100,17 +186,18 @@ def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, artifact: Any, arg
 
     cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
     tell_reference(model, cache)
-    clock = _Clock()
+    words = Words(tokenizer, write)
     torch.manual_seed(args.seed)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=args.max_new_tokens,
-        streamer=clock,
-        **sampling(args),
-    )
-    new = out[0, ids.shape[1] :].tolist()
+    with words:
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=args.max_new_tokens,
+            streamer=words,
+            **sampling(args),
+        )
+    new = whole[0, ids.shape[1] :].tolist()
     length = cache.get_seq_length()
     shape = cache.shape
     half = Layout.of(get("full"), shape.heads, shape.head_dim, dtype="bfloat16").sequence_bytes(length) * len(
@@ -123,7 +210,8 @@ def answer(model: Any, tokenizer: Any, ids: Any, recipe: Any, artifact: Any, arg
         bpe=cache.layout.bits_per_element(),
         cache_bytes=cache.nbytes_used,
         times_smaller=half / cache.nbytes_used,
-        tokens_per_second=clock.rate,
+        tokens_per_second=words.rate,
+        packed_tokens=packed_tokens(recipe, length),
     )
 
 
@@ -133,7 +221,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {"do_sample": False}
 
 
-def chat(model: Any, tokenizer: Any, recipe: Any, artifact: Any, args: argparse.Namespace) -> int:
+def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, args: argparse.Namespace) -> int:
     """Answers messages until there are no more; each answer computes only the tokens that the cache does not hold."""
     import torch
 
@@ -158,15 +246,17 @@ def chat(model: Any, tokenizer: Any, recipe: Any, artifact: Any, args: argparse.
         said.append(text.rstrip("\n"))
         ids = encode(tokenizer, said, args.raw).to(model.device)
         start = time.perf_counter()
-        out = cache.generate(model, ids, max_new_tokens=args.max_new_tokens, **sampling(args))
+        words = Words(tokenizer, None if args.json else out)
+        with words:
+            whole = cache.generate(model, ids, max_new_tokens=args.max_new_tokens, streamer=words, **sampling(args))
         seconds = time.perf_counter() - start
-        new = out[0, ids.shape[1] :].tolist()
+        new = whole[0, ids.shape[1] :].tolist()
         answer = tokenizer.decode(new, skip_special_tokens=True)
         said.append(answer if args.raw or not tokenizer.chat_template else answer.strip())
         turn = {"prompt": said[-2], "text": answer.strip(), "prompt_tokens": ids.shape[1], "reused": cache.reused}
         turns.append(turn | {"tokens": new, "seconds": seconds, "cache_bytes": cache.nbytes_used})
         if not args.json:
-            print(answer.strip(), flush=True)
+            print(flush=True)
             say(
                 f"{recipe.name}: {cache.reused} of {ids.shape[1]} prompt tokens re-used, {len(new)} new ones in "
                 f"{seconds:.1f} s, cache {human_bytes(cache.nbytes_used)}"
@@ -199,11 +289,35 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], arti
         found.kl, found.top1 = result.kl, result.top1
 
 
-def run(args: argparse.Namespace) -> int:
+def named(args: argparse.Namespace) -> list[Recipe] | None:
+    """The recipes that --recipe names; None where it was left out."""
     from kvant import recipes
-    from kvant.layout import human_bytes
 
-    chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
+    return None if args.recipe is None else [recipes.get(name) for name in recipes.split(args.recipe)]
+
+
+def decide(
+    model: Any, tokenizer: Any, asked: list[Recipe] | None, args: argparse.Namespace
+) -> tuple[list[Recipe], Mapping[str, Artifact | None]]:
+    """Which recipes answer, and from which artifacts: the one place where this is decided. One that is asked for alone is checked
+    once, and refused where it is unfit; several are there to be compared."""
+    from kvant.artifact import Artifact
+    from kvant.eval.choose import choose_recipe, require_fit
+
+    if asked is None and not args.artifact:
+        with stages() as shown:
+            choice = choose_recipe(model, tokenizer, say, progress=shown)
+        say(choice.reason)
+        return [choice.recipe], {choice.recipe.name: choice.artifact}
+    chosen = asked or [Artifact.load(args.artifact[0]).recipe]
+    artifacts = artifacts_for(model, tokenizer, chosen, args)
+    if len(chosen) == 1 and not args.unfit_anyway:
+        require_fit(model, tokenizer, chosen[0], artifacts[chosen[0].name], "--unfit-anyway", say)
+    return chosen, artifacts
+
+
+def run(args: argparse.Namespace) -> int:
+    asked = named(args)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be positive, got {args.max_new_tokens}")
     if args.temperature < 0:
@@ -212,45 +326,71 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompt is missing: give a prompt, or --chat")
     if args.prompt is not None and not args.prompt.strip():
         raise ValueError("--prompt is empty: expected some text")
-    if args.chat and len(chosen) > 1:
-        raise ValueError(f"--chat takes one recipe, got {len(chosen)}")
+    if args.chat and asked and len(asked) > 1:
+        raise ValueError(f"--chat takes one recipe, got {len(asked)}")
     model, tokenizer = load_model(args)
-    artifacts = artifacts_for(model, tokenizer, chosen, args)
+    chosen, artifacts = decide(model, tokenizer, asked, args)
     if args.chat:
         return chat(model, tokenizer, chosen[0], artifacts[chosen[0].name], args)
     ids = encode(tokenizer, [args.prompt], args.raw).to(model.device)
+    many = len(chosen) > 1
     answers = []
     for recipe in chosen:
-        if len(chosen) > 1:
-            say(f"generating from the {recipe.name} cache")
-        answers.append(answer(model, tokenizer, ids, recipe, artifacts[recipe.name], args))
-    if len(chosen) > 1:
+        if many and not args.json:
+            out(f"{recipe.name}: ")
+        write = None if args.json else out_in_a_line if many else out
+        answers.append(answer(model, tokenizer, ids, recipe, artifacts[recipe.name], args, write))
+        if not args.json:
+            out("\n\n" if many else "\n")
+    if many:
         compare(model, ids, answers, chosen, artifacts)
     if args.json:
         data = {"model": args.model, "prompt": args.prompt, "prompt_tokens": ids.shape[1]}
         print(json.dumps({**data, "results": [dataclasses.asdict(a) for a in answers]}, indent=2))
-        return 0
-    if len(answers) == 1:
-        (only,) = answers
-        print(only.text)
-        say(
-            f"{only.recipe}: {len(only.tokens)} tokens at {only.tokens_per_second:.1f}/s, {only.bpe:.3f} bits per number, "
-            f"cache {human_bytes(only.cache_bytes)}, {only.times_smaller:.2f} times smaller than 16-bit"
-        )
-        return 0
+    elif many:
+        print_answers(answers, chosen, ids.shape[1], str(model.dtype).removeprefix("torch."))
+    else:
+        say(summary(answers[0], chosen[0], ids.shape[1]))
+    return 0
+
+
+def cached(found: Answer, prompt_tokens: int) -> int:
+    """Tokens that the cache holds: all but the last, which no token follows."""
+    return prompt_tokens + len(found.tokens) - 1
+
+
+def summary(found: Answer, recipe: Recipe, prompt_tokens: int) -> str:
+    """The line after an answer."""
+    from kvant.layout import human_bytes
+
+    rate = f" at {found.tokens_per_second:.1f}/s" if found.tokens_per_second == found.tokens_per_second else ""
+    size = f"cache {human_bytes(found.cache_bytes)}, {against_16_bit(found.times_smaller)}"
+    text = f"{found.recipe}: {len(found.tokens)} tokens{rate}, {found.bpe:.3f} bits per number, {size}"
+    if not found.packed_tokens:
+        return f"{found.recipe}: {len(found.tokens)} tokens{rate}, {size}; {nothing_packed(recipe, cached(found, prompt_tokens))}"
+    return text
+
+
+def print_answers(answers: list[Answer], chosen: list[Recipe], prompt_tokens: int, dtype: str) -> None:
+    """A table of several recipes' answers."""
+    from kvant.layout import human_bytes
+
     columns = [("recipe", "left"), ("bits", "right"), ("cache", "right"), ("smaller", "right"), ("KL", "right")]
     columns += [("top-1", "right"), ("tokens/s", "right")]
-    rows = []
-    for a in answers:
-        kl, top1 = ("-" if a.kl is None else f"{max(a.kl, 0.0):.4f}"), ("-" if a.top1 is None else f"{a.top1:.0%}")
+    rows, notes = [], []
+    for a, recipe in zip(answers, chosen, strict=True):
+        kl, top1 = ("-" if a.kl is None else f"{shown_kl(a.kl):.4f}"), ("-" if a.top1 is None else f"{a.top1:.0%}")
+        if not a.packed_tokens:
+            kl = top1 = "-"
+            notes.append(
+                f"{a.recipe}: {nothing_packed(recipe, cached(a, prompt_tokens))}; a longer text would show its KL"
+            )
         size = human_bytes(a.cache_bytes)
         rows.append([a.recipe, f"{a.bpe:.2f}", size, f"{a.times_smaller:.2f}x", kl, top1, f"{a.tokens_per_second:.1f}"])
-    dtype = str(model.dtype).removeprefix("torch.")
     caption = (
-        f"bits per cached number; cache of {ids.shape[1]} prompt tokens and the answer; smaller than a 16-bit cache "
-        f"(full here is {dtype}); KL and top-1: next-token distributions against the full cache on its own answer"
+        f"bits per cached number; cache of {prompt_tokens} prompt tokens and the answer; times smaller than a 16-bit cache, below 1 "
+        f"is larger (full here is {dtype}); KL and top-1: next-token distributions against the full cache on its own answer"
     )
     print_table("", columns, rows, caption)
-    for a in answers:
-        print(f"{a.recipe}: {' '.join(a.text.split())}\n")
-    return 0
+    for note in notes:
+        say(note)

@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from kvant.cli.common import print_table
-from kvant.recipes import DEFAULT
+from kvant.cli.common import DEFAULT_RECIPE, print_table
 
 
 def add(commands: Any) -> None:
@@ -23,7 +22,7 @@ def add(commands: Any) -> None:
         help="a preset (see --presets), a Hugging Face directory or id, or smollm2 (default)",
     )
     parser.add_argument(
-        "--recipe", default=DEFAULT, metavar="R[,R...]", help=f"one or more recipes (default {DEFAULT})"
+        "--recipe", default=DEFAULT_RECIPE, metavar="R[,R...]", help=f"one or more recipes (default {DEFAULT_RECIPE})"
     )
     parser.add_argument(
         "--memory", default="80GiB", metavar="SIZE", help="for the cache, on one device (default 80GiB)"

@@ -12,15 +12,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifacts import Found, add_artifact_options, find_or_make
 from kvant.cli.common import read_text, say
-from kvant.layout import human_bytes
-from kvant.recipe import Recipe
-from kvant.recipes import DEFAULT
+
+if TYPE_CHECKING:
+    from kvant.artifact import Artifact
+    from kvant.recipe import Recipe
 
 OURS = ("--attention-backend", "--additional-config", "--kv-cache-dtype", "--attention-config", "--model")
 KEY = "KVANT_API_KEY"  # an environment variable
@@ -38,16 +39,19 @@ def add(commands: Any) -> None:
         "otherwise. What is not listed here goes to vLLM as it is, for instance --port, --max-model-len, "
         f"--tensor-parallel-size. A key that clients have to bring is taken from the environment variable {KEY}, or from a "
         "file: the command line of a process is there for all to see.",
-        usage="kvant serve M [--recipe R] [--layers JSON] [--artifact DIR] [--calibration-text FILE] [--api-key-file FILE] "
-        "[vLLM's own options]",
+        usage="kvant serve M [--recipe R] [--layers JSON] [--artifact DIR] [--calibration-text FILE] [--unfit-anyway] "
+        "[--api-key-file FILE] [vLLM's own options]",
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="M", help="Hugging Face directory or id, or smollm2; before all options")
-    parser.add_argument("--recipe", metavar="R", help=f"a recipe (default {DEFAULT})")
+    parser.add_argument("--recipe", metavar="R", help="a recipe (default: the best that kvant check finds good)")
     parser.add_argument(
         "--layers", metavar="JSON", help='recipes for some of the layers, for instance {"0-1": "int8", "2-": "oscar"}'
     )
     add_artifact_options(parser)
+    parser.add_argument(
+        "--unfit-anyway", action="store_true", help="serve also a recipe that the model does not survive"
+    )
     parser.add_argument(
         "--api-key-file", metavar="FILE", help=f"file with the key that clients have to bring (default: {KEY}, or none)"
     )
@@ -90,6 +94,7 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
 
     from kvant import models
     from kvant.engines.vllm import versions
+    from kvant.layout import human_bytes
 
     versions.check(vllm.__version__)
     given = {each.split("=")[0].replace("_", "-") for each in rest if each.startswith("--")}
@@ -103,7 +108,7 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
             )
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
-    kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges} if ranges else {"recipe": args.recipe or DEFAULT}
+    kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges, "unfit_anyway": args.unfit_anyway}
     kvant = {key: value for key, value in kvant.items() if value}
     paths = check(source, kvant, args, _value(rest, "--revision"))
     if paths:
@@ -163,15 +168,6 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     shape = ModelShape.of(config)
     if any(window is not None for window in shape.layers):
         raise ValueError(f"cannot serve {config.model_type} inside vLLM: it has layers with a sliding window")
-    chosen = list(dict.fromkeys(_recipes(shape, kvant)))
-    for recipe in chosen:
-        options.check(recipe)
-        Layout.of(recipe, shape.heads, shape.head_dim, options.PAGE_TOKENS)
-    fitted = [recipe for recipe in chosen if recipe.calibrated]
-    if not fitted:
-        if args.artifact:
-            raise ValueError(f"--artifact: recipe {chosen[0].name} takes no artifact")
-        return []
     directory = models.directory_of(source, revision, download=True)
 
     @functools.cache
@@ -179,15 +175,61 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
         device, dtype = _where_to_fit(config)
         return models.load(source if directory is None else str(directory), dtype, device, say)
 
-    named = None if directory is None else fingerprint_of_files(directory)
-    if named is None:
-        say("the model's files do not tell which model it is: it is loaded to see")
-        named = fingerprint(load()[0])
-    found = find_or_make(named, shape, fitted, args, load)
+    @functools.cache
+    def named() -> str:
+        found = None if directory is None else fingerprint_of_files(directory)
+        if found is None:
+            say("the model's files do not tell which model it is: it is loaded to see")
+            found = fingerprint(load()[0])
+        return found
+
+    if not {"recipe", "layers"} & kvant.keys():
+        kvant["recipe"] = default_recipe(args, named, load)
+    chosen = list(dict.fromkeys(_recipes(shape, kvant)))
+    for recipe in chosen:
+        options.check(recipe)
+        Layout.of(recipe, shape.heads, shape.head_dim, options.PAGE_TOKENS)
+    fitted = [recipe for recipe in chosen if recipe.calibrated]
+    if not fitted and args.artifact:
+        raise ValueError(f"--artifact: recipe {chosen[0].name} takes no artifact")
+    found = find_or_make(named(), shape, fitted, args, load) if fitted else {}
     for recipe in chosen:
         fold.served(recipe, found[recipe.name].artifact if recipe.calibrated else None, config)
+    if len(chosen) == 1 and not args.unfit_anyway:
+        require_fit(chosen[0], found[chosen[0].name].artifact if fitted else None, named, load)
     paths = [_handed_over(found[recipe.name]) for recipe in fitted]
     return list(dict.fromkeys(paths))
+
+
+def default_recipe(args: argparse.Namespace, named: Callable[[], str], load: Callable[[], tuple[Any, Any]]) -> str:
+    """The recipe that is served where none is named: the artifact's, or the best that is good for the model."""
+    from kvant.artifact import Artifact
+    from kvant.engines.vllm import options
+    from kvant.eval.choose import choose_recipe, kept_choice
+
+    if args.artifact:
+        return Artifact.load(args.artifact[0]).recipe.name
+    found = kept_choice(named(), options.refusal) or choose_recipe(*load(), say, refusal=options.refusal)
+    say(found.reason)
+    return found.recipe.name
+
+
+def require_fit(
+    recipe: Recipe, artifact: Artifact | None, named: Callable[[], str], load: Callable[[], tuple[Any, Any]]
+) -> None:
+    """Refuses a recipe that the model does not survive. The model is loaded where there is no verdict yet."""
+    from kvant import recipes
+    from kvant.engines.vllm import options
+    from kvant.eval import choose
+    from kvant.verdicts import refuse_unfit, verdict
+
+    if recipe == recipes.get("full"):
+        return
+    found = verdict(named(), recipe, "" if artifact is None else artifact.digest)
+    if found is None:
+        choose.require_fit(*load(), recipe, artifact, "--unfit-anyway", say, refusal=options.refusal)
+    else:
+        refuse_unfit(found, "--unfit-anyway")
 
 
 def _where_to_fit(config: Any) -> tuple[str, str]:

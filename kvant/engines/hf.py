@@ -45,7 +45,8 @@ class Cache(Serving, transformers.Cache):
 
     model_or_config  a transformers model, or its config; its attention implementation becomes "kvant".
     recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe; without it, the artifact's recipe,
-                     or saw-int4 where there is no artifact either.
+                     or kivi-k4v4 where there is no artifact either: it needs no fit, and survives keys with a
+                     large mean. `kvant check` says which recipes with fewer bits fit the model.
     artifact         what `kvant calibrate` wrote for a recipe that is fitted offline: its directory, or an Artifact.
     max_tokens       tokens that the cache holds, allocated at once; more raises PoolFull. Over all sequences, or of each where
                      max_sequences is given too. Without it the cache grows as needed.
@@ -75,7 +76,8 @@ class Cache(Serving, transformers.Cache):
     ) -> None:
         self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
         if recipe is None:
-            recipe = recipes.PLAIN if self.artifact is None else self.artifact.recipe
+            head_dim = ModelShape.of(model_or_config).head_dim
+            recipe = recipes.plain(head_dim) if self.artifact is None else self.artifact.recipe
         self.recipe = self.asked = recipes.get(recipe)
         self.shape = ModelShape.of(model_or_config)
         self._layout_options: dict[str, Any] = {"page_tokens": page_tokens, "order": order}

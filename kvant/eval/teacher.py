@@ -199,11 +199,13 @@ def evaluate(
     stepwise: bool = False,
     offset: int = 0,
     profile: bool = False,
+    together: int = AT_ONCE,
 ) -> list[Result]:
     """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens.
 
     `offset` moves every token by so many positions: RoPE is relative, so the full cache does not change, but a recipe that
-    was fitted to keys at other positions does. `profile` also compares the logits of some queries, layer by layer.
+    was fitted to keys at other positions does. `profile` also compares the logits of some queries, layer by layer. `together` recipes
+    run side by side behind one reference.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be positive, got {chunk}")
@@ -223,11 +225,11 @@ def evaluate(
     at_once = chunk == 1 and not stepwise
     chunk = BLOCK if at_once else chunk
     block = math.ceil(BLOCK / chunk) * chunk
-    turns = itertools.product(range(0, len(windows.ids), batch), range(0, len(recipes), AT_ONCE))
+    turns = itertools.product(range(0, len(windows.ids), batch), range(0, len(recipes), together))
     for first, some in turns:
         ids = windows.ids[first : first + batch].to(model.device)
         runs: list[tuple[Cache, AttentionProbe, _Scores]] = []
-        for recipe, score in zip(recipes[some : some + AT_ONCE], scores[some : some + AT_ONCE], strict=True):
+        for recipe, score in zip(recipes[some : some + together], scores[some : some + together], strict=True):
             cache = make_cache(recipe)
             probe = AttentionProbe(cache, scales, profile)
             begin = time.perf_counter()

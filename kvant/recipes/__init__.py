@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 
 from kvant.recipe import Recipe
 
 DEFAULT = "kvant-2"  # of commands: the best there is at its bits; fitted to a model, once
-PLAIN = "saw-int4"  # of a cache that is given neither a recipe nor an artifact: it needs no fit
+PLAIN = "kivi-k4v4"  # of a cache that is given neither a recipe nor an artifact: it needs no fit, and no mean hurts it
+LADDER = (DEFAULT, "kvant-4", PLAIN, "int8")  # what is tried where no recipe is named, fewest bits first
 
 
 def _collect() -> dict[str, Recipe]:
@@ -43,6 +45,14 @@ def get(text: str | Recipe) -> Recipe:
             raise ValueError(f"recipe {text!r}: expected NAME:field=value,field=value, got {item!r}")
         fields[field] = value
     return _RECIPES[name].with_fields(fields)
+
+
+def plain(head_dim: int) -> Recipe:
+    """The recipe of a cache that is given neither a recipe nor an artifact: PLAIN, whose groups of value channels divide a head."""
+    recipe = get(PLAIN)
+    group = recipe.value.codec.group  # type: ignore[attr-defined]
+    fitting = math.gcd(group, head_dim)
+    return recipe if fitting == group else get(f"{PLAIN}:v.group={fitting}")
 
 
 def split(text: str) -> list[str]:

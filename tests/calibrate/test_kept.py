@@ -50,7 +50,7 @@ def test_an_artifact_is_made_once_and_serves(made: list[tuple[str, object]]) -> 
 
     cache = kvant.Cache(model, artifact=first)
     assert cache.recipe.name == "kvant-2"
-    assert kvant.Cache(model).recipe.name == recipes.PLAIN == "saw-int4"
+    assert kvant.Cache(model).recipe.name == recipes.PLAIN == "kivi-k4v4"
     ids = torch.randint(0, 100, (1, 20))
     assert torch.isfinite(model(ids, past_key_values=cache).logits).all()
     with pytest.raises(ValueError, match=r"kvant\.artifact_for"):

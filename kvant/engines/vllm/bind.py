@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import Any
 
@@ -108,8 +109,9 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
     drafts = check_config(config)
     model = config.model_config
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
-    chosen = Options.of(config.additional_config, count)
-    named = _fingerprint(config) if any("fingerprint" in each.source for each in chosen.artifacts) else None
+    fingerprint = functools.cache(lambda: _fingerprint(config))
+    chosen = Options.of(config.additional_config, count, fingerprint)
+    named = fingerprint()
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     heads = own_heads(total, world, rank)
     device = torch.device(config.device_config.device)
@@ -126,6 +128,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
     for (recipe, query_heads, head_dim), names in groups.items():
         options.check(recipe)
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
+        options.judge(chosen, recipe, artifact, named, logger.warning_once)
         recipe = fold.served(recipe, artifact, model.hf_config)  # a folded model's values come as they are stored
         dtype = str(model.dtype).removeprefix("torch.")
         recipe = with_rollback(recipe, drafts)
@@ -170,7 +173,7 @@ def _fingerprint(config: Any) -> str | None:
         reason = "there are no files of it" if directory is None else f"the files in {directory} do not tell"
     if found is None:
         logger.warning_once(
-            "kvant cannot tell whether the artifact was fitted to the model %s: %s. It is taken at its word.",
+            "kvant cannot tell whether recipe and artifact fit the model %s: %s. They are taken at their word.",
             model.model,
             reason,
         )

@@ -1,0 +1,131 @@
+"""kvant check: which recipes fit a model, before anything is served from them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvant.cli.common import add_model_options, load_model, print_table, say, shown_kl, stages
+
+if TYPE_CHECKING:
+    from kvant.eval.check import Checked
+
+UNFIT = 1  # exit status where a recipe that was named is unfit
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="which recipes fit a model",
+        description="Reads a built-in text through each recipe's packed cache and through the full one, and says whether the recipe "
+        "fits the model: good, usable or unfit (docs/check.md has the thresholds). Verdicts are kept; kvant serve and kvant generate "
+        "go by them. Exit status 1 where a recipe that --recipe names is unfit.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--recipe",
+        metavar="R[,R...]",
+        help="recipes, or all (default: those that have fast kernels here and need no long fit)",
+    )
+    parser.add_argument(
+        "--artifact", action="append", default=[], metavar="DIR", help="what kvant calibrate wrote; may be repeated"
+    )
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="also fit recipes for which that takes minutes, on a built-in text, and keep the artifacts",
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens to read (default 1024); verdicts on fewer are not kept"
+    )
+    parser.add_argument(
+        "--choose", action="store_true", help="only say which recipe is taken where none is named, and why"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvant import recipes
+    from kvant.artifact import Artifact
+
+    asked = None if args.recipe is None else [recipes.get(name) for name in recipes.split(args.recipe)]
+    if args.choose and (asked or args.artifact or args.fit or args.tokens):
+        raise ValueError(
+            "--choose takes neither --recipe nor --artifact, --fit or --tokens: it is what happens without them"
+        )
+    if args.fit and asked is None:
+        raise ValueError("--fit: name the recipes that are to be fitted with --recipe")
+    given = [Artifact.load(path) for path in args.artifact]
+    model, tokenizer = load_model(args)
+    if args.choose:
+        return choose(model, tokenizer, args)
+    from kvant.eval.check import TOKENS, examine
+
+    with stages() as progress:
+        found = examine(
+            model,
+            tokenizer,
+            asked,
+            artifacts=given,
+            fit=args.fit,
+            tokens=TOKENS if args.tokens is None else args.tokens,
+            progress=progress,
+        )
+    if args.json:
+        report = {"model": args.model, "verdicts": [each.to_dict() for each in found.verdicts]}
+        print(json.dumps({**report, "left_out": found.left_out}, indent=2))
+    else:
+        print_verdicts(found)
+    unfit = asked is not None and any(each.word == "unfit" for each in found.verdicts)
+    return UNFIT if unfit else 0
+
+
+def choose(model: Any, tokenizer: Any, args: argparse.Namespace) -> int:
+    from kvant.eval.choose import choose_recipe
+
+    with stages() as progress:
+        found = choose_recipe(model, tokenizer, say, progress=progress)
+    if args.json:
+        report = {"model": args.model, "recipe": found.recipe.name, "reason": found.reason}
+        print(json.dumps({**report, "verdict": found.verdict.to_dict()}, indent=2))
+    else:
+        print(found.recipe.name)
+        say(found.reason)
+    return 0
+
+
+def print_verdicts(found: Checked) -> None:
+    """A table, best first, then why recipes fail and which were not looked at."""
+    order = {"good": 0, "usable": 1, "unfit": 2, "unknown": 3}
+    ordered = sorted(
+        found.verdicts, key=lambda each: (order[each.word], each.kl if each.kl == each.kl else float("inf"))
+    )
+    columns = [("recipe", "left"), ("bits", "right"), ("KL", "right"), ("± se", "right"), ("top-1", "right")]
+    columns += [("verdict", "left")]
+    rows = []
+    for each in ordered:
+        figures = [f"{shown_kl(each.kl):.4f}", f"{each.kl_se:.4f}", f"{each.top1:.1%}", each.word]
+        if each.word == "unknown":
+            figures = ["-", "-", "-", "unknown: nothing was packed"]
+        rows.append([each.recipe, f"{each.bpe:.2f}", *figures])
+    if rows:
+        first = ordered[0]
+        caption = (
+            f"{first.tokens} tokens scored against the full cache, {first.dtype}; bits per cached number of a full page"
+        )
+        if first.noise is not None:
+            caption += f"; {shown_kl(first.noise):.4f} of KL is rounding: the unquantized recipe has as much"
+        print_table("", columns, rows, caption)
+    told: dict[str, list[str]] = {}
+    for each in ordered:
+        if each.why:
+            told.setdefault(each.why, []).append(each.recipe)
+    for why, names in told.items():
+        print(f"{', '.join(names)}: {why}")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found.left_out.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        say(f"not checked: {', '.join(names)}: {reason}")

@@ -1,0 +1,294 @@
+"""Whether recipes fit a model: a few hundred built-in tokens through the packed cache, against the full one.
+
+It takes seconds on a GPU and a minute or two on two cores for a small model. A recipe that has to be fitted is fitted first where
+that takes seconds, which is where it needs only means; otherwise an artifact is looked for, and where there is none the recipe is
+left out, and named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvant import passages, recipes
+from kvant.artifact import Artifact
+from kvant.calibrate.capture import Progress, keys_of
+from kvant.calibrate.kept import kept, kept_at
+from kvant.calibrate.run import calibrate_all, model_name
+from kvant.engines.fingerprint import fingerprint
+from kvant.engines.hf import Cache, ModelShape
+from kvant.eval.teacher import Result, Windows, evaluate
+from kvant.eval.why import explained
+from kvant.layout import Layout
+from kvant.ops import OPS, explain
+from kvant.recipe import Recipe, spans
+from kvant.transforms.affine_map import Mean
+from kvant.verdicts import Verdict, keep, verdict, word_for
+
+Tensor = torch.Tensor
+TOKENS = 1024  # of the text that is read, at most
+PROMPT = 3, 8  # the share of it that is prefilled and not scored
+FIT_TOKENS = 512  # of the other text, for means
+AT_ONCE = 8  # recipes behind one reference: a short text's keys take little memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """Verdicts, in the order that was asked for; recipes that were left out, with the reason; the artifacts by recipe name."""
+
+    verdicts: list[Verdict]
+    left_out: dict[str, str]
+    artifacts: dict[str, Artifact | None]
+
+
+def check(
+    model: Any,
+    tokenizer: Any,
+    recipe: str | Recipe | Sequence[str | Recipe] | None = None,
+    **options: Any,
+) -> list[Verdict]:
+    """Whether recipes fit a model: a verdict (good, usable, unfit) on each, measured on a built-in text and kept.
+
+    model, tokenizer  of transformers, loaded.
+    recipe            one or several; without it, all that have fast kernels on the model's device and need no long fit.
+    options           artifacts, fit, tokens, again, progress: those of `examine`.
+    """
+    asked = None if recipe is None else [recipe] if isinstance(recipe, str | Recipe) else list(recipe)
+    found = examine(model, tokenizer, asked, **options)
+    if asked is not None and found.left_out:
+        raise ValueError("; ".join(f"recipe {name}: {reason}" for name, reason in found.left_out.items()))
+    return found.verdicts
+
+
+def examine(
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[str | Recipe] | None = None,
+    *,
+    artifacts: Sequence[Artifact] = (),
+    fit: bool = False,
+    tokens: int = TOKENS,
+    again: bool = True,
+    progress: Progress | None = None,
+) -> Checked:
+    """As `check`; also says what was left out and why.
+
+    artifacts  for recipes that are fitted offline: the first that fits is taken, then one that was kept.
+    fit        also fit what takes long, on the built-in text.
+    tokens     of the built-in text that are read (default 1024, or all of it where it is shorter): more than the windows of
+               every recipe, so that most of what is read is packed.
+    again      measure also where a verdict is kept.
+    """
+    if tokens < 16:
+        raise ValueError(f"tokens must be at least 16, got {tokens}")
+    shape, named = ModelShape.of(model), fingerprint(model)
+    chosen = fast_recipes(model, shape) if asked is None else list(dict.fromkeys(recipes.get(each) for each in asked))
+    found, left_out = _artifacts(model, tokenizer, chosen, artifacts, shape, named, fit, progress)
+    chosen = [each for each in chosen if each.name not in left_out]
+    digests = {each.name: "" if (a := found[each.name]) is None else a.digest for each in chosen}
+    old = {} if again else {each.name: verdict(named, each, digests[each.name]) for each in chosen}
+    todo = [each for each in chosen if old.get(each.name) is None]
+    measured = _measure(model, tokenizer, todo, found, tokens, progress) if todo else {}
+    dtype, name = str(model.dtype).removeprefix("torch."), model_name(model.config)
+    out = []
+    for each in chosen:
+        if each.name not in measured:
+            out.append(old[each.name])
+            continue
+        result, packed, noise, scored, why = measured[each.name]
+        new = Verdict(
+            recipe=each.name,
+            fingerprint=named,
+            recipe_digest=each.digest,
+            artifact=digests[each.name],
+            kl=result.kl,
+            kl_se=result.kl_se,
+            top1=result.top1,
+            bpe=result.bpe,
+            packed=packed,
+            tokens=scored,
+            dtype=dtype,
+            noise=noise,
+            why=why,
+            model=name,
+            seconds=round(result.seconds, 2),
+        )
+        out.append(new)
+        if tokens >= TOKENS:  # a shorter look is not what others should rely on
+            _keep(new)
+    return Checked([each for each in out if each is not None], left_out, found)
+
+
+def _keep(found: Verdict) -> None:
+    try:
+        keep(found)
+    except OSError as error:
+        warnings.warn(f"the verdict on {found.recipe} could not be kept: {error}", stacklevel=3)
+
+
+def fast_recipes(model: Any, shape: ModelShape | None = None) -> list[Recipe]:
+    """Recipes that do not take the plain reference on the model's device, but the unquantized one."""
+    shape = shape or ModelShape.of(model)
+    out = []
+    for name in recipes.names():
+        recipe = recipes.get(name)
+        try:
+            layout = Layout.of(recipe, shape.heads, shape.head_dim, dtype=shape.dtype, device=model.device)
+        except ValueError:
+            continue  # the model's heads are not what it codes
+        fast = all(explain(op, layout, model.device)[0] not in (None, "reference") for op in OPS)
+        if fast and name != "full":
+            out.append(recipe)
+    return out
+
+
+# --- artifacts ----------------------------------------------------------------------------------------------------------
+
+
+def fits_in_seconds(recipe: Recipe) -> bool:
+    """Whether all that a recipe learns is means, for which a few hundred tokens do."""
+    parts = [part for stream in recipe.streams.values() for part in stream.parts.values() if part.calibrated]
+    return bool(parts) and all(isinstance(part, Mean) for part in parts)
+
+
+def kept_artifact(named: str, recipe: Recipe) -> Artifact | None:
+    """An artifact that was kept: fitted on what the model wrote, or on the built-in text."""
+    return kept(named, recipe) or kept_builtin(named, recipe)
+
+
+def kept_builtin(named: str, recipe: Recipe) -> Artifact | None:
+    return kept(named, recipe, passages.source("fit"))
+
+
+def kept_builtin_at(named: str, recipe: Recipe) -> Path:
+    """Where a fit on the built-in text is kept."""
+    return kept_at(named, recipe, passages.source("fit"))
+
+
+def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress | None = None) -> Artifact:
+    """A recipe fitted on the built-in text, of which means take only a part. It is kept."""
+    ids = torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
+    ids = ids[:FIT_TOKENS] if fits_in_seconds(recipe) else ids
+    (made,) = calibrate_all(model, tokenizer, [recipe], ids, progress=progress)
+    made = dataclasses.replace(made, source=made.source | {"text": "built in"})
+    path = kept_builtin_at(fingerprint(model), recipe)
+    try:
+        made.save(path)
+    except OSError as error:
+        warnings.warn(f"the artifact could not be kept in {path}: {error}", stacklevel=2)
+    return made
+
+
+def _artifacts(
+    model: Any,
+    tokenizer: Any,
+    chosen: Sequence[Recipe],
+    given: Sequence[Artifact],
+    shape: ModelShape,
+    named: str,
+    fit: bool,
+    progress: Progress | None,
+) -> tuple[dict[str, Artifact | None], dict[str, str]]:
+    """An artifact for every recipe that needs one, by name, and why a recipe has none."""
+    found: dict[str, Artifact | None] = {}
+    left_out: dict[str, str] = {}
+    for recipe in chosen:
+        if not recipe.calibrated:
+            found[recipe.name] = None
+            continue
+        fitting = _first_that_fits(given, recipe, shape, named) or kept_artifact(named, recipe)
+        if fitting is not None:
+            found[recipe.name] = fitting
+        elif fit or fits_in_seconds(recipe):
+            found[recipe.name] = fit_builtin(model, tokenizer, recipe, progress)
+        else:
+            left_out[recipe.name] = "needs a fit of minutes: --fit (fit=True) fits it on a built-in text and keeps it"
+    return found, left_out
+
+
+def _first_that_fits(given: Sequence[Artifact], recipe: Recipe, shape: ModelShape, named: str) -> Artifact | None:
+    for artifact in given:
+        if artifact.recipe.fits.items() >= recipe.fits.items():
+            artifact.check(recipe, len(shape.layers), shape.heads, shape.head_dim, named)
+            return artifact
+    return None
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    model: Any,
+    tokenizer: Any,
+    chosen: Sequence[Recipe],
+    artifacts: Mapping[str, Artifact | None],
+    tokens: int,
+    progress: Progress | None,
+) -> dict[str, tuple[Result, float, float | None, int, str]]:
+    """By name: the result, how many packed tokens a scored one reads, the noise, how many were scored, and why."""
+    windows = check_windows(model, tokenizer, tokens)
+    asked = list(chosen)
+    full = recipes.get("full")
+    noisy = model.dtype != torch.float32  # there, another order of the same sums shows
+    if noisy and full not in asked:
+        asked.append(full)
+
+    def advance(done: int, total: int) -> None:
+        if progress is not None:
+            progress("checking", done, total)
+
+    results: list[Result] = []
+    each = windows.tokens
+    for first in range(0, len(asked), AT_ONCE):
+        some = asked[first : first + AT_ONCE]
+        results += evaluate(
+            model,
+            some,
+            windows,
+            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts.get(recipe.name)),
+            progress=lambda done, _, before=first: advance(before * each + done, len(asked) * each),  # type: ignore[misc]
+            together=AT_ONCE,
+        )
+    by_name = {result.recipe: result for result in results}
+    noise = by_name["full"].kl if noisy else None
+    keys: list[Tensor] | None = None
+    out: dict[str, tuple[Result, float, float | None, int, str]] = {}
+    for recipe in chosen:
+        result = by_name[recipe.name]
+        packed = packed_read(recipe, windows)
+        layout = Layout.of(recipe, *_heads(model), dtype=ModelShape.of(model).dtype, device=model.device)
+        result = dataclasses.replace(result, bpe=layout.bits_per_element())
+        why = ""
+        if packed >= 1 and word_for(result.kl, result.top1) != "good":
+            if keys is None:
+                keys = keys_of(model, windows.ids[0, : windows.prompt])
+            why = explained(recipe, artifacts.get(recipe.name), result, keys)
+        out[recipe.name] = (result, packed, noise, windows.tokens, why)
+    return out
+
+
+def _heads(model: Any) -> tuple[int, int]:
+    shape = ModelShape.of(model)
+    return shape.heads, shape.head_dim
+
+
+def check_windows(model: Any, tokenizer: Any, tokens: int = TOKENS) -> Windows:
+    """The built-in text as one window, cut to what the model can read."""
+    ids = passages.encode(tokenizer, "check")
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
+    ids = ids[: min(tokens, longest)]
+    return Windows(torch.tensor([ids]), max(1, len(ids) * PROMPT[0] // PROMPT[1]))
+
+
+def packed_read(recipe: Recipe, windows: Windows) -> float:
+    """How many packed tokens a scored token reads, on average over the scored ones."""
+    lengths = range(windows.prompt + 1, windows.ids.shape[1])
+    total = 0
+    for n in lengths:
+        total += sum(s.stop - s.start for s in spans(recipe, n) if "packed" in (s.key, s.value))
+    return total / max(1, len(lengths))
