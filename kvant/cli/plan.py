@@ -68,8 +68,8 @@ def _check_class(config: Any) -> None:
     """Refuses what serving refuses for the sake of the model's class, which its shape does not show."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if found is not None and not found._supports_attention_backend:
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or ()
+    if any(not each._supports_attention_backend for each in (found if isinstance(found, tuple) else (found,))):
         raise ValueError(
             f"cannot serve {config.model_type}: its attention does not go through transformers' AttentionInterface"
         )
