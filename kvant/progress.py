@@ -39,8 +39,8 @@ def default_progress() -> Iterator[Progress]:
 class Lines:
     """A line now and then: what is being done, how much of it is done, and about how long the rest will take."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, every: float = EVERY) -> None:
-        self.clock, self.every = clock, every
+    def __init__(self, clock: Callable[[], float] = time.monotonic, every: float | None = None) -> None:
+        self.clock, self.every = clock, EVERY if every is None else every
         self.told = clock()
         self.began: dict[str, tuple[float, int]] = {}  # when a stage was first heard of, and how much was done by then
 

@@ -8,6 +8,16 @@ from typing import Any
 import torch
 
 SERVED_LAYERS = ("full_attention", "sliding_attention")
+WITH_SINKS = (  # types of models with a learned logit a head that takes part in the softmax and has no value
+    "deepseek_v4",
+    "flint",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "hy_v4",
+    "mimo_v2_flash",
+    "openai_privacy_filter",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +39,10 @@ class ModelShape:
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"cannot serve {name}: encoder-decoder models have a second cache")
         config = config.get_text_config(decoder=True)
+        if getattr(config, "model_type", None) in WITH_SINKS or _has_sinks(model_or_config):
+            raise ValueError(
+                f"cannot serve {name}: its attention has learned sinks, which the softmax would have to know"
+            )
         if getattr(config, "kv_lora_rank", None):
             raise ValueError(
                 f"cannot serve {name}: latent attention (MLA) caches one compressed vector, not keys and values"
@@ -52,3 +66,10 @@ class ModelShape:
         dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
         return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."))
+
+
+def _has_sinks(model_or_config: Any) -> bool:
+    """Whether an attention layer of a model has learned sinks; a config alone does not say."""
+    if not isinstance(model_or_config, torch.nn.Module):
+        return False
+    return any(isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model_or_config.modules())

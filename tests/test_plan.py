@@ -76,10 +76,40 @@ def test_presets_are_what_the_models_configs_say() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("80GiB", 80 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), ("7", 7), ("3g", 3 << 30), (12, 12), ("5kb", 5000)],
+    [
+        ("80GiB", 80 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("2GB", 2 * 10**9),
+        ("7B", 7),
+        ("3g", 3 << 30),
+        (12, 12),
+        ("5kb", 5000),
+    ],
 )
 def test_sizes(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
+
+
+def test_a_number_needs_a_unit() -> None:
+    """24 of anything is hardly 24 bytes."""
+    for text in ("24", " 1.5 ", "0"):
+        with pytest.raises(ValueError, match=rf"memory needs a unit, got '{text}': {text.strip()}GiB\?"):
+            kvant.plan("qwen3-8b", memory=text)
+
+
+def test_refuses_what_a_cache_refuses() -> None:
+    """Learned sinks: gpt-oss by its config, and any model by its layers."""
+    config = transformers.GptOssConfig(
+        hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2
+    )
+    with pytest.raises(ValueError, match="cannot serve gpt_oss: its attention has learned sinks"):
+        kvant.plan(config, "int4")
+    model = make_model("llama")
+    kvant.plan(model, "int4")
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(6))
+    for refusing in (lambda: kvant.plan(model, "int4"), lambda: kvant.Cache(model, "int4")):
+        with pytest.raises(ValueError, match="learned sinks"):
+            refusing()
 
 
 def test_mistakes() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,11 +24,11 @@ import torch.nn.functional as F
 import transformers
 
 from kvant.engines.hf import ATTENTION, Handle, ModelShape, PackedLayer
+from kvant.progress import Progress
 from kvant.rope import Rope, ropes_of
 from kvant.stats import Excerpt, LayerStats, Moments, Spread
 
 Tensor = torch.Tensor
-Progress = Callable[[str, int, int], None]
 
 BUDGET = 384 << 20  # bytes that statistics may take at a time
 SAMPLE_BUDGET = 128 << 20  # bytes of one layer's sampled keys and values
@@ -416,10 +416,15 @@ def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
 
 
 def gather(
-    model: Any, runs: Sequence[Tensor], plan: Plan, progress: Progress | None = None, budget: int = BUDGET
+    model: Any,
+    runs: Sequence[Tensor],
+    plan: Plan,
+    progress: Progress | None = None,
+    budget: int = BUDGET,
+    skip: Container[int] = (),
 ) -> Iterator[tuple[int, LayerStats]]:
-    """Statistics of every layer in turn, gathered of as many layers at a time as the budget allows. A run is the token
-    ids of one text."""
+    """Statistics of every layer in turn but those to skip, gathered of as many layers at a time as the budget allows. A run is
+    the token ids of one text."""
     shape = ModelShape.of(model)
     config = model.config.get_text_config(decoder=True)
     groups = config.num_attention_heads // shape.heads
@@ -427,7 +432,7 @@ def gather(
     ropes: Sequence[Rope | None] = checked_ropes(model, shape, runs[0]) if turning else [None] * len(shape.layers)
     devices = _layer_devices(model, len(shape.layers))
     at_once = max(1, budget // layer_bytes(shape, plan, groups))
-    layers = list(range(len(shape.layers)))
+    layers = [layer for layer in range(len(shape.layers)) if layer not in skip]
     passes = [layers[first : first + at_once] for first in range(0, len(layers), at_once)]
     total, done = sum(map(len, runs)) * len(passes), 0
     for chosen in passes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ import torch
 from kvant import recipes
 from kvant.artifact import SCHEME, Artifact
 from kvant.calibrate import text as texts
-from kvant.calibrate.capture import Plan, Progress, gather
+from kvant.calibrate.capture import Plan, gather
+from kvant.calibrate.checkpoint import Checkpoint, Unfinished
 from kvant.calibrate.fitting import fit_layer
 from kvant.codecs.affine import Affine
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import folded
 from kvant.engines.hf import ModelShape
+from kvant.progress import Progress
 from kvant.recipe import Recipe
 from kvant.version import VERSION
 
@@ -38,6 +41,7 @@ def calibrate(
     seed: int = 0,
     run: int = RUN,
     progress: Progress | None = None,
+    resume: bool = True,
 ) -> Artifact:
     """Fits a recipe to a model.
 
@@ -49,6 +53,7 @@ def calibrate(
                       them (default: as many as the model allows).
     run               tokens that are read as one text.
     progress          called with (stage, done, total); stages are sampling, measuring and fitting.
+    resume            keep what an interrupted call has done in the user's cache directory, and go on from there.
     """
     (artifact,) = calibrate_all(
         model,
@@ -60,6 +65,7 @@ def calibrate(
         seed=seed,
         run=run,
         progress=progress,
+        resume=resume,
     )
     return artifact
 
@@ -75,6 +81,7 @@ def calibrate_all(
     seed: int = 0,
     run: int = RUN,
     progress: Progress | None = None,
+    resume: bool = True,
 ) -> list[Artifact]:
     """As `calibrate`, for several recipes: those that look at the same windows share one reading of the text."""
     for recipe in chosen:
@@ -93,36 +100,76 @@ def calibrate_all(
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
     read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # a text is sampled once for every length of its runs
-    for look in dict.fromkeys(map(_look, chosen)):
-        mine = [i for i, recipe in enumerate(chosen) if _look(recipe) == look]
-        sink, recent, reads, block = look
-        length = min(max(run, 2 * sink), max_position, longest or max_position)
-        if length not in read:
-            read[length] = _runs(model, tokenizer, text, tokens, length, seed, progress)
-        runs, source = read[length]
-        count = sum(map(len, runs))
-        plan = Plan(len(runs), count, max_position, sink, recent, seed, reads, block)
-        for layer, stats in gather(model, runs, plan, progress):
-            for i in mine:
-                tensors[i][layer] = {name: tensor.cpu() for name, tensor in fit_layer(chosen[i], stats).items()}
-            if progress is not None:
-                progress("fitting", layer + 1, len(shape.layers))
-        for i in mine:
-            sources[i] = source | {
-                "fingerprint": fingerprint(model),
-                "fingerprint_scheme": SCHEME,
-                "model_name": model_name(model.config),
-                "model_type": model.config.model_type,
-                "tokens": count,
-                "max_position": max_position,
-                "seed": seed,
-                "version": VERSION,
-            }
+    named = fingerprint(model)
+    unfinished = Unfinished(resume)
+    with unfinished:
+        for look in dict.fromkeys(map(_look, chosen)):
+            mine = [i for i, recipe in enumerate(chosen) if _look(recipe) == look]
+            sink, recent, reads, block = look
+            length = min(max(run, 2 * sink), max_position, longest or max_position)
+            if length not in read:
+                written = (
+                    unfinished.open("text", [VERSION, named, tokens or TOKENS, length, seed]) if text is None else None
+                )
+                read[length] = _runs(model, tokenizer, text, tokens, length, seed, progress, written)
+                if written is not None:
+                    unfinished.hold(written, texts.Written(read[length][0], None, torch.Generator().get_state()))
+            runs, source = read[length]
+            count = sum(map(len, runs))
+            plan = Plan(len(runs), count, max_position, sink, recent, seed, reads, block)
+            decides = [VERSION, named, texts.digest(runs), dataclasses.asdict(plan), [chosen[i].fits for i in mine]]
+            checkpoint = unfinished.open("fit", decides)
+            fitted = Fitted(len(mine), {} if checkpoint is None else checkpoint.load())
+            if checkpoint is not None:
+                unfinished.hold(checkpoint, fitted)
+            for layer, stats in gather(model, runs, plan, progress, skip=fitted.layers):
+                fitted.layers[layer] = [
+                    {name: tensor.cpu() for name, tensor in fit_layer(chosen[i], stats).items()} for i in mine
+                ]
+                if checkpoint is not None and checkpoint.due:
+                    checkpoint.save(fitted.tensors)
+                if progress is not None:
+                    progress("fitting", len(fitted.layers), len(shape.layers))
+            for at, i in enumerate(mine):
+                tensors[i] = {layer: fitted.layers[layer][at] for layer in sorted(fitted.layers)}
+                sources[i] = source | {
+                    "fingerprint": named,
+                    "fingerprint_scheme": SCHEME,
+                    "model_name": model_name(model.config),
+                    "model_type": model.config.model_type,
+                    "tokens": count,
+                    "max_position": max_position,
+                    "seed": seed,
+                    "version": VERSION,
+                }
     layers = len(shape.layers)
     return [
         Artifact(recipe, shape.heads, shape.head_dim, layers, found, source)
         for recipe, found, source in zip(chosen, tensors, sources, strict=True)
     ]
+
+
+class Fitted:
+    """Tensors of the layers that are fitted so far, for each of some recipes."""
+
+    def __init__(self, recipes: int, kept: dict[str, Tensor]) -> None:
+        """`kept` is what a checkpoint holds, as `tensors` has it."""
+        self.layers: dict[int, list[dict[str, Tensor]]] = {}
+        for key, tensor in kept.items():
+            layer, recipe, name = key.split(".", 2)
+            self.layers.setdefault(int(layer), [{} for _ in range(recipes)])[int(recipe)][name] = tensor
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{layer}.{recipe}.{name}": tensor
+            for layer, found in self.layers.items()
+            for recipe, named in enumerate(found)
+            for name, tensor in named.items()
+        }
+
+    def __str__(self) -> str:
+        return f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
 
 
 def _look(recipe: Recipe) -> tuple[int, int, bool, int]:
@@ -148,11 +195,12 @@ def _runs(
     run: int,
     seed: int,
     progress: Progress | None,
+    checkpoint: Checkpoint | None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """The runs of tokens to measure on, and what they are."""
     if text is None:
         report = None if progress is None else lambda done, total: progress("sampling", done, total)
-        runs = texts.sample(model, tokenizer, tokens or TOKENS, run, seed, report)
+        runs = texts.sample(model, tokenizer, tokens or TOKENS, run, seed, report, checkpoint)
         return runs, {"text": "written by the model", "text_sha256": texts.digest(runs)}
     if isinstance(text, str):
         if tokenizer is None:

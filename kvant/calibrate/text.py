@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
 
+from kvant.calibrate.checkpoint import Checkpoint
 from kvant.engines.hf import ModelShape
 
 Tensor = torch.Tensor
@@ -16,6 +17,7 @@ PIECE = 1 << 16  # characters that are turned into tokens at a time
 CACHE_BYTES = 384 << 20  # of the plain cache that sampling fills
 TOP = 50  # likeliest tokens that sampling draws from
 BATCH = 16
+CHUNK = 128  # tokens a row that are read at a time when an interrupted text is taken up
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
@@ -63,11 +65,12 @@ def sample(
     length: int,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> list[Tensor]:
     """Text that the model itself writes from nothing: runs of at most `length` tokens, drawn from the 50 likeliest.
 
     A run starts with the model's first token, or a random one where it has none. The end-of-text token does not end it:
-    what follows is another text, as in what models are trained on.
+    what follows is another text, as in what models are trained on. With a checkpoint, an interrupted call goes on where it was.
     """
     shape = ModelShape.of(model)
     device = model.get_input_embeddings().weight.device
@@ -80,19 +83,69 @@ def sample(
     first = getattr(tokenizer, "bos_token_id", None)
     if first is None:
         first = model.config.get_text_config(decoder=True).bos_token_id
-    runs: list[Tensor] = []
-    while len(runs) < count:
-        rows = min(batch, count - len(runs))
-        ids = torch.randint(vocabulary, (rows, 1), generator=generator)
-        if first is not None:
-            ids.fill_(first)
-        cache = DynamicCache(config=model.config)
-        while ids.shape[1] < length:
-            logits = model(ids[:, -1:].to(device), past_key_values=cache, use_cache=True).logits[:, -1].float().cpu()
-            top = logits.topk(min(TOP, logits.shape[-1]))
-            drawn = torch.multinomial(top.values.softmax(-1), 1, generator=generator)
-            ids = torch.cat((ids, top.indices.gather(-1, drawn)), 1)
-            if progress is not None:
-                progress(len(runs) * length + rows * ids.shape[1], count * length)
-        runs += list(ids.to(torch.int32))
-    return runs
+    so_far = Written.of(checkpoint.load(), length) if checkpoint is not None else None
+    so_far = so_far or Written([], None, generator.get_state())
+    generator.set_state(so_far.generator)
+    try:
+        while len(so_far.runs) < count:
+            ids = so_far.ids
+            if ids is None:
+                rows = min(batch, count - len(so_far.runs))
+                ids = torch.randint(vocabulary, (rows, 1), generator=generator)
+                if first is not None:
+                    ids.fill_(first)
+            cache = DynamicCache(config=model.config)
+            for start in range(0, ids.shape[1] - 1, CHUNK):  # what was written before an interruption is read again
+                chunk = ids[:, start : min(start + CHUNK, ids.shape[1] - 1)].to(device)
+                model.base_model(input_ids=chunk, past_key_values=cache, use_cache=True)
+            while ids.shape[1] < length:
+                logits = (
+                    model(ids[:, -1:].to(device), past_key_values=cache, use_cache=True).logits[:, -1].float().cpu()
+                )
+                top = logits.topk(min(TOP, logits.shape[-1]))
+                drawn = torch.multinomial(top.values.softmax(-1), 1, generator=generator)
+                ids = torch.cat((ids, top.indices.gather(-1, drawn)), 1)
+                so_far = Written(so_far.runs, ids, generator.get_state())
+                if progress is not None:
+                    progress(so_far.tokens, count * length)
+                if checkpoint is not None and checkpoint.due:
+                    checkpoint.save(so_far.tensors)
+            so_far = Written([*so_far.runs, *ids.to(torch.int32)], None, generator.get_state())
+    except KeyboardInterrupt:
+        if checkpoint is None or not so_far.tokens:
+            raise
+        checkpoint.save(so_far.tensors)
+        raise KeyboardInterrupt(f"{so_far.tokens:,} of {count * length:,} tokens of text") from None
+    return so_far.runs
+
+
+class Written(NamedTuple):
+    """A text that the model is writing: one value, so that an interruption finds all of it or what it was before."""
+
+    runs: list[Tensor]  # that are done
+    ids: Tensor | None  # int64 [rows, n]: that are being written
+    generator: Tensor  # state of the random numbers behind them
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.runs)) + (0 if self.ids is None else self.ids.numel())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """As they are kept in a checkpoint."""
+        out = {f"run.{i}": run for i, run in enumerate(self.runs)} | {"generator": self.generator}
+        return out if self.ids is None else out | {"ids": self.ids}
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens of text"
+
+    @staticmethod
+    def of(tensors: dict[str, Tensor], length: int) -> Written | None:
+        """What a checkpoint kept; None where it kept nothing."""
+        if "generator" not in tensors:
+            return None
+        runs = [tensors[f"run.{i}"] for i in range(sum(name.startswith("run.") for name in tensors))]
+        found = Written(runs, tensors.get("ids"), tensors["generator"])
+        assert all(len(run) == length for run in runs)
+        assert found.ids is None or found.ids.shape[1] <= length
+        return found

@@ -15,7 +15,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="fit a recipe to a model",
-        description="Measures a model on a text and writes what the recipe learns from it to DIR/artifact.safetensors.",
+        description="Measures a model on a text and writes what the recipe learns from it to DIR/artifact.safetensors. Ctrl-C "
+        "keeps what was done: the same command goes on from there. Example: kvant calibrate --recipe oscar --out fitted",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that is fitted offline")

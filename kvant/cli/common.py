@@ -58,7 +58,8 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     model, tokenizer = models.load(args.model, args.dtype, device, say)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{threads} CPU thread{'s' if threads > 1 else ''}"
     say(f"{args.model} on {where}, {str(model.dtype).removeprefix('torch.')}")
     return model, tokenizer
 

@@ -32,7 +32,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure quality against the full cache",
-        description="Teacher-forced over windows of a text: next-token KL, top-1 agreement and perplexity of each recipe.",
+        description="Teacher-forced over windows of a text: next-token KL, top-1 agreement and perplexity of each recipe. "
+        "Example: kvant eval --recipe saw-int4,int4 --text book.txt",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R[,R...]", help="recipes, or all")

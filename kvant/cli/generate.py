@@ -240,6 +240,8 @@ def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, 
             print("> ", end="", flush=True)
         text = given.pop() if given else sys.stdin.readline()
         if not text:
+            if person:
+                print()  # behind the prompt's sign
             break
         if not text.strip():
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import struct
 from typing import Any
 
 from kvant.cli.common import DEFAULT_RECIPE, print_table
@@ -13,19 +14,23 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="say how many tokens and requests fit into memory",
-        description="Counts what fits into memory, beside a 16-bit and an 8-bit cache. Needs a model's config, no weights.",
+        description="Counts what fits into memory, beside a 16-bit and an 8-bit cache. Needs a model's config, no weights. "
+        "Example: kvant plan --model qwen3-8b --memory 24GiB",
     )
     parser.add_argument(
         "--model",
         default="smollm2",
         metavar="M",
-        help="a preset (see --presets), a Hugging Face directory or id, or smollm2 (default)",
+        help="a preset (see --presets), a Hugging Face directory or id, a .gguf file, or smollm2 (default)",
     )
     parser.add_argument(
         "--recipe", default=DEFAULT_RECIPE, metavar="R[,R...]", help=f"one or more recipes (default {DEFAULT_RECIPE})"
     )
     parser.add_argument(
-        "--memory", default="80GiB", metavar="SIZE", help="for the cache, on one device (default 80GiB)"
+        "--memory",
+        default="80GiB",
+        metavar="SIZE",
+        help="for the cache, on one device, such as 24GiB or 24GB (default 80GiB)",
     )
     parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of a request (default 8192)")
     parser.add_argument(
@@ -48,15 +53,26 @@ def find(name: str) -> Any:
         return name
     if name == models.SMOLLM2:
         return "smollm2-135m"
-    import transformers
-
     try:
-        return transformers.AutoConfig.from_pretrained(models.resolve(name))
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+        config = models.config_of(name)
+    except (OSError, ValueError, LookupError, struct.error) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"model {name!r}: expected a preset ({', '.join(PRESETS)}), a Hugging Face directory or id; {first}"
         ) from error
+    _check_class(config)
+    return config
+
+
+def _check_class(config: Any) -> None:
+    """Refuses what serving refuses for the sake of the model's class, which its shape does not show."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or ()
+    if any(not each._supports_attention_backend for each in (found if isinstance(found, tuple) else (found,))):
+        raise ValueError(
+            f"cannot serve {config.model_type}: its attention does not go through transformers' AttentionInterface"
+        )
 
 
 def run(args: argparse.Namespace) -> int:

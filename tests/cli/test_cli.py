@@ -257,9 +257,23 @@ def test_plan_counts_from_a_config_alone(capsys: pytest.CaptureFixture[str], tin
     assert "with 1 KV heads" in " ".join(out.split())
     code, out, _ = run(capsys, "plan", "--presets")
     assert "qwen3-32b" in out
+    code, _, err = run(capsys, "plan", "--memory", "24")
+    assert code == 2
+    assert "24GiB?" in err
     code, _, err = run(capsys, "plan", "--model", "/no/such", "--memory", "1GiB")
     assert code == 2
     assert "expected a Hugging Face directory or id" in err
+
+
+def test_plan_refuses_what_serving_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    transformers.GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    code, out, err = run(capsys, "plan", "--model", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "cannot serve gpt_oss: its attention has learned sinks" in err
+    transformers.GPTJConfig().save_pretrained(tmp_path)
+    code, out, err = run(capsys, "plan", "--model", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "cannot serve gptj: its attention does not go through" in err
 
 
 def test_a_chat_reuses_its_pages(

@@ -1,0 +1,121 @@
+"""What an interrupted calibration has done so far, kept on disk so that the same call goes on from there.
+
+A checkpoint is one safetensors file in the user's cache directory, named by all that decides what is in it. It is written when
+the work is interrupted, and every half minute in case the process is killed; it is removed when the work is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvant.files import cache_dir, replacing
+
+Tensor = torch.Tensor
+EVERY = 30.0  # seconds between two writes
+
+
+def directory() -> Path:
+    return cache_dir() / "unfinished"
+
+
+class Checkpoint:
+    """A file of tensors that may be there. `decides` is plain data: with anything else, another file."""
+
+    def __init__(self, kind: str, decides: Any) -> None:
+        name = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        self.path = directory() / f"{kind}-{name[:32]}.safetensors"
+        self.written = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() - self.written >= EVERY
+
+    def save(self, tensors: dict[str, Tensor]) -> None:
+        """Writes it whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with replacing(self.path) as temporary:
+            save_file(tensors, temporary, metadata={"digest": _digest(tensors)})
+        self.written = time.monotonic()
+
+    def load(self) -> dict[str, Tensor]:
+        """What was kept, or nothing. A damaged file is told of and removed: the work then starts anew."""
+        if not self.path.is_file():
+            return {}
+        try:
+            with safe_open(self.path, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+                if (opened.metadata() or {}).get("digest") != _digest(tensors):
+                    raise ValueError("its digest is not that of its tensors")
+        except (SafetensorError, ValueError, OSError) as error:
+            warnings.warn(
+                f"the unfinished calibration in {self.path} cannot be read: {error}; starting anew", stacklevel=3
+            )
+            self.remove()
+            return {}
+        return tensors
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Kept(Protocol):
+    """Work that can be put into a checkpoint, and says in words how much it is."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+
+
+class Unfinished:
+    """The checkpoints of one calibration. Where it is interrupted, what each holds is written and said; where it ends, all are
+    removed."""
+
+    def __init__(self, resume: bool) -> None:
+        self.resume = resume
+        self.all: list[Checkpoint] = []
+        self.held: list[tuple[Checkpoint, Kept]] = []
+
+    def open(self, kind: str, decides: Any) -> Checkpoint | None:
+        if not self.resume:
+            return None
+        self.all.append(Checkpoint(kind, decides))
+        return self.all[-1]
+
+    def hold(self, checkpoint: Checkpoint, work: Kept) -> None:
+        """Work that is written if the calibration is interrupted from now on."""
+        self.held.append((checkpoint, work))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            for checkpoint in self.all:
+                checkpoint.remove()
+        if kind is not KeyboardInterrupt:
+            return
+        told = [str(error)] if str(error) else []
+        for checkpoint, work in self.held:
+            tensors = work.tensors
+            if tensors:
+                checkpoint.save(tensors)
+                told.append(str(work))
+        if told:
+            raise KeyboardInterrupt(f"kept {' and '.join(told)}; the same command goes on from there") from None
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
