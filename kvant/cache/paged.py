@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import hashlib
 import threading
@@ -127,12 +127,28 @@ class PagedCache:
     def fork(self, entry: Entry) -> Entry:
         """A second sequence with the same tokens: pages are shared, windows and what correctors remember are copied."""
         self.check_ours(entry)
-        twin = dataclasses.replace(entry, owner=self._take_owner(), pages=list(entry.pages), exact=dict(entry.exact))
-        self.pool.share(twin.held)
-        for layer in range(len(self.stores)):
-            self.copy_owned(layer, entry, twin)
-        self.sequences.append(twin)
+        twin = self.new()
+        try:
+            self.mirror(twin, entry)
+        except BaseException:
+            self.free(twin)
+            raise
         return twin
+
+    @locked
+    def mirror(self, entry: Entry, source: Entry) -> None:
+        """As `fork`, but into a sequence that is there already: its tokens are forgotten, its rows of the overlays are
+        written over. Nothing is allocated, so this cannot run out of pages or rows."""
+        self.check_ours(entry)
+        self.check_ours(source)
+        if entry is source:
+            return
+        for layer in range(len(self.stores)):
+            self.copy_owned(layer, source, entry)
+        self.pool.share(source.held)
+        self.pool.release(entry.held)
+        entry.length, entry.sinks, entry.visible, entry.pure = source.length, source.sinks, source.visible, source.pure
+        entry.pages, entry.exact = list(source.pages), dict(source.exact)
 
     @locked
     def copy_owned(self, layer: int, source: Entry, target: Entry) -> None:
@@ -258,14 +274,18 @@ class PagedCache:
 
     @locked
     def extend(self, entries: Sequence[Entry], counts: Sequence[int]) -> PagedBatch:
-        """Makes room for new tokens at the end of sequences and says where they go: all of them, or PoolFull and none.
+        """Makes room for new tokens at the end of sequences and says where they go: all of them, or an error (PoolFull, or
+        torch's where memory runs out) and none.
 
         The tokens themselves are written layer by layer with `append`. A page that another sequence reads too is copied
-        before it is written.
+        before it is written. A count may be 0.
         """
-        layout, size = self.layout, self.layout.page_tokens
-        for entry in entries:
-            self.check_ours(entry)
+        self._check_batch(entries)
+        if len(counts) != len(entries) or any(count < 0 for count in counts):
+            raise ValueError(
+                f"counts must be a number of new tokens for each of {len(entries)} sequences, got {counts}"
+            )
+        layout = self.layout
         fresh = [layout.pages_for(e.length + c) - len(e.pages) for e, c in zip(entries, counts, strict=True)]
         copied = self._to_copy(entries, counts)
         try:
@@ -277,6 +297,17 @@ class PagedCache:
             self.reserve(sum(fresh) + len(copied))
         for entry, place in copied:
             self._copy_page(entry, place)
+        before = [entry.length for entry in entries]
+        try:
+            return self._batch(entries, counts, self._extended(entries, counts, fresh))
+        except BaseException:  # memory for what is told of the batch
+            for entry, length in zip(entries, before, strict=True):
+                self.retract(entry, length)
+            raise
+
+    def _extended(self, entries: Sequence[Entry], counts: Sequence[int], fresh: Sequence[int]) -> list[Tensor]:
+        """Makes sequences longer by pages that are free, and says where the new tokens of each go."""
+        layout, size = self.layout, self.layout.page_tokens
         slots: list[Tensor] = []
         for entry, count, more in zip(entries, counts, fresh, strict=True):
             entry.pages += self.pool.take(more)
@@ -287,15 +318,24 @@ class PagedCache:
             if entry.sinks == min(entry.length, layout.recipe.key.window.sink):
                 entry.sinks = min(entry.length + count, layout.recipe.key.window.sink)
             entry.length += count
-        return self._batch(entries, counts, slots)
+        return slots
 
     @locked
     def batch(self, entries: Sequence[Entry]) -> PagedBatch:
         """Sequences as they are, with no new tokens."""
+        self._check_batch(entries)
         return self._batch(entries, [0] * len(entries), [])
 
+    def _check_batch(self, entries: Sequence[Entry]) -> None:
+        if not entries:
+            raise ValueError("entries must name at least one sequence, got none")
+        for entry in entries:
+            self.check_ours(entry)
+        if len({id(entry) for entry in entries}) != len(entries):
+            raise ValueError("entries must name every sequence once, got one of them twice: fork it")
+
     def _batch(self, entries: Sequence[Entry], counts: Sequence[int], slots: Sequence[Tensor]) -> PagedBatch:
-        table = torch.zeros(len(entries), max(1, *(len(e.pages) for e in entries)), dtype=torch.int64)
+        table = torch.zeros(len(entries), max(1, max(len(e.pages) for e in entries)), dtype=torch.int64)
         for row, entry in enumerate(entries):
             table[row, : len(entry.pages)] = torch.tensor(entry.pages, dtype=torch.int64)
 
@@ -380,27 +420,60 @@ class PagedCache:
 
     def _copy_page(self, entry: Entry, place: int) -> None:
         (copy,) = self.pool.take(1)
-        for store in self.stores:
-            store.pages[copy] = store.pages[entry.pages[place]]
+        try:
+            for store in self.stores:
+                store.pages[copy] = store.pages[entry.pages[place]]
+        except BaseException:
+            self.pool.release([copy])
+            raise
         self.pool.release([entry.pages[place]])
         entry.pages[place] = copy
 
+    @locked
     def reserve(self, count: int, sequences: int = 0) -> None:
         """Makes sure that `count` pages are free, and windows for so many sequences: kept prefixes that nobody reads are given
-        up, then the pool grows, if it may. PoolFull, and nothing has changed, where that is not enough."""
-        if self.fixed_owners is not None and sequences > len(self._free_owners):
+        up, then the pool grows, if it may. Where that is not enough: PoolFull, or torch's error where memory runs out, and
+        nothing has changed."""
+        missing, windows = count - self.pool.free, sequences - len(self._free_owners)
+        if self.fixed_owners is not None and windows > 0:
             raise self._full(count, self._owners)
-        missing = count - self.pool.free
-        if missing <= 0:
-            return
-        if not self.growing:
+        if missing > 0 and not self.growing:
             if self.prefix is None or not self.prefix.evict(missing):
                 raise self._full(count)
-            return
-        total = self.pool.total + max(missing, self.pool.total // 4)
+            missing = 0
+        pages, owners = self.pool.total, self._owners
+        if missing > 0:
+            pages += max(missing, pages // 4)
+        if windows > 0:
+            owners += max(windows, 1 + owners // 4)
+        if (pages, owners) != (self.pool.total, self._owners):
+            self._grow(pages, owners)
+
+    def _grow(self, pages: int, owners: int) -> None:
+        """So many pages and rows of the overlays in every layer, or in none where memory runs out.
+
+        Tensors grow one after another: at no time does more than one of them take its memory twice. Where one cannot grow,
+        those before it shrink again, for which there is room: theirs was found beside a tensor of the old size.
+        """
+        parts: list[tuple[dict[Any, Any], str, int, int]] = []  # where a tensor is kept, its rows now and then
         for store in self.stores:
-            store.pages = _grown(store.pages, total)
-        self.pool.grow(total)
+            parts.append((vars(store), "pages", self.pool.total, pages))
+            for owned in (store.overlays, store.states):
+                parts += [(owned, name, self._owners, owners) for name in owned]
+        try:
+            for holder, name, _, rows in parts:
+                if len(holder[name]) < rows:
+                    holder[name] = _grown(holder[name], rows)
+        except BaseException:
+            for holder, name, rows, _ in parts:
+                if len(holder[name]) > rows:
+                    # a layer that can do neither keeps rows that nobody uses, until the next growth
+                    with contextlib.suppress(RuntimeError, MemoryError):
+                        holder[name] = _grown(holder[name], rows)
+            raise
+        self.pool.grow(pages)
+        self._free_owners[:0] = range(owners - 1, self._owners - 1, -1)
+        self._owners = owners
 
     def _full(self, asked: int, sequences: int | None = None) -> PoolFull:
         evictable = self.prefix.evictable if self.prefix is not None else 0
@@ -424,16 +497,7 @@ class PagedCache:
         return True
 
     def _take_owner(self) -> int:
-        if not self._free_owners:
-            if self.fixed_owners is not None:
-                raise self._full(0, self._owners)
-            more = 1 + self._owners // 4
-            for store in self.stores:
-                for rows in (store.overlays, store.states):
-                    for name, tensor in rows.items():
-                        rows[name] = _grown(tensor, self._owners + more)
-            self._free_owners = list(range(self._owners + more - 1, self._owners - 1, -1))
-            self._owners += more
+        self.reserve(0, 1)
         return self._free_owners.pop()
 
 
@@ -449,6 +513,8 @@ def _named(tensors: Mapping[int, Mapping[str, Tensor]]) -> str:
 
 @torch.inference_mode(False)
 def _grown(tensor: Tensor, rows: int) -> Tensor:
+    """A copy with so many rows: more, or fewer."""
     out = tensor.new_empty(rows, *tensor.shape[1:])
-    out[: len(tensor)] = tensor
+    kept = min(rows, len(tensor))
+    out[:kept] = tensor[:kept]
     return out

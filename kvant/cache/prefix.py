@@ -142,8 +142,8 @@ class PrefixCache:
                 key = link(parent, piece)
                 node = self._covering(parent, piece)
                 if node is None and page != SLID_OUT:
-                    self._drop_shorter(parent, piece)
                     node = Node(parent, piece, start, page, self._sinks_of(entry, start, stop))
+                    self._drop_shorter(parent, piece)
                     self._add(node)
                 if node is not None:
                     chain.append(node)
@@ -194,7 +194,8 @@ class PrefixCache:
 
     def take(self, tokens: Sequence[int], salt: str = "", length: int | None = None) -> Entry:
         """A new sequence that shares the longest kept prefix of some tokens; its length says how many. `length` asks for
-        that many of them and no more."""
+        that many of them and no more. Where it cannot be had (PoolFull, or torch's error where memory runs out), there is
+        no new sequence."""
         cache = self.cache
         with cache.lock:
             chain, partial = self._search(tokens if length is None else tokens[:length], salt)
@@ -202,27 +203,37 @@ class PrefixCache:
             if length is not None and found != length:
                 raise ValueError(f"{length} tokens were asked for, {found} are kept")
             entry = cache.new()
-            if not found:
-                return entry
-            nodes = self._pages_at(found, chain, partial)
-            assert nodes is not None
-            entry.pages = [SLID_OUT if node is None else node.page for node in nodes]
-            cache.pool.share(entry.held)
-            entry.length, entry.exact = found, {"key": found, "value": found}
-            entry.visible = self.window if SLID_OUT in entry.pages else None
-            for node in nodes:
-                rows = 0 if node is None else min(node.sink_rows, found - node.start)
-                if node is None or node.start != entry.sinks or not rows:
-                    break
-                for store, kept in zip(cache.stores, node.sinks, strict=True):
-                    for name, overlay in store.overlays.items():
-                        overlay[entry.owner, node.start : node.start + rows] = kept[name][:rows]
-                entry.sinks += rows
-            for store in cache.stores:
-                for state in store.states.values():
-                    state[entry.owner].zero_()
-            self._touch([node for node in nodes if node is not None])
+            try:
+                if found:
+                    self._share(entry, found, chain, partial)
+            except BaseException:
+                cache.free(entry)
+                raise
             return entry
+
+    def _share(self, entry: Entry, found: int, chain: Sequence[Node | None], partial: tuple[Node, int] | None) -> None:
+        """Gives an empty sequence the first `found` kept tokens."""
+        cache = self.cache
+        nodes = self._pages_at(found, chain, partial)
+        assert nodes is not None
+        sinks = 0
+        for node in nodes:
+            rows = 0 if node is None else min(node.sink_rows, found - node.start)
+            if node is None or node.start != sinks or not rows:
+                break
+            for store, kept in zip(cache.stores, node.sinks, strict=True):
+                for name, overlay in store.overlays.items():
+                    overlay[entry.owner, node.start : node.start + rows] = kept[name][:rows]
+            sinks += rows
+        for store in cache.stores:
+            for state in store.states.values():
+                state[entry.owner].zero_()
+        pages = [SLID_OUT if node is None else node.page for node in nodes]
+        cache.pool.share([page for page in pages if page != SLID_OUT])
+        entry.pages, entry.sinks = pages, sinks
+        entry.length, entry.exact = found, {"key": found, "value": found}
+        entry.visible = self.window if SLID_OUT in pages else None
+        self._touch([node for node in nodes if node is not None])
 
     def _search(self, tokens: Sequence[int], salt: str) -> tuple[list[Node | None], tuple[Node, int] | None]:
         """The kept pages whose tokens are all wanted, by place (None: not kept), and one of which the first tokens are,

@@ -23,7 +23,8 @@ def refuse(layout: Layout) -> str | None:
 
 
 class StaticBatch:
-    """Some sequences of a cache, with room for a number of steps, which is taken at once: for all of them, or PoolFull and none.
+    """Some sequences of a cache, with room for a number of steps, which is taken at once: for all of them, or an error
+    (PoolFull, or torch's where memory runs out) and none.
 
     What operations are told of the sequences lies at addresses that stay; `advance` moves it on by one token of each, by
     operations of the device alone. Until `close` says how far they came, the sequences are as long as their room, and nothing
@@ -41,16 +42,19 @@ class StaticBatch:
         count = len(self.entries)
         with torch.inference_mode(False):
             room = cache.extend(self.entries, [steps] * count)
-            self._slots = room.slots.view(count, steps).T.contiguous()  # of every step
-            self._sinks = room.sinks.clone()  # that a sequence will have once it is long enough
-            self._step = torch.full((1,), -1, dtype=torch.int64, device=cache.device)
-            lengths = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
-            starts = torch.arange(count + 1, device=cache.device)
-            slots, sinks = torch.zeros_like(lengths), torch.minimum(room.sinks, lengths)
-            self.batch = room._replace(lengths=lengths, slots=slots, starts=starts, sinks=sinks)
-            self.worst = torch.zeros(
-                len(cache.stores), count, dtype=torch.float32, device=cache.device
-            )  # numbers of the last step
+            try:
+                self._slots = room.slots.view(count, steps).T.contiguous()  # of every step
+                self._sinks = room.sinks.clone()  # that a sequence will have once it is long enough
+                self._step = torch.full((1,), -1, dtype=torch.int64, device=cache.device)
+                lengths = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
+                starts = torch.arange(count + 1, device=cache.device)
+                slots, sinks = torch.zeros_like(lengths), torch.minimum(room.sinks, lengths)
+                self.batch = room._replace(lengths=lengths, slots=slots, starts=starts, sinks=sinks)
+                shape = len(cache.stores), count
+                self.worst = torch.zeros(shape, dtype=torch.float32, device=cache.device)  # numbers of the last step
+            except BaseException:
+                self.close(0)
+                raise
 
     def advance(self) -> None:
         """One more token of every sequence."""

@@ -42,43 +42,55 @@ def gathered(entries: Sequence[Entry]) -> tuple[list[int], list[Entry]]:
 
 
 def settled(cache: PagedCache, moved: Sequence[Entry], pages: Sequence[int], share: bool = True) -> list[Entry]:
-    """Sequences of `gathered` as new sequences of a cache over pages that were taken for them. `share`: a page has one
-    reference so far; otherwise all are counted. Their windows are still to be filled."""
-    entries = []
+    """Sequences of `gathered` as new sequences of a cache over pages that were taken for them: all of them, or an error and
+    none. `share`: a page has one reference so far; otherwise all are counted. Their windows are still to be filled."""
+    entries: list[Entry] = []
+    try:
+        for _ in moved:
+            entries.append(cache.new())
+    except BaseException:  # they have no pages yet
+        for entry in entries:
+            cache.free(entry)
+        raise
     seen: set[int] = set()
-    for each in moved:
-        entry = cache.new()
+    for entry, each in zip(entries, moved, strict=True):
         entry.length, entry.sinks, entry.visible, entry.pure = each.length, each.sinks, each.visible, each.pure
         entry.exact = dict(each.exact)
         entry.pages = [page if page == SLID_OUT else pages[page] for page in each.pages]
         if share:
             cache.pool.share([page for page in entry.held if page in seen])
         seen.update(entry.held)
-        entries.append(entry)
     return entries
 
 
-def swap_out(cache: PagedCache, entries: Sequence[Entry]) -> Swapped:
-    """Copies sequences to host memory and frees them. What they share with others is copied too."""
+def copied(cache: PagedCache, entries: Sequence[Entry]) -> Swapped:
+    """Copies sequences to host memory. What they share with others is copied too."""
     with cache.lock:
         for entry in entries:
             cache.check_ours(entry)
         pages, moved = gathered(entries)
         ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
         rows = torch.tensor([entry.owner for entry in entries], dtype=torch.int64, device=cache.device)
-        swapped = Swapped(
+        return Swapped(
             cache.digest,
             tuple(moved),
             tuple(store.pages[ids].cpu() for store in cache.stores),
             tuple(tuple(owned[rows].cpu() for owned in store.owned) for store in cache.stores),
         )
+
+
+def swap_out(cache: PagedCache, entries: Sequence[Entry]) -> Swapped:
+    """Copies sequences to host memory, as `copied` does, and frees them."""
+    with cache.lock:
+        swapped = copied(cache, entries)
         for entry in entries:
             cache.free(entry)
         return swapped
 
 
 def swap_in(cache: PagedCache, swapped: Swapped) -> list[Entry]:
-    """Brings sequences back, as they were: all of them, or PoolFull and none. What was swapped out stays valid."""
+    """Brings sequences back, as they were: all of them, or an error (PoolFull, or torch's where memory runs out) and none.
+    What was swapped out stays valid."""
     if swapped.digest != cache.digest:
         raise ValueError(
             f"these sequences come from a cache with the digest {swapped.digest:.16}..., this one has {cache.digest:.16}...: "
@@ -88,11 +100,20 @@ def swap_in(cache: PagedCache, swapped: Swapped) -> list[Entry]:
         count = len(swapped.pages[0])
         cache.reserve(count, len(swapped.sequences))
         pages = cache.pool.take(count)
-        entries = settled(cache, swapped.sequences, pages)
-        ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-        rows = torch.tensor([entry.owner for entry in entries], dtype=torch.int64, device=cache.device)
-        for store, data, windows in zip(cache.stores, swapped.pages, swapped.owned, strict=True):
-            store.pages[ids] = data.to(cache.device)
-            for owned, kept in zip(store.owned, windows, strict=True):
-                owned[rows] = kept.to(cache.device)
+        try:
+            entries = settled(cache, swapped.sequences, pages)
+        except BaseException:
+            cache.pool.release(pages)
+            raise
+        try:
+            ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
+            rows = torch.tensor([entry.owner for entry in entries], dtype=torch.int64, device=cache.device)
+            for store, data, windows in zip(cache.stores, swapped.pages, swapped.owned, strict=True):
+                store.pages[ids] = data.to(cache.device)
+                for owned, kept in zip(store.owned, windows, strict=True):
+                    owned[rows] = kept.to(cache.device)
+        except BaseException:
+            for entry in entries:
+                cache.free(entry)
+            raise
         return entries

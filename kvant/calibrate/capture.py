@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from kvant.engines.hf import ATTENTION, Handle, ModelShape, PackedLayer
+from kvant.engines.hf import Handle, ModelShape, PackedLayer
+from kvant.engines.lending import borrow
 from kvant.progress import Progress
 from kvant.rope import Rope, ropes_of
 from kvant.stats import Excerpt, LayerStats, Moments, Spread
@@ -344,19 +345,14 @@ def exact_attention(
 @contextlib.contextmanager
 def attending(model: Any) -> Iterator[None]:
     """Sends a model's attention to the cache that it is called with, and puts everything back afterwards."""
-    config = model.config
-    parts = list({id(c): c for c in (config, config.get_text_config(decoder=True))}.values())
-    before = [part._attn_implementation for part in parts]
+    give_back = borrow(model.config)
     training = model.training
     try:
-        for part in parts:
-            part._attn_implementation = ATTENTION
         model.eval()
         with torch.no_grad():
             yield
     finally:
-        for part, name in zip(parts, before, strict=True):
-            part._attn_implementation = name
+        give_back()
         model.train(training)
 
 

@@ -33,7 +33,7 @@ DEVICE = "cuda"  # that has graphs
 
 def refuse(model: Any, cache: Cache, graph: bool = True) -> str | None:
     """Why a cache cannot be decoded from in fixed steps, or with `graph` in a CUDA graph; None where it can."""
-    if cache.one_by_one or cache.on_attend is not None:
+    if cache.as_decoded or cache.on_attend is not None:
         return "the cache is being watched or replayed: that is done on the host"
     reason = static.refuse(cache.layout)
     if reason is not None or not graph:
@@ -115,6 +115,10 @@ class Decoder:
     """
 
     def __init__(self, model: Any, cache: Cache, steps: int, *, graph: bool = True) -> None:
+        with cache._owner.claimed(keep=True, within=True):
+            self._open(model, cache, steps, graph)
+
+    def _open(self, model: Any, cache: Cache, steps: int, graph: bool) -> None:
         cache.settle()
         if not cache.groups or cache.batch_size < 1:
             raise ValueError("the cache holds no sequences: let the model read a prompt first")
@@ -163,6 +167,7 @@ class Decoder:
             raise ValueError("this decoder is closed: the cache has been used for something else, or it was told so")
         if self.done == self.steps:
             raise ValueError(f"room was taken for {self.steps} steps, and all of them are done")
+        self.cache._owner.claim()
         if tokens.numel() != len(self._tokens):
             raise ValueError(f"expected one token for each of {len(self._tokens)} sequences, got {list(tokens.shape)}")
         self._tokens.copy_(tokens.reshape(-1, 1))
@@ -193,7 +198,7 @@ class Decoder:
                 input_ids=self._tokens, position_ids=self._positions, past_key_values=self.cache, use_cache=True
             )
         finally:
-            self._running, self.cache._thread = False, None
+            self._running = False
         return out.logits[:, -1]
 
     def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
@@ -213,9 +218,14 @@ class Decoder:
         """Gives back the room that was not used. The cache holds the tokens of all steps that were done, and is free again."""
         if self.closed:
             return
+        self.cache._owner.claim()
         self.closed, self._run = True, self._step  # the graph goes
-        for each in self.batches:
-            each.close(self.done, self.done + self._begun)
+        try:
+            for each in self.batches:
+                each.close(self.done, self.done + self._begun)
+        except BaseException:  # sequences of which nobody knows how long they are
+            self.cache._forget()
+            raise
         self.cache._decoded(self.done)
 
 

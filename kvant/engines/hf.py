@@ -2,7 +2,8 @@
 
 `update` does not return dequantized tensors: it returns a handle that carries the new keys and values, and the attention
 function registered as "kvant" finds the pages behind it. Nothing of transformers is patched; `kvant.Cache(model, recipe)`
-switches the model's attention implementation to "kvant", which serves any other cache through torch's SDPA as before.
+switches the model's attention implementation to "kvant", which serves any other cache through torch's SDPA as before, and
+switches it back when no cache of that model is left.
 
 Padding is dropped: pages hold a sequence's real tokens only, whatever their columns in the batch.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ from kvant.engines import fold
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.graphs import Decoder
 from kvant.engines.layers import ATTENTION, Group, Handle, PackedLayer, Step, flatten, unflatten
+from kvant.engines.lending import borrow
+from kvant.engines.ownership import Ownership
 from kvant.engines.serving import Serving
 from kvant.layout import Layout, Order
 from kvant.ops import choose
@@ -43,7 +47,8 @@ Tensor = torch.Tensor
 class Cache(Serving, transformers.Cache):
     """A packed, paged cache for `model.generate(..., past_key_values=kvant.Cache(model, recipe))`.
 
-    model_or_config  a transformers model, or its config; its attention implementation becomes "kvant".
+    model_or_config  a transformers model, or its config; its attention implementation is "kvant" as long as a cache of it
+                     lives, then again what it was before. One that you set in the meantime stays.
     recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe; without it, the artifact's recipe,
                      or kivi-k4v4 where there is no artifact either: it needs no fit, and survives keys with a
                      large mean. `kvant check` says which recipes with fewer bits fit the model.
@@ -55,8 +60,13 @@ class Cache(Serving, transformers.Cache):
     first_position   position of a sequence's first token, for who calls the model with position_ids that do not begin at 0.
     page_tokens, order, implementation  as in Layout.of and ops.choose.
     check_finite     refuse keys and values that are NaN or infinite, naming layer and token; on a GPU this waits for them.
+    as_decoded       True: every token of a forward pass attends to what decode would have read at its position. For
+                     perplexity and loglikelihood: without it the new tokens of a pass see each other unpacked, as in any
+                     prefill, and a text that is read in one pass scores every recipe as (nearly) lossless.
 
-    One thread uses a cache at a time; a second one is refused.
+    A cache belongs to one thread: the one whose sequences it holds. Others are refused until that thread has left
+    `cache.generate`, called `finish` or `reset`, or ended. Gradients do not flow through packed pages: call the model under
+    torch.no_grad().
     """
 
     def __init__(
@@ -73,6 +83,7 @@ class Cache(Serving, transformers.Cache):
         check_finite: bool = True,
         share: bool = False,
         max_sequences: int | None = None,
+        as_decoded: bool = False,
     ) -> None:
         self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
         if recipe is None:
@@ -118,18 +129,21 @@ class Cache(Serving, transformers.Cache):
         self._group_of: list[Group] = []
         self._real: Tensor | None = None  # bool [batch, columns]; None while no column is padding
         self._ids: list[list[int]] | None = None  # tokens of the sequences, where they were told
+        self._told: list[list[int]] | None = (
+            None  # tokens that `start` was told, of which the sequences may yet get some
+        )
         self._salt = ""  # of the tenant whose tokens they are
         self._batch_size = -1
-        self._columns_begun = self._columns_before = 0
-        self._guard = threading.Lock()
-        self._thread: int | None = None  # whose forward pass is under way
+        self._columns_begun = self._columns_before = 0  # they differ while a forward pass is under way
+        self._made = False  # the forward pass under way has made the sequences
+        self._owner = Ownership()
         self._decoder: Decoder | None = None  # whose the cache is until it is closed
-        self.one_by_one = False  # several columns attend as if they had come one at a time: for reading a known text
+        self.as_decoded = as_decoded
+        self._said_gradients = False
         self.on_attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
         super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(self.shape.layers)])
-        config = getattr(model_or_config, "config", model_or_config)
-        for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-            part._attn_implementation = ATTENTION
+        give_back = borrow(getattr(model_or_config, "config", model_or_config))
+        weakref.finalize(self, give_back).atexit = False
 
     def _make_layout(self, dtype: str, device: torch.device) -> Layout:
         shape = self.shape
@@ -171,6 +185,17 @@ class Cache(Serving, transformers.Cache):
     def is_sliding(self) -> list[bool]:
         return [layer.is_sliding for layer in self.layers]
 
+    @property
+    def one_by_one(self) -> bool:
+        """The old name of `as_decoded`."""
+        warnings.warn("Cache.one_by_one is now called Cache.as_decoded", DeprecationWarning, stacklevel=2)
+        return self.as_decoded
+
+    @one_by_one.setter
+    def one_by_one(self, value: bool) -> None:
+        warnings.warn("Cache.one_by_one is now called Cache.as_decoded", DeprecationWarning, stacklevel=2)
+        self.as_decoded = value
+
     # --- attention -------------------------------------------------------------------------------------------------
 
     def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
@@ -183,44 +208,58 @@ class Cache(Serving, transformers.Cache):
             self._abort()
             raise
         if handle.layer == len(self.layers) - 1:
-            self._thread = None
+            self._commit()
         return out
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        self._claim()
-        if layer_idx == 0 and any(g.step is not None and g.step.written < len(g.layers) for g in self.groups):
+        self._owner.claim()
+        if not key_states.shape[0] or not key_states.shape[-2]:
+            raise ValueError(
+                f"the model was called with {key_states.shape[0]} sequences of {key_states.shape[-2]} new tokens: "
+                "both must be at least 1"
+            )
+        if layer_idx == 0 and self._unfinished:
             self._abort()
             raise RuntimeError(
                 "the last forward pass through this cache broke off between layers: it has been taken back; call again"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _claim(self) -> None:
-        """Refuses a thread that would use the cache while another one's forward pass is under way."""
-        with self._guard:
-            if self._thread not in (None, threading.get_ident()):
-                raise RuntimeError(
-                    "this cache is in use by another thread: a kvant.Cache serves one forward pass at a time; "
-                    "wait for it, or make a cache for every thread"
-                )
-            self._thread = threading.get_ident()
+    @property
+    def _unfinished(self) -> bool:
+        """Whether a forward pass has begun and not ended."""
+        columns = self._columns_before
+        return self._columns_begun != columns or any(layer.columns != columns for layer in self.layers)
+
+    def _commit(self) -> None:
+        """A forward pass has reached all layers."""
+        self._columns_before, self._made = self._columns_begun, False
+        for group in self.groups:
+            group.step = None
+            self._slide(group)  # not before: a pass that is taken back needs the pages that its window would leave
 
     def _abort(self) -> None:
-        """Takes back a forward pass that failed: no sequence has grown."""
-        for group in self.groups:
-            step, group.step = group.step, None
-            if step is not None and step.columns:
-                for entry, length in zip(group.entries, step.before, strict=True):
-                    group.paged.rollback(entry, length, range(step.written))
-        columns = self._columns_before
-        self._columns_begun = columns
+        """Takes back a forward pass that failed: no sequence has grown, and none that it made is left."""
+        try:
+            for group in self.groups:
+                step, group.step = group.step, None
+                if step is not None:
+                    for entry, length in zip(group.entries, step.before, strict=True):
+                        group.paged.rollback(entry, length, range(step.written))
+        except BaseException:  # sequences of which nobody knows how long they are
+            self._forget()
+            raise
+        if self._made:
+            self._forget()
+        columns = self._columns_begun = self._columns_before
         if self._real is not None:
             self._real = self._real[:, :columns]
         for layer in self.layers:
             layer.columns = columns
-        self._thread = None
+        if self._batch_size == -1:
+            self._owner.release()  # nothing here is anybody's
 
     def _attend(
         self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None
@@ -242,7 +281,7 @@ class Cache(Serving, transformers.Cache):
         if columns == 1 and step.real is None:
             group.paged.append(index, k, v, step.batch, q)
             flat = group.paged.decode(index, q, step.batch, **options)
-        elif self.one_by_one:
+        elif self.as_decoded:
             flat = group.paged.replay(index, q, k, v, step.batch, **options)
         else:
             flat = group.paged.prefill(index, q, k, v, step.batch, **options)
@@ -256,8 +295,6 @@ class Cache(Serving, transformers.Cache):
                     group.paged.copy_owned(index, group.entries[source], group.entries[row])
         if self.on_attend is not None:
             self.on_attend(layer, query, key, value, out)
-        if layer == group.layers[-1]:
-            self._slide(group)
         return out
 
     def keys_as_read(self, layer: int) -> Tensor:
@@ -278,13 +315,16 @@ class Cache(Serving, transformers.Cache):
         return Decoder(model, self, steps, graph=graph)
 
     def settle(self) -> None:
-        """Closes the decoder that has the cache, if one has."""
+        """Closes the decoder that has the cache, if one has, and takes back a forward pass that broke off between layers."""
         if self._decoder is not None:
             self._decoder.close()
+        if self._unfinished:
+            self._owner.claim()
+            self._abort()
 
     def _decoded(self, columns: int) -> None:
         """Takes up what a decoder has done: so many tokens of every sequence."""
-        self._decoder = self._thread = None
+        self._decoder = None
         self._columns_begun += columns
         self._columns_before = self._columns_begun
         if self._real is not None:
@@ -309,6 +349,7 @@ class Cache(Serving, transformers.Cache):
         pages = None
         if self.max_tokens is not None:
             pages = max(1, self.layout.pages_for(self.max_tokens)) * (self.max_sequences or 1)
+        groups = []
         for window in dict.fromkeys(self.shape.layers):
             layers = [i for i, w in enumerate(self.shape.layers) if w == window]
             tensors = {} if self.artifact is None else self.artifact.tensors
@@ -329,27 +370,27 @@ class Cache(Serving, transformers.Cache):
             )
             if self.share:
                 PrefixCache(paged, window)
-            self.groups.append(Group(window, layers, paged))
-        by_layer = {layer: group for group in self.groups for layer in group.layers}
-        self._group_of = [by_layer[i] for i in range(len(self.layers))]
+            groups.append(Group(window, layers, paged))
+        by_layer = {layer: group for group in groups for layer in group.layers}
+        self.groups, self._group_of = groups, [by_layer[i] for i in range(len(self.layers))]
 
     def _begin(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: PackedLayer) -> None:
-        """Makes room for a forward pass's tokens in every group: in all of them, or in none."""
+        """Makes room for a forward pass's tokens in every group. Where it fails, `_abort` leaves all groups as they were."""
         batch_size, _, columns, _ = query.shape
-        self._columns_before = self._columns_begun
-        for group in self.groups:
-            group.step = None
         if self._batch_size == -1:
-            self._batch_size = batch_size
+            self._made = True
             for group in self.groups:
-                group.entries = [group.paged.new() for _ in range(batch_size)]
+                group.paged.reserve(0, batch_size)
+                for _ in range(batch_size):
+                    group.entries.append(group.paged.new())
+            self._batch_size = batch_size
         if batch_size != self._batch_size:
             raise ValueError(f"the cache holds {self._batch_size} sequences, the model was called with {batch_size}")
         real = self._real_columns(columns, mask, layer)
         same = self._same_rows(query, key, value, real) if columns > 1 and batch_size > 1 else None
         rows = range(batch_size) if same is None else sorted(set(same))
         counts = [columns if real is None else int(real[row].sum()) for row in rows]
-        for group in self.groups:  # one that is full undoes those before it
+        for group in self.groups:
             before = [entry.length for entry in group.entries]
             batch = group.paged.extend([group.entries[row] for row in rows], counts)
             part = real if same is None or real is None else real[list(rows)]
@@ -357,8 +398,7 @@ class Cache(Serving, transformers.Cache):
         for group in self.groups:
             for row, source in enumerate(same or ()):
                 if source != row:
-                    group.paged.free(group.entries[row])
-                    group.entries[row] = group.paged.fork(group.entries[source])
+                    group.paged.mirror(group.entries[row], group.entries[source])
         if real is not None or self._real is not None:
             past = self._real
             if past is None:
@@ -418,30 +458,39 @@ class Cache(Serving, transformers.Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last columns: -k removes k; a positive number is the length to keep, as transformers once had it."""
-        if self._decoder is not None and not tokens_to_remove:
-            return  # as a loop that reads its stop one step late says at every step
-        self.settle()
-        columns = self.get_seq_length()
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, columns - tokens_to_remove)
-        if remove > columns:
-            raise ValueError(f"cannot remove {remove} of {columns} columns")
-        if remove:
-            self._ids = None
-        if self.groups and remove:
-            gone = [remove] * self._batch_size
-            if self._real is not None:
-                gone = [int(count) for count in self._real[:, columns - remove :].sum(1)]
-                self._real = self._real[:, : columns - remove]
-            for group in self.groups:
-                for entry, count in zip(group.entries, gone, strict=True):
-                    group.paged.crop(entry, entry.length - count)
-            self._columns_begun -= remove
-        for layer in self.layers:
-            layer.columns -= remove
+        with self._owner.claimed(within=True):
+            if self._decoder is not None and not tokens_to_remove:
+                return  # as a loop that reads its stop one step late says at every step
+            self.settle()
+            columns = self.get_seq_length()
+            remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, columns - tokens_to_remove)
+            if remove > columns:
+                raise ValueError(f"cannot remove {remove} of {columns} columns")
+            if remove:
+                self._crop(columns - remove)
+
+    def _crop(self, columns: int) -> None:
+        """Keeps so many columns: of all sequences, or an error and all are as they were."""
+        gone = [self._columns_begun - columns] * max(0, self._batch_size)
+        if self._real is not None:
+            gone = [int(count) for count in self._real[:, columns:].sum(1)]
         for group in self.groups:
-            if group.window is not None:
-                for entry in group.entries:
+            for entry, count in zip(group.entries, gone, strict=True):
+                group.paged.check_crop(entry, entry.length - count)
+        self._ids = None
+        for group in self.groups:
+            for entry, count in zip(group.entries, gone, strict=True):
+                group.paged.crop(entry, entry.length - count)
+                if group.window is not None:
                     group.paged.slide(entry, group.window)
+        if self._told is not None and self.groups and len(self._told) == self._batch_size:
+            lengths = [entry.length for entry in self.groups[0].entries]
+            self._told = [told[:length] for told, length in zip(self._told, lengths, strict=True)]
+        if self._real is not None:
+            self._real = self._real[:, :columns]
+        self._columns_begun = self._columns_before = columns
+        for layer in self.layers:
+            layer.columns = columns
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select([int(i) for i in beam_idx])
@@ -450,41 +499,72 @@ class Cache(Serving, transformers.Cache):
         self._select([i for i in range(max(0, self._batch_size)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        chosen = torch.arange(self._batch_size)[indices.cpu()]  # indices or a mask
+        chosen = torch.arange(max(0, self._batch_size))[indices.cpu()]  # indices or a mask
         self._select([int(i) for i in chosen])
 
     def _select(self, order: Sequence[int]) -> None:
-        """The batch becomes the sequences at these indices. One used again is forked: it shares its pages."""
-        self.settle()
-        self._ids = None
-        for group in self.groups:
-            used: set[int] = set()
-            chosen = []
-            for i in order:
-                entry = group.entries[i]
-                chosen.append(group.paged.fork(entry) if i in used else entry)
-                used.add(i)
-            for i, entry in enumerate(group.entries):
-                if i not in used:
+        """The batch becomes the sequences at these indices: all of them, or an error and it is as it was. One used again is
+        forked: it shares its pages. Its twin gets the rows of a sequence that goes, if there is one."""
+        with self._owner.claimed(within=True):
+            self.settle()
+            if self._batch_size == -1:
+                return
+            if not order or min(order) < 0 or max(order) >= self._batch_size:
+                raise ValueError(
+                    f"indices must name at least one of {self._batch_size} sequences, got {list(order)}; "
+                    "reset() forgets all of them"
+                )
+            first = {source: place for place, source in reversed(list(enumerate(order)))}
+            again = [place for place, source in enumerate(order) if first[source] != place]
+            unused = [i for i in range(self._batch_size) if i not in first]
+            more = max(0, len(again) - len(unused))
+            made: list[tuple[Group, Any]] = []
+            try:
+                for group in self.groups:
+                    group.paged.reserve(0, more)
+                    for place in again[:more]:
+                        made.append((group, group.paged.fork(group.entries[order[place]])))
+            except BaseException:
+                for group, entry in made:
                     group.paged.free(entry)
-            group.entries, group.step = chosen, None
-        if self._real is not None:
-            self._real = self._real[list(order)]
-        if self.groups:
+                raise
+            self._ids = None
+            for number, group in enumerate(self.groups):  # from here on nothing is allocated
+                twins = dict(
+                    zip(again, [entry for _, entry in made[number * more : (number + 1) * more]], strict=False)
+                )
+                for place, i in zip(again[more:], unused, strict=False):
+                    twins[place] = group.entries[i]
+                    group.paged.mirror(group.entries[i], group.entries[order[place]])
+                for i in unused[len(again) - more :]:
+                    group.paged.free(group.entries[i])
+                group.entries = [twins.get(place, group.entries[source]) for place, source in enumerate(order)]
+            if self._real is not None:
+                self._real = self._real[list(order)]
+            if self._told is not None:
+                whole = len(self._told) == self._batch_size
+                self._told = [self._told[i] for i in order] if whole else None
             self._batch_size = len(order)
 
     def reset(self) -> None:
         """Forgets all sequences, and gives back their pages but those that are kept to be shared; memory stays
-        allocated."""
-        self.settle()
-        self._ids = None
+        allocated. Any thread may take the cache afterwards."""
+        with self._owner.claimed():
+            self._forget()
+        self._owner.release()
+
+    def _forget(self) -> None:
+        """Whatever state the cache is in: it holds no sequences afterwards."""
+        if self._decoder is not None:  # its room goes with the sequences
+            self._decoder.closed, self._decoder = True, None
         for group in self.groups:
-            for entry in group.entries:
-                group.paged.free(entry)
-            group.entries, group.step = [], None
+            group.step = None
+            while group.entries:
+                group.paged.free(group.entries.pop())
         for layer in self.layers:
             layer.columns = 0
-        self._batch_size, self._real, self._thread = -1, None, None
+        self._batch_size, self._real, self._made = -1, None, False
+        self._ids = self._told = None
         self._columns_begun = self._columns_before = 0
 
 
@@ -509,14 +589,48 @@ def attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    for name in ("s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"cannot serve this model: its attention takes {name}")
-    if dropout or is_causal is False or getattr(module, "is_causal", True) is False:
-        raise ValueError("cannot serve this call: a packed cache is for causal attention without dropout")
+    try:
+        for name in ("s_aux", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"cannot serve this model: its attention takes {name}")
+        if dropout or is_causal is False or getattr(module, "is_causal", True) is False:
+            raise ValueError("cannot serve this call: a packed cache is for causal attention without dropout")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key.key, key.value)):
+            _cut_gradients(module, key)
+            query = query.detach()
+    except BaseException:
+        if isinstance(key.cache, Cache) and key.cache._decoder is None:
+            key.cache._abort()
+        raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return key.cache.attend(key, query, attention_mask, scale, softcap), None
 
 
+def _cut_gradients(module: torch.nn.Module, handle: Handle) -> None:
+    """Parameters require gradients by default, so many a script asks for them without wanting any: it is told once. One that
+    trains is refused, since codes have no gradients and what came through the rest of the model would be wrong."""
+    if module.training:
+        raise ValueError(
+            "cannot serve this call: gradients do not flow through packed keys and values, and the model is in training "
+            "mode; call it under torch.no_grad(), or after model.eval(), or train without a kvant.Cache"
+        )
+    if not getattr(handle.cache, "_said_gradients", True):
+        handle.cache._said_gradients = True
+        warnings.warn(
+            "gradients do not flow through packed keys and values: attention from a kvant.Cache is detached; call the model "
+            "under torch.no_grad()",
+            UserWarning,
+            stacklevel=2,
+        )
+    handle.key, handle.value = handle.key.detach(), handle.value.detach()
+
+
+def attention_mask(batch_size: int, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of the attention function "kvant": that of SDPA."""
+    if not batch_size:
+        raise ValueError("the model was called with no sequences: input_ids must have at least one row")
+    return sdpa_mask(batch_size, *args, **kwargs)  # type: ignore[no-any-return]
+
+
 AttentionInterface.register(ATTENTION, attention_forward)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, attention_mask)

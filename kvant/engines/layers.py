@@ -4,6 +4,7 @@ forward pass under way."""
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +64,20 @@ class PackedLayer(CacheLayerMixin):
 
     def __init__(self, cache: Cache, index: int, window: int | None) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        self._cache = weakref.ref(
+            cache
+        )  # which has this layer: no cycle, so that memory goes with the last name for it
+        self.index = index
         self.is_sliding = window is not None
         self.sliding_window = window
         self.columns = 0  # seen so far, padding included
         self.record_past = False
+
+    @property
+    def cache(self) -> Cache:
+        cache = self._cache()
+        assert cache is not None, "the cache of this layer is gone"
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -82,6 +92,10 @@ class PackedLayer(CacheLayerMixin):
         return handle, handle
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if (
+            not query_length
+        ):  # a model asks before its layers run, of which torch would say that they cannot be reshaped
+            raise ValueError("the model was called with no new tokens: input_ids must have at least one column")
         if self.cache._decoder is not None:  # no mask is needed
             return query_length, 0
         return self.columns + query_length, 0

@@ -235,7 +235,7 @@ def evaluate(
             begin = time.perf_counter()
             feed(cache, ids, 0, windows.prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - probe.seconds
-            cache.one_by_one = at_once
+            cache.as_decoded = at_once
             runs.append((cache, probe, score))
         reference = DynamicCache(config=model.config)
         feed(reference, ids, 0, windows.prompt, logits_to_keep=1)

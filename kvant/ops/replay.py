@@ -35,13 +35,11 @@ def replay(
     rows = [one_sequence(batch, b) for b in range(len(batch.lengths))]
     parts = [slice(int(batch.starts[b]), int(batch.starts[b + 1])) for b in range(len(rows))]
     new: dict[StreamName, Tensor] = {"key": key, "value": value}
-    windows = [
-        {name: _window(store, name, x[part], row) for name, x in new.items()}
-        for part, row in zip(parts, rows, strict=True)
-    ]
+    some = [(part, row) for part, row in zip(parts, rows, strict=True) if part.stop > part.start]  # new tokens
+    windows = [{name: _window(store, name, x[part], row) for name, x in new.items()} for part, row in some]
     append()
     out = torch.empty_like(query)
-    for part, row, full in zip(parts, rows, windows, strict=True):
+    for (part, row), full in zip(some, windows, strict=True):
         out[part] = _attend(store, query[part], row, full, scale, softcap, window)
     return out
 

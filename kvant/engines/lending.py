@@ -1,0 +1,78 @@
+"""A model's attention implementation is "kvant" while something needs it, and afterwards what it was before.
+
+Counted for every config: several caches may serve one model, and end in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kvant.engines.layers import ATTENTION
+
+
+@dataclasses.dataclass(eq=False)
+class _Loan:
+    config: weakref.ref[Any]
+    before: str | None
+    users: int = 0
+
+
+_LOANS: dict[int, _Loan] = {}  # by id: configs have no hash
+_GUARD = threading.RLock()  # a finalizer may run in the middle of what it guards
+
+
+def borrow(config: Any) -> Callable[[], None]:
+    """Sets the attention implementation of a config, and of its text config, to "kvant". What comes back gives it back, to
+    be called once: where nobody else needs it any more, and nobody has set another one since."""
+    parts = {id(part): part for part in (config, config.get_text_config(decoder=True))}
+    with _GUARD:
+        loans = [_borrow(part) for part in parts.values()]
+
+    def give_back() -> None:
+        with _GUARD:
+            for loan in loans:
+                _give_back(loan)
+
+    return give_back
+
+
+def _borrow(config: Any) -> _Loan:
+    loan = _LOANS.get(id(config))
+    if loan is None or loan.config() is not config:  # another config that is gone had this id
+        loan = _LOANS[id(config)] = _Loan(weakref.ref(config), config._attn_implementation)
+    if config._attn_implementation != ATTENTION:
+        loan.before = config._attn_implementation  # set by someone while a cache was there
+        _assign(config, ATTENTION)
+    loan.users += 1
+    return loan
+
+
+def _give_back(loan: _Loan) -> None:
+    loan.users -= 1
+    config = loan.config()
+    if loan.users:
+        return
+    for key, each in list(_LOANS.items()):
+        if each is loan:
+            del _LOANS[key]
+    if config is not None and config._attn_implementation == ATTENTION:
+        _assign(config, loan.before)
+
+
+def _assign(config: Any, name: str | None) -> None:
+    """Of this config alone: transformers' setter reaches into those nested in it, which may have others."""
+    inner = _nested(config)
+    before = [each._attn_implementation for each in inner]
+    config._attn_implementation = name
+    for each, own in zip(inner, before, strict=True):
+        each._attn_implementation = own
+
+
+def _nested(config: Any) -> list[Any]:
+    """Configs within a config, outer ones first."""
+    own = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [each for part in own if part is not None for each in (part, *_nested(part))]
