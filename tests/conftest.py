@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -10,6 +13,7 @@ from kvant import models
 from kvant.cache import paged
 from kvant.layout import Layout
 from kvant.ops import LayerStore
+from tests.order import OtherOrder
 
 settings.register_profile("kvant", deadline=None, max_examples=25, derandomize=True)  # the same at every run
 settings.load_profile("kvant")
@@ -18,12 +22,29 @@ torch.set_num_threads(1)  # tiny tensors: threads cost more than they give
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="so many random examples of the cache's state machine")
+    parser.addoption("--all", action="store_true", help="the slow tests too: ./scripts/test --all")
+    parser.addoption("--other-order", action="store_true", help="torch adds in another order: see tests/order.py")
     parser.addoption("--mutations", type=int, default=10000, help="damaged snapshots and artifacts that are read")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests run with --all, or where one is asked for by its own name."""
+    if config.getoption("--all") or any("::" in str(arg) for arg in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _other_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    with OtherOrder() if request.config.getoption("--other-order") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
