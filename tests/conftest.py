@@ -24,16 +24,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="so many random examples of the cache's state machine")
     parser.addoption("--all", action="store_true", help="the slow tests too: ./scripts/test --all")
     parser.addoption("--other-order", action="store_true", help="torch adds in another order: see tests/order.py")
-    parser.addoption("--mutations", type=int, default=10000, help="damaged snapshots and artifacts that are read")
+    parser.addoption(
+        "--mutations", type=int, help="damaged snapshots and artifacts that are read: 10000 with --all, else 1000"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run with --all, or where one is asked for by its own name."""
+    """The quick tier: no test that is marked slow; of one that is marked few(n), n cases; of any other with several parameters, as
+    many combinations as it takes for every value of each to occur. --all runs everything; so does asking for a test by its name."""
     if config.getoption("--all") or any("::" in str(arg) for arg in config.args):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    quick = {id(item) for same in cases.values() for item in covering(same)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in quick])
+    items[:] = [item for item in items if id(item) in quick]
+
+
+def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a test that the quick tier runs."""
+    few = cases[0].get_closest_marker("few")
+    if few is not None:  # from end to end of its list
+        count = min(few.args[0], len(cases))
+        return [cases[i * len(cases) // count] for i in range(count)]
+    values = {id(item): set(item.callspec.indices.items()) if hasattr(item, "callspec") else set() for item in cases}
+    if len(cases) == 1 or any(len(own) < 2 for own in values.values()):
+        return cases
+    missing, out = set().union(*values.values()), []
+    while missing:
+        best = max(cases, key=lambda item: len(values[id(item)] & missing))  # the first of equals
+        missing -= values[id(best)]
+        out.append(best)
+    return out
 
 
 @pytest.fixture(autouse=True)

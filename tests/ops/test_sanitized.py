@@ -21,7 +21,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 FLAGS = (
-    "-std=gnu11 -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off"
+    "-std=gnu11 -g1 -O0 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off"
 )
 
 
