@@ -54,6 +54,7 @@ def test_prefix_hit(start: Any) -> None:
     assert seen["prefills"] and seen["decodes"] > 4 * 200 and seen["behind a prefix"], seen
 
 
+@pytest.mark.slow
 def test_prefix_hit_after_eviction(start: Any) -> None:
     llm = start(blocks=12, max_model_len=640)
     shared = prompt(0, 330)
@@ -75,6 +76,7 @@ def test_chunked_prefill(start: Any) -> None:
     assert seen["prefills"] > 4 * 6 and not seen["behind a prefix"], seen
 
 
+@pytest.mark.slow
 def test_prefix_of_a_chunk_of_the_same_step(start: Any) -> None:
     """The second request shares blocks that the second chunk of the first one is to write in this very step."""
     llm = start(max_num_batched_tokens=300)
@@ -85,6 +87,7 @@ def test_prefix_of_a_chunk_of_the_same_step(start: Any) -> None:
     assert seen["shared at once"], seen
 
 
+@pytest.mark.slow
 def test_preemption(start: Any) -> None:
     llm = start(blocks=12, max_model_len=640, enable_prefix_caching=False)
     run(llm, [prompt(i, 170) for i in range(4)], 80)
@@ -92,6 +95,7 @@ def test_preemption(start: Any) -> None:
     assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
 
 
+@pytest.mark.slow
 def test_parallel_sampling(start: Any) -> None:
     llm = start()
     (found,) = run(llm, [prompt(0, 150)], 80, n=4, temperature=1.0, seed=1)
@@ -100,6 +104,7 @@ def test_parallel_sampling(start: Any) -> None:
     assert seen["shared at once"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.slow
 def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -111,6 +116,7 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["taken back"] and seen["prefills"], seen
 
 
+@pytest.mark.slow
 def test_tensor_parallel(start: Any) -> None:
     llm = start(tensor_parallel_size=2, max_num_batched_tokens=256)
     shared = prompt(0, 150)
