@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -10,6 +13,7 @@ from kvant import models
 from kvant.cache import paged
 from kvant.layout import Layout
 from kvant.ops import LayerStore
+from tests.order import OtherOrder
 
 settings.register_profile("kvant", deadline=None, max_examples=25, derandomize=True)  # the same at every run
 settings.load_profile("kvant")
@@ -19,12 +23,53 @@ torch.set_num_threads(1)  # tiny tensors: threads cost more than they give
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="so many random examples of the cache's state machine")
     parser.addoption("--schedules", type=int, default=500, help="random schedules of two tenants' requests")
-    parser.addoption("--mutations", type=int, default=10000, help="damaged snapshots and artifacts that are read")
+    parser.addoption("--all", action="store_true", help="the slow tests too: ./scripts/test --all")
+    parser.addoption("--other-order", action="store_true", help="torch adds in another order: see tests/order.py")
+    parser.addoption(
+        "--mutations", type=int, help="damaged snapshots and artifacts that are read: 10000 with --all, else 1000"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The quick tier: no test that is marked slow; of one that is marked few(n), n cases; of any other with several parameters, as
+    many combinations as it takes for every value of each to occur. --all runs everything; so does asking for a test by its name."""
+    if config.getoption("--all") or any("::" in str(arg) for arg in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    quick = {id(item) for same in cases.values() for item in covering(same)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in quick])
+    items[:] = [item for item in items if id(item) in quick]
+
+
+def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a test that the quick tier runs."""
+    few = cases[0].get_closest_marker("few")
+    if few is not None:  # from end to end of its list
+        count = min(few.args[0], len(cases))
+        return [cases[i * len(cases) // count] for i in range(count)]
+    values = {id(item): set(item.callspec.indices.items()) if hasattr(item, "callspec") else set() for item in cases}
+    if len(cases) == 1 or any(len(own) < 2 for own in values.values()):
+        return cases
+    missing, out = set().union(*values.values()), []
+    while missing:
+        best = max(cases, key=lambda item: len(values[id(item)] & missing))  # the first of equals
+        missing -= values[id(best)]
+        out.append(best)
+    return out
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _other_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    with OtherOrder() if request.config.getoption("--other-order") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

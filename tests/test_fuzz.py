@@ -1,8 +1,8 @@
 """Damaged and hostile files: every one is refused with an error, or reads back equal. None crashes, hangs, or takes memory
 that the file does not account for.
 
-10,000 files, half of them snapshots, half artifacts, and some more through `kvant.Cache.load`; `--mutations N` for another
-number.
+1,000 files, half of them snapshots, half artifacts, and some more through `kvant.Cache.load`; 10,000 with `--all`; `--mutations N` for
+another number.
 """
 
 from __future__ import annotations
@@ -212,9 +212,14 @@ def sound(cache: PagedCache) -> None:
     assert cache.pool.used == 0
 
 
+def mutations(request: pytest.FixtureRequest) -> int:
+    """How many files are damaged."""
+    return request.config.getoption("--mutations") or (10000 if request.config.getoption("--all") else 1000)
+
+
 def test_snapshots(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)
-    count = request.config.getoption("--mutations") // 2
+    count = mutations(request) // 2
     outcomes: Counter[str] = Counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number, name in enumerate(RECIPES):
@@ -265,7 +270,7 @@ def test_snapshots_of_a_model(request: pytest.FixtureRequest, tmp_path: Path, mo
     chance = random.Random(5)
     path = tmp_path / "x"
     refused = 0
-    for _ in range(request.config.getoption("--mutations") // 20):
+    for _ in range(mutations(request) // 20):
         header, body = parse(good)
         extra = forge(json.loads(header["__metadata__"]["extra"]), chance)
         header["__metadata__"]["extra"] = json.dumps(extra)
@@ -317,7 +322,7 @@ def test_artifacts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: 
     chance = random.Random(9)
     outcomes: Counter[str] = Counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(request.config.getoption("--mutations") // 2):
+    for _ in range(mutations(request) // 2):
         forged = chance.random() < 0.3
         if forged:
             header, body = parse(good)

@@ -37,6 +37,7 @@ def served(recipe: str) -> tuple[Any, kvant.Cache]:
     return model, kvant.Cache(model, recipe, artifact=made_up_artifact(model, recipe), order="fragment")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "recipe",
     [

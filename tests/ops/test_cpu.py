@@ -22,6 +22,7 @@ from kvant.ops.cpu.prefill import prefill
 from kvant.ops.registry import NOT_BUILT
 from kvant.ops.types import one_sequence
 from tests.calibrate.synthetic import rope_of
+from tests.codes import assert_same_codes
 from tests.conftest import make_layout, relative_error
 from tests.fitted import made_up_tensors
 
@@ -131,10 +132,8 @@ def test_decode_of_every_shape(group: int, dim: int, isa: str) -> None:
 @pytest.mark.parametrize("name", ["million-2", "million-3:k.bits=11,v.bits=10", "million-1.5:k.bits=3,v.bits=12"])
 def test_the_first_of_equal_centroids_is_taken(name: str, isa: str) -> None:
     """Every centroid is there twice, or nearly, close together or far apart: what single precision cannot tell is compared in double."""
-    x = torch.randn(2, 40, 2, 64)
-    pages = []
-    for run in (reference.append, append):
-        cache = cache_of(name)
+    caches = twins(name)
+    for cache in caches:
         for stream in (cache.stores[0].key, cache.stores[0].value):
             books = stream.codec.codebooks  # type: ignore[attr-defined]
             books.copy_(torch.randn(books.shape, generator=torch.Generator().manual_seed(0)))
@@ -142,11 +141,7 @@ def test_the_first_of_equal_centroids_is_taken(name: str, isa: str) -> None:
             books[:, :, 1 : count // 2 : 2] = books[:, :, 0 : count // 2 : 2]
             books[:, :, count // 2 :] = books[:, :, : count // 2]
             books[:, :, 3::4, 0] *= 1 + 2**-10
-        cache.stores[0].pages.fill_(0)
-        run(cache.stores[0], x[0], x[1], cache.extend([cache.new()], [40]))
-        pages.append(cache.stores[0].pages)
-    assert bool(pages[0].any())
-    torch.testing.assert_close(pages[1], pages[0], rtol=0, atol=0)
+    append_both(caches, *torch.randn(2, 40, 2, 64))
 
 
 @pytest.mark.parametrize("page", [16, 32, 128])
@@ -238,13 +233,12 @@ def twins(name: str, heads: int = 2, dim: int = 64, **options: int) -> tuple[Pag
     return one, two
 
 
-def same_bytes(one: PagedCache, two: PagedCache, share: float = 0.0) -> None:
-    """Of pages and windows, but for a share of them."""
-    pairs = [(one.stores[0].pages, two.stores[0].pages)]
-    pairs += [(one.stores[0].overlays[s], two.stores[0].overlays[s]) for s in ("key", "value")]
-    for mine, theirs in pairs:
-        mine, theirs = (x.contiguous().view(torch.uint8) for x in (mine, theirs))
-        assert int((mine != theirs).sum()) <= share * mine.numel()
+def append_both(caches: tuple[PagedCache, PagedCache], k: torch.Tensor, v: torch.Tensor) -> None:
+    """One sequence, by the reference and by the compiled operation: the same bytes."""
+    entries = [cache.new() for cache in caches]
+    for cache, entry in zip(caches, entries, strict=True):
+        cache.append(0, k, v, cache.extend([entry], [len(k)]))
+    assert_same_codes(caches[1], caches[0], (entries[1], entries[0]), k, v)
 
 
 @pytest.mark.parametrize("name", TOKENWISE + [name for name in GROUPWISE if name != "squat"])
@@ -252,37 +246,33 @@ def same_bytes(one: PagedCache, two: PagedCache, share: float = 0.0) -> None:
 def test_append_writes_what_the_reference_writes(name: str, dtype: torch.dtype, isa: str) -> None:
     caches = twins(name)
     entries = [[cache.new() for _ in range(3)] for cache in caches]
+    given: list[list[torch.Tensor]] = [[], [], []]
     for counts in ([5, 0, 130], [1, 1, 1], [70, 300, 2]):
-        k, v = torch.randn(2, sum(counts), 2, 64).to(dtype) * 3
+        fresh = torch.randn(2, sum(counts), 2, 64).to(dtype) * 3
         for cache, own in zip(caches, entries, strict=True):
-            cache.append(0, k, v, cache.extend(own, counts))
-    # a transform that is one matrix here and two steps there is rounded once less
-    composed = any(
-        len(stream.transforms) > 1 and "Smooth" in str(stream.transforms)
-        for stream in caches[0].layout.recipe.streams.values()
-    )
-    same_bytes(*caches, share=1e-3 if composed else 1e-5)
+            cache.append(0, *fresh, cache.extend(own, counts))
+        for tokens, part in zip(given, fresh.split(counts, 1), strict=True):
+            tokens.append(part)
+    for i, tokens in enumerate(given):
+        assert_same_codes(caches[1], caches[0], (entries[1][i], entries[0][i]), *torch.cat(tokens, 1))
 
 
 @pytest.mark.parametrize("dim", [32, 96, 128, 256])
 def test_append_of_every_head_dim(dim: int) -> None:
     for name in ("saw-int4-kv", "oscar", "kvant-2", "kvant-4", "int3"):
-        caches = twins(name, heads=3, dim=dim)
-        k, v = torch.randn(2, 100, 3, dim)
-        for cache in caches:
-            cache.append(0, k, v, cache.extend([cache.new()], [100]))
-        same_bytes(*caches, share=1e-4)
+        append_both(twins(name, heads=3, dim=dim), *torch.randn(2, 100, 3, dim))
 
 
 def test_append_where_keys_are_turned_back_further_than_before() -> None:
     """The 64 blocks of 256 positions that turns are first made for end inside of what is appended."""
     caches = twins("kvant-2", heads=1, dim=32)
     entries = [cache.new() for cache in caches]
-    for count in (16370, 1, 30):
-        k, v = torch.randn(2, count, 1, 32)
+    counts = [16370, 1, 30]
+    fresh = torch.randn(2, sum(counts), 1, 32)
+    for part in fresh.split(counts, 1):
         for cache, entry in zip(caches, entries, strict=True):
-            cache.append(0, k, v, cache.extend([entry], [count]))
-    same_bytes(*caches, share=1e-4)
+            cache.append(0, *part, cache.extend([entry], [part.shape[1]]))
+    assert_same_codes(caches[1], caches[0], (entries[1], entries[0]), *fresh)
 
 
 @pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "kivi-k2v2", "vecinfer-2"])
@@ -307,11 +297,8 @@ def test_append_of_a_number_beyond_the_limit_writes_nothing(name: str, number: f
 
 def test_append_takes_what_the_model_gives() -> None:
     """Heads before tokens, as in [batch, heads, tokens, head_dim]."""
-    one, two = twins("saw-int4")
     k, v = torch.randn(2, 2, 50, 64)
-    for cache in (one, two):
-        cache.append(0, k.transpose(0, 1), v.transpose(0, 1), cache.extend([cache.new()], [50]))
-    same_bytes(one, two)
+    append_both(twins("saw-int4"), k.transpose(0, 1), v.transpose(0, 1))
 
 
 def test_padding_slots_write_nothing() -> None:
@@ -342,9 +329,7 @@ def test_append_of_odd_numbers(scale: float, kind: str, name: str) -> None:
     caches = twins(name)
     scale = min(scale, caches[0].largest / 8)
     k = (x * scale).expand(3, 2, 64).contiguous()
-    for cache in caches:
-        cache.append(0, k, -k, cache.extend([cache.new()], [3]))
-    same_bytes(*caches, share=2e-3)
+    append_both(caches, k, -k)
 
 
 @pytest.mark.parametrize("count", [2, 16, 100, 500, 4096])
@@ -355,10 +340,7 @@ def test_the_nearest_centroid_is_the_nearest(count: int, isa: str) -> None:
         for stream in (cache.stores[0].key, cache.stores[0].value):
             books = stream.codec.codebooks  # type: ignore[attr-defined]
             books[:, :, 1::2] = (books[:, :, ::2].float() * (1 + 1e-3)).half()
-    k, v = torch.randn(2, 200, 2, 64)
-    for cache in caches:
-        cache.append(0, k, v, cache.extend([cache.new()], [200]))
-    same_bytes(*caches)
+    append_both(caches, *torch.randn(2, 200, 2, 64))
 
 
 # --- prefill -----------------------------------------------------------------------------------------------------------

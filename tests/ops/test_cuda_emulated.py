@@ -72,6 +72,7 @@ def filled(
     return cache, entries
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -116,6 +117,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "group", "dim", "options"), [*test_cuda.TURNED, *test_cuda.TURNED_MANY])
 def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str, float], many: list[str]) -> None:
     options = dict(options)
@@ -126,6 +128,7 @@ def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str,
     assert many == ["_turn_kernel" if rotated or dim == 256 else "_many_kernel"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype", "limit"),
     [
@@ -158,6 +161,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -180,6 +184,7 @@ def test_decode_of_few_sequences(name: str, group: int, dim: int, options: dict[
     check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype", "softcap"),
     [
@@ -211,6 +216,7 @@ def test_few_sequences_multiply_their_queries_themselves(
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("blocks", [6, 60])  # so that a block has whole (sequence, head)s, or blocks share them
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype"),
@@ -288,6 +294,7 @@ def check_append(
         assert float((mine != theirs).float().mean()) < 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype", "limit"),
     [
@@ -366,6 +373,7 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
         cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -388,6 +396,7 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
@@ -416,6 +425,7 @@ def test_append(name: str, dim: int) -> None:
     check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "page"),
     [
@@ -478,6 +488,7 @@ def test_tiles_of_zeros_and_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None
     assert float((one != two).double().mean()) < 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "dim", "first"),
     [("kvant-2", 64, 1000), ("oscar", 128, 0), ("kvant-2:rope_block=70", 96, 3), ("saw-int4-kv:seed=3", 64, 0)],
@@ -510,6 +521,7 @@ READ = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 def test_unpack(name: str, dim: int, first: int) -> None:
     """Every stored number, rounded to fp16, from pages and windows."""
@@ -546,6 +558,7 @@ def plain(
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 @pytest.mark.parametrize("block", [96, 4096])
 def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,6 +586,7 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
         torch.testing.assert_close(overlay, two.stores[0].overlays[name], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "dim"),
     [

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.engines.vllm.engines import needs_vllm
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "vllm_bench.py"
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_tiny(tmp_path: Path) -> None:
     report = tmp_path / "report.json"

@@ -10,6 +10,7 @@ import pytest
 from tests.engines.vllm.engines import LAYERS, close, engine, made_up_artifacts, needs_vllm, prompt, run, tiny_model
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_layers_give_the_same_answers(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_prefix_hit(start: Any) -> None:
     assert seen["prefills"] and seen["decodes"] > 4 * 200 and seen["behind a prefix"], seen
 
 
+@pytest.mark.slow
 def test_prefix_hit_after_eviction(start: Any) -> None:
     llm = start(blocks=12, max_model_len=640)
     shared = prompt(0, 330)
@@ -77,6 +78,7 @@ def test_chunked_prefill(start: Any) -> None:
     assert seen["prefills"] > 4 * 6 and not seen["behind a prefix"], seen
 
 
+@pytest.mark.slow
 def test_prefix_of_a_chunk_of_the_same_step(start: Any) -> None:
     """The second request shares blocks that the second chunk of the first one is to write in this very step."""
     llm = start(max_num_batched_tokens=300)
@@ -87,6 +89,7 @@ def test_prefix_of_a_chunk_of_the_same_step(start: Any) -> None:
     assert seen["shared at once"], seen
 
 
+@pytest.mark.slow
 def test_preemption(start: Any) -> None:
     llm = start(blocks=12, max_model_len=640, enable_prefix_caching=False)
     run(llm, [prompt(i, 170) for i in range(4)], 80)
@@ -106,6 +109,7 @@ def test_a_block_that_another_tenant_left(start: Any) -> None:
     assert seen["shared at once"] and seen["overwritten"], seen
 
 
+@pytest.mark.slow
 def test_parallel_sampling(start: Any) -> None:
     llm = start()
     (found,) = run(llm, [prompt(0, 150)], 80, n=4, temperature=1.0, seed=1)
@@ -114,14 +118,12 @@ def test_parallel_sampling(start: Any) -> None:
     assert seen["shared at once"] and seen["behind a prefix"], seen
 
 
-@pytest.mark.parametrize(
-    ("recipe", "count"),
-    [(None, 3), pytest.param("int4:sink=4,recent=3", 3, marks=pytest.mark.slow)],  # as many as recent tokens
-)
-def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: str | None, count: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [None, "int4:sink=4,recent=3"])  # as many recent tokens as drafts
+def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: str | None) -> None:
     # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    drafts = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     llm = start(recipe, speculative_config=drafts)
     few = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)]
     run(llm, few, 60)
@@ -129,6 +131,7 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
     assert seen["taken back"] and seen["prefills"], seen
 
 
+@pytest.mark.slow
 def test_tensor_parallel(start: Any) -> None:
     llm = start(tensor_parallel_size=2, max_num_batched_tokens=256)
     shared = prompt(0, 150)

@@ -19,6 +19,7 @@ pytestmark = needs_vllm
 SERVED = [name for name in recipes.names() if refusal(recipes.get(name)) is None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True])
 def test_all_recipes(plain: bool, tmp_path: Path) -> None:
     """Pages and attention of every recipe are those of a plain run, by the kernels that serve and by the reference; and its page
@@ -48,6 +49,7 @@ def test_all_recipes(plain: bool, tmp_path: Path) -> None:
         close(llm)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kvant", "options", "message"),
     [

@@ -190,6 +190,7 @@ def test_chat_completion_streaming_and_log_probabilities(server: Server) -> None
     asyncio.run(talk())
 
 
+@pytest.mark.slow
 def test_many_clients_of_whom_some_hang_up(server: Server) -> None:
     """64 at once, of random lengths, a fifth of which leave midway: the others lose nothing, and all pages are free at the end."""
     draw = random.Random(0)

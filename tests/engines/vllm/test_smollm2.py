@@ -43,6 +43,7 @@ def tokens(llm: Any) -> int:
     return int(config.num_gpu_blocks * config.block_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "factor"), [("saw-int4", 3.5), ("oscar", 6.0), ("kvant-2", 6.5)])
 def test_tokens_in_the_same_memory(
     name: str, factor: float, artifacts: dict[str, Path], smollm2: tuple[Any, Any]
@@ -67,6 +68,7 @@ def test_tokens_in_the_same_memory(
     assert found >= factor * full, (found, full)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=4,recent=16", "kvant-2:recent=16"])
 def test_log_probabilities_are_those_of_the_transformers_engine(
     name: str, artifacts: dict[str, Path], smollm2: tuple[Any, Any]
