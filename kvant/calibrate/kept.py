@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import warnings
@@ -12,9 +13,9 @@ import torch
 
 from kvant import models, recipes
 from kvant.artifact import FILE, Artifact
-from kvant.calibrate.capture import Progress
 from kvant.calibrate.run import calibrate, text_digest
 from kvant.engines.fingerprint import fingerprint
+from kvant.progress import Progress, default_progress
 from kvant.recipe import Recipe
 from kvant.version import VERSION
 
@@ -47,15 +48,16 @@ def artifact_for(
     progress: Progress | None = None,
 ) -> Artifact | None:
     """The artifact that a recipe needs for a model, or None where it needs none: one that was kept, or one that is made now,
-    which takes minutes, and kept. `text` and `progress` are those of `calibrate`; what was fitted on a text of one's own is kept
-    apart, and found by the same text only."""
+    which takes minutes, and kept. `text` and `progress` are those of `calibrate`; without `progress`, it is shown on stderr. What was
+    fitted on a text of one's own is kept apart, and found by the same text only."""
     recipe = recipes.get(recipe)
     if not recipe.calibrated:
         return None
     named = fingerprint(model)
     found = kept(named, recipe, text)
     if found is None:
-        found = calibrate(model, tokenizer, recipe, text, progress=progress)
+        with default_progress() if progress is None else contextlib.nullcontext(progress) as shown:
+            found = calibrate(model, tokenizer, recipe, text, progress=shown)
         path = kept_at(named, recipe, text)
         try:
             found.save(path)

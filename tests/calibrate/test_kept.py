@@ -92,3 +92,23 @@ def test_an_artifact_that_cannot_be_kept_is_given_all_the_same(
     with pytest.warns(UserWarning, match="could not be kept in .* and serves this process alone"):
         artifact = kvant.artifact_for(model, None)
     assert kvant.Cache(model, artifact=artifact).recipe.name == "kvant-2"
+
+
+def test_progress_is_shown_unless_it_is_taken(
+    made: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvant import progress
+
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    original = kept.calibrate
+
+    def calibrating(model: object, tokenizer: object, recipe: object, text: object, **options: object) -> Artifact:
+        options["progress"]("fitting", 1, 2)  # type: ignore[operator]
+        return original(model, tokenizer, recipe, text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kept, "calibrate", calibrating)
+    kvant.artifact_for(make_model("llama"), None, "kvant-4")
+    assert "fitting: 1 of 2" in capsys.readouterr().err
+    told: list[tuple[object, ...]] = []
+    kvant.artifact_for(make_model("llama"), None, "kvant-2", progress=lambda *each: told.append(each))
+    assert told == [("fitting", 1, 2)] and not capsys.readouterr().err
