@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pkgutil
+import argparse
 import subprocess
 import sys
 
@@ -15,7 +15,12 @@ from kvant import recipes
 from kvant.cli import common
 
 HEAVY = "torch", "transformers", "rich", "numpy", "safetensors"
-COMMANDS = [info.name for info in pkgutil.iter_modules(kvant.cli.__path__) if info.name not in ("common", "artifacts")]
+COMMANDS = [
+    name
+    for action in kvant.cli.parser()._actions
+    if isinstance(action, argparse._SubParsersAction)
+    for name in action.choices
+]
 
 
 def imported_after(code: str) -> list[str]:
