@@ -10,7 +10,6 @@ import kvant
 from tests.conftest import relative_error
 from tests.engines.test_hf import make_model, prompt
 
-
 # A product of many rows may differ from that of one in its last bit, which moves a code now and then. In one layer that is all
 # it does; through several, 2 bits and random weights would make much of it.
 ONE_LAYER, SAME = {"num_hidden_layers": 1}, 0.01
