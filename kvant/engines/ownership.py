@@ -24,7 +24,10 @@ class Ownership:
     def thread(self) -> threading.Thread | None:
         """The thread that has the cache; None where any may take it."""
         thread = self._thread
-        return thread if thread is not None and thread.is_alive() else None
+        try:
+            return thread if thread is not None and thread.is_alive() else None
+        except RuntimeError:  # what Python 3.13 says of a thread that was not started by it, and has ended
+            return None
 
     def claim(self) -> bool:
         """Takes the cache for this thread, and says whether it was free. RuntimeError where a living thread has it."""

@@ -217,3 +217,22 @@ def test_batches_of_nothing_are_refused_and_counts_of_nothing_are_not(name: str)
         assert cache.prefill(layer, nothing, nothing, nothing, batch, scale=0.1).shape == (0, 2, 64)
         assert cache.replay(layer, nothing, nothing, nothing, batch, scale=0.1).shape == (0, 2, 64)
     assert held(cache) == before
+
+
+def test_room_is_given_back_where_memory_runs_out_after_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled("int4:sink=2,recent=9")
+    before = [(entry.length, len(entry.pages), entry.sinks) for entry in cache.sequences]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "minimum", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            StaticBatch(cache, cache.sequences[1:2], 40)
+    nothing_leaks(cache)
+    assert [(entry.length, len(entry.pages), entry.sinks) for entry in cache.sequences] == before
+    swapped = swap_out(cache, cache.sequences[:])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            swap_in(cache, swapped)
+    nothing_leaks(cache)
+    assert not cache.sequences
+    assert [entry.length for entry in swap_in(cache, swapped)] == [40, 21, 40]

@@ -13,6 +13,8 @@ from transformers import GenerationConfig
 
 import kvant
 from kvant.cache import StaticBatch
+from kvant.engines import serving
+from kvant.ops import LayerStore
 from tests.cache.test_faults import WANTED, every_failure, failing, nothing_leaks
 from tests.engines.test_hf import make_model, prompt
 
@@ -140,6 +142,48 @@ def test_a_step_that_fails_in_any_group_leaves_all_of_them_as_they_were(name: st
         cache.reset()
         expected = kvant.Cache(model, "int4:sink=2,recent=9", page_tokens=16)
         assert torch.equal(logits(model, cache, prompt(2, 50)), logits(model, expected, prompt(2, 50)))
+
+
+def test_a_cache_that_cannot_be_allocated_is_allocated_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("gemma3", **TWO_GROUPS)
+    expected = logits(model, kvant.Cache(model, "int4"), prompt(2, 20))
+    for number in (1, 2):
+        cache, calls = kvant.Cache(model, "int4"), 0
+        allocate = LayerStore.allocate
+
+        def fail(*args: Any, number: int = number, allocate: Any = allocate) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise torch.OutOfMemoryError("out of memory")
+            return allocate(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerStore, "allocate", staticmethod(fail))
+            with pytest.raises(torch.OutOfMemoryError):
+                logits(model, cache, prompt(2, 20))
+        assert (cache.groups, cache.get_seq_length()) == ([], 0)
+        assert torch.equal(logits(model, cache, prompt(2, 20)), expected)
+
+
+def test_swapping_out_is_done_by_all_groups_or_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("gemma3", **TWO_GROUPS)
+    cache, expected = kvant.Cache(model, "int4"), kvant.Cache(model, "int4")
+    for each in (cache, expected):
+        logits(model, each, prompt(2, 20))
+    copied = serving.copied
+
+    def fail(paged: Any, entries: Any) -> Any:
+        if paged is cache.groups[1].paged:
+            raise MemoryError
+        return copied(paged, entries)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "copied", fail)
+        with pytest.raises(MemoryError):
+            cache.swap_out()
+    sound(cache)
+    assert torch.equal(*(logits(model, each, prompt(2, 3)) for each in (cache, expected)))
 
 
 def test_a_pass_that_breaks_off_needs_the_pages_that_its_window_would_leave() -> None:
