@@ -58,7 +58,7 @@ class Memory:
     """Exact copies of the tensors that have been handed over."""
 
     def __init__(self, plant: str) -> None:
-        self.copies: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        self.copies: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}  # and their address and size
         self.short: torch.Tensor | None = None  # handed over one byte short
         self.misaligned = plant == "misaligned"
 
@@ -68,7 +68,7 @@ class Memory:
         if key not in self.copies:
             less = self.short is not None and key[0] == own_address(self.short)
             start = libc.malloc(nbytes - less + 2 * self.misaligned)
-            self.copies[key] = tensor.detach(), start + 2 * self.misaligned
+            self.copies[key] = tensor.detach(), start + 2 * self.misaligned, nbytes - less
         return self.copies[key][1]
 
     @staticmethod
@@ -80,13 +80,11 @@ class Memory:
         return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.element_size()
 
     def move(self, back: bool) -> None:
-        for (address, nbytes), (tensor, copy) in self.copies.items():
-            nbytes -= self.short is not None and address == own_address(self.short)
+        for (address, _), (_, copy, nbytes) in self.copies.items():
             ctypes.memmove(*((address, copy) if back else (copy, address)), nbytes)
-            assert tensor is not None
 
     def clear(self) -> None:
-        for _, start in self.copies.values():
+        for _, start, _ in self.copies.values():
             libc.free(start - 2 * self.misaligned)
         self.copies = {}
         library._LAST.batch = None
@@ -141,7 +139,7 @@ def exercise(name: str, heads: int, dim: int, page: int, plant: str) -> None:
         for group, options in ((1, {}), (3, {"softcap": 5.0, "window": 9}), (5, {"window": 100})):
             q = torch.randn(3, heads * group, dim)
             seen = cache.batch(entries)
-            MEMORY.short = {"query": q, "table": seen.block_table}.get(plant)
+            MEMORY.short = {"query": q, "lengths": seen.lengths}.get(plant)
             settings: dict[str, float] = {"scale": 0.1, **options}
             expected = reference.decode(store, q.double(), seen, **settings)  # type: ignore[arg-type]
             assert relative_error(operations["decode"](store, q, seen, **settings), expected) < 2e-3, name

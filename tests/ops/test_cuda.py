@@ -661,7 +661,7 @@ def test_spaces_are_the_transforms() -> None:
         torch.testing.assert_close(q @ found.tensor[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("query", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "name",

@@ -72,7 +72,7 @@ def filled(
     return cache, entries
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -117,7 +117,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "group", "dim", "options"), [*test_cuda.TURNED, *test_cuda.TURNED_MANY])
 def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str, float], many: list[str]) -> None:
     options = dict(options)
@@ -128,7 +128,7 @@ def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str,
     assert many == ["_turn_kernel" if rotated or dim == 256 else "_many_kernel"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype", "limit"),
     [
@@ -161,7 +161,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -184,7 +184,7 @@ def test_decode_of_few_sequences(name: str, group: int, dim: int, options: dict[
     check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype", "softcap"),
     [
@@ -216,7 +216,7 @@ def test_few_sequences_multiply_their_queries_themselves(
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("blocks", [6, 60])  # so that a block has whole (sequence, head)s, or blocks share them
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype"),
@@ -396,7 +396,7 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
@@ -425,7 +425,7 @@ def test_append(name: str, dim: int) -> None:
     check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "page"),
     [
@@ -488,7 +488,7 @@ def test_tiles_of_zeros_and_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None
     assert float((one != two).double().mean()) < 1e-3
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "dim", "first"),
     [("kvant-2", 64, 1000), ("oscar", 128, 0), ("kvant-2:rope_block=70", 96, 3), ("saw-int4-kv:seed=3", 64, 0)],
@@ -521,7 +521,7 @@ READ = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 def test_unpack(name: str, dim: int, first: int) -> None:
     """Every stored number, rounded to fp16, from pages and windows."""
@@ -558,7 +558,7 @@ def plain(
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 @pytest.mark.parametrize("block", [96, 4096])
 def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
