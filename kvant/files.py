@@ -23,7 +23,9 @@ def cache_dir() -> Path:
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A path to write to, which becomes the target when all is written and on the disk; until then, and where anything
-    fails, what was there before stays. The new file has the permissions of the one that it replaces."""
+    fails, what was there before stays. The new file has the permissions of the one that it replaces. A directory, a FIFO or a
+    device is not replaced."""
+    check_replaceable(target, "output")
     collect(target.parent, target.name)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
     try:

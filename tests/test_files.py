@@ -42,3 +42,5 @@ def test_only_regular_files_are_read_and_nothing_waits(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "fifo", "a FIFO"), (tmp_path, "a directory"), (Path("/dev/null"), "a device")):
         with pytest.raises(ValueError, match=f"expected a file, got {words}"):
             open_regular(path)
+        with pytest.raises(ValueError, match=f"output .*: expected a file, got {words}"), replacing(path):
+            pytest.fail("there is nothing to write to")

@@ -16,6 +16,7 @@ The same name can be read off the files of a checkpoint (`fingerprint_of_files`)
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -65,8 +66,8 @@ def fingerprint(model: Any) -> str:
         if weight.is_meta:
             raise ValueError(f"cannot name this model: its weight {name} is not in memory")
         named.append((name, tuple(weight.shape)))
-        samples.append(_codes(_sampled(weight.detach())))
-    return _original(model.config, _name(model.config, zip(named, _to_host(samples), strict=True)))
+        samples.append(_sampled(weight.detach()))
+    return _original(model.config, _name(model.config, zip(named, _hashed(samples), strict=True)))
 
 
 def fingerprint_of_files(directory: str | os.PathLike[str]) -> str | None:
@@ -88,12 +89,12 @@ def fingerprint_of_files(directory: str | os.PathLike[str]) -> str | None:
         found = [stored[alias] for alias in aliases if alias in stored]
         if not found or any(one.shape != tuple(weight.shape) for one in found):
             return None
-        codes = [_codes(one.sampled()) for one in found]
-        if any(not torch.equal(codes[0], other) for other in codes[1:]):
+        copies = [one.sampled() for one in found]
+        if any(not torch.equal(copies[0], other) for other in copies[1:]):
             return None  # tied in the config, two tensors in the files
         named.append((name, tuple(weight.shape)))
-        samples.append(codes[0])
-    return _original(config, _name(config, zip(named, _to_host(samples), strict=True)))
+        samples.append(copies[0])
+    return _original(config, _name(config, zip(named, _hashed(samples), strict=True)))
 
 
 def _original(config: Any, own: str) -> str:
@@ -126,8 +127,13 @@ def _sampled(weight: Tensor) -> Tensor:
     flat = weight.reshape(-1)
     if len(flat) <= RUNS * RUN:
         return flat
-    start = torch.tensor(_places(len(flat)), device=flat.device)
-    return flat[start[:, None] + torch.arange(RUN, device=flat.device)].flatten()
+    return flat[_index(len(flat), flat.device)]
+
+
+@functools.lru_cache(maxsize=64)
+def _index(count: int, device: torch.device) -> Tensor:
+    start = torch.tensor(_places(count), device=device)
+    return (start[:, None] + torch.arange(RUN, device=device)).flatten()
 
 
 def _codes(sample: Tensor) -> Tensor:
@@ -140,16 +146,18 @@ def _codes(sample: Tensor) -> Tensor:
     return torch.copysign(size, rounded).view(torch.int16)
 
 
-def _to_host(samples: list[Tensor]) -> Iterator[bytes]:
-    """What is hashed of every sample. There is one copy from each device."""
-    whole = {
-        device: torch.cat([s for s in samples if s.device == device]).cpu() for device in {s.device for s in samples}
-    }
+def _hashed(samples: list[Tensor]) -> Iterator[bytes]:
+    """What is hashed of every sample. Those of one device and type are coded and copied to the host together."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for sample in samples:
+        alike.setdefault((sample.device, sample.dtype), []).append(sample)
+    whole = {kind: _codes(torch.cat(each)).cpu().numpy() for kind, each in alike.items()}
     at = dict.fromkeys(whole, 0)
     for sample in samples:
-        start = at[sample.device]
-        at[sample.device] += len(sample)
-        codes = whole[sample.device][start : start + len(sample)].numpy()
+        kind = sample.device, sample.dtype
+        start = at[kind]
+        at[kind] += len(sample)
+        codes = whole[kind][start : at[kind]]
         signs = codes < 0
         minority = min(int(signs.sum()), len(signs) - int(signs.sum()))
         values = codes.astype("<i2").tobytes() if minority * ALIKE < len(signs) else b""
