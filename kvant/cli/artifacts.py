@@ -56,8 +56,8 @@ def find_or_make(
     """An artifact for every recipe, all of which are calibrated, by name. `named` is the model's fingerprint; `load` gives model
     and tokenizer, and is called where something has to be fitted."""
     from kvant.artifact import Artifact
+    from kvant.calibrate.builtin import fits_in_seconds, kept_builtin, kept_builtin_at
     from kvant.calibrate.kept import kept, kept_at
-    from kvant.eval.check import fits_in_seconds, kept_builtin, kept_builtin_at
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]
     text = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
@@ -84,7 +84,7 @@ def find_or_make(
 def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]]) -> Found:
     """Fits what needs only means, on the built-in text."""
     from kvant.artifact import FILE
-    from kvant.eval.check import fit_builtin, kept_builtin_at
+    from kvant.calibrate.builtin import fit_builtin, kept_builtin_at
 
     say(f"fitting {recipe.name} to the model, which takes seconds")
     artifact, path = fit_builtin(*load(), recipe), kept_builtin_at(named, recipe)

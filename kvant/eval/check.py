@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvant import passages, recipes
 from kvant.artifact import Artifact
+from kvant.calibrate.builtin import fit_builtin, fits_in_seconds, kept_artifact
 from kvant.calibrate.capture import Progress, keys_of
-from kvant.calibrate.kept import kept, kept_at
-from kvant.calibrate.run import calibrate_all, model_name
+from kvant.calibrate.run import model_name
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache, ModelShape
 from kvant.eval.teacher import Result, Windows, evaluate
@@ -27,13 +26,11 @@ from kvant.eval.why import explained
 from kvant.layout import Layout
 from kvant.ops import OPS, explain
 from kvant.recipe import Recipe, spans
-from kvant.transforms.affine_map import Mean
 from kvant.verdicts import Verdict, keep, verdict, word_for
 
 Tensor = torch.Tensor
 TOKENS = 1024  # of the text that is read, at most
 PROMPT = 3, 8  # the share of it that is prefilled and not scored
-FIT_TOKENS = 512  # of the other text, for means
 AT_ONCE = 8  # recipes behind one reference: a short text's keys take little memory
 
 
@@ -150,40 +147,6 @@ def fast_recipes(model: Any, shape: ModelShape | None = None) -> list[Recipe]:
 # --- artifacts ----------------------------------------------------------------------------------------------------------
 
 
-def fits_in_seconds(recipe: Recipe) -> bool:
-    """Whether all that a recipe learns is means, for which a few hundred tokens do."""
-    parts = [part for stream in recipe.streams.values() for part in stream.parts.values() if part.calibrated]
-    return bool(parts) and all(isinstance(part, Mean) for part in parts)
-
-
-def kept_artifact(named: str, recipe: Recipe) -> Artifact | None:
-    """An artifact that was kept: fitted on what the model wrote, or on the built-in text."""
-    return kept(named, recipe) or kept_builtin(named, recipe)
-
-
-def kept_builtin(named: str, recipe: Recipe) -> Artifact | None:
-    return kept(named, recipe, passages.source("fit"))
-
-
-def kept_builtin_at(named: str, recipe: Recipe) -> Path:
-    """Where a fit on the built-in text is kept."""
-    return kept_at(named, recipe, passages.source("fit"))
-
-
-def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress | None = None) -> Artifact:
-    """A recipe fitted on the built-in text, of which means take only a part. It is kept."""
-    ids = torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
-    ids = ids[:FIT_TOKENS] if fits_in_seconds(recipe) else ids
-    (made,) = calibrate_all(model, tokenizer, [recipe], ids, progress=progress)
-    made = dataclasses.replace(made, source=made.source | {"text": "built in"})
-    path = kept_builtin_at(fingerprint(model), recipe)
-    try:
-        made.save(path)
-    except OSError as error:
-        warnings.warn(f"the artifact could not be kept in {path}: {error}", stacklevel=2)
-    return made
-
-
 def _artifacts(
     model: Any,
     tokenizer: Any,
@@ -207,7 +170,7 @@ def _artifacts(
         elif fit or fits_in_seconds(recipe):
             found[recipe.name] = fit_builtin(model, tokenizer, recipe, progress)
         else:
-            left_out[recipe.name] = "needs a fit of minutes: --fit (fit=True) fits it on a built-in text and keeps it"
+            left_out[recipe.name] = "needs a fit: --fit (fit=True) makes one on a built-in text and keeps it"
     return found, left_out
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvant import recipes
 from kvant.artifact import Artifact
+from kvant.calibrate.builtin import fits_in_seconds, kept_artifact
 from kvant.calibrate.capture import Progress
 from kvant.engines.fingerprint import fingerprint
-from kvant.eval.check import examine, fits_in_seconds, kept_artifact
+from kvant.eval.check import examine
 from kvant.recipe import Recipe
 from kvant.verdicts import Unfit, Verdict, refuse_unfit, verdict
 

@@ -25,13 +25,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama with a byte-level tokenizer, saved as a Hugging Face directory."""
     path = tmp_path_factory.mktemp("tiny")
     make_model("llama", vocab_size=256 + 4).save_pretrained(path)
+    save_tokenizer(path)
+    return str(path)
+
+
+def save_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer of 260 tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture

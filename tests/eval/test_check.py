@@ -11,9 +11,10 @@ import torch
 
 import kvant
 from kvant import passages, recipes, verdicts
+from kvant.calibrate.builtin import fits_in_seconds
 from kvant.eval import check as checking
 from kvant.eval import choose
-from kvant.eval.check import check, check_windows, examine, fast_recipes, fits_in_seconds, packed_read
+from kvant.eval.check import check, check_windows, examine, fast_recipes, packed_read
 from kvant.eval.choose import choose_recipe, kept_choice, require_fit
 from kvant.eval.why import key_stats
 from kvant.verdicts import Threshold, Unfit
@@ -88,7 +89,7 @@ def test_a_long_fit_is_left_out_unless_it_is_asked_for_or_there(biased: Any) -> 
     found = examine(biased, Bytes(), ["int8", recipe])
     assert [each.recipe for each in found.verdicts] == ["int8"]
     assert "--fit" in found.left_out[recipe]
-    with pytest.raises(ValueError, match="recipe saw-int4-hessian: needs a fit of minutes"):
+    with pytest.raises(ValueError, match="recipe saw-int4-hessian: needs a fit"):
         check(biased, Bytes(), recipe)
     (fitted,) = check(biased, Bytes(), recipe, fit=True)
     assert fitted.artifact

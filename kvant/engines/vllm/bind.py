@@ -110,8 +110,14 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
     model = config.model_config
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     fingerprint = functools.cache(lambda: _fingerprint(config))
-    chosen = Options.of(config.additional_config, count, fingerprint)
-    named = fingerprint()
+    chosen = Options.of(config.additional_config, count, lambda: fingerprint()[0])
+    named, reason = fingerprint()
+    if named is None and any("fingerprint" in each.source for each in chosen.artifacts):
+        logger.warning_once(
+            "kvant cannot tell whether the artifact was fitted to the model %s: %s. It is taken at its word.",
+            model.model,
+            reason,
+        )
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     heads = own_heads(total, world, rank)
     device = torch.device(config.device_config.device)
@@ -163,21 +169,15 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
     return out
 
 
-def _fingerprint(config: Any) -> str | None:
-    """Of the model that vLLM has loaded, read off its files. None, and a warning, where they do not tell."""
+def _fingerprint(config: Any) -> tuple[str | None, str]:
+    """Of the model that vLLM has loaded, read off its files; None where they do not tell, and why."""
     model = config.model_config
-    found, reason = None, "its weights are not loaded from files"
-    if config.load_config.load_format != "dummy":
-        directory = models.directory_of(model.model, model.revision)
-        found = None if directory is None else fingerprint_of_files(directory)
-        reason = "there are no files of it" if directory is None else f"the files in {directory} do not tell"
-    if found is None:
-        logger.warning_once(
-            "kvant cannot tell whether recipe and artifact fit the model %s: %s. They are taken at their word.",
-            model.model,
-            reason,
-        )
-    return found
+    if config.load_config.load_format == "dummy":
+        return None, "its weights are not loaded from files"
+    directory = models.directory_of(model.model, model.revision)
+    if directory is None:
+        return None, "there are no files of it"
+    return fingerprint_of_files(directory), f"the files in {directory} do not tell"
 
 
 def _overlays(layout: Layout, name: StreamName, layers: int, rows: int, device: torch.device) -> Tensor:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvant import recipes
+from kvant import recipes, verdicts
 from kvant.artifact import Artifact
 from kvant.engines.vllm import versions
-from kvant.engines.vllm.options import Options, per_layer, refusal
+from kvant.engines.vllm.options import Options, judge, per_layer, refusal
 from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
 from kvant.rope import ropes_of
+from kvant.verdicts import Verdict
 from tests.fitted import made_up_tensors
 
 
@@ -21,7 +22,8 @@ def test_layers_have_the_recipe_of_their_range() -> None:
     found = Options.of({"kvant": {"recipe": "int4", "layers": {"0-1": "int8", "5": "int2", "3-4": "saw-int4"}}}, 7)
     assert [recipe.name for recipe in found.layers] == ["int8", "int8", "int4", "saw-int4", "saw-int4", "int2", "int4"]
     assert [recipe.name for recipe in per_layer(None, {"0": "int8", "1-": "int2:sink=4"}, 3)][1:] == ["int2:sink=4"] * 2
-    assert {recipe.name for recipe in per_layer(None, None, 3)} == {recipes.PLAIN}
+    with pytest.raises(ValueError, match="a recipe is needed"):
+        per_layer(None, None, 3)
 
 
 @pytest.mark.parametrize(
@@ -30,18 +32,68 @@ def test_layers_have_the_recipe_of_their_range() -> None:
         (None, "it needs additional_config"),
         ({}, "it needs additional_config"),
         ({"kvant": {"recipe": "int5"}}, "unknown recipe 'int5'; known: "),
-        ({"kvant": {"recipes": "int4"}}, "has recipes; known: recipe, artifact, layers, spare_windows, implementation"),
+        (
+            {"kvant": {"recipes": "int4"}},
+            "has recipes; known: recipe, artifact, layers, spare_windows, implementation, unfit",
+        ),
         ({"kvant": {"layers": {"0-3": "int4"}}}, "layer 4 has no recipe"),
         ({"kvant": {"layers": {"0-9": "int4"}}}, "'0-9' is no range of the model's layers 0 to 5"),
         ({"kvant": {"layers": {"0-3": "int4", "3-": "int8"}}}, "layer 3 is named twice"),
         ({"kvant": {"layers": {"a": "int4"}}}, "expected a range such as 3, 0-1 or 2-, got 'a'"),
         ({"kvant": {"artifact": "/nowhere"}}, "no such file or directory"),
         ({"kvant": {"spare_windows": -1}}, "spare_windows must be a number from 0, got -1"),
+        ({"kvant": {"recipe": "int4", "unfit_anyway": 1}}, "unfit_anyway must be true or false, got 1"),
+        (
+            {"kvant": {"spare_windows": 2}},
+            "has no recipe, and none is known to fit this model: .* kvant check --model M",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options.of(given, 6)
+
+
+def test_an_engine_goes_by_kept_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfit is refused, unknown is warned of, good is taken where no recipe is named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = "5" * 64
+
+    def keep(name: str, kl: float, top1: float, bpe: float = 4.5, artifact: str = "") -> None:
+        digest = recipes.get(name).digest
+        verdicts.keep(Verdict(name, model, digest, artifact, kl, 0.0, top1, bpe, 300.0, 600, "bfloat16"))
+
+    said: list[str] = []
+
+    def judged(config: dict[str, Any], named: str | None = model) -> None:
+        options = Options.of({"kvant": config}, 2)
+        judge(options, options.layers[0], None, named, said.append)
+
+    judged({"recipe": "saw-int4"})
+    judged({"recipe": "saw-int4"}, None)
+    assert len(said) == 2 and "nobody has checked whether recipe saw-int4 fits this model" in said[0]
+    keep("saw-int4", 6.2, 0.05)
+    with pytest.raises(verdicts.Unfit, match=r"saw-int4 is unfit .*unfit_anyway"):
+        judged({"recipe": "saw-int4"})
+    judged({"recipe": "saw-int4", "unfit_anyway": True})
+    judged({"layers": {"0": "saw-int4", "1": "int8"}})  # the verdict is of all layers
+    judged({"recipe": "full"})
+    assert len(said) == 2
+    with pytest.raises(ValueError, match="none is known to fit this model"):
+        Options.of({"kvant": {}}, 2, lambda: model)
+    keep("int8", 0.001, 0.99, 8.5)
+    keep("kivi-k4v4", 0.001, 0.99, 5.0)  # which vLLM cannot serve
+    keep("kvant-4", 0.01, 0.95, 4.5, "f" * 64)  # whose artifact is not given
+    assert {recipe.name for recipe in Options.of({"kvant": {}}, 2, lambda: model).layers} == {"int8"}
+    with pytest.raises(ValueError, match="none is known to fit this model"):
+        Options.of({"kvant": {}}, 2, lambda: None)
+
+
+def test_the_recipe_may_be_the_artifacts(tmp_path: Path) -> None:
+    recipe = recipes.get("oscar:sink=4")
+    Artifact(recipe, 2, 64, 1, {0: made_up_tensors(recipe, 2, 64)}).save(tmp_path)
+    options = Options.of({"kvant": {"artifact": str(tmp_path)}}, 1)
+    assert [each.name for each in options.layers] == ["oscar:sink=4"]
 
 
 def test_a_fitted_recipe_needs_its_artifact(tmp_path: Path) -> None:

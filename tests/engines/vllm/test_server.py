@@ -42,6 +42,7 @@ class Server:
             "import sys; from kvant.cli import main; sys.exit(main())",
             "serve",
             *arguments,
+            "--unfit-anyway",  # the model is a random one
         ]
         self.log = log
         self.process = subprocess.Popen(
@@ -287,7 +288,9 @@ class Started(Exception):
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[list[str], dict[str, str]]]:
-    """Runs kvant serve up to where it would become vLLM: -> the command line and the environment."""
+    """Runs kvant serve up to where it would become vLLM: -> the command line and the environment. Nothing is measured: the model
+    is a random one."""
+    monkeypatch.setattr("kvant.cli.serve.require_fit", lambda *args: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("KVANT_API_KEY", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)
@@ -394,6 +397,7 @@ def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monke
 
     monkeypatch.setattr(serve, "_on_cpu", lambda: False)
     args = argparse.Namespace(model=served, recipe="int2:sink=4,recent=60", layers=None, artifact=[], host="127.0.0.1")
+    args.unfit_anyway = True
     assert serve.window_bytes(served, {"recipe": "int2:sink=4,recent=60"}) == 4 * 2 * 2 * 64 * 64 * 2
     assert serve.window_bytes(served, {"recipe": "int2"}) == 0
     for room, expected in ((4 << 30, "256"), (100 * 4 * 2 * 2 * 64 * 64 * 2, "100"), (1, "16")):

@@ -1,0 +1,58 @@
+"""Fits on a text that comes with kvant: at once where a recipe learns only means, and no text has to be found for the rest.
+
+A text of the kind that will be served is better for what learns more than means; `kvant calibrate --text` takes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvant import passages
+from kvant.artifact import Artifact
+from kvant.calibrate.capture import Progress
+from kvant.calibrate.kept import kept, kept_at
+from kvant.calibrate.run import calibrate
+from kvant.engines.fingerprint import fingerprint
+from kvant.recipe import Recipe
+from kvant.transforms.affine_map import Mean
+
+MEAN_TOKENS = 512  # that are read for means; 256 give the same KL
+
+
+def fits_in_seconds(recipe: Recipe) -> bool:
+    """Whether all that a recipe learns is means, for which a few hundred tokens do."""
+    parts = [part for stream in recipe.streams.values() for part in stream.parts.values() if part.calibrated]
+    return bool(parts) and all(isinstance(part, Mean) for part in parts)
+
+
+def kept_artifact(named: str, recipe: Recipe) -> Artifact | None:
+    """An artifact that was kept: fitted on what the model wrote, or on the built-in text."""
+    return kept(named, recipe) or kept_builtin(named, recipe)
+
+
+def kept_builtin(named: str, recipe: Recipe) -> Artifact | None:
+    return kept(named, recipe, passages.source("fit"))
+
+
+def kept_builtin_at(named: str, recipe: Recipe) -> Path:
+    """Where a fit on the built-in text is kept."""
+    return kept_at(named, recipe, passages.source("fit"))
+
+
+def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress | None = None) -> Artifact:
+    """A recipe fitted on the built-in text, of which means take only a part. It is kept."""
+    ids = torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
+    ids = ids[:MEAN_TOKENS] if fits_in_seconds(recipe) else ids
+    made = calibrate(model, tokenizer, recipe, ids, progress=progress)
+    made = dataclasses.replace(made, source=made.source | {"text": "built in"})
+    path = kept_builtin_at(fingerprint(model), recipe)
+    try:
+        made.save(path)
+    except OSError as error:
+        warnings.warn(f"the artifact could not be kept in {path}: {error}", stacklevel=2)
+    return made
