@@ -322,15 +322,18 @@ class PagedCache:
 
     @locked
     def batch(self, entries: Sequence[Entry]) -> PagedBatch:
-        """Sequences as they are, with no new tokens."""
-        self._check_batch(entries)
+        """Sequences as they are, with no new tokens. One may be there several times: nothing is written."""
+        self._check_ours(entries)
         return self._batch(entries, [0] * len(entries), [])
 
-    def _check_batch(self, entries: Sequence[Entry]) -> None:
+    def _check_ours(self, entries: Sequence[Entry]) -> None:
         if not entries:
             raise ValueError("entries must name at least one sequence, got none")
         for entry in entries:
             self.check_ours(entry)
+
+    def _check_batch(self, entries: Sequence[Entry]) -> None:
+        self._check_ours(entries)
         if len({id(entry) for entry in entries}) != len(entries):
             raise ValueError("entries must name every sequence once, got one of them twice: fork it")
 

@@ -6,6 +6,7 @@ the work is interrupted, and every half minute in case the process is killed; it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -39,13 +40,18 @@ class Checkpoint:
     def due(self) -> bool:
         return time.monotonic() - self.written >= EVERY
 
-    def save(self, tensors: dict[str, Tensor]) -> None:
-        """Writes it whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with replacing(self.path) as temporary:
-            save_file(tensors, temporary, metadata={"digest": _digest(tensors)})
+    def save(self, tensors: dict[str, Tensor]) -> bool:
+        """Writes it whole or not at all. Where it cannot be written, that is told, and the work goes on without."""
         self.written = time.monotonic()
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as temporary:
+                save_file(tensors, temporary, metadata={"digest": _digest(tensors)})
+        except OSError as error:
+            warnings.warn(f"an unfinished calibration could not be kept in {self.path.parent}: {error}", stacklevel=3)
+            return False
+        return True
 
     def load(self) -> dict[str, Tensor]:
         """What was kept, or nothing. A damaged file is told of and removed: the work then starts anew."""
@@ -65,7 +71,8 @@ class Checkpoint:
         return tensors
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be removed, nothing was written
+            self.path.unlink(missing_ok=True)
 
 
 class Kept(Protocol):
@@ -106,8 +113,7 @@ class Unfinished:
         told = [str(error)] if str(error) else []
         for checkpoint, work in self.held:
             tensors = work.tensors
-            if tensors:
-                checkpoint.save(tensors)
+            if tensors and checkpoint.save(tensors):
                 told.append(str(work))
         if told:
             raise KeyboardInterrupt(f"kept {' and '.join(told)}; the same command goes on from there") from None

@@ -463,10 +463,11 @@ class Cache(Serving, transformers.Cache):
                 return  # as a loop that reads its stop one step late says at every step
             self.settle()
             columns = self.get_seq_length()
-            remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, columns - tokens_to_remove)
+            asked = int(tokens_to_remove)  # assisted generation may ask with a tensor
+            remove = -asked if asked <= 0 else max(0, columns - asked)
             if remove > columns:
                 raise ValueError(f"cannot remove {remove} of {columns} columns")
-            if remove:
+            if remove or any(group.window is not None for group in self.groups):  # pages may have left their window
                 self._crop(columns - remove)
 
     def _crop(self, columns: int) -> None:
@@ -477,7 +478,8 @@ class Cache(Serving, transformers.Cache):
         for group in self.groups:
             for entry, count in zip(group.entries, gone, strict=True):
                 group.paged.check_crop(entry, entry.length - count)
-        self._ids = None
+        if any(gone):
+            self._ids = None
         for group in self.groups:
             for entry, count in zip(group.entries, gone, strict=True):
                 group.paged.crop(entry, entry.length - count)

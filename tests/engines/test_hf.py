@@ -291,3 +291,15 @@ def test_shapes_are_read_from_configs() -> None:
     assert shape.layers == (24, 24, 24, 24, 24, None, 24)
     assert (shape.heads, shape.head_dim, shape.dtype) == (2, 64, "float32")
     assert ModelShape.of(make_model("mistral").config).layers == (None, None, None)
+
+
+@torch.no_grad()
+def test_a_crop_by_a_tensor_is_one_by_a_number() -> None:
+    """As assisted generation of older versions of transformers asks for it."""
+    model, ids = make_model("llama"), torch.randint(3, 100, (1, 30))
+    caches = [kvant.Cache(model, "int4") for _ in range(2)]
+    for cache, amount in zip(caches, (-4, torch.tensor(-4)), strict=True):
+        model(ids, past_key_values=cache)
+        cache.crop(amount)
+    first, second = (model(ids[:, 26:28], past_key_values=cache).logits for cache in caches)
+    assert torch.equal(first, second) and caches[1].get_seq_length() == 28

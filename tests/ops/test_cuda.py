@@ -694,7 +694,7 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     if cuda_append.refuse_layout(layout) is None:
         pairs = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1))
         code = nvrtc.cached_code(pairs.text, "sm_90", tmp_path)
-        assert [path.read_bytes() for path in tmp_path.iterdir()] == [code]
+        assert [path.read_bytes().endswith(code) for path in tmp_path.iterdir()] == [True]
         banded, types = name == "kvant-2", ("bfloat16", "float16")  # bands always have a matrix
         tiles = cuda_append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
         assert not pairs.tiled and tiles.tiled == (

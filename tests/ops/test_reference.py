@@ -157,6 +157,7 @@ def test_refusals_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("decode", make_layout("int4"), "cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels run")
 def test_the_reference_is_not_taken_without_a_word_on_a_gpu() -> None:
     layout = make_layout("kivi-k2v2")
     with pytest.warns(UserWarning, match=r"decode of recipe kivi-k2v2 on cuda is the plain torch reference.*cuda: "):

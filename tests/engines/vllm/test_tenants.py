@@ -116,4 +116,4 @@ def test_no_tenant_sees_another(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         for name, count in check(seed).items():
             total[name] = total.get(name, 0) + count
-    assert min(total.values()) > 10, total  # of everything that makes trouble, there was some
+    assert min(total.values()) > 0, total  # of everything that makes trouble, there was some
