@@ -311,6 +311,7 @@ def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, 
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
 
 
+@pytest.mark.slow
 def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
     """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither turned nor read."""
     cache, entries = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
@@ -335,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (th
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "dim"), [("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("int8", 96)]
 )
@@ -586,7 +588,7 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
         torch.testing.assert_close(overlay, two.stores[0].overlays[name], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "dim"),
     [

@@ -85,6 +85,7 @@ def filled(
     return test_cuda.filled("full", 2, group, dim, dtype, lengths, page, device="cpu")
 
 
+@pytest.mark.few(3)
 @needs_compiler
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("group", "dim"), SHAPES)
@@ -93,6 +94,7 @@ def test_every_shape(group: int, dim: int) -> None:
         check(*filled(group, dim, dtype, [1, 63, 300]), group, limit)
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("options", OPTIONS)
@@ -101,6 +103,7 @@ def test_soft_cap_and_sliding_window(options: dict[str, float]) -> None:
         check(*filled(4, 64, dtype, [1, 64, 130, 333]), 4, limit, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("page", [16, 32, 128])
@@ -108,6 +111,7 @@ def test_other_pages(page: int) -> None:
     check(*filled(2, 64, "bfloat16", [17, 300], page), 2, 2e-3, window=77)
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("blocks", [1, 5, 40])

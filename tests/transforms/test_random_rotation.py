@@ -18,8 +18,8 @@ def test_it_is_orthogonal(dim: int) -> None:
 def test_dot_products_are_preserved_and_outputs_come_back(dim: int) -> None:
     bound = RandomRotation().bind(dim)
     q, k = torch.randn(7, 2, 3, dim), torch.randn(7, 2, dim)
-    before = torch.einsum("thgd,thd->thg", q, k)
-    after = torch.einsum("thgd,thd->thg", bound.dual(q), bound.forward(k))
+    before = torch.einsum("thgd,thd->thg", q.double(), k.double())  # float64: in any order the same
+    after = torch.einsum("thgd,thd->thg", bound.dual(q).double(), bound.forward(k).double())
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(bound.inverse(bound.forward(k)), k, rtol=1e-5, atol=1e-5)
 

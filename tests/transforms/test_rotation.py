@@ -108,8 +108,8 @@ def test_dot_products_are_preserved_and_values_come_back(dim: int, fields: dict[
     basis = eigenbasis(random_moment(heads if per_head else 1, dim)).float()
     bound = spec.bind(dim, {"basis": basis})
     q, k = torch.randn(7, heads, groups, dim), torch.randn(7, heads, dim)
-    before = torch.einsum("thgd,thd->thg", q, k)
-    after = torch.einsum("thgd,thd->thg", bound.dual(q), bound.forward(k))
+    before = torch.einsum("thgd,thd->thg", q.double(), k.double())  # float64: in any order the same
+    after = torch.einsum("thgd,thd->thg", bound.dual(q).double(), bound.forward(k).double())
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(bound.inverse(bound.forward(k)[:, :, None])[:, :, 0], k, rtol=1e-5, atol=1e-5)
     assert bound.forward(k).dtype == k.dtype
