@@ -50,15 +50,25 @@ def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
     if few is not None:  # from end to end of its list
         count = min(few.args[0], len(cases))
         return [cases[i * len(cases) // count] for i in range(count)]
-    values = {id(item): set(item.callspec.indices.items()) if hasattr(item, "callspec") else set() for item in cases}
-    if len(cases) == 1 or any(len(own) < 2 for own in values.values()):
-        return cases
+    values = {id(item): values_of(item) for item in cases}
     missing, out = set().union(*values.values()), []
+    if len(cases) == 1 or not missing:
+        return cases
     while missing:
         best = max(cases, key=lambda item: len(values[id(item)] & missing))  # the first of equals
         missing -= values[id(best)]
         out.append(best)
     return out
+
+
+def values_of(item: pytest.Item) -> set[tuple[str, str]]:
+    """A case's value of each parameter; those that one `parametrize` gives together are one."""
+    params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    out = set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
+        out.add((names, repr([params.pop(name.strip()) for name in names.split(",")])))
+    return out | {(name, repr(value)) for name, value in params.items()}  # of fixtures
 
 
 @pytest.fixture(autouse=True)
