@@ -31,7 +31,7 @@ class Threshold(NamedTuple):
 
 
 GOOD = Threshold(kl=0.1, top1=0.80)
-USABLE = Threshold(kl=0.4, top1=0.60)
+USABLE = Threshold(kl=0.25, top1=0.75)
 
 
 def word_for(kl: float, top1: float) -> Word:

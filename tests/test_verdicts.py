@@ -93,7 +93,7 @@ def test_a_damaged_file_is_no_verdict_and_is_written_anew(data: bytes) -> None:
 
 
 def test_an_unfit_recipe_is_refused_with_what_fits() -> None:
-    verdicts.refuse_unfit(make(kl=0.3, top1=0.7), "--unfit-anyway")
+    verdicts.refuse_unfit(make(kl=0.2, top1=0.8), "--unfit-anyway")
     bad = make("saw-int4", kl=6.2, top1=0.05, why="its keys have a mean")
     with pytest.raises(
         Unfit, match=r"saw-int4 is unfit .* KL 6.20, top-1 5% \(its keys have a mean\); kvant check says"
