@@ -379,7 +379,7 @@ def test_any_order_of_operations(request: pytest.FixtureRequest, monkeypatch: py
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=asked or (2000 if request.config.getoption("--all") else 150),
+            max_examples=asked or (2000 if request.config.getoption("--all") else 60),
             stateful_step_count=14,
             deadline=None,
             derandomize=asked is None,

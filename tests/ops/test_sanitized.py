@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=f"nothing compiled: {library.missing()}"),
 ]
 ROOT = Path(__file__).parents[2]
-FLAGS = "-std=gnu11 -g1 -O0 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off"
+FLAGS = "-std=gnu11 -g1 -O0 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -ffp-contract=off"
 
 
 @pytest.fixture(scope="module")
