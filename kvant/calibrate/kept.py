@@ -47,14 +47,20 @@ def artifact_for(
     *,
     progress: Progress | None = None,
 ) -> Artifact | None:
-    """The artifact that a recipe needs for a model, or None where it needs none: one that was kept, or one that is made now,
-    which takes minutes, and kept. `text` and `progress` are those of `calibrate`; without `progress`, it is shown on stderr. What was
+    """The artifact that a recipe needs for a model, or None where it needs none: one that was kept, or one that is made now and
+    kept. That takes minutes, and seconds where a recipe learns only means (kvant-4), which a built-in text gives. `text` and `progress` are those of `calibrate`; without `progress`, it is shown on stderr. What was
     fitted on a text of one's own is kept apart, and found by the same text only."""
     recipe = recipes.get(recipe)
     if not recipe.calibrated:
         return None
     named = fingerprint(model)
     found = kept(named, recipe, text)
+    if found is None and text is None:
+        from kvant.calibrate import builtin  # which keeps its fits by this module
+
+        found = builtin.kept_builtin(named, recipe)
+        if found is None and builtin.fits_in_seconds(recipe):
+            return builtin.fit_builtin(model, tokenizer, recipe, progress)
     if found is None:
         with default_progress() if progress is None else contextlib.nullcontext(progress) as shown:
             found = calibrate(model, tokenizer, recipe, text, progress=shown)

@@ -108,8 +108,24 @@ def test_progress_is_shown_unless_it_is_taken(
         return original(model, tokenizer, recipe, text)  # type: ignore[arg-type]
 
     monkeypatch.setattr(kept, "calibrate", calibrating)
-    kvant.artifact_for(make_model("llama"), None, "kvant-4")
+    kvant.artifact_for(make_model("llama"), None, "kvant-2:power=0.5")
     assert "fitting: 1 of 2" in capsys.readouterr().err
     told: list[tuple[object, ...]] = []
     kvant.artifact_for(make_model("llama"), None, "kvant-2", progress=lambda *each: told.append(each))
     assert told == [("fitting", 1, 2)] and not capsys.readouterr().err
+
+
+def test_means_are_fitted_at_once(made: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the built-in text: no model has to write one first."""
+    from kvant.calibrate import builtin, run, text
+
+    monkeypatch.setattr(text, "sample", None)
+    monkeypatch.setattr(run.texts, "sample", None)
+    ids = torch.randint(0, 100, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    monkeypatch.setattr(builtin.passages, "encode", lambda tokenizer, name: ids)
+    model = make_model("llama")
+    first = kvant.artifact_for(model, object(), "kvant-4")
+    again = kvant.artifact_for(model, object(), "kvant-4:sink=4")
+    assert first is not None and again is not None and not made
+    assert again.digest == first.digest and again.recipe.key.window.sink == 4
+    assert kvant.Cache(model, artifact=again).recipe.key.window.sink == 4
