@@ -48,8 +48,9 @@ def artifact_for(
     progress: Progress | None = None,
 ) -> Artifact | None:
     """The artifact that a recipe needs for a model, or None where it needs none: one that was kept, or one that is made now and
-    kept. That takes minutes, and seconds where a recipe learns only means (kvant-4), which a built-in text gives. `text` and `progress` are those of `calibrate`; without `progress`, it is shown on stderr. What was
-    fitted on a text of one's own is kept apart, and found by the same text only."""
+    kept. That takes minutes, and seconds where a recipe learns only means (kvant-4), which a built-in text gives. `text` and
+    `progress` are those of `calibrate`; without `progress`, it is shown on stderr. What was fitted on a text of one's own is kept
+    apart, and found by the same text only."""
     recipe = recipes.get(recipe)
     if not recipe.calibrated:
         return None
