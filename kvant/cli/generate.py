@@ -23,7 +23,6 @@ from kvant.cli.common import (
     progress,
     say,
     shown_kl,
-    stages,
     tell_reference,
 )
 
@@ -302,15 +301,25 @@ def decide(
     model: Any, tokenizer: Any, asked: list[Recipe] | None, args: argparse.Namespace
 ) -> tuple[list[Recipe], Mapping[str, Artifact | None]]:
     """Which recipes answer, and from which artifacts: the one place where this is decided. One that is asked for alone is checked
-    once, and refused where it is unfit; several are there to be compared."""
+    once, and refused where it is unfit; several are there to be compared. Where none is asked for, the first answer comes at
+    once: from the best recipe that is known to be good for the model, or from one that needs neither a fit nor a check."""
+    from kvant import recipes
     from kvant.artifact import Artifact
-    from kvant.eval.choose import choose_recipe, require_fit
+    from kvant.engines.fingerprint import fingerprint
+    from kvant.eval.choose import kept_choice, require_fit
+    from kvant.shape import ModelShape
 
     if asked is None and not args.artifact:
-        with stages() as shown:
-            choice = choose_recipe(model, tokenizer, say, progress=shown)
-        say(choice.reason)
-        return [choice.recipe], {choice.recipe.name: choice.artifact}
+        choice = kept_choice(fingerprint(model))
+        if choice is not None:
+            say(choice.reason)
+            return [choice.recipe], {choice.recipe.name: choice.artifact}
+        plain = recipes.plain(ModelShape.of(model).head_dim)
+        say(
+            f"{plain.name}: needs no fit, and no mean of the keys hurts it; kvant check --model {args.model} --choose finds out, "
+            "once, whether fewer bits are good for this model"
+        )
+        return [plain], {plain.name: None}
     chosen = asked or [Artifact.load(args.artifact[0]).recipe]
     artifacts = artifacts_for(model, tokenizer, chosen, args)
     if len(chosen) == 1 and not args.unfit_anyway:

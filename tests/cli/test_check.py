@@ -53,10 +53,14 @@ def test_a_table_says_what_fits_and_why_not(biased: str, capsys: pytest.CaptureF
 
 
 def test_what_is_taken_without_a_recipe_is_said(biased: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("generate", "--model", biased, "--prompt", "hello", "--max-new-tokens", "4", "--json")
+    code, out, err = run(capsys, *asked)  # the first answer waits for no check
+    assert (code, json.loads(out)["results"][0]["recipe"]) == (0, "kivi-k4v4")
+    assert f"kvant check --model {biased} --choose" in err and "checking" not in err
     code, out, err = run(capsys, "check", "--model", biased, "--choose")
     assert (code, out) == (0, "kvant-4\n")
     assert "kvant-4: good, KL" in err and "kvant check --recipe kvant-2 --fit" in err
-    code, out, err = run(capsys, "generate", "--model", biased, "--prompt", "hello", "--max-new-tokens", "4", "--json")
+    code, out, err = run(capsys, *asked)
     assert (code, json.loads(out)["results"][0]["recipe"]) == (0, "kvant-4")
     assert "kvant-4: good, KL" in err and "checking once" not in err  # once is enough
 
