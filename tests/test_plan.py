@@ -16,6 +16,7 @@ from tests.families import families, make
 FREE = [name for name in recipes.names() if not recipes.get(name).calibrated]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", FREE)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_cache_allocates_what_was_planned(name: str, family: str) -> None:
@@ -38,6 +39,7 @@ def test_a_cache_allocates_what_was_planned(name: str, family: str) -> None:
     assert longest.nbytes <= planned.memory < longest.nbytes + len(longest.layers) * longest.layout.page_bytes
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", families())
 @pytest.mark.parametrize("parallel", [1, 2, 4])
 def test_every_kind_of_recipe_and_a_share_of_the_heads(name: str, parallel: int) -> None:

@@ -77,6 +77,7 @@ def test_full_gives_the_logits_of_transformers_own_cache(smollm2: tuple[Any, Any
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_int8_answers_as_the_full_cache_does(smollm2: tuple[Any, Any]) -> None:
     """Where the full cache's answer is no matter of luck: 8-bit codes move these logits by 0.05 nats or so, and which way
     they move them hangs on the last bit of what is coded. So the prompts are those whose 64 tokens all have a wide margin."""
@@ -88,6 +89,7 @@ def test_int8_answers_as_the_full_cache_does(smollm2: tuple[Any, Any]) -> None:
     assert equal >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", None])
 def test_int8_parts_from_the_full_cache_at_near_ties_alone(
     smollm2: tuple[Any, Any], implementation: str | None
@@ -110,6 +112,7 @@ def test_int8_parts_from_the_full_cache_at_near_ties_alone(
     assert bool((torch.cat(parted) < 0.3).all())
 
 
+@pytest.mark.slow
 def test_the_order_of_the_recipes(smollm2: tuple[Any, Any]) -> None:
     """On this repository's own prose; docs/results.md has the figures on a real text."""
     model, tokenizer = smollm2

@@ -181,6 +181,7 @@ def test_log_sum_exp() -> None:
         torch.testing.assert_close(lse, scores.logsumexp(-1).flatten())
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", TOKENWISE + GROUPWISE)
 def test_threads_do_not_show(name: str, two_threads: None) -> None:
     cache = filled(name, [1200, 700, 40])

@@ -661,7 +661,7 @@ def test_spaces_are_the_transforms() -> None:
         torch.testing.assert_close(q @ found.tensor[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("query", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "name",
@@ -746,6 +746,7 @@ def ptx_of(text: str, arch: str) -> str:
     return found.value.decode()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("group", "dim"), [(3, 128), (5, 64), (6, 64), (7, 128), (9, 256)])
 def test_numbers_that_may_be_negative_keep_their_sign(group: int, dim: int) -> None:
     """In the addresses of queries that are turned: NVVM took a constant out of `row % TILE_HEADS` and widened what was left as if

@@ -72,7 +72,7 @@ def filled(
     return cache, entries
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -161,7 +161,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -294,7 +294,7 @@ def check_append(
         assert float((mine != theirs).float().mean()) < 1e-3
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "dtype", "limit"),
     [
@@ -355,6 +355,7 @@ def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> N
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["kvant-2", "oscar"])
 def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -375,7 +376,7 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
         cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
@@ -398,7 +399,7 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
@@ -427,7 +428,7 @@ def test_append(name: str, dim: int) -> None:
     check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "page"),
     [
@@ -469,6 +470,7 @@ def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monk
     assert ran == [True] * 3
 
 
+@pytest.mark.slow
 def test_tiles_of_which_some_channels_are_turned_are_appended_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
     ran: list[bool] = []
@@ -523,7 +525,7 @@ READ = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 def test_unpack(name: str, dim: int, first: int) -> None:
     """Every stored number, rounded to fp16, from pages and windows."""
@@ -646,6 +648,7 @@ emulated.Kernel(text, "apart", torch.device("cpu"), 32).launch((1, 1), ctypes.c_
 )
 
 
+@pytest.mark.slow
 def test_a_kernel_whose_lanes_part_is_stopped() -> None:
     """Where some lanes wait for others that never come, the process ends; on a GPU it would hang."""
     done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -85,7 +85,7 @@ def filled(
     return test_cuda.filled("full", 2, group, dim, dtype, lengths, page, device="cpu")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("group", "dim"), SHAPES)
@@ -94,7 +94,7 @@ def test_every_shape(group: int, dim: int) -> None:
         check(*filled(group, dim, dtype, [1, 63, 300]), group, limit)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("options", OPTIONS)
@@ -213,6 +213,7 @@ def test_shared_memory_is_filled() -> None:
     assert (small.warps, small.blocks) == (3, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("group", "dim", "dtype"), [(4, 128, "bfloat16"), (9, 96, "float16"), (8, 256, "bfloat16")])
 def test_it_compiles(group: int, dim: int, dtype: str) -> None:
     try:

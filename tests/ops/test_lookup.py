@@ -43,6 +43,7 @@ def decoded(cache: PagedCache, lengths: list[int], group: int, seed: int, **opti
     return cache.decode(0, q, cache.batch(entries), scale=dim**-0.5, **options)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*SERVED, *MIXED])
 @pytest.mark.parametrize(("heads", "group", "head_dim"), [(2, 1, 64), (1, 3, 96), (2, 4, 128)])
 def test_lookup_equals_dequantization(name: str, heads: int, group: int, head_dim: int) -> None:

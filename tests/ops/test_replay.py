@@ -13,6 +13,7 @@ from tests.conftest import make_layout, relative_error
 NAMES = [name for name in recipes.names() if not recipes.get(name).calibrated]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*NAMES, "int2:sink=3,recent=10", "saw-int4:k.recent=20,v.recent=50"])
 @pytest.mark.parametrize("window", [None, 90])
 def test_replay_is_decode_one_by_one(name: str, window: int | None) -> None:

@@ -138,6 +138,7 @@ def cache_error(recipe: Recipe, tensors: dict[str, torch.Tensor], rope: Rope, of
     return float(torch.stack(found).mean())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

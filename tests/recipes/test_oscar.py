@@ -129,6 +129,7 @@ def gathered(max_position: int, rope: Rope) -> LayerStats:
     return gather_layer(runs, max_position, rope, SINK, RECENT)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [f"oscar:sink={SINK},recent={RECENT}", "saw-int4-hessian", "saw-int4-hessian-kv"])
 def test_positions_far_from_the_text_cost_less_than_a_quarter(name: str) -> None:
     """Turning q and k by 20,000 positions leaves attention unchanged, and the error of what was fitted over 32,768
