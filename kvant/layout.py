@@ -281,7 +281,7 @@ class Layout:
         return tuple(out)
 
     @functools.cached_property
-    def run_bytes(self) -> int:
+    def page_head_bytes(self) -> int:
         """Bytes of one (page, head)."""
         last = self.sections[-1]
         return last.offset + -(-last.nbytes // ALIGN) * ALIGN
@@ -289,7 +289,7 @@ class Layout:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page of one layer, all heads."""
-        return self.heads * self.run_bytes
+        return self.heads * self.page_head_bytes
 
     @property
     def overlay_dtype(self) -> str:
@@ -325,7 +325,7 @@ class Layout:
     def bits_per_element(self, tokens: int | None = None) -> float:
         """Bits per cached number, everything counted: of a full page, or of a sequence of that many tokens."""
         if tokens is None:
-            return 8 * self.run_bytes / (2 * self.page_tokens * self.head_dim)
+            return 8 * self.page_head_bytes / (2 * self.page_tokens * self.head_dim)
         if tokens < 1:
             raise ValueError(f"tokens must be positive, got {tokens}")
         return 8 * self.sequence_bytes(tokens) / (2 * tokens * self.heads * self.head_dim)
@@ -384,9 +384,9 @@ class Layout:
         return torch.cat(chunks, -1), torch.cat(places, -1)
 
     def unpack(self, stream: StreamName, runs: Tensor) -> Parts:
-        """Parts of whole pages: uint8 [pages, heads, run_bytes] -> name: [pages * rows, heads, width]."""
+        """Parts of whole pages: uint8 [pages, heads, page_head_bytes] -> name: [pages * rows, heads, width]."""
         pages, heads, nbytes = runs.shape
-        assert nbytes == self.run_bytes, (nbytes, self.run_bytes)
+        assert nbytes == self.page_head_bytes, (nbytes, self.page_head_bytes)
         parts: Parts = {}
         for section in self.sections:
             if section.stream != stream:

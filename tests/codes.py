@@ -329,12 +329,10 @@ def stored_numbers(stream: BoundStream, x: Tensor, position: Tensor) -> tuple[Te
     return exact, size * (STEPS_OF_A_TRANSFORM * UNIT if changed else 0.0)
 
 
-def assert_same_codes(
-    found: PagedCache, expected: PagedCache, entries: tuple[Entry, Entry], k: Tensor, v: Tensor
-) -> None:
+def assert_same_codes(found: PagedCache, expected: PagedCache, seqs: tuple[Entry, Entry], k: Tensor, v: Tensor) -> None:
     """Two caches to which the same tokens were appended, [tokens, heads, head_dim] each, hold the same bytes of a sequence, but
     where the rounding of a sum decides: see `correct`."""
-    mine, theirs = entries
+    mine, theirs = seqs
     assert mine.length == theirs.length == len(k)
     streams: dict[StreamName, Tensor] = {"key": k, "value": v}
     for name, x in streams.items():
@@ -346,7 +344,7 @@ def assert_same_codes(
         if len(held):
             rows = overlay_index(window, held)
             one, two = (
-                cache.stores[0].overlays[name][e.owner, rows] for cache, e in ((found, mine), (expected, theirs))
+                cache.stores[0].overlays[name][e.overlay_row, rows] for cache, e in ((found, mine), (expected, theirs))
             )
             good = (one == two) | allowed(one, _rounded(rounded), exact[held], off[held])
             assert bool(good.all()), (

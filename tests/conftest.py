@@ -113,7 +113,7 @@ def dense_attention(
     v: torch.Tensor,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last len(q) of len(k) tokens, one query at a time in float64: [tokens, heads, dim] each."""
     q, k, v = q.double(), k.double(), v.double()
@@ -121,7 +121,7 @@ def dense_attention(
     group = q.shape[1] // k.shape[1]
     for i in range(len(q)):
         stop = len(k) - len(q) + i + 1
-        start = 0 if window is None else max(0, stop - window)
+        start = 0 if sliding_window is None else max(0, stop - sliding_window)
         for head in range(q.shape[1]):
             scores = k[start:stop, head // group] @ q[i, head] * scale
             if softcap is not None:

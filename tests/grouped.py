@@ -65,10 +65,10 @@ def make_cache(
     return PagedCache(layout, layers, pages, ropes=[some_rope(dim)] * layers)
 
 
-def fill(cache: PagedCache, entry: Entry, tokens: Tokens, chunks: list[int]) -> None:
+def fill(cache: PagedCache, seq: Entry, tokens: Tokens, chunks: list[int]) -> None:
     at = 0
     for count in chunks:
-        batch = cache.extend([entry], [count])
+        batch = cache.extend([seq], [count])
         part = tokens[at : at + count]
         for layer in range(len(cache.stores)):
             cache.append(layer, part.k, part.v, batch, part.q)

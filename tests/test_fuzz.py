@@ -182,8 +182,8 @@ def saved_cache(name: str, path: Path) -> PagedCache:
 
 
 def same(one: PagedCache, two: PagedCache) -> bool:
-    if [dataclasses.replace(e, owner=0, pages=[]).__dict__ for e in one.sequences] != [
-        dataclasses.replace(e, owner=0, pages=[]).__dict__ for e in two.sequences
+    if [dataclasses.replace(e, overlay_row=0, pages=[]).__dict__ for e in one.sequences] != [
+        dataclasses.replace(e, overlay_row=0, pages=[]).__dict__ for e in two.sequences
     ]:
         return False
     if [n.key for n in one.prefix.nodes] != [n.key for n in two.prefix.nodes]:

@@ -120,7 +120,7 @@ def test_what_a_group_shares_lies_apart_in_fragment_order() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_what_is_packed_token_by_token_is_unpacked(name: str, head_dim: int, page_tokens: int, device: str) -> None:
     layout = make_layout(name, heads=3, head_dim=head_dim, page_tokens=page_tokens, device=device)
-    runs = torch.full((2, 3, layout.run_bytes), 0xFF, dtype=torch.uint8)
+    runs = torch.full((2, 3, layout.page_head_bytes), 0xFF, dtype=torch.uint8)
     tokens = torch.randperm(2 * page_tokens)
     expected = {}
     for stream in ("key", "value"):
@@ -142,7 +142,7 @@ def test_what_is_packed_token_by_token_is_unpacked(name: str, head_dim: int, pag
 def test_orders_hold_the_same_numbers_in_the_same_space(order: str) -> None:
     layout = make_layout("int4", order=order)
     assert layout.order == order
-    assert layout.run_bytes == 64 * (64 + 4 + 4)
+    assert layout.page_head_bytes == 64 * (64 + 4 + 4)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_sections_are_aligned_and_do_not_overlap() -> None:
                 assert section.offset % 16 == 0
                 assert section.offset >= end
                 end = section.offset + section.nbytes
-            assert end <= layout.run_bytes < end + 16
-            assert layout.page_bytes == 2 * layout.run_bytes
+            assert end <= layout.page_head_bytes < end + 16
+            assert layout.page_bytes == 2 * layout.page_head_bytes
 
 
 def test_plain_order_is_named_where_fragment_does_not_fit() -> None:

@@ -48,7 +48,7 @@ def test_every_kind_of_recipe_and_a_share_of_the_heads(name: str, parallel: int)
     heads = 4 // parallel
     kind = planned.recipe
     pages = max(1, make(name, heads=heads).layout.pages_for(100))
-    cache = make(name, pages * kind.requests, layers=3, heads=heads, owners=kind.requests)
+    cache = make(name, pages * kind.requests, layers=3, heads=heads, max_sequences=kind.requests)
     assert cache.nbytes == kind.allocated
     assert planned.kv_heads == heads
 

@@ -90,12 +90,13 @@ def prepare(
     layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     chosen = choose("append", layout, device, implementation)
     cache = make_cache(recipe, shape, device, [shape.context] * shape.batch)
-    entries = [cache.new() for _ in range(shape.batch)]
-    batch = cache.extend(entries, [shape.context] * shape.batch)
+    seqs = [cache.new() for _ in range(shape.batch)]
+    batch = cache.extend(seqs, [shape.context] * shape.batch)
     order = torch.randperm(cache.pool.total, device=device)  # pages lie anywhere
     size = layout.page_tokens
     batch = batch._replace(
-        block_table=order[batch.block_table], slots=order[batch.slots // size] * size + batch.slots % size
+        block_table=order[batch.block_table],
+        slot_mapping=order[batch.slot_mapping // size] * size + batch.slot_mapping % size,
     )
     tokens = shape.batch * shape.context
     written = tokens * layout.heads * sum(_token_bytes(layout))

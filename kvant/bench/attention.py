@@ -64,8 +64,8 @@ def read_bytes(filled: Filled) -> int:
     layout, total = filled.cache.layout, 0
     size = torch.finfo(getattr(torch, layout.overlay_dtype)).bits // 8
     windows = [stream.window for stream in layout.recipe.streams.values()]
-    for entry in filled.entries:
-        n = entry.length
+    for seq in filled.seqs:
+        n = seq.length
         first, ends = min(n, windows[0].sink), [window.packed_end(n) for window in windows]
         last, origin = max(first, *ends), layout.recipe.origin
         pages = (
@@ -234,7 +234,7 @@ def _paged(shape: Shape, device: torch.device, run: Callable[..., Tensor], page:
         cache = torch.empty_like(blocks)
         cache[table.flatten()] = blocks
         caches.append(cache)
-    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
+    seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
     call = functools.partial(
         run,
         q=query.reshape(shape.batch, shape.heads, shape.head_dim),
@@ -242,7 +242,7 @@ def _paged(shape: Shape, device: torch.device, run: Callable[..., Tensor], page:
         v=caches[1],
         cu_seqlens_q=torch.arange(shape.batch + 1, dtype=torch.int32, device=device),
         max_seqlen_q=1,
-        seqused_k=lengths,
+        seqused_k=seq_lens,
         max_seqlen_k=shape.context,
         softmax_scale=shape.head_dim**-0.5,
         causal=True,
@@ -269,12 +269,14 @@ def _own(shape: Shape, device: torch.device, chosen: Implementation) -> tuple[Ca
     pages, size = layout.pages_for(shape.context), layout.page_tokens
     table = torch.randperm(shape.batch * pages, device=device).view(shape.batch, pages)
     store = LayerStore.allocate(layout, table.numel(), 1, device)
-    zeros, starts = table.new_zeros(shape.batch), table.new_zeros(shape.batch + 1)
-    lengths, exact = zeros + shape.context, {"key": zeros, "value": zeros}
-    batch = PagedBatch(table, lengths, table.new_zeros(0), starts, zeros, zeros, exact)  # type: ignore[arg-type]
+    zeros, query_start_loc = table.new_zeros(shape.batch), table.new_zeros(shape.batch + 1)
+    seq_lens, ring_start = zeros + shape.context, {"key": zeros, "value": zeros}
+    batch = PagedBatch(table, seq_lens, table.new_zeros(0), query_start_loc, zeros, zeros, ring_start)  # type: ignore[arg-type]
     for b in range(shape.batch):
-        slots = table[b, at // size] * size + at % size
-        one = one_sequence(batch, b)._replace(slots=slots, starts=starts.new_tensor([0, shape.context]))
+        slot_mapping = table[b, at // size] * size + at % size
+        one = one_sequence(batch, b)._replace(
+            slot_mapping=slot_mapping, query_start_loc=query_start_loc.new_tensor([0, shape.context])
+        )
         reference.append(store, key[b].transpose(0, 1), value[b].transpose(0, 1), one)
     rows = query.reshape(shape.batch, shape.heads, shape.head_dim)
     call = functools.partial(chosen.run, store, rows, batch, scale=shape.head_dim**-0.5)

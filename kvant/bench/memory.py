@@ -278,8 +278,8 @@ def filled(model: Any, recipe: Recipe, work: Work, batch: int) -> Any:
     (group,) = cache.groups
     paged = group.paged
     random.Random(0).shuffle(paged.pool._free)
-    group.entries = [paged.new() for _ in range(batch)]
-    first, *others = group.entries
+    group.seqs = [paged.new() for _ in range(batch)]
+    first, *others = group.seqs
     key, value = (vectors(shape.context, shape.kv_heads, shape.head_dim, device, at) for at in (0.0, 0.4))
     query = torch.randn(shape.context, shape.heads, shape.head_dim, device=device) if recipe.wants_queries else None
     made = paged.extend([first], [shape.context])
@@ -288,10 +288,10 @@ def filled(model: Any, recipe: Recipe, work: Work, batch: int) -> Any:
         paged.extend(others, [shape.context] * len(others))
     source = paged.stores[0]
     pages = source.pages[torch.tensor(first.pages, device=device)]
-    rows = [owned[first.owner].clone() for owned in source.owned]
+    rows = [owned[first.overlay_row].clone() for owned in source.owned]
     for store in paged.stores:
-        for entry in group.entries:
-            store.pages[torch.tensor(entry.pages, device=device)] = pages
+        for seq in group.seqs:
+            store.pages[torch.tensor(seq.pages, device=device)] = pages
         for owned, row in zip(store.owned, rows, strict=True):
             owned[:] = row
     cache._restored(shape.context, None, None, "")

@@ -45,9 +45,9 @@ def measure(
     filled = fill(recipe, shape, device)
     cache, tokens = filled.cache, shape.batch * new_tokens
     chosen = choose("prefill", cache.layout, device, implementation)
-    ends = filled.batch.lengths + new_tokens
-    starts = torch.arange(shape.batch + 1, device=device) * new_tokens
-    batch = filled.batch._replace(lengths=ends, starts=starts)
+    ends = filled.batch.seq_lens + new_tokens
+    query_start_loc = torch.arange(shape.batch + 1, device=device) * new_tokens
+    batch = filled.batch._replace(seq_lens=ends, query_start_loc=query_start_loc)
     query = torch.randn(tokens, shape.heads, shape.head_dim, device=device).to(shape.torch_dtype)
     key, value = (
         vectors(tokens, shape.kv_heads, shape.head_dim, device, shift).to(shape.torch_dtype) for shift in (0.0, 0.4)
@@ -55,7 +55,7 @@ def measure(
     run = functools.partial(chosen.run, filled.store, query, key, value, batch, scale=shape.head_dim**-0.5)
     found = run()
     few = slice(new_tokens - 8, new_tokens)  # the last rows of the first sequence are enough for the reference
-    row = one_sequence(batch, 0)._replace(starts=torch.tensor([0, new_tokens], device=device))
+    row = one_sequence(batch, 0)._replace(query_start_loc=torch.tensor([0, new_tokens], device=device))
     part = slice(0, new_tokens)
     expected = reference.prefill(
         filled.store, query[part].double(), key[part].double(), value[part].double(), row, scale=shape.head_dim**-0.5

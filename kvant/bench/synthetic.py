@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 
 import kvant.calibrate  # noqa: F401  registers the fitters
-from kvant.cache import Entry, PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.calibrate.fitting import fit_layer
 from kvant.layout import Layout
 from kvant.ops import LayerStore, PagedBatch
@@ -86,7 +86,7 @@ def moments(x: Tensor) -> Moments:
     return Moments(x.shape[1], wide.mean(1), wide.mT @ wide / x.shape[1], wide.abs().amax(1), x.float())
 
 
-def make_cache(recipe: Recipe, shape: Shape, device: torch.device | str, tokens: Sequence[int]) -> PagedCache:
+def make_cache(recipe: Recipe, shape: Shape, device: torch.device | str, tokens: abc.Sequence[int]) -> PagedCache:
     """An empty cache of one layer with room for sequences of that many tokens."""
     layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     pages = sum(max(1, layout.pages_for(n)) for n in tokens)
@@ -101,7 +101,7 @@ class Filled:
     """A cache of one layer with sequences in it."""
 
     cache: PagedCache
-    entries: list[Entry]
+    seqs: list[Sequence]
     batch: PagedBatch
 
     @property
@@ -113,17 +113,17 @@ def fill(recipe: Recipe, shape: Shape, device: torch.device | str, lengths: list
     """Sequences of random tokens, appended by the cache itself, then their pages shuffled."""
     lengths = lengths or [shape.context] * shape.batch
     cache = make_cache(recipe, shape, device, lengths)
-    entries = [cache.new() for _ in lengths]
-    for entry, n in zip(entries, lengths, strict=True):
+    seqs = [cache.new() for _ in lengths]
+    for seq, n in zip(seqs, lengths, strict=True):
         key, value = (vectors(n, shape.kv_heads, shape.head_dim, device, shift) for shift in (0.0, 0.4))
         key, value = key.to(shape.torch_dtype), value.to(shape.torch_dtype)
         query = torch.randn(n, shape.heads, shape.head_dim, device=device) if recipe.wants_queries else None
-        cache.append(0, key, value, cache.extend([entry], [n]), query)
-    batch = cache.batch(entries)
+        cache.append(0, key, value, cache.extend([seq], [n]), query)
+    batch = cache.batch(seqs)
     order = torch.randperm(cache.pool.total, device=device)
     cache.stores[0].pages = cache.stores[0].pages[order]
     batch = batch._replace(block_table=order.argsort()[batch.block_table])
-    return Filled(cache, entries, batch)
+    return Filled(cache, seqs, batch)
 
 
 def copies(filled: Filled, total: int) -> list[LayerStore]:

@@ -40,7 +40,7 @@ def check_finite(layer: int, key: Tensor, value: Tensor, batch: PagedBatch, limi
         return
     sequence, position = batch.positions
     for name, x in (("key", key), ("value", value)):
-        bad = ~(x.abs() <= limit) & (batch.slots >= 0)[:, None, None]
+        bad = ~(x.abs() <= limit) & (batch.slot_mapping >= 0)[:, None, None]
         rows = bad.flatten(1).any(1).nonzero()
         if len(rows):
             row = int(rows[0])

@@ -6,16 +6,16 @@ import contextlib
 import functools
 import hashlib
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from kvant.cache.entry import FREED, SLID_OUT, Entry
 from kvant.cache.finite import check_finite, largest
 from kvant.cache.pool import PagePool, PoolFull
 from kvant.cache.prefix import PrefixCache
+from kvant.cache.sequence import FREED, SLID_OUT, Sequence
 from kvant.layout import Layout, StreamName
 from kvant.ops import OPS, LayerStore, PagedBatch, choose
 from kvant.ops.reference import refill
@@ -44,7 +44,7 @@ class PagedCache:
     """Packed pages of several layers behind one set of block tables.
 
     pages    fixes the pool's size, and a request for more raises PoolFull; without it the pool grows as needed.
-    owners   fixes the number of sequences in the same way; their windows are allocated at once.
+    max_sequences  fixes the number of sequences in the same way; their windows are allocated at once.
     digest   names what the bytes mean; by default recipe, layout and calibrated tensors, but no model.
     check    refuse keys and values that are not finite. It looks at the numbers, so on a GPU it waits for them.
     numbers  what the layers are called in messages.
@@ -61,12 +61,12 @@ class PagedCache:
         device: torch.device | str = "cpu",
         tensors: Mapping[int, Mapping[str, Tensor]] | None = None,
         implementation: str | None = None,
-        ropes: Sequence[Rope] | None = None,
+        ropes: abc.Sequence[Rope] | None = None,
         *,
-        owners: int | None = None,
+        max_sequences: int | None = None,
         digest: str | None = None,
         check: bool = True,
-        numbers: Sequence[int] | None = None,
+        numbers: abc.Sequence[int] | None = None,
     ) -> None:
         self.layout = layout
         self.device = torch.device(device)
@@ -76,10 +76,10 @@ class PagedCache:
         self.digest = layout.digest(_named(tensors or {})) if digest is None else digest
         self.growing = pages is None
         self.pool = PagePool(pages or 0)
-        self.fixed_owners = owners
-        self._owners = owners or 0
-        self._free_owners: list[int] = list(range(self._owners - 1, -1, -1))
-        self.sequences: list[Entry] = []
+        self.max_sequences = max_sequences
+        self._rows = max_sequences or 0
+        self._free_rows: list[int] = list(range(self._rows - 1, -1, -1))
+        self.sequences: list[Sequence] = []
         self.prefix: PrefixCache | None = None
         self.ops = {op: choose(op, layout, self.device, implementation) for op in OPS}
         with torch.inference_mode(False):  # pages that could only be written to in it would be of little use
@@ -87,7 +87,7 @@ class PagedCache:
                 LayerStore.allocate(
                     layout,
                     self.pool.total,
-                    self._owners,
+                    self._rows,
                     self.device,
                     (tensors or {}).get(layer),
                     ropes[layer] if ropes else None,
@@ -105,7 +105,7 @@ class PagedCache:
     @property
     def predicted_nbytes(self) -> int:
         """What the layout says that the allocated pages and windows take."""
-        allocated = self.pool.total * self.layout.page_bytes + self._owners * self.layout.overlay_bytes
+        allocated = self.pool.total * self.layout.page_bytes + self._rows * self.layout.overlay_bytes
         return len(self.stores) * allocated + (self.prefix.predicted_nbytes if self.prefix is not None else 0)
 
     @property
@@ -117,67 +117,72 @@ class PagedCache:
     # --- sequences -------------------------------------------------------------------------------------------------
 
     @locked
-    def new(self) -> Entry:
+    def new(self) -> Sequence:
         """An empty sequence."""
-        entry = Entry(self._take_owner())
-        self.sequences.append(entry)
-        return entry
+        seq = Sequence(self._take_row())
+        self.sequences.append(seq)
+        return seq
 
     @locked
-    def fork(self, entry: Entry) -> Entry:
+    def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same tokens: pages are shared, windows and what correctors remember are copied."""
-        self.check_ours(entry)
+        self.check_ours(seq)
         twin = self.new()
         try:
-            self.mirror(twin, entry)
+            self.mirror(twin, seq)
         except BaseException:
             self.free(twin)
             raise
         return twin
 
     @locked
-    def mirror(self, entry: Entry, source: Entry) -> None:
+    def mirror(self, seq: Sequence, source: Sequence) -> None:
         """As `fork`, but into a sequence that is there already: its tokens are forgotten, its rows of the overlays are
         written over. Nothing is allocated, so this cannot run out of pages or rows."""
-        self.check_ours(entry)
+        self.check_ours(seq)
         self.check_ours(source)
-        if entry is source:
+        if seq is source:
             return
         for layer in range(len(self.stores)):
-            self.copy_owned(layer, source, entry)
+            self.copy_owned(layer, source, seq)
         self.pool.share(source.held)
-        self.pool.release(entry.held)
-        entry.length, entry.sinks, entry.visible, entry.pure = source.length, source.sinks, source.visible, source.pure
-        entry.pages, entry.exact = list(source.pages), dict(source.exact)
+        self.pool.release(seq.held)
+        seq.length, seq.sinks, seq.visible, seq.requantized_from = (
+            source.length,
+            source.sinks,
+            source.visible,
+            source.requantized_from,
+        )
+        seq.pages, seq.ring_start = list(source.pages), dict(source.ring_start)
 
     @locked
-    def copy_owned(self, layer: int, source: Entry, target: Entry) -> None:
+    def copy_owned(self, layer: int, source: Sequence, target: Sequence) -> None:
         """Gives a sequence the windows of another in one layer."""
         for owned in self.stores[layer].owned:
-            owned[target.owner] = owned[source.owner]
+            owned[target.overlay_row] = owned[source.overlay_row]
 
     @locked
-    def free(self, entry: Entry) -> None:
+    def free(self, seq: Sequence) -> None:
         """Gives a sequence's pages and windows back."""
-        self.check_ours(entry)
-        self.sequences.remove(entry)
-        self.pool.release(entry.held)
-        self._free_owners.append(entry.owner)
-        entry.pages, entry.length, entry.owner = [], 0, FREED
+        self.check_ours(seq)
+        self.sequences.remove(seq)
+        self.pool.release(seq.held)
+        self._free_rows.append(seq.overlay_row)
+        seq.pages, seq.length, seq.overlay_row = [], 0, FREED
 
     @locked
     def clear(self) -> None:
         """Forgets all sequences and kept prefixes; memory stays allocated."""
         if self.prefix is not None:
             self.prefix.clear()
-        for entry in self.sequences:
-            entry.pages, entry.length, entry.owner = [], 0, FREED
+        for seq in self.sequences:
+            seq.pages, seq.length, seq.overlay_row = [], 0, FREED
         self.sequences = []
         self.pool = PagePool(self.pool.total)
-        self._free_owners = list(range(self._owners - 1, -1, -1))
+        self._free_rows = list(range(self._rows - 1, -1, -1))
 
     @locked
-    def crop(self, entry: Entry, length: int) -> None:
+    def crop(self, seq: Sequence, length: int) -> None:
         """Forgets the tokens from `length` on.
 
         Tokens that come back into a recent window and whose full-precision form is gone are read from their pages. So are
@@ -185,179 +190,183 @@ class PagedCache:
         no longer holds are decoded into it, and coded again when the group is complete again. What a corrector has
         learnt stays.
         """
-        self.check_crop(entry, length)
-        if length < entry.length:
-            self._forget(entry, length, range(len(self.stores)), whole=True)
+        self.check_crop(seq, length)
+        if length < seq.length:
+            self._forget(seq, length, range(len(self.stores)), whole=True)
 
     @locked
-    def rollback(self, entry: Entry, length: int, layers: Iterable[int]) -> None:
+    def rollback(self, seq: Sequence, length: int, layers: Iterable[int]) -> None:
         """Takes back an `extend` whose tokens only some layers have got, as after an append that was refused."""
-        self.check_ours(entry)
+        self.check_ours(seq)
         layers = list(layers)
         if layers:
-            self._forget(entry, length, layers, whole=False)
+            self._forget(seq, length, layers, whole=False)
         else:
-            self.retract(entry, length)
+            self.retract(seq, length)
 
-    def _forget(self, entry: Entry, length: int, layers: Iterable[int], whole: bool) -> None:
+    def _forget(self, seq: Sequence, length: int, layers: Iterable[int], whole: bool) -> None:
         """Brings the windows of some layers back to an earlier length. `whole`: all layers hold the codes of all groups."""
         for name, stream in self.layout.recipe.streams.items():
             window, group = stream.window, stream.codec.group_tokens
-            held = max(entry.exact[name], entry.length - window.ring)
+            held = max(seq.ring_start[name], seq.length - window.ring)
             if not stream.groupwise:
-                entry.exact[name] = min(held, length)
+                seq.ring_start[name] = min(held, length)
                 continue
 
             def aligned(position: int, start: int = window.sink, group: int = group) -> int:
                 return start + max(0, position - start) // group * group
 
             stop = min(held, length)
-            first = max(window.packed_end(length), min(length, aligned(min(entry.exact[name], length))))
+            first = max(window.packed_end(length), min(length, aligned(min(seq.ring_start[name], length))))
             if whole and stop > first:
                 first = aligned(stop)
             if first < (stop if stream.corrector is None else length):  # a corrector has seen the queries that are gone
-                entry.pure = first if entry.pure is None else min(entry.pure, first)
+                seq.requantized_from = first if seq.requantized_from is None else min(seq.requantized_from, first)
             if first < stop:
-                pages = torch.tensor(entry.pages, device=self.device)
+                pages = torch.tensor(seq.pages, device=self.device)
                 for layer in layers:
-                    refill(self.stores[layer], name, pages, entry.owner, first, stop)
-            entry.exact[name] = min(held, first)
-        self.retract(entry, length)
+                    refill(self.stores[layer], name, pages, seq.overlay_row, first, stop)
+            seq.ring_start[name] = min(held, first)
+        self.retract(seq, length)
 
     @locked
-    def retract(self, entry: Entry, length: int) -> None:
+    def retract(self, seq: Sequence, length: int) -> None:
         """Takes back an `extend` whose tokens were never written."""
         keep = self.layout.pages_for(length)
-        gone = [page for page in entry.pages[keep:] if page != SLID_OUT]
-        entry.sinks = min(entry.sinks, length)
-        if entry.pure is not None and length <= entry.pure:
-            entry.pure = None  # what had been coded again is gone
-        entry.length = length
-        del entry.pages[keep:]
+        gone = [page for page in seq.pages[keep:] if page != SLID_OUT]
+        seq.sinks = min(seq.sinks, length)
+        if seq.requantized_from is not None and length <= seq.requantized_from:
+            seq.requantized_from = None  # what had been coded again is gone
+        seq.length = length
+        del seq.pages[keep:]
         self.pool.release(gone)
 
-    def check_ours(self, entry: Entry) -> None:
-        if entry.owner == FREED or not any(entry is each for each in self.sequences):
+    def check_ours(self, seq: Sequence) -> None:
+        if seq.overlay_row == FREED or not any(seq is each for each in self.sequences):
             raise ValueError("this sequence is not in this cache: it was freed or swapped out, or belongs to another")
 
-    def frontier(self, entry: Entry, name: StreamName) -> int:
+    def frontier(self, seq: Sequence, name: StreamName) -> int:
         """The first token of a group-wise stream that is not in a page."""
         window = self.layout.recipe.streams[name].window
-        return max(window.packed_end(entry.length), entry.exact[name])
+        return max(window.packed_end(seq.length), seq.ring_start[name])
 
-    def check_crop(self, entry: Entry, length: int) -> None:
+    def check_crop(self, seq: Sequence, length: int) -> None:
         """Refuses a length that is not there, or where a sliding window, or the tail of a group, would need tokens that have
         slid out."""
-        self.check_ours(entry)
-        if not 0 <= length <= entry.length:
-            raise ValueError(f"length must be between 0 and {entry.length}, got {length}")
-        slid = entry.pages.count(SLID_OUT)
-        if slid and 0 < length < entry.length:
-            assert entry.visible is not None
+        self.check_ours(seq)
+        if not 0 <= length <= seq.length:
+            raise ValueError(f"length must be between 0 and {seq.length}, got {length}")
+        slid = seq.pages.count(SLID_OUT)
+        if slid and 0 < length < seq.length:
+            assert seq.visible is not None
             tails = [s.window.packed_end(length) for s in self.layout.recipe.streams.values() if s.groupwise]
-            if min([length + 1 - entry.visible, *tails]) < self.layout.recipe.origin + slid * self.layout.page_tokens:
+            if min([length + 1 - seq.visible, *tails]) < self.layout.recipe.origin + slid * self.layout.page_tokens:
                 raise ValueError(
                     f"cannot crop to {length} tokens: the sliding window has already dropped tokens that are needed"
                 )
 
     @locked
-    def slide(self, entry: Entry, window: int) -> None:
+    def slide(self, seq: Sequence, sliding_window: int) -> None:
         """Gives back the pages that lie wholly before the last `window` tokens, and that no group has yet to be coded
         into."""
-        ends = [s.window.packed_end(entry.length) for s in self.layout.recipe.streams.values() if s.groupwise]
-        seen = min([entry.length - window, *ends]) - self.layout.recipe.origin
-        first = min(max(0, seen) // self.layout.page_tokens, len(entry.pages))
-        gone = [page for page in entry.pages[:first] if page != SLID_OUT]
-        entry.pages[:first] = [SLID_OUT] * first
-        entry.visible = window
+        ends = [s.window.packed_end(seq.length) for s in self.layout.recipe.streams.values() if s.groupwise]
+        seen = min([seq.length - sliding_window, *ends]) - self.layout.recipe.origin
+        first = min(max(0, seen) // self.layout.page_tokens, len(seq.pages))
+        gone = [page for page in seq.pages[:first] if page != SLID_OUT]
+        seq.pages[:first] = [SLID_OUT] * first
+        seq.visible = sliding_window
         self.pool.release(gone)
 
     @locked
-    def extend(self, entries: Sequence[Entry], counts: Sequence[int]) -> PagedBatch:
+    def extend(self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> PagedBatch:
         """Makes room for new tokens at the end of sequences and says where they go: all of them, or an error (PoolFull, or
         torch's where memory runs out) and none.
 
         The tokens themselves are written layer by layer with `append`. A page that another sequence reads too is copied
         before it is written. A count may be 0.
         """
-        self._check_batch(entries)
-        if len(counts) != len(entries) or any(count < 0 for count in counts):
-            raise ValueError(
-                f"counts must be a number of new tokens for each of {len(entries)} sequences, got {counts}"
-            )
+        self._check_batch(seqs)
+        if len(counts) != len(seqs) or any(count < 0 for count in counts):
+            raise ValueError(f"counts must be a number of new tokens for each of {len(seqs)} sequences, got {counts}")
         layout = self.layout
-        fresh = [layout.pages_for(e.length + c) - len(e.pages) for e, c in zip(entries, counts, strict=True)]
-        copied = self._to_copy(entries, counts)
+        fresh = [layout.pages_for(e.length + c) - len(e.pages) for e, c in zip(seqs, counts, strict=True)]
+        copied = self._to_copy(seqs, counts)
         try:
             self.reserve(sum(fresh) + len(copied))
         except PoolFull:  # a kept prefix gives way before a sequence does
-            if not self._give_way(sum(fresh), [entry.pages[place] for entry, place in copied]):
+            if not self._give_way(sum(fresh), [seq.pages[place] for seq, place in copied]):
                 raise
-            copied = self._to_copy(entries, counts)
+            copied = self._to_copy(seqs, counts)
             self.reserve(sum(fresh) + len(copied))
-        for entry, place in copied:
-            self._copy_page(entry, place)
-        before = [entry.length for entry in entries]
+        for seq, place in copied:
+            self._copy_page(seq, place)
+        before = [seq.length for seq in seqs]
         try:
-            return self._batch(entries, counts, self._extended(entries, counts, fresh))
+            return self._batch(seqs, counts, self._extended(seqs, counts, fresh))
         except BaseException:  # memory for what is told of the batch
-            for entry, length in zip(entries, before, strict=True):
-                self.retract(entry, length)
+            for seq, length in zip(seqs, before, strict=True):
+                self.retract(seq, length)
             raise
 
-    def _extended(self, entries: Sequence[Entry], counts: Sequence[int], fresh: Sequence[int]) -> list[Tensor]:
+    def _extended(
+        self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int], fresh: abc.Sequence[int]
+    ) -> list[Tensor]:
         """Makes sequences longer by pages that are free, and says where the new tokens of each go."""
         layout, size = self.layout, self.layout.page_tokens
-        slots: list[Tensor] = []
-        for entry, count, more in zip(entries, counts, fresh, strict=True):
-            entry.pages += self.pool.take(more)
-            at = torch.arange(entry.length, entry.length + count) - layout.recipe.origin
+        slot_mapping: list[Tensor] = []
+        for seq, count, more in zip(seqs, counts, fresh, strict=True):
+            seq.pages += self.pool.take(more)
+            at = torch.arange(seq.length, seq.length + count) - layout.recipe.origin
             at = at.clamp_min(0)  # tokens before the first page have no place in one
-            pages = torch.tensor(entry.pages or [0])
-            slots.append(pages[at // size] * size + at % size)
-            if entry.sinks == min(entry.length, layout.recipe.key.window.sink):
-                entry.sinks = min(entry.length + count, layout.recipe.key.window.sink)
-            entry.length += count
-        return slots
+            pages = torch.tensor(seq.pages or [0])
+            slot_mapping.append(pages[at // size] * size + at % size)
+            if seq.sinks == min(seq.length, layout.recipe.key.window.sink):
+                seq.sinks = min(seq.length + count, layout.recipe.key.window.sink)
+            seq.length += count
+        return slot_mapping
 
     @locked
-    def batch(self, entries: Sequence[Entry]) -> PagedBatch:
+    def batch(self, seqs: abc.Sequence[Sequence]) -> PagedBatch:
         """Sequences as they are, with no new tokens. One may be there several times: nothing is written."""
-        self._check_ours(entries)
-        return self._batch(entries, [0] * len(entries), [])
+        self._check_ours(seqs)
+        return self._batch(seqs, [0] * len(seqs), [])
 
-    def _check_ours(self, entries: Sequence[Entry]) -> None:
-        if not entries:
+    def _check_ours(self, seqs: abc.Sequence[Sequence]) -> None:
+        if not seqs:
             raise ValueError("entries must name at least one sequence, got none")
-        for entry in entries:
-            self.check_ours(entry)
+        for seq in seqs:
+            self.check_ours(seq)
 
-    def _check_batch(self, entries: Sequence[Entry]) -> None:
-        self._check_ours(entries)
-        if len({id(entry) for entry in entries}) != len(entries):
+    def _check_batch(self, seqs: abc.Sequence[Sequence]) -> None:
+        self._check_ours(seqs)
+        if len({id(seq) for seq in seqs}) != len(seqs):
             raise ValueError("entries must name every sequence once, got one of them twice: fork it")
 
-    def _batch(self, entries: Sequence[Entry], counts: Sequence[int], slots: Sequence[Tensor]) -> PagedBatch:
-        table = torch.zeros(len(entries), max(1, max(len(e.pages) for e in entries)), dtype=torch.int64)
-        for row, entry in enumerate(entries):
-            table[row, : len(entry.pages)] = torch.tensor(entry.pages, dtype=torch.int64)
+    def _batch(
+        self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int], slot_mapping: abc.Sequence[Tensor]
+    ) -> PagedBatch:
+        table = torch.zeros(len(seqs), max(1, max(len(e.pages) for e in seqs)), dtype=torch.int64)
+        for row, seq in enumerate(seqs):
+            table[row, : len(seq.pages)] = torch.tensor(seq.pages, dtype=torch.int64)
 
         def column(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-        starts = [0]
+        query_start_loc = [0]
         for count in counts:
-            starts.append(starts[-1] + count)
+            query_start_loc.append(query_start_loc[-1] + count)
         return PagedBatch(
             block_table=table.to(self.device),
-            lengths=column([e.length for e in entries]),
-            slots=(torch.cat(list(slots)) if slots else torch.zeros(0, dtype=torch.int64)).to(self.device),
-            starts=column(starts),
-            owners=column([e.owner for e in entries]),
-            sinks=column([e.sinks for e in entries]),
-            exact={
-                "key": column([e.exact["key"] for e in entries]),
-                "value": column([e.exact["value"] for e in entries]),
+            seq_lens=column([e.length for e in seqs]),
+            slot_mapping=(torch.cat(list(slot_mapping)) if slot_mapping else torch.zeros(0, dtype=torch.int64)).to(
+                self.device
+            ),
+            query_start_loc=column(query_start_loc),
+            overlay_rows=column([e.overlay_row for e in seqs]),
+            sinks=column([e.sinks for e in seqs]),
+            ring_start={
+                "key": column([e.ring_start["key"] for e in seqs]),
+                "value": column([e.ring_start["value"] for e in seqs]),
             },
         )
 
@@ -397,62 +406,62 @@ class PagedCache:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _to_copy(self, entries: Sequence[Entry], counts: Sequence[int]) -> list[tuple[Entry, int]]:
+    def _to_copy(self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> list[tuple[Sequence, int]]:
         """Places in sequences' pages that new tokens will write to and that another sequence reads too.
 
         A new token goes to the page after the last token; a group that it completes may lie in older pages.
         """
         layout = self.layout
-        out: list[tuple[Entry, int]] = []
+        out: list[tuple[Sequence, int]] = []
         left: Counter[int] = Counter()  # references that the copies so far give up
-        for entry, count in zip(entries, counts, strict=True):
+        for seq, count in zip(seqs, counts, strict=True):
             starts = []
             for name, stream in layout.recipe.streams.items():
-                end = self.frontier(entry, name) if stream.groupwise else entry.length
-                if count and (not stream.groupwise or stream.window.packed_end(entry.length + count) > end):
+                end = self.frontier(seq, name) if stream.groupwise else seq.length
+                if count and (not stream.groupwise or stream.window.packed_end(seq.length + count) > end):
                     starts.append(end)
             if not starts:
                 continue
             first = max(0, min(starts) - layout.recipe.origin) // layout.page_tokens
-            for place, page in enumerate(entry.pages[first:], first):
+            for place, page in enumerate(seq.pages[first:], first):
                 assert page != SLID_OUT, "a page is to be written that has slid out"
                 if self.pool.references(page) - left[page] > 1:
-                    out.append((entry, place))
+                    out.append((seq, place))
                     left[page] += 1
         return out
 
-    def _copy_page(self, entry: Entry, place: int) -> None:
+    def _copy_page(self, seq: Sequence, place: int) -> None:
         (copy,) = self.pool.take(1)
         try:
             for store in self.stores:
-                store.pages[copy] = store.pages[entry.pages[place]]
+                store.pages[copy] = store.pages[seq.pages[place]]
         except BaseException:
             self.pool.release([copy])
             raise
-        self.pool.release([entry.pages[place]])
-        entry.pages[place] = copy
+        self.pool.release([seq.pages[place]])
+        seq.pages[place] = copy
 
     @locked
     def reserve(self, count: int, sequences: int = 0) -> None:
         """Makes sure that `count` pages are free, and windows for so many sequences: kept prefixes that nobody reads are given
         up, then the pool grows, if it may. Where that is not enough: PoolFull, or torch's error where memory runs out, and
         nothing has changed."""
-        missing, windows = count - self.pool.free, sequences - len(self._free_owners)
-        if self.fixed_owners is not None and windows > 0:
-            raise self._full(count, self._owners)
+        missing, windows = count - self.pool.free, sequences - len(self._free_rows)
+        if self.max_sequences is not None and windows > 0:
+            raise self._full(count, self._rows)
         if missing > 0 and not self.growing:
             if self.prefix is None or not self.prefix.evict(missing):
                 raise self._full(count)
             missing = 0
-        pages, owners = self.pool.total, self._owners
+        pages, overlay_rows = self.pool.total, self._rows
         if missing > 0:
             pages += max(missing, pages // 4)
         if windows > 0:
-            owners += max(windows, 1 + owners // 4)
-        if (pages, owners) != (self.pool.total, self._owners):
-            self._grow(pages, owners)
+            overlay_rows += max(windows, 1 + overlay_rows // 4)
+        if (pages, overlay_rows) != (self.pool.total, self._rows):
+            self._grow(pages, overlay_rows)
 
-    def _grow(self, pages: int, owners: int) -> None:
+    def _grow(self, pages: int, overlay_rows: int) -> None:
         """So many pages and rows of the overlays in every layer, or in none where memory runs out.
 
         Tensors grow one after another: at no time does more than one of them take its memory twice. Where one cannot grow,
@@ -462,7 +471,7 @@ class PagedCache:
         for store in self.stores:
             parts.append((vars(store), "pages", self.pool.total, pages))
             for owned in (store.overlays, store.states):
-                parts += [(owned, name, self._owners, owners) for name in owned]
+                parts += [(owned, name, self._rows, overlay_rows) for name in owned]
         try:
             for holder, name, _, rows in parts:
                 if len(holder[name]) < rows:
@@ -475,20 +484,20 @@ class PagedCache:
                         holder[name] = _grown(holder[name], rows)
             raise
         self.pool.grow(pages)
-        self._free_owners[:0] = range(owners - 1, self._owners - 1, -1)
-        self._owners = owners
+        self._free_rows[:0] = range(overlay_rows - 1, self._rows - 1, -1)
+        self._rows = overlay_rows
 
     def _full(self, asked: int, sequences: int | None = None) -> PoolFull:
         evictable = self.prefix.evictable if self.prefix is not None else 0
-        gains = [self.gain(entry) for entry in self.sequences]
+        gains = [self.gain(seq) for seq in self.sequences]
         return PoolFull(asked, self.pool.used, self.pool.total, evictable, gains, sequences)
 
-    def gain(self, entry: Entry) -> int:
+    def gain(self, seq: Sequence) -> int:
         """Pages that could be used again if a sequence were freed."""
         kept = self.prefix.holds if self.prefix is not None else lambda page: 0
-        return sum(self.pool.references(page) - kept(page) == 1 for page in entry.held)
+        return sum(self.pool.references(page) - kept(page) == 1 for page in seq.held)
 
-    def _give_way(self, fresh: int, copied: Sequence[int]) -> bool:
+    def _give_way(self, fresh: int, copied: abc.Sequence[int]) -> bool:
         """Forgets kept pages that would be copied only because they are kept, if that is enough."""
         if self.prefix is None:
             return False
@@ -499,9 +508,9 @@ class PagedCache:
             self.prefix.forget(page)
         return True
 
-    def _take_owner(self) -> int:
+    def _take_row(self) -> int:
         self.reserve(0, 1)
-        return self._free_owners.pop()
+        return self._free_rows.pop()
 
 
 def _named(tensors: Mapping[int, Mapping[str, Tensor]]) -> str:

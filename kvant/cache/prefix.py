@@ -15,13 +15,12 @@ import dataclasses
 import hashlib
 import math
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, abc
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvant.cache.entry import SLID_OUT, Entry
+from kvant.cache.sequence import SLID_OUT, Sequence
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
 
@@ -56,7 +55,7 @@ class Node:
         return len(self.sinks[0]["key"]) if self.sinks else 0
 
 
-def link(parent: bytes, tokens: Sequence[int]) -> bytes:
+def link(parent: bytes, tokens: abc.Sequence[int]) -> bytes:
     """Names a page by the page before it and its own tokens."""
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
@@ -69,7 +68,7 @@ class PrefixCache:
     limit   pages that are kept at most.
     """
 
-    def __init__(self, cache: PagedCache, window: int | None = None, limit: int | None = None) -> None:
+    def __init__(self, cache: PagedCache, sliding_window: int | None = None, limit: int | None = None) -> None:
         reason = cache.layout.recipe.not_prefix_safe
         if reason is not None:
             raise ValueError(
@@ -79,7 +78,7 @@ class PrefixCache:
         if limit is not None and limit < 0:
             raise ValueError(f"limit must be a number of pages, got {limit}")
         assert cache.prefix is None, "a cache has one prefix cache"
-        self.cache, self.window, self.limit = cache, window, limit
+        self.cache, self.window, self.limit = cache, sliding_window, limit
         self._nodes: OrderedDict[bytes, Node] = OrderedDict()  # least recently used first
         self._children: dict[bytes, list[Node]] = {}
         self._pages: dict[int, list[Node]] = {}  # several where tenants keep the same sequence
@@ -123,18 +122,20 @@ class PrefixCache:
 
     # --- keeping ---------------------------------------------------------------------------------------------------
 
-    def keep(self, entry: Entry, tokens: Sequence[int], salt: str = "") -> int:
+    def keep(self, seq: Sequence, tokens: abc.Sequence[int], salt: str = "") -> int:
         """Keeps a sequence's pages under its tokens, and says how many tokens can be found again. The sequence goes on
         as before; a page of its that is not full yet is copied when it writes to it."""
         cache = self.cache
         with cache.lock:
-            if len(tokens) != entry.length:
-                raise ValueError(f"the sequence holds {entry.length} tokens, got {len(tokens)} token ids")
+            if len(tokens) != seq.length:
+                raise ValueError(f"the sequence holds {seq.length} tokens, got {len(tokens)} token ids")
             streams = cache.layout.recipe.streams
-            coded = [cache.frontier(entry, name) for name, stream in streams.items() if stream.groupwise]
-            end = self._whole(min([entry.length, *coded, *([] if entry.pure is None else [entry.pure])]))
+            coded = [cache.frontier(seq, name) for name, stream in streams.items() if stream.groupwise]
+            end = self._whole(
+                min([seq.length, *coded, *([] if seq.requantized_from is None else [seq.requantized_from])])
+            )
             parent, chain = self.root(salt), []
-            for place, page in enumerate(entry.pages):
+            for place, page in enumerate(seq.pages):
                 start, stop = self._bound(place), min(self._bound(place + 1), end)
                 if start >= stop:
                     break
@@ -142,7 +143,7 @@ class PrefixCache:
                 key = link(parent, piece)
                 node = self._covering(parent, piece)
                 if node is None and page != SLID_OUT:
-                    node = Node(parent, piece, start, page, self._sinks_of(entry, start, stop))
+                    node = Node(parent, piece, start, page, self._sinks_of(seq, start, stop))
                     self._drop_shorter(parent, piece)
                     self._add(node)
                 if node is not None:
@@ -153,12 +154,14 @@ class PrefixCache:
                 self._drop(next(iter(self._nodes.values())))
             return end
 
-    def _sinks_of(self, entry: Entry, start: int, stop: int) -> list[dict[StreamName, Tensor]]:
-        held = slice(start, min(stop, entry.sinks))
+    def _sinks_of(self, seq: Sequence, start: int, stop: int) -> list[dict[StreamName, Tensor]]:
+        held = slice(start, min(stop, seq.sinks))
         if held.start >= held.stop:
             return []
         stores = self.cache.stores
-        return [{name: rows[entry.owner, held].clone() for name, rows in store.overlays.items()} for store in stores]
+        return [
+            {name: rows[seq.overlay_row, held].clone() for name, rows in store.overlays.items()} for store in stores
+        ]
 
     def _covering(self, parent: bytes, piece: tuple[int, ...]) -> Node | None:
         """A page that holds these tokens, and perhaps more."""
@@ -180,19 +183,19 @@ class PrefixCache:
         self._children.setdefault(node.parent, []).append(node)
         self._pages.setdefault(node.page, []).append(node)
 
-    def restore(self, nodes: Sequence[Node]) -> None:
+    def restore(self, nodes: abc.Sequence[Node]) -> None:
         """Takes up nodes that a snapshot kept, least recently used first. Their references have been counted."""
         for node in nodes:
             self._add(node, share=False)
 
     # --- finding ---------------------------------------------------------------------------------------------------
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> int:
+    def find(self, tokens: abc.Sequence[int], salt: str = "") -> int:
         """How many of the tokens could be taken up."""
         with self.cache.lock:
             return self._longest(*self._search(tokens, salt))
 
-    def take(self, tokens: Sequence[int], salt: str = "", length: int | None = None) -> Entry:
+    def take(self, tokens: abc.Sequence[int], salt: str = "", length: int | None = None) -> Sequence:
         """A new sequence that shares the longest kept prefix of some tokens; its length says how many. `length` asks for
         that many of them and no more. Where it cannot be had (PoolFull, or torch's error where memory runs out), there is
         no new sequence."""
@@ -202,16 +205,18 @@ class PrefixCache:
             found = self._longest(chain, partial)
             if length is not None and found != length:
                 raise ValueError(f"{length} tokens were asked for, {found} are kept")
-            entry = cache.new()
+            seq = cache.new()
             try:
                 if found:
-                    self._share(entry, found, chain, partial)
+                    self._share(seq, found, chain, partial)
             except BaseException:
-                cache.free(entry)
+                cache.free(seq)
                 raise
-            return entry
+            return seq
 
-    def _share(self, entry: Entry, found: int, chain: Sequence[Node | None], partial: tuple[Node, int] | None) -> None:
+    def _share(
+        self, seq: Sequence, found: int, chain: abc.Sequence[Node | None], partial: tuple[Node, int] | None
+    ) -> None:
         """Gives an empty sequence the first `found` kept tokens."""
         cache = self.cache
         nodes = self._pages_at(found, chain, partial)
@@ -223,19 +228,19 @@ class PrefixCache:
                 break
             for store, kept in zip(cache.stores, node.sinks, strict=True):
                 for name, overlay in store.overlays.items():
-                    overlay[entry.owner, node.start : node.start + rows] = kept[name][:rows]
+                    overlay[seq.overlay_row, node.start : node.start + rows] = kept[name][:rows]
             sinks += rows
         for store in cache.stores:
             for state in store.states.values():
-                state[entry.owner].zero_()
+                state[seq.overlay_row].zero_()
         pages = [SLID_OUT if node is None else node.page for node in nodes]
         cache.pool.share([page for page in pages if page != SLID_OUT])
-        entry.pages, entry.sinks = pages, sinks
-        entry.length, entry.exact = found, {"key": found, "value": found}
-        entry.visible = self.window if SLID_OUT in pages else None
+        seq.pages, seq.sinks = pages, sinks
+        seq.length, seq.ring_start = found, {"key": found, "value": found}
+        seq.visible = self.window if SLID_OUT in pages else None
         self._touch([node for node in nodes if node is not None])
 
-    def _search(self, tokens: Sequence[int], salt: str) -> tuple[list[Node | None], tuple[Node, int] | None]:
+    def _search(self, tokens: abc.Sequence[int], salt: str) -> tuple[list[Node | None], tuple[Node, int] | None]:
         """The kept pages whose tokens are all wanted, by place (None: not kept), and one of which the first tokens are,
         with the length that it leads to."""
         parent, place = self.root(salt), 0
@@ -260,14 +265,14 @@ class PrefixCache:
                 best = (node, end)
         return chain, best
 
-    def _longest(self, chain: Sequence[Node | None], partial: tuple[Node, int] | None) -> int:
+    def _longest(self, chain: abc.Sequence[Node | None], partial: tuple[Node, int] | None) -> int:
         ends = [self._bound(place + 1) for place, node in enumerate(chain) if node is not None]
         if partial is not None:
             ends.append(partial[1])
         return next((n for n in reversed(ends) if self._pages_at(n, chain, partial) is not None), 0)
 
     def _pages_at(
-        self, length: int, chain: Sequence[Node | None], partial: tuple[Node, int] | None
+        self, length: int, chain: abc.Sequence[Node | None], partial: tuple[Node, int] | None
     ) -> list[Node | None] | None:
         """The kept pages of the first `length` tokens, None for those that no window sees any more; None as a whole where one
         that is needed is missing."""
@@ -331,7 +336,7 @@ class PrefixCache:
                 del index[place]  # type: ignore[arg-type]
         self.cache.pool.release([node.page])
 
-    def _touch(self, chain: Sequence[Node]) -> None:
+    def _touch(self, chain: abc.Sequence[Node]) -> None:
         """The end of a text is older than its beginning, so that nothing is kept that cannot be reached."""
         for node in reversed(chain):
             if node.key in self._nodes:

@@ -143,10 +143,10 @@ def _write(file: BinaryIO, caches: Sequence[PagedCache], extra: dict[str, Any]) 
 
 def _rows(cache: PagedCache, saved: Saved, pages: Sequence[int]) -> Iterator[Tensor]:
     """Rows of a cache's tensors in the order of `_fields`, a few at a time, in host memory."""
-    owners = [entry.owner for entry in cache.sequences]
+    overlay_rows = [seq.overlay_row for seq in cache.sequences]
     nodes = cache.prefix.nodes if cache.prefix is not None else []
     for i, store in enumerate(cache.stores):
-        for tensor, chosen in [(store.pages, pages), *((owned, owners) for owned in store.owned)]:
+        for tensor, chosen in [(store.pages, pages), *((owned, overlay_rows) for owned in store.owned)]:
             step = Field(tensor.dtype, tuple(tensor.shape)).rows_at_once
             for first in range(0, len(chosen), step):
                 yield tensor[torch.tensor(chosen[first : first + step], device=tensor.device)].cpu()
@@ -220,16 +220,16 @@ class Snapshot:
         """The tensors in the order of their bytes, which leave no gap and end with the file."""
         out: dict[str, Field] = {}
         at = 0
-        for name, entry in header.items():
+        for name, seq in header.items():
             try:
-                dtype, shape, offsets = TYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+                dtype, shape, offsets = TYPES[seq["dtype"]], seq["shape"], seq["data_offsets"]
                 right = 0 < len(shape) < 9 and all(type(n) is int and 0 <= n < 2**62 for n in shape)
                 field = Field(dtype, tuple(shape))
                 right = right and offsets == [at, at + field.nbytes]
             except (KeyError, TypeError, ValueError) as error:
                 raise self._damaged(f"tensor {name!r:.80} is not described: {error!r:.80}") from error
             if not right:
-                raise self._damaged(f"tensor {name!r:.80} is described as {entry!r:.200}")
+                raise self._damaged(f"tensor {name!r:.80} is described as {seq!r:.200}")
             out[name] = field
             at += field.nbytes
         if at != size:
@@ -295,10 +295,10 @@ class Snapshot:
         pages = cache.pool.take(saved.pages)
         for page, count in zip(pages, saved.references, strict=True):
             cache.pool.share([page] * (count - 1))
-        entries = settled(cache, saved.sequences, pages, share=False)
+        seqs = settled(cache, saved.sequences, pages, share=False)
         nodes = [dataclasses.replace(node, page=pages[node.page]) for node in saved.nodes or ()]
         for store in cache.stores:
-            for tensor, chosen in [(store.pages, pages), *((o, [e.owner for e in entries]) for o in store.owned)]:
+            for tensor, chosen in [(store.pages, pages), *((o, [e.overlay_row for e in seqs]) for o in store.owned)]:
                 done = 0
                 while done < len(chosen):
                     part = next(rows)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvant.cache.entry import SLID_OUT, Entry
 from kvant.cache.paged import PagedCache
 from kvant.cache.prefix import Node
+from kvant.cache.sequence import SLID_OUT, Sequence
 from kvant.cache.swap import gathered
 from kvant.layout import StreamName
 
@@ -27,7 +27,7 @@ class Saved:
     """Sequences and kept pages over pages 0 ... pages - 1; the owner of a sequence is its row."""
 
     pages: int
-    sequences: list[Entry]
+    sequences: list[Sequence]
     nodes: list[Node] | None  # None: no prefix cache
     sinks: list[int]  # of every node: tokens in full precision
 
@@ -37,9 +37,9 @@ class Saved:
                 "length": e.length,
                 "pages": e.pages,
                 "sinks": e.sinks,
-                "exact": [e.exact[name] for name in STREAMS],
+                "exact": [e.ring_start[name] for name in STREAMS],
                 "visible": e.visible,
-                "pure": e.pure,
+                "pure": e.requantized_from,
             }
             for e in self.sequences
         ]
@@ -88,7 +88,7 @@ def read_group(data: Any, cache: PagedCache, limit: int) -> Saved:
     return saved
 
 
-def _sequence(item: Any, row: int, cache: PagedCache, count: int) -> Entry:
+def _sequence(item: Any, row: int, cache: PagedCache, count: int) -> Sequence:
     layout = cache.layout
     length = _number(item, "length", INT64)
     pages = _list(item, "pages")
@@ -107,15 +107,15 @@ def _sequence(item: Any, row: int, cache: PagedCache, count: int) -> Entry:
     found = _list(item, "exact")
     if len(found) != 2 or any(type(n) is not int or n not in range(length + 1) for n in found):
         raise Wrong("windows of a sequence start at no token of it")
-    exact: dict[StreamName, int] = dict(zip(STREAMS, found, strict=True))
+    ring_start: dict[StreamName, int] = dict(zip(STREAMS, found, strict=True))
     for name, stream in layout.recipe.streams.items():
         window, group = stream.window, stream.codec.group_tokens
-        first = exact[name]
+        first = ring_start[name]
         if stream.groupwise and first > window.packed_end(length) and (first - window.sink) % group:
             raise Wrong("a group of a sequence is cut")
     if layout.recipe.origin and not slid and sinks != min(length, layout.recipe.origin):
         raise Wrong("sinks of a sequence are nowhere")
-    return Entry(row, length, list(pages), sinks, exact, visible, pure)
+    return Sequence(row, length, list(pages), sinks, ring_start, visible, pure)
 
 
 def _node(item: Any, cache: PagedCache, count: int) -> tuple[Node, int]:

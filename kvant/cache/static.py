@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import torch
 
-from kvant.cache.entry import Entry
 from kvant.cache.finite import NotFinite
 from kvant.cache.paged import PagedCache
+from kvant.cache.sequence import Sequence
 from kvant.layout import Layout
 
 Tensor = torch.Tensor
@@ -31,25 +31,27 @@ class StaticBatch:
     else may be done with the cache: a pool that grows would move the pages.
     """
 
-    def __init__(self, cache: PagedCache, entries: Sequence[Entry], steps: int) -> None:
+    def __init__(self, cache: PagedCache, seqs: abc.Sequence[Sequence], steps: int) -> None:
         reason = refuse(cache.layout)
         if reason is not None:
             raise ValueError(reason)
         if steps < 1:
             raise ValueError(f"steps must be positive, got {steps}")
-        self.cache, self.entries, self.steps = cache, list(entries), steps
-        self.before = [entry.length for entry in self.entries]
-        count = len(self.entries)
+        self.cache, self.seqs, self.steps = cache, list(seqs), steps
+        self.before = [seq.length for seq in self.seqs]
+        count = len(self.seqs)
         with torch.inference_mode(False):
-            room = cache.extend(self.entries, [steps] * count)
+            room = cache.extend(self.seqs, [steps] * count)
             try:
-                self._slots = room.slots.view(count, steps).T.contiguous()  # of every step
+                self._slots = room.slot_mapping.view(count, steps).T.contiguous()  # of every step
                 self._sinks = room.sinks.clone()  # that a sequence will have once it is long enough
                 self._step = torch.full((1,), -1, dtype=torch.int64, device=cache.device)
-                lengths = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
-                starts = torch.arange(count + 1, device=cache.device)
-                slots, sinks = torch.zeros_like(lengths), torch.minimum(room.sinks, lengths)
-                self.batch = room._replace(lengths=lengths, slots=slots, starts=starts, sinks=sinks)
+                seq_lens = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
+                query_start_loc = torch.arange(count + 1, device=cache.device)
+                slot_mapping, sinks = torch.zeros_like(seq_lens), torch.minimum(room.sinks, seq_lens)
+                self.batch = room._replace(
+                    seq_lens=seq_lens, slot_mapping=slot_mapping, query_start_loc=query_start_loc, sinks=sinks
+                )
                 shape = len(cache.stores), count
                 self.worst = torch.zeros(shape, dtype=torch.float32, device=cache.device)  # numbers of the last step
             except BaseException:
@@ -59,9 +61,9 @@ class StaticBatch:
     def advance(self) -> None:
         """One more token of every sequence."""
         self._step.add_(1)
-        self.batch.lengths.add_(1)
-        self.batch.slots.copy_(self._slots.index_select(0, self._step)[0])
-        torch.minimum(self._sinks, self.batch.lengths, out=self.batch.sinks)
+        self.batch.seq_lens.add_(1)
+        self.batch.slot_mapping.copy_(self._slots.index_select(0, self._step)[0])
+        torch.minimum(self._sinks, self.batch.seq_lens, out=self.batch.sinks)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the tokens that `advance` made way for."""
@@ -78,14 +80,14 @@ class StaticBatch:
         if not self.cache.check or bool((self.worst <= limit).all()):  # false for NaN too
             return
         layer, row = (~(self.worst <= limit)).nonzero()[0].tolist()
-        token, number = int(self.batch.lengths[row]) - 1, float(self.worst[layer, row])
+        token, number = int(self.batch.seq_lens[row]) - 1, float(self.worst[layer, row])
         raise NotFinite(self.cache.numbers[layer], "key or value", row, token, number, limit)
 
     def close(self, kept: int, written: int | None = None) -> None:
         """The sequences have so many tokens more than before; what `written` steps have put into windows is taken back."""
         written = kept if written is None else written
         with self.cache.lock:
-            for entry, before in zip(self.entries, self.before, strict=True):
-                self.cache.retract(entry, before + written)
+            for seq, before in zip(self.seqs, self.before, strict=True):
+                self.cache.retract(seq, before + written)
                 if written > kept:
-                    self.cache.rollback(entry, before + kept, range(len(self.cache.stores)))
+                    self.cache.rollback(seq, before + kept, range(len(self.cache.stores)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import abc
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvant.cache.entry import SLID_OUT, Entry
+from kvant.cache.sequence import SLID_OUT, Sequence
 
 if TYPE_CHECKING:
     from kvant.cache.paged import PagedCache
@@ -21,7 +21,7 @@ class Swapped:
     """Sequences that were swapped out together. Pages that they share are held once, and shared again afterwards."""
 
     digest: str
-    sequences: tuple[Entry, ...]  # pages are places in `pages`, owners are rows of `owned`
+    sequences: tuple[Sequence, ...]  # pages are places in `pages`, owners are rows of `owned`
     pages: tuple[Tensor, ...]  # of every layer, in host memory
     owned: tuple[tuple[Tensor, ...], ...]
 
@@ -30,47 +30,54 @@ class Swapped:
         return sum(t.nbytes for layer in (self.pages, *self.owned) for t in layer)
 
 
-def gathered(entries: Sequence[Entry]) -> tuple[list[int], list[Entry]]:
+def gathered(seqs: abc.Sequence[Sequence]) -> tuple[list[int], list[Sequence]]:
     """The pages of some sequences, each once, and the sequences with their places among these."""
-    pages = list(dict.fromkeys(page for entry in entries for page in entry.held))
+    pages = list(dict.fromkeys(page for seq in seqs for page in seq.held))
     place = {page: i for i, page in enumerate(pages)} | {SLID_OUT: SLID_OUT}
     moved = [
-        dataclasses.replace(e, owner=row, pages=[place[page] for page in e.pages], exact=dict(e.exact))
-        for row, e in enumerate(entries)
+        dataclasses.replace(e, overlay_row=row, pages=[place[page] for page in e.pages], ring_start=dict(e.ring_start))
+        for row, e in enumerate(seqs)
     ]
     return pages, moved
 
 
-def settled(cache: PagedCache, moved: Sequence[Entry], pages: Sequence[int], share: bool = True) -> list[Entry]:
+def settled(
+    cache: PagedCache, moved: abc.Sequence[Sequence], pages: abc.Sequence[int], share: bool = True
+) -> list[Sequence]:
     """Sequences of `gathered` as new sequences of a cache over pages that were taken for them: all of them, or an error and
     none. `share`: a page has one reference so far; otherwise all are counted. Their windows are still to be filled."""
-    entries: list[Entry] = []
+    seqs: list[Sequence] = []
     try:
         for _ in moved:
-            entries.append(cache.new())
+            seqs.append(cache.new())
     except BaseException:  # they have no pages yet
-        for entry in entries:
-            cache.free(entry)
+        for seq in seqs:
+            cache.free(seq)
         raise
     seen: set[int] = set()
-    for entry, each in zip(entries, moved, strict=True):
-        entry.length, entry.sinks, entry.visible, entry.pure = each.length, each.sinks, each.visible, each.pure
-        entry.exact = dict(each.exact)
-        entry.pages = [page if page == SLID_OUT else pages[page] for page in each.pages]
+    for seq, each in zip(seqs, moved, strict=True):
+        seq.length, seq.sinks, seq.visible, seq.requantized_from = (
+            each.length,
+            each.sinks,
+            each.visible,
+            each.requantized_from,
+        )
+        seq.ring_start = dict(each.ring_start)
+        seq.pages = [page if page == SLID_OUT else pages[page] for page in each.pages]
         if share:
-            cache.pool.share([page for page in entry.held if page in seen])
-        seen.update(entry.held)
-    return entries
+            cache.pool.share([page for page in seq.held if page in seen])
+        seen.update(seq.held)
+    return seqs
 
 
-def copied(cache: PagedCache, entries: Sequence[Entry]) -> Swapped:
+def copied(cache: PagedCache, seqs: abc.Sequence[Sequence]) -> Swapped:
     """Copies sequences to host memory. What they share with others is copied too."""
     with cache.lock:
-        for entry in entries:
-            cache.check_ours(entry)
-        pages, moved = gathered(entries)
+        for seq in seqs:
+            cache.check_ours(seq)
+        pages, moved = gathered(seqs)
         ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-        rows = torch.tensor([entry.owner for entry in entries], dtype=torch.int64, device=cache.device)
+        rows = torch.tensor([seq.overlay_row for seq in seqs], dtype=torch.int64, device=cache.device)
         return Swapped(
             cache.digest,
             tuple(moved),
@@ -79,16 +86,16 @@ def copied(cache: PagedCache, entries: Sequence[Entry]) -> Swapped:
         )
 
 
-def swap_out(cache: PagedCache, entries: Sequence[Entry]) -> Swapped:
+def swap_out(cache: PagedCache, seqs: abc.Sequence[Sequence]) -> Swapped:
     """Copies sequences to host memory, as `copied` does, and frees them."""
     with cache.lock:
-        swapped = copied(cache, entries)
-        for entry in entries:
-            cache.free(entry)
+        swapped = copied(cache, seqs)
+        for seq in seqs:
+            cache.free(seq)
         return swapped
 
 
-def swap_in(cache: PagedCache, swapped: Swapped) -> list[Entry]:
+def swap_in(cache: PagedCache, swapped: Swapped) -> list[Sequence]:
     """Brings sequences back, as they were: all of them, or an error (PoolFull, or torch's where memory runs out) and none.
     What was swapped out stays valid."""
     if swapped.digest != cache.digest:
@@ -101,19 +108,19 @@ def swap_in(cache: PagedCache, swapped: Swapped) -> list[Entry]:
         cache.reserve(count, len(swapped.sequences))
         pages = cache.pool.take(count)
         try:
-            entries = settled(cache, swapped.sequences, pages)
+            seqs = settled(cache, swapped.sequences, pages)
         except BaseException:
             cache.pool.release(pages)
             raise
         try:
             ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-            rows = torch.tensor([entry.owner for entry in entries], dtype=torch.int64, device=cache.device)
+            rows = torch.tensor([seq.overlay_row for seq in seqs], dtype=torch.int64, device=cache.device)
             for store, data, windows in zip(cache.stores, swapped.pages, swapped.owned, strict=True):
                 store.pages[ids] = data.to(cache.device)
                 for owned, kept in zip(store.owned, windows, strict=True):
                     owned[rows] = kept.to(cache.device)
         except BaseException:
-            for entry in entries:
-                cache.free(entry)
+            for seq in seqs:
+                cache.free(seq)
             raise
-        return entries
+        return seqs

@@ -155,7 +155,14 @@ class Read(NamedTuple):
 
 
 def what_is_read(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, scale: float, window: int | None, softcap: float | None, recent: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    recent: int,
 ) -> Read:
     """Arguments as in `LayerGatherer.add`."""
     tokens, heads = k.shape[:2]
@@ -165,7 +172,7 @@ def what_is_read(
     cross = torch.zeros(heads, tokens, v.shape[-1], device=k.device)
     norms = torch.zeros(heads, tokens, device=k.device)
     block = max(1, SCORE_BYTES // (4 * q.shape[1] * q.shape[2] * tokens))
-    keep = causal(tokens, window, k.device)
+    keep = causal(tokens, sliding_window, k.device)
     at = torch.arange(tokens, device=k.device)
     coded = (at >= min(UNREAD, tokens // 2)) & (at <= at[:, None] - min(recent, tokens // 4))
     for first in range(0, tokens, block):
@@ -312,22 +319,22 @@ class Capture(transformers.Cache):
         return out.transpose(1, 2)
 
 
-def causal(tokens: int, window: int | None, device: torch.device) -> Tensor:
+def causal(tokens: int, sliding_window: int | None, device: torch.device) -> Tensor:
     """Which tokens (columns) every query (row) sees."""
     at = torch.arange(tokens, device=device)
     keep = at <= at[:, None]
-    return keep if window is None else keep & (at > at[:, None] - window)
+    return keep if sliding_window is None else keep & (at > at[:, None] - sliding_window)
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None = None, softcap: float | None = None
 ) -> Tensor:
     """Causal attention of a run over itself, [1, heads, tokens, head_dim]. Scores are never formed for all queries."""
     tokens, device = q.shape[2], q.device
     if softcap is None:
-        if window is None or window >= tokens:
+        if sliding_window is None or sliding_window >= tokens:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        keep = causal(tokens, window, device)
+        keep = causal(tokens, sliding_window, device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=keep, scale=scale, enable_gqa=True)
     groups = q.shape[1] // k.shape[1]
     grouped = q.unflatten(1, (-1, groups))
@@ -337,7 +344,7 @@ def exact_attention(
         last = min(tokens, first + block)
         scores = torch.einsum("bhgqd,bhnd->bhgqn", grouped[..., first:last, :], k[:, :, :last]).float() * scale
         scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~causal(last, window, device)[first:], float("-inf"))
+        scores = scores.masked_fill(~causal(last, sliding_window, device)[first:], float("-inf"))
         out.append(torch.einsum("bhgqn,bhnd->bhgqd", scores.softmax(-1).to(v.dtype), v[:, :, :last]))
     return torch.cat(out, 3).flatten(1, 2)
 

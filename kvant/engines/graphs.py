@@ -139,13 +139,13 @@ class Decoder:
         self.batches: list[StaticBatch] = []
         try:  # from here on nothing but the room itself can fail
             for group in cache.groups:
-                self.batches.append(StaticBatch(group.paged, group.entries, steps))
+                self.batches.append(StaticBatch(group.paged, group.seqs, steps))
         except BaseException:
             for each in self.batches:
                 each.close(0)
             raise
         self._places = [  # of every layer: its sequences, its number among theirs, its sliding window
-            (self.batches[cache.groups.index(group)], group.layers.index(layer), group.window)
+            (self.batches[cache.groups.index(group)], group.layers.index(layer), group.sliding_window)
             for layer, group in enumerate(cache._group_of)
         ]
         for group in cache.groups:
@@ -172,7 +172,7 @@ class Decoder:
             raise ValueError(f"expected one token for each of {len(self._tokens)} sequences, got {list(tokens.shape)}")
         self._tokens.copy_(tokens.reshape(-1, 1))
         if positions is None:
-            self._positions.copy_(self.batches[0].batch.lengths[:, None] + self.cache.first_position)
+            self._positions.copy_(self.batches[0].batch.seq_lens[:, None] + self.cache.first_position)
         else:
             self._positions.copy_(positions.reshape(-1, 1))
         self._begun = True
@@ -211,7 +211,7 @@ class Decoder:
         batch, index, window = self._places[handle.layer]
         q, k, v = (flatten(x, None) for x in (query, handle.key, handle.value))
         batch.append(index, k, v)
-        flat = batch.decode(index, q, scale=scale, softcap=softcap, window=window)
+        flat = batch.decode(index, q, scale=scale, softcap=softcap, sliding_window=window)
         return unflatten(flat, None, len(query), 1)
 
     def close(self) -> None:

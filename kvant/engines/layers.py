@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvant.cache import Entry, PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.ops import PagedBatch
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class Step:
 class Group:
     """Layers that see the same tokens, and share block tables."""
 
-    window: int | None
+    sliding_window: int | None
     layers: list[int]
     paged: PagedCache
-    entries: list[Entry] = dataclasses.field(default_factory=list)
+    seqs: list[Sequence] = dataclasses.field(default_factory=list)
     step: Step | None = None
 
 
@@ -62,14 +62,14 @@ class PackedLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, cache: Cache, index: int, window: int | None) -> None:
+    def __init__(self, cache: Cache, index: int, sliding_window: int | None) -> None:
         super().__init__()
         self._cache = weakref.ref(
             cache
         )  # which has this layer: no cycle, so that memory goes with the last name for it
         self.index = index
-        self.is_sliding = window is not None
-        self.sliding_window = window
+        self.is_sliding = sliding_window is not None
+        self.sliding_window = sliding_window
         self.columns = 0  # seen so far, padding included
         self.record_past = False
 

@@ -69,10 +69,10 @@ def prefill(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `prefill`."""
-    return by_blocks(store, query, key, value, batch, scale, softcap, window, unpack)
+    return by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, unpack)
 
 
 def by_blocks(
@@ -83,16 +83,16 @@ def by_blocks(
     batch: PagedBatch,
     scale: float,
     softcap: float | None,
-    window: int | None,
+    sliding_window: int | None,
     read: Unpack,
 ) -> Tensor:
     """Prefill with a way to read packed tokens."""
     out = torch.empty_like(query)
-    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
-    for b, length in enumerate(lengths):
-        part = slice(starts[b], starts[b + 1])
+    query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    for b, length in enumerate(seq_lens):
+        part = slice(query_start_loc[b], query_start_loc[b + 1])
         row, history = one_sequence(batch, b), length - (part.stop - part.start)
-        out[part] = _one(store, query[part], key[part], value[part], row, history, scale, softcap, window, read)
+        out[part] = _one(store, query[part], key[part], value[part], row, history, scale, softcap, sliding_window, read)
     return out
 
 
@@ -105,7 +105,7 @@ def _one(
     history: int,
     scale: float,
     softcap: float | None,
-    window: int | None,
+    sliding_window: int | None,
     read: Unpack,
 ) -> Tensor:
     fresh, query_heads, dim = query.shape
@@ -119,10 +119,10 @@ def _one(
         lost = None if lost is None else lost.permute(1, 2, 0)
         q, k, v = store.key.dual(q), store.key.forward(k), store.value.forward(v)
     q = q.permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
-    fused = softcap is None and (window is None or window >= history + fresh)
+    fused = softcap is None and (sliding_window is None or sliding_window >= history + fresh)
     total: Part | None = None
     origin = store.layout.recipe.origin
-    low = 0 if window is None else max(0, history + 1 - window)
+    low = 0 if sliding_window is None else max(0, history + 1 - sliding_window)
     for place in range(max(0, low - origin) // size * size, max(1, history - origin), BLOCK_TOKENS):
         if not history:
             break
@@ -131,8 +131,8 @@ def _one(
         if fused:
             total = merge(total, _fused(q, keys, values, scale, causal=False))
         else:
-            total = merge(total, _plain(q, keys, values, scale, softcap, window, history - first, lost))
-    own = _fused(q, k, v, scale, causal=True) if fused else _plain(q, k, v, scale, softcap, window, 0, lost)
+            total = merge(total, _plain(q, keys, values, scale, softcap, sliding_window, history - first, lost))
+    own = _fused(q, k, v, scale, causal=True) if fused else _plain(q, k, v, scale, softcap, sliding_window, 0, lost)
     out = merge(total, own).out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
     if history:
         out = store.value.inverse(out)
@@ -154,9 +154,9 @@ def read_block(
     position = torch.arange(first, last, device=packed.device)
     if overlay.shape[1]:
         frontier = max(window.packed_end(n), window.sink)
-        full = (position < row.sinks[0].clamp_max(n)) | ((position >= frontier) & (position >= row.exact[name][0]))
+        full = (position < row.sinks[0].clamp_max(n)) | ((position >= frontier) & (position >= row.ring_start[name][0]))
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
-        packed = torch.where(full[:, None, None], overlay[row.owners[0]][index].float(), packed)
+        packed = torch.where(full[:, None, None], overlay[row.overlay_rows[0]][index].float(), packed)
     return stream.attended(packed, position)
 
 
@@ -184,7 +184,7 @@ def _plain(
     v: Tensor,
     scale: float,
     softcap: float | None,
-    window: int | None,
+    sliding_window: int | None,
     ahead: int,
     lost: Tensor | None,
 ) -> Part:
@@ -197,8 +197,8 @@ def _plain(
         block = slice(first, min(rows, first + QUERY_BLOCK))
         at = torch.arange(block.start, block.stop, device=q.device)[:, None] + ahead
         keep = place <= at
-        if window is not None:
-            keep &= place > at - window
+        if sliding_window is not None:
+            keep &= place > at - sliding_window
         scores = torch.einsum("hgqd,nhd->hgqn", q[:, :, block], k) * scale
         if softcap is not None:
             scores = scores if lost is None else scores + lost[:, :, block, None]

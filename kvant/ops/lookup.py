@@ -63,7 +63,7 @@ def decode(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `decode`."""
     sequences, query_heads, dim = query.shape
@@ -95,10 +95,10 @@ def decode(
         if softcap is not None:
             scores = scores if lost is None else scores + lost[..., None]
             scores = softcap * torch.tanh(scores / softcap)
-        keep = position < batch.lengths[:, None]
+        keep = position < batch.seq_lens[:, None]
         values = torch.where(keep[..., None, None], values, 0.0)  # past the end a page may hold anything
-        if window is not None:
-            keep = keep & (position >= batch.lengths[:, None] - window)
+        if sliding_window is not None:
+            keep = keep & (position >= batch.seq_lens[:, None] - sliding_window)
         scores = scores.masked_fill(~keep[:, None, None], float("-inf"))
         top = torch.maximum(highest, scores.amax(-1, keepdim=True))
         weights, fade = (scores - top).exp(), (highest - top).exp()
@@ -121,9 +121,9 @@ def _window(store: LayerStore, name: StreamName, batch: PagedBatch, position: Te
     window, overlay = store.stream(name).spec.window, store.overlays[name]
     if not overlay.shape[1]:
         return None
-    n = batch.lengths[:, None]
+    n = batch.seq_lens[:, None]
     frontier = n.clamp_max(window.sink) + (n - window.sink - window.recent).clamp_min(0)
     sinks = position < torch.minimum(batch.sinks[:, None], n)
-    recent = (position >= frontier) & (position >= batch.exact[name][:, None]) & (position >= window.sink)
+    recent = (position >= frontier) & (position >= batch.ring_start[name][:, None]) & (position >= window.sink)
     index = reference.overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
-    return _Full(sinks | recent, overlay[batch.owners[:, None], index])
+    return _Full(sinks | recent, overlay[batch.overlay_rows[:, None], index])

@@ -38,7 +38,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     """Stores new tokens: key and value are [new tokens, heads, head_dim]. Where a stream has a corrector, `query` are
     the tokens' queries, [new tokens, query heads, head_dim]; nobody else looks at them."""
     sequence, position = batch.positions
-    real = batch.slots >= 0
+    real = batch.slot_mapping >= 0
     if store.states and query is None:
         raise ValueError(f"recipe {store.layout.recipe.name} learns from queries: append needs the new tokens' queries")
     stored: dict[StreamName, Tensor] = {"key": key, "value": value}
@@ -53,19 +53,19 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
             _append_groups(store, name, stored, batch, query)
         else:
             write = real & (position >= store.layout.recipe.origin)
-            _append_tokens(store, name, stored[name], batch.slots, write)
+            _append_tokens(store, name, stored[name], batch.slot_mapping, write)
     for name in stored:
         _append_overlay(store, name, stored[name], batch, sequence, position, real)
 
 
-def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slots: Tensor, write: Tensor) -> None:
+def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slot_mapping: Tensor, write: Tensor) -> None:
     """Every token is coded alone and owns its bytes, so writing is a scatter."""
-    slots = slots[write]
-    if not len(slots):
+    slot_mapping = slot_mapping[write]
+    if not len(slot_mapping):
         return
     parts = store.stream(name).codec.encode(stored[write])
-    data, places = store.layout.pack_tokens(name, parts, slots % store.layout.page_tokens)
-    _scatter(store.pages, slots // store.layout.page_tokens, places, data)
+    data, places = store.layout.pack_tokens(name, parts, slot_mapping % store.layout.page_tokens)
+    _scatter(store.pages, slot_mapping // store.layout.page_tokens, places, data)
 
 
 def _append_groups(
@@ -74,7 +74,7 @@ def _append_groups(
     """Codes the groups that the new tokens complete; their older tokens come from the tail."""
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
     size, group = layout.page_tokens, stream.codec.group_tokens
-    for b in range(len(batch.lengths)):
+    for b in range(len(batch.seq_lens)):
         progress = _progress(name, stream.spec, batch, b)
         last = window.packed_end(progress.total)
         tokens = max(0, last - progress.first)
@@ -101,9 +101,9 @@ def _append_groups(
 def _progress(name: StreamName, stream: Stream, batch: PagedBatch, b: int) -> Progress:
     """How far sequence b has come, before its new tokens are coded. What its ring does not hold is in pages already."""
     window, group = stream.window, stream.codec.group_tokens
-    total = int(batch.lengths[b])
-    before = total - int(batch.starts[b + 1] - batch.starts[b])
-    first = max(window.sink, window.packed_end(before), int(batch.exact[name][b]))
+    total = int(batch.seq_lens[b])
+    before = total - int(batch.query_start_loc[b + 1] - batch.query_start_loc[b])
+    first = max(window.sink, window.packed_end(before), int(batch.ring_start[name][b]))
     return Progress(first, before, total, window.sink, window.ring, group)
 
 
@@ -113,8 +113,8 @@ def _unpacked(
     """The tokens of sequence b from `progress.first` on: its tail, then the new ones."""
     first, before = progress.first, progress.before
     tail = torch.arange(first, max(first, before), device=stored.device)
-    held = store.overlays[name][int(batch.owners[b])][overlay_index(store.stream(name).spec.window, tail)]
-    start, stop = int(batch.starts[b]), int(batch.starts[b + 1])
+    held = store.overlays[name][int(batch.overlay_rows[b])][overlay_index(store.stream(name).spec.window, tail)]
+    start, stop = int(batch.query_start_loc[b]), int(batch.query_start_loc[b + 1])
     return torch.cat((held.float(), stored[min(stop, start + max(0, first - before)) : stop]))
 
 
@@ -124,14 +124,14 @@ def _observe(store: LayerStore, name: StreamName, keys: Tensor, query: Tensor, b
     corrector = spec.corrector
     assert corrector is not None
     progress, source = _progress(name, spec, batch, b), corrector.source(b)
-    own = state[int(batch.owners[b])]  # a view: what is learnt stays
+    own = state[int(batch.overlay_rows[b])]  # a view: what is learnt stays
     if progress.before == 0:
         own.zero_()
     if source != b:
         if progress.first == progress.sink:  # until the first group is coded
-            own.copy_(state[int(batch.owners[source])])
+            own.copy_(state[int(batch.overlay_rows[source])])
         return own
-    part = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
+    part = slice(int(batch.query_start_loc[b]), int(batch.query_start_loc[b + 1]))
     if part.start == part.stop:
         return own
     at = torch.arange(progress.before, progress.total, device=query.device)
@@ -154,9 +154,9 @@ def _append_overlay(
     overlay = store.overlays[name]
     if not overlay.shape[1]:
         return
-    keep = real & ((position < window.sink) | (position >= batch.lengths[sequence] - window.ring))
+    keep = real & ((position < window.sink) | (position >= batch.seq_lens[sequence] - window.ring))
     rows = overlay_index(window, position[keep])
-    overlay[batch.owners[sequence[keep]], rows] = stored[keep].to(overlay.dtype)
+    overlay[batch.overlay_rows[sequence[keep]], rows] = stored[keep].to(overlay.dtype)
 
 
 def overlay_index(window: Window, position: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def _scatter(pages: Tensor, page: Tensor, places: Tensor, data: Tensor) -> None:
     pages[page[:, None, None], heads[None, :, None], places[:, None, :]] = data
 
 
-def refill(store: LayerStore, name: StreamName, pages: Tensor, owner: int, first: int, last: int) -> None:
+def refill(store: LayerStore, name: StreamName, pages: Tensor, overlay_row: int, first: int, last: int) -> None:
     """Puts tokens [first, last) of a sequence back into its window, decoded from its pages: what a crop brings back
     into the tail of a group and the window has let go."""
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
@@ -182,13 +182,13 @@ def refill(store: LayerStore, name: StreamName, pages: Tensor, owner: int, first
     runs = store.pages[pages[start : int(at[-1]) // layout.page_tokens + 1]]
     decoded = stream.codec.decode(layout.unpack(name, runs))[at - start * layout.page_tokens]
     overlay = store.overlays[name]
-    overlay[owner, overlay_index(window, position)] = decoded.to(overlay.dtype)
+    overlay[overlay_row, overlay_index(window, position)] = decoded.to(overlay.dtype)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor) -> Tensor:
+def read(store: LayerStore, name: StreamName, batch: PagedBatch, seq_lens: Tensor) -> Tensor:
     """A stream of every sequence as attention sees it at a length: float32 [sequences, tokens, heads, head_dim], in the
     space of attention; zero past the end."""
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
@@ -202,15 +202,15 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor
     if origin:
         packed = torch.cat((packed.new_zeros(sequences, origin, layout.heads, layout.head_dim), packed), 1)
     position = torch.arange(packed.shape[1], device=packed.device)
-    n = lengths[:, None]
+    n = seq_lens[:, None]
     overlay = store.overlays[name]
     if overlay.shape[1]:
         waiting = (n - window.sink - window.recent).clamp_min(0)
         frontier = n.clamp_max(window.sink) + waiting // window.flush * window.flush
         sinks = position < torch.minimum(batch.sinks[:, None], n)
-        recent = (position >= frontier) & (position >= batch.exact[name][:, None]) & (position >= window.sink)
+        recent = (position >= frontier) & (position >= batch.ring_start[name][:, None]) & (position >= window.sink)
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
-        full = overlay[batch.owners[:, None], index[None, :]].float()
+        full = overlay[batch.overlay_rows[:, None], index[None, :]].float()
         packed = torch.where((sinks | recent)[..., None, None], full, packed)
     packed = stream.attended(packed.transpose(0, 1), position).transpose(0, 1)
     there = (batch.block_table >= 0).repeat_interleave(layout.page_tokens, 1)
@@ -221,7 +221,7 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, lengths: Tensor
 def restored(store: LayerStore, name: StreamName, batch: PagedBatch) -> Tensor:
     """A stream of every sequence as attention sees it, in the model's own space: float32 [sequences, tokens, heads,
     head_dim]; anything past the end."""
-    return store.stream(name).inverse(read(store, name, batch, batch.lengths)[..., None, :])[..., 0, :]
+    return store.stream(name).inverse(read(store, name, batch, batch.seq_lens)[..., None, :])[..., 0, :]
 
 
 def softmax(scores: Tensor, keep: Tensor, softcap: float | None, lost: Tensor | None = None) -> Tensor:
@@ -249,7 +249,7 @@ def decode(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Attention of one query per sequence, [sequences, query heads, head_dim], over its cached tokens.
 
@@ -257,16 +257,16 @@ def decode(
     """
     sequences, query_heads, dim = query.shape
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
-    keys = read(store, "key", batch, batch.lengths).to(accurate)
-    values = read(store, "value", batch, batch.lengths).to(accurate)
+    keys = read(store, "key", batch, batch.seq_lens).to(accurate)
+    values = read(store, "value", batch, batch.seq_lens).to(accurate)
     q = query.to(accurate).view(sequences, store.layout.heads, -1, dim)
     lost = lost_logits(store, q, scale, softcap)
     q = store.key.dual(q)
     scores = torch.einsum("bhgd,bnhd->bhgn", q, keys) * scale
     position = torch.arange(keys.shape[1], device=query.device)
-    keep = position < batch.lengths[:, None]
-    if window is not None:
-        keep &= position >= batch.lengths[:, None] - window
+    keep = position < batch.seq_lens[:, None]
+    if sliding_window is not None:
+        keep &= position >= batch.seq_lens[:, None] - sliding_window
     weights = softmax(scores, keep[:, None, None, :], softcap, lost)
     out = store.value.inverse(torch.einsum("bhgn,bnhd->bhgd", weights, values))
     return out.reshape(sequences, query_heads, dim).to(query.dtype)
@@ -282,19 +282,27 @@ def prefill(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Attention of new tokens, [new tokens, heads, head_dim] each, over cached history and each other. Before
     `append`."""
     out = torch.empty_like(query)
-    counts = batch.starts.diff()
-    history = batch.lengths - counts
+    counts = batch.query_start_loc.diff()
+    history = batch.seq_lens - counts
     for b in range(len(counts)):
-        part = slice(int(batch.starts[b]), int(batch.starts[b + 1]))
+        part = slice(int(batch.query_start_loc[b]), int(batch.query_start_loc[b + 1]))
         if part.start == part.stop:
             continue
         out[part] = _prefill_one(
-            store, query[part], key[part], value[part], one_sequence(batch, b), int(history[b]), scale, softcap, window
+            store,
+            query[part],
+            key[part],
+            value[part],
+            one_sequence(batch, b),
+            int(history[b]),
+            scale,
+            softcap,
+            sliding_window,
         )
     return out
 
@@ -308,7 +316,7 @@ def _prefill_one(
     history: int,
     scale: float,
     softcap: float | None,
-    window: int | None,
+    sliding_window: int | None,
 ) -> Tensor:
     fresh, query_heads, dim = query.shape
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
@@ -327,8 +335,8 @@ def _prefill_one(
         block = slice(first, min(fresh, first + QUERY_BLOCK))
         at = position[history + first : history + block.stop, None]  # the queries' own positions
         keep = position <= at
-        if window is not None:
-            keep &= position > at - window
+        if sliding_window is not None:
+            keep &= position > at - sliding_window
         scores = torch.einsum("qhgd,nhd->hgqn", q[block], keys) * scale
         short = None if lost is None else lost[block].permute(1, 2, 0)
         out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap, short), values)

@@ -29,18 +29,18 @@ def replay(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Calls `append`, which stores the new tokens, and attends from each of them: [new tokens, heads, head_dim] each."""
-    rows = [one_sequence(batch, b) for b in range(len(batch.lengths))]
-    parts = [slice(int(batch.starts[b]), int(batch.starts[b + 1])) for b in range(len(rows))]
+    rows = [one_sequence(batch, b) for b in range(len(batch.seq_lens))]
+    parts = [slice(int(batch.query_start_loc[b]), int(batch.query_start_loc[b + 1])) for b in range(len(rows))]
     new: dict[StreamName, Tensor] = {"key": key, "value": value}
     some = [(part, row) for part, row in zip(parts, rows, strict=True) if part.stop > part.start]  # new tokens
     windows = [{name: _window(store, name, x[part], row) for name, x in new.items()} for part, row in some]
     append()
     out = torch.empty_like(query)
     for (part, row), full in zip(some, windows, strict=True):
-        out[part] = _attend(store, query[part], row, full, scale, softcap, window)
+        out[part] = _attend(store, query[part], row, full, scale, softcap, sliding_window)
     return out
 
 
@@ -51,13 +51,13 @@ def _window(store: LayerStore, name: StreamName, x: Tensor, row: PagedBatch) -> 
     spec = stream.spec.window
     if not overlay.shape[1]:
         return None
-    total = int(row.lengths[0])
+    total = int(row.seq_lens[0])
     before = total - len(x)
     position = torch.arange(total, device=x.device)
     old = position[:before]
-    held = (old < row.sinks[0]) | ((old >= spec.sink) & (old >= before - spec.ring) & (old >= row.exact[name][0]))
+    held = (old < row.sinks[0]) | ((old >= spec.sink) & (old >= before - spec.ring) & (old >= row.ring_start[name][0]))
     index = overlay_index(spec, old).clamp_max(overlay.shape[1] - 1)
-    history = torch.where(held[:, None, None], overlay[int(row.owners[0])][index].float(), 0.0)
+    history = torch.where(held[:, None, None], overlay[int(row.overlay_rows[0])][index].float(), 0.0)
     fresh = stream.stored(x.float(), position[before:]).to(DTYPES[store.layout.overlay_dtype]).float()
     held = torch.cat((held, held.new_ones(len(fresh))))
     return stream.attended(torch.cat((history, fresh)), position), held
@@ -70,18 +70,18 @@ def _attend(
     windows: dict[StreamName, tuple[Tensor, Tensor] | None],
     scale: float,
     softcap: float | None,
-    window: int | None,
+    sliding_window: int | None,
 ) -> Tensor:
     fresh, query_heads, dim = query.shape
-    total = int(row.lengths[0])
+    total = int(row.seq_lens[0])
     position = torch.arange(total, device=query.device)
     at = position[total - fresh :, None]
     keep = position <= at
-    if window is not None:
-        keep &= position > at - window
+    if sliding_window is not None:
+        keep &= position > at - sliding_window
     packed: dict[StreamName, Tensor] = {}
     from_page: dict[StreamName, Tensor] = {}
-    nothing = row._replace(sinks=torch.zeros_like(row.sinks), exact=dict.fromkeys(row.exact, row.lengths))
+    nothing = row._replace(sinks=torch.zeros_like(row.sinks), ring_start=dict.fromkeys(row.ring_start, row.seq_lens))
     for name, full in windows.items():
         spec = store.stream(name).spec.window
         length = at + 1
@@ -91,7 +91,7 @@ def _attend(
         from_page[name] = (position >= spec.sink) & (position < frontier)  # [new tokens, tokens]
         if full is not None:  # where a window is missing, the packed form serves
             from_page[name] = from_page[name] | ~full[1]
-        codes = read(store, name, nothing, row.lengths)[0, :total]
+        codes = read(store, name, nothing, row.seq_lens)[0, :total]
         packed[name] = torch.where(from_page[name].any(0)[:, None, None], codes, 0.0)
     q = query.float().view(fresh, store.layout.heads, -1, dim)
     lost = lost_logits(store, q, scale, softcap)

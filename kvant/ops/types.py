@@ -22,19 +22,19 @@ class PagedBatch(NamedTuple):
     """All that an operation knows of requests. New tokens of all sequences lie one after another."""
 
     block_table: Tensor  # int64 [sequences, pages]; entries past a sequence's last page, or slid out, are never read
-    lengths: Tensor  # int64 [sequences]: tokens after the new ones
-    slots: Tensor  # int64 [new tokens]: page * page_tokens + place in it; -1 is padding
-    starts: Tensor  # int64 [sequences + 1]: where each sequence's new tokens start
-    owners: Tensor  # int64 [sequences]: row of the overlays
+    seq_lens: Tensor  # int64 [sequences]: tokens after the new ones
+    slot_mapping: Tensor  # int64 [new tokens]: page * page_tokens + place in it; -1 is padding
+    query_start_loc: Tensor  # int64 [sequences + 1]: where each sequence's new tokens start
+    overlay_rows: Tensor  # int64 [sequences]: row of the overlays
     sinks: Tensor  # int64 [sequences]: sink tokens that the overlay really holds
-    exact: dict[StreamName, Tensor]  # int64 [sequences]: the ring of a stream holds no token before this one
+    ring_start: dict[StreamName, Tensor]  # int64 [sequences]: the ring of a stream holds no token before this one
 
     @property
     def positions(self) -> tuple[Tensor, Tensor]:
         """Sequence and position of every new token: int64 [new tokens] each."""
-        counts = self.starts.diff()
+        counts = self.query_start_loc.diff()
         sequence = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-        first = self.lengths - counts - self.starts[:-1]
+        first = self.seq_lens - counts - self.query_start_loc[:-1]
         return sequence, torch.arange(len(sequence), device=counts.device) + first[sequence]
 
 
@@ -43,10 +43,10 @@ def one_sequence(batch: PagedBatch, b: int) -> PagedBatch:
     at = slice(b, b + 1)
     return batch._replace(
         block_table=batch.block_table[at],
-        lengths=batch.lengths[at],
-        owners=batch.owners[at],
+        seq_lens=batch.seq_lens[at],
+        overlay_rows=batch.overlay_rows[at],
         sinks=batch.sinks[at],
-        exact={name: exact[at] for name, exact in batch.exact.items()},
+        ring_start={name: ring_start[at] for name, ring_start in batch.ring_start.items()},
     )
 
 
@@ -152,7 +152,7 @@ class LayerStore:
     layout: Layout
     key: BoundStream
     value: BoundStream
-    pages: Tensor  # uint8 [pages, heads, run_bytes]
+    pages: Tensor  # uint8 [pages, heads, page_head_bytes]
     overlays: dict[StreamName, Tensor]  # [owners, overlay tokens, heads, head_dim]
     states: dict[StreamName, Tensor]  # float32 [owners, heads, ...]: what a stream's corrector remembers
     prepared: dict[str, Any] = dataclasses.field(default_factory=dict)  # what an implementation made of the above, once
@@ -161,7 +161,7 @@ class LayerStore:
     def allocate(
         layout: Layout,
         pages: int,
-        owners: int,
+        overlay_rows: int,
         device: torch.device | str = "cpu",
         tensors: Mapping[str, Tensor] | None = None,
         rope: Rope | None = None,
@@ -174,9 +174,9 @@ class LayerStore:
             layout,
             streams["key"],
             streams["value"],
-            torch.empty(pages, layout.heads, layout.run_bytes, dtype=torch.uint8, device=device),
-            {name: empty_overlay(layout, name, owners, device) for name in streams},
-            empty_states(layout, owners, device),
+            torch.empty(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
+            {name: empty_overlay(layout, name, overlay_rows, device) for name in streams},
+            empty_states(layout, overlay_rows, device),
         )
 
     def stream(self, name: StreamName) -> BoundStream:
@@ -203,15 +203,15 @@ def check_queries(query: Tensor, layout: Layout, types: Collection[str]) -> None
         )
 
 
-def empty_overlay(layout: Layout, name: StreamName, owners: int, device: torch.device | str) -> Tensor:
-    shape = owners, layout.overlay_tokens(name), layout.heads, layout.head_dim
+def empty_overlay(layout: Layout, name: StreamName, overlay_rows: int, device: torch.device | str) -> Tensor:
+    shape = overlay_rows, layout.overlay_tokens(name), layout.heads, layout.head_dim
     return torch.empty(shape, dtype=DTYPES[layout.overlay_dtype], device=device)
 
 
-def empty_states(layout: Layout, owners: int, device: torch.device | str) -> dict[StreamName, Tensor]:
+def empty_states(layout: Layout, overlay_rows: int, device: torch.device | str) -> dict[StreamName, Tensor]:
     shapes = {name: layout.state_shape(name) for name in layout.recipe.streams}
     return {
-        name: torch.empty(owners, layout.heads, *shape, dtype=torch.float32, device=device)
+        name: torch.empty(overlay_rows, layout.heads, *shape, dtype=torch.float32, device=device)
         for name, shape in shapes.items()
         if shape is not None
     }

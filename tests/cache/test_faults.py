@@ -20,7 +20,7 @@ RECIPES = [
 # what an operation may wait for in vain, by the function that asks for it
 WANTED: dict[str, tuple[Any, str]] = {
     "memory to grow": (paged, "_grown"),
-    "rows": (PagedCache, "_take_owner"),
+    "rows": (PagedCache, "_take_row"),
     "pages": (PagePool, "take"),
     "memory for windows": (PagedCache, "copy_owned"),
     "memory for a batch": (PagedCache, "_batch"),
@@ -30,22 +30,25 @@ WANTED: dict[str, tuple[Any, str]] = {
 def held(cache: PagedCache) -> Any:
     """Everything that an operation which fails must leave alone."""
     sizes = [[len(store.pages), *map(len, store.owned)] for store in cache.stores]
-    sequences = [(e.owner, e.length, list(e.pages), e.sinks, dict(e.exact), e.visible, e.pure) for e in cache.sequences]
+    sequences = [
+        (e.overlay_row, e.length, list(e.pages), e.sinks, dict(e.ring_start), e.visible, e.requantized_from)
+        for e in cache.sequences
+    ]
     references = [cache.pool.references(page) for page in range(cache.pool.total)]
     kept = None if cache.prefix is None else [(n.key, n.page) for n in cache.prefix.nodes]
-    return sizes, sequences, references, len(cache._free_owners), cache.nbytes, kept
+    return sizes, sequences, references, len(cache._free_rows), cache.nbytes, kept
 
 
 def nothing_leaks(cache: PagedCache) -> None:
     """Every reference and every row has its sequence or kept prefix; all layers have the same size."""
-    references = Counter(page for entry in cache.sequences for page in entry.held)
+    references = Counter(page for seq in cache.sequences for page in seq.held)
     references.update(node.page for node in (cache.prefix.nodes if cache.prefix is not None else ()))
     assert [cache.pool.references(page) for page in range(cache.pool.total)] == [
         references[page] for page in range(cache.pool.total)
     ]
     assert cache.pool.used == len(references)
-    rows = [entry.owner for entry in cache.sequences] + cache._free_owners
-    assert sorted(rows) == list(range(cache._owners))
+    rows = [seq.overlay_row for seq in cache.sequences] + cache._free_rows
+    assert sorted(rows) == list(range(cache._rows))
     assert cache.nbytes == cache.predicted_nbytes
     assert {len(store.pages) for store in cache.stores} == {cache.pool.total}
 
@@ -72,10 +75,10 @@ def filled(name: str, pages: int | None = None) -> PagedCache:
     if cache.layout.recipe.not_prefix_safe is None:
         PrefixCache(cache)
     for seed, length in ((1, 40), (2, 21)):
-        entry = cache.new()
-        fill(cache, entry, Tokens.random(length, 2, 1, 64, seed), [length])
+        seq = cache.new()
+        fill(cache, seq, Tokens.random(length, 2, 1, 64, seed), [length])
         if cache.prefix is not None:
-            cache.prefix.keep(entry, [seed] * length)
+            cache.prefix.keep(seq, [seed] * length)
     cache.fork(cache.sequences[0])
     return cache
 
@@ -127,7 +130,7 @@ def test_an_operation_that_fails_anywhere_leaves_everything_as_it_was(recipe: st
         after = held(cache)
         nothing_leaks(cache)
         if name in ("extend", "static"):  # a shared page that would be written to has its copy already
-            assert [(e.length, len(e.pages), e.sinks, e.exact) for e in cache.sequences] == [
+            assert [(e.length, len(e.pages), e.sinks, e.ring_start) for e in cache.sequences] == [
                 (length, len(pages), sinks, exact) for _, length, pages, sinks, exact, _, _ in before[1]
             ]
         else:
@@ -135,8 +138,8 @@ def test_an_operation_that_fails_anywhere_leaves_everything_as_it_was(recipe: st
         if what == "memory to grow" and name != "static":
             assert after == before
         for store, pages in zip(cache.stores, seen, strict=True):
-            for entry, (_, _, numbers, *_) in zip(cache.sequences, before[1], strict=True):
-                assert torch.equal(store.pages[entry.pages], pages[numbers])
+            for seq, (_, _, numbers, *_) in zip(cache.sequences, before[1], strict=True):
+                assert torch.equal(store.pages[seq.pages], pages[numbers])
         OPERATIONS[name](cache)  # and what it failed for is there the next time
         nothing_leaks(cache)
 
@@ -166,18 +169,18 @@ def test_swapping_in_is_done_whole_or_not_at_all(recipe: str, what: str) -> None
         empty = make_cache(recipe, layers=2, page_tokens=16)
         if not attempt(lambda empty=empty: swap_in(empty, swapped)):
             break
-        assert not empty.sequences and not empty.pool.used and len(empty._free_owners) == empty._owners
-        entries = swap_in(empty, swapped)
-        assert [entry.length for entry in entries] == [40, 21, 40]
+        assert not empty.sequences and not empty.pool.used and len(empty._free_rows) == empty._rows
+        seqs = swap_in(empty, swapped)
+        assert [seq.length for seq in seqs] == [40, 21, 40]
         nothing_leaks(empty)
 
 
 def test_a_full_cache_gives_nothing_to_sequences_that_do_not_all_fit() -> None:
     swapped = swap_out(cache := filled("int4"), cache.sequences[:])
-    small = PagedCache(cache.layout, 2, 20, owners=2)
+    small = PagedCache(cache.layout, 2, 20, max_sequences=2)
     with pytest.raises(PoolFull, match="all 2 have their windows in use"):
         swap_in(small, swapped)
-    assert (small.pool.used, len(small._free_owners), small.sequences) == (0, 2, [])
+    assert (small.pool.used, len(small._free_rows), small.sequences) == (0, 2, [])
 
 
 def test_one_sequence_becomes_the_twin_of_another() -> None:
@@ -188,10 +191,14 @@ def test_one_sequence_becomes_the_twin_of_another() -> None:
         target = cache.sequences[1]
         cache.mirror(target, cache.sequences[0])
         cache.mirror(target, target)
-        assert (target.length, target.pages, target.exact) == (expected.length, expected.pages, expected.exact)
+        assert (target.length, target.pages, target.ring_start) == (
+            expected.length,
+            expected.pages,
+            expected.ring_start,
+        )
         for store in cache.stores:
             for owned in store.owned:
-                assert torch.equal(owned[target.owner].nan_to_num(7), owned[expected.owner].nan_to_num(7))
+                assert torch.equal(owned[target.overlay_row].nan_to_num(7), owned[expected.overlay_row].nan_to_num(7))
         nothing_leaks(cache)
 
 
@@ -221,13 +228,13 @@ def test_batches_of_nothing_are_refused_and_counts_of_nothing_are_not(name: str)
 
 def test_room_is_given_back_where_memory_runs_out_after_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled("int4:sink=2,recent=9")
-    before = [(entry.length, len(entry.pages), entry.sinks) for entry in cache.sequences]
+    before = [(seq.length, len(seq.pages), seq.sinks) for seq in cache.sequences]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "minimum", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             StaticBatch(cache, cache.sequences[1:2], 40)
     nothing_leaks(cache)
-    assert [(entry.length, len(entry.pages), entry.sinks) for entry in cache.sequences] == before
+    assert [(seq.length, len(seq.pages), seq.sinks) for seq in cache.sequences] == before
     swapped = swap_out(cache, cache.sequences[:])
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda *_, **__: 1 / 0)
@@ -235,4 +242,4 @@ def test_room_is_given_back_where_memory_runs_out_after_it_was_taken(monkeypatch
             swap_in(cache, swapped)
     nothing_leaks(cache)
     assert not cache.sequences
-    assert [entry.length for entry in swap_in(cache, swapped)] == [40, 21, 40]
+    assert [seq.length for seq in swap_in(cache, swapped)] == [40, 21, 40]

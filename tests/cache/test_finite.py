@@ -37,8 +37,8 @@ def test_a_bad_number_is_named_and_leaves_no_trace(
         fill(each, each.new(), tokens[:40], [40])
     bad = Tokens(tokens.k.clone(), tokens.v.clone(), tokens.q)
     getattr(bad, side)[40 + token, 1, 7] = number
-    entries = list(cache.sequences)
-    batch = cache.extend(entries, [10, 30])
+    seqs = list(cache.sequences)
+    batch = cache.extend(seqs, [10, 30])
     parts = torch.cat((torch.arange(20, 30), torch.arange(40, 70)))
     for i in range(layer):
         cache.append(i, tokens.k[parts], tokens.v[parts], batch, tokens.q[parts])
@@ -48,18 +48,18 @@ def test_a_bad_number_is_named_and_leaves_no_trace(
     assert (error.value.layer, error.value.token, error.value.sequence) == (layer, 40 + token, 1)
     assert error.value.stream == {"k": "key", "v": "value"}[side]
     assert torch.equal(cache.stores[layer].pages, pages)
-    for entry, length in zip(entries, (20, 40), strict=True):
-        cache.rollback(entry, length, range(layer))
-    fill(cache, entries[0], tokens[20:50], [30])
+    for seq, length in zip(seqs, (20, 40), strict=True):
+        cache.rollback(seq, length, range(layer))
+    fill(cache, seqs[0], tokens[20:50], [30])
     fill(twin, twin.sequences[0], tokens[20:50], [30])
-    for entry, other in zip(entries, twin.sequences, strict=True):
-        batch, expected = cache.batch([entry]), twin.batch([other])
+    for seq, other in zip(seqs, twin.sequences, strict=True):
+        batch, expected = cache.batch([seq]), twin.batch([other])
         for store, same in zip(cache.stores, twin.stores, strict=True):
             for stream in store.overlays:
-                found = read(store, stream, batch, batch.lengths)[0, : entry.length]
+                found = read(store, stream, batch, batch.seq_lens)[0, : seq.length]
                 assert bool(found.isfinite().all())
                 if not layer:  # nothing was written at all
-                    assert torch.equal(found, read(same, stream, expected, expected.lengths)[0, : entry.length])
+                    assert torch.equal(found, read(same, stream, expected, expected.seq_lens)[0, : seq.length])
 
 
 @pytest.mark.parametrize("name", [n for n in kvant.recipe_names() if not kvant.recipe(n).calibrated])
@@ -72,14 +72,14 @@ def test_the_largest_numbers_that_are_let_in_come_back_finite(name: str, dtype: 
     fill(cache, cache.new(), tokens, [300])
     batch = cache.batch(cache.sequences)
     for stream in ("key", "value"):
-        assert bool(read(cache.stores[0], stream, batch, batch.lengths).isfinite().all())
+        assert bool(read(cache.stores[0], stream, batch, batch.seq_lens).isfinite().all())
 
 
 def test_the_check_can_be_switched_off() -> None:
     cache = kvant.PagedCache(make_layout("full", dtype="float32"), 1, check=False)
     batch = cache.extend([cache.new()], [3])
     cache.append(0, torch.full((3, 2, 64), float("nan")), torch.zeros(3, 2, 64), batch)
-    assert bool(read(cache.stores[0], "key", cache.batch(cache.sequences), batch.lengths).isnan().any())
+    assert bool(read(cache.stores[0], "key", cache.batch(cache.sequences), batch.seq_lens).isnan().any())
 
 
 @pytest.mark.parametrize("recipe", ["int4:sink=2,recent=9", "kivi-k2v2:k.group=16,k.flush=16,v.recent=5"])
@@ -100,7 +100,7 @@ def test_a_model_that_breaks_down_leaves_its_cache_as_it_was(recipe: str, column
         model(ids[:, 70 : 70 + columns], past_key_values=untouched)
         untouched.crop(-columns)  # the recent window is as short afterwards
         assert cache.get_seq_length() == 70
-        assert [e.length for g in cache.groups for e in g.entries] == [70, 70]
+        assert [e.length for g in cache.groups for e in g.seqs] == [70, 70]
         for start, stop in ((70, 80), (80, 81)):
             found = model(ids[:, start:stop], past_key_values=cache).logits
             expected = model(ids[:, start:stop], past_key_values=untouched).logits

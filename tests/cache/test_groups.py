@@ -11,26 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvant.cache import Entry, PagedCache, PoolFull
-from kvant.cache.entry import SLID_OUT
+from kvant.cache import PagedCache, PoolFull, Sequence
+from kvant.cache.sequence import SLID_OUT
 from kvant.ops.reference import read
 from tests.conftest import dense_attention, relative_error
 from tests.grouped import GROUPWISE, SMALL, Tokens, attended, fill, make_cache
 
 
-def seen(cache: PagedCache, entry: Entry) -> list[torch.Tensor]:
+def seen(cache: PagedCache, seq: Sequence) -> list[torch.Tensor]:
     """Keys and values as attention sees them now."""
-    batch = cache.batch([entry])
+    batch = cache.batch([seq])
     out = []
     for store in cache.stores:
         for side in store.overlays:
-            out.append(read(store, side, batch, batch.lengths)[0, : entry.length])
+            out.append(read(store, side, batch, batch.seq_lens)[0, : seq.length])
     assert all(bool(x.isfinite().all()) for x in out)
     return out
 
 
 def references_are_right(cache: PagedCache) -> None:
-    held = Counter(page for entry in cache.sequences for page in entry.pages if page != SLID_OUT)
+    held = Counter(page for seq in cache.sequences for page in seq.pages if page != SLID_OUT)
     assert all(cache.pool.references(page) == held[page] for page in range(cache.pool.total))
     assert cache.pool.used == len(held)
 
@@ -39,19 +39,19 @@ def references_are_right(cache: PagedCache) -> None:
 class Life:
     """A sequence and all that ever happened to it."""
 
-    entry: Entry
+    seq: Sequence
     events: list[Tokens | int]  # tokens appended, or the length cropped to
 
-    def relived(self, name: str) -> tuple[PagedCache, Entry]:
+    def relived(self, name: str) -> tuple[PagedCache, Sequence]:
         """The same sequence in a cache of its own, which never forks."""
         cache = make_cache(name)
-        entry = cache.new()
+        seq = cache.new()
         for event in self.events:
             if isinstance(event, int):
-                cache.crop(entry, event)
+                cache.crop(seq, event)
             else:
-                fill(cache, entry, event, [len(event.k)])
-        return cache, entry
+                fill(cache, seq, event, [len(event.k)])
+        return cache, seq
 
 
 @settings(max_examples=30)
@@ -79,8 +79,8 @@ def test_whatever_happens_to_the_others_a_sequence_is_as_if_it_were_alone(name: 
             lives.remove(life)
         references_are_right(cache)
     for life in lives:
-        alone, entry = life.relived(name)
-        for found, expected in zip(seen(cache, life.entry), seen(alone, entry), strict=True):
+        alone, seq = life.relived(name)
+        for found, expected in zip(seen(cache, life.entry), seen(alone, seq), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
     for life in lives:
         cache.free(life.entry)
@@ -123,12 +123,12 @@ def test_a_crop_into_a_packed_group_brings_its_tokens_back(keep: int) -> None:
     name = "kivi-k2v2:k.group=16,k.flush=16,v.recent=5"
     cache = make_cache(name)
     tokens = Tokens.random(80, 2, 1, 64)
-    entry = cache.new()
-    fill(cache, entry, tokens[:40], [40])
-    packed = seen(cache, entry)[0][:32]
-    cache.crop(entry, keep)
+    seq = cache.new()
+    fill(cache, seq, tokens[:40], [40])
+    packed = seen(cache, seq)[0][:32]
+    cache.crop(seq, keep)
     if keep:
-        found = seen(cache, entry)[0]
+        found = seen(cache, seq)[0]
         whole = keep // 16 * 16
         assert torch.equal(found[:whole], packed[:whole])
         lost = slice(whole, max(whole, min(24, keep)))
@@ -136,44 +136,44 @@ def test_a_crop_into_a_packed_group_brings_its_tokens_back(keep: int) -> None:
         held = slice(lost.stop, keep)
         assert torch.equal(found[held], tokens.k[held].bfloat16().float()), "what it holds is as it was"
     # and the group is coded again from just these tokens
-    mixture = torch.cat((seen(cache, entry)[0], tokens.k[keep:80])) if keep else tokens.k[:80]
-    fill(cache, entry, tokens[keep:80], [80 - keep])
+    mixture = torch.cat((seen(cache, seq)[0], tokens.k[keep:80])) if keep else tokens.k[:80]
+    fill(cache, seq, tokens[keep:80], [80 - keep])
     expected = attended(cache.layout, "key", Tokens(mixture, tokens.v, tokens.q), 80, 80)
     start = keep // 16 * 16
-    torch.testing.assert_close(seen(cache, entry)[0][start:], expected[start:], rtol=0, atol=0)
-    assert torch.equal(seen(cache, entry)[0][:start], packed[:start])
+    torch.testing.assert_close(seen(cache, seq)[0][start:], expected[start:], rtol=0, atol=0)
+    assert torch.equal(seen(cache, seq)[0][:start], packed[:start])
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_crop_to_nothing_is_a_new_sequence(name: str) -> None:
     cache, fresh = make_cache(name, pages=4), make_cache(name, pages=4)
     tokens = Tokens.random(180, 2, 2, 64)
-    entry = cache.new()
-    fill(cache, entry, tokens[:90], [50, 40])
-    cache.crop(entry, 0)
+    seq = cache.new()
+    fill(cache, seq, tokens[:90], [50, 40])
+    cache.crop(seq, 0)
     assert cache.pool.used == 0
     for store in cache.stores:
         store.pages.fill_(0xFF)
         for owned in store.owned:
             owned.fill_(float("nan"))
-    fill(cache, entry, tokens[90:], [60, 30])
+    fill(cache, seq, tokens[90:], [60, 30])
     other = fresh.new()
     fill(fresh, other, tokens[90:], [60, 30])
-    for found, expected in zip(seen(cache, entry), seen(fresh, other), strict=True):
+    for found, expected in zip(seen(cache, seq), seen(fresh, other), strict=True):
         assert torch.equal(found, expected)
     for name, state in cache.stores[0].states.items():
-        assert torch.equal(state[entry.owner], fresh.stores[0].states[name][other.owner])
+        assert torch.equal(state[seq.overlay_row], fresh.stores[0].states[name][other.overlay_row])
 
 
 def test_tokens_that_come_after_a_crop_are_read_in_full_where_they_are_recent() -> None:
     """The window lost 11 tokens to the crop, but holds all that came after it."""
     cache = make_cache("int4:recent=20")
     tokens = Tokens.random(100, 2, 1, 64)
-    entry = cache.new()
-    fill(cache, entry, tokens, [100])
-    cache.crop(entry, 50)
-    fill(cache, entry, tokens[:20], [20])
-    assert torch.equal(seen(cache, entry)[0][50:], tokens.k[:20].bfloat16().float())
+    seq = cache.new()
+    fill(cache, seq, tokens, [100])
+    cache.crop(seq, 50)
+    fill(cache, seq, tokens[:20], [20])
+    assert torch.equal(seen(cache, seq)[0][50:], tokens.k[:20].bfloat16().float())
 
 
 @pytest.mark.parametrize("name", GROUPWISE)
@@ -221,22 +221,22 @@ def test_sliding_keeps_the_pages_that_a_group_is_still_to_be_coded_into(name: st
     window, n, scale = 24, 150, 0.1
     tokens = Tokens.random(n, 2, 2, 64)
     cache = make_cache(name, page_tokens=32)
-    entry = cache.new()
+    seq = cache.new()
     first = prompt_of(cache)
     for at in (slice(0, first), *(slice(i, i + 1) for i in range(first, n))):
-        fill(cache, entry, tokens[at], [at.stop - at.start])
-        cache.slide(entry, window)
+        fill(cache, seq, tokens[at], [at.stop - at.start])
+        cache.slide(seq, window)
         references_are_right(cache)
-    assert entry.pages.count(SLID_OUT) >= 2
+    assert seq.pages.count(SLID_OUT) >= 2
     sides = [attended(cache.layout, side, tokens, n, first) for side in ("key", "value")]
-    found = cache.decode(0, tokens.q[-1:], cache.batch([entry]), scale=scale, window=window)
-    assert relative_error(found, dense_attention(tokens.q[-1:], *sides, scale, window=window)) < 1e-4
-    twin = cache.fork(entry)
+    found = cache.decode(0, tokens.q[-1:], cache.batch([seq]), scale=scale, sliding_window=window)
+    assert relative_error(found, dense_attention(tokens.q[-1:], *sides, scale, sliding_window=window)) < 1e-4
+    twin = cache.fork(seq)
     with pytest.raises(ValueError, match="already dropped tokens that are needed"):
         cache.crop(twin, 40)
     assert twin.length == n
     cache.crop(twin, n - 1)
-    cache.free(entry)
+    cache.free(seq)
     cache.free(twin)
     assert cache.pool.used == 0
 
@@ -249,10 +249,10 @@ def prompt_of(cache: PagedCache) -> int:
 
 def test_a_crop_under_a_sliding_window_is_refused_where_it_would_read_what_is_gone() -> None:
     cache = make_cache("int4", page_tokens=16)
-    entry = cache.new()
-    fill(cache, entry, Tokens.random(200, 2, 1, 64), [200])
-    cache.slide(entry, 40)  # tokens before 160 are gone
+    seq = cache.new()
+    fill(cache, seq, Tokens.random(200, 2, 1, 64), [200])
+    cache.slide(seq, 40)  # tokens before 160 are gone
     with pytest.raises(ValueError, match="already dropped"):
-        cache.crop(entry, 198)
-    cache.crop(entry, 199)  # the next token sees 160 ... 199
-    assert entry.length == 199
+        cache.crop(seq, 198)
+    cache.crop(seq, 199)  # the next token sees 160 ... 199
+    assert seq.length == 199

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 
 from kvant import recipes
-from kvant.cache import Entry, PagedCache, PoolFull, PrefixCache, Snapshot, Swapped, save, swap_in, swap_out
+from kvant.cache import PagedCache, PoolFull, PrefixCache, Sequence, Snapshot, Swapped, save, swap_in, swap_out
 from kvant.ops.reference import read
 from tests.families import families, make
 
@@ -50,9 +50,9 @@ def tokens_at(ids: list[int], start: int) -> list[torch.Tensor]:
     return [words[ids] + places[start : start + len(ids)] for words, places in zip(VOCABULARY, PLACES, strict=True)]
 
 
-def append(cache: PagedCache, entries: list[Entry], ids: list[list[int]]) -> None:
-    starts = [entry.length for entry in entries]
-    batch = cache.extend(entries, [len(each) for each in ids])
+def append(cache: PagedCache, seqs: list[Sequence], ids: list[list[int]]) -> None:
+    starts = [seq.length for seq in seqs]
+    batch = cache.extend(seqs, [len(each) for each in ids])
     parts = [tokens_at(each, start) for each, start in zip(ids, starts, strict=True)]
     k, v, q = (torch.cat(side) for side in zip(*parts, strict=True))
     for layer in range(len(cache.stores)):
@@ -69,24 +69,24 @@ def page_tokens(name: str) -> int | None:
 def fresh_parts(name: str, ids: tuple[int, ...]) -> list[torch.Tensor]:
     """What the pages of a fresh cache hold that was fed these tokens at once."""
     cache = make(name, page_tokens=page_tokens(name))
-    entry = cache.new()
-    append(cache, [entry], [list(ids)])
-    return parts_of(cache, entry)
+    seq = cache.new()
+    append(cache, [seq], [list(ids)])
+    return parts_of(cache, seq)
 
 
-def parts_of(cache: PagedCache, entry: Entry) -> list[torch.Tensor]:
-    pages = cache.stores[0].pages[torch.tensor(entry.pages)]
+def parts_of(cache: PagedCache, seq: Sequence) -> list[torch.Tensor]:
+    pages = cache.stores[0].pages[torch.tensor(seq.pages)]
     out = []
     for side in ("key", "value"):
-        out += [part[: entry.length] for part in cache.layout.unpack(side, pages).values()]
+        out += [part[: seq.length] for part in cache.layout.unpack(side, pages).values()]
     return out
 
 
 class Life:
     """A sequence, its tokens, and a cache of its own in which the same happens to it."""
 
-    def __init__(self, entry: Entry, name: str) -> None:
-        self.entry, self.name = entry, name
+    def __init__(self, seq: Sequence, name: str) -> None:
+        self.entry, self.name = seq, name
         self.ids: list[int] = []
         self.events: list[tuple[str, Any]] = []
         self.alone = make(name, page_tokens=page_tokens(name))
@@ -106,13 +106,13 @@ class Life:
             more = [0] * (LONGEST + 60 - len(value))  # what comes after completes the groups
             append(self.alone, [self.twin], [value + more])
             self.alone.crop(self.twin, len(value))
-            self.twin.exact = {"key": len(value), "value": len(value)}
+            self.twin.ring_start = {"key": len(value), "value": len(value)}
             for state in self.alone.stores[0].states.values():
                 state.zero_()  # nor has a corrector seen a query of the one who takes it
             self.ids = list(value)
 
-    def forked(self, entry: Entry) -> Life:
-        other = Life(entry, self.name)
+    def forked(self, seq: Sequence) -> Life:
+        other = Life(seq, self.name)
         for what, value in self.events:
             other.happened(what, value)
         return other
@@ -123,11 +123,11 @@ class Life:
         return self.seen
 
 
-def look(cache: PagedCache, entries: list[Entry]) -> list[torch.Tensor]:
+def look(cache: PagedCache, seqs: list[Sequence]) -> list[torch.Tensor]:
     """Keys and values of sequences as attention sees them, and what it makes of them."""
-    batch = cache.batch(entries)
-    out = [read(cache.stores[0], side, batch, batch.lengths) for side in ("key", "value")]
-    query = torch.linspace(-1, 1, DIM).expand(len(entries), HEADS * GROUP, DIM)
+    batch = cache.batch(seqs)
+    out = [read(cache.stores[0], side, batch, batch.seq_lens) for side in ("key", "value")]
+    query = torch.linspace(-1, 1, DIM).expand(len(seqs), HEADS * GROUP, DIM)
     return [*out, cache.decode(0, query, batch, scale=0.1)]
 
 
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         assert self.pages is not None, "a pool that grows is never full"
         assert (answer.used, answer.total) == (pool.used, pool.total)
         assert answer.asked > pool.free + answer.evictable
-        assert answer.frees == tuple(self.cache.gain(entry) for entry in self.cache.sequences)
+        assert answer.frees == tuple(self.cache.gain(seq) for seq in self.cache.sequences)
 
     # --- what may happen ---------------------------------------------------------------------------------------------
 
@@ -269,10 +269,10 @@ class Machine(RuleBasedStateMachine):
             salt = "another tenant"
             assert prefix.find(wanted, salt) == 0
         found = prefix.find(wanted, salt)
-        entry = prefix.take(wanted, salt)
-        assert entry.length == found <= len(wanted)
+        seq = prefix.take(wanted, salt)
+        assert seq.length == found <= len(wanted)
         assert not found or any(wanted[:found] == text[:found] for kept_salt, text in self.kept if kept_salt == salt)
-        life = Life(entry, self.name)
+        life = Life(seq, self.name)
         if found:
             life.happened("take", wanted[:found])
         self.lives.append(life)
@@ -303,13 +303,13 @@ class Machine(RuleBasedStateMachine):
         if len(self.lives) + len(lives) > 6:
             return
         try:
-            entries = swap_in(self.cache, swapped)
+            seqs = swap_in(self.cache, swapped)
         except PoolFull as full:
             self.is_full(full)
             return
         self.swapped.remove((swapped, lives))
-        for life, entry in zip(lives, entries, strict=True):
-            life.entry = entry
+        for life, seq in zip(lives, seqs, strict=True):
+            life.entry = seq
             self.lives.append(life)
 
     @rule()
@@ -336,14 +336,14 @@ class Machine(RuleBasedStateMachine):
             return
         found = look(self.cache, [life.entry for life in self.lives])
         for row, life in enumerate(self.lives):
-            entry, twin = life.entry, life.twin
-            assert (entry.length, entry.sinks, entry.exact) == (len(life.ids), twin.sinks, twin.exact)
+            seq, twin = life.entry, life.twin
+            assert (seq.length, seq.sinks, seq.ring_start) == (len(life.ids), twin.sinks, twin.ring_start)
             for mine, theirs in zip(found[:2], life.expected()[:2], strict=True):
-                assert torch.equal(mine[row, : entry.length], theirs[0, : entry.length])
-                assert bool(mine[row, : entry.length].isfinite().all())
+                assert torch.equal(mine[row, : seq.length], theirs[0, : seq.length])
+                assert bool(mine[row, : seq.length].isfinite().all())
             torch.testing.assert_close(found[2][row], life.expected()[2][0], rtol=1e-5, atol=1e-6)
-            if self.tokenwise and entry.length:
-                mine, theirs = parts_of(self.cache, entry), fresh_parts(self.name, tuple(life.ids))
+            if self.tokenwise and seq.length:
+                mine, theirs = parts_of(self.cache, seq), fresh_parts(self.name, tuple(life.ids))
                 assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     @invariant()
@@ -352,11 +352,11 @@ class Machine(RuleBasedStateMachine):
             return
         cache, pool = self.cache, self.cache.pool
         nodes = cache.prefix.nodes if self.sharing else []
-        held = Counter(page for entry in cache.sequences for page in entry.pages) + Counter(n.page for n in nodes)
+        held = Counter(page for seq in cache.sequences for page in seq.pages) + Counter(n.page for n in nodes)
         assert [pool.references(page) for page in range(pool.total)] == [held[page] for page in range(pool.total)]
         assert sorted(pool._free) == [page for page in range(pool.total) if not held[page]]
-        owners = [entry.owner for entry in cache.sequences] + cache._free_owners
-        assert sorted(owners) == list(range(cache._owners))
+        owners = [seq.overlay_row for seq in cache.sequences] + cache._free_rows
+        assert sorted(owners) == list(range(cache._rows))
         assert cache.nbytes == cache.predicted_nbytes
 
     def teardown(self) -> None:
@@ -369,7 +369,7 @@ class Machine(RuleBasedStateMachine):
             self.cache.prefix.clear()
             assert not self.cache.prefix._children and not self.cache.prefix._pages
         assert self.cache.pool.used == 0
-        assert len(self.cache._free_owners) == self.cache._owners
+        assert len(self.cache._free_rows) == self.cache._rows
 
 
 def test_any_order_of_operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvant import recipes
-from kvant.cache import Entry, PagedCache, PoolFull
+from kvant.cache import PagedCache, PoolFull, Sequence
 from tests.conftest import make_layout, poison
 
 FREE = [
@@ -16,26 +16,26 @@ FREE = [
 ]
 
 
-def fill(cache: PagedCache, entry: Entry, k: torch.Tensor, v: torch.Tensor, chunks: list[int]) -> None:
+def fill(cache: PagedCache, seq: Sequence, k: torch.Tensor, v: torch.Tensor, chunks: list[int]) -> None:
     at = 0
     for count in chunks:
-        batch = cache.extend([entry], [count])
+        batch = cache.extend([seq], [count])
         for layer in range(len(cache.stores)):
             cache.append(layer, k[at : at + count], v[at : at + count], batch)
         at += count
 
 
-def contents(cache: PagedCache, entry: Entry) -> list[torch.Tensor]:
+def contents(cache: PagedCache, seq: Sequence) -> list[torch.Tensor]:
     """A sequence's bytes: its pages up to its length, and what its windows hold for it."""
     layout, out = cache.layout, []
     for store in cache.stores:
         for side in ("key", "value"):
-            parts = layout.unpack(side, store.pages[torch.tensor(entry.pages)])
-            out += [part[: entry.length] for part in parts.values()]
+            parts = layout.unpack(side, store.pages[torch.tensor(seq.pages)])
+            out += [part[: seq.length] for part in parts.values()]
             window = layout.recipe.streams[side].window
-            held = [p for p in range(entry.length) if p < window.sink or p >= entry.length - window.ring]
+            held = [p for p in range(seq.length) if p < window.sink or p >= seq.length - window.ring]
             rows = [p if p < window.sink else window.sink + (p - window.sink) % window.ring for p in held]
-            out.append(store.overlays[side][entry.owner][rows])
+            out.append(store.overlays[side][seq.overlay_row][rows])
     return out
 
 
@@ -68,9 +68,9 @@ def test_every_way_to_append_leaves_the_same_bytes(
     for ways in ([n], chunks, [1] * n):
         cache = PagedCache(layout, layers=1, pages=layout.pages_for(n))
         poison(cache.stores[0])
-        entry = cache.new()
-        fill(cache, entry, k, v, ways)
-        seen.append(contents(cache, entry))
+        seq = cache.new()
+        fill(cache, seq, k, v, ways)
+        seen.append(contents(cache, seq))
     for other in seen[1:]:
         for first, second in zip(seen[0], other, strict=True):
             assert torch.equal(first, second)
@@ -81,8 +81,8 @@ def test_allocated_bytes_are_what_the_layout_predicts(name: str) -> None:
     layout = make_layout(name, 3, 64, dtype="float32")
     cache = PagedCache(layout, layers=2)
     for n in (1, 64, 200, 77):
-        entry = cache.new()
-        fill(cache, entry, torch.randn(n, 3, 64), torch.randn(n, 3, 64), [n])
+        seq = cache.new()
+        fill(cache, seq, torch.randn(n, 3, 64), torch.randn(n, 3, 64), [n])
     allocated = sum(s.pages.untyped_storage().nbytes() for s in cache.stores)
     allocated += sum(o.untyped_storage().nbytes() for s in cache.stores for o in s.overlays.values())
     assert cache.nbytes == allocated == cache.predicted_nbytes
@@ -93,23 +93,23 @@ def test_allocated_bytes_are_what_the_layout_predicts(name: str) -> None:
 def test_fork_shares_pages_and_copies_on_write() -> None:
     cache = PagedCache(make_layout("int2:sink=2,recent=10"), layers=2)
     k, v = torch.randn(150, 2, 64), torch.randn(150, 2, 64)
-    entry = cache.new()
-    fill(cache, entry, k[:100], v[:100], [100])
-    twin = cache.fork(entry)
+    seq = cache.new()
+    fill(cache, seq, k[:100], v[:100], [100])
+    twin = cache.fork(seq)
     assert cache.pool.used == 2
-    before = [c.clone() for c in contents(cache, entry)]
+    before = [c.clone() for c in contents(cache, seq)]
     fill(cache, twin, k[100:], v[100:], [50])
-    assert twin.pages[0] == entry.pages[0]
-    assert twin.pages[1] != entry.pages[1]
+    assert twin.pages[0] == seq.pages[0]
+    assert twin.pages[1] != seq.pages[1]
     assert cache.pool.used == 4
-    for first, second in zip(before, contents(cache, entry), strict=True):
+    for first, second in zip(before, contents(cache, seq), strict=True):
         assert torch.equal(first, second)
     alone = PagedCache(cache.layout, layers=2)
     fresh = alone.new()
     fill(alone, fresh, k, v, [150])
     for first, second in zip(contents(alone, fresh), contents(cache, twin), strict=True):
         assert torch.equal(first, second)
-    cache.free(entry)
+    cache.free(seq)
     cache.free(twin)
     assert cache.pool.used == 0
 
@@ -119,15 +119,15 @@ def test_crop_then_append_is_as_if_nothing_had_been(keep: int) -> None:
     """Once the recent window has moved past the crop, the sequence is that of a fresh cache, byte for byte."""
     cache = PagedCache(make_layout("saw-int4:sink=2,recent=20", dtype="float32"), layers=1)
     k, v = torch.randn(260, 2, 64), torch.randn(260, 2, 64)
-    entry = cache.new()
-    fill(cache, entry, k[:130], v[:130], [130])
-    cache.crop(entry, keep)
-    assert (entry.length, len(entry.pages)) == (keep, -(-keep // 64))
-    fill(cache, entry, k[keep : keep + 60], v[keep : keep + 60], [60])
+    seq = cache.new()
+    fill(cache, seq, k[:130], v[:130], [130])
+    cache.crop(seq, keep)
+    assert (seq.length, len(seq.pages)) == (keep, -(-keep // 64))
+    fill(cache, seq, k[keep : keep + 60], v[keep : keep + 60], [60])
     alone = PagedCache(cache.layout, layers=1)
     fresh = alone.new()
     fill(alone, fresh, k[: keep + 60], v[: keep + 60], [keep + 60])
-    for first, second in zip(contents(alone, fresh), contents(cache, entry), strict=True):
+    for first, second in zip(contents(alone, fresh), contents(cache, seq), strict=True):
         assert torch.equal(first, second)
 
 
@@ -135,22 +135,22 @@ def test_a_token_whose_full_form_is_gone_is_read_from_its_page() -> None:
     cache = PagedCache(make_layout("int4:recent=20", dtype="float32"), layers=1)
     plain = PagedCache(make_layout("int4:recent=5", dtype="float32"), layers=1)
     k, v, q = torch.randn(100, 2, 64), torch.randn(100, 2, 64), torch.randn(1, 2, 64)
-    entry, other = cache.new(), plain.new()
-    fill(cache, entry, k, v, [100])
-    cache.crop(entry, 85)  # the ring holds 80 ... 99, so 65 ... 79 are in their pages alone
+    seq, other = cache.new(), plain.new()
+    fill(cache, seq, k, v, [100])
+    cache.crop(seq, 85)  # the ring holds 80 ... 99, so 65 ... 79 are in their pages alone
     fill(plain, other, k[:85], v[:85], [85])
-    found = cache.decode(0, q, cache.batch([entry]), scale=0.1)
+    found = cache.decode(0, q, cache.batch([seq]), scale=0.1)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found, plain.decode(0, q, plain.batch([other]), scale=0.1))
 
 
 def test_crop_refuses_lengths_that_are_not_there() -> None:
     cache = PagedCache(make_layout("int4"), layers=1)
-    entry = cache.new()
-    fill(cache, entry, torch.randn(5, 2, 64), torch.randn(5, 2, 64), [5])
+    seq = cache.new()
+    fill(cache, seq, torch.randn(5, 2, 64), torch.randn(5, 2, 64), [5])
     for length in (-1, 6):
         with pytest.raises(ValueError, match="length must be between 0 and 5"):
-            cache.crop(entry, length)
+            cache.crop(seq, length)
 
 
 def test_a_full_pool_harms_nothing_and_can_be_retried() -> None:
@@ -171,14 +171,14 @@ def test_a_full_pool_harms_nothing_and_can_be_retried() -> None:
 def test_sliding_gives_pages_back_and_keeps_what_the_window_sees() -> None:
     cache = PagedCache(make_layout("int8", dtype="float32"), layers=1)
     k, v, q = torch.randn(200, 2, 64), torch.randn(200, 2, 64), torch.randn(1, 2, 64)
-    entry = cache.new()
-    fill(cache, entry, k, v, [200])
-    before = cache.decode(0, q, cache.batch([entry]), scale=0.1, window=50)
-    cache.slide(entry, 50)
-    assert (entry.pages[:2], cache.pool.used) == ([-1, -1], 2)
-    assert torch.equal(before, cache.decode(0, q, cache.batch([entry]), scale=0.1, window=50))
-    twin = cache.fork(entry)
-    cache.free(entry)
+    seq = cache.new()
+    fill(cache, seq, k, v, [200])
+    before = cache.decode(0, q, cache.batch([seq]), scale=0.1, sliding_window=50)
+    cache.slide(seq, 50)
+    assert (seq.pages[:2], cache.pool.used) == ([-1, -1], 2)
+    assert torch.equal(before, cache.decode(0, q, cache.batch([seq]), scale=0.1, sliding_window=50))
+    twin = cache.fork(seq)
+    cache.free(seq)
     assert cache.pool.used == 2
     with pytest.raises(ValueError, match="already dropped"):
         cache.crop(twin, 64)

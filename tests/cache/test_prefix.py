@@ -7,7 +7,7 @@ import torch
 
 from kvant import recipes
 from kvant.cache import PagedCache, PoolFull, PrefixCache, swap_in, swap_out
-from kvant.cache.entry import SLID_OUT
+from kvant.cache.sequence import SLID_OUT
 from tests.cache.test_machine import append, look
 from tests.families import make
 
@@ -21,11 +21,11 @@ def cache_of(
 
 def stored(cache: PagedCache, ids: list[int], keep: bool = True) -> None:
     """A request that comes, is kept, and goes."""
-    entry = cache.new()
-    append(cache, [entry], [ids])
+    seq = cache.new()
+    append(cache, [seq], [ids])
     if keep:
-        cache.prefix.keep(entry, ids)
-    cache.free(entry)
+        cache.prefix.keep(seq, ids)
+    cache.free(seq)
 
 
 @pytest.mark.parametrize("name", [name for name in recipes.names() if not recipes.get(name).calibrated])
@@ -61,17 +61,17 @@ def test_a_shared_partial_page_is_copied_when_it_is_written() -> None:
 def test_sinks_come_back_in_full_precision_and_the_recent_window_does_not() -> None:
     cache, prefix = cache_of()
     ids = [1, 2, 3] * 10
-    entry = cache.new()
-    append(cache, [entry], [ids])
-    whole = look(cache, [entry])[0][0]
-    prefix.keep(entry, ids)
+    seq = cache.new()
+    append(cache, [seq], [ids])
+    whole = look(cache, [seq])[0][0]
+    prefix.keep(seq, ids)
     again = prefix.take(ids)
-    assert (again.sinks, again.exact) == (3, {"key": 30, "value": 30})
+    assert (again.sinks, again.ring_start) == (3, {"key": 30, "value": 30})
     found = look(cache, [again])[0][0]
     assert torch.equal(found[:25], whole[:25])
     assert not torch.equal(found[25:], whole[25:]), "read from its pages"
-    append(cache, [entry, again], [[4] * 5, [4] * 5])
-    for one, two in zip(look(cache, [entry]), look(cache, [again]), strict=True):
+    append(cache, [seq, again], [[4] * 5, [4] * 5])
+    for one, two in zip(look(cache, [seq]), look(cache, [again]), strict=True):
         assert torch.equal(one, two), "and five tokens later there is no difference"
     assert cache.nbytes == cache.predicted_nbytes
 
@@ -79,14 +79,14 @@ def test_sinks_come_back_in_full_precision_and_the_recent_window_does_not() -> N
 def test_tenants_find_their_own_pages_only() -> None:
     cache, prefix = cache_of()
     ids = list(range(9)) * 4
-    entry = cache.new()
-    append(cache, [entry], [ids])
-    prefix.keep(entry, ids, "a")
+    seq = cache.new()
+    append(cache, [seq], [ids])
+    prefix.keep(seq, ids, "a")
     assert [prefix.find(ids, salt) for salt in ("a", "b", "")] == [36, 0, 0]
-    prefix.keep(entry, ids, "b")
+    prefix.keep(seq, ids, "b")
     assert [prefix.find(ids, salt) for salt in ("a", "b", "")] == [36, 36, 0]
     assert cache.pool.used == 3
-    cache.free(entry)
+    cache.free(seq)
     assert prefix.evictable == 3
     assert prefix.evict(3)
     assert [prefix.find(ids, salt) for salt in ("a", "b", "")] == [0, 0, 0]
@@ -125,13 +125,13 @@ def test_pages_in_use_are_not_given_up() -> None:
 def test_a_kept_page_gives_way_to_the_sequence_that_wrote_it() -> None:
     """Three pages, all the sequence's own; the last is kept, and would have to be copied: there is no room for that."""
     cache, prefix = cache_of(pages=3)
-    entry = cache.new()
-    append(cache, [entry], [[1] * 40])
-    prefix.keep(entry, [1] * 40)
-    append(cache, [entry], [[1] * 8])
+    seq = cache.new()
+    append(cache, [seq], [[1] * 40])
+    prefix.keep(seq, [1] * 40)
+    append(cache, [seq], [[1] * 8])
     assert prefix.find([1] * 40) == 32
     with pytest.raises(PoolFull, match="1 more pages were asked for, 0 of 3 are free"):
-        append(cache, [entry], [[1]])
+        append(cache, [seq], [[1]])
     assert prefix.find([1] * 40) == 32
 
 
@@ -147,17 +147,17 @@ def test_no_more_pages_are_kept_than_allowed() -> None:
 def test_a_group_that_was_cut_and_coded_again_is_not_kept() -> None:
     """Its bytes depend on more than its tokens."""
     cache, prefix = cache_of("kivi-k2v2:k.group=16,k.flush=16,v.recent=5")
-    entry = cache.new()
-    append(cache, [entry], [[1, 2] * 32])
-    cache.crop(entry, 40)  # the ring holds 48 ... 63: 32 ... 39 come back from their page
-    append(cache, [entry], [[3] * 40])
-    assert prefix.keep(entry, [1, 2] * 20 + [3] * 40) == 32
-    cache.crop(entry, 30)
-    append(cache, [entry], [[4] * 50])
-    assert prefix.keep(entry, [1, 2] * 15 + [4] * 50) == 16, "17 ... 29 were cut again"
-    cache.crop(entry, 16)
-    append(cache, [entry], [[5] * 20])
-    assert prefix.keep(entry, [1, 2] * 8 + [5] * 20) == 32, "now nothing of it was ever cut"
+    seq = cache.new()
+    append(cache, [seq], [[1, 2] * 32])
+    cache.crop(seq, 40)  # the ring holds 48 ... 63: 32 ... 39 come back from their page
+    append(cache, [seq], [[3] * 40])
+    assert prefix.keep(seq, [1, 2] * 20 + [3] * 40) == 32
+    cache.crop(seq, 30)
+    append(cache, [seq], [[4] * 50])
+    assert prefix.keep(seq, [1, 2] * 15 + [4] * 50) == 16, "17 ... 29 were cut again"
+    cache.crop(seq, 16)
+    append(cache, [seq], [[5] * 20])
+    assert prefix.keep(seq, [1, 2] * 8 + [5] * 20) == 32, "now nothing of it was ever cut"
     straight = cache.new()
     append(cache, [straight], [[1, 2] * 20 + [3] * 40])
     assert prefix.keep(straight, [1, 2] * 20 + [3] * 40) == 80
@@ -166,32 +166,32 @@ def test_a_group_that_was_cut_and_coded_again_is_not_kept() -> None:
 def test_a_group_whose_saliency_has_seen_other_queries_is_not_kept() -> None:
     """The window still holds the tokens that come back, but their weights include those of a query that is gone."""
     cache, prefix = cache_of("zipcache:group=16,flush=16")
-    entry = cache.new()
-    append(cache, [entry], [[1, 2] * 16])
-    cache.crop(entry, 31)
-    append(cache, [entry], [[8, 8]])
-    assert prefix.keep(entry, [*[1, 2] * 15, 1, 8, 8]) == 16
+    seq = cache.new()
+    append(cache, [seq], [[1, 2] * 16])
+    cache.crop(seq, 31)
+    append(cache, [seq], [[8, 8]])
+    assert prefix.keep(seq, [*[1, 2] * 15, 1, 8, 8]) == 16
 
 
 def test_under_a_sliding_window_only_what_it_sees_is_needed() -> None:
     cache, prefix = cache_of("int4", window=20)
     ids = list(range(9)) * 10
-    entry = cache.new()
-    append(cache, [entry], [ids])
-    cache.slide(entry, 20)
-    assert entry.pages[:4] == [SLID_OUT] * 4
-    prefix.keep(entry, ids)
+    seq = cache.new()
+    append(cache, [seq], [ids])
+    cache.slide(seq, 20)
+    assert seq.pages[:4] == [SLID_OUT] * 4
+    prefix.keep(seq, ids)
     assert prefix.find(ids) == 90
     assert prefix.find(ids[:80]) == 0, "of the 20 tokens before it, some have slid out"
     again = prefix.take([*ids, 1])
     assert again.pages[:4] == [SLID_OUT] * 4
-    for each in (entry, again):
+    for each in (seq, again):
         append(cache, [each], [[1] * 30])
         cache.slide(each, 20)
     query = torch.randn(2, 4, 64)
-    found = cache.decode(0, query[:1].expand(2, 4, 64), cache.batch([entry, again]), scale=0.1, window=20)
+    found = cache.decode(0, query[:1].expand(2, 4, 64), cache.batch([seq, again]), scale=0.1, sliding_window=20)
     assert torch.equal(found[0], found[1])
-    cache.free(entry)
+    cache.free(seq)
     cache.free(again)
     prefix.clear()
     assert cache.pool.used == 0
@@ -199,11 +199,11 @@ def test_under_a_sliding_window_only_what_it_sees_is_needed() -> None:
 
 def test_the_wrong_number_of_tokens_is_refused() -> None:
     cache, prefix = cache_of()
-    entry = cache.new()
-    append(cache, [entry], [[1] * 20])
+    seq = cache.new()
+    append(cache, [seq], [[1] * 20])
     with pytest.raises(ValueError, match="holds 20 tokens, got 19 token ids"):
-        prefix.keep(entry, [1] * 19)
-    prefix.keep(entry, [1] * 20)
+        prefix.keep(seq, [1] * 19)
+    prefix.keep(seq, [1] * 20)
     with pytest.raises(ValueError, match="30 tokens were asked for, 20 are kept"):
         prefix.take([1] * 30, length=30)
 
@@ -212,11 +212,11 @@ def test_sequences_that_are_swapped_out_together_share_again() -> None:
     cache, _ = cache_of(pages=12)
     first = cache.new()
     append(cache, [first], [[1] * 60])
-    entries = [first, *(cache.fork(first) for _ in range(3))]
-    append(cache, entries, [[2], [3], [4], [5]])
-    before = look(cache, entries)
+    seqs = [first, *(cache.fork(first) for _ in range(3))]
+    append(cache, seqs, [[2], [3], [4], [5]])
+    before = look(cache, seqs)
     used = cache.pool.used
-    swapped = swap_out(cache, entries)
+    swapped = swap_out(cache, seqs)
     assert cache.pool.used == 0
     assert swapped.nbytes == used * cache.layout.page_bytes + 4 * cache.layout.overlay_bytes
     append(cache, [cache.new()], [[7] * 150])

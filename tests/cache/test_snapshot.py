@@ -48,7 +48,7 @@ def test_it_is_a_safetensors_file_that_says_what_it_is(tmp_path: Path) -> None:
     assert torch.equal(pages, cache.stores[1].pages[[page for e in cache.sequences for page in e.pages]])
     with Snapshot(path) as snapshot:
         assert snapshot.extra == {"a": [1, "b"]}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+    assert [seq.name for seq in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("pages", [None, 8])
@@ -79,9 +79,9 @@ def test_sequences_and_prefixes_go_on_after_a_load(tmp_path: Path) -> None:
     prefix = PrefixCache(other)
     load(path, other)
     for each in (cache, other):
-        entry = each.prefix.take([1] * 45 + [7] * 9)
-        assert (entry.length, entry.sinks) == (45, 3)
-        append(each, [entry], [[7] * 9])
+        seq = each.prefix.take([1] * 45 + [7] * 9)
+        assert (seq.length, seq.sinks) == (45, 3)
+        append(each, [seq], [[7] * 9])
     for mine, theirs in zip(look(cache, cache.sequences), look(other, other.sequences), strict=True):
         assert torch.equal(mine, theirs)
     assert other.nbytes == other.predicted_nbytes
@@ -180,7 +180,7 @@ def test_a_failed_write_leaves_the_old_snapshot(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         save(path, [cache])
     assert path.read_bytes() == old
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+    assert [seq.name for seq in tmp_path.iterdir()] == ["x"]
 
 
 HELPER = """

@@ -12,8 +12,8 @@ from tests.conftest import make_layout
 def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedCache:
     """Sequences of these lengths."""
     cache = PagedCache(make_layout(recipe, page_tokens=16), 2, pages, implementation="reference")
-    entries = [cache.new() for _ in lengths]
-    batch = cache.extend(entries, lengths)
+    seqs = [cache.new() for _ in lengths]
+    batch = cache.extend(seqs, lengths)
     for layer in range(2):
         generator = torch.Generator().manual_seed(layer)
         cache.append(layer, *torch.randn(2, sum(lengths), 2, 64, generator=generator), batch)
@@ -33,7 +33,7 @@ def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedC
 def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
     static, plain = (prompts(recipe, [40, 3, 16]) for _ in range(2))
     batch = StaticBatch(static, static.sequences, 30)
-    addresses = [x.data_ptr() for x in (*batch.batch[:6], *batch.batch.exact.values())]
+    addresses = [x.data_ptr() for x in (*batch.batch[:6], *batch.batch.ring_start.values())]
     for step in range(20):
         batch.advance()
         expected = plain.extend(plain.sequences, [1, 1, 1])
@@ -41,21 +41,21 @@ def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
             assert str(getattr(batch.batch, name)) == str(getattr(expected, name)), name
         width = expected.block_table.shape[1]
         for cache, here in ((static, batch.batch), (plain, expected)):  # pages are others, places in them the same
-            at = (here.lengths - 1 - cache.layout.recipe.origin).clamp_min(
+            at = (here.seq_lens - 1 - cache.layout.recipe.origin).clamp_min(
                 0
             )  # a sink that no page holds has the first place
             place = here.block_table[:, :width].gather(1, at[:, None] // 16)[:, 0] * 16 + at % 16
-            assert torch.equal(here.slots, place), cache
+            assert torch.equal(here.slot_mapping, place), cache
         for layer in range(2):
             key, value, query = torch.randn(3, 3, 2, 64, generator=torch.Generator().manual_seed(step))
             batch.append(layer, key, value)
             plain.append(layer, key, value, expected)
             found = batch.decode(layer, query, scale=0.1)
             torch.testing.assert_close(found, plain.decode(layer, query, expected, scale=0.1))
-    assert addresses == [x.data_ptr() for x in (*batch.batch[:6], *batch.batch.exact.values())]
+    assert addresses == [x.data_ptr() for x in (*batch.batch[:6], *batch.batch.ring_start.values())]
     batch.close(20)
     for mine, theirs in zip(static.sequences, plain.sequences, strict=True):
-        assert (mine.length, mine.sinks, mine.exact) == (theirs.length, theirs.sinks, theirs.exact)
+        assert (mine.length, mine.sinks, mine.ring_start) == (theirs.length, theirs.sinks, theirs.ring_start)
         for one, other in zip(static.stores, plain.stores, strict=True):
             assert torch.equal(one.pages[mine.pages], other.pages[theirs.pages])
     assert static.pool.used == plain.pool.used
@@ -65,7 +65,7 @@ def test_room_is_taken_at_once_or_not_at_all() -> None:
     cache = prompts("int4", [40, 3], pages=6)
     with pytest.raises(PoolFull):
         StaticBatch(cache, cache.sequences, 30)
-    assert cache.pool.used == 4 and [entry.length for entry in cache.sequences] == [40, 3]
+    assert cache.pool.used == 4 and [seq.length for seq in cache.sequences] == [40, 3]
     twin = cache.fork(cache.sequences[1])
     batch = StaticBatch(cache, [twin], 20)  # its page is shared: it gets one of its own
     assert cache.pool.used == 6 and twin.pages[0] != cache.sequences[1].pages[0]
@@ -86,8 +86,8 @@ def test_numbers_that_cannot_be_stored_are_named_and_taken_back() -> None:
     with pytest.raises(NotFinite, match="layer 1: the key or value of token 4 of sequence 1 holds inf"):
         batch.check()
     batch.close(1, 2)
-    assert [entry.length for entry in cache.sequences] == [41, 4]
-    assert [entry.exact["key"] for entry in cache.sequences] == [34, 0], (
+    assert [seq.length for seq in cache.sequences] == [41, 4]
+    assert [seq.ring_start["key"] for seq in cache.sequences] == [34, 0], (
         "the ring let token 33 go for the one taken back"
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvant
-from kvant.cache import Entry, PoolFull, PrefixCache
+from kvant.cache import PoolFull, PrefixCache, Sequence
 from kvant.engines import graphs
 from kvant.ops.reference import read
 from tests.cache.test_groups import references_are_right
@@ -29,46 +29,46 @@ def test_threads_with_sequences_of_their_own_do_not_harm_each_other(name: str, p
     prefix = PrefixCache(cache)
     start = threading.Barrier(6)
 
-    def live(seed: int) -> tuple[Entry, Tokens]:
+    def live(seed: int) -> tuple[Sequence, Tokens]:
         tokens = Tokens.random(120, 2, 1, 64, seed)
         start.wait()
         for _ in range(6):
-            entry = cache.new()
+            seq = cache.new()
             try:
-                fill(cache, entry, tokens[:100], [33, 1, 66])
-                twin = cache.fork(entry)
-                prefix.keep(entry, [seed] * 100)
-                cache.free(entry)
+                fill(cache, seq, tokens[:100], [33, 1, 66])
+                twin = cache.fork(seq)
+                prefix.keep(seq, [seed] * 100)
+                cache.free(seq)
                 fill(cache, twin, tokens[100:], [20])
                 cache.crop(twin, 110)
                 fill(cache, twin, tokens[110:], [10])
                 cache.free(twin)
             except PoolFull:
-                for each in (entry,):
+                for each in (seq,):
                     cache.free(each)
         while True:
-            entry = cache.new()
+            seq = cache.new()
             try:
-                fill(cache, entry, tokens, [50, 70])
+                fill(cache, seq, tokens, [50, 70])
             except PoolFull:
-                cache.free(entry)
+                cache.free(seq)
                 continue
-            return entry, tokens
+            return seq, tokens
 
     with ThreadPoolExecutor(6) as threads:
         lives = [future.result() for future in [threads.submit(live, seed) for seed in range(6)]]
-    for entry, tokens in lives:
+    for seq, tokens in lives:
         alone = make_cache(name, layers=2)
         other = alone.new()
         fill(alone, other, tokens, [50, 70])
         for mine, theirs in zip(cache.stores, alone.stores, strict=True):
             for side in ("key", "value"):
-                found = read(mine, side, cache.batch([entry]), torch.tensor([120]))
+                found = read(mine, side, cache.batch([seq]), torch.tensor([120]))
                 assert torch.equal(
                     found[:, :120], read(theirs, side, alone.batch([other]), torch.tensor([120]))[:, :120]
                 )
-    for entry, _ in lives:
-        cache.free(entry)
+    for seq, _ in lives:
+        cache.free(seq)
     prefix.clear()
     references_are_right(cache)
     assert cache.pool.used == 0

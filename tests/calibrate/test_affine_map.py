@@ -78,8 +78,8 @@ def test_balance_is_for_keys() -> None:
         fit_balance(Balance(share=0.0), layer_stats(100, 2, 2, 64), "value")
 
 
-@pytest.mark.parametrize(("window", "softcap", "recent"), [(None, None, 0), (40, None, 8), (None, 5.0, 16)])
-def test_what_is_read_is_the_sum_over_queries(window: int | None, softcap: float | None, recent: int) -> None:
+@pytest.mark.parametrize(("sliding_window", "softcap", "recent"), [(None, None, 0), (40, None, 8), (None, 5.0, 16)])
+def test_what_is_read_is_the_sum_over_queries(sliding_window: int | None, softcap: float | None, recent: int) -> None:
     tokens, heads, groups, dim = 90, 2, 3, 16
     q, k, v = draw(tokens, heads, groups, dim)
     o = torch.zeros(tokens, heads, groups, dim)
@@ -87,7 +87,7 @@ def test_what_is_read_is_the_sum_over_queries(window: int | None, softcap: float
     for i in range(tokens):
         for h in range(heads):
             for g in range(groups):
-                first = 0 if window is None else max(0, i - window + 1)
+                first = 0 if sliding_window is None else max(0, i - sliding_window + 1)
                 logits = (k[first : i + 1, h] @ q[i, h, g]) * 0.3
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
@@ -96,7 +96,7 @@ def test_what_is_read_is_the_sum_over_queries(window: int | None, softcap: float
                 for t in range(max(first, UNREAD), i - recent + 1):
                     keys[t, h] += p[t - first] ** 2 * (v[t, h] - o[i, h, g]).square().sum()
                     values[t, h] += p[t - first] ** 2
-    found = what_is_read(q, k, v, o, 0.3, window, softcap, recent)
+    found = what_is_read(q, k, v, o, 0.3, sliding_window, softcap, recent)
     torch.testing.assert_close(found.keys, keys, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.values, values, rtol=1e-3, atol=1e-5)
 

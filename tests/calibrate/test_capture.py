@@ -91,13 +91,15 @@ def test_queries_are_pooled_over_the_group_and_c_s_is_brute_force() -> None:
     assert stats.attended_mean is not None
 
 
-@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize("sliding_window", [None, 5, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_exact_attention(window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_attention(sliding_window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvant.calibrate.capture.SCORE_BYTES", 4 * 4 * 21 * 8)  # blocks of 8 queries
     q, k, v = torch.randn(21, 4, 16), torch.randn(21, 2, 16), torch.randn(21, 2, 16)
-    found = exact_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), 0.3, window, softcap)[0].transpose(0, 1)
-    expected = dense_attention(q, k, v, 0.3, softcap, window)
+    found = exact_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), 0.3, sliding_window, softcap)[0].transpose(
+        0, 1
+    )
+    expected = dense_attention(q, k, v, 0.3, softcap, sliding_window)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 

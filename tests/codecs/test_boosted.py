@@ -32,7 +32,7 @@ def test_a_packed_page_reconstructs_the_codes_of_an_unpacked_quantizer(name: str
     assert layout.page_tokens == 128, "the group is the page"
     x = torch.randn(256, 2, head_dim) * torch.rand(head_dim).exp() + torch.randn(head_dim)
     parts = codec.encode(x)
-    runs = torch.full((2, 2, layout.run_bytes), 0xFF, dtype=torch.uint8)
+    runs = torch.full((2, 2, layout.page_head_bytes), 0xFF, dtype=torch.uint8)
     at = torch.arange(256)
     for data, places, pages in (
         (*layout.pack_tokens("key", parts, at % 128), at // 128),

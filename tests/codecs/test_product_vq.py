@@ -71,8 +71,8 @@ def test_indices_of_every_width_survive_a_page(
     random = torch.Generator().manual_seed(seed)
     shape = page_tokens, 2, head_dim // dim
     indices = torch.randint(0, 1 << bits, shape, generator=random).to(torch.uint8 if bits <= 8 else torch.int32)
-    pages = torch.full((1, 2, layout.run_bytes), 0xFF, dtype=torch.uint8)
-    owners = torch.zeros(layout.run_bytes, dtype=torch.int64)
+    pages = torch.full((1, 2, layout.page_head_bytes), 0xFF, dtype=torch.uint8)
+    owners = torch.zeros(layout.page_head_bytes, dtype=torch.int64)
     names: tuple[StreamName, StreamName] = ("key", "value")
     for name in names:
         offsets = torch.randperm(page_tokens, generator=random)

@@ -65,7 +65,7 @@ def test_round_trip_through_a_page(head_dim: int, centroids: int) -> None:
     layout = Layout.of(Recipe("x", stream, stream), 2, head_dim)
     codec = bound(ResidualKMeans(centroids), head_dim, 2)
     parts = codec.encode(torch.randn(64, 2, head_dim) * 3)
-    pages = torch.full((1, 2, layout.run_bytes), 0xFF, dtype=torch.uint8)
+    pages = torch.full((1, 2, layout.page_head_bytes), 0xFF, dtype=torch.uint8)
     data, places = layout.pack_tokens("value", parts, torch.arange(64))
     for token in range(50):  # the rest of the page stays as it was
         pages[0][:, places[token]] = data[token]

@@ -75,18 +75,18 @@ class Oracle:
                     sides.append(attended(self.cache.layout, side, tokens, n + 1, known, rope))
                 else:
                     sides.append(torch.cat((attended(self.cache.layout, side, tokens, n, known, rope), fresh)))
-            expected = attention(new.q, *sides, group.window)
+            expected = attention(new.q, *sides, group.sliding_window)
             torch.testing.assert_close(out[row][real], expected.to(out.dtype), rtol=1e-3, atol=1e-4)
             self.calls += 1
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
     """Causal attention of the last tokens over all, with the usual scale: [tokens, heads, dim] each."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(repeat, 1) for x in (k, v))
     at = torch.arange(len(k))
     own = at[len(k) - len(q) :, None]
-    hidden = at > own if window is None else (at > own) | (at <= own - window)
+    hidden = at > own if sliding_window is None else (at > own) | (at <= own - sliding_window)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
@@ -105,7 +105,7 @@ def left_padded(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def nothing_leaks(cache: Any) -> None:
     for group in cache.groups:
-        held = Counter(page for entry in group.entries for page in entry.pages if page != SLID_OUT)
+        held = Counter(page for seq in group.seqs for page in seq.pages if page != SLID_OUT)
         assert all(group.paged.pool.references(page) == held[page] for page in range(group.paged.pool.total))
     cache.reset()
     assert all(group.paged.pool.used == 0 for group in cache.groups)
@@ -119,7 +119,7 @@ def test_a_left_padded_batch_generates_from_what_spans_say(family: str, recipe: 
     cache = kvant.Cache(model, recipe, implementation="reference")
     oracle = Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
-    assert [entry.length for entry in cache.groups[0].entries] == [65, 54, 60]
+    assert [seq.length for seq in cache.groups[0].seqs] == [65, 54, 60]
     assert oracle.calls == 3 * 2 * 5
     assert cache.nbytes == cache.predicted_nbytes
     nothing_leaks(cache)
@@ -146,8 +146,8 @@ def test_sliding_layers_code_their_groups_too(family: str, recipe: str) -> None:
     cache = kvant.Cache(model, recipe, page_tokens=32, implementation="reference")
     Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
-    sliding = [group for group in cache.groups if group.window is not None]
-    assert any(SLID_OUT in entry.pages for group in sliding for entry in group.entries)
+    sliding = [group for group in cache.groups if group.sliding_window is not None]
+    assert any(SLID_OUT in seq.pages for group in sliding for seq in group.seqs)
     nothing_leaks(cache)
 
 
@@ -182,7 +182,7 @@ def test_a_failed_forward_pass_leaves_tails_as_they_were() -> None:
     ids = prompt(1, 90)
     with torch.inference_mode():
         model(ids[:, :30], past_key_values=cache)
-        full = next(group for group in cache.groups if group.window is None)
+        full = next(group for group in cache.groups if group.sliding_window is None)
         taken = full.paged.pool.take(full.paged.pool.free)
         with pytest.raises(kvant.PoolFull):
             model(ids[:, 30:60], past_key_values=cache)

@@ -126,9 +126,9 @@ def exercise(name: str, heads: int, dim: int, page: int, plant: str) -> None:
     store = cache.stores[0]
     poison(store)
     operations = {op: choose(op, layout, "cpu", "cpu").run for op in ("append", "decode", "prefill")}
-    entries = [cache.new() for _ in range(3)]
+    seqs = [cache.new() for _ in range(3)]
     for counts, dtype in (([1, 0, 37], torch.float32), ([130, 2, 1], torch.bfloat16), ([1, 1, 1], torch.float16)):
-        batch = cache.extend(entries, counts)
+        batch = cache.extend(seqs, counts)
         q = torch.randn(sum(counts), heads * 3, dim)
         k, v = torch.randn(2, sum(counts), heads, dim)
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=0.1)
@@ -136,10 +136,10 @@ def exercise(name: str, heads: int, dim: int, page: int, plant: str) -> None:
         k, v = k.to(dtype), v.to(dtype)
         MEMORY.short = {"key": k, "value": v}.get(plant)
         assert operations["append"](store, k, v, batch, limit=100.0)
-        for group, options in ((1, {}), (3, {"softcap": 5.0, "window": 9}), (5, {"window": 100})):
+        for group, options in ((1, {}), (3, {"softcap": 5.0, "sliding_window": 9}), (5, {"sliding_window": 100})):
             q = torch.randn(3, heads * group, dim)
-            seen = cache.batch(entries)
-            MEMORY.short = {"query": q, "lengths": seen.lengths}.get(plant)
+            seen = cache.batch(seqs)
+            MEMORY.short = {"query": q, "lengths": seen.seq_lens}.get(plant)
             settings: dict[str, float] = {"scale": 0.1, **options}
             expected = reference.decode(store, q.double(), seen, **settings)  # type: ignore[arg-type]
             assert relative_error(operations["decode"](store, q, seen, **settings), expected) < 2e-3, name

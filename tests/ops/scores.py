@@ -14,16 +14,16 @@ def log_sum_exp(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Of every query's scores, from the decoded keys in float64: [sequences, query heads]."""
     heads, dim = store.layout.heads, store.layout.head_dim
     grouped = q.double().view(len(q), heads, -1, dim)
-    keys = reference.read(store, "key", batch, batch.lengths).double()
+    keys = reference.read(store, "key", batch, batch.seq_lens).double()
     scores = torch.einsum("bhgd,bnhd->bhgn", store.key.dual(grouped), keys) * scale
     if softcap is not None:
         lost = store.key.lost(grouped)
         scores = softcap * torch.tanh((scores if lost is None else scores + lost[..., None] * scale) / softcap)
     at = torch.arange(keys.shape[1], device=q.device)
-    keep = (at < batch.lengths[:, None]) & (at >= batch.lengths[:, None] - (window or keys.shape[1]))
+    keep = (at < batch.seq_lens[:, None]) & (at >= batch.seq_lens[:, None] - (sliding_window or keys.shape[1]))
     return torch.logsumexp(scores.masked_fill(~keep[:, None, None], float("-inf")), -1).flatten(1)

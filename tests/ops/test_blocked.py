@@ -19,14 +19,14 @@ def check(name: str, history: int, fresh: int, device: str, limit: float, **opti
     layout = make_layout(name, 2, 64, dtype="float32")
     ropes = [rope_of(64)] if layout.recipe.wants_rope else None
     cache = PagedCache(layout, 1, device=device, tensors={0: made_up_tensors(layout.recipe, 2, 64)}, ropes=ropes)
-    entries = [cache.new(), cache.new()]
+    seqs = [cache.new(), cache.new()]
     counts = [history, history // 3]
     if history:
         k, v = torch.randn(2, sum(counts), 2, 64, device=device)
-        reference.append(cache.stores[0], k, v, cache.extend(entries, counts))
+        reference.append(cache.stores[0], k, v, cache.extend(seqs, counts))
     q = torch.randn(2 * fresh + 1, 6, 64, device=device)
     k, v = torch.randn(2, 2 * fresh + 1, 2, 64, device=device)
-    batch = cache.extend(entries, [fresh, fresh + 1])
+    batch = cache.extend(seqs, [fresh, fresh + 1])
     expected = reference.prefill(cache.stores[0], q.double(), k.double(), v.double(), batch, scale=0.2, **options)  # type: ignore[arg-type]
     found = blocked.prefill(cache.stores[0], q, k, v, batch, scale=0.2, **options)  # type: ignore[arg-type]
     assert relative_error(found, expected) < limit
@@ -40,13 +40,13 @@ def test_blocks_are_the_whole(name: str, history: int, fresh: int, monkeypatch: 
     check(name, history, fresh, "cpu", 1e-5)
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 129)])
+@pytest.mark.parametrize(("softcap", "sliding_window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 129)])
 def test_soft_cap_and_sliding_window(
-    softcap: float | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+    softcap: float | None, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", 64)
     for name in ("quarot-int2-win", "kvant-2", "kvant-4"):
-        check(name, 500, 33, "cpu", 1e-5, softcap=softcap, window=window)
+        check(name, 500, 33, "cpu", 1e-5, softcap=softcap, sliding_window=sliding_window)
 
 
 def test_what_is_better_served_elsewhere_is_refused() -> None:

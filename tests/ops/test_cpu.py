@@ -101,9 +101,9 @@ def cache_of(name: str, heads: int = 2, dim: int = 64, first: int = 0, **options
 
 def filled(name: str, lengths: list[int], heads: int = 2, dim: int = 64, group: int = 3, **options: int) -> PagedCache:
     cache = cache_of(name, heads, dim, **options)
-    entries = [cache.new() for _ in lengths]
+    seqs = [cache.new() for _ in lengths]
     k, v = torch.randn(2, sum(lengths), heads, dim)
-    cache.append(0, k, v, cache.extend(entries, lengths), torch.randn(sum(lengths), heads * group, dim))
+    cache.append(0, k, v, cache.extend(seqs, lengths), torch.randn(sum(lengths), heads * group, dim))
     return cache
 
 
@@ -150,10 +150,10 @@ def test_decode_of_other_pages(page: int, isa: str) -> None:
         check(filled(name, [page - 1, page, 3 * page + 1], page_tokens=page), 3)
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 600)])
-def test_decode_with_soft_cap_and_sliding_window(softcap: float | None, window: int | None) -> None:
+@pytest.mark.parametrize(("softcap", "sliding_window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 600)])
+def test_decode_with_soft_cap_and_sliding_window(softcap: float | None, sliding_window: int | None) -> None:
     for name in ("saw-int4", "kvant-2", "kvant-4", "quarot-int2-win", "kivi-k2v2-sink"):
-        check(filled(name, [5, 600]), 2, softcap=softcap, window=window)
+        check(filled(name, [5, 600]), 2, softcap=softcap, sliding_window=sliding_window)
 
 
 def test_decode_from_another_first_position() -> None:
@@ -174,7 +174,7 @@ def test_decode_in_16_bits(dtype: torch.dtype) -> None:
 def test_log_sum_exp() -> None:
     cache = filled("full", [200, 3])
     batch, q = cache.batch(cache.sequences), torch.randn(2, 6, 64)
-    keys = reference.read(cache.stores[0], "key", batch, batch.lengths)
+    keys = reference.read(cache.stores[0], "key", batch, batch.seq_lens)
     for b, n in enumerate((200, 3)):
         scores = torch.einsum("hgd,nhd->hgn", q[b].view(2, 3, 64), keys[b, :n]) * 0.125
         lse = decode_with_lse(cache.stores[0], q, batch, scale=0.125)[1][b]
@@ -236,26 +236,26 @@ def twins(name: str, heads: int = 2, dim: int = 64, **options: int) -> tuple[Pag
 
 def append_both(caches: tuple[PagedCache, PagedCache], k: torch.Tensor, v: torch.Tensor) -> None:
     """One sequence, by the reference and by the compiled operation: the same bytes."""
-    entries = [cache.new() for cache in caches]
-    for cache, entry in zip(caches, entries, strict=True):
-        cache.append(0, k, v, cache.extend([entry], [len(k)]))
-    assert_same_codes(caches[1], caches[0], (entries[1], entries[0]), k, v)
+    seqs = [cache.new() for cache in caches]
+    for cache, seq in zip(caches, seqs, strict=True):
+        cache.append(0, k, v, cache.extend([seq], [len(k)]))
+    assert_same_codes(caches[1], caches[0], (seqs[1], seqs[0]), k, v)
 
 
 @pytest.mark.parametrize("name", TOKENWISE + [name for name in GROUPWISE if name != "squat"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_append_writes_what_the_reference_writes(name: str, dtype: torch.dtype, isa: str) -> None:
     caches = twins(name)
-    entries = [[cache.new() for _ in range(3)] for cache in caches]
+    seqs = [[cache.new() for _ in range(3)] for cache in caches]
     given: list[list[torch.Tensor]] = [[], [], []]
     for counts in ([5, 0, 130], [1, 1, 1], [70, 300, 2]):
         fresh = torch.randn(2, sum(counts), 2, 64).to(dtype) * 3
-        for cache, own in zip(caches, entries, strict=True):
+        for cache, own in zip(caches, seqs, strict=True):
             cache.append(0, *fresh, cache.extend(own, counts))
         for tokens, part in zip(given, fresh.split(counts, 1), strict=True):
             tokens.append(part)
     for i, tokens in enumerate(given):
-        assert_same_codes(caches[1], caches[0], (entries[1][i], entries[0][i]), *torch.cat(tokens, 1))
+        assert_same_codes(caches[1], caches[0], (seqs[1][i], seqs[0][i]), *torch.cat(tokens, 1))
 
 
 @pytest.mark.parametrize("dim", [32, 96, 128, 256])
@@ -267,32 +267,32 @@ def test_append_of_every_head_dim(dim: int) -> None:
 def test_append_where_keys_are_turned_back_further_than_before() -> None:
     """The 64 blocks of 256 positions that turns are first made for end inside of what is appended."""
     caches = twins("kvant-2", heads=1, dim=32)
-    entries = [cache.new() for cache in caches]
+    seqs = [cache.new() for cache in caches]
     counts = [16370, 1, 30]
     fresh = torch.randn(2, sum(counts), 1, 32)
     for part in fresh.split(counts, 1):
-        for cache, entry in zip(caches, entries, strict=True):
-            cache.append(0, *part, cache.extend([entry], [part.shape[1]]))
-    assert_same_codes(caches[1], caches[0], (entries[1], entries[0]), *fresh)
+        for cache, seq in zip(caches, seqs, strict=True):
+            cache.append(0, *part, cache.extend([seq], [part.shape[1]]))
+    assert_same_codes(caches[1], caches[0], (seqs[1], seqs[0]), *fresh)
 
 
 @pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "kivi-k2v2", "vecinfer-2"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -70.0])
 def test_append_of_a_number_beyond_the_limit_writes_nothing(name: str, number: float, isa: str) -> None:
     _, cache = twins(name)
-    store, entry = cache.stores[0], cache.new()
+    store, seq = cache.stores[0], cache.new()
     k, v = torch.randn(2, 200, 2, 64)
     append = cache.ops["append"].run
-    assert append(store, k, v, cache.extend([entry], [200]), limit=64.0) is True
+    assert append(store, k, v, cache.extend([seq], [200]), limit=64.0) is True
     for side in range(2):
-        batch = cache.extend([entry], [100])
+        batch = cache.extend([seq], [100])
         before = [store.pages.clone(), *(x.clone() for x in store.overlays.values())]
         fresh = torch.randn(2, 100, 2, 64)
         fresh[side, 93, 1, 63] = number
         assert append(store, *fresh, batch, limit=64.0) is False
         for x, y in zip(before, [store.pages, *store.overlays.values()], strict=True):
             assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-        batch.slots[93] = -1  # padding may hold anything
+        batch.slot_mapping[93] = -1  # padding may hold anything
         assert append(store, *fresh, batch, limit=64.0) is True
 
 
@@ -304,11 +304,11 @@ def test_append_takes_what_the_model_gives() -> None:
 
 def test_padding_slots_write_nothing() -> None:
     cache = twins("saw-int4:sink=2,recent=4")[1]
-    entry = cache.new()
-    batch = cache.extend([entry], [20])
+    seq = cache.new()
+    batch = cache.extend([seq], [20])
     before = [x.clone() for x in (cache.stores[0].pages, *cache.stores[0].owned)]
     k, v = torch.randn(2, 20, 2, 64)
-    append(cache.stores[0], k, v, batch._replace(slots=torch.full((20,), -1)))
+    append(cache.stores[0], k, v, batch._replace(slot_mapping=torch.full((20,), -1)))
     for old, new in zip(before, (cache.stores[0].pages, *cache.stores[0].owned), strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
@@ -348,14 +348,14 @@ def test_the_nearest_centroid_is_the_nearest(count: int, isa: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENWISE + GROUPWISE)
-@pytest.mark.parametrize(("softcap", "window"), [(None, None), (5.0, None), (None, 50)])
-def test_prefill_of_every_recipe(name: str, softcap: float | None, window: int | None) -> None:
+@pytest.mark.parametrize(("softcap", "sliding_window"), [(None, None), (5.0, None), (None, 50)])
+def test_prefill_of_every_recipe(name: str, softcap: float | None, sliding_window: int | None) -> None:
     cache = filled(name, [300, 1, 70])
-    entries = [*cache.sequences, cache.new()]
+    seqs = [*cache.sequences, cache.new()]
     counts = [40, 3, 1, 9]
-    batch = cache.extend(entries, counts)
+    batch = cache.extend(seqs, counts)
     q, (k, v) = torch.randn(53, 6, 64), torch.randn(2, 53, 2, 64)
-    options = {"scale": 0.125, "softcap": softcap, "window": window}
+    options = {"scale": 0.125, "softcap": softcap, "sliding_window": sliding_window}
     expected = reference.prefill(cache.stores[0], q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
     found = prefill(cache.stores[0], q, k, v, batch, **options)  # type: ignore[arg-type]
     assert relative_error(found, expected) < 1e-5

@@ -39,7 +39,7 @@ LENGTHS = [1, 63, 64, 129, 700, 2000]
 TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads a KV head, head_dim, options
     ("kvant-2", 4, 64, {}),
     ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
-    ("kvant-2", 2, 64, {"window": 150}),
+    ("kvant-2", 2, 64, {"sliding_window": 150}),
     ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
     ("kvant-2", 1, 128, {"window": 270, "first": 200}),
     ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
@@ -82,16 +82,16 @@ def filled(
     by = None if device == "cuda" else "reference"
     with warnings.catch_warnings(action="ignore"):  # of an append that no kernel serves: none is called here
         cache = PagedCache(layout, 1, pages, device, tensors, ropes=ropes, implementation=by)
-    entries = [cache.new() for _ in lengths]
+    seqs = [cache.new() for _ in lengths]
     store = cache.stores[0]
     store.pages.fill_(0xFF)
     for overlay in store.overlays.values():
         overlay.fill_(float("nan"))
-    for entry, n in zip(entries, lengths, strict=True):
+    for seq, n in zip(seqs, lengths, strict=True):
         k, v = (vectors(n, heads, dim, device, shift).to(shape.torch_dtype) for shift in (0.0, 0.4))
         queries = vectors(n, heads * group, dim, device, 0.0).to(shape.torch_dtype) if recipe.wants_queries else None
-        reference.append(store, k, v, cache.extend([entry], [n]), queries)
-    return cache, entries
+        reference.append(store, k, v, cache.extend([seq], [n]), queries)
+    return cache, seqs
 
 
 def check_decode(
@@ -100,7 +100,7 @@ def check_decode(
     dim: int = 128,
     dtype: str = "float32",
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     page: int | None = None,
     lengths: list[int] | None = None,
     heads: int = 2,
@@ -108,11 +108,11 @@ def check_decode(
     first: int = 0,
     rotated: int | None = None,
 ) -> None:
-    cache, entries = filled(name, heads, group, dim, dtype, lengths or LENGTHS, page, first=first, rotated=rotated)
+    cache, seqs = filled(name, heads, group, dim, dtype, lengths or LENGTHS, page, first=first, rotated=rotated)
     assert cache.ops["decode"].name == "cuda"
-    batch, store = cache.batch(entries), cache.stores[0]
-    q = torch.randn(len(entries), heads * group, dim, device="cuda").to(getattr(torch, dtype))
-    options = {"scale": dim**-0.5, "softcap": softcap, "window": window}
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q = torch.randn(len(seqs), heads * group, dim, device="cuda").to(getattr(torch, dtype))
+    options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": sliding_window}
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, **options)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < limit  # type: ignore[arg-type]
@@ -188,8 +188,8 @@ def test_decode_of_many_turned_queries(
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
 def test_queries_are_turned_alike_whether_they_are_many(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""
-    cache, entries = filled("kvant-2:rope_block=64", 2, group, 128, "bfloat16", [1, 63, 64, 700, 2000], first=7)
-    batch, store = cache.batch(entries * 9), cache.stores[0]
+    cache, seqs = filled("kvant-2:rope_block=64", 2, group, 128, "bfloat16", [1, 63, 64, 700, 2000], first=7)
+    batch, store = cache.batch(seqs * 9), cache.stores[0]
     wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 30), 1 << 40, device="cuda")), 1)
     batch = batch._replace(block_table=wide.contiguous())
     q = torch.randn(len(wide), 2 * group, 128, device="cuda").bfloat16()
@@ -234,17 +234,17 @@ def test_decode_by_matrices(
         monkeypatch.delattr(cuda_decode, "_multiply")
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
     check_decode(name, group, dim, dtype, limit=limit)
-    check_decode(name, group, dim, dtype, limit=limit, window=300)
+    check_decode(name, group, dim, dtype, limit=limit, sliding_window=300)
     check_decode(name, group, dim, dtype, limit=limit, lengths=[20000, 3, 700], heads=3)
 
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("softcap", "window"), [(5.0, None), (None, 100), (30.0, 300), (None, 1)])
+@pytest.mark.parametrize(("softcap", "sliding_window"), [(5.0, None), (None, 100), (30.0, 300), (None, 1)])
 @pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
-def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | None, window: int | None) -> None:
-    check_decode(name, softcap=softcap, window=window)
-    check_decode("kvant-4", 5, 64, softcap=softcap, window=window)
+def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | None, sliding_window: int | None) -> None:
+    check_decode(name, softcap=softcap, sliding_window=sliding_window)
+    check_decode("kvant-4", 5, 64, softcap=softcap, sliding_window=sliding_window)
 
 
 @gpu
@@ -253,7 +253,7 @@ def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | Non
 @pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 def test_decode_of_other_pages(name: str, page: int) -> None:
     check_decode(name, page=page)
-    check_decode(name, 2, 64, window=77, page=page)
+    check_decode(name, 2, 64, sliding_window=77, page=page)
 
 
 @gpu
@@ -281,7 +281,7 @@ def test_decode_of_other_pages(name: str, page: int) -> None:
 )
 def test_decode_of_every_group_wise_recipe(name: str, dim: int) -> None:
     check_decode(name, 4, dim)
-    check_decode(name, 4, dim, softcap=5.0, window=300)
+    check_decode(name, 4, dim, softcap=5.0, sliding_window=300)
     for dtype, limit in (("bfloat16", 2e-3), ("float16", 5e-4)):
         check_decode(name, 4, dim, dtype, limit=limit)
 
@@ -291,14 +291,14 @@ def test_decode_of_every_group_wise_recipe(name: str, dim: int) -> None:
 def test_decode_of_groups_after_a_cut() -> None:
     """Keys that came back into a tail beside values that are read from pages."""
     for name in ("kivi-k2v2", "kitty-pro"):
-        cache, entries = filled(name, 2, 4, 128, "float32", LENGTHS)
-        q = torch.randn(len(entries), 8, 128, device="cuda")
+        cache, seqs = filled(name, 2, 4, 128, "float32", LENGTHS)
+        q = torch.randn(len(seqs), 8, 128, device="cuda")
         for cut in (13, 111, 129):
-            for entry in entries:
-                cache.crop(entry, max(1, entry.length - cut))
-            found = cuda_decode.decode(cache.stores[0], q, cache.batch(entries), scale=0.1)
+            for seq in seqs:
+                cache.crop(seq, max(1, seq.length - cut))
+            found = cuda_decode.decode(cache.stores[0], q, cache.batch(seqs), scale=0.1)
             assert (
-                relative_error(found, reference.decode(cache.stores[0], q.double(), cache.batch(entries), scale=0.1))
+                relative_error(found, reference.decode(cache.stores[0], q.double(), cache.batch(seqs), scale=0.1))
                 < 5e-4
             )
 
@@ -319,8 +319,8 @@ def test_decode_of_long_and_of_many_sequences() -> None:
 @needs_gpu
 @pytest.mark.parametrize("name", ["quarot-int2-win", "vecinfer-2"])
 def test_decode_in_a_cuda_graph_follows_its_inputs(name: str) -> None:
-    cache, entries = filled(name, 2, 4, 128, "bfloat16", [900, 400])
-    batch, store = cache.batch(entries), cache.stores[0]
+    cache, seqs = filled(name, 2, 4, 128, "bfloat16", [900, 400])
+    batch, store = cache.batch(seqs), cache.stores[0]
     q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
     run = cache.ops["decode"].run
     run(store, q, batch, scale=0.1)
@@ -329,7 +329,7 @@ def test_decode_in_a_cuda_graph_follows_its_inputs(name: str) -> None:
         out = run(store, q, batch, scale=0.1)
     for _ in range(2):
         q.copy_(torch.randn_like(q))
-        batch.lengths.sub_(3)
+        batch.seq_lens.sub_(3)
         graph.replay()
         assert relative_error(out, reference.decode(store, q.double(), batch, scale=0.1)) < 2e-3
 
@@ -341,11 +341,11 @@ def test_decode_in_a_cuda_graph_follows_its_inputs(name: str) -> None:
 @pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2", "kvant-4", "int3"])
 def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
-    cache, entries = filled(name, 2, 4, 128, dtype, [1, 63, 700])
+    cache, seqs = filled(name, 2, 4, 128, dtype, [1, 63, 700])
     store, counts = cache.stores[0], [3, 1, 60, 5]
     k, v = (vectors(sum(counts), 2, 128, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 8, 128, device="cuda").to(getattr(torch, dtype))
-    batch = cache.extend([*entries, cache.new()], counts)
+    batch = cache.extend([*seqs, cache.new()], counts)
     for softcap, window in ((None, None), (3.0, None), (None, 200)):
         options = {"scale": 128**-0.5, "softcap": softcap, "window": window}
         with attention.poisoned():
@@ -409,7 +409,7 @@ def test_append_writes_what_the_reference_writes(
         for device in ("cuda", "cpu")
     ]
     assert caches[0].ops["append"].name == "cuda"
-    entries = [[cache.new() for _ in range(3)] for cache in caches]
+    seqs = [[cache.new() for _ in range(3)] for cache in caches]
     stores = [cache.stores[0] for cache in caches]
     for store in stores:
         store.pages.fill_(0xFF)
@@ -417,11 +417,11 @@ def test_append_writes_what_the_reference_writes(
             overlay.fill_(7.0)
     for counts in ([130, 1, 64], [1, 1, 1], [5, 700, 2]):
         k, v = (vectors(sum(counts), heads, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
-        cuda_append.append(stores[0], k.cuda(), v.cuda(), caches[0].extend(entries[0], counts))
-        reference.append(stores[1], k, v, caches[1].extend(entries[1], counts))
+        cuda_append.append(stores[0], k.cuda(), v.cuda(), caches[0].extend(seqs[0], counts))
+        reference.append(stores[1], k, v, caches[1].extend(seqs[1], counts))
     written = dataclasses.replace(stores[1], pages=stores[0].pages.cpu())
     assert float((written.pages != stores[1].pages).double().mean()) < 1e-4
-    assert entries[0][0].pages[0] == entries[1][0].pages[0] == 0
+    assert seqs[0][0].pages[0] == seqs[1][0].pages[0] == 0
     error, _ = difference(written, stores[1], layout.page_tokens)  # of a page that is full
     assert error < (2e-2 if name.startswith("kvant-2") else 1e-3)  # one code of 2 bits is 0.01 of a page
     for side in ("key", "value"):
@@ -439,7 +439,7 @@ def test_groups_are_appended_in_a_cuda_graph(name: str) -> None:
     with warnings.catch_warnings(action="ignore"):  # of a prefill by the reference, which is not called
         caches = [PagedCache(layout, 1, 12, "cuda"), PagedCache(layout, 1, 12, "cpu", implementation="reference")]
     assert caches[0].ops["append"].name == "cuda"
-    entries = [[cache.new() for _ in lengths] for cache in caches]
+    seqs = [[cache.new() for _ in lengths] for cache in caches]
     rows = [vectors(sum(lengths) + steps * len(lengths), heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4)]
     stores = [cache.stores[0] for cache in caches]
     for store in stores:
@@ -455,7 +455,7 @@ def test_groups_are_appended_in_a_cuda_graph(name: str) -> None:
         counts = lengths if step < 0 else [1] * len(lengths)
         at = 0 if step < 0 else sum(lengths) + step * len(lengths)
         k, v = (x[at : at + sum(counts)] for x in rows)
-        batches = [cache.extend(own, counts) for cache, own in zip(caches, entries, strict=True)]
+        batches = [cache.extend(own, counts) for cache, own in zip(caches, seqs, strict=True)]
         reference.append(stores[1], k, v, batches[1])
         if step < 0:
             cuda_append.append(stores[0], k.cuda(), v.cuda(), batches[0])
@@ -489,7 +489,7 @@ def test_padding_slots_write_nothing(tile_rows: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
     cache = PagedCache(make_layout("int2:sink=2,recent=3", 2, 64, dtype="bfloat16"), 1, 4, "cuda")
     batch = cache.extend([cache.new()], [5])
-    batch = batch._replace(slots=torch.full_like(batch.slots, -1))
+    batch = batch._replace(slot_mapping=torch.full_like(batch.slot_mapping, -1))
     store = cache.stores[0]
     store.pages.fill_(0xFF)
     for overlay in store.overlays.values():
@@ -637,7 +637,7 @@ def test_constants_are_the_layouts() -> None:
     layout = make_layout("int3:k.bits=8", 2, 64)
     constants = plan.Plan(layout, 4, "float16", (1, 64), (2, 1), True, True, H200).constants
     offsets = {(s.stream, s.kind, s.bits): s.offset for s in layout.sections}
-    assert constants["RUN"] == layout.run_bytes
+    assert constants["RUN"] == layout.page_head_bytes
     assert constants["KEY_PLANES"] == f"Planes<KeyPlane<64, 8, {offsets['key', 'code', 8]}, 0, {1 << 20}, 0>>"
     low, high = offsets["value", "code", 2], offsets["value", "code", 1]
     assert constants["VALUE_CODES"] == f"ValueCodes<64, 3, {low}, {high}, {1 << 20}>"

@@ -67,9 +67,9 @@ def filled(
     **options: int | None,
 ) -> tuple[PagedCache, list[Entry]]:
     torch.manual_seed(0)
-    cache, entries = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
+    cache, seqs = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
     assert order in (None, cache.layout.order) or plan.is_indexed(cache.layout)
-    return cache, entries
+    return cache, seqs
 
 
 @pytest.mark.few(3)
@@ -95,8 +95,8 @@ def filled(
 def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> None:
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
-    cache, entries = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
-    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
+    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str, float], many: list[str]) -> None:
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
-    cache, entries = filled(name, 2, group, dim, [1, 63, 300, 170], first=first, rotated=rotated)
-    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 300, 170], first=first, rotated=rotated)
+    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
     # the matrix of head_dim 256 in two parts is more than shared memory holds twice
     assert many == ["_turn_kernel" if rotated or dim == 256 else "_many_kernel"]
 
@@ -144,8 +144,8 @@ def test_many_turned_queries_in_16_bits(
     name: str, group: int, dim: int, dtype: torch.dtype, limit: float, many: list[str]
 ) -> None:
     """Beside tables that are wider than sequences are long, and more sequences than a warp has lanes."""
-    cache, entries = filled(name, 2, group, dim, [1, 300, 70], first=1000)
-    batch, store = cache.batch(entries * 12), cache.stores[0]
+    cache, seqs = filled(name, 2, group, dim, [1, 300, 70], first=1000)
+    batch, store = cache.batch(seqs * 12), cache.stores[0]
     wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 9), 1 << 40)), 1).contiguous()
     q = torch.randn(len(wide), 2 * group, dim).to(dtype)
     with attention.poisoned():
@@ -177,11 +177,11 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device:
 )
 def test_decode_of_few_sequences(name: str, group: int, dim: int, options: dict[str, float], few: None) -> None:
     """By blocks of more warps, windows after pages."""
-    cache, entries = filled(name, 2, group, dim, [1, 63, 0, 1500])
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 0, 1500])
     if dim == 128 and group == 4:
         made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
         assert (made.warps, made.constants["MIN_BLOCKS"]) == (plan.FEW_WARPS, 2)
-    check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
 @pytest.mark.few(1)
@@ -206,9 +206,9 @@ def test_few_sequences_multiply_their_queries_themselves(
     launched: list[tuple[int, int]] = []
     launch = emulated.Kernel.launch
     monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: launched.append(args[0]) or launch(self, *args))
-    cache, entries = filled(name, 2, group, dim, [1, 63, 0, 900])
-    batch, store = cache.batch(entries), cache.stores[0]
-    q = (torch.randn(len(entries), 2 * group, dim) * 300.0).to(dtype)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 0, 900])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q = (torch.randn(len(seqs), 2 * group, dim) * 300.0).to(dtype)
     with attention.poisoned():
         found = cuda_decode.decode(store, q, batch, scale=dim**-0.5 / 300.0, softcap=softcap)
     assert len(launched) == 1
@@ -236,13 +236,13 @@ def test_few_sequences_multiply_their_outputs_themselves(
     multiplied: list[object] = []
     multiply = cuda_decode._multiply
     monkeypatch.setattr(cuda_decode, "_multiply", lambda *args: multiplied.append(args) or multiply(*args))
-    cache, entries = filled(name, 2, group, dim, [1, 63, 900])
-    batch, store = cache.batch(entries), cache.stores[0]
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 900])
+    batch, store = cache.batch(seqs), cache.stores[0]
     dual, inverse, *fragments = cuda_decode._spaces(store)
     assert inverse.tensor is not None
     offset = torch.randn(len(inverse.tensor), dim)
     store.prepared["cuda.spaces"] = dual, dataclasses.replace(inverse, offset=offset), *fragments
-    q = (torch.randn(len(entries), 2 * group, dim) * 300.0).to(dtype)
+    q = (torch.randn(len(seqs), 2 * group, dim) * 300.0).to(dtype)
     scale = dim**-0.5 / 300.0
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, scale=scale)
@@ -257,9 +257,9 @@ def test_few_sequences_multiply_their_outputs_themselves(
     torch.testing.assert_close(lse, lse_after, rtol=1e-6, atol=1e-6)
 
 
-def check(cache: PagedCache, entries: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:
-    batch, store = cache.batch(entries), cache.stores[0]
-    q = torch.randn(len(entries), 2 * group, dim)
+def check(cache: PagedCache, seqs: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q = torch.randn(len(seqs), 2 * group, dim)
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
@@ -279,10 +279,10 @@ def check_append(
     made = [filled(name, 2, 1, dim, [1, 63, 140], dtype, page=page, spare=9, **options) for _ in range(2)]
     for counts in rounds:
         k, v = (vectors(sum(counts), 2, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
-        for (cache, entries), run in zip(made, (reference.append, cuda_append.append), strict=True):
-            batch = cache.extend(entries, counts)
+        for (cache, seqs), run in zip(made, (reference.append, cuda_append.append), strict=True):
+            batch = cache.extend(seqs, counts)
             if len(k) > 40:  # some are padding
-                batch.slots[[3, 16, 35]] = -1
+                batch.slot_mapping[[3, 16, 35]] = -1
             run(cache.stores[0], k, v, batch)
     one, two = (cache.stores[0] for cache, _ in made)
     for mine, theirs in [(one.pages, two.pages), *((one.overlays[s], two.overlays[s]) for s in one.overlays)]:
@@ -303,9 +303,9 @@ def check_append(
     ],
 )
 def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, limit: float) -> None:
-    cache, entries = filled(name, 2, group, dim, [1, 300], first=1000)
-    batch, store = cache.batch(entries), cache.stores[0]
-    q = torch.randn(len(entries), 2 * group, dim).to(dtype)
+    cache, seqs = filled(name, 2, group, dim, [1, 300], first=1000)
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q = torch.randn(len(seqs), 2 * group, dim).to(dtype)
     with attention.poisoned():
         found = cuda_decode.decode(store, q, batch, scale=dim**-0.5)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
@@ -314,10 +314,10 @@ def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, 
 @pytest.mark.slow
 def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
     """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither turned nor read."""
-    cache, entries = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
-    batch, store = cache.batch(entries), cache.stores[0]
-    wide = torch.cat((batch.block_table, torch.full((len(entries), 90), 1 << 40)), 1).contiguous()
-    q = torch.randn(len(entries), 8, 64)
+    cache, seqs = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((len(seqs), 90), 1 << 40)), 1).contiguous()
+    q = torch.randn(len(seqs), 8, 64)
     with attention.poisoned():
         found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=0.125)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=0.125)) < 5e-4
@@ -361,19 +361,19 @@ def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Zeroes for counters may be a launch of their own, while a graph is captured."""
-    cache, entries = filled(name, 2, 4, 64, [70])
+    cache, seqs = filled(name, 2, 4, 64, [70])
     said: list[str] = []
     counters, launch = cuda_decode.counters, emulated.Kernel.launch
     monkeypatch.setattr(cuda_decode, "counters", lambda *args: said.append("counters") or counters(*args))
     monkeypatch.setattr(emulated.Kernel, "launch", lambda *args: said.append("launch") or launch(*args))
-    cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
+    cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(seqs), scale=0.1)
     assert said == ["counters", *["launch"] * 3]  # of queries, attention and outputs
 
 
 def test_an_odd_number_of_turned_pairs_is_refused() -> None:
-    cache, entries = filled("kvant-2", 2, 4, 64, [5], rotated=18)
+    cache, seqs = filled("kvant-2", 2, 4, 64, [5], rotated=18)
     with pytest.raises(ValueError, match="rope turns 9 pairs"):
-        cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(entries), scale=0.1)
+        cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(seqs), scale=0.1)
 
 
 @pytest.mark.few(2)
@@ -392,11 +392,11 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
 )
 def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, float]) -> None:
     """Keys per channel over groups of tokens, with tails of all lengths; then cut, so that keys wait where values are packed."""
-    cache, entries = filled(name, 2, group, dim, [1, 63, 130, 300])
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 130, 300])
     for cut in (0, 111):
-        for entry in entries:
-            cache.crop(entry, max(1, entry.length - cut))
-        check(cache, entries, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+        for seq in seqs:
+            cache.crop(seq, max(1, seq.length - cut))
+        check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
 
 
 @pytest.mark.few(3)
@@ -486,8 +486,8 @@ def test_tiles_of_zeros_and_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None
     made = [filled("kvant-2:sink=0,recent=0", 2, 1, 64, [1, 63]) for _ in range(2)]
     size = torch.tensor([0.0, 1e-30, 1e-9, 1.0, 3e5, 1e12])[torch.arange(60) % 6, None, None]
     k, v = ((vectors(60, 2, 64, "cpu", shift) * size).bfloat16() for shift in (0.0, 0.4))
-    for (cache, entries), run in zip(made, (reference.append, cuda_append.append), strict=True):
-        run(cache.stores[0], k, v, cache.extend(entries, [41, 19]))
+    for (cache, seqs), run in zip(made, (reference.append, cuda_append.append), strict=True):
+        run(cache.stores[0], k, v, cache.extend(seqs, [41, 19]))
     one, two = (cache.stores[0].pages for cache, _ in made)
     assert float((one != two).double().mean()) < 1e-3
 
@@ -499,8 +499,8 @@ def test_tiles_of_zeros_and_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_stored_rows(name: str, dim: int, first: int) -> None:
     """New tokens of several sequences at odd positions, some of them padding."""
-    cache, entries = filled(name, 2, 1, dim, [1, 63, 300], order=None, first=first)
-    store, batch = cache.stores[0], cache.extend(entries, [0, 3, 17])
+    cache, seqs = filled(name, 2, 1, dim, [1, 63, 300], order=None, first=first)
+    store, batch = cache.stores[0], cache.extend(seqs, [0, 3, 17])
     x = vectors(20, 2, dim, "cpu", 0.3)
     for stream in ("key", "value"):
         bound = store.stream(stream)  # type: ignore[arg-type]
@@ -529,8 +529,8 @@ READ = [
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 def test_unpack(name: str, dim: int, first: int) -> None:
     """Every stored number, rounded to fp16, from pages and windows."""
-    cache, entries = filled(name, 2, 1, dim, [1, 63, 300], first=first)
-    batch, store = cache.batch(entries), cache.stores[0]
+    cache, seqs = filled(name, 2, 1, dim, [1, 63, 300], first=first)
+    batch, store = cache.batch(seqs), cache.stores[0]
     for b, n in enumerate((1, 63, 300)):
         row = one_sequence(batch, b)
         for stream in ("key", "value"):
@@ -568,13 +568,13 @@ def plain(
 def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """New tokens over a history, in one block and in several, beside a sequence without one and one without new tokens."""
     monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
-    cache, entries = filled(name, 2, 2, dim, [1, 63, 300], first=first)
+    cache, seqs = filled(name, 2, 2, dim, [1, 63, 300], first=first)
     store, counts = cache.stores[0], [1, 0, 40, 5]
     store.prepared["flash"] = flash.Flash(plain, torch.float16, softcap=True)
-    entries = [*entries, cache.new()]
+    seqs = [*seqs, cache.new()]
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 4, dim).bfloat16()
-    batch = cache.extend(entries, counts)
+    batch = cache.extend(seqs, counts)
     for softcap in (None, 3.0):
         options = {"scale": dim**-0.5, "softcap": softcap}
         with attention.poisoned():
@@ -604,9 +604,9 @@ def test_append_of_nearest_centroids(name: str, dim: int) -> None:
     caches = [filled(name, 2, 1, dim, [1, 63, 140]) for _ in range(2)]
     for counts in ([5, 1, 0], [1, 1, 1], [0, 90, 2]):  # few and many at a time
         k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
-        for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
-            batch = cache.extend(entries, counts)
-            batch.slots[-1] = -1  # padding
+        for (cache, seqs), run in zip(caches, (reference.append, cuda_append.append), strict=True):
+            batch = cache.extend(seqs, counts)
+            batch.slot_mapping[-1] = -1  # padding
             run(cache.stores[0], k, v, batch)
     same_pages(caches[0][0], caches[1][0])
     assert bool((caches[0][0].stores[0].pages != 0xFF).any())
@@ -616,13 +616,13 @@ def test_append_takes_the_first_of_equal_centroids() -> None:
     """Every centroid is there twice, or nearly: what float32 cannot tell apart is compared in float64."""
     caches = [filled("million-2", 2, 1, 64, [3]) for _ in range(2)]
     x = vectors(40, 2, 64, "cpu").bfloat16()
-    for (cache, entries), run in zip(caches, (reference.append, cuda_append.append), strict=True):
+    for (cache, seqs), run in zip(caches, (reference.append, cuda_append.append), strict=True):
         for stream in (cache.stores[0].key, cache.stores[0].value):
             books = stream.codec.codebooks  # type: ignore[attr-defined]
             books[:, :, 1::2] = books[:, :, 0::2]
             books[:, :, 3::4, 0] *= 1 + 2**-10
         cache.stores[0].prepared.clear()
-        run(cache.stores[0], x, 8 * x, cache.extend(entries, [40]))
+        run(cache.stores[0], x, 8 * x, cache.extend(seqs, [40]))
     same_pages(caches[0][0], caches[1][0])
     indices = cache.layout.unpack("key", cache.stores[0].pages[:1])["indices"][3:43]
     assert bool((indices % 4 != 1).all()) and bool((indices % 4 == 3).any())
@@ -672,6 +672,6 @@ def test_rows_are_copied_where_somebody_wants_them(tokens: int | None) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "kvant-2", "vecinfer-2", "kivi-k2v2"])
 def test_numbers_of_another_type_are_refused(name: str) -> None:
-    cache, entries = filled(name, 2, 1, 64, [3], order=None)
+    cache, seqs = filled(name, 2, 1, 64, [3], order=None)
     with pytest.raises(ValueError, match="keys must be bfloat16, float16, float32, got torch.float64"):
-        cuda_append.append(cache.stores[0], *torch.randn(2, 1, 2, 64).double(), cache.extend(entries, [1]))
+        cuda_append.append(cache.stores[0], *torch.randn(2, 1, 2, 64).double(), cache.extend(seqs, [1]))

@@ -54,17 +54,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check(
     cache: PagedCache,
-    entries: list[Entry],
+    seqs: list[Entry],
     group: int,
     limit: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> None:
-    store, batch, layout = cache.stores[0], cache.batch(entries), cache.layout
-    q = torch.randn(len(entries), layout.heads * group, layout.head_dim).to(
+    store, batch, layout = cache.stores[0], cache.batch(seqs), cache.layout
+    q = torch.randn(len(seqs), layout.heads * group, layout.head_dim).to(
         store.pages.device, getattr(torch, layout.dtype)
     )
-    options = {"scale": layout.head_dim**-0.5, "softcap": softcap, "window": window}
+    options = {"scale": layout.head_dim**-0.5, "softcap": softcap, "sliding_window": sliding_window}
     with attention.poisoned():
         found, lse = full.decode_with_lse(store, q, batch, **options)  # type: ignore[arg-type]
     assert found.dtype == q.dtype
@@ -108,7 +108,7 @@ def test_soft_cap_and_sliding_window(options: dict[str, float]) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("page", [16, 32, 128])
 def test_other_pages(page: int) -> None:
-    check(*filled(2, 64, "bfloat16", [17, 300], page), 2, 2e-3, window=77)
+    check(*filled(2, 64, "bfloat16", [17, 300], page), 2, 2e-3, sliding_window=77)
 
 
 @pytest.mark.few(1)
@@ -125,27 +125,27 @@ def test_work_is_cut_anywhere(blocks: int, monkeypatch: pytest.MonkeyPatch) -> N
 @needs_compiler
 @pytest.mark.usefixtures("device")
 def test_counters_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, entries = filled(2, 64, "float16", [700])
+    cache, seqs = filled(2, 64, "float16", [700])
     zeros = torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(full, "counters", lambda device, count: zeros[:count])
     for _ in range(2):
-        check(cache, entries, 2, 5e-4)
+        check(cache, seqs, 2, 5e-4)
     assert not bool(zeros.any())
 
 
 @needs_compiler
 @pytest.mark.usefixtures("device")
 def test_sequences_without_tokens_and_tables_that_are_wider() -> None:
-    cache, entries = filled(3, 64, "bfloat16", [40, 200])
-    batch, store = cache.batch(entries), cache.stores[0]
+    cache, seqs = filled(3, 64, "bfloat16", [40, 200])
+    batch, store = cache.batch(seqs), cache.stores[0]
     wide = torch.cat((batch.block_table, torch.full((2, 90), 1 << 40)), 1).contiguous()
     lengths = torch.tensor([0, 200])
     q = torch.randn(2, 6, 64).bfloat16()
     with attention.poisoned():
-        found, lse = full.decode_with_lse(store, q, batch._replace(block_table=wide, lengths=lengths), scale=0.1)
+        found, lse = full.decode_with_lse(store, q, batch._replace(block_table=wide, seq_lens=lengths), scale=0.1)
     assert bool((found[0] == 0).all()) and bool(lse[0].isneginf().all())
     assert relative_error(found[1:], reference.decode(store, q.double(), batch, scale=0.1)[1:]) < 2e-3
-    nothing = batch._replace(block_table=wide[:0], lengths=lengths[:0])
+    nothing = batch._replace(block_table=wide[:0], seq_lens=lengths[:0])
     assert full.decode(store, q[:0], nothing, scale=0.1).shape == (0, 6, 64)
 
 
@@ -154,20 +154,20 @@ def test_sequences_without_tokens_and_tables_that_are_wider() -> None:
 def test_large_scores_and_one_token_that_has_it_all() -> None:
     """The reference of the softmax is set anew in the middle of a sequence."""
     for dtype, limit in KINDS:
-        cache, entries = filled(4, 64, dtype, [1])
-        entry = cache.new()
+        cache, seqs = filled(4, 64, dtype, [1])
+        seq = cache.new()
         k, v = torch.randn(2, 100, 2, 64).to(getattr(torch, dtype))
         k *= torch.linspace(0.1, 8, 100)[:, None, None].to(k.dtype)  # scores grow with the position
-        reference.append(cache.stores[0], k, v, cache.extend([entry], [100]))
-        check(cache, [*entries, entry], 4, limit)
+        reference.append(cache.stores[0], k, v, cache.extend([seq], [100]))
+        check(cache, [*seqs, seq], 4, limit)
 
 
 @needs_compiler
 @pytest.mark.usefixtures("device")
 def test_queries_are_of_the_pages_type() -> None:
-    cache, entries = filled(2, 64, "bfloat16", [5])
+    cache, seqs = filled(2, 64, "bfloat16", [5])
     with pytest.raises(ValueError, match="queries must be bfloat16, got torch.float16"):
-        full.decode(cache.stores[0], torch.randn(1, 4, 64).half(), cache.batch(entries), scale=0.1)
+        full.decode(cache.stores[0], torch.randn(1, 4, 64).half(), cache.batch(seqs), scale=0.1)
 
 
 @pytest.mark.parametrize(
@@ -234,18 +234,18 @@ def test_it_compiles(group: int, dim: int, dtype: str) -> None:
 @pytest.mark.parametrize(("group", "dim"), [*SHAPES, (64, 128)])
 def test_every_shape_on_a_gpu(group: int, dim: int, dtype_limit: tuple[str, float]) -> None:
     dtype, limit = dtype_limit
-    cache, entries = test_cuda.filled("full", 2, group, dim, dtype, test_cuda.LENGTHS)
+    cache, seqs = test_cuda.filled("full", 2, group, dim, dtype, test_cuda.LENGTHS)
     assert cache.ops["decode"].name == "cuda-full"
-    check(cache, entries, group, limit)
+    check(cache, seqs, group, limit)
     for options in OPTIONS:
-        check(cache, entries, group, limit, **options)  # type: ignore[arg-type]
+        check(cache, seqs, group, limit, **options)  # type: ignore[arg-type]
 
 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("page", [16, 32, 128])
 def test_other_pages_on_a_gpu(page: int) -> None:
-    check(*test_cuda.filled("full", 2, 4, 128, "bfloat16", test_cuda.LENGTHS, page), 4, 2e-3, window=777)
+    check(*test_cuda.filled("full", 2, 4, 128, "bfloat16", test_cuda.LENGTHS, page), 4, 2e-3, sliding_window=777)
 
 
 @gpu
@@ -258,8 +258,8 @@ def test_long_and_many_sequences_on_a_gpu() -> None:
 @gpu
 @needs_gpu
 def test_a_cuda_graph_follows_its_inputs() -> None:
-    cache, entries = test_cuda.filled("full", 2, 4, 128, "bfloat16", [900, 400])
-    batch, store = cache.batch(entries), cache.stores[0]
+    cache, seqs = test_cuda.filled("full", 2, 4, 128, "bfloat16", [900, 400])
+    batch, store = cache.batch(seqs), cache.stores[0]
     q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
     full.decode(store, q, batch, scale=0.1)
     graph = torch.cuda.CUDAGraph()
@@ -267,6 +267,6 @@ def test_a_cuda_graph_follows_its_inputs() -> None:
         out = full.decode(store, q, batch, scale=0.1)
     for _ in range(2):
         q.copy_(torch.randn_like(q))
-        batch.lengths.sub_(3)
+        batch.seq_lens.sub_(3)
         graph.replay()
         assert relative_error(out, reference.decode(store, q.double(), batch, scale=0.1)) < 2e-3

@@ -29,9 +29,9 @@ def test_decode_reads_what_spans_say(name: str, heads: int, group: int, dim: int
     tokens = Tokens.random(n, heads, group, dim)
     for length in (1, 40, 170, n) if dim == 64 else (n,):
         cache = make_cache(name, heads, dim)
-        entry = cache.new()
-        fill(cache, entry, tokens[:length], [length])
-        found = cache.decode(0, tokens.q[length - 1 : length], cache.batch([entry]), scale=scale)
+        seq = cache.new()
+        fill(cache, seq, tokens[:length], [length])
+        found = cache.decode(0, tokens.q[length - 1 : length], cache.batch([seq]), scale=scale)
         k, v = (attended(cache.layout, side, tokens, length, length) for side in ("key", "value"))
         expected = dense_attention(tokens.q[length - 1 : length], k, v, scale)
         assert relative_error(found, expected) < 1e-4
@@ -49,16 +49,16 @@ def test_parts_combine(rope: str, codec: Codec) -> None:
     )
     tokens, scale = Tokens.random(150, 2, 2, 64), 0.2
     cache = make_cache(recipe)
-    entry = cache.new()
-    fill(cache, entry, tokens[:149], [100, 49])
-    batch = cache.extend([entry], [1])
+    seq = cache.new()
+    fill(cache, seq, tokens[:149], [100, 49])
+    batch = cache.extend([seq], [1])
     last = tokens[149:]
     history = [attended(cache.layout, side, tokens, 149, 100) for side in ("key", "value")]
     found = cache.prefill(0, last.q, last.k, last.v, batch, scale=scale)
     seen = [torch.cat((history[0], last.k)), torch.cat((history[1], last.v))]
     assert relative_error(found, dense_attention(last.q, *seen, scale)) < 1e-4
     cache.append(0, last.k, last.v, batch, last.q)
-    found = cache.decode(0, last.q, cache.batch([entry]), scale=scale)
+    found = cache.decode(0, last.q, cache.batch([seq]), scale=scale)
     seen = [attended(cache.layout, side, tokens, 150, 100) for side in ("key", "value")]
     assert relative_error(found, dense_attention(last.q, *seen, scale)) < 1e-4
 
@@ -68,9 +68,9 @@ def test_prefill_reads_history_as_decode_would_and_new_tokens_as_they_are(name: 
     prompt, n, dim, scale = 70, 131, 64, 0.2
     tokens = Tokens.random(n, 2, 2, dim)
     cache = make_cache(name, 2, dim)
-    entry = cache.new()
-    fill(cache, entry, tokens[:prompt], [prompt])
-    batch = cache.extend([entry], [n - prompt])
+    seq = cache.new()
+    fill(cache, seq, tokens[:prompt], [prompt])
+    batch = cache.extend([seq], [n - prompt])
     new = tokens[prompt:n]
     found = cache.prefill(0, new.q, new.k, new.v, batch, scale=scale)
     seen = [
@@ -120,27 +120,29 @@ def test_a_ragged_batch_is_each_sequence_alone(name: str) -> None:
     lengths, grown = [70, 3, 129, 17, 33], [64, 30, 1, 0, 15]
     sequences = [Tokens.random(n + m, 2, 2, 64, seed) for seed, (n, m) in enumerate(zip(lengths, grown, strict=True))]
     cache = make_cache(name)
-    entries = [cache.new() for _ in lengths]
+    seqs = [cache.new() for _ in lengths]
     starts = [0] * len(lengths)
     for counts in (lengths, grown):
-        batch = cache.extend(entries, counts)
+        batch = cache.extend(seqs, counts)
         parts = [s[a : a + c] for s, a, c in zip(sequences, starts, counts, strict=True)]
         cache.append(
             0, *(torch.cat([getattr(p, x) for p in parts]) for x in "kv"), batch, torch.cat([p.q for p in parts])
         )
         starts = [a + c for a, c in zip(starts, counts, strict=True)]
     query = torch.stack([s.q[-1] for s in sequences])
-    together = cache.decode(0, query, cache.batch(entries), scale=0.1)
+    together = cache.decode(0, query, cache.batch(seqs), scale=0.1)
     for row, (n, m, own) in enumerate(zip(lengths, grown, sequences, strict=True)):
         alone = make_cache(name)
-        entry = alone.new()
-        fill(alone, entry, own, [n, m] if m else [n])
-        found = alone.stores[0].pages[torch.tensor(entry.pages, dtype=torch.int64)]
-        assert torch.equal(found, cache.stores[0].pages[torch.tensor(entries[row].pages, dtype=torch.int64)])
+        seq = alone.new()
+        fill(alone, seq, own, [n, m] if m else [n])
+        found = alone.stores[0].pages[torch.tensor(seq.pages, dtype=torch.int64)]
+        assert torch.equal(found, cache.stores[0].pages[torch.tensor(seqs[row].pages, dtype=torch.int64)])
         for one, two in zip(alone.stores[0].owned, cache.stores[0].owned, strict=True):
-            torch.testing.assert_close(one[entry.owner], two[entries[row].owner], rtol=1e-5, atol=1e-6, equal_nan=True)
+            torch.testing.assert_close(
+                one[seq.overlay_row], two[seqs[row].overlay_row], rtol=1e-5, atol=1e-6, equal_nan=True
+            )
         torch.testing.assert_close(
-            together[row], alone.decode(0, query[row : row + 1], alone.batch([entry]), scale=0.1)[0]
+            together[row], alone.decode(0, query[row : row + 1], alone.batch([seq]), scale=0.1)[0]
         )
 
 
@@ -152,9 +154,9 @@ def test_keys_before_rope_are_the_same_keys_when_nothing_is_coded() -> None:
     name = "squat-pre:v.recent=64,k.flush=64"
     tokens = Tokens.random(50, 2, 2, 64)
     cache = make_cache(name)
-    entry = cache.new()
-    fill(cache, entry, tokens, [20, 30])
-    found = cache.decode(0, tokens.q[-1:], cache.batch([entry]), scale=0.1)
+    seq = cache.new()
+    fill(cache, seq, tokens, [20, 30])
+    found = cache.decode(0, tokens.q[-1:], cache.batch([seq]), scale=0.1)
     expected = dense_attention(tokens.q[-1:], tokens.k, tokens.v.bfloat16(), 0.1)
     assert relative_error(found, expected) < 2e-2, "bfloat16 windows"
 
@@ -168,12 +170,12 @@ def test_pages_before_rope_do_not_depend_on_where_the_tokens_are() -> None:
     codes = []
     for shift in (0, 16, 160):
         cache = make_cache(name)
-        entry = cache.new()
+        seq = cache.new()
         rest = Tokens.random(shift, 2, 1, 64, 7)
         turned = Tokens(rope.turn(plain.k, shift + torch.arange(16)), plain.v, plain.q)
         tokens = Tokens(*(torch.cat((getattr(rest, x), getattr(turned, x))) for x in "kvq"))
-        fill(cache, entry, tokens, [shift + 16])
-        parts = cache.layout.unpack("key", cache.stores[0].pages[torch.tensor(entry.pages)])
+        fill(cache, seq, tokens, [shift + 16])
+        parts = cache.layout.unpack("key", cache.stores[0].pages[torch.tensor(seq.pages)])
         codes.append(parts["codes"][shift : shift + 16])
     for other in codes[1:]:
         assert (other == codes[0]).float().mean() > 0.99, "but for rounding"
@@ -201,22 +203,22 @@ def test_without_weight_squats_pages_are_kivis() -> None:
 def test_the_subspace_is_fitted_on_the_prompt_and_then_left_alone() -> None:
     tokens = Tokens.random(200, 2, 3, 64)
     cache = make_cache("squat")
-    entry = cache.new()
-    fill(cache, entry, tokens[:90], [90])
+    seq = cache.new()
+    fill(cache, seq, tokens[:90], [90])
     state = cache.stores[0].states["key"]
-    before = state[entry.owner].clone()
+    before = state[seq.overlay_row].clone()
     expected = Subspace().fit(tokens.q[:90].unflatten(1, (2, -1)))
     assert torch.equal(before, expected)
-    fill(cache, entry, tokens[90:], [10, 100])
-    assert torch.equal(cache.stores[0].states["key"][entry.owner], before)
+    fill(cache, seq, tokens[90:], [10, 100])
+    assert torch.equal(cache.stores[0].states["key"][seq.overlay_row], before)
 
 
 def test_until_the_first_group_is_coded_the_subspace_takes_in_every_query() -> None:
     tokens = Tokens.random(40, 1, 1, 64)
     cache = make_cache("squat:rank=40", heads=1)
-    entry = cache.new()
-    fill(cache, entry, tokens, [1] * 40)
-    state = cache.stores[0].states["key"][entry.owner, 0].double()
+    seq = cache.new()
+    fill(cache, seq, tokens, [1] * 40)
+    state = cache.stores[0].states["key"][seq.overlay_row, 0].double()
     seen = tokens.q[:32, 0].double()  # the group is coded when its 32nd token arrives
     torch.testing.assert_close(state.mT @ state, seen.mT @ seen, rtol=1e-4, atol=1e-4)
 
@@ -225,15 +227,15 @@ def test_until_the_first_group_is_coded_the_subspace_takes_in_every_query() -> N
 def test_each_sequence_has_its_own_subspace_unless_it_is_shared(shared: bool) -> None:
     first, second = Tokens.random(64, 2, 2, 64, 1), Tokens.random(64, 2, 2, 64, 2)
     cache = make_cache(f"squat:shared={shared}")
-    entries = [cache.new(), cache.new()]
-    batch = cache.extend(entries, [64, 64])
+    seqs = [cache.new(), cache.new()]
+    batch = cache.extend(seqs, [64, 64])
     cache.append(
         0, *(torch.cat((getattr(first, x), getattr(second, x))) for x in "kv"), batch, torch.cat((first.q, second.q))
     )
     states = cache.stores[0].states["key"]
     fits = [Subspace().fit(s.q.unflatten(1, (2, -1))) for s in (first, second)]
-    for entry, expected in zip(entries, [fits[0], fits[0 if shared else 1]], strict=True):
-        torch.testing.assert_close(states[entry.owner], expected, rtol=1e-5, atol=1e-5)
+    for seq, expected in zip(seqs, [fits[0], fits[0 if shared else 1]], strict=True):
+        torch.testing.assert_close(states[seq.overlay_row], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["squat", "zipcache"])

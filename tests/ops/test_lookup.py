@@ -35,12 +35,12 @@ def caches(name: str, heads: int, head_dim: int) -> tuple[PagedCache, PagedCache
 def decoded(cache: PagedCache, lengths: list[int], group: int, seed: int, **options: float | None) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
     heads, dim = cache.layout.heads, cache.layout.head_dim
-    entries = [cache.new() for _ in lengths]
-    for entry, n in zip(entries, lengths, strict=True):
+    seqs = [cache.new() for _ in lengths]
+    for seq, n in zip(seqs, lengths, strict=True):
         k, v = (torch.randn(n, heads, dim, generator=random) for _ in range(2))
-        cache.append(0, k, v + 0.3, cache.extend([entry], [n]))
+        cache.append(0, k, v + 0.3, cache.extend([seq], [n]))
     q = torch.randn(len(lengths), heads * group, dim, generator=random)
-    return cache.decode(0, q, cache.batch(entries), scale=dim**-0.5, **options)
+    return cache.decode(0, q, cache.batch(seqs), scale=dim**-0.5, **options)
 
 
 @pytest.mark.few(6)
@@ -57,10 +57,10 @@ def test_lookup_equals_dequantization(name: str, heads: int, group: int, head_di
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 300)])
-def test_soft_cap_and_sliding_window(softcap: float | None, window: int | None) -> None:
+@pytest.mark.parametrize(("softcap", "sliding_window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 300)])
+def test_soft_cap_and_sliding_window(softcap: float | None, sliding_window: int | None) -> None:
     reference, looked_up = caches("vecinfer-2:recent=20", 2, 64)
-    options = {"softcap": softcap, "window": window}
+    options = {"softcap": softcap, "sliding_window": sliding_window}
     expected = decoded(reference, [300, 5], 2, 3, **options)
     assert relative_error(decoded(looked_up, [300, 5], 2, 3, **options), expected) < 1e-5
 
@@ -78,10 +78,10 @@ def test_cropped_sequences_read_their_pages_where_the_window_is_gone() -> None:
     k, v, q = torch.randn(200, 2, 64), torch.randn(200, 2, 64), torch.randn(1, 4, 64)
     found = []
     for cache in (reference, looked_up):
-        entry = cache.new()
-        cache.append(0, k, v, cache.extend([entry], [200]))
-        cache.crop(entry, 150)
-        found.append(cache.decode(0, q, cache.batch([entry]), scale=0.125))
+        seq = cache.new()
+        cache.append(0, k, v, cache.extend([seq], [200]))
+        cache.crop(seq, 150)
+        found.append(cache.decode(0, q, cache.batch([seq]), scale=0.125))
     assert relative_error(found[1], found[0]) < 1e-5
 
 

@@ -44,9 +44,9 @@ def test_decode_reads_what_spans_say(name: str, heads: int, group: int, head_dim
         torch.randn(n, heads, head_dim),
         torch.randn(n, heads, head_dim) + 0.3,
     )
-    entry = cache.new()
-    cache.append(0, k, v, cache.extend([entry], [n]))
-    found = cache.decode(0, q, cache.batch([entry]), scale=scale)
+    seq = cache.new()
+    cache.append(0, k, v, cache.extend([seq], [n]))
+    found = cache.decode(0, q, cache.batch([seq]), scale=scale)
     expected = dense_attention(q, stored(cache, k, "key", n), stored(cache, v, "value", n), scale)
     assert relative_error(found, expected) < 1e-5
     assert found.dtype == q.dtype
@@ -58,9 +58,9 @@ def test_prefill_reads_history_as_decode_would_and_new_tokens_in_full(name: str)
     cache = PagedCache(make_layout(name, heads, dim, dtype="float32"), layers=1)
     k, v = torch.randn(history + fresh, heads, dim), torch.randn(history + fresh, heads, dim)
     q = torch.randn(fresh, heads * group, dim)
-    entry = cache.new()
-    cache.append(0, k[:history], v[:history], cache.extend([entry], [history]))
-    found = cache.prefill(0, q, k[history:], v[history:], cache.extend([entry], [fresh]), scale=0.2)
+    seq = cache.new()
+    cache.append(0, k[:history], v[:history], cache.extend([seq], [history]))
+    found = cache.prefill(0, q, k[history:], v[history:], cache.extend([seq], [fresh]), scale=0.2)
     keys = torch.cat((stored(cache, k[:history], "key", history), k[history:]))
     values = torch.cat((stored(cache, v[:history], "value", history), v[history:]))
     assert relative_error(found, dense_attention(q, keys, values, 0.2)) < 1e-5
@@ -75,23 +75,25 @@ def test_prefill_without_history_is_exact_for_every_recipe(fresh: int) -> None:
         assert relative_error(found, dense_attention(q, k, v, 0.125)) < 1e-5
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1)])
-def test_soft_cap_and_sliding_window(softcap: float | None, window: int | None) -> None:
+@pytest.mark.parametrize(("softcap", "sliding_window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1)])
+def test_soft_cap_and_sliding_window(softcap: float | None, sliding_window: int | None) -> None:
     cache = PagedCache(make_layout("int8", 2, 64, dtype="float32"), layers=1)
     n = 150
     k, v = torch.randn(n, 2, 64), torch.randn(n, 2, 64)
-    options = {"scale": 1.0, "softcap": softcap, "window": window}
-    entry = cache.new()
-    cache.append(0, k[:100], v[:100], cache.extend([entry], [100]))
+    options = {"scale": 1.0, "softcap": softcap, "sliding_window": sliding_window}
+    seq = cache.new()
+    cache.append(0, k[:100], v[:100], cache.extend([seq], [100]))
     q = torch.randn(50, 4, 64)
-    batch = cache.extend([entry], [50])
+    batch = cache.extend([seq], [50])
     found = cache.prefill(0, q, k[100:], v[100:], batch, **options)
     keys = torch.cat((stored(cache, k[:100], "key", 100), k[100:]))
     values = torch.cat((stored(cache, v[:100], "value", 100), v[100:]))
-    assert relative_error(found, dense_attention(q, keys, values, 1.0, softcap, window)) < 1e-5
+    assert relative_error(found, dense_attention(q, keys, values, 1.0, softcap, sliding_window)) < 1e-5
     cache.append(0, k[100:], v[100:], batch)
-    found = cache.decode(0, q[-1:], cache.batch([entry]), **options)
-    expected = dense_attention(q[-1:], stored(cache, k, "key", n), stored(cache, v, "value", n), 1.0, softcap, window)
+    found = cache.decode(0, q[-1:], cache.batch([seq]), **options)
+    expected = dense_attention(
+        q[-1:], stored(cache, k, "key", n), stored(cache, v, "value", n), 1.0, softcap, sliding_window
+    )
     assert relative_error(found, expected) < 1e-5
 
 
@@ -100,19 +102,19 @@ def test_a_ragged_batch_is_each_sequence_alone(name: str) -> None:
     lengths = [1, 63, 64, 129, 7]
     layout = make_layout(name, 2, 64, dtype="float32")
     together = PagedCache(layout, layers=1)
-    entries = [together.new() for _ in lengths]
+    seqs = [together.new() for _ in lengths]
     k, v, q = torch.randn(sum(lengths), 2, 64), torch.randn(sum(lengths), 2, 64), torch.randn(sum(lengths), 6, 64)
-    batch = together.extend(entries, lengths)
+    batch = together.extend(seqs, lengths)
     prefilled = together.prefill(0, q, k, v, batch, scale=0.1)
     together.append(0, k, v, batch)
     query = torch.randn(len(lengths), 6, 64)
-    decoded = together.decode(0, query, together.batch(entries), scale=0.1)
+    decoded = together.decode(0, query, together.batch(seqs), scale=0.1)
     start = 0
     for row, n in enumerate(lengths):
         part = slice(start, start + n)
         alone = PagedCache(layout, layers=1)
-        entry = alone.new()
-        own = alone.extend([entry], [n])
+        seq = alone.new()
+        own = alone.extend([seq], [n])
         torch.testing.assert_close(prefilled[part], alone.prefill(0, q[part], k[part], v[part], own, scale=0.1))
         alone.append(0, k[part], v[part], own)
         torch.testing.assert_close(decoded[row : row + 1], alone.decode(0, query[row : row + 1], own, scale=0.1))
@@ -121,9 +123,9 @@ def test_a_ragged_batch_is_each_sequence_alone(name: str) -> None:
 
 def test_padding_slots_write_nothing() -> None:
     cache = PagedCache(make_layout("int2:sink=2,recent=3", 2, 64), layers=1)
-    entry = cache.new()
-    batch = cache.extend([entry], [5])
-    batch = batch._replace(slots=torch.full_like(batch.slots, -1))
+    seq = cache.new()
+    batch = cache.extend([seq], [5])
+    batch = batch._replace(slot_mapping=torch.full_like(batch.slot_mapping, -1))
     before = cache.stores[0].pages.clone()
     cache.append(0, torch.randn(5, 2, 64), torch.randn(5, 2, 64), batch)
     assert torch.equal(cache.stores[0].pages, before)
@@ -132,14 +134,12 @@ def test_padding_slots_write_nothing() -> None:
 
 def test_float64_queries_are_answered_in_float64() -> None:
     cache = PagedCache(make_layout("saw-int4", 2, 64), layers=1)
-    entry = cache.new()
-    cache.append(0, torch.randn(70, 2, 64), torch.randn(70, 2, 64), cache.extend([entry], [70]))
+    seq = cache.new()
+    cache.append(0, torch.randn(70, 2, 64), torch.randn(70, 2, 64), cache.extend([seq], [70]))
     q = torch.randn(1, 2, 64)
-    exact = cache.decode(0, q.double(), cache.batch([entry]), scale=0.1)
+    exact = cache.decode(0, q.double(), cache.batch([seq]), scale=0.1)
     assert exact.dtype == torch.float64
-    torch.testing.assert_close(
-        cache.decode(0, q, cache.batch([entry]), scale=0.1).double(), exact, rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(cache.decode(0, q, cache.batch([seq]), scale=0.1).double(), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_an_unknown_implementation_is_refused_with_what_there_is() -> None:

@@ -15,8 +15,8 @@ NAMES = [name for name in recipes.names() if not recipes.get(name).calibrated]
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*NAMES, "int2:sink=3,recent=10", "saw-int4:k.recent=20,v.recent=50"])
-@pytest.mark.parametrize("window", [None, 90])
-def test_replay_is_decode_one_by_one(name: str, window: int | None) -> None:
+@pytest.mark.parametrize("sliding_window", [None, 90])
+def test_replay_is_decode_one_by_one(name: str, sliding_window: int | None) -> None:
     heads, group, dim, scale = 2, 3, 64, 0.2
     layout = make_layout(name, heads, dim, dtype="float32")
     # what a corrector learns until its first group is coded depends on how the tokens come: it has coded one before
@@ -27,19 +27,19 @@ def test_replay_is_decode_one_by_one(name: str, window: int | None) -> None:
     outs = []
     for steps in ([new], [1] * new, [37, 63]):
         cache = PagedCache(layout, layers=1, ropes=ropes)
-        entries = [cache.new() for _ in prompts]
-        batch = cache.extend(entries, prompts)
+        seqs = [cache.new() for _ in prompts]
+        batch = cache.extend(seqs, prompts)
         first = [torch.cat([x[i, :n] for i, n in enumerate(prompts)]) for x in (k, v, q)]
         cache.append(0, first[0], first[1], batch, first[2])
         at, out = 0, []
         for count in steps:
-            batch = cache.extend(entries, [count] * 3)
+            batch = cache.extend(seqs, [count] * 3)
             part = [torch.cat([x[i, n + at : n + at + count] for i, n in enumerate(prompts)]) for x in (k, v, q)]
             if count == 1:
                 cache.append(0, part[0], part[1], batch, part[2])
-                found = cache.decode(0, part[2], batch, scale=scale, window=window)
+                found = cache.decode(0, part[2], batch, scale=scale, sliding_window=sliding_window)
             else:
-                found = cache.replay(0, part[2], part[0], part[1], batch, scale=scale, window=window)
+                found = cache.replay(0, part[2], part[0], part[1], batch, scale=scale, sliding_window=sliding_window)
             out.append(found.view(3, count, heads * group, dim))
             at += count
         outs.append(torch.cat(out, 1))

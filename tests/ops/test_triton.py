@@ -55,29 +55,29 @@ def test_in_a_process_of_its_own() -> None:
 def filled(name: str, heads: int, dim: int, lengths: list[int], order: str | None = None) -> tuple[PagedCache, list]:
     layout = Layout.of(recipes.get(name), heads, dim, order=order, dtype="float32")  # type: ignore[arg-type]
     cache = PagedCache(layout, 1, device=DEVICE)
-    entries = [cache.new() for _ in lengths]
+    seqs = [cache.new() for _ in lengths]
     k, v = torch.randn(2, sum(lengths), heads, dim, device=DEVICE)
-    reference.append(cache.stores[0], k, v + 0.4, cache.extend(entries, lengths))
-    return cache, entries
+    reference.append(cache.stores[0], k, v + 0.4, cache.extend(seqs, lengths))
+    return cache, seqs
 
 
 @needs_triton
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("heads", "group", "dim", "order"), [(2, 1, 64, None), (1, 3, 96, None), (1, 4, 128, "plain")])
 def test_decode_reads_the_same_bytes(name: str, heads: int, group: int, dim: int, order: str | None) -> None:
-    cache, entries = filled(name, heads, dim, [1, 131, 64], order)
+    cache, seqs = filled(name, heads, dim, [1, 131, 64], order)
     q = torch.randn(3, heads * group, dim, device=DEVICE)
-    batch = cache.batch(entries)
+    batch = cache.batch(seqs)
     found = triton_decode.decode(cache.stores[0], q, batch, scale=0.1)
     assert relative_error(found, reference.decode(cache.stores[0], q.double(), batch, scale=0.1)) < 1e-5
 
 
 @needs_triton
-@pytest.mark.parametrize(("softcap", "window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1)])
-def test_soft_cap_and_sliding_window(softcap: float | None, window: int | None) -> None:
-    cache, entries = filled("saw-int4:sink=5,recent=30", 1, 64, [150, 20])
-    q, batch = torch.randn(2, 2, 64, device=DEVICE), cache.batch(entries)
-    options = {"scale": 0.3, "softcap": softcap, "window": window}
+@pytest.mark.parametrize(("softcap", "sliding_window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1)])
+def test_soft_cap_and_sliding_window(softcap: float | None, sliding_window: int | None) -> None:
+    cache, seqs = filled("saw-int4:sink=5,recent=30", 1, 64, [150, 20])
+    q, batch = torch.randn(2, 2, 64, device=DEVICE), cache.batch(seqs)
+    options = {"scale": 0.3, "softcap": softcap, "sliding_window": sliding_window}
     found = triton_decode.decode(cache.stores[0], q, batch, **options)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(cache.stores[0], q.double(), batch, **options)) < 1e-5  # type: ignore[arg-type]
 
@@ -88,13 +88,13 @@ def test_soft_cap_and_sliding_window(softcap: float | None, window: int | None) 
 def test_append_writes_the_same_bytes(name: str, dim: int, order: str | None) -> None:
     layout = Layout.of(recipes.get(name), 1, dim, order=order, dtype="bfloat16")  # type: ignore[arg-type]
     caches = [PagedCache(layout, 1, 8, DEVICE) for _ in range(2)]
-    entries = [[cache.new(), cache.new()] for cache in caches]
+    seqs = [[cache.new(), cache.new()] for cache in caches]
     for counts in ([19, 1], [1, 3]):
         k, v = torch.randn(2, sum(counts), 1, dim, device=DEVICE).bfloat16()
-        for cache, own, run in zip(caches, entries, (triton_append.append, reference.append), strict=True):
+        for cache, own, run in zip(caches, seqs, (triton_append.append, reference.append), strict=True):
             batch = cache.extend(own, counts)
             if counts[0] == 1:
-                batch.slots[-1] = -1  # padding
+                batch.slot_mapping[-1] = -1  # padding
             run(cache.stores[0], k, v, batch)
     stores = [cache.stores[0] for cache in caches]
     assert torch.equal(stores[0].pages, stores[1].pages)

@@ -41,14 +41,14 @@ def test_the_same_bytes_and_outputs_however_tokens_come(name: str, head_dim: int
     for ways in ([n], [70, 1, 80], [1] * n):
         cache = made(name, head_dim)
         poison(cache.stores[0])
-        entry, at = cache.new(), 0
+        seq, at = cache.new(), 0
         for count in ways:
             q, k, v = (part[at : at + count] for part in x)
-            cache.append(0, k, v, cache.extend([entry], [count]), q)
+            cache.append(0, k, v, cache.extend([seq], [count]), q)
             at += count
-        unpacked = [cache.layout.unpack(side, cache.stores[0].pages[entry.pages]) for side in ("key", "value")]
+        unpacked = [cache.layout.unpack(side, cache.stores[0].pages[seq.pages]) for side in ("key", "value")]
         pages.append([part[:n] for side in unpacked for _, part in sorted(side.items())])
-        outs.append(cache.decode(0, x[0][-1:], cache.batch([entry]), scale=scale))
+        outs.append(cache.decode(0, x[0][-1:], cache.batch([seq]), scale=scale))
     for other in pages[1:]:
         assert all(torch.equal(a, b) for a, b in zip(pages[0], other, strict=True))
     assert torch.isfinite(outs[0]).all()
@@ -65,10 +65,10 @@ def test_replay_is_decode_one_by_one(name: str, softcap: float | None) -> None:
     outs = []
     for steps in ([new], [1] * new):
         cache = made(name)
-        entry, out, at = cache.new(), [], prompt
-        cache.append(0, k[:at], v[:at], cache.extend([entry], [at]), q[:at])
+        seq, out, at = cache.new(), [], prompt
+        cache.append(0, k[:at], v[:at], cache.extend([seq], [at]), q[:at])
         for count in steps:
-            batch = cache.extend([entry], [count])
+            batch = cache.extend([seq], [count])
             part = [x[at : at + count] for x in (q, k, v)]
             options = {"scale": 0.2, "softcap": softcap}
             if count == 1:
@@ -89,9 +89,9 @@ def test_a_mean_taken_off_the_keys_leaves_no_trace(name: str, softcap: float | N
     n = 90
     cache = made(with_fields(name, "sink=200,recent=0"))
     q, k, v = (torch.randn(n, heads, DIM) for heads in (HEADS * GROUPS, HEADS, HEADS))
-    entry = cache.new()
-    cache.append(0, k[:-1], v[:-1], cache.extend([entry], [n - 1]))
-    batch = cache.extend([entry], [1])
+    seq = cache.new()
+    cache.append(0, k[:-1], v[:-1], cache.extend([seq], [n - 1]))
+    batch = cache.extend([seq], [1])
     fed = cache.prefill(0, q[-1:], k[-1:], v[-1:], batch, scale=0.3, softcap=softcap)
     cache.append(0, k[-1:], v[-1:], batch)
     found = cache.decode(0, q[-1:], batch, scale=0.3, softcap=softcap)
@@ -121,19 +121,19 @@ def cache_error(recipe: Recipe, tensors: dict[str, torch.Tensor], rope: Rope, of
     q, k = rope.turn(q, offset).flatten(1, 2), rope.turn(k, offset)
     layout = make_layout(recipe, HEADS, DIM, dtype="float32")
     cache = PagedCache(layout, 1, tensors={0: tensors}, ropes=[rope] if recipe.wants_rope else None)
-    entry = cache.new()
+    seq = cache.new()
     if (
         recipe.wants_rope
     ):  # the cache looks at positions: so many tokens come before, which a sliding window leaves behind
         none = torch.zeros(offset, HEADS, DIM)
-        cache.append(0, none, none, cache.extend([entry], [offset]))
-    cache.append(0, k[:-64], v[:-64], cache.extend([entry], [TOKENS - 64]))
+        cache.append(0, none, none, cache.extend([seq], [offset]))
+    cache.append(0, k[:-64], v[:-64], cache.extend([seq], [TOKENS - 64]))
     found = []
     for at in range(TOKENS - 64, TOKENS):
-        batch = cache.extend([entry], [1])
+        batch = cache.extend([seq], [1])
         cache.append(0, k[at : at + 1], v[at : at + 1], batch)
         if at % 4 == 0:
-            out = cache.decode(0, q[at : at + 1], batch, scale=DIM**-0.5, window=at + 1)
+            out = cache.decode(0, q[at : at + 1], batch, scale=DIM**-0.5, sliding_window=at + 1)
             found.append((out[0] - wanted[at - TOKENS]).square().sum() / wanted[at - TOKENS].square().sum())
     return float(torch.stack(found).mean())
 

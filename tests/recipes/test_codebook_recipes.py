@@ -74,9 +74,9 @@ def test_every_way_to_append_leaves_the_same_bytes(
     for ways in ([n], chunks, [1] * n):
         cache = PagedCache(layout, layers=1, pages=layout.pages_for(n), tensors=tensors)
         poison(cache.stores[0])
-        entry = cache.new()
-        fill(cache, entry, k, v, ways)
-        seen.append(contents(cache, entry))
+        seq = cache.new()
+        fill(cache, seq, k, v, ways)
+        seen.append(contents(cache, seq))
     for other in seen[1:]:
         for first, second in zip(seen[0], other, strict=True):
             assert torch.equal(first, second)
@@ -89,12 +89,12 @@ def test_every_token_comes_back_from_its_page_as_its_codec_left_it(name: str, he
     layout = make_layout(name, heads, head_dim, dtype="float32")
     cache = PagedCache(layout, 1, tensors={0: made_up_tensors(layout.recipe, heads, head_dim)})
     x = torch.randn(n, heads, head_dim) * 3
-    entry = cache.new()
-    cache.append(0, x, x, cache.extend([entry], [n]))
+    seq = cache.new()
+    cache.append(0, x, x, cache.extend([seq], [n]))
     store = cache.stores[0]
     for side in ("key", "value"):
         stream = store.stream(side)
-        found = layout.unpack(side, store.pages[torch.tensor(entry.pages)])
+        found = layout.unpack(side, store.pages[torch.tensor(seq.pages)])
         found = {field: codes[:n] for field, codes in found.items()}
         expected = stream.codec.encode(stream.forward(x))
         assert_same_parts(stream.codec, found, expected, *stored_numbers(stream, x, torch.arange(n)))

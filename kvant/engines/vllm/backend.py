@@ -157,7 +157,7 @@ class KvantImpl(AttentionImpl[Step]):
         if store.pages.data_ptr() != kv_cache.data_ptr() or len(store.pages) != len(kv_cache):
             layout = store.layout
             assert kv_cache.dtype == torch.uint8 and kv_cache.is_contiguous(), (kv_cache.dtype, kv_cache.stride())
-            pages = kv_cache.view(len(kv_cache), layout.heads, layout.run_bytes)
+            pages = kv_cache.view(len(kv_cache), layout.heads, layout.page_head_bytes)
             store.pages = self.layers.pages_only[self.place].pages = pages
         return store
 
@@ -190,14 +190,14 @@ class KvantImpl(AttentionImpl[Step]):
         if step.found is not None and step.windows is not None:
             step.windows.finish_sinks(self.place, step.found)
         if step.prefill is None:
-            n = len(step.batch.lengths)
+            n = len(step.batch.seq_lens)
             out[:n] = decode(store, q[:n], step.batch, **options)
             return output
         n = step.decodes
         if step.history:
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
         else:
-            out[n:] = attend_fresh(q[n:], k[n:], v[n:], step.prefill.starts, self.scale, self.softcap)
+            out[n:] = attend_fresh(q[n:], k[n:], v[n:], step.prefill.query_start_loc, self.scale, self.softcap)
         if n:
             out[:n] = decode(store, q[:n], step.decoding, **options)
         if step.last is not None:

@@ -65,8 +65,8 @@ class Layers:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token and head in a page."""
-        assert self.layout.run_bytes % PAGE_TOKENS == 0
-        return self.layout.run_bytes // PAGE_TOKENS
+        assert self.layout.page_head_bytes % PAGE_TOKENS == 0
+        return self.layout.page_head_bytes // PAGE_TOKENS
 
 
 def check_block(size: int) -> None:

@@ -50,9 +50,15 @@ class Step(AttentionMetadata):
     def decoding(self) -> PagedBatch:
         """The sequences that are decodes."""
         b, n = self.batch, self.decodes
-        exact = {name: exact[:n] for name, exact in b.exact.items()}
+        ring_start = {name: ring_start[:n] for name, ring_start in b.ring_start.items()}
         return PagedBatch(
-            b.block_table[:n], b.lengths[:n], b.slots[:n], b.starts[: n + 1], b.owners[:n], b.sinks[:n], exact
+            b.block_table[:n],
+            b.seq_lens[:n],
+            b.slot_mapping[:n],
+            b.query_start_loc[: n + 1],
+            b.overlay_rows[:n],
+            b.sinks[:n],
+            ring_start,
         )
 
 
@@ -78,7 +84,7 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         if self.graphs and self.device.type == "cuda":
             heads = max(layer.impl.num_heads for layer in self.attention)
             layers.counters = torch.zeros(
-                self._room("lengths")[0] * heads * COUNTERS, dtype=torch.int32, device=self.device
+                self._room("seq_lens")[0] * heads * COUNTERS, dtype=torch.int32, device=self.device
             )
 
     @classmethod
@@ -101,18 +107,18 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         if self.device.type == "cpu":  # kernels on a GPU look at lengths; plain torch looks at every page
             table = table[:, : max(1, -(-int(m.max_seq_len) // self.layers.layout.page_tokens))]
         table = self._stay("table", table)
-        lengths = self._stay("lengths", m.seq_lens[:count])
-        starts = self._stay("starts", m.query_start_loc[: count + 1])
-        slots = self._stay("slots", m.slot_mapping[:tokens])
-        found = self._rows(table, lengths, starts, slots, not captured)
+        seq_lens = self._stay("seq_lens", m.seq_lens[:count])
+        query_start_loc = self._stay("query_start_loc", m.query_start_loc[: count + 1])
+        slot_mapping = self._stay("slot_mapping", m.slot_mapping[:tokens])
+        found = self._rows(table, seq_lens, query_start_loc, slot_mapping, not captured)
         nothing = torch.zeros(count, dtype=torch.int64, device=self.device)
-        owners, sinks, since = (nothing,) * 3 if found is None else found[:3]
+        overlay_rows, sinks, since = (nothing,) * 3 if found is None else found[:3]
         batch = PagedBatch(
             table,
-            lengths,
-            slots,
-            starts,
-            self._stay("owners", owners),
+            seq_lens,
+            slot_mapping,
+            query_start_loc,
+            self._stay("overlay_rows", overlay_rows),
             self._stay("sinks", sinks),
             dict.fromkeys(("key", "value"), self._stay("since", since)),  # type: ignore[arg-type]
         )
@@ -127,18 +133,18 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         sure = getattr(m, "seq_lens_cpu_upper_bound", None)
         if self.device.type == "cpu" or sure is None or self.layers.drafts:
             sure = m.seq_lens.cpu()
-        lengths, starts = sure[first : m.num_reqs].long(), host[first:] - host[first]
-        counts = starts.diff()
-        older = lengths > counts
+        seq_lens, query_start_loc = sure[first : m.num_reqs].long(), host[first:] - host[first]
+        counts = query_start_loc.diff()
+        older = seq_lens > counts
         step.history = bool(older.any())
         step.prefill = batch._replace(
             block_table=batch.block_table[first:],
-            lengths=lengths,
-            slots=batch.slots[int(host[first]) :],
-            starts=starts,
-            owners=batch.owners[first:],
+            seq_lens=seq_lens,
+            slot_mapping=batch.slot_mapping[int(host[first]) :],
+            query_start_loc=query_start_loc,
+            overlay_rows=batch.overlay_rows[first:],
             sinks=batch.sinks[first:],
-            exact={name: exact[first:] for name, exact in batch.exact.items()},
+            ring_start={name: ring_start[first:] for name, ring_start in batch.ring_start.items()},
         )
         if not (step.history and self.layers.ring):
             return
@@ -152,18 +158,20 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
             for b in places.tolist():
                 mask[int(host[b]) - part.tokens.start : int(host[b + 1]) - part.tokens.start] = True
             mask = mask.to(self.device)
-            both = (torch.where(here, part.batch.slots, -1) for here in (~mask, mask))
-            between, last = (Part(part.tokens, part.batch._replace(slots=slots)) for slots in both)
+            both = (torch.where(here, part.batch.slot_mapping, -1) for here in (~mask, mask))
+            between, last = (Part(part.tokens, part.batch._replace(slot_mapping=slot_mapping)) for slot_mapping in both)
             step.appends.append(between)
             step.last = last
 
-    def _rows(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor, late: bool) -> Found | None:
+    def _rows(
+        self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool
+    ) -> Found | None:
         if not self.layers.windowed:
             return None
         if self.windows is None:
             pages = self.attention[0].kv_cache
             self.windows = Windows(self.layers.layout, pages.shape[0], self.layers.overlays, self.layers.drafts)
-        return self.windows.step(table, lengths, starts, slots, late)
+        return self.windows.step(table, seq_lens, query_start_loc, slot_mapping, late)
 
     def _stay(self, name: str, x: Tensor) -> Tensor:
         """A tensor as int64; on a GPU at an address that stays, for graphs that have been captured."""
@@ -179,7 +187,7 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         kept[: len(x)] = x
         # a graph reads what it was captured with: sequences and tokens that are not there now do nothing
         rest = kept[len(x) :]
-        rest.copy_(x[-1]) if name == "starts" else rest.fill_(-1 if name == "slots" else 0)
+        rest.copy_(x[-1]) if name == "query_start_loc" else rest.fill_(-1 if name == "slot_mapping" else 0)
         return kept[: len(x)]
 
     def _room(self, name: str) -> tuple[int, ...]:
@@ -187,7 +195,7 @@ class KvantBuilder(AttentionMetadataBuilder[Step]):
         config = self.vllm_config
         largest = getattr(config.compilation_config, "max_cudagraph_capture_size", None) or 0
         sequences = max(config.scheduler_config.max_num_seqs, largest) + 1
-        if name == "slots":
+        if name == "slot_mapping":
             return (max(config.scheduler_config.max_num_batched_tokens, largest) + 1,)
         pages = -(-config.model_config.max_model_len // self.layers.layout.page_tokens) + 2
         return (sequences, pages) if name == "table" else (sequences,)
@@ -198,11 +206,11 @@ def _part(batch: PagedBatch, host: Tensor, first: int, last: int) -> Part:
     tokens, at = slice(int(host[first]), int(host[last])), slice(first, last)
     part = batch._replace(
         block_table=batch.block_table[at],
-        lengths=batch.lengths[at],
-        slots=batch.slots[tokens],
-        starts=batch.starts[first : last + 1] - tokens.start,
-        owners=batch.owners[at],
+        seq_lens=batch.seq_lens[at],
+        slot_mapping=batch.slot_mapping[tokens],
+        query_start_loc=batch.query_start_loc[first : last + 1] - tokens.start,
+        overlay_rows=batch.overlay_rows[at],
         sinks=batch.sinks[at],
-        exact={name: exact[at] for name, exact in batch.exact.items()},
+        ring_start={name: ring_start[at] for name, ring_start in batch.ring_start.items()},
     )
     return Part(tokens, part)

@@ -12,11 +12,13 @@ from kvant.ops import flash
 Tensor = torch.Tensor
 
 
-def attend_fresh(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, softcap: float | None) -> Tensor:
+def attend_fresh(
+    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """Causal attention within each sequence: [tokens, heads, head_dim] each; `starts` lie on the host."""
-    counts = starts.diff()
+    counts = query_start_loc.diff()
     if q.is_cuda and q.dtype != torch.float32 and (run := _varlen()) is not None:
-        at, most = starts.to(device=q.device, dtype=torch.int32, non_blocking=True), int(counts.max())
+        at, most = query_start_loc.to(device=q.device, dtype=torch.int32, non_blocking=True), int(counts.max())
         return run(  # type: ignore[no-any-return]
             q=q,
             k=k,
@@ -31,7 +33,7 @@ def attend_fresh(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, 
             fa_version=_version(),
         )
     out = torch.empty_like(q)
-    for first, last in zip(starts.tolist(), starts[1:].tolist(), strict=False):
+    for first, last in zip(query_start_loc.tolist(), query_start_loc[1:].tolist(), strict=False):
         out[first:last] = _one(q[first:last], k[first:last], v[first:last], scale, softcap)
     return out
 

@@ -44,24 +44,24 @@ def rehearse(
     width = max(pages, -(-most.tokens // layout.page_tokens))
     scratch = dataclasses.replace(
         store,
-        pages=torch.zeros(pages, layout.heads, layout.run_bytes, dtype=torch.uint8, device=device),
+        pages=torch.zeros(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
         overlays={name: empty_overlay(layout, name, 1, device).zero_() for name in layout.recipe.streams},
         prepared={name: kept for name, kept in store.prepared.items() if name == "flash"},
     )
 
     def batch(first: int, last: int, count: int = 1) -> PagedBatch:
         """Sequences in the same pages, whose tokens [first, last) are new."""
-        slots = torch.arange(first, last, device=device).repeat(count)
+        slot_mapping = torch.arange(first, last, device=device).repeat(count)
         table = torch.zeros(count, width, dtype=torch.int64, device=device)
         table[:, :pages] = torch.arange(pages, device=device)
-        lengths, owners = (
+        seq_lens, overlay_rows = (
             torch.full((count,), last, device=device),
             torch.zeros(count, dtype=torch.int64, device=device),
         )
-        starts = torch.arange(count + 1, device=device) * (last - first)
-        exact = {name: owners.clone() for name in layout.recipe.streams}
-        sinks = torch.full_like(lengths, min(last, layout.recipe.key.window.sink))
-        return PagedBatch(table, lengths, slots, starts, owners, sinks, exact)
+        query_start_loc = torch.arange(count + 1, device=device) * (last - first)
+        ring_start = {name: overlay_rows.clone() for name in layout.recipe.streams}
+        sinks = torch.full_like(seq_lens, min(last, layout.recipe.key.window.sink))
+        return PagedBatch(table, seq_lens, slot_mapping, query_start_loc, overlay_rows, sinks, ring_start)
 
     def rows(count: int, heads: int) -> Tensor:
         return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
@@ -78,6 +78,6 @@ def rehearse(
         decode = partial(ops["decode"].run, scratch, rows(count, query_heads), decodes, **options)
         needed.append(allocated_by(decode, device))
     x, q, more = rows(most.new, layout.heads), rows(most.new, query_heads), batch(history, history + most.new)
-    more = more._replace(lengths=more.lengths.cpu(), starts=more.starts.cpu())
+    more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
     needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))
     return max(needed)

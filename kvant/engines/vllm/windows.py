@@ -62,7 +62,7 @@ def _with_windows(recipe: Recipe, windows: Mapping[StreamName, Window]) -> Recip
 class Found(NamedTuple):
     """Rows of a step's sequences: int64 [sequences] each."""
 
-    owners: Tensor  # row of the windows; padding gets the last one, which nobody reads
+    overlay_rows: Tensor  # row of the windows; padding gets the last one, which nobody reads
     sinks: Tensor  # sink tokens that the row holds once this step is written
     since: Tensor  # the row holds no recent token before this one
     source: Tensor  # [copies]: rows that write, in this very step, sinks ...
@@ -107,84 +107,86 @@ class Windows:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.overlays.values())
 
-    def step(self, table: Tensor, lengths: Tensor, starts: Tensor, slots: Tensor, late: bool = True) -> Found:
+    def step(
+        self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool = True
+    ) -> Found:
         """Finds the rows of a step's sequences, and brings them to where the step begins. Arguments as in a PagedBatch.
         `late`: `finish_sinks` will be called; otherwise sinks that are written in this very step are copied in the next."""
         size, sink = self.layout.page_tokens, self.sink
-        counts = starts.diff()
-        before = lengths - counts
+        counts = query_start_loc.diff()
+        before = seq_lens - counts
         real = counts > 0
         self.clock += 1
-        low = self._first_written(slots)
+        low = self._first_written(slot_mapping)
         self.sinker.masked_fill_(low == 0, -1)
         found, matched, tied = self._match(table, before, real, low)
-        owners = torch.where(matched, found, self._oldest(found, matched, real))
+        overlay_rows = torch.where(matched, found, self._oldest(found, matched, real))
         first = table[:, 0]
         # a row that is given away may be that of an earlier sequence with the same sinks
-        same = matched | ((self.first[owners] == first) & (self.sinker[first] == owners))
-        held = torch.where(same, torch.minimum(self.held[owners], before), 0)
+        same = matched | ((self.first[overlay_rows] == first) & (self.sinker[first] == overlay_rows))
+        held = torch.where(same, torch.minimum(self.held[overlay_rows], before), 0)
         tied = self._taken(tied)
-        self._copy(*self._chosen(tied, found, owners))
+        self._copy(*self._chosen(tied, found, overlay_rows))
         held = torch.where(tied, torch.minimum(self.held[found], before), held)
         since = torch.where(matched | tied, self.since[found], before)
         wanted = before.clamp_max(sink)
         whole = real & (held == wanted)
-        after = torch.where(whole, lengths.clamp_max(sink), held)
+        after = torch.where(whole, seq_lens.clamp_max(sink), held)
         # a chunk that continues a prompt writes its windows after attention: too late for others of this step
         soon_written = (before == 0) | (counts == 1)
-        held_before = self._scattered(self.held, owners, held)
-        held_after = self._scattered(self.held, owners, torch.where(soon_written, after, held))
-        self.first = self._scattered(self.first, owners, first)
-        self.sinker[torch.where(whole, first, self.blocks)] = owners
-        source = target = owners[:0]
+        held_before = self._scattered(self.held, overlay_rows, held)
+        held_after = self._scattered(self.held, overlay_rows, torch.where(soon_written, after, held))
+        self.first = self._scattered(self.first, overlay_rows, first)
+        self.sinker[torch.where(whole, first, self.blocks)] = overlay_rows
+        source = target = overlay_rows[:0]
         if sink:
             needy = real & (held < wanted)
             giver = self.sinker[first]
             known = needy & (giver >= 0) & (self.first[giver] == first)
             ready = torch.minimum(held_before[giver], before).clamp_max(sink)
             now = known & (ready > held)
-            self._copy(*self._chosen(now, giver, owners), sink)
+            self._copy(*self._chosen(now, giver, overlay_rows), sink)
             held = torch.where(self._taken(now), ready, held)
             if late:
                 soon = torch.minimum(held_after[giver], before).clamp_max(sink)
                 then = known & (soon > held)
-                source, target = self._chosen(then, giver, owners)
+                source, target = self._chosen(then, giver, overlay_rows)
                 held = torch.where(self._taken(then), soon, held)
             whole = real & (held == wanted)
-            after = torch.where(whole, lengths.clamp_max(sink), held)
-            self.sinker[torch.where(whole, first, self.blocks)] = owners
-        lease = torch.where(matched, self.lease[owners], self.clock * (self.rows + 1) + owners)
-        token = torch.arange(len(slots), device=self.device)
-        sequence = torch.searchsorted(starts, token, right=True).sub_(1).clamp_max_(len(lengths) - 1)
-        self.writer[torch.where(slots >= 0, slots // size, self.blocks)] = lease[sequence]
-        end = ((lengths - 1).clamp_min(0) // size).clamp_max(table.shape[1] - 1)
+            after = torch.where(whole, seq_lens.clamp_max(sink), held)
+            self.sinker[torch.where(whole, first, self.blocks)] = overlay_rows
+        lease = torch.where(matched, self.lease[overlay_rows], self.clock * (self.rows + 1) + overlay_rows)
+        token = torch.arange(len(slot_mapping), device=self.device)
+        sequence = torch.searchsorted(query_start_loc, token, right=True).sub_(1).clamp_max_(len(seq_lens) - 1)
+        self.writer[torch.where(slot_mapping >= 0, slot_mapping // size, self.blocks)] = lease[sequence]
+        end = ((seq_lens - 1).clamp_min(0) // size).clamp_max(table.shape[1] - 1)
         for state, value in (
             (self.lease, lease),
             (self.last, table.gather(1, end[:, None])[:, 0]),
-            (self.length, lengths),
+            (self.length, seq_lens),
             (self.held, after),
             (self.since, since),
             (self.begun, before),
-            (self.used, torch.full_like(lengths, self.clock)),
+            (self.used, torch.full_like(seq_lens, self.clock)),
         ):
-            state[owners] = value
+            state[overlay_rows] = value
         self.length[self.rows :].fill_(
             -1
         )  # the row of padding is nobody's; a number that is assigned would be waited for
-        return Found(owners, after, since, source, target)
+        return Found(overlay_rows, after, since, source, target)
 
     def finish_sinks(self, layer: int, found: Found) -> None:
         """Copies the sinks that were written in this very step, in one layer."""
         for overlay in self.overlays.values():
             self._copied(overlay[layer : layer + 1], found.source, found.target, self.sink)
 
-    def _first_written(self, slots: Tensor) -> Tensor:
+    def _first_written(self, slot_mapping: Tensor) -> Tensor:
         """Of every block, the first place that a step writes: int64 [blocks + 1], a page's tokens where it writes none."""
         size = self.layout.page_tokens
-        written = slots >= 0
+        written = slot_mapping >= 0
         low = torch.full_like(self.writer, size)
-        block = torch.where(written, slots // size, self.blocks)
-        return low.scatter_reduce_(0, block, torch.where(written, slots % size, size), "amin")
+        block = torch.where(written, slot_mapping // size, self.blocks)
+        return low.scatter_reduce_(0, block, torch.where(written, slot_mapping % size, size), "amin")
 
     def _match(self, table: Tensor, before: Tensor, real: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For every sequence: a row, whether it may have it, and whether it may have a copy because another one has it."""
@@ -217,9 +219,9 @@ class Windows:
         place = (fresh.cumsum(0) - 1).clamp(0, self.rows - 1)
         return torch.where(fresh, order[place], self.rows)
 
-    def _scattered(self, state: Tensor, owners: Tensor, value: Tensor) -> Tensor:
+    def _scattered(self, state: Tensor, overlay_rows: Tensor, value: Tensor) -> Tensor:
         out = state.clone()
-        out[owners] = value
+        out[overlay_rows] = value
         return out
 
     def _taken(self, wanted: Tensor) -> Tensor:

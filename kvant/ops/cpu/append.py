@@ -61,7 +61,7 @@ def prepared(store: LayerStore) -> Prepared:
         return found  # type: ignore[no-any-return]
     layout = store.layout
     call = structures.Append(heads=layout.heads, dim=layout.head_dim, page_tokens=layout.page_tokens)
-    call.run_bytes, call.origin = layout.run_bytes, layout.recipe.origin
+    call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
     call.window_type = TYPES[layout.overlay_dtype]
     found = Prepared(call, [])
     call.key, kept = stream_of(store, "key")
@@ -186,6 +186,6 @@ def append(
     threads = 1 if tasks < made.alone else torch.get_num_threads()
     library.run("append", call, 2 * tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
     if call.refused == MISSING_TURNS:
-        made.turn(store, max(batch.lengths.tolist()))
+        made.turn(store, max(batch.seq_lens.tolist()))
         return append(store, key, value, batch, query, limit)
     return not call.refused

@@ -52,7 +52,7 @@ def prepared(store: LayerStore) -> Prepared:
     call.key, key_kept = stream_of(store, "key")
     call.value, value_kept = stream_of(store, "value")
     kept: list[object] = [*key_kept, *value_kept]
-    call.run_bytes, call.origin = layout.run_bytes, layout.recipe.origin
+    call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
     call.window_type = TYPES[layout.overlay_dtype]
     # of one query, a Hadamard transform is as quick as a matrix
     dual = matrix_of(store.key.transforms, "dual", layout, device)
@@ -93,10 +93,10 @@ def decode(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `decode`."""
-    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, window=window)[0]
+    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, sliding_window=sliding_window)[0]
 
 
 def decode_with_lse(
@@ -106,7 +106,7 @@ def decode_with_lse(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
     [sequences, query heads]."""
@@ -117,13 +117,13 @@ def decode_with_lse(
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)
     if not sequences:
         return out, lse
-    lengths, origin = batch.lengths.tolist(), layout.recipe.origin
+    seq_lens, origin = batch.seq_lens.tolist(), layout.recipe.origin
     call, group = made.call, query_heads // layout.heads
     cosine, sine = 0, 0
     if made.block:
-        made.turns = turns(store, blocks_of(max(lengths), call.first, made.block))
+        made.turns = turns(store, blocks_of(max(seq_lens), call.first, made.block))
         cosine, sine = (x.data_ptr() for x in made.turns)
-    splits = max(1, *(-(-(n - origin) // split_tokens(n - origin)) for n in lengths))
+    splits = max(1, *(-(-(n - origin) // split_tokens(n - origin)) for n in seq_lens))
     stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows, codec = sequences * query_heads, store.key.spec.codec
     tables = 0  # products of queries with centroids, of several queries side by side
@@ -155,7 +155,7 @@ def decode_with_lse(
         group,
         DTYPES[query.dtype],
         splits,
-        window or 0,
+        sliding_window or 0,
         made.has_lost and (bool(made.block) or softcap is not None),
         scale,
         softcap or 0.0,

@@ -103,10 +103,14 @@ _LAST = _LastBatch()
 def batch_address(batch: PagedBatch) -> int:
     """Where the addresses of a batch's tensors are, until another one is asked for by this thread."""
     if _LAST.batch is not batch:
-        made = structures.Batch(width=batch.block_table.shape[1], count=len(batch.lengths))
-        made.table, made.lengths, made.owners = (x.data_ptr() for x in (batch.block_table, batch.lengths, batch.owners))
-        made.sinks, made.slots, made.starts = (x.data_ptr() for x in (batch.sinks, batch.slots, batch.starts))
-        made.exact[:] = batch.exact["key"].data_ptr(), batch.exact["value"].data_ptr()
+        made = structures.Batch(width=batch.block_table.shape[1], count=len(batch.seq_lens))
+        made.table, made.seq_lens, made.overlay_rows = (
+            x.data_ptr() for x in (batch.block_table, batch.seq_lens, batch.overlay_rows)
+        )
+        made.sinks, made.slot_mapping, made.query_start_loc = (
+            x.data_ptr() for x in (batch.sinks, batch.slot_mapping, batch.query_start_loc)
+        )
+        made.ring_start[:] = batch.ring_start["key"].data_ptr(), batch.ring_start["value"].data_ptr()
         _LAST.batch, _LAST.made = batch, made
     return ctypes.addressof(_LAST.made)
 

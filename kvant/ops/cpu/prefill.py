@@ -24,10 +24,10 @@ def prefill(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `prefill`."""
-    return by_blocks(store, query, key, value, batch, scale, softcap, window, unpack)
+    return by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, unpack)
 
 
 def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last: int) -> Tensor:
@@ -39,7 +39,7 @@ def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last:
         store.prepared[key] = stream_of(store, name)
     out = torch.empty(last - first, layout.heads, layout.head_dim)
     table = pages.clamp_min(0).contiguous()
-    call = structures.Read(stream=store.prepared[key][0], run_bytes=layout.run_bytes, heads=layout.heads)
+    call = structures.Read(stream=store.prepared[key][0], page_head_bytes=layout.page_head_bytes, heads=layout.heads)
     call.pages, call.table, call.out = store.pages.data_ptr(), table.data_ptr(), out.data_ptr()
     call.first, call.last, call.dim = first, last, layout.head_dim
     call.page_tokens, call.keys = layout.page_tokens, name == "key"

@@ -32,7 +32,7 @@ class Stream(ctypes.Structure):
         *_all(c_int32, "sink ring flush recent rows group_tokens"),
         *_all(c_int32, "extra books_heads books_spaces book_bits centers index_bits"),
         *_all(c_int64, "meta_offset high_offset index_offset"),
-        *_all(c_void_p, "mean books levels window exact"),
+        *_all(c_void_p, "mean books levels window ring_start"),
         ("section", Section * MAX_SECTIONS),
         ("span", Span * MAX_SPANS),
     ]
@@ -40,8 +40,8 @@ class Stream(ctypes.Structure):
 
 class Batch(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "table lengths owners sinks slots starts"),
-        ("exact", c_void_p * 2),
+        *_all(c_void_p, "table seq_lens overlay_rows sinks slot_mapping query_start_loc"),
+        ("ring_start", c_void_p * 2),
         *_all(c_int64, "width count"),
     ]
 
@@ -50,7 +50,7 @@ class Decode(ctypes.Structure):
     _fields_ = [
         *_all(Stream, "key value"),
         *_all(c_void_p, "dual inverse inverse_offset lost"),
-        ("run_bytes", c_int64),
+        ("page_head_bytes", c_int64),
         *_all(c_int32, "heads dim page_tokens origin window_type"),
         *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens longest_split"),
         *_all(c_void_p, "batch query out lse pages"),
@@ -78,7 +78,7 @@ class Append(ctypes.Structure):
     _fields_ = [
         *_all(Stream, "key value"),
         *_all(Space, "key_space value_space"),
-        ("run_bytes", c_int64),
+        ("page_head_bytes", c_int64),
         *_all(c_int32, "heads dim page_tokens origin window_type refused"),
         *_all(c_void_p, "batch pages"),
         ("window", c_void_p * 2),
@@ -98,6 +98,6 @@ class Read(ctypes.Structure):
     _fields_ = [
         ("stream", Stream),
         *_all(c_void_p, "pages table out"),
-        ("run_bytes", c_int64),
+        ("page_head_bytes", c_int64),
         *_all(c_int32, "first last heads dim page_tokens keys"),
     ]

@@ -127,10 +127,10 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> 
         rows["key"],
         rows["value"],
         batch.block_table,
-        batch.starts,
-        batch.lengths,
-        batch.owners,
-        batch.exact["key"],
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.overlay_rows,
+        batch.ring_start["key"],
         _PLANS.number(GroupPlan(store.layout, types)),  # type: ignore[arg-type]
     )
 
@@ -143,17 +143,17 @@ def _append_groups(
     key: Tensor,
     value: Tensor,
     table: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    owners: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    overlay_rows: Tensor,
     exact_key: Tensor,
     plan: int,
 ) -> None:
     made = _PLANS[plan]
-    tokens, batch, heads = len(key), len(lengths), made.layout.heads
+    tokens, batch, heads = len(key), len(seq_lens), made.layout.heads
     if not tokens:
         return
-    tensors = (key, value, pages, table, starts, lengths, owners, exact_key, window_key, window_value)
+    tensors = (key, value, pages, table, query_start_loc, seq_lens, overlay_rows, exact_key, window_key, window_value)
     arguments = _Arguments(*nvrtc.addresses(*tensors), tokens, batch, nvrtc.half_of(batch), table.shape[1])
     units = tokens // made.group + batch * made.spare
     _kernel(made, "kvant_append_groups", key.device).launch(

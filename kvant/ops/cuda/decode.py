@@ -111,10 +111,10 @@ def decode(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `decode`."""
-    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, window=window)[0]
+    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, sliding_window=sliding_window)[0]
 
 
 def decode_with_lse(
@@ -124,7 +124,7 @@ def decode_with_lse(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
@@ -151,11 +151,11 @@ def decode_with_lse(
         query.contiguous(),
         store.pages,
         batch.block_table,
-        batch.lengths,
-        batch.owners,
+        batch.seq_lens,
+        batch.overlay_rows,
         batch.sinks,
-        batch.exact["key"],
-        batch.exact["value"],
+        batch.ring_start["key"],
+        batch.ring_start["value"],
         store.overlays["key"],
         store.overlays["value"],
         spaces[0].tensor,
@@ -172,7 +172,7 @@ def decode_with_lse(
         plan,
         scale,
         softcap or 0.0,
-        window or 0,
+        sliding_window or 0,
         early,
     )
 
@@ -247,8 +247,8 @@ def _decode(
     query: Tensor,
     pages: Tensor,
     table: Tensor,
-    lengths: Tensor,
-    owners: Tensor,
+    seq_lens: Tensor,
+    overlay_rows: Tensor,
     sinks: Tensor,
     exact_key: Tensor,
     exact_value: Tensor,
@@ -269,7 +269,7 @@ def _decode(
     plan: int,
     scale: float,
     softcap: float,
-    window: int,
+    sliding_window: int,
     early: bool,
 ) -> tuple[Tensor, Tensor]:
     made = _PLANS[plan]
@@ -310,7 +310,7 @@ def _decode(
             other = _many_kernel(made, query.device)
             if passes * heads >= MANY_PASSES * other.blocks * made.many_warps:
                 turn, matrix, passes = other, many, -(-passes // made.many_warps)
-        inputs = [query, matrix, cosine, sine, turned, rows, lengths, sinks, exact_key, exact_value]
+        inputs = [query, matrix, cosine, sine, turned, rows, seq_lens, sinks, exact_key, exact_value]
         turn.launch(
             (max(1, min(passes, turn.blocks // heads)), heads),
             _TurnArguments(
@@ -321,7 +321,7 @@ def _decode(
                 first,
                 cosine.shape[1],
                 len(matrix),
-                window,
+                sliding_window,
             ),
             early,
         )
@@ -343,8 +343,8 @@ def _decode(
         lse,
         pages,
         table,
-        lengths,
-        owners,
+        seq_lens,
+        overlay_rows,
         sinks,
         exact_key,
         exact_value,
@@ -361,7 +361,7 @@ def _decode(
         *scales,
         len(query),
         table.shape[1],
-        window,
+        sliding_window,
         blocks,
         first,
         _matrices(many, made) if made.fused else 0,

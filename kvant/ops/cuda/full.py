@@ -108,7 +108,7 @@ class FullPlan:
         return {
             **page_constants(layout),
             "RUN": self.tile_bytes,
-            "PAGE_RUN": layout.run_bytes,
+            "PAGE_RUN": layout.page_head_bytes,
             "VALUE_OFFSET": value.offset,
             "NUMBERS": TYPES[self.dtype],
             "GROUP": self.group,
@@ -152,10 +152,10 @@ def decode(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `decode`."""
-    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, window=window)[0]
+    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, sliding_window=sliding_window)[0]
 
 
 def decode_with_lse(
@@ -165,7 +165,7 @@ def decode_with_lse(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
@@ -177,11 +177,11 @@ def decode_with_lse(
         query.contiguous(),
         store.pages,
         batch.block_table,
-        batch.lengths,
+        batch.seq_lens,
         plan,
         scale,
         softcap or 0.0,
-        window or 0,
+        sliding_window or 0,
     )
 
 
@@ -196,11 +196,11 @@ def _decode(
     query: Tensor,
     pages: Tensor,
     table: Tensor,
-    lengths: Tensor,
+    seq_lens: Tensor,
     plan: int,
     scale: float,
     softcap: float,
-    window: int,
+    sliding_window: int,
 ) -> tuple[Tensor, Tensor]:
     made = _PLANS[plan]
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -213,12 +213,12 @@ def _decode(
     arrived = counters(query.device, len(query) * heads)
     log2e = math.log2(math.e)
     arguments = _Arguments(
-        *nvrtc.addresses(query, out, lse, pages, table, lengths, partial, arrived),
+        *nvrtc.addresses(query, out, lse, pages, table, seq_lens, partial, arrived),
         2.0 * log2e * scale / softcap if softcap else scale * log2e,
         softcap * log2e,
         len(query),
         table.shape[1],
-        window,
+        sliding_window,
     )
     kernel.launch((kernel.blocks, 1), arguments)
     return out, lse

@@ -136,10 +136,10 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
         *(way.factors for way in ways),
         *(way.space.tensor for way in ways),
         *codebooks(store),  # type: ignore[arg-type]
-        batch.slots,
-        batch.starts,
-        batch.lengths,
-        batch.owners,
+        batch.slot_mapping,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.overlay_rows,
         plans,
     )
 
@@ -178,10 +178,10 @@ def _nearest(
     value_signs: Tensor | None,
     key_books: Tensor,
     value_books: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    owners: Tensor,
+    slot_mapping: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    overlay_rows: Tensor,
     plans: list[int],
 ) -> None:
     if not len(key):
@@ -202,12 +202,12 @@ def _nearest(
         key_books,
         value_books,
     ]
-    inputs += [pages, slots, starts, lengths, owners, window_key, window_value]
+    inputs += [pages, slot_mapping, query_start_loc, seq_lens, overlay_rows, window_key, window_value]
     arguments = _Arguments(
         *nvrtc.addresses(*inputs),
         len(key),
-        len(lengths),
-        nvrtc.half_of(len(lengths)),
+        len(seq_lens),
+        nvrtc.half_of(len(seq_lens)),
     )
     kernel.launch((max(1, min(-(-len(key) // made.rows) * heads, kernel.blocks // 2)), 2), arguments)
 

@@ -54,9 +54,9 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     reason = refuse_machine(device, refuse_layout(layout))
     if reason is not None:
         return reason
-    room = shared_memory(device)[0] - STAGES * layout.run_bytes - STATIC_BYTES
+    room = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES
     if room < 0:
-        return f"two pages of {layout.run_bytes} bytes a head are more than this GPU's shared memory holds"
+        return f"two pages of {layout.page_head_bytes} bytes a head are more than this GPU's shared memory holds"
     if room < sum(_book_bytes(layout)):
         return (
             f"codebooks of {sum(_book_bytes(layout))} bytes and two pages are more than this GPU's shared memory holds"
@@ -178,7 +178,7 @@ def page_constants(layout: Layout) -> dict[str, object]:
     return {
         "HEAD_DIM": layout.head_dim,
         "PAGE": layout.page_tokens,
-        "RUN": layout.run_bytes,
+        "RUN": layout.page_head_bytes,
         "KV_HEADS": layout.heads,
     }
 
@@ -349,7 +349,7 @@ class Plan:
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: its pages in flight, then its outputs."""
-        return max(self.stages * self.layout.run_bytes, 16 * self.own_heads * (self.layout.head_dim + 4))
+        return max(self.stages * self.layout.page_head_bytes, 16 * self.own_heads * (self.layout.head_dim + 4))
 
     @property
     def dynamic_bytes(self) -> int:
@@ -382,7 +382,7 @@ class Plan:
             "WINDOW_TYPE": TYPES[layout.overlay_dtype],
             "WINDOW_TILES": tiles,
             "WINDOWS_LAST": int(self.few),
-            "UNIT": max(1, round(unit / layout.run_bytes / (1.0 if grouped else 1.2 if self.few else 2.0))),
+            "UNIT": max(1, round(unit / layout.page_head_bytes / (1.0 if grouped else 1.2 if self.few else 2.0))),
             "MIXED": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],
             "DUAL": FUSED if self.fused else self.dual[0],

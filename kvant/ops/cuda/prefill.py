@@ -48,18 +48,20 @@ def prefill(
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `prefill`. A sliding window that ends within a sequence, and a soft cap where the fused attention has
     none, are left to kvant.ops.blocked; so are queries in float32."""
     fused: flash.Flash = store.prepared.get("flash", flash.TORCH)
-    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
-    short = window is not None and window < max(lengths, default=0)
+    query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    short = sliding_window is not None and sliding_window < max(seq_lens, default=0)
     if short or (softcap is not None and not fused.softcap) or query.dtype == torch.float32:
-        return blocked.prefill(store, query, key, value, batch, scale=scale, softcap=softcap, window=window)
+        return blocked.prefill(
+            store, query, key, value, batch, scale=scale, softcap=softcap, sliding_window=sliding_window
+        )
     out = torch.empty_like(query)
-    for b, length in enumerate(lengths):
-        part = slice(starts[b], starts[b + 1])
+    for b, length in enumerate(seq_lens):
+        part = slice(query_start_loc[b], query_start_loc[b + 1])
         history = length - (part.stop - part.start)
         q, k, v = query[part], key[part], value[part]
         if not len(q):

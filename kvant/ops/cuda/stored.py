@@ -66,8 +66,8 @@ def stored_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatc
         space.offset,
         cosine,
         sine,
-        batch.starts,
-        batch.lengths,
+        batch.query_start_loc,
+        batch.seq_lens,
         first,
         _PLANS.number(made),
     )
@@ -96,8 +96,8 @@ def _stored(
     offset: Tensor | None,
     cosine: Tensor | None,
     sine: Tensor | None,
-    starts: Tensor,
-    lengths: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     first: int,
     plan: int,
 ) -> Tensor:
@@ -105,13 +105,13 @@ def _stored(
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not len(x):
         return out
-    tensors = (x, out, matrix, offset, cosine, sine, starts, lengths)
+    tensors = (x, out, matrix, offset, cosine, sine, query_start_loc, seq_lens)
     half, blocks = (0, 1) if cosine is None else (cosine.shape[1], len(cosine))
     arguments = _Arguments(
         *nvrtc.addresses(*tensors),
         len(x),
-        len(lengths),
-        nvrtc.half_of(len(lengths)),
+        len(seq_lens),
+        nvrtc.half_of(len(seq_lens)),
         len(matrix),
         1 if offset is None else len(offset),
         half,

@@ -94,9 +94,9 @@ def unpack(
         store.pages,
         row.block_table,
         store.overlays[name],
-        row.owners,
+        row.overlay_rows,
         row.sinks,
-        row.exact[name],
+        row.ring_start[name],
         getattr(store.stream(name).codec, "mean", None),
         first,
         last - first,
@@ -111,9 +111,9 @@ def _unpack(
     pages: Tensor,
     table: Tensor,
     window: Tensor,
-    owner: Tensor,
+    overlay_row: Tensor,
     sinks: Tensor,
-    exact: Tensor,
+    ring_start: Tensor,
     mean: Tensor | None,
     first: int,
     count: int,
@@ -124,7 +124,7 @@ def _unpack(
     made = _PLANS[plan]
     layout = made.layout
     out = torch.empty(layout.heads, count, layout.head_dim, dtype=DTYPES[made.dtype], device=pages.device)
-    tensors = (pages, table, window, owner, sinks, exact, mean, out)
+    tensors = (pages, table, window, overlay_row, sinks, ring_start, mean, out)
     arguments = _Arguments(*nvrtc.addresses(*tensors), first, count, n, frontier)
     kernel = _kernel(made, "kvant_unpack", pages.device)
     tiles = -(-count // TILE)

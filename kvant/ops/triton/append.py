@@ -35,7 +35,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
 
     layout, device = store.layout, key.device
     sequence, position = batch.positions
-    real = batch.slots >= 0
+    real = batch.slot_mapping >= 0
     new: dict[StreamName, Tensor] = {"key": key, "value": value}
     for name, x in new.items():
         stored = store.stream(name).stored(x.float(), position).contiguous()
@@ -46,13 +46,13 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
             kernels.append[(len(stored), layout.heads)](
                 stored,
                 store.pages,
-                batch.slots,
+                batch.slot_mapping,
                 torch.finfo(DTYPES[meta]).tiny,
                 HEADS=layout.heads,
                 D=layout.head_dim,
                 BLOCK_D=1 << (layout.head_dim - 1).bit_length(),
                 PAGE=layout.page_tokens,
-                RUN=layout.run_bytes,
+                RUN=layout.page_head_bytes,
                 IS_KEY=name == "key",
                 FRAGMENT=layout.order == "fragment",
                 BYTES=nbytes,

@@ -141,9 +141,9 @@ def decode(
     recent = n
     if WINDOW_TOKENS > 0:
         sinks = tl.minimum(tl.load(p_sinks + b), n)
-        exact = tl.maximum(tl.load(p_exact_key + b), tl.load(p_exact_value + b))
+        ring_start = tl.maximum(tl.load(p_exact_key + b), tl.load(p_exact_value + b))
         frontier = tl.minimum(n, SINK) + tl.maximum(n - SINK - RECENT, 0)
-        recent = tl.minimum(tl.maximum(tl.maximum(frontier, exact), SINK), n)
+        recent = tl.minimum(tl.maximum(tl.maximum(frontier, ring_start), SINK), n)
     first = tl.maximum(sinks, low)
 
     b_row, b_channel, b_token = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, PAGE)
@@ -175,7 +175,7 @@ def decode(
         i += 1
 
     if WINDOW_TOKENS > 0:
-        owner = tl.load(p_owners + b)
+        overlay_row = tl.load(p_owners + b)
         for part in tl.static_range(2):  # the sinks, then the last tokens
             start = low if part == 0 else tl.maximum(recent, low)
             stop = sinks if part == 0 else n
@@ -184,7 +184,7 @@ def decode(
                 position = at + b_token
                 m_token = position < stop
                 place = tl.where(position < SINK, position, SINK + (position - SINK) % RING)
-                o_row = ((owner * WINDOW_TOKENS + place) * HEADS + h) * D
+                o_row = ((overlay_row * WINDOW_TOKENS + place) * HEADS + h) * D
                 o_full = o_row[:, None] + b_channel[None, :]
                 m_there = m_token[:, None] & m_channel[None, :]
                 b_k = tl.load(p_window_key + o_full, mask=m_there, other=0.0).to(tl.float32)

@@ -101,9 +101,9 @@ def _forward(
         calls.append(
             Call(
                 b.block_table.clone(),
-                b.lengths.tolist(),
-                b.starts.tolist(),
-                b.exact["key"].tolist(),
+                b.seq_lens.tolist(),
+                b.query_start_loc.tolist(),
+                b.ring_start["key"].tolist(),
                 b.sinks.tolist(),
                 {name: x[:n].clone() for name, x in tensors.items()},
             )
@@ -126,7 +126,9 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
     begun: set[int] = set()
     for number, call in enumerate(calls):
         seen["steps"] += 1
-        batch = list(zip(call.table.tolist(), call.lengths, call.starts, call.starts[1:], strict=False))
+        batch = list(
+            zip(call.table.tolist(), call.seq_lens, call.query_start_loc, call.query_start_loc[1:], strict=False)
+        )
         for pages, n, first, last in batch:  # everything is written before anything is read
             slots = _slots(pages, n - (last - first), n, size)
             for name in NAMES:
@@ -150,13 +152,15 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
             exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, torch.tensor([call.since[b]]))
             if count == 1:
                 append(plain, k, v, whole)
-                expected = decode(plain, q, _batch(n, 1, size)._replace(**rows, exact=exact), **options)
+                expected = decode(plain, q, _batch(n, 1, size)._replace(**rows, ring_start=exact), **options)
                 seen["decodes"] += 1
             else:
                 if before:
                     append(plain, k[:before], v[:before], _batch(before, before, size))
                 args = call.tensors["key"][first:last], call.tensors["value"][first:last]
-                expected = prefill(plain, q, *args, _batch(n, count, size)._replace(**rows, exact=exact), **options)
+                expected = prefill(
+                    plain, q, *args, _batch(n, count, size)._replace(**rows, ring_start=exact), **options
+                )
                 seen["prefills" if before else "fresh"] += 1
                 append(plain, k[before:], v[before:], _batch(n, count, size))
             torch.testing.assert_close(out, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=n: f"at {n}: {m}")

@@ -240,7 +240,7 @@ def reads(
         at = torch.arange(length)
         exact = (at < min(held, length)) | (at >= max(sink, since, length - recent))
         numbers = pages[torch.tensor(part.table)[at // PAGE] * PAGE + at % PAGE]
-        numbers[exact] = overlay[0, int(found.owners[b]), overlay_index(window, at[exact]).to(device), 0, 0].cpu()
+        numbers[exact] = overlay[0, int(found.overlay_rows[b]), overlay_index(window, at[exact]).to(device), 0, 0].cpu()
         out.append(Read(part, length, tuple(numbers.tolist()), tuple(exact.tolist()), held, since))
 
     for step in schedule.steps:
@@ -263,11 +263,11 @@ def reads(
             ]
         )
         found = windows.step(*(x.to(device) for x in (table, lengths, starts, slots)), late)
-        assert len(set(found.owners.tolist())) == len(step), "two sequences have one row"
-        assert int(found.owners.max()) < rows
+        assert len(set(found.overlay_rows.tolist())) == len(step), "two sequences have one row"
+        assert int(found.overlay_rows.max()) < rows
         pages[slots] = torch.cat(fresh)
         continued = [part.before > 0 and len(part.tokens) - part.before > 1 for part in step]
-        for part, row, numbers, last in zip(step, found.owners.tolist(), fresh, continued, strict=True):
+        for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
             if not last:
                 write(part, row, numbers)
         windows.finish_sinks(0, found)
@@ -276,7 +276,7 @@ def reads(
                 read(part, b, part.before)
             elif part.before:
                 read(part, b, len(part.tokens))
-        for part, row, numbers, last in zip(step, found.owners.tolist(), fresh, continued, strict=True):
+        for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
             if last:
                 write(part, row, numbers)
     return out

@@ -77,18 +77,18 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     times = torch.zeros(step.tokens, dtype=torch.int64)
     for part in (*step.appends, *([step.last] if late else [])):
         own = torch.arange(step.tokens)[part.tokens]
-        meant = part.batch.slots >= 0
+        meant = part.batch.slot_mapping >= 0
         times[own[meant]] += 1
         if late:  # windows of prefills that have read their history come last, and those alone
             assert bool((torch.tensor(older)[sequence[own[meant]]] == (part is step.last)).all())
-        assert torch.equal(part.batch.slots[meant], m.slot_mapping[own[meant]])
+        assert torch.equal(part.batch.slot_mapping[meant], m.slot_mapping[own[meant]])
         local, place = part.batch.positions
         assert torch.equal(place, position[own])
-        assert torch.equal(part.batch.owners[local], step.batch.owners[sequence[own]])
+        assert torch.equal(part.batch.overlay_rows[local], step.batch.overlay_rows[sequence[own]])
     assert bool((times == 1).all())
     if sum(counts) > decodes:
-        assert step.prefill is not None and step.prefill.lengths.tolist() == m.seq_lens[decodes:].tolist()
-        assert step.prefill.starts.diff().tolist() == counts[decodes:]
+        assert step.prefill is not None and step.prefill.seq_lens.tolist() == m.seq_lens[decodes:].tolist()
+        assert step.prefill.query_start_loc.diff().tolist() == counts[decodes:]
 
 
 @needs_vllm

@@ -175,7 +175,7 @@ def test_a_rank_codes_its_heads_as_the_whole_does(name: str) -> None:
         stores.append(store)
     for stream in ("key", "value"):
         whole, part = (store.layout.unpack(stream, store.pages) for store in stores)
-        slots = batch.slots
+        slots = batch.slot_mapping
         for field, found in part.items():
             assert torch.equal(found[slots], whole[field][slots][:, 2:4]), (stream, field)
 

@@ -393,7 +393,7 @@ static void NAME(check)(Append *call, int64_t task, float *scratch) {
   const int dim = call->dim;
   const int64_t first = task * CHECKED, end = first + CHECKED < call->tokens ? first + CHECKED : call->tokens;
   for (int64_t token = first; token < end; token++) {
-    if (call->batch->slots[token] < 0) continue;
+    if (call->batch->slot_mapping[token] < 0) continue;
     for (int side = 0; side < 2; side++)
       for (int head = 0; head < call->heads; head++) {
         float x[256];
@@ -408,25 +408,25 @@ static void NAME(check)(Append *call, int64_t task, float *scratch) {
 /* Task: keys or values of one head of one new token. */
 static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads), size = call->page_tokens;
-  const int64_t token = task / 2 / call->heads, slot = call->batch->slots[token];
+  const int64_t token = task / 2 / call->heads, slot = call->batch->slot_mapping[token];
   const Stream *s = side ? &call->value : &call->key;
   const Space *space = side ? &call->value_space : &call->key_space;
   if (slot < 0 || call->refused || s->group_tokens > 1) return;
   int b = 0, above = (int)call->batch->count; /* the sequence that the token belongs to */
   while (above - b > 1) {
     const int middle = (b + above) / 2;
-    if (call->batch->starts[middle] <= token)
+    if (call->batch->query_start_loc[middle] <= token)
       b = middle;
     else
       above = middle;
   }
-  const int64_t n = call->batch->lengths[b], position = n - call->batch->starts[b + 1] + token;
-  uint8_t *run = call->pages + (slot / size * call->heads + head) * call->run_bytes;
+  const int64_t n = call->batch->seq_lens[b], position = n - call->batch->query_start_loc[b + 1] + token;
+  uint8_t *run = call->pages + (slot / size * call->heads + head) * call->page_head_bytes;
   float x[256];
   load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
   enter(space, head, position, dim, x);
   if (s->rows && (position < s->sink || position >= n - s->ring)) {
-    const int64_t at = ((call->batch->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * dim;
+    const int64_t at = ((call->batch->overlay_rows[b] * s->rows + window_row(s, position)) * call->heads + head) * dim;
     for (int c = 0; c < dim; c++) store_one(s->window, at + c, call->window_type, x[c]);
   }
   if (position < call->origin) return;
@@ -520,14 +520,14 @@ static void encode_group(const Stream *s, int keys, uint8_t *run, int place, int
 /* Task: one head and side of one sequence: codes the groups that its new tokens complete, then keeps the tokens of its window. */
 static void NAME(append_groups)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads);
-  const int64_t b = task / 2 / call->heads, n = call->batch->lengths[b], start = call->batch->starts[b], before = n - (call->batch->starts[b + 1] - start);
+  const int64_t b = task / 2 / call->heads, n = call->batch->seq_lens[b], start = call->batch->query_start_loc[b], before = n - (call->batch->query_start_loc[b + 1] - start);
   const Stream *s = side ? &call->value : &call->key;
   const Space *space = side ? &call->value_space : &call->key_space;
   if (s->group_tokens <= 1 || call->refused) return;
   int64_t first = packed_end(s, before);
-  if (first < s->exact[b]) first = s->exact[b];
+  if (first < s->ring_start[b]) first = s->ring_start[b];
   if (first < s->sink) first = s->sink;
-  const int64_t window = call->batch->owners[b] * s->rows, last = packed_end(s, n);
+  const int64_t window = call->batch->overlay_rows[b] * s->rows, last = packed_end(s, n);
   for (; first < last; first += s->group_tokens) {
     for (int t = 0; t < s->group_tokens; t++) {
       float *x = scratch + (int64_t)t * dim;
@@ -542,7 +542,7 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
       for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->window_type); /* as if it had waited in the tail */
     }
     const int64_t at = first - call->origin, page = call->batch->table[b * call->batch->width + at / call->page_tokens];
-    encode_group(s, !side, call->pages + (page * call->heads + head) * call->run_bytes, (int)(at % call->page_tokens), dim, scratch);
+    encode_group(s, !side, call->pages + (page * call->heads + head) * call->page_head_bytes, (int)(at % call->page_tokens), dim, scratch);
   }
   for (int64_t position = before; position < n; position++) {
     if (position >= s->sink && position < n - s->ring) continue;

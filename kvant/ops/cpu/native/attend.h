@@ -208,13 +208,13 @@ INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
 
 /* Positions whose full-precision form is at hand: [0, sinks) and [recent, length); the others are in pages. */
 INLINE void held(const Decode *call, const Stream *s, int64_t b, int64_t *sinks, int64_t *recent) {
-  const int64_t n = call->batch->lengths[b];
+  const int64_t n = call->batch->seq_lens[b];
   *sinks = 0;
   *recent = n;
   if (!s->rows) return;
   const int64_t waiting = n - s->sink - s->recent > 0 ? n - s->sink - s->recent : 0;
   int64_t from = (n < s->sink ? n : s->sink) + waiting / s->flush * s->flush;
-  if (from < s->exact[b]) from = s->exact[b];
+  if (from < s->ring_start[b]) from = s->ring_start[b];
   if (from < s->sink) from = s->sink;
   *recent = from < n ? from : n;
   *sinks = call->batch->sinks[b] < n ? call->batch->sinks[b] : n;
@@ -870,7 +870,7 @@ INLINE int64_t window_row(const Stream *s, int64_t position) {
 }
 
 INLINE int64_t window_place(const Decode *call, const Stream *s, int64_t b, int head, int64_t position) {
-  return ((call->batch->owners[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
+  return ((call->batch->overlay_rows[b] * s->rows + window_row(s, position)) * call->heads + head) * call->dim;
 }
 
 /* Tokens of the window, up to CHUNK of them, to rows that are 256 apart; those AHEAD of them and before `end` are fetched. Returns
@@ -895,7 +895,7 @@ typedef struct {
 
 INLINE const uint8_t *run_of(const Decode *call, const Part *part, int64_t position) {
   const int64_t page = call->batch->table[part->b * call->batch->width + (position - call->origin) / call->page_tokens];
-  return call->pages + (page * call->heads + part->head) * call->run_bytes;
+  return call->pages + (page * call->heads + part->head) * call->page_head_bytes;
 }
 
 /* Of positions from `position` on that lie in one page, the last one and one. */
@@ -1040,7 +1040,7 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group;
   Part part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
   part.b = task / call->splits / call->heads;
-  const int64_t n = call->batch->lengths[part.b], size = split_tokens(call, n);
+  const int64_t n = call->batch->seq_lens[part.b], size = split_tokens(call, n);
   part.begin = part.split ? call->origin + part.split * size : 0;
   part.end = call->origin + (part.split + 1) * size;
   if (part.end > n) part.end = n;

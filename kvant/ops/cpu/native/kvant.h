@@ -35,23 +35,23 @@ typedef struct {
   const float *mean;    /* what tokens whose scale is negative are short of, [heads, dim], or nothing */
   const float *books;   /* centroids, [heads or 1, spaces or 1, 2^bits, length]; or centers, [heads or 1, centers, dim] */
   const float *levels;  /* that codes stand for */
-  void *window;         /* [owners, rows, heads, dim] */
-  const int64_t *exact; /* [sequences] */
+  void *window;         /* [overlay rows, rows, heads, dim] */
+  const int64_t *ring_start; /* [sequences] */
   Section section[MAX_SECTIONS];
   Span span[MAX_SPANS];
 } Stream;
 
 /* Which sequences there are: the same for all layers of a step. */
 typedef struct {
-  const int64_t *table, *lengths, *owners, *sinks, *slots, *starts;
-  const int64_t *exact[2]; /* of keys and values */
+  const int64_t *table, *seq_lens, *overlay_rows, *sinks, *slot_mapping, *query_start_loc;
+  const int64_t *ring_start[2]; /* of keys and values */
   int64_t width, count;    /* of the table; sequences */
 } Batch;
 
 typedef struct {
   Stream key, value;
   const float *dual, *inverse, *inverse_offset, *lost; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
-  int64_t run_bytes;
+  int64_t page_head_bytes;
   int32_t heads, dim, page_tokens, origin, window_type;
   int32_t dual_heads, inverse_heads, offset_heads, half, block, first, split_tokens, longest_split;
   /* from here on, what is another at every call */
@@ -89,7 +89,7 @@ typedef struct {
 typedef struct {
   Stream key, value;
   Space key_space, value_space;
-  int64_t run_bytes;
+  int64_t page_head_bytes;
   int32_t heads, dim, page_tokens, origin, window_type;
   int32_t refused; /* 1: a number is beyond the limit; 2: turns are missing. Nothing was written */
   /* from here on, what is another at every call */
@@ -107,7 +107,7 @@ typedef struct {
   uint8_t *pages;
   const int64_t *table; /* of one sequence */
   float *out;           /* [tokens, heads, dim] */
-  int64_t run_bytes;
+  int64_t page_head_bytes;
   int32_t first, last, heads, dim, page_tokens, keys; /* places in pages of the tokens that are read */
 } Read;
 

@@ -170,7 +170,7 @@ static void add_phase(Job *job, int phase, Task task, int64_t tasks) {
 /* Streams have their windows from the call. */
 static void set_windows(Stream *key, Stream *value, void *const *window, const Batch *batch) {
   key->window = window[0], value->window = window[1];
-  key->exact = batch->exact[0], value->exact = batch->exact[1];
+  key->ring_start = batch->ring_start[0], value->ring_start = batch->ring_start[1];
 }
 
 static void plan_decode(const Arguments *given, Job *job) {
@@ -186,7 +186,7 @@ static void plan_decode(const Arguments *given, Job *job) {
 static int turns_missing(const Append *call) {
   const Space *space = &call->key_space;
   for (int64_t b = 0; space->block && b < call->batch->count; b++)
-    if ((call->batch->lengths[b] - 1 + space->first) / space->block - space->first / space->block >= space->turns) return 1;
+    if ((call->batch->seq_lens[b] - 1 + space->first) / space->block - space->first / space->block >= space->turns) return 1;
   return 0;
 }
 

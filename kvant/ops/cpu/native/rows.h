@@ -128,7 +128,7 @@ static void NAME(read)(const Read *call, int64_t task, float *scratch) {
   (void)scratch;
   const int size = call->page_tokens, head = (int)(task % call->heads);
   const int64_t page = call->first / size + task / call->heads;
-  const uint8_t *run = call->pages + (call->table[page] * call->heads + head) * call->run_bytes;
+  const uint8_t *run = call->pages + (call->table[page] * call->heads + head) * call->page_head_bytes;
   for (int token = 0; token < size; token++) {
     int64_t at = page * size + token - call->first;
     if (page * size + token < call->first || page * size + token >= call->last) continue;

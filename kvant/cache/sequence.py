@@ -11,18 +11,18 @@ FREED = -1  # owner of a sequence that was given back
 
 
 @dataclasses.dataclass(eq=False)
-class Entry:
+class Sequence:
     """A sequence: its length, its pages in order, its row of the overlays and what that row really holds."""
 
-    owner: int
+    overlay_row: int
     length: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     sinks: int = 0  # sink tokens held in full precision
-    exact: dict[StreamName, int] = dataclasses.field(default_factory=lambda: {"key": 0, "value": 0})
+    ring_start: dict[StreamName, int] = dataclasses.field(default_factory=lambda: {"key": 0, "value": 0})
     # the ring of a stream holds no token before this one; of a group-wise stream, all tokens before it are in pages
     visible: int | None = None  # tokens that the sliding window last seen keeps; None where nothing has slid out
 
-    pure: int | None = (
+    requantized_from: int | None = (
         None  # pages hold codes of the tokens themselves up to here; None: everywhere. From here on a group
     )
     # was coded again from what had been decoded
