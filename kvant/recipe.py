@@ -55,10 +55,10 @@ class Stream(Spec):
     """What happens to the keys, or to the values.
 
     corrector  codes groups of tokens with an eye on the request's queries; its state belongs to the sequence.
-    rope       "post" stores keys as they come, turned by RoPE. "pre" stores them as they are before RoPE: they are turned
-               back by their position before the transforms and turned again after decoding. "block" turns them back
+    rope       "post" stores keys as they come, rotated by RoPE. "pre" stores them as they are before RoPE: they are rotated
+               back by their position before the transforms and rotated again after decoding. "block" unrotates them
                to the start of their block of `rope_block` positions only, so that keys look alike at every position and a
-               query has to be turned once a block. A token's position is its place among the sequence's tokens.
+               query has to be rotated once a block. A token's position is its place among the sequence's tokens.
     """
 
     codec: Codec
@@ -88,8 +88,8 @@ class Stream(Spec):
         return self.codec.group_tokens > 1
 
     @property
-    def turned_back(self) -> int:
-        """Positions of a block to whose start keys are turned back; 0 where they are stored as they come."""
+    def effective_rope_block(self) -> int:
+        """Positions of a block to whose start keys are unrotated; 0 where they are stored as they come."""
         return {"post": 0, "pre": 1, "block": self.rope_block}[self.rope]
 
     @property
@@ -121,7 +121,7 @@ class Recipe(Spec):
         if sinks[0] != sinks[1]:
             raise ValueError(f"keys and values must keep the same sink tokens, got k.sink={sinks[0]} v.sink={sinks[1]}")
         if self.value.rope != "post":
-            raise ValueError("only keys are turned by RoPE: a value stream cannot be stored before it")
+            raise ValueError("only keys are rotated by RoPE: a value stream cannot be stored before it")
         if self.wants_rope and any(stream.codec.ranked for stream in self.streams.values()):
             raise ValueError("saliency is attention after RoPE: the keys cannot be stored before it")
         if self.value.corrector is not None and self.value.window != self.key.window:
@@ -153,7 +153,7 @@ class Recipe(Spec):
         those that differ in fields that a part lists in `fit_free`, where no other part was fitted behind it."""
         out: dict[str, str] = {}
         for name, stream in self.streams.items():
-            before: list[object] = [stream.turned_back] if stream.turned_back else []
+            before: list[object] = [stream.effective_rope_block] if stream.effective_rope_block else []
             for place, part in stream.parts.items():
                 data = part.to_dict()
                 if part.calibrated:
@@ -181,7 +181,7 @@ class Recipe(Spec):
 
     @property
     def wants_rope(self) -> bool:
-        """Whether keys are stored turned back, so that the model's rotation has to be known."""
+        """Whether keys are stored unrotated, so that the model's rotation has to be known."""
         return self.key.rope != "post"
 
     @property

@@ -1,4 +1,4 @@
-"""Rotary position embedding, for what has to turn keys and queries to other positions."""
+"""Rotary position embedding, for what has to rotate keys and queries to other positions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Rope:
     inv_freq: Tensor  # [rotated / 2]
     first: int = 0
 
-    def turn(self, x: Tensor, positions: Tensor | int) -> Tensor:
-        """Turns vectors by a number of positions (negative turns back).
+    def rotate(self, x: Tensor, positions: Tensor | int) -> Tensor:
+        """Rotates vectors by a number of positions (negative unrotates).
 
         x is [tokens, ..., head_dim]; positions is one number, or one per token. Angles are computed in float64, so that
-        turning forth and back is exact to the type of x even at large positions.
+        rotating forth and back is exact to the type of x even at large positions.
         """
         half = len(self.inv_freq)
         at = torch.as_tensor(positions, dtype=torch.float64, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
@@ -47,7 +47,9 @@ def ropes_of(model: torch.nn.Module, layers: int) -> list[Rope]:
     for kind in kinds:
         rope_type = module.rope_type[kind] if isinstance(module.rope_type, dict) else module.rope_type
         if rope_type in ("dynamic", "longrope"):
-            raise ValueError(f"cannot turn keys of {name}: its rotary embedding ({rope_type}) changes with the length")
+            raise ValueError(
+                f"cannot rotate keys of {name}: its rotary embedding ({rope_type}) changes with the length"
+            )
         inv_freq = getattr(module, f"{kind}_inv_freq", None)
         ropes.append(Rope((module.inv_freq if inv_freq is None else inv_freq).detach().float().cpu()))
     return ropes

@@ -87,7 +87,7 @@ def whole_groups(layout: Layout, side: str, tokens: Tokens, prompt: int, rope: R
     x = k if side == "key" else stored(layout, side, tokens.v, rope)
     q = tokens.q.float().unflatten(1, (layout.heads, -1))
     if layout.recipe.key.rope == "pre":
-        q = rope.turn(q, -torch.arange(len(q)))
+        q = rope.rotate(q, -torch.arange(len(q)))
     for transform in layout.recipe.key.transforms:
         q = transform.bind(layout.head_dim).dual(q)
     group, sink = stream.codec.group_tokens, stream.window.sink
@@ -118,7 +118,7 @@ def stored(layout: Layout, side: str, x: torch.Tensor, rope: Rope) -> torch.Tens
     stream = layout.recipe.streams[side]  # type: ignore[index]
     x = x.float()
     if stream.rope == "pre":
-        x = rope.turn(x, -torch.arange(len(x)))
+        x = rope.rotate(x, -torch.arange(len(x)))
     for transform in stream.transforms:
         x = transform.bind(layout.head_dim).forward(x)
     return x.to(getattr(torch, layout.overlay_dtype)).float() if stream.groupwise else x
@@ -144,7 +144,7 @@ def attended(layout: Layout, side: str, tokens: Tokens, n: int, prompt: int, rop
     for transform in reversed(stream.transforms):
         out = transform.bind(layout.head_dim).inverse(out[:, :, None])[:, :, 0]
     if stream.rope == "pre":
-        out = rope.turn(out, torch.arange(n))
+        out = rope.rotate(out, torch.arange(n))
     return out
 
 

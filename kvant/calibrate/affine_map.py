@@ -37,8 +37,8 @@ def balanced(covariance: Tensor, queries: Tensor, part: Balance) -> Tensor:
     values, vectors = eigen(covariance)
     root = (vectors * values.sqrt()[:, None, :]) @ vectors.mT
     back = (vectors * values.rsqrt()[:, None, :]) @ vectors.mT
-    weights, turned = eigen(root @ queries @ root)
-    columns = back @ turned
+    weights, rotated = eigen(root @ queries @ root)
+    columns = back @ rotated
     widths = part.widths(dim)
     if part.hadamard:
         gains = torch.cat([_unit(band.pow(0.25)) for _, band in _bands(weights, widths)], -1)

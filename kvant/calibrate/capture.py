@@ -6,9 +6,9 @@ engine serves can be measured, and nothing is patched. What is kept (sums, a sam
 does not depend on the number of tokens; where all layers together would take too much, the text is read several
 times, a few layers a time.
 
-Positions: attention does not change when q and k are turned by the same number of positions, but their second moments
-and ranges do. Every token of a run is therefore turned to a position of its own before it counts, the positions of a
-run spread evenly over those that will be served; excerpts, which need q and k to match, are turned as a whole, each
+Positions: attention does not change when q and k are rotated by the same number of positions, but their second moments
+and ranges do. Every token of a run is therefore rotated to a position of its own before it counts, the positions of a
+run spread evenly over those that will be served; excerpts, which need q and k to match, are rotated as a whole, each
 by another offset.
 """
 
@@ -60,7 +60,7 @@ class Plan:
     excerpt_tokens: int = EXCERPT_TOKENS
 
     def excerpt_offset(self, run: int, tokens: int) -> int | None:
-        """By how many positions a run is turned if it becomes an excerpt, else None: from 0 to the end of the range."""
+        """By how many positions a run is rotated if it becomes an excerpt, else None: from 0 to the end of the range."""
         count = min(self.excerpts, self.runs)
         chosen = [round(i * (self.runs - 1) / max(1, count - 1)) for i in range(count)]
         if run not in chosen:
@@ -68,7 +68,7 @@ class Plan:
         return round(chosen.index(run) * max(0, self.max_position - tokens) / max(1, count - 1))
 
     def positions(self, run: int, tokens: int, below: int | None = None) -> Tensor | None:
-        """Where the tokens of a run are turned to: spread evenly over [0, below) in random order, by default over all
+        """Where the tokens of a run are rotated to: spread evenly over [0, below) in random order, by default over all
         that will be served; None where the run covers them as it is."""
         below = below or self.max_position
         if below == tokens or (below < tokens and below == self.max_position):
@@ -233,7 +233,7 @@ class LayerGatherer:
             self.read_values.add(v, relative(weights.values))
 
     def _turned(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """A run's queries or keys, each turned to a position of its own."""
+        """A run's queries or keys, each rotated to a position of its own."""
         if positions is None:
             return x
         return self._turn(x.float(), (positions - torch.arange(len(x))).to(x.device))
@@ -242,7 +242,7 @@ class LayerGatherer:
         if isinstance(by, int) and by == 0:
             return x
         assert self.rope is not None
-        return self.rope.turn(x, by)
+        return self.rope.rotate(x, by)
 
     def finish(self) -> LayerStats:
         attended = self.attended.finish()
@@ -392,7 +392,7 @@ def keys_of(model: Any, ids: Tensor) -> list[Tensor]:
 
 
 def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
-    """The rotation of every layer, tried on the model: a few tokens further on must give the same keys, turned."""
+    """The rotation of every layer, tried on the model: a few tokens further on must give the same keys, rotated."""
     name = getattr(model.config, "model_type", type(model).__name__)
     remedy = "set max_position to the length of a run to measure the positions of the text alone"
     try:
@@ -409,10 +409,10 @@ def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
             _forward(model, Capture(shape, kept), ids, position_ids=at)
             seen.append([cast(Tensor, kept[layer].keys) for layer in kept])
     for layer, (rope, near, far) in enumerate(zip(ropes, *seen, strict=True)):
-        missed = float((rope.turn(near.float(), shift) - far.float()).norm() / far.float().norm())
+        missed = float((rope.rotate(near.float(), shift) - far.float()).norm() / far.float().norm())
         if not missed < (1e-3 if near.dtype == torch.float32 else 0.1):
             raise ValueError(
-                f"cannot turn keys of {name} to other positions: the rotary embedding of layer {layer} is of a kind "
+                f"cannot rotate keys of {name} to other positions: the rotary embedding of layer {layer} is of a kind "
                 f"that kvant does not know (relative error {missed:.1e}); {remedy}"
             )
     return ropes
@@ -431,8 +431,8 @@ def gather(
     shape = ModelShape.of(model)
     config = model.config.get_text_config(decoder=True)
     groups = config.num_attention_heads // shape.heads
-    turning = bool(plan.block) or any(plan.max_position > len(ids) for ids in runs)
-    ropes: Sequence[Rope | None] = checked_ropes(model, shape, runs[0]) if turning else [None] * len(shape.layers)
+    rotates = bool(plan.block) or any(plan.max_position > len(ids) for ids in runs)
+    ropes: Sequence[Rope | None] = checked_ropes(model, shape, runs[0]) if rotates else [None] * len(shape.layers)
     devices = _layer_devices(model, len(shape.layers))
     at_once = max(1, budget // layer_bytes(shape, plan, groups))
     layers = [layer for layer in range(len(shape.layers)) if layer not in skip]

@@ -175,7 +175,7 @@ class Fitted:
 def _look(recipe: Recipe) -> tuple[int, int, bool, int]:
     """What decides how a text is measured: recipes that look alike share one reading of it."""
     window = recipe.key.window
-    return window.sink, window.recent, recipe.reads, recipe.key.turned_back
+    return window.sink, window.recent, recipe.reads, recipe.key.effective_rope_block
 
 
 def _check(recipe: Recipe) -> None:
@@ -183,7 +183,7 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
     if recipe.wants_rope and recipe.key.codec.calibrated and isinstance(recipe.key.codec, Affine):
         raise ValueError(
-            f"cannot calibrate recipe {recipe.name}: its clip is searched on keys after RoPE, it stores them turned back"
+            f"cannot calibrate recipe {recipe.name}: its clip is searched on keys after RoPE, it stores them unrotated"
         )
 
 

@@ -118,7 +118,7 @@ class Cache(Serving, transformers.Cache):
         if self.recipe.wants_rope:
             if not isinstance(model_or_config, torch.nn.Module):
                 raise ValueError(
-                    f"recipe {self.recipe.name} stores keys turned back: it needs the model itself, whose rotary "
+                    f"recipe {self.recipe.name} stores keys unrotated: it needs the model itself, whose rotary "
                     f"embedding it reads, got a {type(model_or_config).__name__}"
                 )
             ropes = ropes_of(model_or_config, len(self.shape.layers))
@@ -173,7 +173,7 @@ class Cache(Serving, transformers.Cache):
     def digest(self) -> str:
         """Names what the stored bytes mean."""
         model = self.fingerprint or ""
-        if self.first_position:  # keys that are stored turned back depend on it
+        if self.first_position:  # keys that are stored unrotated depend on it
             model += f"@{self.first_position}"
         return self.layout.digest("" if self.artifact is None else self.artifact.digest, model)
 

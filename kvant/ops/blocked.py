@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.reference import lost_logits, overlay_index
+from kvant.ops.reference import mean_logits, overlay_index
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 
@@ -113,10 +113,10 @@ def _one(
     if not fresh:
         return query
     q, k, v = query.float().view(fresh, heads, -1, dim), key.float(), value.float()
-    lost: Tensor | None = None
+    mean_logit: Tensor | None = None
     if history:
-        lost = lost_logits(store, q, scale, softcap)
-        lost = None if lost is None else lost.permute(1, 2, 0)
+        mean_logit = mean_logits(store, q, scale, softcap)
+        mean_logit = None if mean_logit is None else mean_logit.permute(1, 2, 0)
         q, k, v = store.key.dual(q), store.key.forward(k), store.value.forward(v)
     q = q.permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
     fused = softcap is None and (sliding_window is None or sliding_window >= history + fresh)
@@ -131,8 +131,10 @@ def _one(
         if fused:
             total = merge(total, _fused(q, keys, values, scale, causal=False))
         else:
-            total = merge(total, _plain(q, keys, values, scale, softcap, sliding_window, history - first, lost))
-    own = _fused(q, k, v, scale, causal=True) if fused else _plain(q, k, v, scale, softcap, sliding_window, 0, lost)
+            total = merge(total, _plain(q, keys, values, scale, softcap, sliding_window, history - first, mean_logit))
+    own = (
+        _fused(q, k, v, scale, causal=True) if fused else _plain(q, k, v, scale, softcap, sliding_window, 0, mean_logit)
+    )
     out = merge(total, own).out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
     if history:
         out = store.value.inverse(out)
@@ -186,7 +188,7 @@ def _plain(
     softcap: float | None,
     sliding_window: int | None,
     ahead: int,
-    lost: Tensor | None,
+    mean_logit: Tensor | None,
 ) -> Part:
     """Attention of rows to keys of which the first lies `ahead` tokens before the first row. `lost` is what all scores of
     a row [heads, group, rows] are short of before the cap."""
@@ -201,7 +203,7 @@ def _plain(
             keep &= place > at - sliding_window
         scores = torch.einsum("hgqd,nhd->hgqn", q[:, :, block], k) * scale
         if softcap is not None:
-            scores = scores if lost is None else scores + lost[:, :, block, None]
+            scores = scores if mean_logit is None else scores + mean_logit[:, :, block, None]
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~keep, float("-inf"))
         lse = scores.logsumexp(-1, keepdim=True)

@@ -33,7 +33,7 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     if value.groupwise:
         return "it reads values token by token, and they are coded in groups"
     if key.rope != "post":
-        return "it scores keys as they are stored, and they are stored turned back"
+        return "it scores keys as they are stored, and they are stored unrotated"
     return None
 
 
@@ -71,7 +71,7 @@ def decode(
     assert isinstance(codec, BoundProductVQ), codec
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     q = query.to(accurate).view(sequences, layout.heads, -1, dim)
-    lost = reference.lost_logits(store, q, scale, softcap)
+    mean_logit = reference.mean_logits(store, q, scale, softcap)
     q = store.key.dual(q)
     table = score_table(q, codec)
     out = torch.zeros_like(q)
@@ -93,7 +93,7 @@ def decode(
             values = torch.where(full.held[..., None, None], full.tokens.to(accurate), values)
         scores = scores * scale
         if softcap is not None:
-            scores = scores if lost is None else scores + lost[..., None]
+            scores = scores if mean_logit is None else scores + mean_logit[..., None]
             scores = softcap * torch.tanh(scores / softcap)
         keep = position < batch.seq_lens[:, None]
         values = torch.where(keep[..., None, None], values, 0.0)  # past the end a page may hold anything

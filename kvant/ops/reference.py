@@ -7,7 +7,7 @@ prefill  attends from new tokens to the cached history and, in full precision, t
          append, it reads the history as decode would have read it at that length.
 
 All attention happens in one space, that of the stored tensors: queries are transformed once, outputs transformed back
-once. Keys that are stored turned back are the exception: they are brought back into the model's own space when they are
+once. Keys that are stored unrotated are the exception: they are brought back into the model's own space when they are
 read.
 """
 
@@ -224,21 +224,21 @@ def restored(store: LayerStore, name: StreamName, batch: PagedBatch) -> Tensor:
     return store.stream(name).inverse(read(store, name, batch, batch.seq_lens)[..., None, :])[..., 0, :]
 
 
-def softmax(scores: Tensor, keep: Tensor, softcap: float | None, lost: Tensor | None = None) -> Tensor:
+def softmax(scores: Tensor, keep: Tensor, softcap: float | None, mean_logit: Tensor | None = None) -> Tensor:
     """Probabilities over the last dim of scores where `keep`; a row that keeps nothing is zero. `lost` is what all
     scores of a row are short of: the softmax does not care, the cap before it does."""
     if softcap is not None:
-        scores = scores if lost is None else scores + lost[..., None]
+        scores = scores if mean_logit is None else scores + mean_logit[..., None]
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~keep, float("-inf"))
     return torch.softmax(scores, -1).nan_to_num(0.0)
 
 
-def lost_logits(store: LayerStore, q: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+def mean_logits(store: LayerStore, q: Tensor, scale: float, softcap: float | None) -> Tensor | None:
     """What the logits of queries [..., heads, queries per head, head_dim] are short of where a mean was taken off the
     keys; None where it does not matter."""
-    lost = None if softcap is None else store.key.lost(q)
-    return None if lost is None else lost * scale
+    mean_logit = None if softcap is None else store.key.mean_logit(q)
+    return None if mean_logit is None else mean_logit * scale
 
 
 @register("decode", "reference", serves_everything, rank=0)
@@ -260,14 +260,14 @@ def decode(
     keys = read(store, "key", batch, batch.seq_lens).to(accurate)
     values = read(store, "value", batch, batch.seq_lens).to(accurate)
     q = query.to(accurate).view(sequences, store.layout.heads, -1, dim)
-    lost = lost_logits(store, q, scale, softcap)
+    mean_logit = mean_logits(store, q, scale, softcap)
     q = store.key.dual(q)
     scores = torch.einsum("bhgd,bnhd->bhgn", q, keys) * scale
     position = torch.arange(keys.shape[1], device=query.device)
     keep = position < batch.seq_lens[:, None]
     if sliding_window is not None:
         keep &= position >= batch.seq_lens[:, None] - sliding_window
-    weights = softmax(scores, keep[:, None, None, :], softcap, lost)
+    weights = softmax(scores, keep[:, None, None, :], softcap, mean_logit)
     out = store.value.inverse(torch.einsum("bhgn,bnhd->bhgd", weights, values))
     return out.reshape(sequences, query_heads, dim).to(query.dtype)
 
@@ -322,10 +322,10 @@ def _prefill_one(
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     keys, values = key.to(accurate), value.to(accurate)
     q = query.to(accurate).view(fresh, store.layout.heads, -1, dim)
-    lost: Tensor | None = None
+    mean_logit: Tensor | None = None
     if history:
         n = torch.tensor([history], device=query.device)
-        lost = lost_logits(store, q, scale, softcap)
+        mean_logit = mean_logits(store, q, scale, softcap)
         keys = torch.cat((read(store, "key", row, n)[0, :history].to(accurate), store.key.forward(keys)))
         values = torch.cat((read(store, "value", row, n)[0, :history].to(accurate), store.value.forward(values)))
         q = store.key.dual(q)
@@ -338,7 +338,7 @@ def _prefill_one(
         if sliding_window is not None:
             keep &= position > at - sliding_window
         scores = torch.einsum("qhgd,nhd->hgqn", q[block], keys) * scale
-        short = None if lost is None else lost[block].permute(1, 2, 0)
+        short = None if mean_logit is None else mean_logit[block].permute(1, 2, 0)
         out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap, short), values)
     if history:
         out = store.value.inverse(out)

@@ -13,7 +13,7 @@ import torch
 
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
-from kvant.ops.reference import lost_logits, overlay_index, read, softmax
+from kvant.ops.reference import mean_logits, overlay_index, read, softmax
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 
 Tensor = torch.Tensor
@@ -94,13 +94,13 @@ def _attend(
         codes = read(store, name, nothing, row.seq_lens)[0, :total]
         packed[name] = torch.where(from_page[name].any(0)[:, None, None], codes, 0.0)
     q = query.float().view(fresh, store.layout.heads, -1, dim)
-    lost = lost_logits(store, q, scale, softcap)
+    mean_logit = mean_logits(store, q, scale, softcap)
     q = store.key.dual(q)
     scores = torch.einsum("qhgd,nhd->hgqn", q, packed["key"])
     full = windows["key"]
     if full is not None:
         scores = torch.where(from_page["key"], scores, torch.einsum("qhgd,nhd->hgqn", q, full[0]))
-    weights = softmax(scores * scale, keep, softcap, None if lost is None else lost.permute(1, 2, 0))
+    weights = softmax(scores * scale, keep, softcap, None if mean_logit is None else mean_logit.permute(1, 2, 0))
     full = windows["value"]
     if full is None:
         out = torch.einsum("hgqn,nhd->qhgd", weights, packed["value"])

@@ -54,15 +54,15 @@ def one_sequence(batch: PagedBatch, b: int) -> PagedBatch:
 class BoundStream:
     """A stream for one layer: transforms and codec with their tensors.
 
-    Attention happens in one space: that of the stored tensors, or the model's own where keys are stored turned back,
-    since no one query fits keys that have yet to be turned. `forward`, `dual` and `inverse` lead into that space and
+    Attention happens in one space: that of the stored tensors, or the model's own where keys are stored unrotated,
+    since no one query fits keys that have yet to be rotated. `forward`, `dual` and `inverse` lead into that space and
     out of it.
     """
 
     spec: Stream
     codec: BoundCodec
     transforms: tuple[BoundTransform, ...]
-    rope: Rope | None = None  # of a stream whose keys are stored turned back
+    rope: Rope | None = None  # of a stream whose keys are stored unrotated
 
     @staticmethod
     def of(
@@ -81,7 +81,7 @@ class BoundStream:
         if spec.rope == "post":
             rope = None
         elif rope is None:
-            raise ValueError("keys are stored turned back: the layer's rope is needed, got none")
+            raise ValueError("keys are stored unrotated: the layer's rope is needed, got none")
         else:
             rope = Rope(rope.inv_freq.to(device), rope.first)
         return BoundStream(spec, spec.codec.bind(head_dim, _below(tensors, "codec."), dtype), transforms, rope)
@@ -98,35 +98,35 @@ class BoundStream:
         """Outputs out of the space of attention: [..., heads, queries per head, head_dim]."""
         return o if self.rope is not None else self._inverse(o)
 
-    def lost(self, q: Tensor) -> Tensor | None:
+    def mean_logit(self, q: Tensor) -> Tensor | None:
         """What the logits of queries are short of in the space of attention, the same for all keys: [..., heads, queries
         per head], or None for nothing."""
         found: Tensor | None = None
         if self.rope is None:
             for transform in self.transforms:
-                here = transform.lost(q)
+                here = transform.mean_logit(q)
                 found = here if found is None else found if here is None else found + here
                 q = transform.dual(q)
         return found
 
-    def turned(self, position: Tensor) -> Tensor:
-        """By how many positions a sequence's keys at these places are turned back."""
+    def rope_block_start(self, position: Tensor) -> Tensor:
+        """By how many positions a sequence's keys at these places are unrotated."""
         assert self.rope is not None
-        return (position + self.rope.first) // self.spec.turned_back * self.spec.turned_back
+        return (position + self.rope.first) // self.spec.effective_rope_block * self.spec.effective_rope_block
 
     def stored(self, x: Tensor, position: Tensor) -> Tensor:
         """Keys or values at these positions as they are stored: [tokens, heads, head_dim]."""
-        return self._forward(x if self.rope is None else self.rope.turn(x, -self.turned(position)))
+        return self._forward(x if self.rope is None else self.rope.rotate(x, -self.rope_block_start(position)))
 
     def probes(self, q: Tensor, position: Tensor) -> Tensor:
         """Queries in the space of the stored keys: [tokens, heads, queries per head, head_dim]."""
-        return self._dual(q if self.rope is None else self.rope.turn(q, -self.turned(position)))
+        return self._dual(q if self.rope is None else self.rope.rotate(q, -self.rope_block_start(position)))
 
     def attended(self, x: Tensor, position: Tensor) -> Tensor:
         """Stored keys or values in the space of attention: [tokens, ..., heads, head_dim]."""
         if self.rope is None:
             return x
-        return self.rope.turn(self._inverse(x[..., None, :])[..., 0, :], self.turned(position))
+        return self.rope.rotate(self._inverse(x[..., None, :])[..., 0, :], self.rope_block_start(position))
 
     def _forward(self, x: Tensor) -> Tensor:
         for transform in self.transforms:
@@ -147,7 +147,7 @@ class BoundStream:
 @dataclasses.dataclass
 class LayerStore:
     """One layer's pages and full-precision windows. Windows are stored transformed, like the pages; keys that are
-    stored turned back are so in the windows too."""
+    stored unrotated are so in the windows too."""
 
     layout: Layout
     key: BoundStream

@@ -1,6 +1,6 @@
 """kvant-4 and kvant-2: recipes of our own.
 
-**kvant-2** codes what attention reads. Keys are turned back to the start of their block of 256 positions, so that they
+**kvant-2** codes what attention reads. Keys are unrotated to the start of their block of 256 positions, so that they
 look alike wherever they stand; their mean is taken off; a basis in which they are white and in which queries have sorted
 variances (transforms.affine_map.Balance) puts what queries read most into the first channels. The first quarter of the
 channels has 4 bits, the next half 2, the last quarter none. One scale per token: the root mean square, stretched so that
@@ -8,7 +8,7 @@ the token's product with itself, weighed by the queries' variances, is kept (cod
 white, mixed, 2 bits, one scale, whose sign says whether the values' mean was taken off. 2.25 bits per element at head dim
 64, 2.125 at 128. `search=9` searches the scale for the least error first; it gains nothing once the scale is stretched.
 
-Queries are turned back once per block of positions, which costs head_dim / 256 of the products. `rope=post` codes
+Queries are unrotated once per block of positions, which costs head_dim / 256 of the products. `rope=post` codes
 keys as they come instead; statistics are then, as everybody's, measured over all positions that will be served.
 
 **kvant-4** is SAW-INT4 with keys and values rotated, a float minimum, the keys' mean taken off, which costs nothing at

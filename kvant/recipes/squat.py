@@ -3,7 +3,7 @@
 KIVI's codec at two bits with group 32 and residual 32, in which the keys' channels are coded block by block and the
 channels that are still free take up the error, so that what is left is nearly orthogonal to the subspace of the
 prompt's queries (equation 6 and algorithm 1; rank 5, lambda 0.001, two blocks: appendix E.2). `squat-pre` codes keys
-before RoPE and turns them when they are read; its subspace is that of the queries before RoPE, which is where algorithm
+before RoPE and rotates them when they are read; its subspace is that of the queries before RoPE, which is where algorithm
 1 takes them (line 4: Q = X W^Q).
 
 Each sequence has its own subspace; `shared=true` uses the first sequence's for the whole batch, as the paper does. See

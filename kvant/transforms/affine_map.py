@@ -40,7 +40,7 @@ class BoundAffine(BoundTransform):
             wide = wide + self.offset[:, None, :]
         return wide.to(o.dtype)
 
-    def lost(self, q: Tensor) -> Tensor | None:
+    def mean_logit(self, q: Tensor) -> Tensor | None:
         if self.offset is None:
             return None
         return torch.einsum("...hgd,hd->...hg", q.double(), self.offset).to(q.dtype)

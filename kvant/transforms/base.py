@@ -28,7 +28,7 @@ class BoundTransform:
     def inverse(self, o: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must map outputs back")
 
-    def lost(self, q: Tensor) -> Tensor | None:
+    def mean_logit(self, q: Tensor) -> Tensor | None:
         """What <dual(q), forward(k)> is short of <q, k>, for every query [..., heads, queries per head]: q mu; None where
         nothing is removed. It is the same for all keys, so only what comes between it and the softmax has to know."""
         return None

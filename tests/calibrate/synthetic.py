@@ -32,7 +32,7 @@ def draw(tokens: int, heads: int, groups: int, dim: int, rope: Rope | None = Non
     k = centre + torch.randn(tokens, heads, dim)
     if rope is not None:
         at = torch.arange(tokens)
-        q, k = rope.turn(q + centre[:, None] * 0.3, at), rope.turn(k, at)
+        q, k = rope.rotate(q + centre[:, None] * 0.3, at), rope.rotate(k, at)
     return q, k, v
 
 

@@ -109,10 +109,10 @@ def test_weights_are_capped_at_a_hundred_times_the_mean() -> None:
 
 
 def test_keys_are_measured_within_their_block_and_queries_everywhere() -> None:
-    """Keys that are alike before RoPE look alike in a block too short for RoPE to turn them, and do not over all positions."""
+    """Keys that are alike before RoPE look alike in a block too short for RoPE to rotate them, and do not over all positions."""
     rope = rope_of(64)
     q, k, v = draw(256, 2, 2, 64)
-    k = rope.turn(torch.randn(2, 64).expand(256, 2, 64) * 3, torch.arange(256))
+    k = rope.rotate(torch.randn(2, 64).expand(256, 2, 64) * 3, torch.arange(256))
     runs = [(q, k, v, attend(q, k, v))]
     near = gather_layer(runs, 8192, rope, block=1)
     wide = gather_layer(runs, 8192, rope)

@@ -196,7 +196,7 @@ def test_the_sample_is_uniform() -> None:
 
 
 def test_moments_cover_the_positions_that_will_be_served() -> None:
-    """Turned to a position of its own, every token counts once; the moments are those of the turned vectors."""
+    """Turned to a position of its own, every token counts once; the moments are those of the rotated vectors."""
     heads, groups, dim, tokens, end = 2, 2, 16, 64, 5000
     rope = rope_of(dim)
     q, k, v = draw(tokens, heads, groups, dim, rope)
@@ -206,9 +206,9 @@ def test_moments_cover_the_positions_that_will_be_served() -> None:
     strata = positions.double().mul(tokens / end).long().sort().values
     assert strata.tolist() == list(range(tokens))  # one in each stretch of end / tokens positions
     by = (positions - torch.arange(tokens))[6:]
-    turned = torch.stack([rope.turn(k[6 + i : 7 + i], int(n))[0] for i, n in enumerate(by)]).double()
-    torch.testing.assert_close(stats.keys.second, torch.einsum("nhd,nhe->hde", turned, turned) / len(turned))
-    moved = torch.stack([rope.turn(q[6 + i : 7 + i], int(n))[0] for i, n in enumerate(by)]).double()
+    rotated = torch.stack([rope.rotate(k[6 + i : 7 + i], int(n))[0] for i, n in enumerate(by)]).double()
+    torch.testing.assert_close(stats.keys.second, torch.einsum("nhd,nhe->hde", rotated, rotated) / len(rotated))
+    moved = torch.stack([rope.rotate(q[6 + i : 7 + i], int(n))[0] for i, n in enumerate(by)]).double()
     moved = moved.transpose(1, 2).flatten(0, 1)
     torch.testing.assert_close(stats.queries.second, torch.einsum("nhd,nhe->hde", moved, moved) / len(moved))
     values = v[6:].double()
@@ -226,7 +226,7 @@ def test_excerpts_are_turned_as_a_whole_and_attend_as_before() -> None:
     before = torch.einsum("qhgd,nhd->hgqn", q[stats.excerpts[0].rows], k)
     for offset, excerpt in zip(offsets, stats.excerpts, strict=True):
         assert offset is not None
-        torch.testing.assert_close(excerpt.keys, rope.turn(k, offset))
+        torch.testing.assert_close(excerpt.keys, rope.rotate(k, offset))
         after = torch.einsum("qhgd,nhd->hgqn", excerpt.queries, excerpt.keys)
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-3)
         assert int(excerpt.rows[-1]) == 49
@@ -243,7 +243,7 @@ def test_ropes_are_tried_on_the_model(family: str, monkeypatch: pytest.MonkeyPat
         return [rope_of(64, base=1234.0)] * layers
 
     monkeypatch.setattr("kvant.calibrate.capture.ropes_of", wrong)
-    with pytest.raises(ValueError, match="cannot turn keys of"):
+    with pytest.raises(ValueError, match="cannot rotate keys of"):
         checked_ropes(model, shape, tokens_of(20))
 
 

@@ -195,6 +195,6 @@ def test_a_failed_forward_pass_leaves_tails_as_they_were() -> None:
 
 def test_a_config_is_refused_where_the_rotary_embedding_is_needed() -> None:
     model = make_model("llama")
-    with pytest.raises(ValueError, match="squat-pre stores keys turned back: it needs the model itself"):
+    with pytest.raises(ValueError, match="squat-pre stores keys unrotated: it needs the model itself"):
         kvant.Cache(model.config, "squat-pre")
     kvant.Cache(model.config, "squat")

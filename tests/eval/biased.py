@@ -19,7 +19,7 @@ class Bytes:
 
 
 def make_biased(bias: float, vocab_size: int = 256) -> Any:
-    """A Qwen2 whose key biases are large in the channels that RoPE turns slowly; its answers hang on all of its context."""
+    """A Qwen2 whose key biases are large in the channels that RoPE rotates slowly; its answers hang on all of its context."""
     model = make_model("qwen2", vocab_size=vocab_size, max_position_embeddings=512, rope_theta=1e6)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -22,8 +22,10 @@ def log_sum_exp(
     keys = reference.read(store, "key", batch, batch.seq_lens).double()
     scores = torch.einsum("bhgd,bnhd->bhgn", store.key.dual(grouped), keys) * scale
     if softcap is not None:
-        lost = store.key.lost(grouped)
-        scores = softcap * torch.tanh((scores if lost is None else scores + lost[..., None] * scale) / softcap)
+        mean_logit = store.key.mean_logit(grouped)
+        scores = softcap * torch.tanh(
+            (scores if mean_logit is None else scores + mean_logit[..., None] * scale) / softcap
+        )
     at = torch.arange(keys.shape[1], device=q.device)
     keep = (at < batch.seq_lens[:, None]) & (at >= batch.seq_lens[:, None] - (sliding_window or keys.shape[1]))
     return torch.logsumexp(scores.masked_fill(~keep[:, None, None], float("-inf")), -1).flatten(1)

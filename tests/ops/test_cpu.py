@@ -265,7 +265,7 @@ def test_append_of_every_head_dim(dim: int) -> None:
 
 
 def test_append_where_keys_are_turned_back_further_than_before() -> None:
-    """The 64 blocks of 256 positions that turns are first made for end inside of what is appended."""
+    """The 64 blocks of 256 positions that rotates are first made for end inside of what is appended."""
     caches = twins("kvant-2", heads=1, dim=32)
     seqs = [cache.new() for cache in caches]
     counts = [16370, 1, 30]
@@ -379,7 +379,7 @@ def test_structures_are_those_of_the_header() -> None:
         ("int4", {"head_dim": 320}, "head dims up to 256, got 320"),
         ("gear", {}, "LowRank"),
         ("zipcache", {}, "Salient"),
-        ("squat-pre", {}, "turned back one by one"),
+        ("squat-pre", {}, "unrotated one by one"),
         ("kvant-2:levels=lloyd", {}, "lloyd levels"),
     ],
 )

@@ -23,7 +23,7 @@ from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import append_groups, copy_rows, fragments, nearest, nvrtc, plan, stored, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
-from kvant.ops.spaces import HADAMARD, MATRIX, NONE, space_of
+from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
 from kvant.ops.types import BoundStream
 from kvant.rope import Rope
 from kvant.transforms.hadamard import Hadamard
@@ -72,7 +72,7 @@ def filled(
     rotated: int | None = None,
 ) -> tuple[PagedCache, list[Entry]]:
     """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference. `rotated` is how many of the channels
-    RoPE turns."""
+    RoPE rotates."""
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     pages = sum(layout.pages_for(n) for n in lengths) + spare
@@ -531,11 +531,11 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ("squat", None),
         (
             "squat-pre",
-            "it turns queries for blocks of positions, and the keys are stored turned back one by one",
+            "it rotates queries for blocks of positions, and the keys are stored unrotated one by one",
         ),
         (
             "squat-pre:rope=block",
-            "it reads keys that are coded per channel as they come, and they are stored turned back",
+            "it reads keys that are coded per channel as they come, and they are stored unrotated",
         ),
         ("kivi-k2v2:k.group=8", "it reads groups of at least 16 tokens, and those of the keys have 8"),
         ("kivi-k2v2:k.meta=bfloat16", "it reads the scales of channels as float16, and they are bfloat16"),
@@ -562,7 +562,7 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ),
         (
             "kvant-2:rope=pre",
-            "it turns queries for blocks of positions, and the keys are stored turned back one by one",
+            "it rotates queries for blocks of positions, and the keys are stored unrotated one by one",
         ),
     ],
 )
@@ -647,13 +647,13 @@ def test_constants_are_the_layouts() -> None:
 def test_spaces_are_the_transforms() -> None:
     layout = make_layout("int4", 2, 64)
     stream = BoundStream.of(recipes.get("saw-int4").key, 64, "bfloat16", "cpu")
-    assert space_of((), "dual", layout, torch.device("cpu")).kind == NONE
-    found = space_of(stream.transforms, "dual", layout, torch.device("cpu"))
+    assert fuse((), "dual", layout, torch.device("cpu")).kind == NONE
+    found = fuse(stream.transforms, "dual", layout, torch.device("cpu"))
     assert (found.kind, found.order, found.tensor) == (HADAMARD, 64, None)
     two = (Hadamard(seed=1).bind(64), RandomRotation().bind(64))
     q = torch.randn(3, 2, 5, 64, dtype=torch.float64)
     for way in ("dual", "inverse"):
-        found = space_of(two, way, layout, torch.device("cpu"))
+        found = fuse(two, way, layout, torch.device("cpu"))
         assert found.kind == MATRIX and found.tensor is not None and len(found.tensor) == 1 and found.offset is None
         expected = q
         for transform in two if way == "dual" else reversed(two):
@@ -680,7 +680,7 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     made = plan.Plan(layout, 6, query, (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
         nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
-    nvrtc.compile_text(stored.StoredPlan(layout, "bfloat16", layout.recipe.key.turned_back).text, "sm_90")
+    nvrtc.compile_text(stored.StoredPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90")
     if plan.is_indexed(layout):
         for rows in (nearest.FEW, nearest.many(layout)):
             nvrtc.compile_text(nearest.NearestPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
@@ -749,7 +749,7 @@ def ptx_of(text: str, arch: str) -> str:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("group", "dim"), [(3, 128), (5, 64), (6, 64), (7, 128), (9, 256)])
 def test_numbers_that_may_be_negative_keep_their_sign(group: int, dim: int) -> None:
-    """In the addresses of queries that are turned: NVVM took a constant out of `row % TILE_HEADS` and widened what was left as if
+    """In the addresses of queries that are rotated: NVVM took a constant out of `row % TILE_HEADS` and widened what was left as if
     it had no sign, so that half of the rows for the windows went 2^40 bytes astray. The emulated kernels cannot show that."""
     try:
         nvrtc.compiler()

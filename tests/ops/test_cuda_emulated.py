@@ -101,7 +101,7 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Queries are turned as where there are many blocks of positions. Lists the kernels that are launched."""
+    """Queries are rotated as where there are many blocks of positions. Lists the kernels that are launched."""
     monkeypatch.setattr(cuda_decode, "MANY_PASSES", 0)
     launched: list[str] = []
     for cache in ("_turn_kernel", "_many_kernel"):
@@ -313,7 +313,7 @@ def test_decode_in_16_bits(name: str, group: int, dim: int, dtype: torch.dtype, 
 
 @pytest.mark.slow
 def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
-    """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither turned nor read."""
+    """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither rotated nor read."""
     cache, seqs = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
     batch, store = cache.batch(seqs), cache.stores[0]
     wide = torch.cat((batch.block_table, torch.full((len(seqs), 90), 1 << 40)), 1).contiguous()
@@ -372,7 +372,7 @@ def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
 
 def test_an_odd_number_of_turned_pairs_is_refused() -> None:
     cache, seqs = filled("kvant-2", 2, 4, 64, [5], rotated=18)
-    with pytest.raises(ValueError, match="rope turns 9 pairs"):
+    with pytest.raises(ValueError, match="rope rotates 9 pairs"):
         cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(seqs), scale=0.1)
 
 

@@ -150,7 +150,7 @@ def test_a_ragged_batch_is_each_sequence_alone(name: str) -> None:
 
 
 def test_keys_before_rope_are_the_same_keys_when_nothing_is_coded() -> None:
-    """All tokens in the windows: turning back and forth is all that happens to them."""
+    """All tokens in the windows: unrotating and forth is all that happens to them."""
     name = "squat-pre:v.recent=64,k.flush=64"
     tokens = Tokens.random(50, 2, 2, 64)
     cache = make_cache(name)
@@ -172,8 +172,8 @@ def test_pages_before_rope_do_not_depend_on_where_the_tokens_are() -> None:
         cache = make_cache(name)
         seq = cache.new()
         rest = Tokens.random(shift, 2, 1, 64, 7)
-        turned = Tokens(rope.turn(plain.k, shift + torch.arange(16)), plain.v, plain.q)
-        tokens = Tokens(*(torch.cat((getattr(rest, x), getattr(turned, x))) for x in "kvq"))
+        rotated = Tokens(rope.rotate(plain.k, shift + torch.arange(16)), plain.v, plain.q)
+        tokens = Tokens(*(torch.cat((getattr(rest, x), getattr(rotated, x))) for x in "kvq"))
         fill(cache, seq, tokens, [shift + 16])
         parts = cache.layout.unpack("key", cache.stores[0].pages[torch.tensor(seq.pages)])
         codes.append(parts["codes"][shift : shift + 16])
@@ -256,7 +256,7 @@ def test_only_what_learns_from_the_request_is_not_prefix_safe() -> None:
 def test_mistakes_in_streams_are_named() -> None:
     keys = Stream(Channel(), window=Window(flush=32))
     salient = Stream(Salient(), window=Window(flush=128), corrector=Saliency())
-    with pytest.raises(ValueError, match="only keys are turned by RoPE"):
+    with pytest.raises(ValueError, match="only keys are rotated by RoPE"):
         Recipe("x", keys, Stream(Channel(), window=Window(flush=32), rope="pre"))
     with pytest.raises(ValueError, match="both streams must have the same windows"):
         Recipe("x", keys, salient)

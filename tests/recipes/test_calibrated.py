@@ -109,7 +109,7 @@ def gathered(recipe: Recipe, max_position: int, rope: Rope, runs: int) -> LayerS
         q, k, v = draw(TOKENS, HEADS, GROUPS, DIM, rope)
         found.append((q, k, v, attend(q, k, v)))
     window = recipe.key.window
-    block = recipe.key.turned_back
+    block = recipe.key.effective_rope_block
     return gather_layer(found, max_position, rope, window.sink, window.recent, recipe.reads, block)
 
 
@@ -118,7 +118,7 @@ def cache_error(recipe: Recipe, tensors: dict[str, torch.Tensor], rope: Rope, of
     torch.manual_seed(3)
     q, k, v = draw(TOKENS, HEADS, GROUPS, DIM, rope)
     wanted = attend(q, k, v)[-64:].flatten(1, 2)
-    q, k = rope.turn(q, offset).flatten(1, 2), rope.turn(k, offset)
+    q, k = rope.rotate(q, offset).flatten(1, 2), rope.rotate(k, offset)
     layout = make_layout(recipe, HEADS, DIM, dtype="float32")
     cache = PagedCache(layout, 1, tensors={0: tensors}, ropes=[rope] if recipe.wants_rope else None)
     seq = cache.new()

@@ -96,7 +96,7 @@ HEADS, GROUPS, DIM, TOKENS, SINK, RECENT = 2, 2, 64, 256, 4, 32
 def attention_error(
     recipe: Recipe, tensors: dict[str, torch.Tensor], stats: LayerStats, rope: Rope, offset: int
 ) -> float:
-    """Relative squared error of attention outputs over an excerpt that was turned by so many positions."""
+    """Relative squared error of attention outputs over an excerpt that was rotated by so many positions."""
     streams = {
         name: BoundStream.of(stream, DIM, "float32", "cpu", _below(tensors, f"{name}."))
         for name, stream in recipe.streams.items()
@@ -104,17 +104,17 @@ def attention_error(
     key, value = streams["key"], streams["value"]
     e = stats.excerpts[0]
     late = e.rows >= SINK + RECENT
-    q = key.dual(rope.turn(e.queries[late], offset))
-    k, v = key.forward(rope.turn(e.keys, offset)), value.forward(e.values)
-    turned = e._replace(queries=q, keys=k, values=v, rows=e.rows[late])
-    exact = scores(turned, k, stats)
+    q = key.dual(rope.rotate(e.queries[late], offset))
+    k, v = key.forward(rope.rotate(e.keys, offset)), value.forward(e.values)
+    rotated = e._replace(queries=q, keys=k, values=v, rows=e.rows[late])
+    exact = scores(rotated, k, stats)
     torch.testing.assert_close(  # attention itself does not change
         exact.softmax(-1), scores(e._replace(queries=e.queries[late], rows=e.rows[late]), e.keys, stats).softmax(-1),
         rtol=0, atol=2e-3,
     )  # fmt: skip
     at = torch.arange(len(k))
-    coded = (at >= SINK) & (at <= turned.rows[:, None] - RECENT)
-    rough = torch.where(coded, scores(turned, key.codec.decode(key.codec.encode(k)), stats), exact).softmax(-1)
+    coded = (at >= SINK) & (at <= rotated.rows[:, None] - RECENT)
+    rough = torch.where(coded, scores(rotated, key.codec.decode(key.codec.encode(k)), stats), exact).softmax(-1)
     weights = exact.softmax(-1)
     found = outputs(rough * coded, value.codec.decode(value.codec.encode(v))) + outputs(rough * ~coded, v)
     wanted = outputs(weights, v)
@@ -150,7 +150,7 @@ def test_what_is_gathered_at_short_positions_is_not_what_is_seen_far_away() -> N
     rope = rope_of(DIM)
     short, wide = gathered(TOKENS, rope), gathered(32768, rope)
     q = short.excerpts[0].queries.double()
-    far = rope.turn(q, 20000).transpose(1, 2).flatten(0, 1)
+    far = rope.rotate(q, 20000).transpose(1, 2).flatten(0, 1)
     moment = torch.einsum("nhd,nhe->hde", far, far) / len(far)
 
     def distance(stats: LayerStats) -> float:

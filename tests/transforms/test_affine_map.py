@@ -17,10 +17,10 @@ def test_products_are_kept_and_outputs_come_back(part: Mean | Balance | Spectral
     bound = part.bind(dim, tensors(dim))
     q, k = torch.randn(9, 3, 2, dim), torch.randn(9, 3, dim)
     found = torch.einsum("nhgd,nhd->nhg", bound.dual(q), bound.forward(k))
-    lost = bound.lost(q)
-    assert (lost is None) == isinstance(part, Spectral)
+    mean_logit = bound.mean_logit(q)
+    assert (mean_logit is None) == isinstance(part, Spectral)
     wanted = torch.einsum("nhgd,nhd->nhg", q, k)
-    torch.testing.assert_close(found if lost is None else found + lost, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found if mean_logit is None else found + mean_logit, wanted, rtol=1e-4, atol=1e-4)
     back = bound.inverse(bound.forward(k)[:, :, None, :])[:, :, 0]
     torch.testing.assert_close(back, k, rtol=1e-5, atol=1e-5)
 

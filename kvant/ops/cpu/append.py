@@ -17,8 +17,8 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, plan, structures
 from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
+from kvant.ops.fused import HADAMARD, MATRIX, blocks_of, fuse, rope_table
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, MATRIX, blocks_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -41,17 +41,17 @@ class Prepared:
 
     call: structures.Append
     kept: list[object]  # that the call points to
-    turns: tuple[Tensor, Tensor] | None = None
+    rope_table: tuple[Tensor, Tensor] | None = None
     scratch: int = 0  # floats that a thread needs
     memory: library.Memory = dataclasses.field(default_factory=library.Memory)
     alone: int = 64  # tokens and heads below which a second thread costs more than it gives
 
-    def turn(self, store: LayerStore, tokens: int) -> None:
-        """Makes the turns that keys of so many tokens need."""
-        space = self.call.key_space
-        self.turns = turns(store, blocks_of(tokens, space.first, space.block))
-        space.cosine, space.sine = (x.data_ptr() for x in self.turns)
-        space.turns = len(self.turns[0])
+    def extend_rope_table(self, store: LayerStore, tokens: int) -> None:
+        """Makes the RoPE table that keys of so many tokens need."""
+        space = self.call.key_transform
+        self.rope_table = rope_table(store, blocks_of(tokens, space.first, space.block))
+        space.cosine, space.sine = (x.data_ptr() for x in self.rope_table)
+        space.rope_blocks = len(self.rope_table[0])
 
 
 def prepared(store: LayerStore) -> Prepared:
@@ -68,13 +68,13 @@ def prepared(store: LayerStore) -> Prepared:
     found.kept += kept
     call.value, kept = stream_of(store, "value")
     found.kept += kept
-    call.key_space, kept = _space(store, "key")
+    call.key_transform, kept = _space(store, "key")
     found.kept += kept
-    call.value_space, kept = _space(store, "value")
+    call.value_transform, kept = _space(store, "value")
     found.kept += kept
     if store.key.rope is not None:
-        call.key_space.block, call.key_space.first = store.key.spec.turned_back, store.key.rope.first
-        call.key_space.half = len(store.key.rope.inv_freq)
+        call.key_transform.block, call.key_transform.first = store.key.spec.effective_rope_block, store.key.rope.first
+        call.key_transform.half = len(store.key.rope.inv_freq)
     codecs = [stream.codec for stream in layout.recipe.streams.values()]
     found.scratch = max(
         max(codec.centroids, TOPS)
@@ -88,11 +88,11 @@ def prepared(store: LayerStore) -> Prepared:
     return found
 
 
-def _space(store: LayerStore, name: StreamName) -> tuple[structures.Space, list[Tensor]]:
+def _space(store: LayerStore, name: StreamName) -> tuple[structures.FusedTransform, list[Tensor]]:
     """How a stream's vectors are transformed and coded; and the tensors that it points to."""
     layout, stream = store.layout, store.stream(name)
-    space = space_of(stream.transforms, "forward", layout, store.pages.device, torch.float64)
-    out = structures.Space(order=1, clip_rank=-1, search=1)
+    space = fuse(stream.transforms, "forward", layout, store.pages.device, torch.float64)
+    out = structures.FusedTransform(order=1, clip_rank=-1, search=1)
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> int:
@@ -137,7 +137,7 @@ def _space(store: LayerStore, name: StreamName) -> tuple[structures.Space, list[
     return out, kept
 
 
-def _search(space: structures.Space, books: Tensor, keep: Callable[[Tensor], int]) -> None:
+def _search(space: structures.FusedTransform, books: Tensor, keep: Callable[[Tensor], int]) -> None:
     """What a search for the nearest centroid reads: channels, then minus half of the squares, [..., length + 1, count]."""
     columns = torch.cat((books, books.square().sum(-1, keepdim=True) / -2), -1).mT
     space.columns, space.quick = keep(columns), keep(columns.float())
@@ -186,6 +186,6 @@ def append(
     threads = 1 if tasks < made.alone else torch.get_num_threads()
     library.run("append", call, 2 * tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
     if call.refused == MISSING_TURNS:
-        made.turn(store, max(batch.seq_lens.tolist()))
+        made.extend_rope_table(store, max(batch.seq_lens.tolist()))
         return append(store, key, value, batch, query, limit)
     return not call.refused

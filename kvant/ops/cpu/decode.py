@@ -12,8 +12,8 @@ from kvant.layout import Layout
 from kvant.ops.cpu import library, plan, structures
 from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
+from kvant.ops.fused import blocks_of, matrix_of, mean_logit_vector, rope_table
 from kvant.ops.registry import register
-from kvant.ops.spaces import blocks_of, lost_vector, matrix_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -30,8 +30,8 @@ class Prepared:
     kept: list[object]  # that the call points to
     memory: library.Memory = dataclasses.field(default_factory=library.Memory)
     has_lost: bool = False  # whether logits are short of something
-    block: int = 0  # positions that share a turn of the queries; 0 where none turns
-    turns: tuple[Tensor, Tensor] | None = None
+    block: int = 0  # positions that share a rotation of the queries; 0 where none rotates
+    rope_table: tuple[Tensor, Tensor] | None = None
 
 
 def split_tokens(tokens: int) -> int:
@@ -64,14 +64,14 @@ def prepared(store: LayerStore) -> Prepared:
         call.inverse, call.inverse_heads = inverse.tensor.data_ptr(), len(inverse.tensor)
     if inverse.offset is not None:
         call.inverse_offset, call.offset_heads = inverse.offset.data_ptr(), len(inverse.offset)
-    lost = lost_vector(store)
-    if lost is not None:
-        kept.append(lost)
-        call.lost = lost.data_ptr()
+    mean_logit = mean_logit_vector(store)
+    if mean_logit is not None:
+        kept.append(mean_logit)
+        call.mean_logit = mean_logit.data_ptr()
     call.split_tokens, call.longest_split = SPLIT_TOKENS, LONGEST_SPLIT
-    found = Prepared(call, kept, has_lost=lost is not None)
+    found = Prepared(call, kept, has_lost=mean_logit is not None)
     if store.key.rope is not None:
-        found.block = store.key.spec.turned_back
+        found.block = store.key.spec.effective_rope_block
         call.block, call.first, call.half = found.block, store.key.rope.first, len(store.key.rope.inv_freq)
     store.prepared["cpu.decode"] = found
     return found
@@ -81,7 +81,7 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why it cannot decode from a layout on a device, or None."""
     key = layout.recipe.key
     if key.rope != "post" and isinstance(key.codec, ProductVQ | ResidualKMeans):
-        return "it has one table of products with centroids for all positions, and the keys are turned back by blocks of them"
+        return "it has one table of products with centroids for all positions, and the keys are unrotated by blocks of them"
     return plan.refuse(layout, device)
 
 
@@ -121,8 +121,8 @@ def decode_with_lse(
     call, group = made.call, query_heads // layout.heads
     cosine, sine = 0, 0
     if made.block:
-        made.turns = turns(store, blocks_of(max(seq_lens), call.first, made.block))
-        cosine, sine = (x.data_ptr() for x in made.turns)
+        made.rope_table = rope_table(store, blocks_of(max(seq_lens), call.first, made.block))
+        cosine, sine = (x.data_ptr() for x in made.rope_table)
     splits = max(1, *(-(-(n - origin) // split_tokens(n - origin)) for n in seq_lens))
     stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows, codec = sequences * query_heads, store.key.spec.codec
@@ -132,7 +132,9 @@ def decode_with_lse(
     elif isinstance(codec, ProductVQ):
         tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * codec.spaces(dim) * codec.centroids
     each = 64 + CHUNK * (LONGEST_SPLIT + origin + 128 + 2 * dim)
-    shared = rows * stride  # prepared queries; where they are turned, a split prepares those of its blocks of positions
+    shared = (
+        rows * stride
+    )  # prepared queries; where they are rotated, a split prepares those of its blocks of positions
     if made.block:
         shared, each = 0, each + ((LONGEST_SPLIT + origin) // made.block + 2) * group * stride
     lasting = shared + tables + rows * splits * (dim + 2)

@@ -25,7 +25,7 @@ from kvant.ops.cpu.structures import (
     SCALE_ZERO,
     TYPES,
 )
-from kvant.ops.spaces import refuse_turns
+from kvant.ops.fused import refuse_rope
 from kvant.ops.types import LayerStore
 
 Tensor = torch.Tensor
@@ -61,7 +61,7 @@ def refuse_layout(layout: Layout) -> str | None:
                 return f"it takes groups of a multiple of 4 channels, at most {structures.MAX_SPANS}, got {codec.group}"
         elif not isinstance(codec, Channel | Boosted | LloydMax | ResidualKMeans):
             return f"it does not know the codec of the {name}s, {type(codec).__name__}"
-    return refuse_turns(layout)
+    return refuse_rope(layout)
 
 
 def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, list[Tensor]]:

@@ -49,7 +49,7 @@ class Batch(ctypes.Structure):
 class Decode(ctypes.Structure):
     _fields_ = [
         *_all(Stream, "key value"),
-        *_all(c_void_p, "dual inverse inverse_offset lost"),
+        *_all(c_void_p, "dual inverse inverse_offset mean_logit"),
         ("page_head_bytes", c_int64),
         *_all(c_int32, "heads dim page_tokens origin window_type"),
         *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens longest_split"),
@@ -57,7 +57,7 @@ class Decode(ctypes.Structure):
         ("window", c_void_p * 2),
         *_all(c_void_p, "cosine sine prepared tables partial"),
         ("prepared_stride", c_int64),
-        *_all(c_int32, "group type splits visible use_lost"),
+        *_all(c_int32, "group type splits visible use_mean_logit"),
         *_all(c_float, "scale cap"),
     ]
 
@@ -65,19 +65,19 @@ class Decode(ctypes.Structure):
 DECODED = struct.Struct("@12Pq5i2f")  # from `batch` on
 
 
-class Space(ctypes.Structure):
+class FusedTransform(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "mean signs matrix offset cosine sine weights taken edges columns quick"),
         ("clip_share", c_float),
         *_all(c_int32, "order matrix_heads offset_heads half block first"),
-        *_all(c_int32, "turns clip_rank search unbiased single"),
+        *_all(c_int32, "rope_blocks clip_rank search unbiased single"),
     ]
 
 
 class Append(ctypes.Structure):
     _fields_ = [
         *_all(Stream, "key value"),
-        *_all(Space, "key_space value_space"),
+        *_all(FusedTransform, "key_transform value_transform"),
         ("page_head_bytes", c_int64),
         *_all(c_int32, "heads dim page_tokens origin window_type refused"),
         *_all(c_void_p, "batch pages"),

@@ -18,8 +18,8 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import append_groups, nearest, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
 from kvant.ops.cuda.stored import matrix_in, stored_rows
+from kvant.ops.fused import HADAMARD, MATRIX, NONE, FusedTransform, blocks_of, fuse, matrix_of, rope_table
 from kvant.ops.registry import register
-from kvant.ops.spaces import HADAMARD, MATRIX, NONE, Space, blocks_of, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch
 from kvant.transforms.hadamard import walsh_hadamard
 
@@ -70,7 +70,7 @@ def tileable(layout: Layout) -> bool:
 
 
 def turnable(store: LayerStore) -> bool:
-    """Whether tiles can be turned back where they are to be: all channels are, and what follows is a matrix."""
+    """Whether tiles can be unrotated where they are to be: all channels are, and what follows is a matrix."""
     rope, dim = store.key.rope, store.layout.head_dim
     return rope is None or (isinstance(store.layout.recipe.key.codec, Banded) and 2 * len(rope.inv_freq) == dim)
 
@@ -100,7 +100,7 @@ class AppendPlan:
     orders: tuple[int, int]
     means: tuple[bool, bool] = (False, False)  # whether they are taken off
     parts: tuple[int, int] = (0, 0)  # of a matrix that the kernel multiplies by, 0 where there is none
-    turned: int = 0  # positions of a block that the kernel turns keys back to the start of, 0 where it does not
+    rotated: int = 0  # positions of a block that the kernel rotates keys back to the start of, 0 where it does not
 
     @functools.cached_property
     def tiled(self) -> bool:
@@ -125,7 +125,7 @@ class AppendPlan:
             "WARPS": WARPS,
             "TILE_WARPS": TILE_WARPS,
             "TILE_BLOCKS": (16 if self._wide else 20) // TILE_WARPS,  # of a multiprocessor, by registers
-            "KEY_TURNED": self.turned,
+            "KEY_TURNED": self.rotated,
             "CLIP": int(any(getattr(stream.codec, "clip", 1.0) != 1.0 for stream in layout.recipe.streams.values())),
         }
         for name, kind, order, mean, parts in zip(
@@ -191,7 +191,7 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
 
 @register("append", "cuda", refuse, rank=10)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-    """As the reference's `append`. Where tokens are few or do not come in 16 bits, keys are turned back and matrices multiplied
+    """As the reference's `append`. Where tokens are few or do not come in 16 bits, keys are unrotated and matrices multiplied
     before the kernel."""
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     for name, x in rows.items():
@@ -217,7 +217,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
             banded[i] = found = _band_fragments(store, name)
             matrices[i], spaces[i] = found.matrix, found.space
         elif stream.rope is not None:
-            spaces[i] = Space()
+            spaces[i] = FusedTransform()
         elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
         elif space.kind == MATRIX:
@@ -226,14 +226,14 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
     orders, means = zip(*((space.order, space.mean is not None) for space in spaces), strict=True)
     parts = tuple(0 if matrix is None else matrix.shape[1] for matrix in matrices)
-    turning = tiled and store.key.rope is not None
+    rotates = tiled and store.key.rope is not None
     first, cosine, sine = 0, None, None
-    if turning:
+    if rotates:
         first = store.key.rope.first  # type: ignore[union-attr]
         tokens = batch.block_table.shape[1] * store.layout.page_tokens + store.layout.recipe.origin
-        cosine, sine = turns(store, blocks_of(tokens, first, store.key.spec.turned_back))
-    turned = store.key.spec.turned_back if turning else 0
-    made = AppendPlan(store.layout, types, orders, means, parts, turned)  # type: ignore[arg-type]
+        cosine, sine = rope_table(store, blocks_of(tokens, first, store.key.spec.effective_rope_block))
+    rotated = store.key.spec.effective_rope_block if rotates else 0
+    made = AppendPlan(store.layout, types, orders, means, parts, rotated)  # type: ignore[arg-type]
     kept = [store.stream(name).codec if found is None else found for name, found in zip(rows, banded, strict=True)]
     _append(
         store.pages,
@@ -259,7 +259,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     )
 
 
-def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple[Tensor, Space]:
+def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple[Tensor, FusedTransform]:
     """A stream's matrix as parts of a 16-bit type, largest last, in the order of tiles.cu's registers:
     int32 [1 or heads, parts, ...]; and what is left to do after it."""
     found = store.prepared.get(f"cuda.{name}.{dtype}")
@@ -286,7 +286,7 @@ def _fragments(store: LayerStore, name: StreamName, dtype: torch.dtype) -> tuple
             rows, columns = t * (dim // 4) + i * (dim // 8) + 2 * m + e, g * (dim // 8) + 2 * q + j
         made = torch.stack(parts, 1)[:, :, rows.to(device), columns.to(device)].contiguous().view(torch.int32)
         mean = space.mean if space.offset is None else -space.offset.expand(store.layout.heads, dim).contiguous()
-        found = made, Space(order=space.order, mean=mean)
+        found = made, FusedTransform(order=space.order, mean=mean)
         store.prepared[f"cuda.{name}.{dtype}"] = found
     return found  # type: ignore[no-any-return]
 
@@ -296,7 +296,7 @@ class _Bands(NamedTuple):
 
     matrix: Tensor  # int32 [1 or heads, 2, ...]: fp16, the larger part last, in the order of tiles.cu's registers
     unit: float  # that it is a multiple of, a power of two
-    space: Space  # what is left to do after it
+    space: FusedTransform  # what is left to do after it
     weights: Tensor | None
     mean: Tensor | None
 
@@ -325,7 +325,7 @@ def _band_fragments(store: LayerStore, name: StreamName) -> _Bands:
             None if x is None else x.to(device)[:, order.to(device)].contiguous()
             for x in (off, getattr(stream.codec, "weights", None), getattr(stream.codec, "mean", None))
         )
-        found = _Bands(made, unit, Space(mean=mean), weights, taken)
+        found = _Bands(made, unit, FusedTransform(mean=mean), weights, taken)
         store.prepared[f"cuda.bands.{name}"] = found
     return found  # type: ignore[no-any-return]
 
@@ -339,18 +339,18 @@ def _lane_order(layout: Layout) -> Tensor:
     return torch.cat(quarters, 1).flatten()
 
 
-def _spaces(store: LayerStore) -> tuple[Space, Space]:
+def _spaces(store: LayerStore) -> tuple[FusedTransform, FusedTransform]:
     found = store.prepared.get("cuda.forward")
     if found is None:
         found = tuple(
-            _mean_after(space_of(stream.transforms, "forward", store.layout, store.pages.device))
+            _mean_after(fuse(stream.transforms, "forward", store.layout, store.pages.device))
             for stream in (store.key, store.value)
         )
         store.prepared["cuda.forward"] = found
     return found  # type: ignore[no-any-return]
 
 
-def _mean_after(space: Space) -> Space:
+def _mean_after(space: FusedTransform) -> FusedTransform:
     """The same with its mean to be taken off after the Hadamard."""
     if space.mean is None or space.kind == NONE:
         return space

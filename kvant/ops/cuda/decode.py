@@ -14,8 +14,8 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.counters import counters
 from kvant.ops.cuda.fragments import fused_fragments, many_fragments, row_fragments, turn_fragments
 from kvant.ops.cuda.plan import FEW, TYPES, Plan, refuse, shared_memory
+from kvant.ops.fused import MATRIX, FusedTransform, blocks_of, fuse, matrix_of, mean_logit_vector, rope_table
 from kvant.ops.registry import register
-from kvant.ops.spaces import MATRIX, Space, blocks_of, lost_vector, matrix_of, space_of, turns
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dual_matrix", "inverse_matrix", "inverse_offset")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("partial", "arrived", "key_books", "value_books", "turned", "turned_rows")
+            for name in ("partial", "arrived", "key_books", "value_books", "rotated", "turned_rows")
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
         *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
@@ -137,14 +137,14 @@ def decode_with_lse(
     spaces = _spaces(store)
     group = query.shape[1] // layout.heads
     kinds = [(space.kind, space.order) for space in spaces[:2]]
-    lost, cosine, sine, first = None, None, None, 0
-    if layout.recipe.key.turned_back:
+    mean_logit, cosine, sine, first = None, None, None, 0
+    if layout.recipe.key.effective_rope_block:
         assert store.key.rope is not None
         first = store.key.rope.first
-        cosine, sine = turns(store, _blocks(layout, batch.block_table.shape[1], first))
+        cosine, sine = rope_table(store, _blocks(layout, batch.block_table.shape[1], first))
     elif softcap is not None:
-        lost = store.key.lost(query.float().view(len(query), layout.heads, group, layout.head_dim))
-        lost = None if lost is None else lost.float().contiguous()
+        mean_logit = store.key.mean_logit(query.float().view(len(query), layout.heads, group, layout.head_dim))
+        mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
     few = len(query) * layout.heads <= FEW
     plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned, few)
     return _decode(
@@ -163,7 +163,7 @@ def decode_with_lse(
         spaces[1].offset,
         spaces[3],
         getattr(store.value.codec, "mean", None),
-        lost,
+        mean_logit,
         *codebooks(store),
         spaces[2],
         cosine,
@@ -177,31 +177,31 @@ def decode_with_lse(
     )
 
 
-def _spaces(store: LayerStore) -> tuple[Space, Space, Tensor | None, Tensor | None]:
-    """How queries enter the space of attention and outputs leave it, and the other form of the queries' matrix: for many turned
+def _spaces(store: LayerStore) -> tuple[FusedTransform, FusedTransform, Tensor | None, Tensor | None]:
+    """How queries enter the space of attention and outputs leave it, and the other form of the queries' matrix: for many rotated
     queries, or for few sequences; and that of the outputs', for decode itself. Made once for a store."""
     found = store.prepared.get("cuda.spaces")
     if found is None:
         layout, device, many = store.layout, store.pages.device, None
-        if layout.recipe.key.turned_back:  # queries are turned, then multiplied
+        if layout.recipe.key.effective_rope_block:  # queries are rotated, then multiplied
             assert store.key.rope is not None
             if len(store.key.rope.inv_freq) % 2:
                 raise ValueError(
-                    f"the CUDA kernel turns channels in twos, and rope turns {len(store.key.rope.inv_freq)} pairs of them"
+                    f"the CUDA kernel rotates channels in twos, and rope rotates {len(store.key.rope.inv_freq)} pairs of them"
                 )
             matrix = matrix_of(store.key.transforms, "dual", layout, device).tensor
             if matrix is None:
                 matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
-            dual = Space(MATRIX, 1, turn_fragments(layout, matrix, lost_vector(store)))
+            dual = FusedTransform(MATRIX, 1, turn_fragments(layout, matrix, mean_logit_vector(store)))
             if layout.head_dim % 32 == 0:
-                many = many_fragments(layout, matrix, lost_vector(store))
+                many = many_fragments(layout, matrix, mean_logit_vector(store))
         else:
-            dual = space_of(store.key.transforms, "dual", layout, device)
+            dual = fuse(store.key.transforms, "dual", layout, device)
             if dual.kind == MATRIX:
                 assert dual.tensor is not None
                 many = fused_fragments(dual.tensor)
                 dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
-        inverse, fragments = space_of(store.value.transforms, "inverse", layout, device), None
+        inverse, fragments = fuse(store.value.transforms, "inverse", layout, device), None
         if inverse.kind == MATRIX and layout.head_dim <= 128:
             assert inverse.tensor is not None
             fragments = fused_fragments(inverse.tensor)
@@ -222,7 +222,7 @@ def codebooks(store: LayerStore) -> tuple[Tensor | None, Tensor | None]:
 
 def _blocks(layout: Layout, pages: int, first: int) -> int:
     """Blocks of positions that a table of so many pages may reach into."""
-    return blocks_of(pages * layout.page_tokens + layout.recipe.origin, first, layout.recipe.key.turned_back)
+    return blocks_of(pages * layout.page_tokens + layout.recipe.origin, first, layout.recipe.key.effective_rope_block)
 
 
 @functools.lru_cache(maxsize=256)
@@ -259,7 +259,7 @@ def _decode(
     inverse_offset: Tensor | None,
     inverse_fragments: Tensor | None,
     mean: Tensor | None,
-    lost: Tensor | None,
+    mean_logit: Tensor | None,
     key_books: Tensor | None,
     value_books: Tensor | None,
     many: Tensor | None,
@@ -290,7 +290,7 @@ def _decode(
     q, signs = query, dual
     log2e = math.log2(math.e)
     scales = (2.0 * log2e * scale / softcap if softcap else scale * log2e, softcap * log2e)
-    turned: Tensor | None = None
+    rotated: Tensor | None = None
     rows: Tensor | None = None
     blocks = 0
     if made.fused:
@@ -298,21 +298,21 @@ def _decode(
     elif cosine is not None:
         assert dual is not None and sine is not None
         blocks, signs = _blocks(made.layout, table.shape[1], first), None
-        turned = torch.empty(len(query) * heads * blocks * made.turned_words, dtype=torch.int32, device=query.device)
+        rotated = torch.empty(len(query) * heads * blocks * made.turned_words, dtype=torch.int32, device=query.device)
         rows = torch.empty(
             len(query) * heads * made.turned_slots * made.tile_heads * made.layout.head_dim,
             dtype=torch.float32,
             device=query.device,
         )
-        turn, matrix = _turn_kernel(made, query.device), dual
+        rotate, matrix = _turn_kernel(made, query.device), dual
         passes = -(-len(query) * blocks // (16 // made.tile_heads))
         if many is not None and made.many_warps and 2 * cosine.shape[1] == made.layout.head_dim:
             other = _many_kernel(made, query.device)
             if passes * heads >= MANY_PASSES * other.blocks * made.many_warps:
-                turn, matrix, passes = other, many, -(-passes // made.many_warps)
-        inputs = [query, matrix, cosine, sine, turned, rows, seq_lens, sinks, exact_key, exact_value]
-        turn.launch(
-            (max(1, min(passes, turn.blocks // heads)), heads),
+                rotate, matrix, passes = other, many, -(-passes // made.many_warps)
+        inputs = [query, matrix, cosine, sine, rotated, rows, seq_lens, sinks, exact_key, exact_value]
+        rotate.launch(
+            (max(1, min(passes, rotate.blocks // heads)), heads),
             _TurnArguments(
                 *nvrtc.addresses(*inputs),
                 scales[0],
@@ -328,12 +328,14 @@ def _decode(
     elif made.dual[0] == MATRIX:
         assert dual is not None
         q, blocks, signs = _rows(query, made), 1, None
-        turned = torch.empty(len(query) * heads * made.turned_words, dtype=torch.int32, device=query.device)
+        rotated = torch.empty(len(query) * heads * made.turned_words, dtype=torch.int32, device=query.device)
         by_matrix_in = _row_kernel(made, "kvant_dual", query.device)
         each = min(16 // made.tile_heads, max(1, len(query) * heads // QUERY_BLOCKS))  # sequences of a block
         by_matrix_in.launch(
             (max(1, min(-(-len(query) // each), by_matrix_in.blocks // heads)), heads),
-            _DualArguments(*nvrtc.addresses(query, dual, lost, turned, q), scales[0], len(query), len(dual), each),
+            _DualArguments(
+                *nvrtc.addresses(query, dual, mean_logit, rotated, q), scales[0], len(query), len(dual), each
+            ),
             early,
         )
         rows = q
@@ -350,12 +352,12 @@ def _decode(
         exact_value,
         window_key,
     ]
-    tensors += [window_value, signs, None if made.inverse[0] == MATRIX else inverse, mean, lost]
+    tensors += [window_value, signs, None if made.inverse[0] == MATRIX else inverse, mean, mean_logit]
     tensors += [
         many if made.fused else None,
         *((inverse_fragments, inverse_offset) if made.fused_outputs else (None, None)),
     ]
-    tensors += [partial, arrived, key_books, value_books, turned, rows]
+    tensors += [partial, arrived, key_books, value_books, rotated, rows]
     arguments = _Arguments(
         *nvrtc.addresses(*tensors),
         *scales,

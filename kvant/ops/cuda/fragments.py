@@ -12,8 +12,8 @@ from kvant.ops.cuda.plan import ONE, is_indexed, key_planes
 Tensor = torch.Tensor
 
 
-def turn_columns(layout: Layout, matrix: Tensor, lost: Tensor | None) -> tuple[Tensor, int]:
-    """What turned queries are multiplied by, float64 [1 or heads, head_dim, columns], from the matrix [1 or heads, head_dim,
+def turn_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> tuple[Tensor, int]:
+    """What rotated queries are multiplied by, float64 [1 or heads, head_dim, columns], from the matrix [1 or heads, head_dim,
     head_dim] that brings them into the space of the keys and, by channel, what their logits are short of; and the number of
     columns that bytes are made of.
 
@@ -38,11 +38,11 @@ def turn_columns(layout: Layout, matrix: Tensor, lost: Tensor | None) -> tuple[T
     special = torch.zeros(dim, 8, dtype=torch.float64)
     special[:, 0], special[:, 1] = 1.0, bias
     columns = torch.cat((picked, special, torch.eye(dim, dtype=torch.float64)), 1).to(matrix.device)
-    if lost is not None:
+    if mean_logit is not None:
         matrix = matrix.expand(layout.heads, dim, dim)
     product = matrix.double() @ columns
-    if lost is not None:
-        product[:, :, picked.shape[1] + 2] = lost
+    if mean_logit is not None:
+        product[:, :, picked.shape[1] + 2] = mean_logit
     return product, picked.shape[1]
 
 
@@ -52,21 +52,21 @@ def _half_parts(x: Tensor) -> Tensor:
     return torch.stack((high, (x - high.double()).half()))
 
 
-def turn_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
-    """What kvant_turn multiplies turned queries by, int32 [1 or heads, tiles, head_dim / 16, 2, 32, 2]: `turn_columns` as fp16 in two
+def turn_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
+    """What kvant_turn multiplies rotated queries by, int32 [1 or heads, tiles, head_dim / 16, 2, 32, 2]: `turn_columns` as fp16 in 2
     parts, as the lanes of a tensor core's second operand take them."""
-    product, _ = turn_columns(layout, matrix, lost)
+    product, _ = turn_columns(layout, matrix, mean_logit)
     # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, part, column, lane, eight, element]
     parts = _half_parts(product).view(2, len(product), layout.head_dim // 16, 2, 4, 2, -1, 8)
     parts = parts.permute(1, 6, 2, 0, 7, 4, 3, 5).contiguous()
     return parts.view(torch.int32).view(*parts.shape[:4], 32, 2)
 
 
-def many_fragments(layout: Layout, matrix: Tensor, lost: Tensor | None) -> Tensor:
-    """What kvant_turn_many multiplies turned queries by, int32 [1 or heads, pairs of tiles, head_dim / 16, 2, 32, 4]:
+def many_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
+    """What kvant_turn_many multiplies rotated queries by, int32 [1 or heads, pairs of tiles, head_dim / 16, 2, 32, 4]:
     `turn_columns` as fp16 in two parts. Its rows are in the order in which lanes have channels (turns.cu), and its columns such
     that a lane makes neighbouring words: of four registers all of one, of the two that may be left a half of one."""
-    product, picked = turn_columns(layout, matrix, lost)
+    product, picked = turn_columns(layout, matrix, mean_logit)
     dim, count = layout.head_dim, picked // 16
     k, lane = torch.arange(count)[:, None], torch.arange(4)
     whole = k < count // 4 * 4

@@ -13,7 +13,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.decode import codebooks
 from kvant.ops.cuda.plan import TYPES, page_constants, shared_memory, window_constants
-from kvant.ops.spaces import HADAMARD, NONE, Space, space_of
+from kvant.ops.fused import HADAMARD, NONE, FusedTransform, fuse
 from kvant.ops.types import LayerStore, PagedBatch
 from kvant.transforms.smooth import BoundSmooth
 
@@ -106,7 +106,7 @@ def _kernel(made: NearestPlan, device: torch.device) -> nvrtc.Kernel:
 class _Way:
     """How a stream's vectors are transformed: divided by factors, then as a space says."""
 
-    space: Space
+    space: FusedTransform
     factors: Tensor | None = None  # float32 [heads, head_dim]
 
 
@@ -114,10 +114,10 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
     """As the reference's `append`. Transforms other than smoothing, a mean and a Hadamard are done before the kernel."""
     layout, ways = store.layout, list(_ways(store))
     for i, (name, x) in enumerate(rows.items()):
-        if store.stream(name).rope is not None:  # turned back and transformed already
-            ways[i] = _Way(Space())
+        if store.stream(name).rope is not None:  # unrotated and transformed already
+            ways[i] = _Way(FusedTransform())
         elif ways[i].space.kind not in (NONE, HADAMARD):
-            x, ways[i] = store.stream(name).forward(x.float()), _Way(Space())
+            x, ways[i] = store.stream(name).forward(x.float()), _Way(FusedTransform())
         rows[name] = x.contiguous()
     key, value = rows["key"], rows["value"]
     types = tuple(str(x.dtype).removeprefix("torch.") for x in (key, value))
@@ -156,11 +156,11 @@ def _ways(store: LayerStore) -> tuple[_Way, _Way]:
 def _way(store: LayerStore, name: StreamName) -> _Way:
     transforms, layout, device = store.stream(name).transforms, store.layout, store.pages.device
     if transforms and isinstance(transforms[0], BoundSmooth):
-        space = space_of(transforms[1:], "forward", layout, device)
+        space = fuse(transforms[1:], "forward", layout, device)
         if space.kind in (NONE, HADAMARD) and space.mean is None:
             factors = transforms[0].factors.float().expand(layout.heads, layout.head_dim)
             return _Way(space, factors.contiguous())
-    return _Way(space_of(transforms, "forward", layout, device))
+    return _Way(fuse(transforms, "forward", layout, device))
 
 
 @torch.library.custom_op("kvant::append_nearest", mutates_args=("pages", "window_key", "window_value"))

@@ -15,7 +15,7 @@ from kvant.codecs.channel import Channel
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.spaces import MATRIX, refuse_turns
+from kvant.ops.fused import MATRIX, refuse_rope
 
 Tensor = torch.Tensor
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
@@ -125,14 +125,14 @@ def refuse_layout(layout: Layout) -> str | None:
         return "keys and values have different windows"
     if dim > MAX_HEAD_DIM:
         return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
-    return refuse_turns(layout) or (refuse_groups(layout) if grouped else None)
+    return refuse_rope(layout) or (refuse_groups(layout) if grouped else None)
 
 
 def refuse_groups(layout: Layout) -> str | None:
     """Why keys that are coded per channel, or the values beside them, cannot be read; None where they can."""
     key, value, dim = layout.recipe.key, layout.recipe.value, layout.head_dim
     if key.rope != "post":
-        return "it reads keys that are coded per channel as they come, and they are stored turned back"
+        return "it reads keys that are coded per channel as they come, and they are stored unrotated"
     if key.codec.group_tokens < 16:
         return f"it reads groups of at least 16 tokens, and those of the keys have {key.codec.group_tokens}"
     if dim % 32:
@@ -360,7 +360,9 @@ class Plan:
         layout, window = self.layout, self.layout.recipe.key.window
         grouped = layout.recipe.key.groupwise
         heads = self.tile_heads
-        parts = 2 if self.query == "float32" else 1  # of turned queries as fp16: 16-bit ones are no more exact than one
+        parts = (
+            2 if self.query == "float32" else 1
+        )  # of rotated queries as fp16: 16-bit ones are no more exact than one
         words = (
             parts * self.key_registers // self.turn_warps * layout.head_dim // 4
         )  # of kvant_turn's matrix, of a thread
@@ -390,7 +392,7 @@ class Plan:
             "INVERSE": FUSED if self.fused_outputs else self.inverse[0],
             "INVERSE_ORDER": self.inverse[1],
             "PREPARED": int(self.prepared),
-            "TURNED": layout.recipe.key.turned_back,
+            "TURNED": layout.recipe.key.effective_rope_block,
             "TURN_WARPS": self.turn_warps,
             "TURN_PARTS": parts,
             "TURNS_WARPS": self.many_warps,
@@ -457,7 +459,7 @@ class Plan:
         """Whether every block multiplies its queries by their matrix: for few sequences that is sooner done than a kernel before is
         waited for."""
         key = self.layout.recipe.key
-        if not self.few or self.dual[0] != MATRIX or key.groupwise or key.turned_back or self.indexed:
+        if not self.few or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.indexed:
             return False
         return self._holds_matrix and dict(self.tuned).get("DUAL") != MATRIX
 
@@ -491,8 +493,8 @@ class Plan:
 
     @property
     def turned_slots(self) -> int:
-        """Blocks of positions that a sequence's windows may reach into, where keys are turned back to blocks."""
-        window, size = self.layout.recipe.key.window, self.layout.recipe.key.turned_back
+        """Blocks of positions that a sequence's windows may reach into, where keys are unrotated to blocks."""
+        window, size = self.layout.recipe.key.window, self.layout.recipe.key.effective_rope_block
         first = (window.sink + size - 2) // size + 1 if window.sink else 0
         return first + (window.recent + size - 2) // size + 1
 
@@ -518,7 +520,7 @@ class Plan:
     def many_warps(self) -> int:
         """Warps of a block of kvant_turn_many, or none where it does not serve the layout: two blocks have to fit on a
         multiprocessor, and a lane holds sums of all columns."""
-        if not self.layout.recipe.key.turned_back or self.layout.head_dim % 32:
+        if not self.layout.recipe.key.effective_rope_block or self.layout.head_dim % 32:
             return 0
         if MANY_BLOCKS * (self.many_bytes + 1024) > self.shared[1]:
             return 0

@@ -17,8 +17,8 @@ from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, merge
 from kvant.ops.cuda import plan
 from kvant.ops.cuda.unpack import turn_forth, unpack
+from kvant.ops.fused import NONE, FusedTransform, blocks_of, matrix_of
 from kvant.ops.registry import register
-from kvant.ops.spaces import NONE, Space, blocks_of, matrix_of
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 
 Tensor = torch.Tensor
@@ -122,7 +122,7 @@ def read(
             else torch.baddbmm(space.offset[:, None], x, space.tensor.expand(len(x), -1, -1))
         )
     if store.stream(name).rope is not None:
-        size = store.stream(name).spec.turned_back
+        size = store.stream(name).spec.effective_rope_block
         rope = store.stream(name).rope
         assert rope is not None
         turn_forth(store, x, first, blocks_of(last, rope.first, size))
@@ -133,12 +133,12 @@ def read(
     return out
 
 
-def _space(store: LayerStore, name: StreamName, dtype: torch.dtype) -> Space:
+def _space(store: LayerStore, name: StreamName, dtype: torch.dtype) -> FusedTransform:
     """How stored tokens come back into the model's space; made once for a store."""
     place = f"cuda.back.{name}.{dtype}"
     if place not in store.prepared:
         layout, device = store.layout, store.pages.device
         found = matrix_of(store.stream(name).transforms, "inverse", layout, device)
         matrix, offset = (None if x is None else x.to(dtype) for x in (found.tensor, found.offset))
-        store.prepared[place] = Space(found.kind, 1, matrix, offset)
+        store.prepared[place] = FusedTransform(found.kind, 1, matrix, offset)
     return store.prepared[place]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""New tokens turned back and multiplied by a stream's matrix, by the kernel in stored.cu: one launch, in float32."""
+"""New tokens unrotated and multiplied by a stream's matrix, by the kernel in stored.cu: one launch, in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import TYPES, page_constants
-from kvant.ops.spaces import HADAMARD, NONE, Space, blocks_of, matrix_of, space_of, turns
+from kvant.ops.fused import HADAMARD, NONE, FusedTransform, blocks_of, fuse, matrix_of, rope_table
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -31,14 +31,14 @@ class _Arguments(ctypes.Structure):
 class StoredPlan:
     layout: Layout
     dtype: str
-    turned: int
+    rotated: int
 
     @functools.cached_property
     def text(self) -> str:
         constants = {
             **page_constants(self.layout),
             "IN_TYPE": TYPES[self.dtype],
-            "TURNED": self.turned,
+            "TURNED": self.rotated,
         }
         return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "matrix.cu", "stored.cu"), constants)
 
@@ -56,9 +56,11 @@ def stored_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatc
     if stream.rope is not None:
         first = stream.rope.first
         tokens = batch.block_table.shape[1] * layout.page_tokens + layout.recipe.origin
-        cosine, sine = turns(store, blocks_of(tokens, first, stream.spec.turned_back))
+        cosine, sine = rope_table(store, blocks_of(tokens, first, stream.spec.effective_rope_block))
     space = matrix_in(store, name)
-    made = StoredPlan(layout, str(x.dtype).removeprefix("torch."), 0 if cosine is None else stream.spec.turned_back)
+    made = StoredPlan(
+        layout, str(x.dtype).removeprefix("torch."), 0 if cosine is None else stream.spec.effective_rope_block
+    )
     assert space.tensor is not None
     return _stored(
         x.contiguous(),
@@ -73,12 +75,12 @@ def stored_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatc
     )
 
 
-def matrix_in(store: LayerStore, name: StreamName) -> Space:
+def matrix_in(store: LayerStore, name: StreamName) -> FusedTransform:
     """The way in as one matrix and an offset; made once for a store."""
     place = f"cuda.stored.{name}"
     if place not in store.prepared:
         layout, device, transforms = store.layout, store.pages.device, store.stream(name).transforms
-        found = space_of(transforms, "forward", layout, device)
+        found = fuse(transforms, "forward", layout, device)
         if found.kind in (NONE, HADAMARD):
             matrix = matrix_of(transforms, "dual", layout, device).tensor  # orthogonal: the same way in
             if matrix is None:

@@ -1,4 +1,4 @@
-"""Stored tokens of a sequence by the kernel in unpack.cu, and keys turned to their positions."""
+"""Stored tokens of a sequence by the kernel in unpack.cu, and keys rotated to their positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvant.codecs import DTYPES
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.plan import META_KINDS, ONE, TYPES, page_constants, stored_bands, window_constants
-from kvant.ops.spaces import turns
+from kvant.ops.fused import rope_table
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -145,9 +145,9 @@ def turn_forth(store: LayerStore, keys: Tensor, first: int, blocks: int) -> None
     positions to where they belong, in place."""
     rope = store.key.rope
     assert rope is not None and keys.is_contiguous()
-    cosine, sine = turns(store, blocks)
+    cosine, sine = rope_table(store, blocks)
     if cosine.shape[1] % 2:
-        raise ValueError(f"RoPE must turn an even number of pairs of channels, got {cosine.shape[1]}")
+        raise ValueError(f"RoPE must rotate an even number of pairs of channels, got {cosine.shape[1]}")
     made = UnpackPlan(store.layout, "key", str(keys.dtype).removeprefix("torch."))
     kernel = _kernel(made, "kvant_turn_forth", keys.device)
     arguments = _ForthArguments(
@@ -157,7 +157,7 @@ def turn_forth(store: LayerStore, keys: Tensor, first: int, blocks: int) -> None
         first,
         keys.shape[1],
         cosine.shape[1],
-        store.key.spec.turned_back,
+        store.key.spec.effective_rope_block,
         rope.first,
     )
     items = keys.shape[0] * keys.shape[1] * (cosine.shape[1] // 2)

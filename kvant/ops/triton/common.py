@@ -40,7 +40,7 @@ def refuse_layout(layout: Layout) -> str | None:
         if codec.groups(layout.head_dim) > 1:
             return f"it reads one scale a token, and the {name}s have {codec.groups(layout.head_dim)}"
         if stream.rope != "post":
-            return "it scores keys as they are stored, and they are stored turned back"
+            return "it scores keys as they are stored, and they are stored unrotated"
     if layout.recipe.key.window != layout.recipe.value.window:
         return "keys and values have different windows"
     return None

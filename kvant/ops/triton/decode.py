@@ -41,7 +41,7 @@ def decode(
     sequences, query_heads, dim = query.shape
     group = query_heads // layout.heads
     q = query.float().view(sequences, layout.heads, group, dim)
-    if softcap is not None and store.key.lost(q) is not None:
+    if softcap is not None and store.key.mean_logit(q) is not None:
         raise ValueError(
             f"recipe {layout.recipe.name} takes a mean off its keys, which the Triton kernel's soft cap misses"
         )

@@ -14,7 +14,7 @@ NAMES: tuple[StreamName, StreamName] = ("key", "value")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def lost(found: list[Read], sink: int) -> dict[str, int]:
+def mean_logit(found: list[Read], sink: int) -> dict[str, int]:
     """Of reads that were all right, how many had less in full precision than a cache of one sequence would."""
     assert found and all(read.right for read in found)
     return {
@@ -31,7 +31,7 @@ def lost(found: list[Read], sink: int) -> dict[str, int]:
 )
 def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: int) -> None:
     """With rows to spare, no sequence that is in every step loses its window."""
-    seen = lost(reads(draw_schedule(seed, 60, drafts, 12, skipped=0), sink, recent, rows=400), sink)
+    seen = mean_logit(reads(draw_schedule(seed, 60, drafts, 12, skipped=0), sink, recent, rows=400), sink)
     assert seen["hits"] and not seen["recent"], seen
     # sinks behind a prefix that a chunk of the same step continues to write come a step later
     assert seen["sinks"] <= seen["reads"] // 20, seen
@@ -39,7 +39,7 @@ def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: in
 
 def test_sinks_of_the_same_step_may_wait_for_the_next() -> None:
     schedule = draw_schedule(1, 60, 0, 12, skipped=0)
-    seen, waiting = (lost(reads(schedule, 64, 16, rows=400, late=late), 64) for late in (True, False))
+    seen, waiting = (mean_logit(reads(schedule, 64, 16, rows=400, late=late), 64) for late in (True, False))
     assert seen["sinks"] < waiting["sinks"] < waiting["reads"] // 5, (seen, waiting)
     assert not seen["recent"] and not waiting["recent"]
 
@@ -47,7 +47,7 @@ def test_sinks_of_the_same_step_may_wait_for_the_next() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_few_rows(seed: int) -> None:
     """With no more rows than sequences, windows may be lost, but none is ever another's."""
-    seen = lost(reads(draw_schedule(seed, 24, 3, 5), 4, 24, rows=5), 4)
+    seen = mean_logit(reads(draw_schedule(seed, 24, 3, 5), 4, 24, rows=5), 4)
     assert seen["recent"] < seen["reads"] // 2, seen
 
 
@@ -124,7 +124,7 @@ def test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts() -> N
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_on_a_gpu(drafts: int) -> None:
     """The same, without waiting for the device: there, a fixed number of sinks is copied in a step."""
-    seen = lost(reads(draw_schedule(0, 60, drafts, 12, skipped=0), 4, 24, rows=400, device="cuda"), 4)
+    seen = mean_logit(reads(draw_schedule(0, 60, drafts, 12, skipped=0), 4, 24, rows=400, device="cuda"), 4)
     assert seen["hits"] and not seen["recent"] and seen["sinks"] <= seen["reads"] // 20, seen
 
 

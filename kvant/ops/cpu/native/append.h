@@ -36,7 +36,7 @@ INLINE void times_doubles(const int SINGLE, const void *matrix, int dim, const d
 }
 
 /* x <- x M + offset in double precision. */
-static void enter_matrix(const Space *space, int head, int dim, float *x) {
+static void enter_matrix(const FusedTransform *space, int head, int dim, float *x) {
   double in[256], out[256];
   const int64_t at = (int64_t)(head % space->matrix_heads) * dim * dim;
   for (int c = 0; c < dim; c++) in[c] = x[c];
@@ -49,7 +49,7 @@ static void enter_matrix(const Space *space, int head, int dim, float *x) {
 }
 
 /* Sums and differences, pass by pass, of every run of `order` numbers. */
-static void enter_hadamard(const Space *space, int dim, float *x) {
+static void enter_hadamard(const FusedTransform *space, int dim, float *x) {
   if (space->signs)
     for (int c = 0; c < dim; c++) x[c] *= space->signs[c];
   for (int half = 1; half < space->order; half *= 2)
@@ -63,7 +63,7 @@ static void enter_hadamard(const Space *space, int dim, float *x) {
   for (int c = 0; c < dim; c++) x[c] *= scale;
 }
 
-static void enter(const Space *space, int head, int64_t position, int dim, float *x) {
+static void enter(const FusedTransform *space, int head, int64_t position, int dim, float *x) {
   if (space->block) {
     const int64_t block = (position + space->first) / space->block - space->first / space->block;
     const float *cosine = space->cosine + block * space->half, *sine = space->sine + block * space->half;
@@ -105,7 +105,7 @@ INLINE float largest_of(int type) { return type == FLOAT16 ? 65504.0f : 0x1.fep1
 INLINE float between(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
 /* Clips numbers at a quantile of their magnitudes. */
-static void clip(const Space *space, int dim, float *x) {
+static void clip(const FusedTransform *space, int dim, float *x) {
   if (space->clip_rank < 0) return;
   float top[256]; /* the largest magnitudes, descending */
   const int kept = dim - space->clip_rank;
@@ -150,7 +150,7 @@ INLINE float affine_error(const Stream *s, const float *x, const float *codes, i
   return sum;
 }
 
-static void encode_affine(const Stream *s, const Space *space, int keys, uint8_t *run, int page_tokens, int token, int dim, float *x) {
+static void encode_affine(const Stream *s, const FusedTransform *space, int keys, uint8_t *run, int page_tokens, int token, int dim, float *x) {
   float best[256], tried[256];
   uint8_t codes[256];
   clip(space, dim, x);
@@ -189,7 +189,7 @@ INLINE float banded_code(float x, float scale, const Span *span, float top) {
 }
 
 /* The best scale of a token; the weighted squared error that it leaves goes to `least`. */
-static float banded_scale(const Stream *s, const Space *space, int head, int dim, const float *x, float *least) {
+static float banded_scale(const Stream *s, const FusedTransform *space, int head, int dim, const float *x, float *least) {
   const float *weights = space->weights ? space->weights + (int64_t)head * dim : NULL;
   float squares = 0.0f, chosen = 1.0f;
   int count = 0;
@@ -216,7 +216,7 @@ static float banded_scale(const Stream *s, const Space *space, int head, int dim
   return chosen;
 }
 
-static void encode_banded(const Stream *s, const Space *space, int keys, uint8_t *run, int page_tokens, int head, int token, int dim,
+static void encode_banded(const Stream *s, const FusedTransform *space, int keys, uint8_t *run, int page_tokens, int head, int token, int dim,
                           float *x) {
   const float *weights = space->weights ? space->weights + (int64_t)head * dim : NULL;
   float error, sign = 1.0f, scale = banded_scale(s, space, head, dim, x, &error);
@@ -252,7 +252,7 @@ static void encode_banded(const Stream *s, const Space *space, int keys, uint8_t
   write_codes(s, keys, run, token, codes);
 }
 
-static void encode_levels(const Stream *s, const Space *space, int keys, uint8_t *run, int page_tokens, int token, int dim,
+static void encode_levels(const Stream *s, const FusedTransform *space, int keys, uint8_t *run, int page_tokens, int token, int dim,
                           const float *x) {
   uint8_t codes[256];
   double squares = 0.0;
@@ -368,7 +368,7 @@ static void all_nearest(const float *quick, const double *columns, int length, i
   }
 }
 
-static void encode_centroids(const Stream *s, const Space *space, uint8_t *run, int head, int token, int dim, const float *x,
+static void encode_centroids(const Stream *s, const FusedTransform *space, uint8_t *run, int head, int token, int dim, const float *x,
                              float *scratch) {
   const int length = s->extra, spaces = dim / length, count = 1 << s->book_bits, shared = s->books_spaces == 1;
   int found[128];
@@ -410,7 +410,7 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads), size = call->page_tokens;
   const int64_t token = task / 2 / call->heads, slot = call->batch->slot_mapping[token];
   const Stream *s = side ? &call->value : &call->key;
-  const Space *space = side ? &call->value_space : &call->key_space;
+  const FusedTransform *space = side ? &call->value_transform : &call->key_transform;
   if (slot < 0 || call->refused || s->group_tokens > 1) return;
   int b = 0, above = (int)call->batch->count; /* the sequence that the token belongs to */
   while (above - b > 1) {
@@ -522,7 +522,7 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads);
   const int64_t b = task / 2 / call->heads, n = call->batch->seq_lens[b], start = call->batch->query_start_loc[b], before = n - (call->batch->query_start_loc[b + 1] - start);
   const Stream *s = side ? &call->value : &call->key;
-  const Space *space = side ? &call->value_space : &call->key_space;
+  const FusedTransform *space = side ? &call->value_transform : &call->key_transform;
   if (s->group_tokens <= 1 || call->refused) return;
   int64_t first = packed_end(s, before);
   if (first < s->ring_start[b]) first = s->ring_start[b];

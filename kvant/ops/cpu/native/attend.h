@@ -33,7 +33,7 @@ typedef struct {
   const float *vector;
   const int8_t *high, *low;
   const float *scale, *sum; /* of every span: what a unit of the integers is worth, and the sum of the query's numbers */
-  const float *lost;        /* what logits are short of, and what those of flagged tokens are */
+  const float *mean_logit;        /* what logits are short of, and what those of flagged tokens are */
 } Pack;
 
 INLINE Pack pack_at(const Decode *call, const float *p) {
@@ -185,7 +185,7 @@ static void times_matrix(int rows, const float *x, const float *matrix, int dim,
 }
 
 /* Turns a vector back by a block's angles. */
-INLINE void turn_back(float *x, const float *cosine, const float *sine, int half) {
+INLINE void unrotate(float *x, const float *cosine, const float *sine, int half) {
   int c = 0;
   for (; c + LANE_COUNT <= half; c += LANE_COUNT) {
     const vf u = load_floats(x + c), v = load_floats(x + c + half), a = load_floats(cosine + c), b = load_floats(sine + c);
@@ -231,11 +231,11 @@ INLINE int channels_read(const Decode *call, int64_t b, int block) {
 }
 
 /* What attention reads of a query's vector beside its numbers. */
-INLINE void prepare_one(const Decode *call, int64_t row, int g, const float *turned, float *p) {
+INLINE void prepare_one(const Decode *call, int64_t row, int g, const float *rotated, float *p) {
   const Stream *s = &call->key;
   const int dim = call->dim, head = (int)(row % call->heads), lane = g % CHUNK;
   const float *vector = p;
-  p[dim] = call->use_lost ? product(turned, call->lost + (int64_t)head * dim, dim) : 0.0f;
+  p[dim] = call->use_mean_logit ? product(rotated, call->mean_logit + (int64_t)head * dim, dim) : 0.0f;
   p[dim + 1] = s->mean ? product(vector, s->mean + (int64_t)head * dim, dim) : 0.0f;
   float *scale = p + dim + 2, *sum = scale + s->spans;
   int8_t *high = (int8_t *)(sum + s->spans), *low = high + dim;
@@ -273,7 +273,7 @@ static void prepare_blocks(const Decode *call, int64_t row, int block, int block
       const int64_t turn = (int64_t)own * half;
       if (read > end) end = read;
       load_row(call->query, (row * group + (i + r) % group) * dim, call->type, dim, scratch + r * dim);
-      if (call->block) turn_back(scratch + r * dim, call->cosine + turn, call->sine + turn, half);
+      if (call->block) unrotate(scratch + r * dim, call->cosine + turn, call->sine + turn, half);
       if (!call->dual) memcpy(p + r * call->prepared_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
     }
     if (call->dual)
@@ -304,7 +304,7 @@ INLINE vf begin_span(const int QUERIES, const Stream *s, int i, const uint8_t *r
   if (s->kind == SCALE_ZERO) more -= size * meta_vector(s, run, page_tokens, span->meta, 1, token);
   for (int g = 0; g < QUERIES; g++) {
     total[g] = fused(more, splat(pack[g].sum[i]), total[g]);
-    if (s->mean && i == 0) total[g] += choose(scale < splat(0.0f), splat(pack[g].lost[1]), splat(0.0f));
+    if (s->mean && i == 0) total[g] += choose(scale < splat(0.0f), splat(pack[g].mean_logit[1]), splat(0.0f));
   }
   return size;
 }
@@ -462,7 +462,7 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *run, int
       sum[g] = product(pack[g].vector, least, dim);
       float unused;
       scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim, &unused);
-      own[g] = (Pack){pack[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], pack[g].lost};
+      own[g] = (Pack){pack[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], pack[g].mean_logit};
     }
     const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
     code_scores(queries, s, run, 0, page_tokens, first, last, own, scores, stride);
@@ -855,11 +855,11 @@ static void page_sums(const Decode *call, int queries, const uint8_t *run, int64
 
 /* Adds to scores what logits are short of. */
 INLINE void add_lost(const Decode *call, int queries, const Pack *pack, int count, float *at, int stride) {
-  for (int g = 0; call->use_lost && g < queries; g++, at += stride) {
-    const float lost = pack[g].lost[0];
+  for (int g = 0; call->use_mean_logit && g < queries; g++, at += stride) {
+    const float mean_logit = pack[g].mean_logit[0];
     int t = 0;
-    for (; t + LANE_COUNT <= count; t += LANE_COUNT) store_floats(at + t, load_floats(at + t) + splat(lost));
-    for (; t < count; t++) at[t] += lost;
+    for (; t + LANE_COUNT <= count; t += LANE_COUNT) store_floats(at + t, load_floats(at + t) + splat(mean_logit));
+    for (; t < count; t++) at[t] += mean_logit;
   }
 }
 
@@ -889,7 +889,7 @@ INLINE int window_rows(const Decode *call, const Stream *s, int64_t b, int head,
 typedef struct {
   int64_t b, begin, end;
   int head, split, stride; /* stride: from a query's scores to the next one's */
-  int block;               /* the first block of positions that queries are turned back to */
+  int block;               /* the first block of positions that queries are unrotated to */
   const float *prepared;   /* the queries, of that block and the next ones */
 } Part;
 

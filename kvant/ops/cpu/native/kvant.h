@@ -50,7 +50,7 @@ typedef struct {
 
 typedef struct {
   Stream key, value;
-  const float *dual, *inverse, *inverse_offset, *lost; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
+  const float *dual, *inverse, *inverse_offset, *mean_logit; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
   int64_t page_head_bytes;
   int32_t heads, dim, page_tokens, origin, window_type;
   int32_t dual_heads, inverse_heads, offset_heads, half, block, first, split_tokens, longest_split;
@@ -61,14 +61,14 @@ typedef struct {
   float *lse;
   uint8_t *pages;
   void *window[2];            /* of keys and values */
-  const float *cosine, *sine; /* [blocks, half]: turns of the blocks of positions */
+  const float *cosine, *sine; /* [blocks, half]: RoPE table of the blocks of positions */
   float *prepared, *tables, *partial;
   int64_t prepared_stride;
-  int32_t group, type, splits, visible, use_lost;
+  int32_t group, type, splits, visible, use_mean_logit;
   float scale, cap;
 } Decode;
 
-/* How vectors enter the space they are stored in: turned back, a mean off, then a Hadamard transform or a matrix. */
+/* How vectors enter the space they are stored in: unrotated, a mean off, then a Hadamard transform or a matrix. */
 typedef struct {
   const float *mean;     /* [heads, dim] */
   const float *signs;    /* [dim] */
@@ -82,16 +82,16 @@ typedef struct {
   const float *quick;    /* the same in single precision */
   float clip_share;      /* how far between the two magnitudes that the quantile lies between */
   int32_t order, matrix_heads, offset_heads, half, block, first;
-  int32_t turns; /* blocks that there are cosines for */
+  int32_t rope_blocks; /* blocks that there are cosines for */
   int32_t clip_rank, search, unbiased, single; /* clip_rank: magnitudes below the lower of the two, or -1 where nothing is clipped */
-} Space;
+} FusedTransform;
 
 typedef struct {
   Stream key, value;
-  Space key_space, value_space;
+  FusedTransform key_transform, value_transform;
   int64_t page_head_bytes;
   int32_t heads, dim, page_tokens, origin, window_type;
-  int32_t refused; /* 1: a number is beyond the limit; 2: turns are missing. Nothing was written */
+  int32_t refused; /* 1: a number is beyond the limit; 2: the RoPE table is too short. Nothing was written */
   /* from here on, what is another at every call */
   const Batch *batch;
   uint8_t *pages;

@@ -182,11 +182,11 @@ static void plan_decode(const Arguments *given, Job *job) {
   add_phase(job, 2, (Task)given->isa->merge, rows);
 }
 
-/* Whether a sequence reaches a block of positions that its keys cannot be turned back to. */
-static int turns_missing(const Append *call) {
-  const Space *space = &call->key_space;
+/* Whether a sequence reaches a block of positions that its keys cannot be unrotated to. */
+static int rope_table_too_short(const Append *call) {
+  const FusedTransform *space = &call->key_transform;
   for (int64_t b = 0; space->block && b < call->batch->count; b++)
-    if ((call->batch->seq_lens[b] - 1 + space->first) / space->block - space->first / space->block >= space->turns) return 1;
+    if ((call->batch->seq_lens[b] - 1 + space->first) / space->block - space->first / space->block >= space->rope_blocks) return 1;
   return 0;
 }
 
@@ -194,7 +194,7 @@ static void plan_append(const Arguments *given, Job *job) {
   Append *call = given->call;
   const int grouped = call->key.group_tokens > 1 || call->value.group_tokens > 1, checked = call->limit < INFINITY;
   set_windows(&call->key, &call->value, call->window, call->batch);
-  call->refused = turns_missing(call) ? 2 : 0;
+  call->refused = rope_table_too_short(call) ? 2 : 0;
   if (call->refused) return;
   add_phase(job, 0, (Task)given->isa->check, checked ? (call->tokens + CHECKED - 1) / CHECKED : 0);
   add_phase(job, 1, (Task)given->isa->append, given->tasks);

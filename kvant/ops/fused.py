@@ -16,11 +16,11 @@ from kvant.transforms.hadamard import BoundHadamard, walsh_hadamard
 
 Tensor = torch.Tensor
 NONE, HADAMARD, MATRIX = 0, 1, 2
-SHORTEST_BLOCK = 64  # of positions for which queries are turned
+SHORTEST_BLOCK = 64  # of positions for which queries are rotated
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
+class FusedTransform:
     kind: int = NONE
     order: int = 1  # of a Hadamard's blocks
     tensor: Tensor | None = None  # a Hadamard's signs, float32 [head_dim]; a matrix, [1 or heads, head_dim, head_dim]
@@ -28,13 +28,13 @@ class Space:
     mean: Tensor | None = None  # taken off before a Hadamard, float32 [heads, head_dim]
 
 
-def space_of(
+def fuse(
     transforms: Sequence[BoundTransform],
     way: Literal["forward", "dual", "inverse"],
     layout: Layout,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-) -> Space:
+) -> FusedTransform:
     """The composition of transforms in one direction, read off what it does to the unit vectors. `dtype` is the matrix's."""
     heads, dim = layout.heads, layout.head_dim
     unit = torch.eye(dim, dtype=torch.float64, device=device).expand(heads, dim, dim)
@@ -46,10 +46,12 @@ def space_of(
         mean = transforms[0].offset.float().expand(heads, dim).contiguous()  # type: ignore[attr-defined]
         transforms = transforms[1:]
     if not transforms:
-        return Space(mean=mean)
+        return FusedTransform(mean=mean)
     if len(transforms) == 1 and isinstance(transforms[0], BoundHadamard):
         signs = transforms[0].signs
-        return Space(HADAMARD, transforms[0].order, None if signs is None else signs.float().contiguous(), mean=mean)
+        return FusedTransform(
+            HADAMARD, transforms[0].order, None if signs is None else signs.float().contiguous(), mean=mean
+        )
     zero = torch.zeros(heads, 1, dim, dtype=torch.float64, device=device)
     if way == "forward":  # takes [..., heads, head_dim]
         offset = _apply(transforms, way, zero.transpose(0, 1)).transpose(0, 1)
@@ -60,7 +62,7 @@ def space_of(
     if torch.equal(matrix, matrix[:1].expand_as(matrix)) and torch.equal(offset, offset[:1].expand_as(offset)):
         matrix, offset = matrix[:1], offset[:1]
     shift = offset[:, 0].to(dtype).contiguous() if bool(offset.any()) else None
-    return Space(MATRIX, 1, matrix.to(dtype).contiguous(), shift)
+    return FusedTransform(MATRIX, 1, matrix.to(dtype).contiguous(), shift)
 
 
 def _only_a_mean(transform: BoundTransform) -> bool:
@@ -75,22 +77,22 @@ def _apply(transforms: Sequence[BoundTransform], way: str, x: Tensor) -> Tensor:
 
 def matrix_of(
     transforms: Sequence[BoundTransform], way: Literal["dual", "inverse"], layout: Layout, device: torch.device
-) -> Space:
-    """As `space_of`, with one matrix in place of a Hadamard transform."""
-    found, dim = space_of(transforms, way, layout, device), layout.head_dim
+) -> FusedTransform:
+    """As `fuse`, with one matrix in place of a Hadamard transform."""
+    found, dim = fuse(transforms, way, layout, device), layout.head_dim
     if found.kind != HADAMARD:
         return found
     matrix = walsh_hadamard(torch.eye(dim, dtype=torch.float64, device=device), found.order)
     if found.tensor is not None:  # signs come first on the way in, last on the way out
         matrix = matrix * (found.tensor if way == "inverse" else found.tensor[:, None])
-    return Space(MATRIX, 1, matrix.float()[None].contiguous(), found.offset)
+    return FusedTransform(MATRIX, 1, matrix.float()[None].contiguous(), found.offset)
 
 
-def refuse_turns(layout: Layout) -> str | None:
-    """Why queries cannot be turned for the blocks of positions of a layout's keys, or None."""
+def refuse_rope(layout: Layout) -> str | None:
+    """Why queries cannot be rotated for the blocks of positions of a layout's keys, or None."""
     for name, stream in layout.recipe.streams.items():
-        if stream.rope != "post" and stream.turned_back < SHORTEST_BLOCK:
-            return f"it turns queries for blocks of positions, and the {name}s are stored turned back one by one"
+        if stream.rope != "post" and stream.effective_rope_block < SHORTEST_BLOCK:
+            return f"it rotates queries for blocks of positions, and the {name}s are stored unrotated one by one"
     return None
 
 
@@ -99,31 +101,31 @@ def blocks_of(tokens: int, first: int, size: int) -> int:
     return max(0, tokens - 1 + first) // size - first // size + 1
 
 
-def turns(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
+def rope_table(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines, [at least so many blocks, pairs of channels], by which the keys of a sequence's blocks of positions
-    are turned back."""
-    found = store.prepared.get("turns")
+    are unrotated."""
+    found = store.prepared.get("rope_table")
     if found is None or len(found[0]) < blocks:
-        rope, size, device = store.key.rope, store.key.spec.turned_back, store.pages.device
+        rope, size, device = store.key.rope, store.key.spec.effective_rope_block, store.pages.device
         assert rope is not None
         count = max(blocks, 64 if found is None else 2 * len(found[0]))
         first = rope.first // size
         at = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None] * size
         angle = at * rope.inv_freq.to(device).double()
         if found is not None:  # a graph may have been captured that reads them
-            store.prepared.setdefault("turns before", []).append(found)
+            store.prepared.setdefault("rope_table before", []).append(found)
         found = angle.cos().float().contiguous(), angle.sin().float().contiguous()
-        store.prepared["turns"] = found
+        store.prepared["rope_table"] = found
     return found  # type: ignore[no-any-return]
 
 
-def lost_vector(store: LayerStore) -> Tensor | None:
+def mean_logit_vector(store: LayerStore) -> Tensor | None:
     """What the logit of a query with each unit vector is short of, once the keys' mean is taken off: float32 [heads, head_dim]."""
     layout, device = store.layout, store.pages.device
     unit = torch.eye(layout.head_dim, dtype=torch.float64, device=device).expand(layout.heads, -1, -1)
     found: Tensor | None = None
     for transform in store.key.transforms:
-        here = transform.lost(unit)
+        here = transform.mean_logit(unit)
         found = here if found is None else found if here is None else found + here
         unit = transform.dual(unit)
     return None if found is None else found.float().contiguous()
