@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvant.cache import Entry, PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.codecs import DTYPES, BoundCodec
 from kvant.codecs.affine import NARROWEST, Affine, magnitude_quantile
 from kvant.codecs.banded import STEPS, STRETCH, BoundBanded
@@ -329,7 +329,9 @@ def stored_numbers(stream: BoundStream, x: Tensor, position: Tensor) -> tuple[Te
     return exact, size * (STEPS_OF_A_TRANSFORM * UNIT if changed else 0.0)
 
 
-def assert_same_codes(found: PagedCache, expected: PagedCache, seqs: tuple[Entry, Entry], k: Tensor, v: Tensor) -> None:
+def assert_same_codes(
+    found: PagedCache, expected: PagedCache, seqs: tuple[Sequence, Sequence], k: Tensor, v: Tensor
+) -> None:
     """Two caches to which the same tokens were appended, [tokens, heads, head_dim] each, hold the same bytes of a sequence, but
     where the rounding of a sum decides: see `correct`."""
     mine, theirs = seqs

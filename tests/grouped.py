@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from kvant import recipes
-from kvant.cache import Entry, PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.correctors.saliency import Saliency
 from kvant.correctors.subspace import Subspace
 from kvant.layout import Layout
@@ -65,7 +65,7 @@ def make_cache(
     return PagedCache(layout, layers, pages, ropes=[some_rope(dim)] * layers)
 
 
-def fill(cache: PagedCache, seq: Entry, tokens: Tokens, chunks: list[int]) -> None:
+def fill(cache: PagedCache, seq: Sequence, tokens: Tokens, chunks: list[int]) -> None:
     at = 0
     for count in chunks:
         batch = cache.extend([seq], [count])

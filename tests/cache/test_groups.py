@@ -132,9 +132,7 @@ def test_a_crop_into_a_packed_group_brings_its_tokens_back(keep: int) -> None:
         whole = keep // 16 * 16
         assert torch.equal(found[:whole], packed[:whole])
         lost = slice(whole, max(whole, min(24, keep)))
-        assert torch.equal(found[lost], packed[lost].bfloat16().float()), (
-            "what the window let go is read from its page"
-        )
+        assert torch.equal(found[lost], packed[lost].bfloat16().float()), "what the window let go is read from its page"
         held = slice(lost.stop, keep)
         assert torch.equal(found[held], tokens.k[held].bfloat16().float()), "what it holds is as it was"
     # and the group is coded again from just these tokens

@@ -46,7 +46,7 @@ def assert_same_cache(found: kvant.Cache, expected: kvant.Cache) -> None:
         for a, b in zip(mine.seqs, theirs.seqs, strict=True):
             assert (a.length, a.sinks, a.ring_start, len(a.pages)) == (b.length, b.sinks, b.ring_start, len(b.pages))
             for one, other in zip(mine.paged.stores, theirs.paged.stores, strict=True):
-                if mine.window is None:  # of a sliding one, pages are used again and end in anything
+                if mine.sliding_window is None:  # of a sliding one, pages are used again and end in anything
                     assert torch.equal(one.pages[a.held], other.pages[b.held])
                 for x, y in zip(one.owned, other.owned, strict=True):
                     assert torch.equal(x[a.overlay_row].nan_to_num(7), y[b.overlay_row].nan_to_num(7))

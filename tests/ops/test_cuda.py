@@ -15,7 +15,7 @@ from kvant import recipes
 from kvant.bench import attention
 from kvant.bench.append import difference
 from kvant.bench.synthetic import Shape, fitted, vectors
-from kvant.cache import Entry, PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
@@ -41,7 +41,7 @@ TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads 
     ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
     ("kvant-2", 2, 64, {"sliding_window": 150}),
     ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
-    ("kvant-2", 1, 128, {"window": 270, "first": 200}),
+    ("kvant-2", 1, 128, {"sliding_window": 270, "first": 200}),
     ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
     ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 128, {}),
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
@@ -50,7 +50,7 @@ TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads 
 ]
 TURNED_MANY: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
     ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
-    ("kvant-2:rope_block=64", 8, 128, {"window": 100, "softcap": 5.0}),
+    ("kvant-2:rope_block=64", 8, 128, {"sliding_window": 100, "softcap": 5.0}),
     ("kvant-2:rope_block=64,k.bits=2", 4, 64, {}),
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
     ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
@@ -70,7 +70,7 @@ def filled(
     first: int = 0,
     spare: int = 2,
     rotated: int | None = None,
-) -> tuple[PagedCache, list[Entry]]:
+) -> tuple[PagedCache, list[Sequence]]:
     """A cache on the GPU, poisoned, with sequences of random tokens appended by the reference. `rotated` is how many of the channels
     RoPE rotates."""
     recipe, shape = recipes.get(name), Shape(1, 1, heads * group, heads, dim, dtype)
@@ -347,7 +347,7 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
     q = torch.randn(sum(counts), 8, 128, device="cuda").to(getattr(torch, dtype))
     batch = cache.extend([*seqs, cache.new()], counts)
     for softcap, window in ((None, None), (3.0, None), (None, 200)):
-        options = {"scale": 128**-0.5, "softcap": softcap, "window": window}
+        options = {"scale": 128**-0.5, "softcap": softcap, "sliding_window": window}
         with attention.poisoned():
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
@@ -735,9 +735,8 @@ def test_matrices_of_any_magnitude_are_multiplied_by() -> None:
 
 
 def ptx_of(text: str, arch: str) -> str:
-    compiler, program, size = nvrtc.compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+    compiler, program, size = nvrtc.compiler(), nvrtc.create_program(text), ctypes.c_size_t()
     options = [option.encode() for option in (*nvrtc.OPTIONS, f"--gpu-architecture={arch}")]
-    assert not compiler.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kvant.cu", 0, None, None)
     assert not compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     assert not compiler.nvrtcGetPTXSize(program, ctypes.byref(size))
     found = ctypes.create_string_buffer(size.value)

@@ -17,7 +17,7 @@ import torch
 
 from kvant.bench import attention
 from kvant.bench.synthetic import vectors
-from kvant.cache import Entry, PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import append_groups, copy_rows, nearest, nvrtc, plan, stored, unpack
@@ -65,7 +65,7 @@ def filled(
     dtype: str = "bfloat16",
     order: str | None = "fragment",
     **options: int | None,
-) -> tuple[PagedCache, list[Entry]]:
+) -> tuple[PagedCache, list[Sequence]]:
     torch.manual_seed(0)
     cache, seqs = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
     assert order in (None, cache.layout.order) or plan.is_indexed(cache.layout)
@@ -78,14 +78,14 @@ def filled(
     [
         ("saw-int4", 4, 64, {}),
         ("quarot-int2-win:sink=5,recent=70", 5, 64, {}),
-        ("oscar:sink=3,recent=20", 2, 64, {"window": 150}),
+        ("oscar:sink=3,recent=20", 2, 64, {"sliding_window": 150}),
         ("kvant-2:rope=post", 4, 64, {}),
         *test_cuda.TURNED,
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
         ("vecinfer-2", 4, 64, {}),
         ("vecinfer-4", 9, 64, {"softcap": 5.0}),
-        ("million-1.5:bits=8,books=head", 2, 128, {"window": 150}),
+        ("million-1.5:bits=8,books=head", 2, 128, {"sliding_window": 150}),
         ("million-2:k.bits=10,v.bits=9", 3, 96, {}),
         ("vecinfer-3", 4, 64, {}),
         ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
@@ -96,7 +96,7 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
-    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str,
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 300, 170], first=first, rotated=rotated)
-    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
     # the matrix of head_dim 256 in two parts is more than shared memory holds twice
     assert many == ["_turn_kernel" if rotated or dim == 256 else "_many_kernel"]
 
@@ -166,7 +166,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device:
     ("name", "group", "dim", "options"),
     [
         ("saw-int4", 4, 128, {}),
-        ("oscar:sink=3,recent=20", 4, 128, {"window": 150}),
+        ("oscar:sink=3,recent=20", 4, 128, {"sliding_window": 150}),
         ("kvant-2:rope_block=64", 4, 128, {"softcap": 5.0}),
         ("kvant-2:rope=post", 3, 128, {"softcap": 5.0}),
         ("int3", 4, 128, {}),
@@ -181,7 +181,7 @@ def test_decode_of_few_sequences(name: str, group: int, dim: int, options: dict[
     if dim == 128 and group == 4:
         made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
         assert (made.warps, made.constants["MIN_BLOCKS"]) == (plan.FEW_WARPS, 2)
-    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+    check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
 @pytest.mark.few(1)
@@ -257,7 +257,7 @@ def test_few_sequences_multiply_their_outputs_themselves(
     torch.testing.assert_close(lse, lse_after, rtol=1e-6, atol=1e-6)
 
 
-def check(cache: PagedCache, seqs: list[Entry], group: int, dim: int, settings: dict[str, float | None]) -> None:
+def check(cache: PagedCache, seqs: list[Sequence], group: int, dim: int, settings: dict[str, float | None]) -> None:
     batch, store = cache.batch(seqs), cache.stores[0]
     q = torch.randn(len(seqs), 2 * group, dim)
     with attention.poisoned():
@@ -382,9 +382,9 @@ def test_an_odd_number_of_turned_pairs_is_refused() -> None:
     [
         ("kivi-k2v2", 4, 64, {}),
         ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 5, 64, {"softcap": 5.0}),
-        ("kivi-k2v4-sink:v.recent=20,sink=3", 2, 96, {"window": 150}),
+        ("kivi-k2v4-sink:v.recent=20,sink=3", 2, 96, {"sliding_window": 150}),
         ("kitty-pro", 4, 128, {}),
-        ("kitty", 3, 96, {"window": 250}),
+        ("kitty", 3, 96, {"sliding_window": 250}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {}),
         ("kitty:k.boost=1.0", 4, 64, {}),
         ("squat", 1, 64, {}),
@@ -396,7 +396,7 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
     for cut in (0, 111):
         for seq in seqs:
             cache.crop(seq, max(1, seq.length - cut))
-        check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "window": None, **options})
+        check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
 @pytest.mark.few(3)
@@ -637,7 +637,7 @@ from tests.calibrate.synthetic import rope_of
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
 
-text = nvrtc.source("ptx.cu") + """
+text = nvrtc.program({}, "include/ptx.cuh") + """
     + repr(
         'struct Nothing { int x; };\nextern "C" __global__ void __launch_bounds__(32) apart(const Nothing a) {'
         " if (threadIdx.x < 7) __syncwarp(); }\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvant.bench import attention
-from kvant.cache import Entry, PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.ops import choose, explain, reference
 from kvant.ops.cuda import full, nvrtc
 from tests.conftest import make_layout, relative_error
@@ -33,7 +33,7 @@ SHAPES = [
     (40, 64),
     (3, 32),
 ]
-OPTIONS = [{"softcap": 5.0}, {"window": 100}, {"softcap": 30.0, "window": 300}, {"window": 1}]
+OPTIONS = [{"softcap": 5.0}, {"sliding_window": 100}, {"softcap": 30.0, "sliding_window": 300}, {"sliding_window": 1}]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check(
     cache: PagedCache,
-    seqs: list[Entry],
+    seqs: list[Sequence],
     group: int,
     limit: float,
     softcap: float | None = None,
@@ -80,7 +80,7 @@ def check(
 
 def filled(
     group: int, dim: int, dtype: str, lengths: list[int], page: int | None = None
-) -> tuple[PagedCache, list[Entry]]:
+) -> tuple[PagedCache, list[Sequence]]:
     torch.manual_seed(0)
     return test_cuda.filled("full", 2, group, dim, dtype, lengths, page, device="cpu")
 

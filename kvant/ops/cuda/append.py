@@ -154,8 +154,7 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        files = ("ptx.cu", "common.cu", "rows.cu", "append.cu", *(("tiles.cu",) if self.tiled else ()))
-        return nvrtc.with_constants(nvrtc.source(*files), constants)
+        return nvrtc.program(constants, "kernels/append_tiles.cu" if self.tiled else "kernels/append.cu")
 
 
 def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int, int]]:

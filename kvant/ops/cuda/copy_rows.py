@@ -28,7 +28,7 @@ def _kernel(device: torch.device) -> nvrtc.Kernel:
 
 
 def text() -> str:
-    return nvrtc.with_constants(nvrtc.source("ptx.cu", "copy_rows.cu"), {"THREADS": THREADS})
+    return nvrtc.program({"THREADS": THREADS}, "kernels/copy_rows.cu")
 
 
 def copy_rows(x: Tensor, source: Tensor, target: Tensor, tokens: int | None = None) -> None:

@@ -20,7 +20,6 @@ from kvant.ops.types import LayerStore, PagedBatch, check_queries
 Tensor = torch.Tensor
 WARPS, ALONE_WARPS = 4, 6  # of a block, and of one that has a multiprocessor for itself
 STATIC_BYTES = 2048  # of shared memory beside the tiles in flight, at most
-SOURCES = ("ptx.cu", "copies.cu", "common.cu", "deal.cu", "full.cu")
 _PLANS: nvrtc.Numbered[FullPlan] = nvrtc.Numbered()
 
 
@@ -125,7 +124,7 @@ class FullPlan:
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.with_constants(nvrtc.source(*SOURCES), self.constants)
+        return nvrtc.program(self.constants, "kernels/decode_full.cu")
 
 
 class _Arguments(ctypes.Structure):

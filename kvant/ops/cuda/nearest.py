@@ -77,7 +77,7 @@ class NearestPlan:
                 f"{name.upper()}_BOOK": f"Book<{codec.dim}, {low.width}, {bits}, {low.offset}, {offset}>",
                 f"{name.upper()}_BOOK_HEADS": layout.heads if codec.books == "head" else 1,
             }
-        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "rows.cu", "nearest.cu"), constants)
+        return nvrtc.program(constants, "kernels/append_pq.cu")
 
 
 def _codecs(layout: Layout) -> list[ProductVQ]:

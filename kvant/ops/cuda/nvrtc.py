@@ -31,13 +31,25 @@ _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
-def source(*names: str) -> str:
-    """The text of kernels of this directory, one after another."""
-    return "\n".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
+@functools.cache
+def headers() -> dict[str, str]:
+    """Every CUDA file of this directory by the name that `#include` gives it, such as "include/ptx.cuh"."""
+    root = Path(__file__).parent
+    files = sorted(path for part in ("include", "codecs", "kernels") for path in (root / part).glob("*.cu*"))
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in files}
 
 
-def with_constants(text: str, constants: Mapping[str, object]) -> str:
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + text
+@functools.cache
+def headers_digest() -> str:
+    """Names the content of all headers: code that was compiled from others is not taken from the cache directory."""
+    return hashlib.sha256(repr(headers()).encode()).hexdigest()
+
+
+def program(constants: Mapping[str, object], *files: str) -> str:
+    """The text that includes these files after `constants` are defined."""
+    assert all(name in headers() for name in files), files
+    lines = [f"#define {name} {value}\n" for name, value in constants.items()]
+    return "".join([*lines, *(f'#include "{name}"\n' for name in files)])
 
 
 def _candidates() -> list[str]:
@@ -83,10 +95,7 @@ def missing() -> str | None:
 def compile_text(text: str, arch: str) -> bytes:
     """Machine code for an architecture such as "sm_90". A text that does not compile raises with the compiler's log."""
     nvrtc = compiler()
-    program = ctypes.c_void_p()
-    _checked(
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kvant.cu", 0, None, None), "nvrtcCreateProgram"
-    )
+    program = create_program(text)
     try:
         options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={arch}")]
         array = (ctypes.c_char_p * len(options))(*options)
@@ -106,6 +115,16 @@ def compile_text(text: str, arch: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def create_program(text: str) -> ctypes.c_void_p:
+    """NVRTC's handle of a text and the headers that it may include."""
+    found, names = ctypes.c_void_p(), list(headers())
+    contents = (ctypes.c_char_p * len(names))(*(headers()[name].encode() for name in names))
+    paths = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
+    status = compiler().nvrtcCreateProgram(ctypes.byref(found), text.encode(), b"kvant.cu", len(names), contents, paths)
+    _checked(status, "nvrtcCreateProgram")
+    return found
+
+
 def compiler_version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _checked(compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
@@ -117,7 +136,7 @@ def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
     that is said once, and the code serves this process."""
     if directory is None:
         directory = cache_dir() / "kernels"
-    name = hashlib.sha256(repr((text, arch, compiler_version(), OPTIONS)).encode()).hexdigest()
+    name = hashlib.sha256(repr((text, headers_digest(), arch, compiler_version(), OPTIONS)).encode()).hexdigest()
     path = directory / f"{name}.cubin"
     code = _unkept.get(name) or _read_code(path, name)
     if code is None:

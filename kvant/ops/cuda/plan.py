@@ -21,21 +21,6 @@ Tensor = torch.Tensor
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
 WARPS, FEW_WARPS, STAGES = 4, 6, 2
 FEW = 128  # (sequence, head)s: a GPU has about as many multiprocessors
-SOURCES = (
-    "ptx.cu",
-    "copies.cu",
-    "common.cu",
-    "deal.cu",
-    "indices.cu",
-    "softmax.cu",
-    "matrix.cu",
-    "queries.cu",
-    "turns.cu",
-    "lookup.cu",
-    "groups.cu",
-    "attend.cu",
-    "decode.cu",
-)
 MANY_BLOCKS = 2  # of kvant_turn_many on a multiprocessor
 MANY_REGISTERS, MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
@@ -430,7 +415,7 @@ class Plan:
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.with_constants(nvrtc.source(*SOURCES), self.constants)
+        return nvrtc.program(self.constants, "kernels/decode.cu")
 
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]

@@ -40,7 +40,7 @@ class StoredPlan:
             "IN_TYPE": TYPES[self.dtype],
             "TURNED": self.rotated,
         }
-        return nvrtc.with_constants(nvrtc.source("ptx.cu", "common.cu", "matrix.cu", "stored.cu"), constants)
+        return nvrtc.program(constants, "kernels/transform_kv.cu")
 
 
 @functools.lru_cache(maxsize=256)

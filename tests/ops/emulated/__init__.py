@@ -1,11 +1,10 @@
-"""Runs the text of CUDA kernels on a CPU: the host's C++ compiler, and device.h for what a GPU has."""
+"""Runs the text of CUDA kernels on a CPU: the host's C++ compiler, and other forms of include/ptx.cuh and include/copies.cuh for what a GPU has."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
-import itertools
 import re
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ from kvant.ops.cuda import nvrtc
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-DYNAMIC = "extern __shared__ __align__(128) u8 dynamic[];"
 H200 = (227 * 1024, 228 * 1024)  # shared memory of a block and of a multiprocessor
 
 
@@ -32,17 +30,13 @@ def directory() -> tempfile.TemporaryDirectory[str]:
 def compiled(text: str, name: str) -> Any:
     """What launches one kernel of a text, compiled for this machine."""
     assert COMPILER is not None
-    for part in ("ptx.cu", "copies.cu"):
-        text = text.replace(nvrtc.source(part), "")
-    lines = text.splitlines(keepends=True)
-    constants = "".join(itertools.takewhile(lambda line: line.startswith("#define "), lines))
-    rest = text[len(constants) :]
-    (kind,) = re.findall(rf"{name}\(const (\w+) a\)", text)
+    everything = "".join([text, *nvrtc.headers().values()])
+    (kind,) = set(re.findall(rf"\b{name}\(const (\w+) a\)", everything))
     launcher = (
         'extern "C" __attribute__((visibility("default"))) void emulated(int x, int y, int threads, int dynamic_bytes, const void* arguments) {\n'
         f"  launch([](const void* p) {{ {name}(*(const {kind}*)p); }}, x, y, threads, dynamic_bytes, arguments);\n}}\n"
     )
-    source = f'{constants}#include "{HERE / "device.h"}"\n{rest.replace(DYNAMIC, "u8* dynamic = emulated_dynamic;")}\n{launcher}'
+    source = f"{text}\n{launcher}"
     stem = Path(directory().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(source)
     options = ["-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"]
@@ -51,7 +45,11 @@ def compiled(text: str, name: str) -> Any:
         "-fvisibility=hidden",
         *(["-fno-gnu-unique"] if "g++" in Path(COMPILER).name and "clang" not in COMPILER else []),
     ]
-    command = [COMPILER, *options, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
+    include = [
+        f"-I{HERE}",
+        f"-I{Path(nvrtc.__file__).parent}",
+    ]  # HERE has other forms of include/ptx.cuh and include/copies.cuh
+    command = [COMPILER, *options, *include, str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(stem.with_suffix(".so"))).emulated

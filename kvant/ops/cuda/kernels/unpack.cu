@@ -1,9 +1,10 @@
-// Tokens of one sequence as they are stored, from pages and windows to 16-bit numbers: what prefill reads of a history. The text
-// before it is ptx.cu and common.cu.
+// Tokens of one sequence as they are stored, from pages and windows to 16-bit numbers: what prefill reads of a history.
 //
 // Constants beside those of common.cu: VALUES (0 keys, 1 values), BANDS, META (0 scale and minimum, 1 scale and integer zero, 2
 // scale), META_TYPE, META_OFFSET, FLAG (a negative scale says that the mean was taken off), SINK, RING, WINDOW_TOKENS,
 // WINDOW_TYPE, OUT_TYPE, WARPS.
+
+#include "include/common.cuh"
 
 struct UnpackArguments {
   const u8* pages;

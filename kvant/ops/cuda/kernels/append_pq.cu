@@ -1,5 +1,4 @@
-// Stores new tokens as indices of the nearest centroids: transform, search, page bytes and full-precision windows in one pass. The text
-// before it is rows.cu.
+// Stores new tokens as indices of the nearest centroids: transform, search, page bytes and full-precision windows in one pass.
 //
 // A block has one stream (blockIdx.y), its codebook in shared memory, and ROWS rows at a time, eight lanes a row while they are
 // transformed. Then every thread searches for some sub-vectors in all centroids, or, where there are few rows, in every PARTS-th.
@@ -9,6 +8,8 @@
 //
 // Constants beside those of common.cu and rows.cu: for KEY_ and VALUE_: TYPE (of the input), HADAMARD (order, 1 for none) and
 // HADAMARD_SCALE, BOOK (DIM, COUNT, HIGH_BITS, OFFSET and HIGH, as in indices.cu), BOOK_HEADS (1 where heads share it); ROWS, THREADS.
+
+#include "include/rows.cuh"
 
 struct Arguments {
   const void *key, *value;
@@ -187,7 +188,7 @@ DEV void append(const Arguments& a, u8* dynamic, const void* in, const float* me
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) kvant_append(const Arguments a) {
-  extern __shared__ __align__(128) u8 dynamic[];
+  DYNAMIC_SHARED(dynamic);
   if (blockIdx.y == 0) append<KEY_BOOK, KEY_TYPE, KEY_HADAMARD>(a, dynamic, a.key, a.key_mean, a.key_factors, a.key_signs, (float)KEY_HADAMARD_SCALE, a.key_books, KEY_BOOK_HEADS, a.window_key);
   else append<VALUE_BOOK, VALUE_TYPE, VALUE_HADAMARD>(a, dynamic, a.value, a.value_mean, a.value_factors, a.value_signs, (float)VALUE_HADAMARD_SCALE, a.value_books, VALUE_BOOK_HEADS, a.window_value);
 }

@@ -3,6 +3,10 @@
 // A codebook of fp16 lies there COPIES times, entry after entry, an entry's copies side by side. A lane has the copy that its number
 // says. Where the copies of an entry are 128 bytes, lanes never want different rows of one bank; with fewer copies, few do.
 
+#pragma once
+#include "include/copies.cuh"
+#include "include/common.cuh"
+
 // N neighbouring numbers of B bits of a row, the part-th N of it, as 32-bit words.
 template <int N, int B> struct Packed {
   static constexpr int BITS = N * B, WORDS = (BITS + 31) / 32;

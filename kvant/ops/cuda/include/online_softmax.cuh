@@ -1,5 +1,9 @@
 // Decode attention, 1 of 5: what a block is asked for, and what a warp knows of the softmax. See decode.cu.
 
+#pragma once
+#include "include/scheduler.cuh"
+#include "codecs/product_vq.cuh"
+
 constexpr int D = HEAD_DIM, TILES = PAGE / 16, CHUNK = TILES < 4 ? TILES : 4, HEADS = KV_HEADS * QUERY_TILES;
 constexpr int OWN = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
 constexpr bool PAIRED = OWN == 1;

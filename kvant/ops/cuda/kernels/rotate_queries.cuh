@@ -5,6 +5,9 @@
 // has its results sooner, since its warps share the columns of one. This one serves rotations of all channels.
 // Constants beside those of decode.cu: TURNS_WARPS of a block (0 where it does not serve a layout), TURNS_BLOCKS of a multiprocessor.
 
+#pragma once
+#include "include/queries.cuh"
+
 #if TURNED && TURNS_WARPS
 // Rows of a product are blocks of positions of one sequence times TILE_HEADS queries; lane g, t has rows g and g + 8.
 constexpr int MANY_TILES = SPECIAL + 1, MANY_PAIRS = MANY_TILES / 2 + 1;  // of columns, but those of the windows; they lie in twos
@@ -228,7 +231,7 @@ DEV void store_many(Turned& out, const float (*c)[4], int r, int h, int t, float
 }
 
 extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kvant_turn_many(const TurnArguments a) {
-  extern __shared__ __align__(128) u8 dynamic[];
+  DYNAMIC_SHARED(dynamic);
   const int tile = blockIdx.y, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const uint4* matrix = many_matrix(a, tile);
   uint4* shared = (uint4*)dynamic;

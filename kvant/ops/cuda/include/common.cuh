@@ -1,6 +1,9 @@
-// What the kernels share. The text before it is ptx.cu.
+// What the kernels share.
 //
 // Constants that come from the layout (as -D options): HEAD_DIM, PAGE (tokens), RUN (bytes of one page and head), KV_HEADS.
+
+#pragma once
+#include "include/ptx.cuh"
 
 // --- 16-bit floats --------------------------------------------------------------------------------------------------
 

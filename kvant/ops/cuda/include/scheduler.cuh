@@ -1,5 +1,8 @@
 // Which units of work are a block's: over all (sequence, head)s laid end to end. Arguments are those that a kernel has a `work_of`.
-// The text before it is ptx.cu and common.cu.
+//
+
+#pragma once
+#include "include/common.cuh"
 
 // Units are dealt to blocks as evenly as can be: the first `more` blocks have `each` + 1, the others `each`.
 struct Deal {

@@ -1,5 +1,8 @@
 // What moves pages to shared memory and reads it, in PTX. Constants: RUN (bytes of one page and head), STAGES, BULK (whether the GPU copies in bulk).
 
+#pragma once
+#include "include/ptx.cuh"
+
 // --- copies of a page to shared memory -------------------------------------------------------------------------------------------------------------
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -1,5 +1,9 @@
 // Decode attention, 2 of 5: queries, from what comes in to the bytes that keys are multiplied by.
 
+#pragma once
+#include "include/online_softmax.cuh"
+#include "include/matrix.cuh"
+
 // --- queries ----------------------------------------------------------------------------------------------------------
 
 #if KEY_GROUP

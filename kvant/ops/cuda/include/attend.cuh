@@ -1,5 +1,9 @@
 // Decode attention, 4 of 5: a warp attends to a page, or to a part of the full-precision windows.
 
+#pragma once
+#include "include/queries.cuh"
+#include "codecs/channel.cuh"
+
 // --- scores of a page, keys coded token by token -------------------------------------------------------------------------
 
 #if !KEY_GROUP && !INDEXED

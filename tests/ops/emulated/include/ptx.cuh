@@ -2,6 +2,7 @@
 // what lanes of a warp do together is done when all of them have come. Blocks run one after another, the warps of a block at paces that
 // change by chance, and a copy to shared memory arrives no sooner than it is awaited. It shows what kernels compute, and most of what they
 // forget to wait for; it says nothing of other races or of speed.
+#pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -27,6 +28,7 @@ typedef long long s64;
 #define __align__(n) __attribute__((aligned(n)))
 #define DEV inline
 #define FULL 0xffffffffu
+#define DYNAMIC_SHARED(name) u8* name = emulated_dynamic
 
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
@@ -271,32 +273,6 @@ DEV void copy16(void* to, const void* from) {
   begin_copy(current->copies.back().back());
 }
 DEV void await_copies() { current->copies.push_back({}), end_groups(0); }
-#if BULK
-DEV void copy_run(u32 to, const u8* from, u32 barrier, int lane) {
-  if (lane == 0) {
-    if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
-    begin_copy(emulated_runs[barrier] = {emulated_dynamic + to, from, RUN});
-  }
-  __syncwarp();
-}
-DEV void no_copy() {}
-DEV void await_run(u32 barrier, u32) {
-  __syncwarp();
-  const auto found = emulated_runs.find(barrier);
-  if (found != emulated_runs.end()) end_copy(found->second), emulated_runs.erase(found);
-  __syncwarp();
-}
-#else
-DEV void copy_run(u32 to, const u8* from, u32, int lane) {
-  for (int o = lane * 16; o < RUN; o += 512) copy16(emulated_dynamic + to + o, from + o);
-  current->copies.push_back({});
-}
-DEV void no_copy() { current->copies.push_back({}); }
-DEV void await_run(u32, u32) {
-  end_groups(STAGES - 1);
-  __syncwarp();
-}
-#endif
 DEV bool has_run(u32, u32) { return false; }
 DEV void await_kernel() {}
 DEV void start_dependents() {}

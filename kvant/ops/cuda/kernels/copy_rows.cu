@@ -1,5 +1,7 @@
 // Rows of windows to other rows, for pairs of them that a kernel before has found: those that nobody wants cost nothing.
-// The text before it is ptx.cu.
+//
+
+#include "include/ptx.cuh"
 
 struct CopyArguments {
   uint4* x;  // [layers, rows, ...]

@@ -9,6 +9,9 @@
 // Constants: KEY_GROUP (tokens of a group, 0 where keys are coded token by token), KEY_CODES, KEY_META_OFFSET, BOOSTED, HIGH_OFFSET, INDEX_OFFSET, ORIGIN
 // (token that the first page starts with), KEY_RECENT, KEY_FLUSH, KEY_RING, KEY_WINDOW and the same of values: the windows differ.
 
+#pragma once
+#include "include/queries.cuh"
+
 #if KEY_GROUP
 using KeyCodes = KEY_CODES;
 constexpr int GROUP_TILES = KEY_GROUP / 16;

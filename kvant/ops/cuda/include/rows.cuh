@@ -3,6 +3,9 @@
 // Eight lanes have a row, D / 8 neighbouring channels each; `j` is a lane's number among them. Constants beside those of common.cu:
 // SINK, RING, RING_TOKENS, WINDOW_TOKENS, WINDOW_TYPE.
 
+#pragma once
+#include "include/common.cuh"
+
 constexpr int D = HEAD_DIM, OWN = D / 8;
 
 template <int TYPE> DEV void load_row(float* x, const void* p, s64 place) {

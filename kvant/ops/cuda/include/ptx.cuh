@@ -1,6 +1,8 @@
 // What the kernels say in PTX. Compiled by NVRTC: no host headers, so the few conversions needed are written here too. Nothing else
 // is; tests/ops/emulated has the same functions for a CPU.
 
+#pragma once
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -9,6 +11,7 @@ typedef long long s64;
 
 #define DEV __device__ __forceinline__
 #define FULL 0xffffffffu
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
 // --- 16-bit floats --------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
 // Stores new tokens where keys are coded per channel over groups of tokens: first the groups that they complete, whose older tokens
-// come from the window's tail; then, token by token, values and windows. The text before it is ptx.cu and common.cu.
+// come from the window's tail; then, token by token, values and windows.
 //
 // Constants beside those of common.cu: KEY_TYPE, VALUE_TYPE (of the input), KEY_GROUP, KEY_PLANES (of the codes), KEY_BITS, KEY_META_OFFSET, BOOSTED (channels
 // with two high bits more), HIGH_OFFSET, INDEX_OFFSET, VALUE_PLANES, VALUE_BITS, VALUE_GROUPS, VALUE_ORDER_GROUPS (that the order of the codes looks at), VALUE_META_TYPE, VALUE_META_OFFSET, ORIGIN, SINK,
 // KEY_RECENT, KEY_FLUSH, KEY_RING, KEY_WINDOW, VALUE_RING, VALUE_RING_TOKENS, VALUE_WINDOW, WINDOW_TYPE, WARPS, SPARE (groups that a sequence's tail may complete).
+
+#include "include/common.cuh"
 
 constexpr int D = HEAD_DIM, THREADS = WARPS * 32;
 
@@ -62,7 +64,7 @@ DEV void choose(GroupShared& sh) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_groups(const Arguments a) {
-  extern __shared__ __align__(128) u8 dynamic[];
+  DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) GroupShared sh;
   u16* x = (u16*)dynamic;  // [KEY_GROUP, D]: keys as the window holds them, then codes
   const int unit = blockIdx.x, head = blockIdx.y;

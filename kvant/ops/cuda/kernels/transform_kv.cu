@@ -1,7 +1,9 @@
 // New tokens by a stream's matrix, before the kernel of append: turned back to the start of their block of positions where they are
-// stored so, times the matrix, plus an offset. The text before it is ptx.cu, common.cu and matrix.cu.
+// stored so, times the matrix, plus an offset.
 //
 // Constants beside those of common.cu: IN_TYPE, TURNED (positions of a block, 0 where nothing is turned back).
+
+#include "include/matrix.cuh"
 
 struct StoredArguments {
   const void* in;  // [tokens, KV_HEADS, D]

@@ -1,4 +1,7 @@
-// Rows times a matrix in float32, plus an offset. The text before it is ptx.cu and common.cu.
+// Rows times a matrix in float32, plus an offset.
+
+#pragma once
+#include "include/common.cuh"
 
 constexpr int MATRIX_ROWS = 8, MATRIX_THREADS = 4 * HEAD_DIM;  // rows at once, and threads of a block
 static_assert(HEAD_DIM % 16 == 0, "a quarter of a column is whole vectors");

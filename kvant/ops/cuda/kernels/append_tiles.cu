@@ -15,6 +15,8 @@
 // (as BANDS, with those that are not stored), WEIGHTED (whether channels have weights); KEY_TURNED (positions of a block that keys are turned back to the start of, 0 for none);
 // TILE_WARPS, TILE_BLOCKS. Blocks have keys and values in turn; of bands, all of a head and stream, whose matrix is then near.
 
+#include "kernels/append.cu"
+
 constexpr int WORDS_READ = D / 8;  // of a lane and token
 using AllKeyBands = KEY_ALL_BANDS;
 using AllValueBands = VALUE_ALL_BANDS;

@@ -6,7 +6,10 @@
 //
 // Constants beside those of common.cu: for KEY_ and VALUE_: TYPE (of the input), BITS, SEARCH, OFFSET, HIGH (of the third bit), META, META_TYPE, META_OFFSET,
 // HADAMARD (order, 1 for none) and HADAMARD_SCALE, BANDS, BANDED (whether they are coded by their levels), UNBIASED, FLAG; SINK, RING, RING_TOKENS, WINDOW_TOKENS,
-// WINDOW_TYPE, WARPS, CLIP (whether rows are clipped). The text before it is rows.cu.
+// WINDOW_TYPE, WARPS, CLIP (whether rows are clipped).
+
+#pragma once
+#include "include/rows.cuh"
 
 struct Arguments {
   const void *key, *value;

@@ -1,6 +1,9 @@
 // Decode attention: a warp attends to a page whose streams are indices of centroids. Its part in the text is that of "pages" in
 // attend.cu; indices.cu says which lane has what.
 
+#pragma once
+#include "include/queries.cuh"
+
 #if INDEXED
 // One chunk of at most 64 tokens of a page. Tokens outside [first, last) of the sequence are not there. Codebooks are in `memory`.
 DEV void attend_page(const u8* run, int tile, int at, int first, int last, int lane, const Query& q, State& st, float cap, const u8* memory) {

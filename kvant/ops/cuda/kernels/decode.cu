@@ -22,6 +22,15 @@
 // INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
 // (1 where heads share them).
 
+#include "include/copies.cuh"
+#include "include/scheduler.cuh"
+#include "include/online_softmax.cuh"
+#include "include/queries.cuh"
+#include "kernels/rotate_queries.cuh"
+#include "codecs/product_vq_page.cuh"
+#include "codecs/channel.cuh"
+#include "include/attend.cuh"
+
 // --- a block --------------------------------------------------------------------------------------------------------------
 
 struct Shared {
@@ -193,7 +202,7 @@ template <class Store> DEV void multiply_outputs(const float* rows, const u8* ma
 #endif
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode(const Arguments a) {
-  extern __shared__ __align__(128) u8 dynamic[];
+  DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u8* stages = dynamic + warp * WARP_BYTES;

@@ -1,5 +1,5 @@
 // Decode attention over pages of 16-bit numbers, the recipe `full`: paged, in one launch, split along the sequence. What packed pages
-// are compared with. The text before it is ptx.cu, copies.cu, common.cu and deal.cu.
+// are compared with.
 //
 // S^T = K Q^T and O^T = V^T P^T, as decode.cu: tokens (then channels) fill the 16 rows of the tensor core's product, query heads its 8
 // columns. Pages lie token after token. Keys are read 16 bytes a lane, since dot products do not care which channels a step takes; values
@@ -12,6 +12,9 @@
 //
 // Constants beside those of common.cu: PAGE_RUN (bytes of one page and head; RUN is a tile's keys or values), VALUE_OFFSET (of values in
 // it), NUMBERS (their type), GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES, SOFTCAP, STAGES, WARPS, WARP_BYTES, MIN_BLOCKS, BULK.
+
+#include "include/copies.cuh"
+#include "include/scheduler.cuh"
 
 constexpr int D = HEAD_DIM, TILES = PAGE / 16, HEADS = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
 constexpr bool HALVED = TILE_HEADS <= 4;
@@ -242,7 +245,7 @@ DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 qu
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode_full(const Arguments a) {
-  extern __shared__ __align__(128) u8 dynamic[];
+  DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u8* stages = dynamic + warp * WARP_BYTES;

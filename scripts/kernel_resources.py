@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Registers, stack (spills) and shared memory of the CUDA kernels, read from the code that NVRTC makes. Needs no GPU.
+
+    scripts/kernel_resources.py [--arch sm_90] [--json FILE] [--digests]
+
+A change of a kernel is compared with the version before by running this on both. `--digests` prints a digest of the machine code
+too: after a change of names or of files alone it must stay as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from kvant import recipes
+from kvant.layout import Layout
+from kvant.ops.cuda import append, append_groups, full, nearest, nvrtc, plan, stored, unpack
+
+H200 = (227 * 1024, 228 * 1024)  # shared memory of a thread block and of a multiprocessor
+FRAME_SIZE, REGCOUNT = 0x11, 0x2F  # attributes of a kernel in .nv.info
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """What is compiled, by name: heads of 128 channels, 8 KV heads, bfloat16 queries."""
+    for name, group, dual, inverse in (
+        ("saw-int4", 4, (1, 128), (1, 128)),
+        ("kvant-4", 4, (2, 1), (2, 1)),
+        ("oscar", 4, (2, 1), (0, 1)),
+        ("int2", 4, (0, 1), (0, 1)),
+        ("kvant-2", 4, (2, 1), (0, 1)),
+        ("kivi-k2v2", 4, (0, 1), (0, 1)),
+        ("kitty-pro", 4, (0, 1), (0, 1)),
+        ("vecinfer-2", 4, (2, 1), (2, 1)),
+        ("int4", 8, (0, 1), (0, 1)),
+    ):
+        layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
+        for low_batch in (False, True):
+            made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), few=low_batch)
+            yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text
+        if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4"):
+            block = layout.recipe.key.effective_rope_block
+            yield f"transform {name}", stored.StoredPlan(layout, "bfloat16", block).text
+        if layout.recipe.key.groupwise:
+            yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
+            continue
+        if plan.is_indexed(layout):
+            for rows in (nearest.FEW, nearest.many(layout)):
+                made_pq = nearest.NearestPlan(layout, ("bfloat16", "bfloat16"), (128, 1), rows)
+                yield f"append {name} {rows} rows", made_pq.text
+            continue
+        for stream in ("key", "value"):
+            yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "float16").text  # type: ignore[arg-type]
+        if append.refuse_layout(layout) is None:
+            yield f"append {name} a step", append.AppendPlan(layout, ("bfloat16", "bfloat16"), (128, 1)).text
+            tiled = append.AppendPlan(layout, ("bfloat16", "bfloat16"), (128, 1), (True, False), (0, 2))
+            if name == "kvant-2":
+                tiled = append.AppendPlan(layout, ("bfloat16", "bfloat16"), (1, 1), (True, False), (2, 2), 256)
+            yield f"append {name} prompts", tiled.text
+    layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")
+    yield "decode full", full.FullPlan(layout, 4, False, True, H200).text
+
+
+def kernels_of(code: bytes) -> dict[str, dict[str, int]]:
+    """Of an ELF file of NVIDIA's: registers of a thread, bytes of its stack, bytes of static shared memory, by kernel."""
+    start, size, count, names_at = (*struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HHH", code, 58))
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, start + i * size) for i in range(count)]
+    strings = headers[names_at][4]
+
+    def text_at(offset: int) -> str:
+        return code[offset : code.index(b"\0", offset)].decode()
+
+    sections = {text_at(strings + header[0]): header for header in headers}
+    symbols, symbol_names = sections[".symtab"], sections[".strtab"][4]
+    found = {name.removeprefix(".text."): {} for name in sections if name.startswith(".text.")}  # type: dict[str, dict[str, int]]
+    data = sections[".nv.info"]
+    at, end = data[4], data[4] + data[5]
+    while at < end:
+        form, attribute, value = struct.unpack_from("<BBH", code, at)
+        at += 4
+        if form == 4:
+            if attribute in (FRAME_SIZE, REGCOUNT) and value == 8:
+                symbol, number = struct.unpack_from("<II", code, at)
+                name = text_at(symbol_names + struct.unpack_from("<I", code, symbols[4] + 24 * symbol)[0])
+                if name in found:
+                    found[name]["stack" if attribute == FRAME_SIZE else "registers"] = number
+            at += value
+    for name, kernel in found.items():
+        shared = sections.get(f".nv.shared.{name}")
+        kernel["shared"] = shared[5] if shared else 0
+        offset, length = sections[f".text.{name}"][4:6]
+        kernel["code"] = length
+        kernel["digest"] = hashlib.sha256(code[offset : offset + length]).hexdigest()[:12]  # type: ignore[assignment]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--json", metavar="FILE", help="write the table there")
+    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--digests", action="store_true", help="print a digest of the machine code of every text")
+    args = parser.parse_args()
+    table = []
+    for name, text in texts():
+        if args.only not in name:
+            continue
+        code = nvrtc.compile_text(text, args.arch)
+        for kernel, found in sorted(kernels_of(code).items()):
+            table.append({"text": name, "kernel": kernel, **found})
+            line = f"{name:36} {kernel:20} registers {found['registers']:4} stack {found['stack']:5} shared {found['shared']:6}"
+            print(line + f" code {found['code']:7}" + (f" {found['digest']}" if args.digests else ""), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()
