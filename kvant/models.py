@@ -147,6 +147,20 @@ def config_of(name: str, say: Any = None) -> Any:
     return transformers.AutoConfig.from_pretrained(resolve(name, say))
 
 
+def tokenizer_of(name: str, say: Any = None) -> Any:
+    """A model's tokenizer; its weights are not read."""
+    import transformers
+
+    file = gguf_file(name)
+    try:
+        if file is not None:
+            return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return transformers.AutoTokenizer.from_pretrained(resolve(name, say))
+    except (OSError, LookupError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"model {name!r}: expected {_EXPECTED}; {first}") from error
+
+
 def resolve(name: str, say: Any = None) -> str:
     """The directory or hub id that a model's name on the command line stands for; for what reads no GGUF file."""
     if name == SMOLLM2:

@@ -23,6 +23,7 @@ from kvant.cli.common import (
     tell_reference,
     write_json,
 )
+from kvant.cli.tasks import add_task_options, run_tasks
 
 if TYPE_CHECKING:
     from kvant.eval.teacher import Result
@@ -32,12 +33,14 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure quality against the full cache",
-        description="Teacher-forced over windows of a text: next-token KL, top-1 agreement and perplexity of each recipe. "
-        "Example: kvant eval --recipe saw-int4,int4 --text book.txt",
+        description="With --text: teacher-forced over windows of a text, next-token KL, top-1 agreement and perplexity of each "
+        "recipe. With --task: answers that the model writes, scored, beside the full cache. Examples: kvant eval --recipe "
+        "saw-int4,int4 --text book.txt; kvant eval --recipe kvant-2 --task gsm8k,needle:length=8192",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R[,R...]", help="recipes, or all")
-    parser.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text")
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text")
+    add_task_options(parser)
     parser.add_argument("--context", type=int, default=1536, metavar="N", help="tokens a window (default 1536)")
     parser.add_argument("--tokens", type=int, default=1024, metavar="T", help="tokens to score in all (default 1024)")
     parser.add_argument("--prompt", type=int, metavar="P", help="tokens a window that are prefilled (default a third)")
@@ -65,6 +68,12 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.text is None) == (args.task is None):
+        raise ValueError(
+            "give --text FILE to compare next-token distributions, or --task T to compare answers: one of the two"
+        )
+    if args.task is not None:
+        return run_tasks(args)
     from kvant import recipes
 
     chosen = [recipes.get(name) for name in recipes.split(args.recipe)]

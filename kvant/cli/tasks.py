@@ -1,0 +1,115 @@
+"""kvant eval --task: what recipes score on tasks, beside the full cache, on the same questions."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from kvant.cli.artifacts import artifacts_for
+from kvant.cli.common import check_writable, load_model, print_table, say, stages, write_json
+
+if TYPE_CHECKING:
+    from kvant.eval.scoring import Score
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--task",
+        metavar="T[,T...]",
+        help="tasks to answer and score: gsm8k, needle, needle-multikey, needle-multivalue, needle-multiquery, tracking, words, "
+        "passage, passage-count, or your FILE.jsonl with prompt and answer; options as in needle:length=8192",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="questions of a task (default: all; 20 of a generated one)"
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers a question (default 1)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy (default)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of generated questions and of sampling")
+    parser.add_argument(
+        "--no-graph", action="store_true", help="on a GPU: do not decode in CUDA graphs (slower, as transformers does)"
+    )
+
+
+def run_tasks(args: argparse.Namespace) -> int:
+    from kvant import models, recipes
+    from kvant.eval import tasks
+    from kvant.eval.asking import Prompts, Sampling, context_of
+
+    chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
+    wanted = [tasks.get(name) for name in tasks.split(args.task)]
+    check_writable(args.json, "--json")
+    if args.batch < 1 or (args.limit is not None and args.limit < 1):
+        raise ValueError(f"--batch and --limit must be positive, got {args.batch} and {args.limit}")
+    sampling = Sampling(args.samples, args.temperature, args.seed)
+    config, tokenizer = models.config_of(args.model, say), models.tokenizer_of(args.model, say)
+    limit = context_of(config)
+    for task in wanted:
+        if limit is not None and task.length > limit:
+            raise ValueError(
+                f"task {task.label}: its prompts take {task.length} tokens, and the model's context is {limit}"
+            )
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, verbose=False)["input_ids"])
+
+    prompts = {}
+    for task in wanted:
+        prompts[task.label] = Prompts(tokenizer, task.questions(args.limit, args.seed, count))
+        prompts[task.label].check(limit, task.label)
+    model, tokenizer = load_model(args)
+    from kvant.engines.hf import ModelShape
+    from kvant.eval.scoring import score_task
+    from kvant.layout import Layout
+
+    shape = ModelShape.of(model)
+    for recipe in chosen:
+        Layout.of(recipe, shape.heads, shape.head_dim)  # refuses what the model cannot take, before the work starts
+    artifacts = artifacts_for(model, tokenizer, chosen, args)
+    report: dict[str, Any] = {
+        "model": args.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "sampling": dataclasses.asdict(sampling),
+        "scores": [],
+    }
+
+    def done(score: Score) -> None:
+        report["scores"].append(dataclasses.asdict(score))
+        if args.json:
+            write_json(args.json, report)
+
+    for task in wanted:
+        with stages() as advance:
+            found = score_task(
+                model,
+                prompts[task.label],
+                task,
+                chosen,
+                artifacts,
+                batch=args.batch,
+                sampling=sampling,
+                graph=model.device.type == "cuda" and not args.no_graph,
+                progress=advance,
+                say=say,
+                done=done,
+            )
+        print_scores(found)
+    return 0
+
+
+def print_scores(scores: list[Score]) -> None:
+    """One task's table. Differences are in points of a hundred."""
+    columns = [("recipe", "left"), ("bits", "right"), ("score, %", "right"), ("against full", "right")]
+    columns += [("95 % interval", "right"), ("wins", "right"), ("losses", "right"), ("tokens", "right")]
+    rows = []
+    for i, s in enumerate(scores):
+        interval = (
+            "" if s.half is None else f"{100 * (s.difference - s.half):+.1f} to {100 * (s.difference + s.half):+.1f}"
+        )
+        compared = [f"{100 * s.difference:+.1f}", interval, str(s.wins), str(s.losses)] if i else [""] * 4
+        rows.append([s.recipe, f"{s.bits:.2f}", f"{100 * s.score:.1f}", *compared, f"{s.tokens:,}"])
+    noise = f"the full cache runs twice, {scores[0].batch} and {scores[1].batch} questions at a time: their difference is noise"
+    print_table(f"{scores[0].task}: {scores[0].questions} questions", columns, rows, noise)

@@ -1,0 +1,217 @@
+"""Free-running generation: a model answers questions from a cache, and the answers are scored.
+
+Prompts go through the tokenizer's chat template where it has one. Questions of similar length share a batch, padded on the left;
+a batch that does not fit into memory is halved. Answers are kept as they come (`Journal`), so that an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvant.engines import graphs
+from kvant.eval.tasks import Question, Task
+from kvant.files import cache_dir, collect, replacing
+
+Tensor = torch.Tensor
+ABANDONED = 30 * 24 * 3600  # seconds after which answers of an interrupted run are removed
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn: greedy with temperature 0, else `samples` answers a question."""
+
+    samples: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, got {self.samples}")
+        if self.temperature < 0.0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError(f"samples={self.samples} of a greedy answer are all the same: give a temperature above 0")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        if self.temperature == 0.0:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": 1.0, "top_k": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer. `length` is that of its prompt, `tokens` its own, both in tokens."""
+
+    question: str
+    sample: int
+    text: str
+    score: float
+    length: int
+    tokens: int
+
+
+class Prompts:
+    """Questions as token ids, put through the chat template where the tokenizer has one."""
+
+    def __init__(self, tokenizer: Any, questions: Sequence[Question]) -> None:
+        self.tokenizer, self.questions = tokenizer, list(questions)
+        self.ids = [encode(tokenizer, question.prompt) for question in questions]
+
+    def check(self, limit: int | None, name: str) -> None:
+        """Refuses questions that are longer, with their answers, than the model's context of `limit` tokens."""
+        longest = max(len(ids) + q.max_new_tokens for ids, q in zip(self.ids, self.questions, strict=True))
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"task {name}: its longest question takes {longest} tokens with its answer, and the model's context is {limit}"
+            )
+
+
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of what a user says."""
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": prompt}]
+        found = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        found = tokenizer(f"{prompt}\nAnswer:", verbose=False)["input_ids"]
+    return list(found)
+
+
+def context_of(config: Any) -> int | None:
+    """Tokens that a model's context holds, if its config says so."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+@torch.inference_mode()
+def ask(
+    model: Any,
+    prompts: Prompts,
+    task: Task,
+    make_cache: Callable[[], Any] | None,
+    *,
+    batch: int,
+    sampling: Sampling,
+    graph: bool = False,
+    journal: Journal | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Answer]:
+    """Answers to all questions, in their order, one sample after another. `make_cache` gives an empty cache for a batch; None
+    takes transformers' own full cache. `graph` decodes in a CUDA graph where the cache can."""
+    tokenizer = prompts.tokenizer
+    wanted = [(i, sample) for sample in range(sampling.samples) for i in range(len(prompts.ids))]
+    found: dict[tuple[int, int], Answer] = {} if journal is None else journal.read(prompts.questions)
+    left = sorted((pair for pair in wanted if pair not in found), key=lambda pair: (-len(prompts.ids[pair[0]]), pair))
+    progress(len(found), len(wanted))
+    while left:
+        some = left[:batch]
+        try:
+            texts = _generate(model, tokenizer, prompts, some, make_cache, sampling, graph)
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+            batch = max(1, min(batch, len(some)) // 2)
+            torch.cuda.empty_cache()
+            say(f"out of memory: {batch} questions at a time from here on")
+            continue
+        for (i, sample), (text, tokens) in zip(some, texts, strict=True):
+            question = prompts.questions[i]
+            score = task.score(question, text)
+            found[i, sample] = Answer(question.id, sample, text, score, len(prompts.ids[i]), tokens)
+        left = left[len(some) :]
+        if journal is not None:
+            journal.write(found)
+        progress(len(found), len(wanted))
+    return [found[pair] for pair in wanted]
+
+
+def _generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompts,
+    some: Sequence[tuple[int, int]],
+    make_cache: Callable[[], Any] | None,
+    sampling: Sampling,
+    graph: bool,
+) -> list[tuple[str, int]]:
+    """Answers of a batch, and their tokens."""
+    rows = [prompts.ids[i] for i, _ in some]
+    width = max(map(len, rows))
+    end = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end if end is not None else 0
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    new = max(prompts.questions[i].max_new_tokens for i, _ in some)
+    torch.manual_seed(_seed(sampling.seed, some))
+    options = {"max_new_tokens": new, "pad_token_id": pad, **sampling.options}
+    cache = DynamicCache() if make_cache is None else make_cache()
+    if graph and make_cache is not None and graphs.refuse(model, cache) is None:
+        out = cache.generate(model, ids, mask, graph=True, **options)
+    else:
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    ends = _ends(model, tokenizer)
+    answers = []
+    for (i, _), row in zip(some, out[:, width:].tolist(), strict=True):
+        row = row[: prompts.questions[i].max_new_tokens]
+        stop = next((at for at, token in enumerate(row) if token in ends), None)
+        said = row if stop is None else row[:stop]
+        answers.append((tokenizer.decode(said, skip_special_tokens=True), len(said) + (stop is not None)))
+    return answers
+
+
+def _seed(seed: int, some: Sequence[tuple[int, int]]) -> int:
+    """A seed for a batch: the same questions and samples draw the same numbers, whatever was asked before."""
+    return int.from_bytes(hashlib.sha256(repr((seed, list(some))).encode()).digest()[:7], "little")
+
+
+def _ends(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = tokenizer.eos_token_id if found is None else found
+    return set(found) if isinstance(found, list) else set() if found is None else {found}
+
+
+class Journal:
+    """Answers of a run that is not complete, in kvant's cache directory under a digest of what decides them."""
+
+    def __init__(self, decides: Any) -> None:
+        named = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        self.path = cache_dir() / "answers" / f"{named}.json"
+
+    def read(self, questions: Sequence[Question]) -> dict[tuple[int, int], Answer]:
+        """What was answered before; nothing where there is no file, or one that cannot be read."""
+        try:
+            rows = json.loads(self.path.read_text(encoding="utf-8"))["answers"]
+            place = {question.id: i for i, question in enumerate(questions)}
+            answers = [Answer(**row) for row in rows]
+            return {(place[answer.question], answer.sample): answer for answer in answers}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def write(self, found: dict[tuple[int, int], Answer]) -> None:
+        """Keeps the answers so far. A directory that cannot be written to costs the possibility to go on, nothing else."""
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as temporary:
+                temporary.write_text(json.dumps({"answers": [dataclasses.asdict(a) for a in found.values()]}))
+
+    def remove(self) -> None:
+        """The run is complete. Answers that nobody came back for are removed, too."""
+        self.path.unlink(missing_ok=True)
+        collect(self.path.parent)
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self.path.parent)):
+                if entry.name.endswith(".json") and time.time() - entry.stat().st_mtime > ABANDONED:
+                    Path(entry.path).unlink(missing_ok=True)
