@@ -570,7 +570,7 @@ def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytes
     monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
     cache, seqs = filled(name, 2, 2, dim, [1, 63, 300], first=first)
     store, counts = cache.stores[0], [1, 0, 40, 5]
-    store.prepared["flash"] = flash.Flash(plain, torch.float16, softcap=True)
+    store.flash = flash.Flash(plain, torch.float16, softcap=True)
     seqs = [*seqs, cache.new()]
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 4, dim).bfloat16()

@@ -188,7 +188,7 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
     return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
 
 
-@register("append", "cuda", refuse, rank=10)
+@register("append", "cuda", refuse, rank=10, capturable=True)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Where tokens are few or do not come in 16 bits, keys are unrotated and matrices multiplied
     before the kernel."""

@@ -52,7 +52,7 @@ def prefill(
 ) -> Tensor:
     """As the reference's `prefill`. A sliding window that ends within a sequence, and a soft cap where the fused attention has
     none, are left to kvant.ops.blocked; so are queries in float32."""
-    fused: flash.Flash = store.prepared.get("flash", flash.TORCH)
+    fused = store.flash
     query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     short = sliding_window is not None and sliding_window < max(seq_lens, default=0)
     if short or (softcap is not None and not fused.softcap) or query.dtype == torch.float32:
