@@ -679,7 +679,7 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     layout = make_layout(name, 2, 128)
     made = plan.Plan(layout, 6, query, (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
-        nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
+        nvrtc.compile_text(dataclasses.replace(made, bulk=arch == "sm_90").text, arch)
     nvrtc.compile_text(stored.StoredPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90")
     if plan.is_indexed(layout):
         for rows in (nearest.FEW, nearest.many(layout)):

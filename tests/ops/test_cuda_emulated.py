@@ -637,7 +637,7 @@ from tests.calibrate.synthetic import rope_of
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
 
-text = nvrtc.program({}, "include/ptx.cuh") + """
+text = nvrtc.program("include/ptx.cuh") + """
     + repr(
         'struct Nothing { int x; };\nextern "C" __global__ void __launch_bounds__(32) apart(const Nothing a) {'
         " if (threadIdx.x < 7) __syncwarp(); }\n"

@@ -154,7 +154,7 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        return nvrtc.program(constants, "kernels/append_tiles.cu" if self.tiled else "kernels/append.cu")
+        return nvrtc.program("kernels/append_tiles.cu" if self.tiled else "kernels/append.cu", defines=constants)
 
 
 def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int, int]]:

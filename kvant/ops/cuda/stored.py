@@ -40,7 +40,7 @@ class StoredPlan:
             "IN_TYPE": TYPES[self.dtype],
             "TURNED": self.rotated,
         }
-        return nvrtc.program(constants, "kernels/transform_kv.cu")
+        return nvrtc.program("kernels/transform_kv.cu", defines=constants)
 
 
 @functools.lru_cache(maxsize=256)

@@ -59,7 +59,7 @@ class UnpackPlan:
             "OUT_TYPE": TYPES[self.dtype],
             "WARPS": WARPS,
         }
-        return nvrtc.program(constants, "kernels/unpack.cu")
+        return nvrtc.program("kernels/unpack.cu", defines=constants)
 
     def _bands(self) -> list[str]:
         """Bands of the stream in the kernel's words, those without codes included, wherever they lie."""
