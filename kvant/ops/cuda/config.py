@@ -3,7 +3,7 @@
     struct Config {
       static constexpr int HEAD_DIM = 128;  // channels of a head
       using CodePlanes = Planes<...>;       // planes of the codes
-      struct Key { ... };                   // the same constants for the two streams
+      struct Key { ... };                   // constants of a stream
     };
 
 A kernel reads `Config::HEAD_DIM`; a part that serves keys and values alike is a template over `Config::Key` and `Config::Value`.
@@ -17,6 +17,8 @@ import enum
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from kvant.layout import Layout, StreamName
 
 
 class ElementType(enum.IntEnum):
@@ -55,6 +57,14 @@ class OutputTransform(enum.IntEnum):
 
 
 ENUMS: tuple[type[enum.IntEnum], ...] = (ElementType, ScaleKind, QueryTransform, OutputTransform)
+
+
+ELEMENT_TYPES = {"bfloat16": ElementType.BF16, "float16": ElementType.FP16, "float32": ElementType.FP32}
+SCALE_KINDS = {
+    ("scale", "min"): ScaleKind.SCALE_MIN,
+    ("scale", "zero"): ScaleKind.SCALE_ZERO,
+    ("scale",): ScaleKind.SCALE,
+}
 
 
 class Constant(NamedTuple):
@@ -104,7 +114,7 @@ CONSTANTS: dict[str, Constant] = {
         IN_TYPE="ElementType of the rows that come in",
         OUT_TYPE="ElementType of the rows that go out",
         ROWS="rows (tokens of a head) of a CTA at a time",
-        UNPACK_VALUES="1 where values are unpacked, 0 for keys",
+        VALUES="1 where values are unpacked, 0 for keys",
         KEY_GROUP="tokens of a group of keys that are coded per channel",
         SPARE_GROUPS="groups of a sequence that its tail may complete beside those that its new tokens fill",
         KEY_RECENT="recent tokens whose keys are not packed yet",
@@ -117,7 +127,7 @@ CONSTANTS: dict[str, Constant] = {
     ),
 }
 
-# Of a stream: of `struct Key` and `struct Value` inside.
+# Of a stream: of `struct Key`, `struct Value` or `struct Stream` inside.
 STREAM_CONSTANTS: dict[str, Constant] = {
     "HADAMARD_SCALE": Constant("float", "factor after the Hadamard transform: ORDER^-0.5"),
     **_ints(
@@ -130,6 +140,7 @@ STREAM_CONSTANTS: dict[str, Constant] = {
         HIGH_OFFSET="byte of the third bits of 3-bit codes, of the first band",
         BANDED="1 where codes are levels of a band, 0 where they are affine",
         UNBIASED="1 where the scale is corrected so that the row keeps its squared norm",
+        WEIGHTED="1 where the errors of channels are weighted",
         FLAG="1 where the sign of a scale says whether the mean was subtracted",
         SEARCH="ranges or scales that are tried for a row",
         ROPE_BLOCK="positions of a RoPE block, to whose start rows are unrotated; 0 where they are not",
@@ -159,9 +170,41 @@ TEMPLATES = {
 }
 
 
+def page_config(layout: Layout) -> dict[str, object]:
+    """The constants of a layout's pages."""
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "PAGE_TOKENS": layout.page_tokens,
+        "PAGE_HEAD_BYTES": layout.page_head_bytes,
+        "KV_HEADS": layout.heads,
+    }
+
+
+def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object]:
+    """The constants of the overlay of a stream."""
+    window = layout.recipe.streams[name].window
+    return {
+        "SINK": window.sink,
+        "RING": max(1, window.ring),
+        "RING_TOKENS": window.ring,
+        "OVERLAY_TOKENS": layout.overlay_tokens(name),
+        "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+    }
+
+
+def scale_config(layout: Layout, name: StreamName) -> dict[str, object]:
+    """The constants of a stream's scales, for streams that have one section of them."""
+    (section,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
+    return {
+        "SCALE_KIND": SCALE_KINDS[section.names],
+        "SCALE_TYPE": ELEMENT_TYPES[section.dtype],
+        "SCALE_OFFSET": section.offset,
+    }
+
+
 def config_text(config: Mapping[str, object]) -> str:
     """`struct Config` with these constants, and the enumerations and templates that it names. A value may be a mapping of the
-    constants of a stream, for "Key" and "Value"."""
+    constants of a stream: for "Key" and "Value", or for "Stream" where a program serves one of them."""
     lines = _constants(config, CONSTANTS, "  ")
     used = {name for name in TEMPLATES if re.search(rf"\b{name}<", "".join(lines))}
     declared = [f"{TEMPLATES[name]}\n" for name in TEMPLATES if name in used]
@@ -177,7 +220,7 @@ def _enum_text(kind: type[enum.IntEnum]) -> str:
 def _constants(values: Mapping[str, object], table: Mapping[str, Constant], indent: str) -> list[str]:
     lines = []
     for name, value in values.items():
-        if isinstance(value, Mapping) and table is CONSTANTS and name in ("Key", "Value"):
+        if isinstance(value, Mapping) and table is CONSTANTS and name in ("Key", "Value", "Stream"):
             inner = _constants(value, STREAM_CONSTANTS, indent + "  ")
             lines += [f"{indent}struct {name} {{\n", *inner, f"{indent}}};\n"]
             continue
