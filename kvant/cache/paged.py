@@ -333,14 +333,14 @@ class PagedCache:
 
     def _check_ours(self, seqs: abc.Sequence[Sequence]) -> None:
         if not seqs:
-            raise ValueError("entries must name at least one sequence, got none")
+            raise ValueError("sequences must name at least one sequence, got none")
         for seq in seqs:
             self.check_ours(seq)
 
     def _check_batch(self, seqs: abc.Sequence[Sequence]) -> None:
         self._check_ours(seqs)
         if len({id(seq) for seq in seqs}) != len(seqs):
-            raise ValueError("entries must name every sequence once, got one of them twice: fork it")
+            raise ValueError("sequences must name every sequence once, got one of them twice: fork it")
 
     def _batch(
         self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int], slot_mapping: abc.Sequence[Tensor]

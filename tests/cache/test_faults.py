@@ -207,10 +207,10 @@ def test_batches_of_nothing_are_refused_and_counts_of_nothing_are_not(name: str)
     cache = filled(name)
     first, second, _ = cache.sequences
     for call in (lambda: cache.extend([], []), lambda: cache.batch([])):
-        with pytest.raises(ValueError, match="entries must name at least one sequence, got none"):
+        with pytest.raises(ValueError, match="sequences must name at least one sequence, got none"):
             call()
     if "squat" not in name:
-        with pytest.raises(ValueError, match="entries must name at least one sequence, got none"):
+        with pytest.raises(ValueError, match="sequences must name at least one sequence, got none"):
             StaticBatch(cache, [], 3)
     with pytest.raises(ValueError, match=r"counts must be a number of new tokens for each of 1 sequences, got \[-1\]"):
         cache.extend([first], [-1])

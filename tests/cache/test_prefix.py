@@ -174,7 +174,7 @@ def test_a_group_whose_saliency_has_seen_other_queries_is_not_kept() -> None:
 
 
 def test_under_a_sliding_window_only_what_it_sees_is_needed() -> None:
-    cache, prefix = cache_of("int4", window=20)
+    cache, prefix = cache_of("int4", sliding_window=20)
     ids = list(range(9)) * 10
     seq = cache.new()
     append(cache, [seq], [ids])
