@@ -139,7 +139,7 @@ class Decoder:
         self.batches: list[StaticBatch] = []
         try:  # from here on nothing but the room itself can fail
             for group in cache.groups:
-                self.batches.append(StaticBatch(group.paged, group.seqs, steps))
+                self.batches.append(StaticBatch(group.paged, group.sequences, steps))
         except BaseException:
             for each in self.batches:
                 each.close(0)

@@ -246,7 +246,7 @@ class Cache(Serving, transformers.Cache):
             for group in self.groups:
                 step, group.step = group.step, None
                 if step is not None:
-                    for seq, length in zip(group.seqs, step.before, strict=True):
+                    for seq, length in zip(group.sequences, step.before, strict=True):
                         group.paged.rollback(seq, length, range(step.written))
         except BaseException:  # sequences of which nobody knows how long they are
             self._forget()
@@ -292,7 +292,7 @@ class Cache(Serving, transformers.Cache):
             out = out[[first.index(source) for source in step.same]]
             for row, source in enumerate(step.same):
                 if source != row:
-                    group.paged.copy_owned(index, group.seqs[source], group.seqs[row])
+                    group.paged.copy_owned(index, group.sequences[source], group.sequences[row])
         if self.on_attend is not None:
             self.on_attend(layer, query, key, value, out)
         return out
@@ -301,7 +301,7 @@ class Cache(Serving, transformers.Cache):
         """A layer's keys as attention now reads them, in the model's space: float32 [batch, tokens, heads, head_dim]."""
         group = self._group_of[layer]
         paged = group.paged
-        return restored(paged.stores[group.layers.index(layer)], "key", paged.batch(group.seqs))
+        return restored(paged.stores[group.layers.index(layer)], "key", paged.batch(group.sequences))
 
     def implementation(self, op: Op, device: torch.device) -> str:
         """The name of what does an operation on a device."""
@@ -382,7 +382,7 @@ class Cache(Serving, transformers.Cache):
             for group in self.groups:
                 group.paged.reserve(0, batch_size)
                 for _ in range(batch_size):
-                    group.seqs.append(group.paged.new())
+                    group.sequences.append(group.paged.new())
             self._batch_size = batch_size
         if batch_size != self._batch_size:
             raise ValueError(f"the cache holds {self._batch_size} sequences, the model was called with {batch_size}")
@@ -391,14 +391,14 @@ class Cache(Serving, transformers.Cache):
         rows = range(batch_size) if same is None else sorted(set(same))
         counts = [columns if real is None else int(real[row].sum()) for row in rows]
         for group in self.groups:
-            before = [seq.length for seq in group.seqs]
-            batch = group.paged.extend([group.seqs[row] for row in rows], counts)
+            before = [seq.length for seq in group.sequences]
+            batch = group.paged.extend([group.sequences[row] for row in rows], counts)
             part = real if same is None or real is None else real[list(rows)]
             group.step = Step(batch, part, columns, before, same)
         for group in self.groups:
             for row, source in enumerate(same or ()):
                 if source != row:
-                    group.paged.mirror(group.seqs[row], group.seqs[source])
+                    group.paged.mirror(group.sequences[row], group.sequences[source])
         if real is not None or self._real is not None:
             past = self._real
             if past is None:
@@ -418,8 +418,8 @@ class Cache(Serving, transformers.Cache):
             return None  # tails may differ where pages do not
         ends = key[:, 0, -1, :4].tolist()
         for row in range(len(key)):
-            pages = tuple(tuple(group.seqs[row].pages) for group in self.groups)
-            state = tuple((group.seqs[row].length, str(group.seqs[row].ring_start)) for group in self.groups)
+            pages = tuple(tuple(group.sequences[row].pages) for group in self.groups)
+            state = tuple((group.sequences[row].length, str(group.sequences[row].ring_start)) for group in self.groups)
             padding = None if real is None else tuple(real[row].tolist())
             first = found.setdefault((tuple(ends[row]), pages, state, padding), row)
             equal = first == row or all(torch.equal(x[first], x[row]) for x in (query, key, value))
@@ -451,7 +451,7 @@ class Cache(Serving, transformers.Cache):
         """Gives back pages that a sliding window has left behind, unless a crop may still come."""
         if group.sliding_window is None or any(self.layers[i].record_past for i in group.layers):
             return
-        for seq in group.seqs:
+        for seq in group.sequences:
             group.paged.slide(seq, group.sliding_window)
 
     # --- what generate does with a cache ---------------------------------------------------------------------------
@@ -478,17 +478,17 @@ class Cache(Serving, transformers.Cache):
         if self._real is not None:
             gone = [int(count) for count in self._real[:, columns:].sum(1)]
         for group in self.groups:
-            for seq, count in zip(group.seqs, gone, strict=True):
+            for seq, count in zip(group.sequences, gone, strict=True):
                 group.paged.check_crop(seq, seq.length - count)
         if any(gone):
             self._ids = None
         for group in self.groups:
-            for seq, count in zip(group.seqs, gone, strict=True):
+            for seq, count in zip(group.sequences, gone, strict=True):
                 group.paged.crop(seq, seq.length - count)
                 if group.sliding_window is not None:
                     group.paged.slide(seq, group.sliding_window)
         if self._told is not None and self.groups and len(self._told) == self._batch_size:
-            lengths = [seq.length for seq in self.groups[0].seqs]
+            lengths = [seq.length for seq in self.groups[0].sequences]
             self._told = [told[:length] for told, length in zip(self._told, lengths, strict=True)]
         if self._real is not None:
             self._real = self._real[:, :columns]
@@ -527,7 +527,7 @@ class Cache(Serving, transformers.Cache):
                 for group in self.groups:
                     group.paged.reserve(0, more)
                     for place in again[:more]:
-                        made.append((group, group.paged.fork(group.seqs[order[place]])))
+                        made.append((group, group.paged.fork(group.sequences[order[place]])))
             except BaseException:
                 for group, seq in made:
                     group.paged.free(seq)
@@ -536,11 +536,11 @@ class Cache(Serving, transformers.Cache):
             for number, group in enumerate(self.groups):  # from here on nothing is allocated
                 twins = dict(zip(again, [seq for _, seq in made[number * more : (number + 1) * more]], strict=False))
                 for place, i in zip(again[more:], unused, strict=False):
-                    twins[place] = group.seqs[i]
-                    group.paged.mirror(group.seqs[i], group.seqs[order[place]])
+                    twins[place] = group.sequences[i]
+                    group.paged.mirror(group.sequences[i], group.sequences[order[place]])
                 for i in unused[len(again) - more :]:
-                    group.paged.free(group.seqs[i])
-                group.seqs = [twins.get(place, group.seqs[source]) for place, source in enumerate(order)]
+                    group.paged.free(group.sequences[i])
+                group.sequences = [twins.get(place, group.sequences[source]) for place, source in enumerate(order)]
             if self._real is not None:
                 self._real = self._real[list(order)]
             if self._told is not None:
@@ -561,8 +561,8 @@ class Cache(Serving, transformers.Cache):
             self._decoder.closed, self._decoder = True, None
         for group in self.groups:
             group.step = None
-            while group.seqs:
-                group.paged.free(group.seqs.pop())
+            while group.sequences:
+                group.paged.free(group.sequences.pop())
         for layer in self.layers:
             layer.columns = 0
         self._batch_size, self._real, self._made = -1, None, False

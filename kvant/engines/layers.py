@@ -39,7 +39,7 @@ class Group:
     sliding_window: int | None
     layers: list[int]
     paged: PagedCache
-    seqs: list[Sequence] = dataclasses.field(default_factory=list)
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
     step: Step | None = None
 
 

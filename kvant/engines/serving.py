@@ -165,18 +165,18 @@ class Serving:
         continued = bool(live) and live >= kept
         if columns and not continued:  # room first: where there is none, the sequences at hand stay
             for group in self.groups:
-                group.paged.reserve(0, max(0, len(texts) - len(group.seqs)))
+                group.paged.reserve(0, max(0, len(texts) - len(group.sequences)))
         try:
             if continued:
                 for group in self.groups:
-                    for seq, length in zip(group.seqs, lengths, strict=True):
+                    for seq, length in zip(group.sequences, lengths, strict=True):
                         group.paged.crop(seq, length)
             else:
                 self._forget()
                 for group in self.groups if columns else ():
                     assert group.paged.prefix is not None
                     for text, length in zip(texts.ids, lengths, strict=True):
-                        group.seqs.append(group.paged.prefix.take(text, salt, length))
+                        group.sequences.append(group.paged.prefix.take(text, salt, length))
         except BaseException:
             self._forget()
             raise
@@ -197,7 +197,7 @@ class Serving:
             return 0
         found = texts.columns([_agree(held, text) for held, text in zip(self._ids, texts.ids, strict=True)])
         for group in self.groups:
-            for seq, length in zip(group.seqs, texts.tokens(found), strict=True):
+            for seq, length in zip(group.sequences, texts.tokens(found), strict=True):
                 try:
                     group.paged.check_crop(seq, length)
                 except ValueError:  # a sliding window has dropped what would be needed
@@ -249,15 +249,15 @@ class Serving:
         self._check_told(texts, salt)
         for group in self.groups if self.share else ():
             assert group.paged.prefix is not None
-            for text, seq in zip(texts, group.seqs, strict=True):
+            for text, seq in zip(texts, group.sequences, strict=True):
                 group.paged.prefix.keep(seq, text[: seq.length], salt)
-        seqs = self.groups[0].seqs
-        self._ids = [text[: seq.length] for text, seq in zip(texts, seqs, strict=True)]
+        sequences = self.groups[0].sequences
+        self._ids = [text[: seq.length] for text, seq in zip(texts, sequences, strict=True)]
         self._told, self._salt = None, salt
 
     def _check_told(self, texts: Sequence[list[int]], salt: str) -> None:
         """Refuses tokens that cannot be those of the sequences at hand: pages kept under them would be found by others."""
-        lengths = [seq.length for seq in self.groups[0].seqs]
+        lengths = [seq.length for seq in self.groups[0].sequences]
         for text, length in zip(texts, lengths, strict=True):
             if len(text) < length:
                 raise ValueError(f"a sequence holds {length} tokens, got {len(text)} token ids")
@@ -285,7 +285,7 @@ class Serving:
             self.settle()
             if not self.groups or self._batch_size < 1:
                 raise ValueError("the cache holds no sequences to swap out")
-            moved = tuple(copied(group.paged, group.seqs) for group in self.groups)
+            moved = tuple(copied(group.paged, group.sequences) for group in self.groups)
             out = Preempted(moved, self._columns_begun, self._real, self._ids, self._salt, self._told)
             self._forget()
         self._owner.release()
@@ -302,7 +302,7 @@ class Serving:
                 raise ValueError("these sequences come from a cache of another model")
             try:
                 for group, swapped in zip(self.groups, preempted.groups, strict=True):
-                    group.seqs = swap_in(group.paged, swapped)
+                    group.sequences = swap_in(group.paged, swapped)
             except BaseException:
                 self._forget()
                 raise
@@ -310,7 +310,7 @@ class Serving:
             self._told = preempted.told
 
     def _restored(self, columns: int, real: Tensor | None, ids: list[list[int]] | None, salt: str) -> None:
-        self._batch_size = len(self.groups[0].seqs) or -1
+        self._batch_size = len(self.groups[0].sequences) or -1
         self._real, self._ids, self._salt = real, ids, salt
         self._columns_begun = self._columns_before = columns
         for layer in self.layers:
@@ -335,7 +335,7 @@ class Serving:
                 else ["".join("01"[bit] for bit in row) for row in self._real.tolist()],
                 "ids": self._ids,
                 "salt": self._salt,
-                "entries": [[group.paged.sequences.index(seq) for seq in group.seqs] for group in self.groups],
+                "entries": [[group.paged.sequences.index(seq) for seq in group.sequences] for group in self.groups],
             }
             return save(path, [group.paged for group in self.groups], extra)
 
@@ -361,7 +361,7 @@ class Serving:
                     model_or_config, recipe, artifact=artifact, share=state["share"] is True, **layout, **options
                 )
                 dtype, columns, ids = str(state["dtype"]), state["columns"], state["ids"]
-                masks, seqs, salt = state["real"], state["entries"], str(state["salt"])
+                masks, sequences, salt = state["real"], state["entries"], str(state["salt"])
                 real = None if masks is None else torch.tensor([[bit == "1" for bit in row] for row in masks])
             except (AttributeError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"snapshot {snapshot.path!r} is damaged: {type(error).__name__}: {error}") from error
@@ -373,9 +373,9 @@ class Serving:
             snapshot.check_room(cache.layout, groups, getattr(text, "max_position_embeddings", None))
             cache._allocate(dtype, where)
             snapshot.load([group.paged for group in cache.groups])
-            _check_batch(snapshot.path, cache, columns, real, ids, seqs)
-            for group, order in zip(cache.groups, seqs, strict=True):
-                group.seqs = [group.paged.sequences[place] for place in order]
+            _check_batch(snapshot.path, cache, columns, real, ids, sequences)
+            for group, order in zip(cache.groups, sequences, strict=True):
+                group.sequences = [group.paged.sequences[place] for place in order]
             cache._restored(columns, real, ids, salt)
         return cache
 
@@ -386,11 +386,11 @@ def _agree(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _check_batch(path: str, cache: Any, columns: Any, real: Tensor | None, ids: Any, seqs: Any) -> None:
+def _check_batch(path: str, cache: Any, columns: Any, real: Tensor | None, ids: Any, sequences: Any) -> None:
     """Refuses a batch that is not that of the sequences beside it."""
     try:
-        right = type(columns) is int and columns >= 0 and len(seqs) == len(cache.groups)
-        for group, order in zip(cache.groups, seqs, strict=False):
+        right = type(columns) is int and columns >= 0 and len(sequences) == len(cache.groups)
+        for group, order in zip(cache.groups, sequences, strict=False):
             lengths = [group.paged.sequences[place].length for place in order]
             right = right and sorted(order) == list(range(len(group.paged.sequences)))
             tokens = [columns] * len(order) if real is None else [int(row.sum()) for row in real]

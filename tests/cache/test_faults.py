@@ -170,8 +170,8 @@ def test_swapping_in_is_done_whole_or_not_at_all(recipe: str, what: str) -> None
         if not attempt(lambda empty=empty: swap_in(empty, swapped)):
             break
         assert not empty.sequences and not empty.pool.used and len(empty._free_rows) == empty._rows
-        seqs = swap_in(empty, swapped)
-        assert [seq.length for seq in seqs] == [40, 21, 40]
+        sequences = swap_in(empty, swapped)
+        assert [seq.length for seq in sequences] == [40, 21, 40]
         nothing_leaks(empty)
 
 

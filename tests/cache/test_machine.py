@@ -50,9 +50,9 @@ def tokens_at(ids: list[int], start: int) -> list[torch.Tensor]:
     return [words[ids] + places[start : start + len(ids)] for words, places in zip(VOCABULARY, PLACES, strict=True)]
 
 
-def append(cache: PagedCache, seqs: list[Sequence], ids: list[list[int]]) -> None:
-    starts = [seq.length for seq in seqs]
-    batch = cache.extend(seqs, [len(each) for each in ids])
+def append(cache: PagedCache, sequences: list[Sequence], ids: list[list[int]]) -> None:
+    starts = [seq.length for seq in sequences]
+    batch = cache.extend(sequences, [len(each) for each in ids])
     parts = [tokens_at(each, start) for each, start in zip(ids, starts, strict=True)]
     k, v, q = (torch.cat(side) for side in zip(*parts, strict=True))
     for layer in range(len(cache.stores)):
@@ -123,11 +123,11 @@ class Life:
         return self.seen
 
 
-def look(cache: PagedCache, seqs: list[Sequence]) -> list[torch.Tensor]:
+def look(cache: PagedCache, sequences: list[Sequence]) -> list[torch.Tensor]:
     """Keys and values of sequences as attention sees them, and what it makes of them."""
-    batch = cache.batch(seqs)
+    batch = cache.batch(sequences)
     out = [read(cache.stores[0], side, batch, batch.seq_lens) for side in ("key", "value")]
-    query = torch.linspace(-1, 1, DIM).expand(len(seqs), HEADS * GROUP, DIM)
+    query = torch.linspace(-1, 1, DIM).expand(len(sequences), HEADS * GROUP, DIM)
     return [*out, cache.decode(0, query, batch, scale=0.1)]
 
 
@@ -303,12 +303,12 @@ class Machine(RuleBasedStateMachine):
         if len(self.lives) + len(lives) > 6:
             return
         try:
-            seqs = swap_in(self.cache, swapped)
+            sequences = swap_in(self.cache, swapped)
         except PoolFull as full:
             self.is_full(full)
             return
         self.swapped.remove((swapped, lives))
-        for life, seq in zip(lives, seqs, strict=True):
+        for life, seq in zip(lives, sequences, strict=True):
             life.seq = seq
             self.lives.append(life)
 

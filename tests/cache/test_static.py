@@ -12,8 +12,8 @@ from tests.conftest import make_layout
 def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedCache:
     """Sequences of these lengths."""
     cache = PagedCache(make_layout(recipe, page_tokens=16), 2, pages, implementation="reference")
-    seqs = [cache.new() for _ in lengths]
-    batch = cache.extend(seqs, lengths)
+    sequences = [cache.new() for _ in lengths]
+    batch = cache.extend(sequences, lengths)
     for layer in range(2):
         generator = torch.Generator().manual_seed(layer)
         cache.append(layer, *torch.randn(2, sum(lengths), 2, 64, generator=generator), batch)

@@ -105,7 +105,7 @@ def left_padded(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def nothing_leaks(cache: Any) -> None:
     for group in cache.groups:
-        held = Counter(page for seq in group.seqs for page in seq.pages if page != SLID_OUT)
+        held = Counter(page for seq in group.sequences for page in seq.pages if page != SLID_OUT)
         assert all(group.paged.pool.references(page) == held[page] for page in range(group.paged.pool.total))
     cache.reset()
     assert all(group.paged.pool.used == 0 for group in cache.groups)
@@ -119,7 +119,7 @@ def test_a_left_padded_batch_generates_from_what_spans_say(family: str, recipe: 
     cache = kvant.Cache(model, recipe, implementation="reference")
     oracle = Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
-    assert [seq.length for seq in cache.groups[0].seqs] == [65, 54, 60]
+    assert [seq.length for seq in cache.groups[0].sequences] == [65, 54, 60]
     assert oracle.calls == 3 * 2 * 5
     assert cache.nbytes == cache.predicted_nbytes
     nothing_leaks(cache)
@@ -147,7 +147,7 @@ def test_sliding_layers_code_their_groups_too(family: str, recipe: str) -> None:
     Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
     sliding = [group for group in cache.groups if group.sliding_window is not None]
-    assert any(SLID_OUT in seq.pages for group in sliding for seq in group.seqs)
+    assert any(SLID_OUT in seq.pages for group in sliding for seq in group.sequences)
     nothing_leaks(cache)
 
 
