@@ -294,7 +294,7 @@ def filled(model: Any, recipe: Recipe, work: Work, batch: int) -> Any:
             store.pages[torch.tensor(seq.pages, device=device)] = pages
         for owned, row in zip(store.owned, rows, strict=True):
             owned[:] = row
-    cache._restored(shape.context, None, None, "")
+    cache.state.restore(shape.context, None, None, "")
     return cache
 
 

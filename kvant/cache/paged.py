@@ -144,7 +144,7 @@ class PagedCache:
         if seq is source:
             return
         for layer in range(len(self.stores)):
-            self.copy_owned(layer, source, seq)
+            self.copy_row(layer, source, seq)
         self.pool.share(source.held)
         self.pool.release(seq.held)
         seq.length, seq.sinks, seq.visible, seq.requantized_from = (
@@ -156,8 +156,8 @@ class PagedCache:
         seq.pages, seq.ring_start = list(source.pages), dict(source.ring_start)
 
     @locked
-    def copy_owned(self, layer: int, source: Sequence, target: Sequence) -> None:
-        """Gives a sequence the windows of another in one layer."""
+    def copy_row(self, layer: int, source: Sequence, target: Sequence) -> None:
+        """Copies a sequence's row of the overlays and of corrector states to that of another, in one layer."""
         for owned in self.stores[layer].owned:
             owned[target.overlay_row] = owned[source.overlay_row]
 

@@ -22,7 +22,7 @@ WANTED: dict[str, tuple[Any, str]] = {
     "memory to grow": (paged, "_grown"),
     "rows": (PagedCache, "_take_row"),
     "pages": (PagePool, "take"),
-    "memory for windows": (PagedCache, "copy_owned"),
+    "memory for windows": (PagedCache, "copy_row"),
     "memory for a batch": (PagedCache, "_batch"),
 }
 

@@ -32,7 +32,7 @@ def sound(cache: kvant.Cache) -> None:
             for mine, theirs in zip(sorted(group.sequences, key=id), sorted(group.paged.sequences, key=id), strict=True)
         )
         assert [e.length for e in group.sequences] == [e.length for e in cache.groups[0].sequences]
-    if cache._real is None and cache.groups and cache.groups[0].sequences:
+    if cache.state.padding_mask is None and cache.groups and cache.groups[0].sequences:
         assert {e.length for e in cache.groups[0].sequences} == {cache.get_seq_length()}
 
 
@@ -313,7 +313,7 @@ def test_whatever_fails_reset_leads_back() -> None:
                 except RuntimeError as error:
                     if "this cache belongs to a decoder: close it" not in str(error):
                         raise
-            if cache._decoder is None:
+            if cache.state.decoder is None:
                 sound(cache)
         cache.reset()
         sound(cache)

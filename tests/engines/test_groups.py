@@ -56,11 +56,11 @@ class Oracle:
             nothing = [Tokens(*(x[0, :, :0].transpose(0, 1) for x in (key, value, query))) for _ in query]
             self.rows.append(nothing)
             self.prompts.append([0] * len(query))
-        group = self.cache._group_of[layer]
+        group = self.cache.state.group_of[layer]
         step = group.step
         rope = Rope(torch.ones(1)) if self.cache._ropes is None else self.cache._ropes[layer]
         for row in range(len(query)):
-            real = slice(None) if step.real is None else step.real[row]
+            real = slice(None) if step.padding_mask is None else step.padding_mask[row]
             new = Tokens(*(x[row].transpose(0, 1)[real] for x in (key, value, query)))
             past = self.rows[layer][row]
             n, count = len(past.k), len(new.k)
@@ -71,7 +71,7 @@ class Oracle:
             sides = []
             for side, fresh in (("key", new.k), ("value", new.v)):
                 known = self.prompts[layer][row]
-                if query.shape[2] == 1 and step.real is None:
+                if query.shape[2] == 1 and step.padding_mask is None:
                     sides.append(attended(self.cache.layout, side, tokens, n + 1, known, rope))
                 else:
                     sides.append(torch.cat((attended(self.cache.layout, side, tokens, n, known, rope), fresh)))

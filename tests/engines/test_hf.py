@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 import kvant
-from kvant.engines.hf import ModelShape
+from kvant.shape import ModelShape
 from tests.conftest import relative_error
 
 BASE: dict[str, Any] = {
