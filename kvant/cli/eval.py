@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifacts import add_artifact_options, artifacts_for
+from kvant.cli.artifact_options import add_artifact_options, artifacts_for
 from kvant.cli.common import (
     add_model_options,
     check_writable,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifacts import Found, add_artifact_options, find_or_make
+from kvant.cli.artifact_options import Found, add_artifact_options, find_or_make
 from kvant.cli.common import read_text, say
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 
 from kvant import passages, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate.builtin import fit_builtin, fits_in_seconds, kept_artifact
+from kvant.calibrate.builtin import cached_artifact, fit_builtin, fits_in_seconds
 from kvant.calibrate.capture import Progress, keys_of
 from kvant.calibrate.run import model_name
 from kvant.engines.fingerprint import fingerprint
@@ -164,7 +164,7 @@ def _artifacts(
         if not recipe.calibrated:
             found[recipe.name] = None
             continue
-        fitting = _first_that_fits(given, recipe, shape, named) or kept_artifact(named, recipe)
+        fitting = _first_that_fits(given, recipe, shape, named) or cached_artifact(named, recipe)
         if fitting is not None:
             found[recipe.name] = fitting
         elif fit or fits_in_seconds(recipe):

@@ -106,7 +106,7 @@ def test_keys_relative_to_their_block_do_not_care_where_a_text_stands() -> None:
     model = make_model("llama")
     ids = torch.randint(0, 100, (600,), generator=torch.Generator().manual_seed(1))
     recipe = recipes.get("kvant-2:recent=8,rope_block=32")
-    artifact = calibrate(model, None, recipe, ids, run=128, max_position=1024)
+    artifact = calibrate(model, None, recipe, ids, excerpt_tokens=128, max_position=1024)
     windows = Windows.over(ids.tolist(), context=90, tokens=60, prompt=30)
     found = [
         evaluate(
