@@ -23,7 +23,7 @@ from kvant import models, recipes
 from kvant.calibrate.run import calibrate
 from kvant.cli.common import read_text, say, write_json
 from kvant.engines.hf import Cache
-from kvant.eval import Windows, evaluate
+from kvant.eval import Segments, evaluate
 from kvant.layout import Layout
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -73,7 +73,7 @@ ABLATIONS = {
 LONG = ["saw-int4", "kvant-2:search=9", "oscar:sink=4,recent=64"]
 
 
-def measure(name: str, model: Any, tokenizer: Any, windows: Windows, text: str | None, tokens: int) -> dict[str, Any]:
+def measure(name: str, model: Any, tokenizer: Any, segments: Segments, text: str | None, tokens: int) -> dict[str, Any]:
     """One row: quality, bits, and what the calibration took."""
     plain, _, offset = name.partition("+")
     plain, _, positions = plain.partition("@")
@@ -86,14 +86,14 @@ def measure(name: str, model: Any, tokenizer: Any, windows: Windows, text: str |
     (found,) = evaluate(
         model,
         [recipe],
-        windows,
-        batch=len(windows.ids),
+        segments,
+        batch=len(segments.ids),
         make_cache=lambda chosen: Cache(model, chosen, artifact=artifact, first_position=int(offset or 0)),
         offset=int(offset or 0),
     )
     row = dataclasses.asdict(found)
     row["recipe"] = name
-    row["tokens"] = windows.tokens
+    row["tokens"] = segments.tokens
     row["bits"] = {str(dim): bits_at(recipe, dim) for dim in (64, 128)}
     row["calibration_tokens"] = tokens if recipe.calibrated else 0
     row["calibration_seconds"] = calibration
@@ -101,7 +101,7 @@ def measure(name: str, model: Any, tokenizer: Any, windows: Windows, text: str |
 
 
 def bits_at(recipe: Any, head_dim: int) -> list[float]:
-    """Bits per element of a page, and of a sequence of 32k tokens with its windows."""
+    """Bits per element of a page, and of a sequence of 32k tokens with its full-precision windows."""
     layout = Layout.of(recipe, 1, head_dim)
     return [layout.bits_per_element(), layout.bits_per_element(32768)]
 
@@ -162,16 +162,16 @@ def main() -> int:
         model, tokenizer = models.load("smollm2", "float32", args.device, say)
         text = read_text(args.text)
         calibration = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
-        windows = Windows.over(tokenizer(text, verbose=False)["input_ids"], args.context, args.tokens, args.prompt)
+        segments = Segments.over(tokenizer(text, verbose=False)["input_ids"], args.context, args.tokens, args.prompt)
         extra = [name for names in ABLATIONS.values() for name in names]
         everything = LONG if args.long else list(dict.fromkeys([*recipes.names(), *extra]))
         chosen = recipes.split(args.recipe) if args.recipe else everything
         into = data.setdefault("long", {"results": []}) if args.long else data
         into["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        into |= {"context": args.context, "prompt": args.prompt, "tokens": windows.tokens}
+        into |= {"context": args.context, "prompt": args.prompt, "tokens": segments.tokens}
         for name in chosen:
             say(f"measuring {name}")
-            row = measure(name, model, tokenizer, windows, calibration, args.calibration_tokens)
+            row = measure(name, model, tokenizer, segments, calibration, args.calibration_tokens)
             into["results"] = [other for other in into["results"] if other["recipe"] != name] + [row]
             write_json(str(path), data)
             say(f"{name}: KL {row['kl']:.5f} ± {row['kl_se']:.5f}")

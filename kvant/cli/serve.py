@@ -205,11 +205,11 @@ def default_recipe(args: argparse.Namespace, named: Callable[[], str], load: Cal
     """The recipe that is served where none is named: the artifact's, or the best that is good for the model."""
     from kvant.artifact import Artifact
     from kvant.engines.vllm import options
-    from kvant.eval.choose import choose_recipe, kept_choice
+    from kvant.eval.choose import cached_choice, choose_recipe
 
     if args.artifact:
         return Artifact.load(args.artifact[0]).recipe.name
-    found = kept_choice(named(), options.refusal) or choose_recipe(*load(), say, refusal=options.refusal)
+    found = cached_choice(named(), options.refusal) or choose_recipe(*load(), say, refusal=options.refusal)
     say(found.reason)
     return found.recipe.name
 

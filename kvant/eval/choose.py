@@ -34,7 +34,7 @@ class Choice:
     reason: str
 
 
-def kept_choice(named: str, refusal: Refusal = nothing_refused) -> Choice | None:
+def cached_choice(named: str, refusal: Refusal = nothing_refused) -> Choice | None:
     """As `choose_recipe`, from what is kept of a model with this fingerprint; None where something has to be measured."""
     tried: list[Verdict] = []
     later = ""
