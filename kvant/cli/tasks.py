@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifacts import artifacts_for
+from kvant.cli.artifact_options import artifacts_for
 from kvant.cli.common import check_writable, load_model, print_table, say, stages, write_json
 
 if TYPE_CHECKING:
