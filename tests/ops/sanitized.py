@@ -144,7 +144,7 @@ def exercise(name: str, heads: int, dim: int, page: int, plant: str) -> None:
             expected = reference.decode(store, q.double(), seen, **settings)  # type: ignore[arg-type]
             assert relative_error(operations["decode"](store, q, seen, **settings), expected) < 2e-3, name
         MEMORY.clear()
-        store.prepared.clear()
+        store.derived.clear()
 
 
 def main(path: str, plant: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import struct
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
@@ -11,7 +12,19 @@ import torch
 MAX_SECTIONS, MAX_SPANS = 8, 64
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN, LEVELS = range(8)
+
+
+class Kind(enum.IntEnum):
+    """How the elements of a stream are stored."""
+
+    SCALE_MIN = 0  # codes with scales per token: scale * code + min
+    SCALE_ZERO = 1  # scale * (code - zero)
+    SCALE_ALONE = 2  # scale * level, uniform levels
+    CHANNEL = 3  # codes with a scale and a minimum per channel of a group of tokens
+    BOOSTED = 4  # the same, some channels with two more bits
+    CENTROIDS = 5  # indices of product quantization
+    RAW = 6  # numbers as they come
+    LEVELS = 7  # scale * level, levels from a table
 
 
 def _all(kind: type, names: str) -> list[tuple[str, type]]:
