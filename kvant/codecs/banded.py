@@ -71,7 +71,7 @@ class Banded(Codec):
         return self.weighted or self.flag
 
     @property
-    def reads(self) -> bool:
+    def attention_weighted(self) -> bool:
         return self.flag and self.share > 0
 
     def bands(self, head_dim: int) -> tuple[tuple[int, int], ...]:

@@ -67,7 +67,7 @@ class _Learnt(Transform):
             raise ValueError(f"share must be between 0 and 1, got {self.share}")
 
     @property
-    def reads(self) -> bool:
+    def attention_weighted(self) -> bool:
         return self.share > 0
 
     def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:

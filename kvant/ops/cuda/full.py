@@ -124,7 +124,7 @@ class FullPlan:
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.program(self.constants, "kernels/decode_full.cu")
+        return nvrtc.program("kernels/decode_full.cu", defines=self.constants)
 
 
 class _Arguments(ctypes.Structure):

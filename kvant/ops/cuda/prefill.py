@@ -16,7 +16,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, merge
 from kvant.ops.cuda import plan
-from kvant.ops.cuda.unpack import turn_forth, unpack
+from kvant.ops.cuda.unpack import rotate_keys, unpack
 from kvant.ops.fused import NONE, FusedTransform, blocks_of, matrix_of
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
@@ -125,7 +125,7 @@ def read(
         size = store.stream(name).spec.effective_rope_block
         rope = store.stream(name).rope
         assert rope is not None
-        turn_forth(store, x, first, blocks_of(last, rope.first, size))
+        rotate_keys(store, x, first, blocks_of(last, rope.first, size))
     if not more:
         return x
     out = x.new_empty(x.shape[0], x.shape[1] + more, x.shape[2])
