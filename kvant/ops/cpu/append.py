@@ -52,15 +52,18 @@ class CpuAppend(Derived):
         layout, rope = store.layout, store.key.rope
         call = structures.Append(heads=layout.heads, dim=layout.head_dim, page_tokens=layout.page_tokens)
         call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
-        call.window_type = TYPES[layout.overlay_dtype]
+        call.overlay_type = TYPES[layout.overlay_dtype]
         call.key, key_kept = stream_of(store, "key")
         call.value, value_kept = stream_of(store, "value")
         call.key_transform, key_more = _transform(store, "key")
         call.value_transform, value_more = _transform(store, "value")
         made = cls(call, [*key_kept, *value_kept, *key_more, *value_more])
         if rope is not None:
-            call.key_transform.block, call.key_transform.first = store.key.spec.effective_rope_block, rope.first
-            call.key_transform.half = len(rope.inv_freq)
+            call.key_transform.rope_block, call.key_transform.rope_first = (
+                store.key.spec.effective_rope_block,
+                rope.first,
+            )
+            call.key_transform.rope_half = len(rope.inv_freq)
         formats = layout.formats.values()
         made.scratch = max(
             form.group_tokens * layout.head_dim if form.codebook is None else max(form.codebook.centroids, TOPS)
@@ -73,7 +76,7 @@ class CpuAppend(Derived):
     def extend_rope_table(self, store: LayerStore, tokens: int) -> None:
         """Makes the RoPE table reach the positions of so many tokens."""
         transform = self.call.key_transform
-        self.rope_table = rope_table(store, blocks_of(tokens, transform.first, transform.block))
+        self.rope_table = rope_table(store, blocks_of(tokens, transform.rope_first, transform.rope_block))
         transform.cosine, transform.sine = (x.data_ptr() for x in self.rope_table)
         transform.rope_blocks = len(self.rope_table[0])
 
@@ -111,7 +114,7 @@ def _transform(store: LayerStore, name: StreamName) -> tuple[structures.FusedTra
     if tensors.weights is not None:
         out.weights = keep(tensors.weights.float())
     if tensors.mean is not None:
-        out.taken = keep(tensors.mean.float())
+        out.flag_mean = keep(tensors.mean.float())
     if tensors.codebooks is not None:
         _search(out, tensors.codebooks.double(), keep)
     if not form.uniform:

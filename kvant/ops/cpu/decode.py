@@ -1,4 +1,4 @@
-"""Decode attention by native/attend.h: one call for any batch."""
+"""Decode attention by native/splits.h: one call for any batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvant.ops.types import Derived, LayerStore, PagedBatch, check_queries
 Tensor = torch.Tensor
 SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
 CALL = structures.Decode.batch.offset  # of what is another at every call
-CHUNK = 4  # queries that native/attend.h attends from at once
+CHUNK = 4  # queries that native/splits.h attends from at once
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class CpuDecode(Derived):
         call.value, value_kept = stream_of(store, "value")
         kept: list[object] = [*key_kept, *value_kept]
         call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
-        call.window_type = TYPES[layout.overlay_dtype]
+        call.overlay_type = TYPES[layout.overlay_dtype]
         # of one query, a Hadamard transform is as quick as a matrix
         dual = matrix_of(store.key.transforms, "dual", layout, device)
         inverse = matrix_of(store.value.transforms, "inverse", layout, device)
@@ -62,7 +62,11 @@ class CpuDecode(Derived):
         made.table_floats = 0 if book is None else book.vectors * book.centroids
         if store.key.rope is not None:
             made.block = store.key.spec.effective_rope_block
-            call.block, call.first, call.half = made.block, store.key.rope.first, len(store.key.rope.inv_freq)
+            call.rope_block, call.rope_first, call.rope_half = (
+                made.block,
+                store.key.rope.first,
+                len(store.key.rope.inv_freq),
+            )
         return made
 
 
@@ -103,7 +107,7 @@ def decode_with_lse(
     call, group = made.call, query_heads // layout.heads
     cosine, sine = 0, 0
     if made.block:
-        made.rope_table = rope_table(store, blocks_of(max(seq_lens), call.first, made.block))
+        made.rope_table = rope_table(store, blocks_of(max(seq_lens), call.rope_first, made.block))
         cosine, sine = (x.data_ptr() for x in made.rope_table)
     splits = max(1, *(-(-(n - origin) // split_tokens(n - origin)) for n in seq_lens))
     stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
