@@ -1,6 +1,6 @@
 /* Append: new tokens into pages and overlays. A token-wise stream is coded token by token, the others group by group. */
 
-/* Task: CHECKED tokens. Says where a key or value that will be stored is no number, or beyond the limit. */
+/* Task: CHECKED tokens. Sets `refused` where a key or value that would be stored is NaN or beyond the limit. */
 static void NAME(check)(Append *call, int64_t task, float *scratch) {
   (void)scratch;
   const int dim = call->dim;
@@ -125,7 +125,7 @@ static void encode_group(const Stream *s, int keys, uint8_t *page_head, int plac
   }
 }
 
-/* Task: one head and side of one sequence: codes the groups that its new tokens complete, then keeps the tokens of its window. */
+/* Task: one head and side of one sequence: codes the groups that its new tokens complete, then writes its overlay. */
 static void NAME(append_groups)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads);
   const int64_t b = task / 2 / call->heads, n = call->batch->seq_lens[b], start = call->batch->query_start_loc[b], before = n - (call->batch->query_start_loc[b + 1] - start);
@@ -140,14 +140,14 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
     for (int t = 0; t < s->group_tokens; t++) {
       float *x = scratch + (int64_t)t * dim;
       const int64_t position = first + t;
-      if (position < before) { /* from the tail */
+      if (position < before) { /* from the overlay, which holds the unfinished group */
         load_row(s->overlay, ((overlay + overlay_index(s, position)) * call->heads + head) * dim, call->overlay_type, dim, x);
         continue;
       }
       load_row(call->source[side], (start + position - before) * call->stride[side] + head * call->head_stride[side],
                call->type[side], dim, x);
       apply_transform(transform, head, position, dim, x);
-      for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->overlay_type); /* as if it had waited in the tail */
+      for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->overlay_type); /* as if it had passed through the overlay */
     }
     const int64_t at = first - call->origin, page = call->batch->table[b * call->batch->width + at / call->page_tokens];
     encode_group(s, !side, call->pages + (page * call->heads + head) * call->page_head_bytes, (int)(at % call->page_tokens), dim, scratch);

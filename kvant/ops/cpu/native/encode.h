@@ -108,7 +108,7 @@ INLINE float banded_code(float x, float scale, const Span *span, float top) {
   return between(rintf(x / scale / span->step + top / 2), 0.0f, top);
 }
 
-/* The best scale of a token; the weighted squared error that it leaves goes to `least`. */
+/* The scale, a multiple of the root mean square, with the least weighted squared error, which goes to `least`. */
 static float banded_scale(const Stream *s, const FusedTransform *transform, int head, int dim, const float *x, float *least) {
   const float *weights = transform->weights ? transform->weights + (int64_t)head * dim : NULL;
   float squares = 0.0f, chosen = 1.0f;

@@ -5,7 +5,7 @@ INLINE int64_t packed_end(const Stream *s, int64_t n) {
   return (n < s->sink ? n : s->sink) + (waiting > 0 ? waiting / s->flush * s->flush : 0);
 }
 
-/* Positions whose full-precision form is at hand: [0, sinks) and [recent, length); the others are in pages. */
+/* Positions that are read from the overlay: [0, sinks) and [recent, length); the others are read from pages. */
 INLINE void overlay_bounds(const Decode *call, const Stream *s, int64_t b, int64_t *sinks, int64_t *recent) {
   const int64_t n = call->batch->seq_lens[b];
   *sinks = 0;
@@ -26,8 +26,7 @@ INLINE int64_t overlay_offset(const Decode *call, const Stream *s, int64_t b, in
   return ((call->batch->overlay_rows[b] * s->overlay_tokens + overlay_index(s, position)) * call->heads + head) * call->dim;
 }
 
-/* Tokens of the window, up to CHUNK of them, to rows that are 256 apart; those AHEAD of them and before `end` are fetched. Returns
- * how many. */
+/* Loads up to CHUNK overlay tokens, as floats, to rows 256 apart; prefetches those AHEAD of them and before `end`. Returns how many. */
 INLINE int load_overlay(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, int64_t end, float *out) {
   const int width = call->overlay_type == FLOAT32 ? 4 : 2, count = end - position < CHUNK ? (int)(end - position) : CHUNK;
   for (int r = 0; r < count; r++) {

@@ -1,11 +1,11 @@
 /* Query operands: rotated and transformed queries, in floats and as limbs for the integer dot products. */
 
-/* A query as the integer dot products read it. */
+/* Query operand: the vector in floats, and per span as two signed bytes, q ~ scale * (128 high + low). */
 typedef struct {
   const float *vector;
   const int8_t *high, *low;
   const float *scale, *sum; /* of every span: what a unit of the integers is worth, and the sum of the query's numbers */
-  const float *mean_logit;        /* what logits are short of, and what those of flagged tokens are */
+  const float *mean_logit;  /* q . mu of the removed key mean; q . mean of tokens whose scale is negative */
 } QueryOperand;
 
 INLINE QueryOperand operand_at(const Decode *call, const float *p) {
@@ -14,7 +14,7 @@ INLINE QueryOperand operand_at(const Decode *call, const float *p) {
   return (QueryOperand){p, limbs, limbs + dim, p + dim + 2, p + dim + 2 + spans, p + dim};
 }
 
-/* Turns a vector back by a block's angles. */
+/* Rotates a vector back by the angles of a RoPE block: (u, v) -> (u cos + v sin, v cos - u sin). */
 INLINE void unrotate(float *x, const float *cosine, const float *sine, int half) {
   int c = 0;
   for (; c + LANE_COUNT <= half; c += LANE_COUNT) {
@@ -36,7 +36,7 @@ INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
   return call->tables + (row * ((call->group + CHUNK - 1) / CHUNK) + chunk / CHUNK) * size;
 }
 
-/* Channels of queries that a block of positions reads: those that are stored, where none of its tokens is in the window. */
+/* Channels of a query that a RoPE block reads: only those that are stored, where none of its tokens is read from the overlay. */
 INLINE int channels_read(const Decode *call, int64_t b, int block) {
   const Stream *s = &call->key;
   if (!call->rope_block || s->kind != SCALE_ALONE || s->mean) return call->dim;
@@ -46,7 +46,8 @@ INLINE int channels_read(const Decode *call, int64_t b, int block) {
   return begin < sinks || begin + call->rope_block > recent ? call->dim : s->span[s->spans - 1].end;
 }
 
-/* What attention reads of a query's vector beside its numbers. */
+/* Fills the rest of a query operand, whose vector [dim] is there: q . mu of the removed key mean and of the flagged mean, limbs, and
+ * the products with centroids. */
 INLINE void make_operand(const Decode *call, int64_t row, int g, const float *rotated, float *p) {
   const Stream *s = &call->key;
   const int dim = call->dim, head = (int)(row % call->heads), lane = g % CHUNK;
@@ -77,7 +78,7 @@ INLINE void make_operand(const Decode *call, int64_t row, int g, const float *ro
   }
 }
 
-/* All queries of a (sequence, head) for blocks of positions from `block` on: block after block, query after query, from `p` on. */
+/* Operands of all queries of a (sequence, head), for `blocks` RoPE blocks from `block` on, to p: [blocks, group, operand_stride]. */
 static void make_operands(const Decode *call, int64_t row, int block, int blocks, float *p, float *scratch) {
   const int dim = call->dim, group = call->group, half = call->rope_half;
   const int64_t b = row / call->heads, head = row % call->heads;
@@ -98,7 +99,7 @@ static void make_operands(const Decode *call, int64_t row, int block, int blocks
   }
 }
 
-/* Task: all queries of one (sequence, head), where they are the same for all positions. */
+/* Task: the operands of one (sequence, head), where keys are stored rotated and one operand serves all positions. */
 static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
   make_operands(call, task, 0, 1, call->operands + task * call->group * call->operand_stride, scratch);
 }

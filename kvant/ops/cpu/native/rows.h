@@ -1,4 +1,4 @@
-/* Stored tokens back to numbers: what prefill reads, and what attention reads of codes that integers cannot sum. */
+/* Stored tokens to floats: for prefill, and for decode of formats that integer dot products do not serve. */
 
 INLINE vf meta_vector(const Stream *s, const uint8_t *page_head, int page_tokens, int meta, int name, int token) {
   return load_halves(page_head + s->meta_offset + 2 * ((int64_t)(meta * s->names + name) * page_tokens + token), s->meta_type);
@@ -63,17 +63,17 @@ INLINE const float *book_of(const Stream *s, int head, int space, int length) {
   return s->books + (book * length << s->book_bits);
 }
 
-/* The center that a token was coded without. */
+/* Index of the centroid that was subtracted from a token. */
 INLINE int center_of(const Stream *s, const uint8_t *page_head, int token) {
   if (!s->index_bits) return 0;
   const int found = page_head[s->index_offset + token] | (s->index_bits > 8 ? page_head[s->high_offset + token] << 8 : 0);
-  return found < s->centers ? found : s->centers - 1; /* of a token that was never written, any byte */
+  return found < s->centers ? found : s->centers - 1; /* a token that was never written may have any byte */
 }
 INLINE const float *center_at(const Stream *s, int head, int center, int dim) {
   return s->books + ((int64_t)(head % s->books_heads) * s->centers + center) * dim;
 }
 
-/* One stored token of a page, in the space it is stored in: [dim]. */
+/* One stored token of a page, in the basis it is stored in: [dim]. */
 static void token_row(const Stream *s, int keys, const uint8_t *page_head, int page_tokens, int head, int token, int dim, float *out) {
   if (s->kind == RAW) {
     for (int c = 0; c < dim; c++) out[c] = load_one(page_head + s->section[0].offset, (int64_t)token * dim + c, s->meta_type);

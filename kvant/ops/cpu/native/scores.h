@@ -1,6 +1,7 @@
 /* S = Q K^T for the packed keys of a page. */
 
-/* What codes of a span are multiplied by, of LANE_COUNT tokens; adds to their scores what does not depend on codes. */
+/* Scales of a span of LANE_COUNT tokens. Adds the code-independent part of S to `total`: (scale * center + min) * sum(q), or with a zero
+ * point scale * (center - zero) * sum(q); and q . mean where the scale is negative. */
 INLINE vf begin_span(const int QUERIES, const Stream *s, int i, const uint8_t *page_head, int page_tokens, int token, const QueryOperand *query,
                      vf *total) {
   const Span *span = &s->span[i];
@@ -20,7 +21,7 @@ INLINE vf begin_span(const int QUERIES, const Stream *s, int i, const uint8_t *p
   return size;
 }
 
-/* Adds the products of vectors of codes, four channels of a token to a lane. */
+/* Adds <query limbs, codes> of four channels; a lane is a token. */
 INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, const QueryOperand *query, int channel, int wide,
                          vi (*high)[CHUNK], vi (*low)[CHUNK]) {
   for (int g = 0; g < QUERIES; g++) {
@@ -118,7 +119,7 @@ static void code_scores(int queries, const Stream *s, const uint8_t *page_head, 
   FOR_COUNT(queries, tiles, s, page_head, ahead, page_tokens, from, to, query, scores, stride)
 }
 
-/* Adds what the high bits of boosted channels are worth: four channels of a token to a byte, tokens one after another. */
+/* S += sum over boosted channels of 4 * q * scale * high bits. A byte holds the high bits of four channels of a token. */
 static void boosted_scores(int queries, const Stream *s, const uint8_t *page_head, int dim, int group, int from, int to, const QueryOperand *query,
                            const float *scales, float *scores, int stride) {
   const int words = (s->extra + 15) / 16, bytes = s->extra / 4;
@@ -155,7 +156,8 @@ static void boosted_scores(int queries, const Stream *s, const uint8_t *page_hea
     }
 }
 
-/* Keys whose channels have their own scales: the scales go into the query, a group of tokens at a time. */
+/* Keys with scales per channel: S = sum_c (q_c scale_c) code_c + q . min, with the scales of a group of tokens multiplied into the
+ * query. */
 static void channel_scores(int queries, const Stream *s, const uint8_t *page_head, int page_tokens, int dim, int from, int to,
                            const QueryOperand *query, float *scores, int stride) {
   const int size = s->group_tokens;
@@ -181,7 +183,7 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *page_hea
   }
 }
 
-/* Codes that stand for levels: lanes are tokens, channel after channel. */
+/* Keys with levels from a table: S = norm * sum_c q_c level[code_c]. A lane is a token. */
 INLINE void level_tiles(const int QUERIES, const Stream *s, const uint8_t *page_head, int page_tokens, int dim, int from, int to,
                         const QueryOperand *query, float *scores, int stride) {
   for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {

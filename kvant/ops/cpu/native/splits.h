@@ -2,7 +2,7 @@
  * probabilities that are split into two limbs of seven bits; scales touch the sums alone. The same numbers are added in the same order
  * whatever the number of threads. */
 
-/* Adds to scores what logits are short of. */
+/* S += q . mu, which removing the key mean took off every logit. */
 INLINE void add_mean_logit(const Decode *call, int queries, const QueryOperand *query, int count, float *at, int stride) {
   for (int g = 0; call->use_mean_logit && g < queries; g++, at += stride) {
     const float mean_logit = query[g].mean_logit[0];
@@ -12,11 +12,11 @@ INLINE void add_mean_logit(const Decode *call, int queries, const QueryOperand *
   }
 }
 
-/* The part of a sequence that a task attends to. */
+/* The tokens [begin, end) of sequence b that a task attends to. */
 typedef struct {
   int64_t b, begin, end;
   int head, split, stride; /* stride: from a query's scores to the next one's */
-  int block;               /* the first block of positions that queries are unrotated to */
+  int block;               /* first RoPE block of the split */
   const float *operands;   /* the queries, of that block and the next ones */
 } SplitTokens;
 
@@ -25,13 +25,13 @@ INLINE const uint8_t *page_head_at(const Decode *call, const SplitTokens *part, 
   return call->pages + (page * call->heads + part->head) * call->page_head_bytes;
 }
 
-/* Of positions from `position` on that lie in one page, the last one and one. */
+/* First position after the page that `position` is in. */
 INLINE int64_t end_of_page(const Decode *call, int64_t position) {
   return ((position - call->origin) / call->page_tokens + 1) * call->page_tokens + call->origin;
 }
 
-/* Has the page at `position`, if one of this part is there, come while another one, `page_head`, is summed. Returns how far ahead of `page_head`
- * its codes are, where whoever reads codes is to fetch them one by one: all at once would wait for each other. */
+/* Prefetches the page at `position`, if it is in this split, while `page_head` is read. Returns the distance in bytes from `page_head` to
+ * it where the reader of codes is to prefetch them line by line: all at once would wait for each other. */
 INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Stream *s, const uint8_t *page_head, int64_t position, int64_t recent) {
   const int size = call->page_tokens;
   if (position >= part->end || position >= recent) return 0;
@@ -44,7 +44,7 @@ INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Str
   return 0;
 }
 
-/* Scores of a chunk of queries: scores[query * stride + position - begin]. */
+/* S = Q K^T of a chunk of queries: scores[query * stride + position - begin]. */
 static void split_scores(const Decode *call, const SplitTokens *part, int chunk, int queries, float *scores) {
   const int dim = call->dim, group = call->group, size = call->page_tokens, stride = part->stride;
   const int64_t b = part->b, row = b * call->heads + part->head;
@@ -52,7 +52,7 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
   int64_t sinks, recent;
   overlay_bounds(call, &call->key, b, &sinks, &recent);
   for (int64_t position = part->begin; position < part->end;) {
-    /* a page_head of positions with the same queries, and in one page or in the window */
+    /* positions [position, to) of one RoPE block, in one page or in the overlay */
     int64_t to = part->end, index = chunk;
     if (call->rope_block) {
       const int64_t block = (position + call->rope_first) / call->rope_block;
@@ -79,7 +79,7 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
     const uint8_t *page_head = page_head_at(call, part, position);
     const int64_t ahead = chunk ? 0 : fetch_page(call, part, &call->key, page_head, to, recent);
     position = to;
-    if (count == size) { /* where they belong, and not by way of `own` */
+    if (count == size) { /* a whole page: straight to the scores */
       page_scores(call, queries, page_head, ahead, row, chunk, 0, size, query, at, stride);
       add_mean_logit(call, queries, query, count, at, stride);
       continue;
@@ -91,7 +91,7 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
   }
 }
 
-/* Scores to weights, of the largest score as one. Leaves that score and the sum of weights. */
+/* P = exp(S - max S) in place, S scaled and capped. Leaves max S and sum P. */
 INLINE void softmax_weights(const Decode *call, float *x, int count, float *top, float *sum) {
   const int whole = (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   if (call->softcap > 0.0f)
@@ -155,14 +155,14 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
   }
 }
 
-/* Tokens of a split of a sequence of n: more where there are splits enough for all threads. */
+/* Tokens of a split of a sequence of n: longer splits where there are enough of them for all threads. */
 INLINE int64_t split_tokens(const Decode *call, int64_t n) {
   int64_t tokens = call->split_tokens;
   while (tokens < call->longest_split && n - call->origin >= 16 * tokens) tokens *= 2;
   return tokens;
 }
 
-/* Task: one (sequence, head, split). Leaves the weighted sum, the largest score and the sum of weights of every query. */
+/* Task: one (sequence, head, split). Leaves O = P V, max S and sum P of every query. */
 static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group;
   SplitTokens part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
@@ -185,7 +185,7 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   for (int chunk = 0; chunk < group; chunk += CHUNK) {
     const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
     float *partial = call->partial + ((row * call->splits + part.split) * group + chunk) * (dim + 2);
-    for (int g = 0; g < queries; g++) { /* of no tokens */
+    for (int g = 0; g < queries; g++) { /* a split without tokens: max S = -inf, sum P = 0 */
       partial[g * (dim + 2) + dim] = -INFINITY;
       partial[g * (dim + 2) + dim + 1] = 0.0f;
     }
@@ -200,7 +200,8 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   }
 }
 
-/* Task: one (sequence, head). Splits are added in their order. */
+/* Task: one (sequence, head). O = sum_i exp(m_i - m) O_i / sum_i exp(m_i - m) l_i over splits in their order, then out of the basis of
+ * the stored values. */
 static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group, head = (int)(task % call->heads);
   for (int chunk = 0; chunk < group; chunk += CHUNK) {

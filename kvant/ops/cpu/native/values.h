@@ -1,6 +1,6 @@
 /* O += P V for the packed values of a page. */
 
-/* Weights of a page's tokens as the integer dot products read them. */
+/* Probabilities of a page's tokens times the scales of their values, as limbs: [queries, tokens]. */
 typedef struct {
   int8_t high[CHUNK][128], low[CHUNK][128];
   float scale[CHUNK];
@@ -123,12 +123,14 @@ static void code_values(int queries, const Stream *s, const uint8_t *page_head, 
   FOR_COUNT(queries, columns, s, page_head, ahead, quad, quads, w, out, dim)
 }
 
-/* What tokens add to all channels of a span: sums over the whole split, by span's scale and query; still to be added over lanes. */
+/* Code-independent part of O over a split, per scale of a token and query, to be summed over lanes: sum P scale, sum P (min or
+ * -scale * zero), and sum P of tokens whose scale is negative. */
 typedef struct {
   vf scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
 } ValueSums;
 
-/* Adds codes that stand for levels, of tokens [from, to): lanes are channels, token after token. One section of whole vectors. */
+/* Values with levels from a table: O += P norm level[code], of tokens [from, to). A lane is a channel. For one section of whole
+ * vectors. */
 INLINE void level_columns(const int QUERIES, const Stream *s, const uint8_t *page_head, int page_tokens, int from, int to, const float *weight,
                           int stride, float *out, int dim) {
   const Section *section = &s->section[0];
@@ -157,7 +159,7 @@ static void level_values(int queries, const Stream *s, const uint8_t *page_head,
   FOR_COUNT(queries, level_columns, s, page_head, page_tokens, from, to, weight, stride, out, dim)
 }
 
-/* Adds centroids: of one sub-vector after another, so that its sums stay in registers. */
+/* O += P centroid, one sub-vector after another, so that its sums stay in registers. */
 INLINE void centroid_sums(const int QUERIES, const int PARTS, const Stream *s, const uint16_t *index, int head, int from, int to, int dim,
                           const float *weight, int stride, float *out) {
   const int length = 4 * PARTS, spaces = dim / length;
@@ -230,7 +232,7 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   float own[CHUNK][128] __attribute__((aligned(64)));
   const int ragged = first < from || to < last;
-  if (ragged) { /* beside the tokens lies anything, also what is no number */
+  if (ragged) { /* scales beside the tokens are undefined and may be NaN */
     memset(own, 0, sizeof own);
     for (int g = 0; g < queries; g++) memcpy(own[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
     weight = own[0], stride = 128;
