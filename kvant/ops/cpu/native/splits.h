@@ -109,7 +109,7 @@ INLINE void softmax_weights(const Decode *call, float *x, int count, float *top,
   *sum = total_of(total);
 }
 
-/* ValueSums of values: out[query * dim + channel]. */
+/* O = P V over a split: out[query * dim + channel]. */
 static void split_values(const Decode *call, const SplitTokens *part, int queries, const float *weights, float *out) {
   const Stream *s = &call->value;
   const int dim = call->dim, size = call->page_tokens, stride = part->stride;

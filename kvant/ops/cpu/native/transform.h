@@ -47,7 +47,7 @@ static void apply_matrix(const FusedTransform *transform, int head, int dim, flo
   for (int c = 0; c < dim; c++) x[c] = (float)(offset ? out[c] + offset[c] : out[c]);
 }
 
-/* ValueSums and differences, pass by pass, of every page_head of `order` numbers. */
+/* x <- x diag(signs) H / sqrt(order), for every block of `order` numbers: log2(order) passes of sums and differences. */
 static void apply_hadamard(const FusedTransform *transform, int dim, float *x) {
   if (transform->signs)
     for (int c = 0; c < dim; c++) x[c] *= transform->signs[c];
