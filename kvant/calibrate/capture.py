@@ -23,10 +23,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from kvant.engines.hf import Handle, ModelShape, PackedLayer
+from kvant.engines.attention import Handle
+from kvant.engines.layers import PackedLayer
 from kvant.engines.lending import borrow
 from kvant.progress import Progress
 from kvant.rope import Rope, ropes_of
+from kvant.shape import ModelShape
 from kvant.stats import LayerStats, Moments, Probe, WeightedMoments
 
 Tensor = torch.Tensor
@@ -301,15 +303,21 @@ class _Enough(Exception):
 class Capture(transformers.Cache):
     """A cache that stores nothing: it attends exactly, and shows what goes through to the layers' gatherers."""
 
-    _decoder = None  # it has no steps of fixed size, of which a layer asks
+    fixed_steps = None  # it has no decoder: its layers count their columns
 
     def __init__(self, shape: ModelShape, gatherers: dict[int, Any], excerpt: int = 0) -> None:
         self.shape, self.gatherers, self.excerpt = shape, gatherers, excerpt
-        super().__init__(layers=[PackedLayer(cast(Any, self), i, window) for i, window in enumerate(shape.layers)])
+        super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(shape.layers)])
 
     @property
     def batch_size(self) -> int:
         return 1
+
+    def abort(self) -> None:
+        """Nothing is stored, so nothing is taken back."""
+
+    def cut_gradients(self) -> None:
+        """Gradients are not wanted: `attending` turns them off."""
 
     def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
         layer = handle.layer
