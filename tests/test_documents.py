@@ -21,7 +21,9 @@ def test_lines_have_at_most_100_columns(path: Path) -> None:
 
 
 def test_documents_are_found() -> None:
-    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "design.md", "glossary.md"} <= {path.name for path in DOCUMENTS}
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "design.md", "glossary.md"} <= {
+        path.name for path in DOCUMENTS
+    }
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
