@@ -21,7 +21,7 @@ SMALL = "oscar:sink=4,recent=16"
 
 def calibrated(model: Any, recipe: str = SMALL) -> Artifact:
     ids = torch.randint(2, 200, (200,), generator=torch.Generator().manual_seed(3))
-    return calibrate(model, None, recipe, ids, run=100)
+    return calibrate(model, None, recipe, ids, excerpt_tokens=100)
 
 
 def chunks(model: Any, cache: Any) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _multiply(
     return out
 
 
-@register("decode", "cuda", refuse, rank=10)
+@register("decode", "cuda", refuse, rank=10, capturable=True)
 def decode(
     store: LayerStore,
     query: Tensor,
