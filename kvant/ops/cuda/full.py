@@ -117,7 +117,7 @@ class FullPlan:
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": self.blocks,
+            "MIN_CTAS": self.blocks,
             "BULK": int(self.bulk),
             **dict(self.tuned),
         }

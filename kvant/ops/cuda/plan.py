@@ -19,10 +19,10 @@ from kvant.ops.fused import MATRIX, refuse_rope
 
 Tensor = torch.Tensor
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
-WARPS, FEW_WARPS, STAGES = 4, 6, 2
-FEW = 128  # (sequence, head)s: a GPU has about as many multiprocessors
-MANY_BLOCKS = 2  # of kvant_turn_many on a multiprocessor
-MANY_REGISTERS, MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
+WARPS, LOW_BATCH_WARPS, STAGES = 4, 6, 2
+LOW_BATCH = 128  # (sequence, head)s: a GPU has about as many multiprocessors
+HIGH_BATCH_CTAS = 2  # of kvant_rotate_queries_high_batch on a multiprocessor
+HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
 MAX_HEAD_DIM = 256
 MAX_BOOSTED = 64  # channels with more bits: a lane has those of a token in one word
@@ -263,26 +263,28 @@ class Plan:
     bulk: bool  # whether the GPU copies in bulk (sm_90 on)
     shared: tuple[int, int]  # as `shared_memory`
     tuned: tuple[tuple[str, int], ...] = ()  # constants to override, for measuring
-    few: bool = False  # whether there are fewer (sequence, head)s than multiprocessors, and each is cut into many parts
+    low_batch: bool = (
+        False  # whether there are fewer (sequence, head)s than multiprocessors, and each is cut into many parts
+    )
 
     @property
     def tile_heads(self) -> int:
         return heads_at_once(self.group, self.layout.head_dim)
 
     @property
-    def indexed(self) -> bool:
+    def pq(self) -> bool:
         return is_indexed(self.layout)
 
     @property
     def warps(self) -> int:
         fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes) - self.matrix_bytes) // self.warp_bytes
         most = WARPS
-        if self.indexed:  # one block, since codebooks are large: as many warps as have the registers they need
-            size = self.layout.head_dim * self.own_heads
+        if self.pq:  # one block, since codebooks are large: as many warps as have the registers they need
+            size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
         count = next((n for n in range(most, 1, -2) if n <= fit), 1)
-        if self.few and count == WARPS and self._blocks(WARPS) == 3 and self._blocks(FEW_WARPS) == 2:
-            count = FEW_WARPS  # fewer parts to merge
+        if self.low_batch and count == WARPS and self._blocks(WARPS) == 3 and self._blocks(LOW_BATCH_WARPS) == 2:
+            count = LOW_BATCH_WARPS  # fewer parts to merge
         if self.layout.recipe.key.groupwise and fit > WARPS and self._blocks(WARPS) < self._most_blocks:
             count = max(
                 (WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps)
@@ -292,7 +294,7 @@ class Plan:
     @property
     def _most_blocks(self) -> int:
         """Blocks that the registers of a multiprocessor are enough for."""
-        return 1 if self.indexed else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+        return 1 if self.pq else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
 
     def _blocks(self, warps: int) -> int:
         """Blocks that a multiprocessor is to hold."""
@@ -305,7 +307,7 @@ class Plan:
     def copies(self) -> tuple[int, ...]:
         """Copies of the keys' and the values' codebook in shared memory: lanes with copies of their own do not wait for each
         other. As many as fit beside the pages of some warps."""
-        if not self.indexed:
+        if not self.pq:
             return ()
         sizes, codecs = _book_bytes(self.layout), [stream.codec for stream in self.layout.recipe.streams.values()]
         copies = [ROW // (2 * codec.dim) for codec in codecs]  # type: ignore[attr-defined]
@@ -327,14 +329,14 @@ class Plan:
         return dict(self.tuned).get("STAGES", STAGES)
 
     @property
-    def own_heads(self) -> int:
+    def lane_heads(self) -> int:
         """Query heads of a lane."""
         return {1: 1, 2: 2, 3: 4, 4: 4}[-(-self.tile_heads // 4)]
 
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: its pages in flight, then its outputs."""
-        return max(self.stages * self.layout.page_head_bytes, 16 * self.own_heads * (self.layout.head_dim + 4))
+        return max(self.stages * self.layout.page_head_bytes, 16 * self.lane_heads * (self.layout.head_dim + 4))
 
     @property
     def dynamic_bytes(self) -> int:
@@ -349,53 +351,55 @@ class Plan:
             2 if self.query == "float32" else 1
         )  # of rotated queries as fp16: 16-bit ones are no more exact than one
         words = (
-            parts * self.key_registers // self.turn_warps * layout.head_dim // 4
+            parts * self.key_registers // self.rotate_warps * layout.head_dim // 4
         )  # of kvant_turn's matrix, of a thread
-        tiles = int(dict(self.tuned).get("WINDOW_TILES", 1 if self.few or self.own_heads > 1 else 2))
+        tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if self.low_batch or self.lane_heads > 1 else 2))
         unit = 16 * tiles * layout.head_dim * 4  # bytes of the windows that are attended to at once
         constants: dict[str, object] = {
             **page_constants(layout),
             "GROUP": self.group,
             "TILE_HEADS": heads,
             "QUERY_TILES": -(-self.group // heads),
-            "INDEXED": int(self.indexed),
+            "PQ": int(self.pq),
             "ORIGIN": layout.recipe.origin,
             "KEY_GROUP": layout.recipe.key.codec.group_tokens if grouped else 0,
             "VALUE_GROUPS": layout.scale_groups("value"),
             "VALUE_FLAG": int(getattr(layout.recipe.value.codec, "flag", False)),
             "SINK": window.sink,
             "RECENT": window.recent,
-            "WINDOW_TOKENS": layout.overlay_tokens("key"),
-            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
-            "WINDOW_TILES": tiles,
-            "WINDOWS_LAST": int(self.few),
-            "UNIT": max(1, round(unit / layout.page_head_bytes / (1.0 if grouped else 1.2 if self.few else 2.0))),
-            "MIXED": 4 if grouped else 1,
+            "OVERLAY_TOKENS": layout.overlay_tokens("key"),
+            "OVERLAY_TYPE": TYPES[layout.overlay_dtype],
+            "OVERLAY_TILES": tiles,
+            "OVERLAY_LAST": int(self.low_batch),
+            "OVERLAY_UNITS": max(
+                1, round(unit / layout.page_head_bytes / (1.0 if grouped else 1.2 if self.low_batch else 2.0))
+            ),
+            "MIXED_PAGE_UNITS": 4 if grouped else 1,
             "QUERY_TYPE": TYPES[self.query],
-            "DUAL": FUSED if self.fused else self.dual[0],
+            "DUAL": FUSED if self.fused_queries else self.dual[0],
             "DUAL_ORDER": self.dual[1],
             "INVERSE": FUSED if self.fused_outputs else self.inverse[0],
             "INVERSE_ORDER": self.inverse[1],
-            "PREPARED": int(self.prepared),
-            "TURNED": layout.recipe.key.effective_rope_block,
-            "TURN_WARPS": self.turn_warps,
-            "TURN_PARTS": parts,
-            "TURNS_WARPS": self.many_warps,
-            "TURNS_BLOCKS": MANY_BLOCKS,
-            "TURN_BLOCKS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.turn_warps),
+            "QUERY_KERNEL": int(self.query_kernel),
+            "ROPE_BLOCK": layout.recipe.key.effective_rope_block,
+            "ROTATE_WARPS": self.rotate_warps,
+            "QUERY_PARTS": parts,
+            "HIGH_BATCH_WARPS": self.high_batch_warps,
+            "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
+            "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": self._blocks(self.warps),
+            "MIN_CTAS": self._blocks(self.warps),
             "BULK": int(self.bulk),
         }
         for name, stream in layout.recipe.streams.items():
             constants[f"{name.upper()}_RECENT"] = stream.window.recent
             constants[f"{name.upper()}_FLUSH"] = stream.window.flush
             constants[f"{name.upper()}_RING"] = max(1, stream.window.ring)
-            constants[f"{name.upper()}_WINDOW"] = layout.overlay_tokens(name)
-        if self.indexed:
+            constants[f"{name.upper()}_OVERLAY_TOKENS"] = layout.overlay_tokens(name)
+        if self.pq:
             return constants | self._books() | dict(self.tuned)
         planes = "" if grouped else ", ".join(plane.text for plane in key_planes(layout))
         constants["KEY_PLANES"] = f"Planes<{planes}>"
@@ -440,11 +444,11 @@ class Plan:
         return constants
 
     @property
-    def fused(self) -> bool:
+    def fused_queries(self) -> bool:
         """Whether every block multiplies its queries by their matrix: for few sequences that is sooner done than a kernel before is
         waited for."""
         key = self.layout.recipe.key
-        if not self.few or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.indexed:
+        if not self.low_batch or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.pq:
             return False
         return self._holds_matrix and dict(self.tuned).get("DUAL") != MATRIX
 
@@ -452,7 +456,7 @@ class Plan:
     def fused_outputs(self) -> bool:
         """Whether every block multiplies its outputs by their matrix: for few sequences. Of many, a kernel after them takes less
         time (docs/performance.md)."""
-        fused = self.few and self.inverse[0] == MATRIX and not self.indexed and self._holds_matrix
+        fused = self.low_batch and self.inverse[0] == MATRIX and not self.pq and self._holds_matrix
         return fused and dict(self.tuned).get("INVERSE") != MATRIX
 
     @property
@@ -464,20 +468,20 @@ class Plan:
     @property
     def matrix_bytes(self) -> int:
         """Shared memory of a matrix, of queries or of outputs."""
-        return 2 * self.layout.head_dim**2 if self.fused or self.fused_outputs else 0
+        return 2 * self.layout.head_dim**2 if self.fused_queries or self.fused_outputs else 0
 
     @property
-    def prepared(self) -> bool:
+    def query_kernel(self) -> bool:
         """Whether a kernel before makes what queries are multiplied by keys as, and not every block for itself."""
-        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise and not self.fused
+        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise and not self.fused_queries
 
     @property
-    def turned_words(self) -> int:
+    def operand_words(self) -> int:
         """Of what the queries of a KV head, or of a tile of them, are multiplied by keys as: the kernels' `Turned`."""
-        return self.own_heads * (self.key_registers * 32 + 20)
+        return self.lane_heads * (self.key_registers * 32 + 20)
 
     @property
-    def turned_slots(self) -> int:
+    def overlay_slots(self) -> int:
         """Blocks of positions that a sequence's windows may reach into, where keys are unrotated to blocks."""
         window, size = self.layout.recipe.key.window, self.layout.recipe.key.effective_rope_block
         first = (window.sink + size - 2) // size + 1 if window.sink else 0
@@ -486,34 +490,34 @@ class Plan:
     @property
     def key_registers(self) -> int:
         """Registers of a lane that hold what keys are multiplied by, of each of its query heads."""
-        if self.indexed:
+        if self.pq:
             return self.layout.head_dim // 16
         return sum(plane.registers for plane in key_planes(self.layout))
 
     @property
-    def turn_warps(self) -> int:
+    def rotate_warps(self) -> int:
         """Warps of a block of kvant_turn: each makes as many of those registers."""
         return max(warps for warps in range(1, 17) if self.key_registers % warps == 0)
 
     @property
-    def many_bytes(self) -> int:
-        """Shared memory of a block of kvant_turn_many: its matrix."""
+    def high_batch_bytes(self) -> int:
+        """Shared memory of a block of kvant_rotate_queries_high_batch: its matrix."""
         parts = 2 if self.query == "float32" else 1
         return (self.key_registers + 1) * self.layout.head_dim // 16 * parts * 512
 
     @property
-    def many_warps(self) -> int:
-        """Warps of a block of kvant_turn_many, or none where it does not serve the layout: two blocks have to fit on a
-        multiprocessor, and a lane holds sums of all columns."""
+    def high_batch_warps(self) -> int:
+        """Warps of a CTA of kvant_rotate_queries_high_batch; 0 where it does not serve the layout. Two CTAs have to fit on a
+        multiprocessor, and a lane holds accumulators of all columns."""
         if not self.layout.recipe.key.effective_rope_block or self.layout.head_dim % 32:
             return 0
-        if MANY_BLOCKS * (self.many_bytes + 1024) > self.shared[1]:
+        if HIGH_BATCH_CTAS * (self.high_batch_bytes + 1024) > self.shared[1]:
             return 0
-        registers = 8 * self.key_registers + 4 + MANY_REGISTERS
+        registers = 8 * self.key_registers + 4 + HIGH_BATCH_REGISTERS
         if 8 % self.tile_heads or self.query == "float32":  # a lane has queries of several heads, or in two parts
-            registers += MORE_REGISTERS
+            registers += HIGH_BATCH_MORE_REGISTERS
         count = next((warps for warps, most in ((8, 128), (6, 168), (4, 255)) if registers <= most), 0)
-        return dict(self.tuned).get("TURNS_WARPS", count)
+        return dict(self.tuned).get("HIGH_BATCH_WARPS", count)
 
     def _codes(self, stream: StreamName, bare: bool = False) -> str:
         """Codes of one width as fp16 numbers, in the kernel's words."""

@@ -16,14 +16,14 @@
 using KeyCodes = KEY_CODES;
 constexpr int GROUP_TILES = KEY_GROUP / 16;
 
-DEV void load_query(Query& q, Prepared& sh, int lane, float scale) {
+DEV void load_query(QueryFragment& q, SharedQuery& sh, int lane, float scale) {
   q.prepared = &sh;
 #pragma unroll
-  for (int n = 0; n < OWN; n++) {
+  for (int n = 0; n < LANE_HEADS; n++) {
     const int head = min(4 * n + (lane & 3), TILE_HEADS - 1);
     q.back[n] = scale / query_power(sh.top[head]);
     q.factor[n] = q.back[n] * 16777216.f;
-    q.lost[n] = SOFTCAP ? sh.lost[head] : 0.f;
+    q.mean_logit[n] = SOFTCAP ? sh.mean_logit[head] : 0.f;
   }
 }
 
@@ -35,9 +35,9 @@ template <class Sums> DEV float own_sum(const Sums& c, int n, int row) {
 #if BOOSTED
 // Queries of the boosted channels times their scales and four. Register 2 u + i of lane t: channels 4 (HIGH_STEPS t + u) + 2 i and the
 // next one of the compact tensor, whose codes lie at bits 4 i and 4 i + 2.
-DEV void gather_boosted(Query& q, const u8* meta, const u8* index, int lane) {
+DEV void load_boosted(QueryFragment& q, const u8* meta, const u8* index, int lane) {
   const int g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
-  Prepared& sh = *q.prepared;
+  SharedQuery& sh = *q.prepared;
   u8* boosted = sh.boosted[warp];
   __syncwarp();
   for (int i = lane; i < D / 4; i += 32) {
@@ -71,9 +71,9 @@ DEV void gather_boosted(Query& q, const u8* meta, const u8* index, int lane) {
 #endif
 
 // Queries for a group of a page's tokens.
-DEV void enter_group(Query& q, const u8* run, int group, int lane) {
-  const Prepared& sh = *q.prepared;
-  const u8* meta = run + KEY_META_OFFSET + group * D * 4;
+DEV void load_group(QueryFragment& q, const u8* page_head, int group, int lane) {
+  const SharedQuery& sh = *q.prepared;
+  const u8* meta = page_head + KEY_META_OFFSET + group * D * 4;
   q.entered = group;
   float c[COLUMN_TILES][4], other[COLUMN_TILES][4];  // two sums that do not wait for each other
 #pragma unroll
@@ -91,26 +91,26 @@ DEV void enter_group(Query& q, const u8* run, int group, int lane) {
       load_words<4>(x, (const u8*)sh.pairs[n][i][lane]);
       load_words<4>(y, (const u8*)sh.scaled[n][i][lane]);
 #pragma unroll
-      for (int j = 0; j < 4; j++) q.k[n][4 * i + j] = times_pair(y[j], scale[j]);
-      mma(c[n], least[0], least[0], least[1], least[1], x[0], x[1]);
-      mma(other[n], least[2], least[2], least[3], least[3], x[2], x[3]);
+      for (int j = 0; j < 4; j++) q.k[n][4 * i + j] = mul_fp16x2(y[j], scale[j]);
+      mma_fp16(c[n], least[0], least[0], least[1], least[1], x[0], x[1]);
+      mma_fp16(other[n], least[2], least[2], least[3], least[3], x[2], x[3]);
     }
   }
 #pragma unroll
-  for (int n = 0; n < OWN; n++) q.base[n] = (own_sum(c, n, 0) + own_sum(other, n, 0)) * q.back[n];
+  for (int n = 0; n < LANE_HEADS; n++) q.base[n] = (own_sum(c, n, 0) + own_sum(other, n, 0)) * q.back[n];
 #if BOOSTED
-  gather_boosted(q, meta, run + INDEX_OFFSET + group * D, lane);
+  load_boosted(q, meta, page_head + INDEX_OFFSET + group * D, lane);
 #endif
 }
 
 #if BOOSTED
-DEV void high_products(float c[COLUMN_TILES][4], const u8* run, int tile, int lane, const Query& q) {
+DEV void high_products(float c[COLUMN_TILES][4], const u8* page_head, int tile, int lane, const QueryFragment& q) {
   constexpr int ROW = BOOSTED / 4;
   static_assert(HIGH_STEPS <= 4, "a lane's bytes of a token are one word");
   u32 x[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const u8* p = run + HIGH_OFFSET + (tile * 16 + r * 8 + (lane >> 2)) * ROW + (lane & 3) * HIGH_STEPS;
+    const u8* p = page_head + HIGH_OFFSET + (tile * 16 + r * 8 + (lane >> 2)) * ROW + (lane & 3) * HIGH_STEPS;
     if constexpr (HIGH_STEPS == 2 && ROW % 2 == 0) x[r] = *(const u16*)p;
     else if constexpr (HIGH_STEPS == 4 && ROW % 4 == 0) x[r] = *(const u32*)p;
     else {
@@ -124,23 +124,23 @@ DEV void high_products(float c[COLUMN_TILES][4], const u8* run, int tile, int la
     const u32 y = __byte_perm(x[0], 0u, 0x4040 + 0x101 * u), z = __byte_perm(x[1], 0u, 0x4040 + 0x101 * u);  // the byte in both halves
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
-      mma(c[n], y & 0x000C0003u, z & 0x000C0003u, y & 0x00C00030u, z & 0x00C00030u, q.high[n][2 * u], q.high[n][2 * u + 1]);
+      mma_fp16(c[n], y & 0x000C0003u, z & 0x000C0003u, y & 0x00C00030u, z & 0x00C00030u, q.high[n][2 * u], q.high[n][2 * u + 1]);
   }
 }
 #endif
 
 // Scores of N tiles of a page in powers of two, less the state's m. Tiles of one group go side by side: their sums do not wait for each other.
-template <int N> DEV void page_scores(const u8* run, int tile, int lane, Query& q, const State& st, float cap, float s[N][OWN][2]) {
+template <int N> DEV void page_scores(const u8* page_head, int tile, int lane, QueryFragment& q, const OnlineSoftmax& softmax, float cap, float s[N][LANE_HEADS][2]) {
   constexpr int T = N < GROUP_TILES ? N : GROUP_TILES;
 #pragma unroll
   for (int first = 0; first < N; first += T) {
     const int group = (tile + first) / GROUP_TILES;
-    if (group != q.entered) enter_group(q, run, group, lane);
+    if (group != q.entered) load_group(q, page_head, group, lane);
     float c[T][COLUMN_TILES][4];
     KeyCodes codes[T];
 #pragma unroll
     for (int i = 0; i < T; i++) {
-      codes[i].load(run, tile + first + i, lane);
+      codes[i].load(page_head, tile + first + i, lane);
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0.f;
     }
@@ -150,19 +150,19 @@ template <int N> DEV void page_scores(const u8* run, int tile, int lane, Query& 
       for (int i = 0; i < T; i++) {
         const u32 a0 = codes[i].get(0, k), a1 = codes[i].get(1, k), a2 = codes[i].get(0, k + 1), a3 = codes[i].get(1, k + 1);
 #pragma unroll
-        for (int n = 0; n < COLUMN_TILES; n++) mma(c[i][n], a0, a1, a2, a3, q.k[n][k], q.k[n][k + 1]);
+        for (int n = 0; n < COLUMN_TILES; n++) mma_fp16(c[i][n], a0, a1, a2, a3, q.k[n][k], q.k[n][k + 1]);
       }
 #pragma unroll
     for (int i = 0; i < T; i++) {
 #if BOOSTED
-      high_products(c[i], run, tile + first + i, lane, q);
+      high_products(c[i], page_head, tile + first + i, lane, q);
 #endif
 #pragma unroll
-      for (int n = 0; n < OWN; n++)
+      for (int n = 0; n < LANE_HEADS; n++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const float x = fmaf(own_sum(c[i], n, r), q.factor[n], SOFTCAP ? q.base[n] + q.lost[n] : q.base[n] - st.m[n]);
-          s[first + i][n][r] = SOFTCAP ? capped(x, st.m[n], cap) : x;
+          const float x = fmaf(own_sum(c[i], n, r), q.factor[n], SOFTCAP ? q.base[n] + q.mean_logit[n] : q.base[n] - softmax.m[n]);
+          s[first + i][n][r] = SOFTCAP ? soft_cap(x, softmax.m[n], cap) : x;
         }
     }
   }

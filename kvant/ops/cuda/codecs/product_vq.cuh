@@ -36,7 +36,7 @@ template <int N, int B> struct Packed {
   // Number i from bit `at` on, and `rest` in the bits around it.
   DEV u32 get(int i, int at, u32 rest) const {
     const int bit = i * B % 32;
-    return pick(moved(w[i * B / 32], bit - at), ((1u << B) - 1) << at, rest);
+    return and_xor(moved(w[i * B / 32], bit - at), ((1u << B) - 1) << at, rest);
   }
 };
 
@@ -47,13 +47,13 @@ template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPI
   static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY, ENTRIES = 256 << HIGH_BITS;
 
   // Centroids of a token, the part-th of PARTS equal parts of its sub-vectors: two channels a word. `book` is the lane's copy.
-  template <int PARTS> DEV static void centroids(u32* out, const u8* run, int token, int part, u32 book) {
+  template <int PARTS> DEV static void centroids(u32* out, const u8* page_head, int token, int part, u32 book) {
     constexpr int N = COUNT / PARTS;
     static_assert(COUNT % PARTS == 0, "lanes have the same number of sub-vectors");
     Packed<N, 8> low;
     Packed<N, HIGH_BITS ? HIGH_BITS : 1> high;
-    low.load(run + OFFSET + token * COUNT, part);
-    if constexpr (HIGH_BITS > 0) high.load(run + HIGH + token * (COUNT * HIGH_BITS / 8), part);
+    low.load(page_head + OFFSET + token * COUNT, part);
+    if constexpr (HIGH_BITS > 0) high.load(page_head + HIGH + token * (COUNT * HIGH_BITS / 8), part);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       u32 index = low.byte(i);
@@ -76,7 +76,7 @@ template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPI
   }
 };
 
-#if INDEXED
+#if PQ
 using KeyBook = KEY_BOOK;
 using ValueBook = VALUE_BOOK;
 #endif
@@ -107,6 +107,6 @@ template <class I> struct ValueIndices {
 
 // Probabilities of rows 2 t and 2 t + 1 for head g / 2, from those of row g for head t.
 DEV void spread(u32* b, float p, int g) {
-  const u32 pair = transpose8(fp16_pair(p, p));
+  const u32 pair = transpose_8x8(fp16_pair(p, p));
   b[0] = __byte_perm(pair, 0u, g & 1 ? 0x1044 : 0x4410), b[1] = __byte_perm(pair, 0u, g & 1 ? 0x3244 : 0x4432);
 }

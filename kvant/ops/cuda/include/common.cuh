@@ -43,9 +43,9 @@ template <class A> DEV int sequence_of(const A& a, int token) {  // of a new tok
 }
 
 // Products of either type.
-template <int TYPE> DEV void mma_of(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+template <int TYPE> DEV void mma_16bit(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
-  else mma(c, a0, a1, a2, a3, b0, b1);
+  else mma_fp16(c, a0, a1, a2, a3, b0, b1);
 }
 
 // --- words ------------------------------------------------------------------------------------------------------------
@@ -190,10 +190,10 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ =
     const u32 mask = (u32)((1 << BITS) - 1) << p;
     const u32 rest = BARE ? 0u : 0x64006400u ^ (0x8000u | mask) << 16;
     if constexpr (BITS == 3) {
-      const u32 part = pick(moved(w[place / PER], bit_of<2>(place) - p), 0x00030003u << p, rest);
-      return pick(moved(h[place / 16], place % 16 - p - 2), 0x00040004u << p, part);
+      const u32 part = and_xor(moved(w[place / PER], bit_of<2>(place) - p), 0x00030003u << p, rest);
+      return and_xor(moved(h[place / 16], place % 16 - p - 2), 0x00040004u << p, part);
     } else {
-      return pick(moved(w[place / PER], bit_of<LOW_BITS>(place) - p), mask * 0x10001u, rest);
+      return and_xor(moved(w[place / PER], bit_of<LOW_BITS>(place) - p), mask * 0x10001u, rest);
     }
   }
 };

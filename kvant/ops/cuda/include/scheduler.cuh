@@ -11,7 +11,7 @@ struct Deal {
   DEV int block(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
 };
 
-DEV int sum_of(int x) { return __reduce_add_sync(FULL, x); }
+DEV int warp_sum_int(int x) { return __reduce_add_sync(FULL, x); }
 DEV int quotient(int x, int by) {  // exact; a division of integers takes several times as long
   const int near = (int)__fdividef((float)x, (float)by), rest = x - near * by;
   return near + (rest >= by) - (rest < 0);
@@ -19,7 +19,7 @@ DEV int quotient(int x, int by) {  // exact; a division of integers takes severa
 DEV int parts_of(int units, float share) { return max(1, (int)((float)units * share)); }
 
 // The sequence b that a unit is of, and the units of all heads of the sequences before it. `own` are those of the lane-th sequence.
-template <int HEADS, class A> DEV void find(const A& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
+template <int HEAD_TILES, class A> DEV void find(const A& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
   b = before = 0;
   for (int base = 0; base < a.batch; base += 32) {
     int units = own;
@@ -31,13 +31,13 @@ template <int HEADS, class A> DEV void find(const A& a, int unit, bool split, fl
       const int x = __shfl_up_sync(FULL, sum, o);
       if (lane >= o) sum += x;
     }
-    const u32 beyond = __ballot_sync(FULL, before + sum * HEADS > unit);
+    const u32 beyond = __ballot_sync(FULL, before + sum * HEAD_TILES > unit);
     if (beyond) {
       const int found = __ffs(beyond) - 1;
       b = base + found;
-      before += __shfl_sync(FULL, sum - units, found) * HEADS;
+      before += __shfl_sync(FULL, sum - units, found) * HEAD_TILES;
       return;
     }
-    before += __shfl_sync(FULL, sum, 31) * HEADS;
+    before += __shfl_sync(FULL, sum, 31) * HEAD_TILES;
   }
 }

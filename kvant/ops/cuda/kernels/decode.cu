@@ -15,10 +15,10 @@
 //
 // Constants beside those of common.cu: GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES,
 // KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
-// offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, WINDOW_TILES (of windows that a warp attends to at once), WINDOWS_LAST (whether after pages), UNIT
+// offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, WINDOW_TILES (of windows that a warp attends to at once), WINDOWS_LAST (whether after pages), OVERLAY_UNITS
 // (what they count, in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
-// 2 a matrix, in kernels of their own before and after, 3 a matrix in this one, where both share their place), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
+// 2 a matrix, in kernels of their own before and after, 3 a matrix in this one, where both share their place), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are operands back, 0 where
+// they are not; queries are then operands by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
 // INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
 // (1 where heads share them).
 
@@ -34,10 +34,10 @@
 // --- a block --------------------------------------------------------------------------------------------------------------
 
 struct Shared {
-#if !PREPARED
-  Prepared query;
+#if !QUERY_KERNEL
+  SharedQuery query;
 #endif
-  float m[WARPS][4 * OWN], l[WARPS][4 * OWN], flags[WARPS][4 * OWN];
+  float m[WARPS][4 * LANE_HEADS], l[WARPS][4 * LANE_HEADS], flags[WARPS][4 * LANE_HEADS];
   u64 barrier[WARPS][STAGES];
   Work work[WARPS];  // here, not in registers
 };
@@ -48,7 +48,7 @@ constexpr int OUTPUT_ROW = D + 4;  // floats of a query head's outputs in shared
 
 // The output of a query head, by a warp: sums of values times weights, and of weights relative to 2^m.
 struct Output {
-  float x[FOURS][4], m, l, flags;
+  float x[LANE_QUADS][4], m, l, flags;
 
   // The block's own, from what its warps left in shared memory.
   DEV void gather(const Shared& sh, const float* outputs, int stride, int h, int lane) {
@@ -56,7 +56,7 @@ struct Output {
 #pragma unroll
     for (int i = 0; i < WARPS; i++) m = fmaxf(m, sh.l[i][h] > 0.f ? sh.m[i][h] : minus_infinity());
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
+    for (int j = 0; j < LANE_QUADS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {  // without branches: what a warp without tokens left is zeros
       const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
@@ -66,7 +66,7 @@ struct Output {
   }
   DEV void add(const float* row, float by, int lane) {
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) {
+    for (int j = 0; j < LANE_QUADS; j++) {
       float y[4] = {0.f, 0.f, 0.f, 0.f};
       if (4 * (lane + 32 * j) < D) load_four<2>(y, row, 4 * (lane + 32 * j));
 #pragma unroll
@@ -77,7 +77,7 @@ struct Output {
   DEV void store(float* part, int h, int lane) const {
     const float back = l > 0.f ? 1.f / l : 0.f;
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) {
+    for (int j = 0; j < LANE_QUADS; j++) {
       const float y[4] = {x[j][0] * back, x[j][1] * back, x[j][2] * back, x[j][3] * back};
       if (4 * (lane + 32 * j) < D) store_four<2>(part, h * D + 4 * (lane + 32 * j), y);
     }
@@ -89,14 +89,14 @@ struct Output {
   }
   // All parts, of blocks first to last. A block's lies in its second slot where it began with this (sequence, head) or before it, which only the first one did.
   DEV void merge(const float* partial, int first, int last, int h, int lane) {
-    constexpr int SOME = 16 / FOURS;  // rows that are asked for at once: one after another, they would be most of a short attention's time
+    constexpr int SOME = 16 / LANE_QUADS;  // rows that are asked for at once: one after another, they would be most of a short attention's time
     m = minus_infinity(), l = flags = 0.f;
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
+    for (int j = 0; j < LANE_QUADS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
     const auto part = [&](int block) { return partial + (s64)(block * 2 + (block == first)) * PARTIAL; };
     for (int base = first; base <= last; base += SOME) {
       const int block = base + lane;
-      float4 y[SOME][FOURS];
+      float4 y[SOME][LANE_QUADS];
       float own = minus_infinity(), mark = 0.f;
       if (lane < SOME && block <= last) {
         own = __ldcg(part(block) + TILE_HEADS * D + h);
@@ -105,16 +105,16 @@ struct Output {
 #pragma unroll
       for (int k = 0; k < SOME; k++)
 #pragma unroll
-        for (int j = 0; j < FOURS; j++) {
+        for (int j = 0; j < LANE_QUADS; j++) {
           y[k][j] = make_float4(0.f, 0.f, 0.f, 0.f);
           if (base + k <= last && 4 * (lane + 32 * j) < D) y[k][j] = __ldcg((const float4*)(part(base + k) + h * D) + lane + 32 * j);
         }
-      const float top = fmaxf(m, row_max(own)), fade = m > -1e29f ? exp2_(m - top) : 0.f, by = own > -1e29f ? exp2_(own - top) : 0.f;
-      m = top, l = fmaf(l, fade, row_sum(by)), flags *= fade;
-      if (MERGED_FLAGS) flags += row_sum(by * mark);
+      const float top = fmaxf(m, warp_max(own)), factor = m > -1e29f ? exp2_(m - top) : 0.f, by = own > -1e29f ? exp2_(own - top) : 0.f;
+      m = top, l = fmaf(l, factor, warp_sum(by)), flags *= factor;
+      if (MERGED_FLAGS) flags += warp_sum(by * mark);
 #pragma unroll
-      for (int j = 0; j < FOURS; j++) {
-        x[j][0] *= fade, x[j][1] *= fade, x[j][2] *= fade, x[j][3] *= fade;
+      for (int j = 0; j < LANE_QUADS; j++) {
+        x[j][0] *= factor, x[j][1] *= factor, x[j][2] *= factor, x[j][3] *= factor;
 #pragma unroll
         for (int k = 0; k < SOME; k++) {
           const float weight = __shfl_sync(FULL, by, k);
@@ -128,12 +128,12 @@ struct Output {
   template <bool FLAGS> DEV void normalise(const Arguments& a, int head, int lane) {
     const float by = l > 0.f ? 1.f / l : 0.f;
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) {
+    for (int j = 0; j < LANE_QUADS; j++) {
       const int e = 4 * (lane + 32 * j);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         x[j][i] *= by;
-        if (FLAGS && e < D) x[j][i] = fmaf(flags * by, a.mean[head * D + e + i], x[j][i]);
+        if (FLAGS && e < D) x[j][i] = fmaf(flags * by, a.value_mean[head * D + e + i], x[j][i]);
       }
     }
   }
@@ -143,17 +143,17 @@ struct Output {
     normalise<VALUE_FLAG>(a, head, lane);
     float top = 1e-30f;
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) top = fmaxf(top, largest(x[j]));
-    top = row_max(top);
-    const float by = below_one(top);
+    for (int j = 0; j < LANE_QUADS; j++) top = fmaxf(top, max_abs(x[j]));
+    top = warp_max(top);
+    const float by = scale_below_one(top);
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) {
+    for (int j = 0; j < LANE_QUADS; j++) {
       const float y[4] = {x[j][0] * by, x[j][1] * by, x[j][2] * by, x[j][3] * by};
       const u32 w[2] = {fp16_pair(y[0], y[1]), fp16_pair(y[2], y[3])};
       const u32 rest[2] = {fp16_pair(y[0] - fp16_low(w[0]), y[1] - fp16_high(w[0])), fp16_pair(y[2] - fp16_low(w[1]), y[3] - fp16_high(w[1]))};
       if (4 * (lane + 32 * j) < D) store_words<2>((u8*)row + 8 * (lane + 32 * j), w), store_words<2>((u8*)row + 2 * D + 8 * (lane + 32 * j), rest);
     }
-    if (lane == 0) row[D] = from_below_one(top);
+    if (lane == 0) row[D] = unscale_below_one(top);
   }
 #endif
   // Into the space of outputs, and out.
@@ -161,11 +161,11 @@ struct Output {
     normalise<MERGED_FLAGS>(a, head, lane);
     if constexpr (INVERSE == 1) hadamard<INVERSE_ORDER>(x, lane);
 #pragma unroll
-    for (int j = 0; j < FOURS; j++) {
+    for (int j = 0; j < LANE_QUADS; j++) {
       const int e = 4 * (lane + 32 * j);
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (INVERSE == 1 && a.inverse_signs && e < D) x[j][i] *= a.inverse_signs[e + i];
+        if (INVERSE == 1 && a.output_signs && e < D) x[j][i] *= a.output_signs[e + i];
       if (INVERSE == 3 && e < D) add_offset(a, head, e, x[j]);
       if (e < D) store_four<INVERSE == 2 ? 2 : QUERY_TYPE>(a.out, query * D + e, x[j]);
     }
@@ -176,7 +176,7 @@ struct Output {
   }
   DEV static void add_offset(const Arguments& a, int head, int e, float* y) {
     float more[4] = {0.f, 0.f, 0.f, 0.f};
-    if (a.inverse_offset) load_four<2>(more, a.inverse_offset, head % a.inverse_heads * D + e);
+    if (a.output_offset) load_four<2>(more, a.output_offset, head % a.output_matrix_heads * D + e);
 #pragma unroll
     for (int i = 0; i < 4; i++) y[i] += more[i];
   }
@@ -193,7 +193,7 @@ template <class Store> DEV void multiply_outputs(const float* rows, const u8* ma
     u32 x[2][D / 8];
 #pragma unroll
     for (int part = 0; part < 2; part++) load_words<D / 8>(x[part], (const u8*)row + part * 2 * D + t * (D / 2));
-    times_shared(x, matrix, [&](int tile, const float (*c)[4]) {
+    multiply_shared(x, matrix, [&](int tile, const float (*c)[4]) {
       float y[4] = {(c[0][0] + c[0][2]) * by, (c[0][1] + c[0][3]) * by, (c[1][0] + c[1][2]) * by, (c[1][1] + c[1][3]) * by};
       if (g + 8 * r < count) store(g + 8 * r, tile * 16 + 4 * t, y);
     });
@@ -201,23 +201,23 @@ template <class Store> DEV void multiply_outputs(const float* rows, const u8* ma
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode(const Arguments a) {
   DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u8* stages = dynamic + warp * WARP_BYTES;
   float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, OUTPUT_ROW], each warp's where its pages were
   constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
-  static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
+  static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
 
   begin_copies(sh.barrier[warp], STAGES, lane);
   u8* matrix = dynamic + WARPS * WARP_BYTES;  // of queries, or of outputs
 #if DUAL == 3 || INVERSE == 3
-  int there = (DUAL == 3 ? a.matrix_heads : a.inverse_heads) == 1 ? 0 : -1;  // the head whose matrix is there: of queries, if they have one
-  if (there == 0) ask_for_matrix(matrix, DUAL == 3 ? a.dual_matrix : a.inverse_matrix, 0);
+  int there = (DUAL == 3 ? a.matrix_heads : a.output_matrix_heads) == 1 ? 0 : -1;  // the head whose matrix is there: of queries, if they have one
+  if (there == 0) copy_matrix(matrix, DUAL == 3 ? a.query_matrix : a.output_matrix, 0);
 #endif
-  if (DUAL != 2) await_kernel();
-  start_dependents();  // outputs by a matrix, or the next call
+  if (DUAL != 2) wait_prior_grid();
+  launch_dependent_grids();  // outputs by a matrix, or the next call
   int booked = -1;  // whose codebooks are in shared memory
 
   // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
@@ -225,134 +225,134 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   const int own = lane < a.batch ? work_of(a, lane).units : 0;
   int all = own;
   for (int i = lane + 32; i < a.batch; i += 32) all += work_of(a, i).units;
-  all = sum_of(all) * HEADS;
+  all = warp_sum_int(all) * HEAD_TILES;
   int blocks = min((int)gridDim.x, max(1, all / (WARPS * 2)));  // two pages a warp, or it is not worth a block
-  const bool split = blocks >= 3 * a.batch * HEADS;
+  const bool split = blocks >= 3 * a.batch * HEAD_TILES;
   const float share = __fdividef((float)blocks, (float)all);
   Deal deal = {1, 0};
   if (split) {
     blocks = lane < a.batch ? parts_of(own, share) : 0;
     for (int i = lane + 32; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
-    blocks = sum_of(blocks) * HEADS;
+    blocks = warp_sum_int(blocks) * HEAD_TILES;
   } else {
     deal = {all / blocks, all % blocks};
   }
-  const u32 room = held_address(stages), barriers = held_address(sh.barrier[warp]);
+  const u32 room = shared_address_register(stages), barriers = shared_address_register(sh.barrier[warp]);
   u32 read = 0;  // runs of this warp
   for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
   int now = deal.start(part), b, before;
   const int end = deal.start(part + 1);
-  find<HEADS>(a, now, split, share, own, lane, b, before);
+  find<HEAD_TILES>(a, now, split, share, own, lane, b, before);
   while (now < end) {
     const Work found = work_of(a, b);
     if (lane == 0) sh.work[warp] = found;
     const int units = split ? parts_of(found.units, share) : found.units;
-    const int virtual_head = quotient(now - before, units), head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
-    const int start = before + virtual_head * units;
+    const int head_tile = quotient(now - before, units), head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
+    const int start = before + head_tile * units;
     const int from = now - start, to = min(end, start + units) - start;
-    int page_from = max(from - found.units_windows * UNIT, 0), page_to = min(max(to - found.units_windows * UNIT, 0), found.weight);
-    int window_from = (from + UNIT - 1) / UNIT, window_to = min(found.units_windows, (to + UNIT - 1) / UNIT);
+    int page_from = max(from - found.overlay_units * OVERLAY_UNITS, 0), page_to = min(max(to - found.overlay_units * OVERLAY_UNITS, 0), found.weight);
+    int window_from = (from + OVERLAY_UNITS - 1) / OVERLAY_UNITS, window_to = min(found.overlay_units, (to + OVERLAY_UNITS - 1) / OVERLAY_UNITS);
     if (split) {  // the same share of both; where one part ends, the next one begins
       const float each = __fdividef(1.f, (float)units);
       const auto portion = [&](int i, int whole) { return i == units ? whole : (int)((float)(i * whole) * each); };
       page_from = portion(from, found.weight), page_to = portion(to, found.weight);
-      window_from = portion(from, found.units_windows), window_to = portion(to, found.units_windows);
+      window_from = portion(from, found.overlay_units), window_to = portion(to, found.overlay_units);
     }
     // A warp's share of the block's windows and pages: windows in turn, so that the first `more` warps have one more than the others, which
     // have `each`; pages in one stretch, fewer where it has more of the windows.
     const int own_windows = max(0, window_to - window_from), own_pages = max(0, page_to - page_from);
-    const int each = own_windows / WARPS, more = own_windows % WARPS, level = own_windows * UNIT;
+    const int each = own_windows / WARPS, more = own_windows % WARPS, level = own_windows * OVERLAY_UNITS;
     int quota = (level + own_pages + WARPS - 1) / WARPS;  // of units
-    if (own_pages <= (WARPS - more) * UNIT) quota = each * UNIT + quotient(own_pages + WARPS - more - 1, WARPS - more);
-    const int less = max(0, quota - (each + 1) * UNIT), usual = quota - each * UNIT;  // pages of warps with one more, and of the others
+    if (own_pages <= (WARPS - more) * OVERLAY_UNITS) quota = each * OVERLAY_UNITS + quotient(own_pages + WARPS - more - 1, WARPS - more);
+    const int less = max(0, quota - (each + 1) * OVERLAY_UNITS), usual = quota - each * OVERLAY_UNITS;  // pages of warps with one more, and of the others
     page_from += min(warp, more) * less + max(0, warp - more) * usual;
     page_to = min(page_to, page_from + (warp < more ? less : usual));
-    page_from = page_at(page_from, found.pages, found.mixed), page_to = page_at(page_to, found.pages, found.mixed);
+    page_from = page_at_unit(page_from, found.pages, found.mixed), page_to = page_at_unit(page_to, found.pages, found.mixed);
     const volatile Work& w = sh.work[warp];
     __syncwarp();
 
     // the first copies are on their way while the query is prepared
-    const s64* table = a.table + (s64)b * a.table_width + found.page;
+    const s64* block_table = a.block_table + (s64)b * a.block_table_width + found.page;
     const u8* own_runs = a.pages + head * RUN;
     u32 next[STAGES + 1];  // pages, asked for all at once
 #pragma unroll
-    for (int i = 0; i <= STAGES; i++) next[i] = page_from + i < page_to ? (u32)table[page_from + i] : 0u;
+    for (int i = 0; i <= STAGES; i++) next[i] = page_from + i < page_to ? (u32)block_table[page_from + i] : 0u;
     const int query_head = head * GROUP + query_tile * TILE_HEADS;
     const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
     const s64 query = (s64)b * KV_HEADS * GROUP + query_head;
-#if !PREPARED
+#if !QUERY_KERNEL
     const int which = DUAL == 3 ? head % a.matrix_heads : 0;
-    Asked asked;
-    if (DUAL != 2) asked.load(a, which, query, count);
+    RawQuery raw;
+    if (DUAL != 2) raw.load(a, which, query, count);
 #endif
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
       const u32 stage = (read + i) % STAGES;
-      if (page_from + i < page_to) copy_run(room + stage * RUN, own_runs + (u64)next[i] * (KV_HEADS * RUN), barriers + stage * 8, lane);
+      if (page_from + i < page_to) copy_stage(room + stage * RUN, own_runs + (u64)next[i] * (KV_HEADS * RUN), barriers + stage * 8, lane);
       else no_copy();
     }
     u32 coming = next[STAGES];  // the page to be copied when one has been read
-#if INDEXED
+#if PQ
     if (booked < 0 || (KEY_BOOK_HEADS * VALUE_BOOK_HEADS > 1 && booked != head)) {
-      KeyBook::load_book<WARPS * 32>(dynamic, a.key_books + (KEY_BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
-      ValueBook::load_book<WARPS * 32>(dynamic, a.value_books + (VALUE_BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
+      KeyBook::load_book<WARPS * 32>(dynamic, a.key_codebooks + (KEY_BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
+      ValueBook::load_book<WARPS * 32>(dynamic, a.value_codebooks + (VALUE_BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
       booked = head;
       __syncthreads();
     }
 #endif
-#if WINDOW_TOKENS
-    constexpr int TOKENS = 16 * WINDOW_TILES;
-    const s64 owner = found.owner;
-    const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
-    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
+#if OVERLAY_TOKENS
+    constexpr int TOKENS = 16 * OVERLAY_TILES;
+    const s64 overlay_row = found.overlay_row;
+    const auto tile_at = [&](int i) { return i >= w.sink_units ? w.recent_begin + (i - w.sink_units) * TOKENS : w.low + i * TOKENS; };
+    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.sink_units ? w.n : w.sink_end); };
     // Where queries are turned, windows are on their way while those are waited for. Elsewhere asking for windows took longer than it saved, as far as it was measured:
     // not for keys of groups.
-    if (TURNED || KEY_GROUP)
-      for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
+    if (ROPE_BLOCK || KEY_GROUP)
+      for (int i = window_from + warp; i < window_to; i += WARPS) prefetch_overlay(a, tile_at(i), tile_end(i), overlay_row, head, lane);
 #endif
-    if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
-#if PREPARED
-    const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
+    if (DUAL == 2) wait_prior_grid();  // what was read so far, the kernel of the queries does not write
+#if QUERY_KERNEL
+    const QueryOperand* operands = a.operands + ((s64)b * HEAD_TILES + head_tile) * a.rope_blocks;
 #else
 #if DUAL == 3
-    if (there != which) ask_for_matrix(matrix, a.dual_matrix, there = which);
+    if (there != which) copy_matrix(matrix, a.query_matrix, there = which);
 #endif
-    if (DUAL == 2) asked.load(a, which, query, count);
-    prepare(sh.query, a, asked, matrix, query, count);
+    if (DUAL == 2) raw.load(a, which, query, count);
+    load_shared_query(sh.query, a, raw, matrix, query, count);
 #endif
 #if INVERSE == 3
-    const int by = head % a.inverse_heads;  // whose matrix outputs are multiplied by
-    if (DUAL == 3 || there != by) ask_for_matrix(matrix, a.inverse_matrix, by), there = DUAL == 3 ? -1 : by;
+    const int by = head % a.output_matrix_heads;  // whose matrix outputs are multiplied by
+    if (DUAL == 3 || there != by) copy_matrix(matrix, a.output_matrix, by), there = DUAL == 3 ? -1 : by;
 #endif
-    State st;
-    st.clear();
+    OnlineSoftmax softmax;
+    softmax.clear();
     const auto attend_windows = [&]() {
-#if WINDOW_TOKENS
+#if OVERLAY_TOKENS
       for (int i = window_from + warp; i < window_to; i += WARPS) {
         const int at = tile_at(i), last = tile_end(i);
-#if TURNED
+#if ROPE_BLOCK
         for (int some = at; some < last;) {  // tokens of one block of positions at a time
-          const int until = min(last, block_end(a, some));
-          const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
-          const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
-          attend_window(a, at, some, until, owner, head, lane, turned[block], rows, st);
+          const int until = min(last, rope_block_end(a, some));
+          const int block = rope_block_of(a, some), slot = overlay_slot(block, rope_block_of(a, w.n - 1));
+          const float* rows = a.query_rows + (((s64)b * HEAD_TILES + head_tile) * OVERLAY_SLOTS + slot) * TILE_HEADS * D;
+          attend_overlay(a, at, some, until, overlay_row, head, lane, operands[block], rows, softmax);
           some = until;
         }
-#elif PREPARED
-        attend_window(a, at, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
+#elif QUERY_KERNEL
+        attend_overlay(a, at, at, last, overlay_row, head, lane, *operands, a.query_rows + query * D, softmax);
 #else
-        attend_window(a, at, at, last, owner, head, lane, sh.query, sh.query.rows, st);
+        attend_overlay(a, at, at, last, overlay_row, head, lane, sh.query, sh.query.rows, softmax);
 #endif
       }
 #endif
     };
-    if (WINDOW_TOKENS && !WINDOWS_LAST) attend_windows(), enter_pages(st);
-    Query q;
-#if TURNED
-    constexpr int LAST_LINE = (sizeof(Turned) + 127) / 128;
+    if (OVERLAY_TOKENS && !OVERLAY_LAST) attend_windows(), scale_accumulators(softmax);
+    QueryFragment q;
+#if ROPE_BLOCK
+    constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
     int block = -1;
-#elif PREPARED
-    load_query(q, *turned, lane, a.scale);
+#elif QUERY_KERNEL
+    load_query(q, *operands, lane, a.scale);
 #else
     load_query(q, sh.query, lane, a.scale);
 #endif
@@ -360,25 +360,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #if KEY_GROUP
     const int keys = w.keys, values = w.values;
 #endif
-#if !KEY_GROUP && !INDEXED
+#if !KEY_GROUP && !PQ
     KeyWords<CHUNK> key_words;
     if (PIPELINED && page_from < page_to) {
-      await_run(barriers + read % STAGES * 8, read / STAGES & 1);
+      await_stage(barriers + read % STAGES * 8, read / STAGES & 1);
       key_words.load({room + read % STAGES * RUN}, 0, lane);
     }
 #endif
     for (int page = page_from; page < page_to; page++) {
       const u32 stage = read % STAGES;
-#if KEY_GROUP || INDEXED
-      await_run(barriers + stage * 8, read / STAGES & 1);
-      const Run run = stages + stage * RUN;
+#if KEY_GROUP || PQ
+      await_stage(barriers + stage * 8, read / STAGES & 1);
+      const PageHead page_head = stages + stage * RUN;
       read++;
 #else
-      if (!PIPELINED) await_run(barriers + stage * 8, read / STAGES & 1);
-      const Run run = {room + stage * RUN};
+      if (!PIPELINED) await_stage(barriers + stage * 8, read / STAGES & 1);
+      const PageHead page_head = {room + stage * RUN};
       read++;
-      Coming coming_page = {{room + read % STAGES * RUN}, barriers + read % STAGES * 8, read / STAGES & 1, true, true};
-      if (PIPELINED) coming_page.ready = page + 1 >= page_to || has_run(coming_page.barrier, coming_page.parity);
+      NextPage coming_page = {{room + read % STAGES * RUN}, barriers + read % STAGES * 8, read / STAGES & 1, true, true};
+      if (PIPELINED) coming_page.ready = page + 1 >= page_to || stage_ready(coming_page.barrier, coming_page.parity);
 #endif
 #if KEY_GROUP
       q.entered = -1;
@@ -387,84 +387,84 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int tile = 0; tile < TILES; tile += CHUNK) {
         const int at = ORIGIN + (first_page + page) * PAGE + tile * 16;
         if (TILES > CHUNK && (at + 16 * CHUNK <= packed || at >= packed_end)) continue;
-#if TURNED
+#if ROPE_BLOCK
         for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
-          const int until = min(end, block_end(a, some));
-          if (block_of(a, some) != block) {
-            block = block_of(a, some);
-            load_query(q, turned[block], lane, a.scale);
-            if (block + 1 < a.blocks && lane <= LAST_LINE) prefetch((const u8*)(turned + block + 1) + min(lane * 128, (int)sizeof(Turned) - 4));
+          const int until = min(end, rope_block_end(a, some));
+          if (rope_block_of(a, some) != block) {
+            block = rope_block_of(a, some);
+            load_query(q, operands[block], lane, a.scale);
+            if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
           }
-#if INDEXED
-          attend_page(run, tile, at, some, until, lane, q, st, a.cap, dynamic);
+#if PQ
+          attend_page(page_head, tile, at, some, until, lane, q, softmax, a.cap, dynamic);
 #else
           coming_page.wanted = until == end;
-          attend_page(key_words, coming_page, run, tile, at, some, until, lane, q, st, a.cap);
+          attend_page(key_words, coming_page, page_head, tile, at, some, until, lane, q, softmax, a.cap);
 #endif
           some = until;
         }
 #elif KEY_GROUP
         if (at + 16 * CHUNK <= min(keys, values) || keys == values) {
-          attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
+          attend_page(page_head, tile, at, packed, packed_end, lane, q, softmax, a.cap);
         } else {
 #pragma unroll 1
           for (int i = 0; i < CHUNK; i += MIXED_TILES)
             if (at + 16 * (i + MIXED_TILES) > packed && at + 16 * i < packed_end)
-              attend_mixed(a, run, tile + i, at + 16 * i, packed, packed_end, keys, values, owner, head, lane, q, st);
+              attend_mixed(a, page_head, tile + i, at + 16 * i, packed, packed_end, keys, values, overlay_row, head, lane, q, softmax);
         }
-#elif INDEXED
-        attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
+#elif PQ
+        attend_page(page_head, tile, at, packed, packed_end, lane, q, softmax, a.cap, dynamic);
 #else
-        attend_page(key_words, coming_page, run, tile, at, packed, packed_end, lane, q, st, a.cap);
+        attend_page(key_words, coming_page, page_head, tile, at, packed, packed_end, lane, q, softmax, a.cap);
 #endif
       }
       __syncwarp();
       if (page + STAGES < page_to) {
-        copy_run(room + stage * RUN, own_runs + (u64)coming * (KV_HEADS * RUN), barriers + stage * 8, lane);
-        if (page + STAGES + 1 < page_to) coming = (u32)table[page + STAGES + 1];
+        copy_stage(room + stage * RUN, own_runs + (u64)coming * (KV_HEADS * RUN), barriers + stage * 8, lane);
+        if (page + STAGES + 1 < page_to) coming = (u32)block_table[page + STAGES + 1];
       } else no_copy();
     }
 
-    leave_pages(st, t);
-    if (WINDOWS_LAST) attend_windows();
+    unscale_accumulators(softmax, t);
+    if (OVERLAY_LAST) attend_windows();
 
     // a warp's lanes together
 #pragma unroll
-    for (int h = 0; h < OWN; h++)
+    for (int h = 0; h < LANE_HEADS; h++)
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) {
-        st.l[h] += __shfl_xor_sync(FULL, st.l[h], o);
-        st.z[h] += __shfl_xor_sync(FULL, st.z[h], o);
-        if (VALUE_FLAG) st.flags[h] += __shfl_xor_sync(FULL, st.flags[h], o);
+        softmax.l[h] += __shfl_xor_sync(FULL, softmax.l[h], o);
+        softmax.z[h] += __shfl_xor_sync(FULL, softmax.z[h], o);
+        if (VALUE_FLAG) softmax.flags[h] += __shfl_xor_sync(FULL, softmax.flags[h], o);
       }
-#if INDEXED
+#if PQ
 #pragma unroll
-    for (int n = 0; n < OWN; n++)
+    for (int n = 0; n < LANE_HEADS; n++)
       if (4 * n + t < TILE_HEADS)
 #pragma unroll
         for (int k = 0; k < ACC_STEPS; k++) {
-          const float* x = st.acc[n][k];
+          const float* x = softmax.acc[n][k];
           ((float4*)(outputs + warp * OUTPUT_STRIDE + (4 * n + t) * OUTPUT_ROW + g * (D / 8)))[k] = make_float4(x[0], x[1], x[2], x[3]);
         }
 #else
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
-      const auto& x = st.acc[n];
+      const auto& x = softmax.acc[n];
 #pragma unroll
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
-        const int h = PAIRED ? 0 : (2 * n + j) % OWN;
+        const int h = PAIRED ? 0 : (2 * n + j) % LANE_HEADS;
         if (4 * h + t < TILE_HEADS) {
           float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * OUTPUT_ROW;
 #pragma unroll
           for (int k = 0; k < D / 16; k++)
-            *(float2*)(o + value_channel(g, 2 * k)) = {(PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h], (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h]};
+            *(float2*)(o + value_channel(g, 2 * k)) = {(PAIRED ? x[k][0] + x[k][1] : x[k][j]) + softmax.z[h], (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + softmax.z[h]};
         }
       }
     }
 #endif
     if (g == 0)
 #pragma unroll
-      for (int h = 0; h < OWN; h++) sh.m[warp][4 * h + t] = st.m[h], sh.l[warp][4 * h + t] = st.l[h], sh.flags[warp][4 * h + t] = st.flags[h];
+      for (int h = 0; h < LANE_HEADS; h++) sh.m[warp][4 * h + t] = softmax.m[h], sh.l[warp][4 * h + t] = softmax.l[h], sh.flags[warp][4 * h + t] = softmax.flags[h];
     if (INVERSE == 3) await_copies();
     __syncthreads();
 
@@ -485,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     }
 #if INVERSE == 3
     __syncthreads();
-    multiply_outputs(outputs, matrix, matrix_power(a.inverse_matrix, a.inverse_heads, by), count, [&](int h, int e, float* y) {
+    multiply_outputs(outputs, matrix, matrix_scale(a.output_matrix, a.output_matrix_heads, by), count, [&](int h, int e, float* y) {
       if (whole) Output::add_offset(a, head, e, y), store_four<QUERY_TYPE>(a.out, (query + h) * D + e, y);
       else store_four<2>(partial, h * D + e, y);
     });
@@ -493,10 +493,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #endif
     if (!whole && warp < count) {
       const int first = split ? start : deal.block(start), last = split ? start + units - 1 : deal.block(start + units - 1);
-      int* counter = a.arrived + (b * HEADS + virtual_head) * min(WARPS, TILE_HEADS) + warp;
+      int* counter = a.arrivals + (b * HEAD_TILES + head_tile) * min(WARPS, TILE_HEADS) + warp;
       int before_this = 0;
       __syncwarp();
-      if (lane == 0) before_this = arrive(counter);
+      if (lane == 0) before_this = atomic_add_acq_rel(counter);
       if (__shfl_sync(FULL, before_this, 0) == last - first) {
         if (lane == 0) *counter = 0;
         __syncwarp();
@@ -506,9 +506,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
     fence_copies();  // the stages were written as memory and will be copied to
     __syncthreads();
     now = start + to;
-    if (now == before + units * HEADS) before = now, b++;
+    if (now == before + units * HEAD_TILES) before = now, b++;
   }
   }
-  if (DUAL == 2) await_kernel();  // a block without work, too: the kernel after this one waits for no other
+  if (DUAL == 2) wait_prior_grid();  // a block without work, too: the kernel after this one waits for no other
   if (DUAL == 3 || INVERSE == 3) await_copies();
 }

@@ -16,7 +16,7 @@
 #include "include/copies.cuh"
 #include "include/scheduler.cuh"
 
-constexpr int D = HEAD_DIM, TILES = PAGE / 16, HEADS = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
+constexpr int D = HEAD_DIM, TILES = PAGE / 16, HEAD_TILES = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
 constexpr bool HALVED = TILE_HEADS <= 4;
 constexpr int COLUMN_TILES = (TILE_HEADS + 7) / 8, COLUMNS = 8 * COLUMN_TILES;
 constexpr int LOW = NUMBERS == 0 && !HALVED;  // whether what probabilities lack is a product of its own
@@ -29,11 +29,11 @@ struct Arguments {
   void* out;
   float* lse;
   const u8* pages;
-  const s64 *table, *lengths;
+  const s64 *block_table, *seq_lens;
   float* partial;
-  int* arrived;
+  int* arrivals;
   float scale, cap;  // scale: to powers of two; with a cap, 2 log2(e) / cap times as much
-  int batch, table_width, window;
+  int batch, block_table_width, sliding_window;
 };
 
 struct Work {  // of one sequence: tokens [low, n) in `tiles` tiles from `first` on
@@ -41,8 +41,8 @@ struct Work {  // of one sequence: tokens [low, n) in `tiles` tiles from `first`
 };
 DEV Work work_of(const Arguments& a, int b) {
   Work w;
-  w.n = (int)a.lengths[b];
-  w.low = a.window > 0 ? max(0, w.n - a.window) : 0;
+  w.n = (int)a.seq_lens[b];
+  w.low = a.sliding_window > 0 ? max(0, w.n - a.sliding_window) : 0;
   w.first = w.low / 16;
   w.tiles = w.n > w.low ? (w.n - 1) / 16 - w.first + 1 : 0;
   w.units = max(1, w.tiles);
@@ -100,7 +100,7 @@ struct Transposed {
       }
     }
   }
-  DEV void keep(int at, int first, int last, int t) {  // past the ends a page may hold anything
+  DEV void mask(int at, int first, int last, int t) {  // past the ends a page may hold anything
 #pragma unroll
     for (int r = 0; r < 4; r++)
       if (at + row(r, t) < first || at + row(r, t) >= last)
@@ -109,7 +109,7 @@ struct Transposed {
   }
 };
 
-DEV float capped(float x, float m, float cap) {  // a score in powers of two, less m
+DEV float soft_cap(float x, float m, float cap) {  // a score in powers of two, less m
 #if SOFTCAP
   return fmaf(cap, 1.f - __fdividef(2.f, 1.f + exp2_(fminf(x, 80.f))), -m);
 #else
@@ -119,7 +119,7 @@ DEV float capped(float x, float m, float cap) {  // a score in powers of two, le
 
 // --- what a warp knows of the softmax -----------------------------------------------------------------------------------
 
-struct State {
+struct OnlineSoftmax {
   float m[COLUMN_TILES][2], l[COLUMN_TILES][2];  // of the lane's columns 2 t and 2 t + 1; m is the same in all lanes of a column
   float acc[COLUMN_TILES][D / 16][4];
   bool fresh;
@@ -136,7 +136,7 @@ struct State {
     fresh = true;
   }
   // s are scores in powers of two, less m. Where one is beyond the headroom m is set anew; most of the time nothing happens.
-  DEV void settle(float s[COLUMN_TILES][4]) {
+  DEV void update(float s[COLUMN_TILES][4]) {
     float top = minus_infinity();
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
@@ -151,17 +151,17 @@ struct State {
 #pragma unroll
         for (int o = 4; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
         x -= REFERENCE;
-        const float by = fresh ? x : fmaxf(x, 0.f), fade = fresh ? 1.f : exp2_(-by);
-        m[n][e] += by, l[n][e] *= fade, s[n][e] -= by, s[n][e + 2] -= by;
+        const float by = fresh ? x : fmaxf(x, 0.f), factor = fresh ? 1.f : exp2_(-by);
+        m[n][e] += by, l[n][e] *= factor, s[n][e] -= by, s[n][e + 2] -= by;
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) acc[n][k][e] *= fade, acc[n][k][e + 2] *= fade;
+        for (int k = 0; k < D / 16; k++) acc[n][k][e] *= factor, acc[n][k][e + 2] *= factor;
       }
     fresh = false;
   }
 };
 
 // Probabilities of a tile as second operands: tokens 2 t, 2 t + 1 (and 8 on) of column g.
-struct Probabilities {
+struct Probs {
   u32 p[1 + LOW][COLUMN_TILES][2];
   DEV void set(const float s[COLUMN_TILES][4], int t) {
 #pragma unroll
@@ -170,8 +170,8 @@ struct Probabilities {
       for (int r = 0; r < 2; r++) {
         const float x = s[n][2 * r], y = s[n][2 * r + 1];
         const u32 high = NUMBERS == 0 ? bf16_pair(x, y) : fp16_pair(x, y), low = NUMBERS == 0 ? bf16_pair(x - bf16_low(high), y - bf16_high(high)) : 0u;
-        p[0][n][r] = transpose8(NUMBERS == 0 && HALVED && t >= 2 ? low : high);
-        if constexpr (LOW) p[1][n][r] = transpose8(low);
+        p[0][n][r] = transpose_8x8(NUMBERS == 0 && HALVED && t >= 2 ? low : high);
+        if constexpr (LOW) p[1][n][r] = transpose_8x8(low);
       }
   }
 };
@@ -181,22 +181,22 @@ struct Probabilities {
 // The parts of a warp's tiles [tile, end), keys and values in turn, on their way to shared memory.
 struct Ahead {
   int tile, end, value, stage;
-  const s64* table;
-  const u8* run;
+  const s64* block_table;
+  const u8* page_head;
   s64 next;  // page that comes after
 
   DEV void begin(const s64* pages, int from, int to) {
-    table = pages, tile = from, end = to, value = 0;
-    run = nullptr;
-    next = from < to ? table[from / TILES] : 0;
+    block_table = pages, tile = from, end = to, value = 0;
+    page_head = nullptr;
+    next = from < to ? block_table[from / TILES] : 0;
   }
   DEV void copy(const u8* pages, int head, u32 room, u32 barriers, int lane) {
     if (tile < end) {
-      if (!value && (!run || tile % TILES == 0)) {
-        run = pages + (next * KV_HEADS + head) * PAGE_RUN;
-        next = (tile / TILES + 1) * TILES < end ? table[tile / TILES + 1] : 0;
+      if (!value && (!page_head || tile % TILES == 0)) {
+        page_head = pages + (next * KV_HEADS + head) * PAGE_RUN;
+        next = (tile / TILES + 1) * TILES < end ? block_table[tile / TILES + 1] : 0;
       }
-      copy_run(room + stage * RUN, run + (value ? VALUE_OFFSET : 0) + tile % TILES * RUN, barriers + stage * 8, lane);
+      copy_stage(room + stage * RUN, page_head + (value ? VALUE_OFFSET : 0) + tile % TILES * RUN, barriers + stage * 8, lane);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       tile += value, value ^= 1;
     } else no_copy();
@@ -244,7 +244,7 @@ DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 qu
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode_full(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode_full(const Arguments a) {
   DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -259,37 +259,37 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
   const int own = lane < a.batch ? work_of(a, lane).units : 0;
   int all = own;
   for (int i = lane + 32; i < a.batch; i += 32) all += work_of(a, i).units;
-  all = sum_of(all) * HEADS;
+  all = warp_sum_int(all) * HEAD_TILES;
   int blocks = min((int)gridDim.x, max(1, all / (WARPS * 4)));  // four tiles a warp, or it is not worth a block
-  const bool split = blocks >= 3 * a.batch * HEADS;
+  const bool split = blocks >= 3 * a.batch * HEAD_TILES;
   const float share = (float)blocks / (float)all;
   Deal deal = {all / blocks, all % blocks};
   if (split) {
     blocks = 0;
     for (int i = lane; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
-    blocks = sum_of(blocks) * HEADS;
+    blocks = warp_sum_int(blocks) * HEAD_TILES;
     deal = {1, 0};
   }
   Ahead ahead;
   ahead.stage = 0;
   int stage = 0, parity = 0;
-  const u32 room = held_address(stages), barriers = held_address(sh.barrier[warp]);
-  const auto await = [&] { await_run(barriers + stage * 8, parity); };
+  const u32 room = shared_address_register(stages), barriers = shared_address_register(sh.barrier[warp]);
+  const auto await = [&] { await_stage(barriers + stage * 8, parity); };
   for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
     int now = deal.start(part), b, before;
     const int end = deal.start(part + 1);
-    find<HEADS>(a, now, split, share, own, lane, b, before);
+    find<HEAD_TILES>(a, now, split, share, own, lane, b, before);
     while (now < end) {
       const Work w = work_of(a, b);
       const int units = split ? parts_of(w.units, share) : w.units;
-      const int virtual_head = (now - before) / units, head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
-      const int start = before + virtual_head * units;
+      const int head_tile = (now - before) / units, head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
+      const int start = before + head_tile * units;
       const int from = now - start, to = min(end, start + units) - start;
       int tile = split ? (int)((s64)from * w.tiles / units) : from, tile_end = split ? (int)((s64)to * w.tiles / units) : min(to, w.tiles);
       const int own = tile_end - tile;  // this block's; then this warp's
       tile_end = w.first + tile + (warp + 1) * own / WARPS, tile += w.first + warp * own / WARPS;
 
-      ahead.begin(a.table + (s64)b * a.table_width, tile, tile_end);  // the first copies are on their way while queries are read
+      ahead.begin(a.block_table + (s64)b * a.block_table_width, tile, tile_end);  // the first copies are on their way while queries are read
       __syncwarp();
       const auto copy = [&] { ahead.copy(a.pages, head, room, barriers, lane); };
 #pragma unroll
@@ -302,8 +302,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
         for (int j = 0; j < D / 32; j++) load_words<4>(q[n] + 4 * j, (const u8*)a.query + ((query + min(head_of(8 * n + g), count - 1)) * D + 32 * j + 8 * t) * 2);
-      State st;
-      st.clear();
+      OnlineSoftmax softmax;
+      softmax.clear();
 #pragma unroll 1
       for (; tile < tile_end; tile++) {
         const int at = tile * 16;
@@ -323,27 +323,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           float c[2][4] = {};  // two chains of products, each half as long
 #pragma unroll
           for (int k = 0; k < D / 16; k++)
-            mma_of<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
+            mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            s[n][i] = capped((c[0][i] + c[1][i]) * a.scale, st.m[n][i & 1], a.cap);
+            s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
             const int position = at + i / 2 * 8 + g;
             if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
           }
         }
-        st.settle(s);
+        softmax.update(s);
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) st.l[n][i & 1] += s[n][i] = exp2_(s[n][i]);
-        Probabilities p;
+          for (int i = 0; i < 4; i++) softmax.l[n][i & 1] += s[n][i] = exp2_(s[n][i]);
+        Probs p;
         p.set(s, t);
 
         await();
         Transposed values;
         values.load(room + stage * RUN, g, t);
         consumed();
-        if (partly) values.keep(at, w.low, w.n, t);
+        if (partly) values.mask(at, w.low, w.n, t);
         const auto& v = values.v;
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #pragma unroll
           for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-            for (int i = 0; i <= LOW; i++) mma_of<NUMBERS>(st.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
+            for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
         }
       }
 
@@ -363,11 +363,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         for (int e = 0; e < 2; e++) {
           const int column = 8 * n + 2 * t + e;
 #pragma unroll
-          for (int o = 4; o < 32; o <<= 1) st.l[n][e] += __shfl_xor_sync(FULL, st.l[n][e], o);
-          if (g == 0) sh.m[warp][column] = st.m[n][e], sh.l[warp][column] = st.l[n][e];
+          for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
+          if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
 #pragma unroll
           for (int k = 0; k < D / 16; k++) {
-            float x = st.acc[n][k][e], y = st.acc[n][k][e + 2];
+            float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
             if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
             if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
           }
@@ -412,8 +412,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         const int first = deal.block(start), last = deal.block(start + units - 1);
         __syncthreads();
         if (threadIdx.x == 0) {
-          int* counter = a.arrived + b * HEADS + virtual_head;
-          sh.last = arrive(counter) == last - first;
+          int* counter = a.arrivals + b * HEAD_TILES + head_tile;
+          sh.last = atomic_add_acq_rel(counter) == last - first;
           if (sh.last) *counter = 0;
         }
         __syncthreads();
@@ -422,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       fence_copies();  // the stages were written as memory and will be copied to
       __syncthreads();
       now = start + to;
-      if (now == before + units * HEADS) before = now, b++;
+      if (now == before + units * HEAD_TILES) before = now, b++;
     }
   }
 }

@@ -8,48 +8,48 @@
 #pragma once
 #include "include/queries.cuh"
 
-#if TURNED && TURNS_WARPS
+#if ROPE_BLOCK && HIGH_BATCH_WARPS
 // Rows of a product are blocks of positions of one sequence times TILE_HEADS queries; lane g, t has rows g and g + 8.
-constexpr int MANY_TILES = SPECIAL + 1, MANY_PAIRS = MANY_TILES / 2 + 1;  // of columns, but those of the windows; they lie in twos
-constexpr int MANY_STEPS = D / 32;                                        // of two products each
-constexpr int WINDOW_PASSES = WINDOW_TOKENS ? (TURNED_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
-constexpr int SOME_TILES = 4;                    // of columns for the windows at a time
+constexpr int HIGH_BATCH_TILES = SPECIAL + 1, HIGH_BATCH_TILE_PAIRS = HIGH_BATCH_TILES / 2 + 1;  // of columns, but those of the windows; they lie in twos
+constexpr int HIGH_BATCH_STEPS = D / 32;                                        // of two products each
+constexpr int OVERLAY_PASSES = OVERLAY_TOKENS ? (OVERLAY_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
+constexpr int OVERLAY_COLUMN_TILES = 4;                    // of columns for the windows at a time
 constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // a lane's rows are of one query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
 // Of a head, [MANY_PAIRS + D / 16 pairs of tiles, D / 16, 2 parts, 32]: the columns of kvant_turn's in another order, see fragments.py.
-DEV const uint4* many_matrix(const TurnArguments& a, int tile) {
-  return (const uint4*)a.matrix + (s64)(tile / QUERY_TILES % a.matrix_heads) * (MANY_PAIRS + D / 16) * (D / 16) * 64;
+DEV const uint4* high_batch_matrix(const RotateArguments& a, int tile) {
+  return (const uint4*)a.matrix + (s64)(tile / QUERY_TILES % a.matrix_heads) * (HIGH_BATCH_TILE_PAIRS + D / 16) * (D / 16) * 64;
 }
 
 struct Span {  // blocks of positions of a sequence that are attended to
   int low, high;
   DEV int passes() const { return (high - low + AT_ONCE) / AT_ONCE; }
 };
-DEV Span span_of(const TurnArguments& a, int b) {
-  const int n = b < a.batch ? (int)a.lengths[b] : 0, before = a.first / TURNED_BY;
+DEV Span span_of(const RotateArguments& a, int b) {
+  const int n = b < a.batch ? (int)a.seq_lens[b] : 0, before = a.first_position / ROPE_TOKENS;
   if (n <= 0) return {0, -1};
-  const int high = min((n - 1 + a.first) / TURNED_BY - before, a.blocks - 1);
-  return {a.window > 0 ? min((max(0, n - a.window) + a.first) / TURNED_BY - before, high + 1) : 0, high};
+  const int high = min((n - 1 + a.first_position) / ROPE_TOKENS - before, a.rope_blocks - 1);
+  return {a.sliding_window > 0 ? min((max(0, n - a.sliding_window) + a.first_position) / ROPE_TOKENS - before, high + 1) : 0, high};
 }
 
 // A warp's passes: as many as any other's, one after another, those of the windows after all others. `begin` and `end` count from the first
 // one that is not for windows, `windows` and `windows_end` from the first that is.
 struct Share {
-  int begin, end, windows, windows_end;
+  int begin, end, overlay, overlay_end;
 };
-DEV Share share_of(const TurnArguments& a, int lane) {
+DEV Share share_of(const RotateArguments& a, int lane) {
   int all = 0;
   for (int i = lane; i < a.batch; i += 32) all += span_of(a, i).passes();
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) all += __shfl_xor_sync(FULL, all, o);
-  const s64 both = all + a.batch * WINDOW_PASSES;
-  const int warps = gridDim.x * TURNS_WARPS, warp = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
+  const s64 both = all + a.batch * OVERLAY_PASSES;
+  const int warps = gridDim.x * HIGH_BATCH_WARPS, warp = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
   const int begin = (int)(both * warp / warps), end = (int)(both * (warp + 1) / warps);
   return {begin, min(end, all), max(begin - all, 0), end - all};
 }
 // The sequence of a pass that is not for windows, and its number there.
-DEV void find_pass(const TurnArguments& a, int lane, int& b, int& at) {
+DEV void find_pass(const RotateArguments& a, int lane, int& b, int& at) {
   for (b = 0;; b += 32) {
     const int mine = span_of(a, b + lane).passes();
     int upto = mine;
@@ -71,11 +71,11 @@ DEV void find_pass(const TurnArguments& a, int lane, int& b, int& at) {
 // Where a lane's queries and angles are. It has channels 4 i to 4 i + 3, and those D / 2 on which they are turned with, for i = 4 step + t: four
 // of each for two products.
 constexpr int QUERY_BYTES = QUERY_TYPE == 2 ? 4 : 2, LANE_QUERIES = SAME_HEAD ? 1 : 2;
-struct ManyRows {
+struct LaneQueries {
   const u8* query[LANE_QUERIES];
   u32 angle[2];
 
-  DEV void enter(const TurnArguments& a, int b, int tile, int g, int t) {
+  DEV void enter(const RotateArguments& a, int b, int tile, int g, int t) {
     const int before = tile % QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, GROUP - before);
 #pragma unroll
     for (int i = 0; i < LANE_QUERIES; i++) {
@@ -93,11 +93,11 @@ struct Four {
     else return i % 2 ? high<QUERY_TYPE>(w[i / 2]) : low<QUERY_TYPE>(w[i / 2]);
   }
 };
-struct ManyStep {
+struct RotatedStep {
   Four x[LANE_QUERIES], y[LANE_QUERIES];
   float4 cosine[2], sine[2];
 
-  DEV void load(const TurnArguments& a, const ManyRows& rows, int k) {
+  DEV void load(const RotateArguments& a, const LaneQueries& rows, int k) {
 #pragma unroll
     for (int i = 0; i < LANE_QUERIES; i++) {
       const u8* p = rows.query[i] + 16 * k * QUERY_BYTES;
@@ -107,7 +107,7 @@ struct ManyStep {
     for (int r = 0; r < 2; r++) cosine[r] = *(const float4*)(a.cosine + rows.angle[r] + 16 * k), sine[r] = *(const float4*)(a.sine + rows.angle[r] + 16 * k);
   }
   // Row r turned, as the registers of product s that have it.
-  DEV void turn(int r, int s, u32 (*out)[4]) const {
+  DEV void rotate(int r, int s, u32 (*out)[4]) const {
     const float by[4] = {cosine[r].x, cosine[r].y, cosine[r].z, cosine[r].w}, across[4] = {sine[r].x, sine[r].y, sine[r].z, sine[r].w};
     float z[2][2];
 #pragma unroll
@@ -120,77 +120,77 @@ struct ManyStep {
     for (int i = 0; i < 2; i++) {
       const u32 pair = fp16_pair(z[i][0], z[i][1]);
       out[0][r + 2 * i] = pair;
-      if constexpr (TURN_PARTS == 2) out[1 % TURN_PARTS][r + 2 * i] = fp16_pair(z[i][0] - fp16_low(pair), z[i][1] - fp16_high(pair));
+      if constexpr (QUERY_PARTS == 2) out[1 % QUERY_PARTS][r + 2 * i] = fp16_pair(z[i][0] - fp16_low(pair), z[i][1] - fp16_high(pair));
     }
   }
 };
 
 // c = turned queries times N tiles of columns, of which `tile(n, step, part)` is a lane's share of two, for a product. As in kvant_turn the smallest
 // of the products of parts is left out.
-template <int N, int UNROLL, class Tile> DEV void multiply_many(float (*c)[4], const TurnArguments& a, const ManyRows& rows, Tile tile) {
+template <int N, int UNROLL, class Tile> DEV void multiply_rotated(float (*c)[4], const RotateArguments& a, const LaneQueries& rows, Tile tile) {
 #pragma unroll
   for (int n = 0; n < N; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
-  ManyStep now, next;
+  RotatedStep now, next;
   next.load(a, rows, 0);
 #pragma unroll UNROLL
-  for (int k = 0; k < MANY_STEPS; k++) {
+  for (int k = 0; k < HIGH_BATCH_STEPS; k++) {
     now = next;
-    u32 x[2][TURN_PARTS][4];
+    u32 x[2][QUERY_PARTS][4];
 #pragma unroll
     for (int s = 0; s < 2; s++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) now.turn(r, s, x[s]);
-    if (k + 1 < MANY_STEPS) next.load(a, rows, k + 1);
+      for (int r = 0; r < 2; r++) now.rotate(r, s, x[s]);
+    if (k + 1 < HIGH_BATCH_STEPS) next.load(a, rows, k + 1);
     __syncwarp();  // no more than this is read ahead: it has registers of its own
 #pragma unroll
     for (int s = 0; s < 2; s++)
 #pragma unroll
       for (int n = 0; n < N; n += 2)
 #pragma unroll
-        for (int p = 0; p < TURN_PARTS; p++) {
+        for (int p = 0; p < QUERY_PARTS; p++) {
           const uint4 w = tile(n / 2, 2 * k + s, p);
 #pragma unroll
-          for (int i = 0; i < TURN_PARTS - p; i++) {
+          for (int i = 0; i < QUERY_PARTS - p; i++) {
             const u32* y = x[s][i];
-            mma(c[n], y[0], y[1], y[2], y[3], w.x, w.y);
-            if (n + 1 < N) mma(c[(n + 1) % N], y[0], y[1], y[2], y[3], w.z, w.w);
+            mma_fp16(c[n], y[0], y[1], y[2], y[3], w.x, w.y);
+            if (n + 1 < N) mma_fp16(c[(n + 1) % N], y[0], y[1], y[2], y[3], w.z, w.w);
           }
         }
   }
 }
 
-#if WINDOW_TOKENS
+#if OVERLAY_TOKENS
 // Queries in the space of the keys, and their peaks, for the `pass`-th blocks of a sequence that windows reach into.
-DEV void turn_windows(const TurnArguments& a, int b, int pass, int tile, int g, int t) {
-  const int n = (int)a.lengths[b], before = a.first / TURNED_BY, last = (n - 1 + a.first) / TURNED_BY - before;
-  const int sinks = min((int)a.sinks[b], n), recent = recent_of(n, (int)a.exact_key[b], (int)a.exact_value[b]);
+DEV void rotate_overlay_queries(const RotateArguments& a, int b, int pass, int tile, int g, int t) {
+  const int n = (int)a.seq_lens[b], before = a.first_position / ROPE_TOKENS, last = (n - 1 + a.first_position) / ROPE_TOKENS - before;
+  const int sinks = min((int)a.sinks[b], n), recent = overlay_start(n, (int)a.key_ring_start[b], (int)a.value_ring_start[b]);
   const Span span = span_of(a, b);
-  ManyRows rows;
+  LaneQueries rows;
   rows.enter(a, b, tile, g, t);
   int slot[2], block[2], any = 0;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int unit = (g + 8 * r) / TILE_HEADS;
-    slot[r] = unit < AT_ONCE ? pass * AT_ONCE + unit : TURNED_SLOTS;
-    block[r] = slot[r] < SINK_BLOCKS ? slot[r] : last - (slot[r] - SINK_BLOCKS);
-    const int begin = (before + block[r]) * TURNED_BY - a.first;
-    const bool there = slot[r] < TURNED_SLOTS && block[r] >= span.low && block[r] <= span.high && turned_slot(block[r], last) == slot[r];
-    if (!there || (begin >= sinks && begin + TURNED_BY <= recent)) slot[r] = -1;
+    slot[r] = unit < AT_ONCE ? pass * AT_ONCE + unit : OVERLAY_SLOTS;
+    block[r] = slot[r] < SINK_ROPE_BLOCKS ? slot[r] : last - (slot[r] - SINK_ROPE_BLOCKS);
+    const int begin = (before + block[r]) * ROPE_TOKENS - a.first_position;
+    const bool there = slot[r] < OVERLAY_SLOTS && block[r] >= span.low && block[r] <= span.high && overlay_slot(block[r], last) == slot[r];
+    if (!there || (begin >= sinks && begin + ROPE_TOKENS <= recent)) slot[r] = -1;
     block[r] = max(min(block[r], span.high), 0);
     rows.angle[r] = (u32)(block[r] * (D / 2) + 4 * t), any |= slot[r] >= 0;
   }
   if (!__any_sync(FULL, any)) return;
   float peak[2] = {};
 #pragma unroll 1
-  for (int first = 0; first < D / 8; first += SOME_TILES) {
-    float c[SOME_TILES][4];
-    const uint4* own = many_matrix(a, tile) + (MANY_PAIRS + first / 2) * (D / 16) * 64 + 4 * g + t;
-    multiply_many<SOME_TILES, 1>(c, a, rows, [=](int n, int k, int p) { return __ldg(own + ((n * (D / 16) + k) * 2 + p) * 32); });
+  for (int first = 0; first < D / 8; first += OVERLAY_COLUMN_TILES) {
+    float c[OVERLAY_COLUMN_TILES][4];
+    const uint4* own = high_batch_matrix(a, tile) + (HIGH_BATCH_TILE_PAIRS + first / 2) * (D / 16) * 64 + 4 * g + t;
+    multiply_rotated<OVERLAY_COLUMN_TILES, 1>(c, a, rows, [=](int n, int k, int p) { return __ldg(own + ((n * (D / 16) + k) * 2 + p) * 32); });
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float* to = a.rows + slot_row((b * HEADS + tile) * TURNED_SLOTS + max(slot[r], 0), g + 8 * r) + 8 * first + 2 * t;
+      float* to = a.rows + overlay_query_row((b * HEAD_TILES + tile) * OVERLAY_SLOTS + max(slot[r], 0), g + 8 * r) + 8 * first + 2 * t;
 #pragma unroll
-      for (int i = 0; i < SOME_TILES; i++) {
+      for (int i = 0; i < OVERLAY_COLUMN_TILES; i++) {
         const float x = c[i][2 * r], y = c[i][2 * r + 1];
         peak[r] = fmaxf(peak[r], fmaxf(fabsf(x), fabsf(y)));
         if (slot[r] >= 0) *(float2*)(to + 8 * i) = {x, y};
@@ -199,15 +199,15 @@ DEV void turn_windows(const TurnArguments& a, int b, int pass, int tile, int g, 
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    peak[r] = fmaxf(of_four(peak[r]), 1e-30f);
-    if (slot[r] >= 0 && t == 0) a.out[(u32)((b * HEADS + tile) * a.blocks + block[r])].peak[(g + 8 * r) % TILE_HEADS] = peak[r];
+    peak[r] = fmaxf(quad_max(peak[r]), 1e-30f);
+    if (slot[r] >= 0 && t == 0) a.out[(u32)((b * HEAD_TILES + tile) * a.rope_blocks + block[r])].peak[(g + 8 * r) % TILE_HEADS] = peak[r];
   }
 }
 #endif
 
 // Columns are dealt so that a lane makes whole runs of words: of four registers of the keys one each, and of the last two, where they are left,
 // a half each (`many_fragments`).
-DEV void store_many(Turned& out, const float (*c)[4], int r, int h, int t, float top, bool there) {
+DEV void store_operand(QueryOperand& out, const float (*c)[4], int r, int h, int t, float top, bool there) {
   constexpr int WHOLE = Keys::REGISTERS / 4 * 4;
   u32* f = out.f[h / 4][0] + h % 4 * 8;
   u32 high[4], low[4];
@@ -230,22 +230,22 @@ DEV void store_many(Turned& out, const float (*c)[4], int r, int h, int t, float
   }
 }
 
-extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kvant_turn_many(const TurnArguments a) {
+extern "C" __global__ void __launch_bounds__(HIGH_BATCH_WARPS * 32, HIGH_BATCH_CTAS) kvant_rotate_queries_high_batch(const RotateArguments a) {
   DYNAMIC_SHARED(dynamic);
   const int tile = blockIdx.y, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const uint4* matrix = many_matrix(a, tile);
+  const uint4* matrix = high_batch_matrix(a, tile);
   uint4* shared = (uint4*)dynamic;
-  for (int i = threadIdx.x; i < MANY_PAIRS * (D / 16) * TURN_PARTS * 32; i += TURNS_WARPS * 32)
-    copy16(shared + i, matrix + (TURN_PARTS == 2 ? i : i / 32 * 64 + i % 32));
-  await_kernel();  // what makes queries
-  start_dependents();
+  for (int i = threadIdx.x; i < HIGH_BATCH_TILE_PAIRS * (D / 16) * QUERY_PARTS * 32; i += HIGH_BATCH_WARPS * 32)
+    copy16(shared + i, matrix + (QUERY_PARTS == 2 ? i : i / 32 * 64 + i % 32));
+  wait_prior_grid();  // what makes queries
+  launch_dependent_grids();
   const Share share = share_of(a, lane);
   await_copies();
   __syncthreads();
   shared += lane;
-#if WINDOW_TOKENS
+#if OVERLAY_TOKENS
 #pragma unroll 1
-  for (int i = share.windows; i < share.windows_end; i++) turn_windows(a, i / WINDOW_PASSES, i % WINDOW_PASSES, tile, g, t);
+  for (int i = share.overlay; i < share.overlay_end; i++) rotate_overlay_queries(a, i / OVERLAY_PASSES, i % OVERLAY_PASSES, tile, g, t);
 #endif
   int left = share.end - share.begin, b, at = share.begin;
   if (left <= 0) return;
@@ -254,13 +254,13 @@ extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kva
   for (span.low += at * AT_ONCE;; span.low += AT_ONCE) {
     while (span.low > span.high) span = span_of(a, ++b);
     const int first = span.low;
-    ManyRows rows;
+    LaneQueries rows;
     rows.enter(a, b, tile, g, t);
 #pragma unroll
     for (int r = 0; r < 2; r++) rows.angle[r] = (u32)(min(first + (g + 8 * r) / TILE_HEADS, span.high) * (D / 2) + 4 * t);
-    float c[MANY_TILES][4];
-    multiply_many<MANY_TILES, MANY_STEPS>(c, a, rows, [=](int n, int k, int p) { return shared[((n * (D / 16) + k) * TURN_PARTS + p) * 32]; });
-    Turned* out = a.out + (u32)((b * HEADS + tile) * a.blocks + first);
+    float c[HIGH_BATCH_TILES][4];
+    multiply_rotated<HIGH_BATCH_TILES, HIGH_BATCH_STEPS>(c, a, rows, [=](int n, int k, int p) { return shared[((n * (D / 16) + k) * QUERY_PARTS + p) * 32]; });
+    QueryOperand* out = a.out + (u32)((b * HEAD_TILES + tile) * a.rope_blocks + first);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int unit = (g + 8 * r) / TILE_HEADS, h = (g + 8 * r) % TILE_HEADS;
@@ -269,12 +269,12 @@ extern "C" __global__ void __launch_bounds__(TURNS_WARPS * 32, TURNS_BLOCKS) kva
       float top = 1e-30f;
 #pragma unroll
       for (int n = 0; n < SPECIAL; n++) top = fmaxf(top, fmaxf(fabsf(c[n][2 * r]), fabsf(c[n][2 * r + 1])));
-      top = of_four(top);
-      store_many(out[unit], c, r, h, t, top, there);
-      if (there && t == 0) out[unit].top[h] = top * (1.f / heaviest(Keys{})), out[unit].sum[h] = special[0], out[unit].bias[h] = special[1];
-      if (there && t == 1) out[unit].lost[h] = special[0] * a.scale;
+      top = quad_max(top);
+      store_operand(out[unit], c, r, h, t, top, there);
+      if (there && t == 0) out[unit].top[h] = top * (1.f / largest_weight(Keys{})), out[unit].sum[h] = special[0], out[unit].bias[h] = special[1];
+      if (there && t == 1) out[unit].mean_logit[h] = special[0] * a.scale;
     }
-    constexpr int MISSING = 4 * OWN - TILE_HEADS, WORDS = MISSING * Keys::REGISTERS * 2;  // heads that are not there count nothing
+    constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, WORDS = MISSING * Keys::REGISTERS * 2;  // heads that are not there count nothing
     if constexpr (MISSING > 0)
 #pragma unroll 1
       for (int j = lane; j < AT_ONCE * WORDS; j += 32) {

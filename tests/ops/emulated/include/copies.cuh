@@ -4,7 +4,7 @@
 #include "include/ptx.cuh"
 
 #if BULK
-DEV void copy_run(u32 to, const u8* from, u32 barrier, int lane) {
+DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
   if (lane == 0) {
     if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
     begin_copy(emulated_runs[barrier] = {emulated_dynamic + to, from, RUN});
@@ -12,19 +12,19 @@ DEV void copy_run(u32 to, const u8* from, u32 barrier, int lane) {
   __syncwarp();
 }
 DEV void no_copy() {}
-DEV void await_run(u32 barrier, u32) {
+DEV void await_stage(u32 barrier, u32) {
   __syncwarp();
   const auto found = emulated_runs.find(barrier);
   if (found != emulated_runs.end()) end_copy(found->second), emulated_runs.erase(found);
   __syncwarp();
 }
 #else
-DEV void copy_run(u32 to, const u8* from, u32, int lane) {
+DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
   for (int o = lane * 16; o < RUN; o += 512) copy16(emulated_dynamic + to + o, from + o);
   current->copies.push_back({});
 }
 DEV void no_copy() { current->copies.push_back({}); }
-DEV void await_run(u32, u32) {
+DEV void await_stage(u32, u32) {
   end_groups(STAGES - 1);
   __syncwarp();
 }
