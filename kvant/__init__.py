@@ -14,7 +14,7 @@ from kvant.version import VERSION
 
 if TYPE_CHECKING:
     from kvant.cache import NotFinite, PagedCache, PoolFull
-    from kvant.calibrate.kept import artifact_for
+    from kvant.calibrate.artifact_cache import artifact_for
     from kvant.engines.hf import Cache
     from kvant.eval.check import check
     from kvant.layout import Layout
@@ -55,7 +55,7 @@ _HOMES = {  # public name -> where it is defined, and under which name
     "Stream": ("kvant.recipe", "Stream"),
     "Verdict": ("kvant.verdicts", "Verdict"),
     "Window": ("kvant.recipe", "Window"),
-    "artifact_for": ("kvant.calibrate.kept", "artifact_for"),
+    "artifact_for": ("kvant.calibrate.artifact_cache", "artifact_for"),
     "check": ("kvant.eval.check", "check"),
     "plan": ("kvant.plan", "plan"),
     "recipe": ("kvant.recipes", "get"),

@@ -39,7 +39,7 @@ from typing import Literal
 
 import torch
 
-from kvant.codecs import DTYPES, Field, Parts
+from kvant.codecs import DTYPES, Field, Parts, StreamFormat
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
@@ -223,6 +223,18 @@ class Layout:
     def fields(self, stream: StreamName) -> tuple[Field, ...]:
         codec = self.recipe.streams[stream].codec.bind(self.head_dim, dtype=self.dtype)
         return codec.fields(self.head_dim)
+
+    @functools.cached_property
+    def formats(self) -> dict[StreamName, StreamFormat]:
+        """The stored form of each stream: what kernels for this layout are made from."""
+        return {
+            name: stream.codec.bind(self.head_dim, dtype=self.dtype).format(self.head_dim)
+            for name, stream in self.recipe.streams.items()
+        }
+
+    def format(self, stream: StreamName) -> StreamFormat:
+        """The stored form of a stream, as its codec describes it."""
+        return self.formats[stream]
 
     def scale_groups(self, stream: StreamName) -> int:
         """Groups of channels that the order of a stream's codes keeps together: those that have a scale of their own, if each is

@@ -185,9 +185,13 @@ class Recipe(Spec):
         return self.key.rope != "post"
 
     @property
-    def reads(self) -> bool:
+    def attention_weighted(self) -> bool:
         """Whether calibration has to weigh tokens by what attention reads of them."""
-        return any(getattr(part, "reads", False) for stream in self.streams.values() for part in stream.parts.values())
+        return any(
+            getattr(part, "attention_weighted", False)
+            for stream in self.streams.values()
+            for part in stream.parts.values()
+        )
 
     @property
     def streams(self) -> dict[Literal["key", "value"], Stream]:

@@ -14,14 +14,14 @@ import torch
 Tensor = torch.Tensor
 
 
-class Excerpt(NamedTuple):
+class Probe(NamedTuple):
     """The first tokens of a run of text, for searches that need real attention: some of its queries [rows, heads,
     queries per head, head_dim] and where they stand, all of its keys and values [tokens, heads, head_dim]."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
-    rows: Tensor  # int64 [rows]: the queries' places in the excerpt
+    rows: Tensor  # int64 [rows]: the queries' places in the probe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Moments:
         )
 
 
-class Spread(NamedTuple):
+class WeightedMoments(NamedTuple):
     """Mean and second moment of vectors, each weighted by what attention reads of it; all in float64."""
 
     mean: Tensor  # [heads, head_dim]
@@ -74,25 +74,25 @@ class Spread(NamedTuple):
     def covariance(self) -> Tensor:
         return self.second - self.mean[:, :, None] * self.mean[:, None, :]
 
-    def mixed(self, other: Spread | None, share: float) -> Spread:
+    def mixed(self, other: WeightedMoments | None, share: float) -> WeightedMoments:
         """This much of the other one."""
         if not share:
             return self
-        assert other is not None, "a part that looks at what is read says so (`reads`)"
-        return Spread(*(torch.lerp(a, b, share) for a, b in zip(self, other, strict=True)))
+        assert other is not None, "a part that looks at what is read says so (`attention_weighted`)"
+        return WeightedMoments(*(torch.lerp(a, b, share) for a, b in zip(self, other, strict=True)))
 
-    def through(self, matrix: Tensor, offset: Tensor) -> Spread:
+    def through(self, matrix: Tensor, offset: Tensor) -> WeightedMoments:
         """Of (x - offset) @ matrix; matrix [heads, d, d], offset [heads, d]."""
         mean = self.mean - offset
         second = self.covariance + mean[:, :, None] * mean[:, None, :]
-        return Spread((mean[:, None, :] @ matrix)[:, 0], matrix.mT @ second @ matrix)
+        return WeightedMoments((mean[:, None, :] @ matrix)[:, 0], matrix.mT @ second @ matrix)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerStats:
     """All that a fitter may look at. `attended` is OSCAR's C_S: the mean of (p V)^T (p V) over queries, per head.
 
-    The recipe's sink tokens are never coded, so they count in no moment and no sample; excerpts contain them. Where tokens
+    The recipe's sink tokens are never coded, so they count in no moment and no sample; probes contain them. Where tokens
     are weighed by what attention reads of them, the first 16 count nowhere: they would outweigh all others.
     """
 
@@ -100,22 +100,22 @@ class LayerStats:
     keys: Moments
     values: Moments
     attended: Tensor  # [heads, head_dim, head_dim] float64
-    excerpts: tuple[Excerpt, ...]
+    probes: tuple[Probe, ...]
     scale: float  # of the softmax
-    sink: int = 0  # tokens at the start of an excerpt that are never coded
+    sink: int = 0  # tokens at the start of a probe that are never coded
     recent: int = 0  # tokens before a query, itself included, that it reads in full precision
     window: int | None = None  # tokens that a query sees, itself included; None is all before it
     softcap: float | None = None  # of the logits
     attended_mean: Tensor | None = None  # [heads, head_dim]: the mean of p V, for what removes a mean from the values
-    read_keys: Spread | None = None  # where a part asks for it (`reads`): of keys and values as attention reads them
-    read_values: Spread | None = None
+    weighted_keys: WeightedMoments | None = None  # only where a part is `attention_weighted`
+    weighted_values: WeightedMoments | None = None
 
     def of(self, stream: str) -> Moments:
         return self.keys if stream == "key" else self.values
 
-    def spread(self, stream: str, share: float) -> Spread:
+    def weighted_moments(self, stream: str, share: float) -> WeightedMoments:
         """Mean and second moment of a stream; this share of a token's weight is what attention reads of it, the rest the
         same for all."""
         moments = self.of(stream)
-        plain = Spread(moments.mean, moments.second)
-        return plain.mixed(self.read_keys if stream == "key" else self.read_values, share)
+        plain = WeightedMoments(moments.mean, moments.second)
+        return plain.mixed(self.weighted_keys if stream == "key" else self.weighted_values, share)

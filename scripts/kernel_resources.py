@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvant import recipes
 from kvant.layout import Layout
-from kvant.ops.cuda import append, append_groups, full, nearest, nvrtc, plan, stored, unpack
+from kvant.ops.cuda import append, append_groups, full, nearest, nvrtc, plan, transform_kv, unpack
 
 H200 = (227 * 1024, 228 * 1024)  # shared memory of a thread block and of a multiprocessor
 FRAME_SIZE, REGCOUNT = 0x11, 0x2F  # attributes of a kernel in .nv.info
@@ -46,7 +46,7 @@ def texts() -> Iterator[tuple[str, str]]:
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text
         if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4"):
             block = layout.recipe.key.effective_rope_block
-            yield f"transform {name}", stored.StoredPlan(layout, "bfloat16", block).text
+            yield f"transform {name}", transform_kv.TransformPlan(layout, "bfloat16", block).text
         if layout.recipe.key.groupwise:
             yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
             continue

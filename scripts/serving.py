@@ -1,8 +1,8 @@
-"""Measures on SmolLM2 what sharing, prefix hits and snapshots save, and writes docs/serving.json and the tables of
-docs/serving.md.
+"""Measures on SmolLM2 what sharing, prefix hits and snapshots save, and writes results/serving.json and the
+tables of docs/serving.md.
 
     .venv/bin/python scripts/serving.py [--device cuda] [--repeats 5]
-    .venv/bin/python scripts/serving.py --tables        only writes the tables again
+    .venv/bin/python scripts/serving.py --tables        only renders the tables
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from kvant.cli.common import say, write_json
 from kvant.engines.hf import Cache
 from kvant.layout import human_bytes
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+FIGURES = ROOT / "results" / "serving.json"
+PAGE = ROOT / "docs" / "serving.md"
 SAMPLES, PROMPT, NEW, SUFFIX = 16, 1000, 8, 16
 
 
@@ -40,7 +42,7 @@ def clock(work: Callable[[], Any], device: str) -> float:
 
 
 def text_ids(tokenizer: Any, count: int, device: str) -> torch.Tensor:
-    text = "\n".join((DOCS / name).read_text() for name in ("design.md", "methods.md", "results.md"))
+    text = "\n".join((PAGE.parent / name).read_text() for name in ("design.md", "methods.md", "results.md"))
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     assert ids.shape[1] >= count, f"the documents have {ids.shape[1]} tokens, {count} are needed"
     return ids[:, :count].to(device)
@@ -172,14 +174,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tables", action="store_true")
     args = parser.parse_args()
-    target = DOCS / "serving.json"
     if not args.tables:
-        write_json(str(target), measure(args))
-    page = (DOCS / "serving.md").read_text()
-    for name, text in tables(json.loads(target.read_text())).items():
+        write_json(str(FIGURES), measure(args))
+    page = PAGE.read_text()
+    for name, text in tables(json.loads(FIGURES.read_text())).items():
         page, count = re.subn(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", rf"\g<1>{text}\g<2>", page, flags=re.DOTALL)
         assert count == 1, f"docs/serving.md has {count} places for {name}"
-    (DOCS / "serving.md").write_text(page)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from kvant.cache import PagedCache
 from kvant.calibrate.fitting import fit_layer
 from kvant.layout import Layout
 from kvant.recipe import Recipe
-from kvant.stats import Spread
+from kvant.stats import WeightedMoments
 from tests.conftest import make_layout
 from tests.fitted import layer_stats
 from tests.grouped import some_rope
@@ -78,8 +78,10 @@ def tensors_of(name: str, heads: int, dim: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(heads, 800, dim, generator=random) for _ in range(2))
     stats = layer_stats(keys, values)
-    read_keys, read_values = (Spread(moments.mean, moments.second) for moments in (stats.keys, stats.values))
-    stats = dataclasses.replace(stats, read_keys=read_keys, read_values=read_values)
+    weighted_keys, weighted_values = (
+        WeightedMoments(moments.mean, moments.second) for moments in (stats.keys, stats.values)
+    )
+    stats = dataclasses.replace(stats, weighted_keys=weighted_keys, weighted_values=weighted_values)
     return {key: value.clone() for key, value in fit_layer(recipe, stats).items()}
 
 

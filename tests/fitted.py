@@ -60,7 +60,7 @@ def layer_stats(keys: torch.Tensor, values: torch.Tensor | None = None) -> Layer
         keys=moments(keys),
         values=moments(values),
         attended=torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim),
-        excerpts=(),
+        probes=(),
         scale=dim**-0.5,
         attended_mean=values.double().mean(1),
     )

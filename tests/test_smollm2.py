@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvant
-from kvant.eval import Windows, evaluate
+from kvant.eval import Segments, evaluate
 
 pytestmark = pytest.mark.model
 
@@ -117,9 +117,9 @@ def test_the_order_of_the_recipes(smollm2: tuple[Any, Any]) -> None:
     """On this repository's own prose; docs/results.md has the figures on a real text."""
     model, tokenizer = smollm2
     text = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
-    windows = Windows.over(tokenizer(text, verbose=False)["input_ids"], context=384, tokens=256, prompt=256)
+    segments = Segments.over(tokenizer(text, verbose=False)["input_ids"], context=384, tokens=256, prompt=256)
     names = ["int8", "saw-int4", "int4", "int2:sink=4,recent=64", "int2"]
-    results = evaluate(model, [kvant.recipe(name) for name in names], windows, chunk=16)
+    results = evaluate(model, [kvant.recipe(name) for name in names], segments, chunk=16)
     kl = [result.kl for result in results]
     assert kl == sorted(kl), dict(zip(names, kl, strict=True))
     assert kl[0] < 0.01

@@ -278,8 +278,8 @@ def filled(model: Any, recipe: Recipe, work: Work, batch: int) -> Any:
     (group,) = cache.groups
     paged = group.paged
     random.Random(0).shuffle(paged.pool._free)
-    group.seqs = [paged.new() for _ in range(batch)]
-    first, *others = group.seqs
+    group.sequences = [paged.new() for _ in range(batch)]
+    first, *others = group.sequences
     key, value = (vectors(shape.context, shape.kv_heads, shape.head_dim, device, at) for at in (0.0, 0.4))
     query = torch.randn(shape.context, shape.heads, shape.head_dim, device=device) if recipe.wants_queries else None
     made = paged.extend([first], [shape.context])
@@ -290,11 +290,11 @@ def filled(model: Any, recipe: Recipe, work: Work, batch: int) -> Any:
     pages = source.pages[torch.tensor(first.pages, device=device)]
     rows = [owned[first.overlay_row].clone() for owned in source.owned]
     for store in paged.stores:
-        for seq in group.seqs:
+        for seq in group.sequences:
             store.pages[torch.tensor(seq.pages, device=device)] = pages
         for owned, row in zip(store.owned, rows, strict=True):
             owned[:] = row
-    cache._restored(shape.context, None, None, "")
+    cache.state.restore(shape.context, None, None, "")
     return cache
 
 

@@ -54,13 +54,13 @@ def measure(
     )
     run = functools.partial(chosen.run, filled.store, query, key, value, batch, scale=shape.head_dim**-0.5)
     found = run()
-    few = slice(new_tokens - 8, new_tokens)  # the last rows of the first sequence are enough for the reference
+    last = slice(new_tokens - 8, new_tokens)  # the last rows of the first sequence are enough for the reference
     row = one_sequence(batch, 0)._replace(query_start_loc=torch.tensor([0, new_tokens], device=device))
     part = slice(0, new_tokens)
     expected = reference.prefill(
         filled.store, query[part].double(), key[part].double(), value[part].double(), row, scale=shape.head_dim**-0.5
     )
-    error = float((found[few].double() - expected[few]).norm() / expected[few].norm())
+    error = float((found[last].double() - expected[last]).norm() / expected[last].norm())
     if not error <= LIMIT:
         raise ValueError(
             f"{chosen.name} prefills recipe {recipe.name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"

@@ -14,7 +14,7 @@ from kvant.layout import Layout
 from kvant.ops import LayerStore, PagedBatch
 from kvant.recipe import Recipe
 from kvant.rope import Rope
-from kvant.stats import Excerpt, LayerStats, Moments, Spread
+from kvant.stats import LayerStats, Moments, Probe, WeightedMoments
 
 Tensor = torch.Tensor
 
@@ -71,11 +71,11 @@ def fitted(recipe: Recipe, shape: Shape, device: torch.device | str) -> dict[str
         keys=of_keys,
         values=of_values,
         attended=attended.second,
-        excerpts=(Excerpt(queries[rows], keys, values, rows),),
+        probes=(Probe(queries[rows], keys, values, rows),),
         scale=dim**-0.5,
         attended_mean=attended.mean,
-        read_keys=Spread(of_keys.mean, of_keys.second),
-        read_values=Spread(of_values.mean, of_values.second),
+        weighted_keys=WeightedMoments(of_keys.mean, of_keys.second),
+        weighted_values=WeightedMoments(of_values.mean, of_values.second),
     )
     return {name: tensor.to(device) for name, tensor in fit_layer(recipe, stats).items()}
 

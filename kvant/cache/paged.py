@@ -144,7 +144,7 @@ class PagedCache:
         if seq is source:
             return
         for layer in range(len(self.stores)):
-            self.copy_owned(layer, source, seq)
+            self.copy_row(layer, source, seq)
         self.pool.share(source.held)
         self.pool.release(seq.held)
         seq.length, seq.sinks, seq.visible, seq.requantized_from = (
@@ -156,8 +156,8 @@ class PagedCache:
         seq.pages, seq.ring_start = list(source.pages), dict(source.ring_start)
 
     @locked
-    def copy_owned(self, layer: int, source: Sequence, target: Sequence) -> None:
-        """Gives a sequence the windows of another in one layer."""
+    def copy_row(self, layer: int, source: Sequence, target: Sequence) -> None:
+        """Copies a sequence's row of the overlays and of corrector states to that of another, in one layer."""
         for owned in self.stores[layer].owned:
             owned[target.overlay_row] = owned[source.overlay_row]
 
@@ -278,43 +278,45 @@ class PagedCache:
         self.pool.release(gone)
 
     @locked
-    def extend(self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> PagedBatch:
+    def extend(self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> PagedBatch:
         """Makes room for new tokens at the end of sequences and says where they go: all of them, or an error (PoolFull, or
         torch's where memory runs out) and none.
 
         The tokens themselves are written layer by layer with `append`. A page that another sequence reads too is copied
         before it is written. A count may be 0.
         """
-        self._check_batch(seqs)
-        if len(counts) != len(seqs) or any(count < 0 for count in counts):
-            raise ValueError(f"counts must be a number of new tokens for each of {len(seqs)} sequences, got {counts}")
+        self._check_batch(sequences)
+        if len(counts) != len(sequences) or any(count < 0 for count in counts):
+            raise ValueError(
+                f"counts must be a number of new tokens for each of {len(sequences)} sequences, got {counts}"
+            )
         layout = self.layout
-        fresh = [layout.pages_for(e.length + c) - len(e.pages) for e, c in zip(seqs, counts, strict=True)]
-        copied = self._to_copy(seqs, counts)
+        fresh = [layout.pages_for(e.length + c) - len(e.pages) for e, c in zip(sequences, counts, strict=True)]
+        copied = self._to_copy(sequences, counts)
         try:
             self.reserve(sum(fresh) + len(copied))
         except PoolFull:  # a kept prefix gives way before a sequence does
             if not self._give_way(sum(fresh), [seq.pages[place] for seq, place in copied]):
                 raise
-            copied = self._to_copy(seqs, counts)
+            copied = self._to_copy(sequences, counts)
             self.reserve(sum(fresh) + len(copied))
         for seq, place in copied:
             self._copy_page(seq, place)
-        before = [seq.length for seq in seqs]
+        before = [seq.length for seq in sequences]
         try:
-            return self._batch(seqs, counts, self._extended(seqs, counts, fresh))
+            return self._batch(sequences, counts, self._extended(sequences, counts, fresh))
         except BaseException:  # memory for what is told of the batch
-            for seq, length in zip(seqs, before, strict=True):
+            for seq, length in zip(sequences, before, strict=True):
                 self.retract(seq, length)
             raise
 
     def _extended(
-        self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int], fresh: abc.Sequence[int]
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], fresh: abc.Sequence[int]
     ) -> list[Tensor]:
         """Makes sequences longer by pages that are free, and says where the new tokens of each go."""
         layout, size = self.layout, self.layout.page_tokens
         slot_mapping: list[Tensor] = []
-        for seq, count, more in zip(seqs, counts, fresh, strict=True):
+        for seq, count, more in zip(sequences, counts, fresh, strict=True):
             seq.pages += self.pool.take(more)
             at = torch.arange(seq.length, seq.length + count) - layout.recipe.origin
             at = at.clamp_min(0)  # tokens before the first page have no place in one
@@ -326,27 +328,27 @@ class PagedCache:
         return slot_mapping
 
     @locked
-    def batch(self, seqs: abc.Sequence[Sequence]) -> PagedBatch:
+    def batch(self, sequences: abc.Sequence[Sequence]) -> PagedBatch:
         """Sequences as they are, with no new tokens. One may be there several times: nothing is written."""
-        self._check_ours(seqs)
-        return self._batch(seqs, [0] * len(seqs), [])
+        self._check_ours(sequences)
+        return self._batch(sequences, [0] * len(sequences), [])
 
-    def _check_ours(self, seqs: abc.Sequence[Sequence]) -> None:
-        if not seqs:
-            raise ValueError("entries must name at least one sequence, got none")
-        for seq in seqs:
+    def _check_ours(self, sequences: abc.Sequence[Sequence]) -> None:
+        if not sequences:
+            raise ValueError("sequences must name at least one sequence, got none")
+        for seq in sequences:
             self.check_ours(seq)
 
-    def _check_batch(self, seqs: abc.Sequence[Sequence]) -> None:
-        self._check_ours(seqs)
-        if len({id(seq) for seq in seqs}) != len(seqs):
-            raise ValueError("entries must name every sequence once, got one of them twice: fork it")
+    def _check_batch(self, sequences: abc.Sequence[Sequence]) -> None:
+        self._check_ours(sequences)
+        if len({id(seq) for seq in sequences}) != len(sequences):
+            raise ValueError("sequences must name every sequence once, got one of them twice: fork it")
 
     def _batch(
-        self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int], slot_mapping: abc.Sequence[Tensor]
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], slot_mapping: abc.Sequence[Tensor]
     ) -> PagedBatch:
-        table = torch.zeros(len(seqs), max(1, max(len(e.pages) for e in seqs)), dtype=torch.int64)
-        for row, seq in enumerate(seqs):
+        table = torch.zeros(len(sequences), max(1, max(len(e.pages) for e in sequences)), dtype=torch.int64)
+        for row, seq in enumerate(sequences):
             table[row, : len(seq.pages)] = torch.tensor(seq.pages, dtype=torch.int64)
 
         def column(values: list[int]) -> Tensor:
@@ -357,16 +359,16 @@ class PagedCache:
             query_start_loc.append(query_start_loc[-1] + count)
         return PagedBatch(
             block_table=table.to(self.device),
-            seq_lens=column([e.length for e in seqs]),
+            seq_lens=column([e.length for e in sequences]),
             slot_mapping=(torch.cat(list(slot_mapping)) if slot_mapping else torch.zeros(0, dtype=torch.int64)).to(
                 self.device
             ),
             query_start_loc=column(query_start_loc),
-            overlay_rows=column([e.overlay_row for e in seqs]),
-            sinks=column([e.sinks for e in seqs]),
+            overlay_rows=column([e.overlay_row for e in sequences]),
+            sinks=column([e.sinks for e in sequences]),
             ring_start={
-                "key": column([e.ring_start["key"] for e in seqs]),
-                "value": column([e.ring_start["value"] for e in seqs]),
+                "key": column([e.ring_start["key"] for e in sequences]),
+                "value": column([e.ring_start["value"] for e in sequences]),
             },
         )
 
@@ -406,7 +408,7 @@ class PagedCache:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _to_copy(self, seqs: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> list[tuple[Sequence, int]]:
+    def _to_copy(self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> list[tuple[Sequence, int]]:
         """Places in sequences' pages that new tokens will write to and that another sequence reads too.
 
         A new token goes to the page after the last token; a group that it completes may lie in older pages.
@@ -414,7 +416,7 @@ class PagedCache:
         layout = self.layout
         out: list[tuple[Sequence, int]] = []
         left: Counter[int] = Counter()  # references that the copies so far give up
-        for seq, count in zip(seqs, counts, strict=True):
+        for seq, count in zip(sequences, counts, strict=True):
             starts = []
             for name, stream in layout.recipe.streams.items():
                 end = self.frontier(seq, name) if stream.groupwise else seq.length

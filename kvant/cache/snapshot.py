@@ -295,10 +295,13 @@ class Snapshot:
         pages = cache.pool.take(saved.pages)
         for page, count in zip(pages, saved.references, strict=True):
             cache.pool.share([page] * (count - 1))
-        seqs = settled(cache, saved.sequences, pages, share=False)
+        sequences = settled(cache, saved.sequences, pages, share=False)
         nodes = [dataclasses.replace(node, page=pages[node.page]) for node in saved.nodes or ()]
         for store in cache.stores:
-            for tensor, chosen in [(store.pages, pages), *((o, [e.overlay_row for e in seqs]) for o in store.owned)]:
+            for tensor, chosen in [
+                (store.pages, pages),
+                *((o, [e.overlay_row for e in sequences]) for o in store.owned),
+            ]:
                 done = 0
                 while done < len(chosen):
                     part = next(rows)

@@ -31,17 +31,17 @@ class StaticBatch:
     else may be done with the cache: a pool that grows would move the pages.
     """
 
-    def __init__(self, cache: PagedCache, seqs: abc.Sequence[Sequence], steps: int) -> None:
+    def __init__(self, cache: PagedCache, sequences: abc.Sequence[Sequence], steps: int) -> None:
         reason = refuse(cache.layout)
         if reason is not None:
             raise ValueError(reason)
         if steps < 1:
             raise ValueError(f"steps must be positive, got {steps}")
-        self.cache, self.seqs, self.steps = cache, list(seqs), steps
-        self.before = [seq.length for seq in self.seqs]
-        count = len(self.seqs)
+        self.cache, self.sequences, self.steps = cache, list(sequences), steps
+        self.before = [seq.length for seq in self.sequences]
+        count = len(self.sequences)
         with torch.inference_mode(False):
-            room = cache.extend(self.seqs, [steps] * count)
+            room = cache.extend(self.sequences, [steps] * count)
             try:
                 self._slots = room.slot_mapping.view(count, steps).T.contiguous()  # of every step
                 self._sinks = room.sinks.clone()  # that a sequence will have once it is long enough
@@ -87,7 +87,7 @@ class StaticBatch:
         """The sequences have so many tokens more than before; what `written` steps have put into windows is taken back."""
         written = kept if written is None else written
         with self.cache.lock:
-            for seq, before in zip(self.seqs, self.before, strict=True):
+            for seq, before in zip(self.sequences, self.before, strict=True):
                 self.cache.retract(seq, before + written)
                 if written > kept:
                     self.cache.rollback(seq, before + kept, range(len(self.cache.stores)))

@@ -30,13 +30,13 @@ class Swapped:
         return sum(t.nbytes for layer in (self.pages, *self.owned) for t in layer)
 
 
-def gathered(seqs: abc.Sequence[Sequence]) -> tuple[list[int], list[Sequence]]:
+def gathered(sequences: abc.Sequence[Sequence]) -> tuple[list[int], list[Sequence]]:
     """The pages of some sequences, each once, and the sequences with their places among these."""
-    pages = list(dict.fromkeys(page for seq in seqs for page in seq.held))
+    pages = list(dict.fromkeys(page for seq in sequences for page in seq.held))
     place = {page: i for i, page in enumerate(pages)} | {SLID_OUT: SLID_OUT}
     moved = [
         dataclasses.replace(e, overlay_row=row, pages=[place[page] for page in e.pages], ring_start=dict(e.ring_start))
-        for row, e in enumerate(seqs)
+        for row, e in enumerate(sequences)
     ]
     return pages, moved
 
@@ -46,16 +46,16 @@ def settled(
 ) -> list[Sequence]:
     """Sequences of `gathered` as new sequences of a cache over pages that were taken for them: all of them, or an error and
     none. `share`: a page has one reference so far; otherwise all are counted. Their windows are still to be filled."""
-    seqs: list[Sequence] = []
+    sequences: list[Sequence] = []
     try:
         for _ in moved:
-            seqs.append(cache.new())
+            sequences.append(cache.new())
     except BaseException:  # they have no pages yet
-        for seq in seqs:
+        for seq in sequences:
             cache.free(seq)
         raise
     seen: set[int] = set()
-    for seq, each in zip(seqs, moved, strict=True):
+    for seq, each in zip(sequences, moved, strict=True):
         seq.length, seq.sinks, seq.visible, seq.requantized_from = (
             each.length,
             each.sinks,
@@ -67,17 +67,17 @@ def settled(
         if share:
             cache.pool.share([page for page in seq.held if page in seen])
         seen.update(seq.held)
-    return seqs
+    return sequences
 
 
-def copied(cache: PagedCache, seqs: abc.Sequence[Sequence]) -> Swapped:
+def copied(cache: PagedCache, sequences: abc.Sequence[Sequence]) -> Swapped:
     """Copies sequences to host memory. What they share with others is copied too."""
     with cache.lock:
-        for seq in seqs:
+        for seq in sequences:
             cache.check_ours(seq)
-        pages, moved = gathered(seqs)
+        pages, moved = gathered(sequences)
         ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-        rows = torch.tensor([seq.overlay_row for seq in seqs], dtype=torch.int64, device=cache.device)
+        rows = torch.tensor([seq.overlay_row for seq in sequences], dtype=torch.int64, device=cache.device)
         return Swapped(
             cache.digest,
             tuple(moved),
@@ -86,11 +86,11 @@ def copied(cache: PagedCache, seqs: abc.Sequence[Sequence]) -> Swapped:
         )
 
 
-def swap_out(cache: PagedCache, seqs: abc.Sequence[Sequence]) -> Swapped:
+def swap_out(cache: PagedCache, sequences: abc.Sequence[Sequence]) -> Swapped:
     """Copies sequences to host memory, as `copied` does, and frees them."""
     with cache.lock:
-        swapped = copied(cache, seqs)
-        for seq in seqs:
+        swapped = copied(cache, sequences)
+        for seq in sequences:
             cache.free(seq)
         return swapped
 
@@ -108,19 +108,19 @@ def swap_in(cache: PagedCache, swapped: Swapped) -> list[Sequence]:
         cache.reserve(count, len(swapped.sequences))
         pages = cache.pool.take(count)
         try:
-            seqs = settled(cache, swapped.sequences, pages)
+            sequences = settled(cache, swapped.sequences, pages)
         except BaseException:
             cache.pool.release(pages)
             raise
         try:
             ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-            rows = torch.tensor([seq.overlay_row for seq in seqs], dtype=torch.int64, device=cache.device)
+            rows = torch.tensor([seq.overlay_row for seq in sequences], dtype=torch.int64, device=cache.device)
             for store, data, windows in zip(cache.stores, swapped.pages, swapped.owned, strict=True):
                 store.pages[ids] = data.to(cache.device)
                 for owned, kept in zip(store.owned, windows, strict=True):
                     owned[rows] = kept.to(cache.device)
         except BaseException:
-            for seq in seqs:
+            for seq in sequences:
                 cache.free(seq)
             raise
-        return seqs
+        return sequences

@@ -54,23 +54,23 @@ def _unit(gains: Tensor) -> Tensor:
 
 @fits(Mean)
 def fit_mean(part: Mean, stats: LayerStats, stream: str) -> dict[str, Tensor]:
-    return {"offset": stats.spread(stream, part.share).mean.float()}
+    return {"offset": stats.weighted_moments(stream, part.share).mean.float()}
 
 
 @fits(Balance)
 def fit_balance(part: Balance, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     if stream != "key":
         raise ValueError("Balance weighs keys against queries; values have none: use Spectral there")
-    spread = stats.spread(stream, part.share)
-    covariance = spread.covariance if part.mean else spread.second
+    moments = stats.weighted_moments(stream, part.share)
+    covariance = moments.covariance if part.mean else moments.second
     matrix = balanced(covariance, stats.queries.second, part)
-    offset = spread.mean if part.mean else torch.zeros_like(spread.mean)
+    offset = moments.mean if part.mean else torch.zeros_like(moments.mean)
     return {"offset": offset.float(), "matrix": matrix.float()}
 
 
 @fits(Spectral)
 def fit_spectral(part: Spectral, stats: LayerStats, stream: str) -> dict[str, Tensor]:
-    values, vectors = eigen(stats.spread(stream, part.share).covariance)
+    values, vectors = eigen(stats.weighted_moments(stream, part.share).covariance)
     columns = vectors * values.pow(-part.power)[:, None, :]
     dim = columns.shape[-1]
     return {"matrix": walsh_hadamard(columns, dim & -dim).float()}

@@ -20,5 +20,5 @@ def fit_banded(part: Banded, stats: LayerStats, stream: str) -> dict[str, Tensor
         second = stats.queries.second.diagonal(dim1=-2, dim2=-1)
         found["weights"] = (second / second.mean(-1, keepdim=True).clamp_min(1e-30)).float()
     if part.flag:
-        found["mean"] = stats.spread(stream, part.share).mean.float()
+        found["mean"] = stats.weighted_moments(stream, part.share).mean.float()
     return found

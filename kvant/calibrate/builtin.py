@@ -14,8 +14,8 @@ import torch
 
 from kvant import passages
 from kvant.artifact import Artifact
+from kvant.calibrate.artifact_cache import artifact_path, cached
 from kvant.calibrate.capture import Progress
-from kvant.calibrate.kept import kept, kept_at
 from kvant.calibrate.run import calibrate
 from kvant.engines.fingerprint import fingerprint
 from kvant.recipe import Recipe
@@ -30,18 +30,18 @@ def fits_in_seconds(recipe: Recipe) -> bool:
     return bool(parts) and all(isinstance(part, Mean) for part in parts)
 
 
-def kept_artifact(named: str, recipe: Recipe) -> Artifact | None:
+def cached_artifact(named: str, recipe: Recipe) -> Artifact | None:
     """An artifact that was kept: fitted on what the model wrote, or on the built-in text."""
-    return kept(named, recipe) or kept_builtin(named, recipe)
+    return cached(named, recipe) or cached_builtin(named, recipe)
 
 
-def kept_builtin(named: str, recipe: Recipe) -> Artifact | None:
-    return kept(named, recipe, passages.source("fit"))
+def cached_builtin(named: str, recipe: Recipe) -> Artifact | None:
+    return cached(named, recipe, passages.source("fit"))
 
 
-def kept_builtin_at(named: str, recipe: Recipe) -> Path:
+def builtin_path(named: str, recipe: Recipe) -> Path:
     """Where a fit on the built-in text is kept."""
-    return kept_at(named, recipe, passages.source("fit"))
+    return artifact_path(named, recipe, passages.source("fit"))
 
 
 def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress | None = None) -> Artifact:
@@ -50,7 +50,7 @@ def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress |
     ids = ids[:MEAN_TOKENS] if fits_in_seconds(recipe) else ids
     made = calibrate(model, tokenizer, recipe, ids, progress=progress)
     made = dataclasses.replace(made, source=made.source | {"text": "built in"})
-    path = kept_builtin_at(fingerprint(model), recipe)
+    path = builtin_path(fingerprint(model), recipe)
     try:
         made.save(path)
     except OSError as error:

@@ -1,14 +1,14 @@
 """Streams queries, keys and values out of a transformers model, and keeps of them what fitters look at.
 
-A run of text goes through the model with a cache that stores nothing: like `kvant.Cache` it hands the attention
+An excerpt of text goes through the model with a cache that stores nothing: like `kvant.Cache` it hands the attention
 function a handle, and the attention function, already there for packed pages, asks it to attend. So whatever the
-engine serves can be measured, and nothing is patched. What is kept (sums, a sample, a few excerpts) has a size that
+engine serves can be measured, and nothing is patched. What is kept (sums, a sample, a few probes) has a size that
 does not depend on the number of tokens; where all layers together would take too much, the text is read several
 times, a few layers a time.
 
 Positions: attention does not change when q and k are rotated by the same number of positions, but their second moments
-and ranges do. Every token of a run is therefore rotated to a position of its own before it counts, the positions of a
-run spread evenly over those that will be served; excerpts, which need q and k to match, are rotated as a whole, each
+and ranges do. Every token of an excerpt is therefore rotated to a position of its own before it counts, the positions of an
+excerpt spread evenly over those that will be served; probes, which need q and k to match, are rotated as a whole, each
 by another offset.
 """
 
@@ -23,11 +23,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from kvant.engines.hf import Handle, ModelShape, PackedLayer
+from kvant.engines.attention import Handle
+from kvant.engines.layers import PackedLayer
 from kvant.engines.lending import borrow
 from kvant.progress import Progress
 from kvant.rope import Rope, ropes_of
-from kvant.stats import Excerpt, LayerStats, Moments, Spread
+from kvant.shape import ModelShape
+from kvant.stats import LayerStats, Moments, Probe, WeightedMoments
 
 Tensor = torch.Tensor
 
@@ -35,45 +37,58 @@ BUDGET = 384 << 20  # bytes that statistics may take at a time
 SAMPLE_BUDGET = 128 << 20  # bytes of one layer's sampled keys and values
 SAMPLES = 16384  # sampled keys and values a head, at most
 QUERY_SAMPLES = 1024
-EXCERPTS = 4
-EXCERPT_TOKENS = 1024
-QUERY_STEP = 16  # one query of an excerpt in so many is kept
+PROBES = 4
+PROBE_TOKENS = 1024
+QUERY_STEP = 16  # one query of a probe in so many is kept
 SCORE_BYTES = 32 << 20  # of a block of attention scores, where they have to be formed
-UNREAD = 16  # tokens at the start of a run that weigh nothing in what attention reads: the sinks outweigh all others
-HEAVIEST = 100.0  # times the mean
+UNWEIGHTED = (
+    16  # tokens at the start of an excerpt that weigh nothing in what attention reads: the sinks outweigh all others
+)
+MAX_WEIGHT = 100.0  # times the mean
+STORED_NAMES = {  # of fields of `Plan`, in the names of checkpoints
+    "excerpts": "runs",
+    "attention_weighted": "reads",
+    "probes": "excerpts",
+    "probe_tokens": "excerpt_tokens",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is gathered: from how many tokens, at which positions, and how much of it is kept."""
 
-    runs: int
+    excerpts: int
     tokens: int
     max_position: int
     sink: int = 0
     recent: int = 0
     seed: int = 0
-    reads: bool = False  # whether to weigh tokens by what attention reads of them
+    attention_weighted: bool = False  # whether to weigh tokens by what attention reads of them
     block: int = 0  # keys are stored relative to the start of their block of so many positions; 0 is as they come
     samples: int = SAMPLES
-    excerpts: int = EXCERPTS
-    excerpt_tokens: int = EXCERPT_TOKENS
+    probes: int = PROBES
+    probe_tokens: int = PROBE_TOKENS
 
-    def excerpt_offset(self, run: int, tokens: int) -> int | None:
-        """By how many positions a run is rotated if it becomes an excerpt, else None: from 0 to the end of the range."""
-        count = min(self.excerpts, self.runs)
-        chosen = [round(i * (self.runs - 1) / max(1, count - 1)) for i in range(count)]
-        if run not in chosen:
+    def checkpoint_key(self) -> dict[str, Any]:
+        """The plan as plain data, which names the checkpoint of an interrupted fit. Fields appear under the names that
+        checkpoints were first written with, so that a fit that was interrupted before a field was renamed is still found."""
+        return {STORED_NAMES.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+
+    def probe_offset(self, excerpt: int, tokens: int) -> int | None:
+        """By how many positions an excerpt is rotated if it becomes a probe, else None: from 0 to the end of the range."""
+        count = min(self.probes, self.excerpts)
+        chosen = [round(i * (self.excerpts - 1) / max(1, count - 1)) for i in range(count)]
+        if excerpt not in chosen:
             return None
-        return round(chosen.index(run) * max(0, self.max_position - tokens) / max(1, count - 1))
+        return round(chosen.index(excerpt) * max(0, self.max_position - tokens) / max(1, count - 1))
 
-    def positions(self, run: int, tokens: int, below: int | None = None) -> Tensor | None:
-        """Where the tokens of a run are rotated to: spread evenly over [0, below) in random order, by default over all
-        that will be served; None where the run covers them as it is."""
+    def positions(self, excerpt: int, tokens: int, below: int | None = None) -> Tensor | None:
+        """Where the tokens of an excerpt are rotated to: spread evenly over [0, below) in random order, by default over all
+        that will be served; None where the excerpt covers them as it is."""
         below = below or self.max_position
         if below == tokens or (below < tokens and below == self.max_position):
             return None
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + run) * 2 + (below != self.max_position))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + excerpt) * 2 + (below != self.max_position))
         place = torch.randperm(tokens, generator=generator).double()
         place += torch.rand(tokens, generator=generator, dtype=torch.float64)
         return (place * (below / tokens)).long().clamp_max(below - 1)
@@ -88,7 +103,9 @@ class Running:
         self.second = torch.zeros(heads, dim, dim, dtype=torch.float64, device=device)
         self.absmax = torch.zeros(heads, dim, dtype=torch.float64, device=device)
         self.sample = torch.zeros(samples, heads, dim, dtype=torch.float32, device=device)
-        self.lots = torch.full((samples,), 2.0, dtype=torch.float64)  # every vector draws one; the lowest are kept
+        self.priorities = torch.full(
+            (samples,), 2.0, dtype=torch.float64
+        )  # every vector draws one; the lowest are kept
         self.generator = torch.Generator().manual_seed(seed)
 
     @staticmethod
@@ -102,23 +119,23 @@ class Running:
         self.total += wide.sum(0)
         self.second += torch.einsum("nhd,nhe->hde", wide, wide)
         self.absmax = torch.maximum(self.absmax, wide.abs().amax(0))
-        if not len(self.lots):
+        if not len(self.priorities):
             return
-        lots = torch.rand(len(x), dtype=torch.float64, generator=self.generator)
-        kept = torch.cat((self.lots, lots)).topk(len(self.lots), largest=False).indices.sort().values
-        stay = torch.zeros(len(self.lots), dtype=torch.bool)
-        stay[kept[kept < len(self.lots)]] = True
-        enter = kept[kept >= len(self.lots)] - len(self.lots)
-        self.lots[~stay] = lots[enter]
+        priorities = torch.rand(len(x), dtype=torch.float64, generator=self.generator)
+        kept = torch.cat((self.priorities, priorities)).topk(len(self.priorities), largest=False).indices.sort().values
+        stay = torch.zeros(len(self.priorities), dtype=torch.bool)
+        stay[kept[kept < len(self.priorities)]] = True
+        enter = kept[kept >= len(self.priorities)] - len(self.priorities)
+        self.priorities[~stay] = priorities[enter]
         self.sample[(~stay).to(x.device)] = x[enter.to(x.device)].float()
 
     def finish(self) -> Moments:
         assert self.count, "no vectors were added"
-        sample = self.sample[(self.lots < 2.0).to(self.sample.device)].transpose(0, 1)
+        sample = self.sample[(self.priorities < 2.0).to(self.sample.device)].transpose(0, 1)
         return Moments(self.count, self.total / self.count, self.second / self.count, self.absmax, sample)
 
 
-class Weighted:
+class WeightedSums:
     """Streamed weighted sums of vectors."""
 
     def __init__(self, heads: int, dim: int, device: torch.device) -> None:
@@ -134,17 +151,17 @@ class Weighted:
         self.total += heavy.sum(0)
         self.second += torch.einsum("nhd,nhe->hde", heavy, wide)
 
-    def finish(self) -> Spread:
+    def finish(self) -> WeightedMoments:
         assert bool((self.weight > 0).all()), "no vectors were added"
-        return Spread(self.total / self.weight[:, None], self.second / self.weight[:, None, None])
+        return WeightedMoments(self.total / self.weight[:, None], self.second / self.weight[:, None, None])
 
 
 def relative(read: Tensor) -> Tensor:
-    """Weights of a run's tokens [tokens, heads] in terms of their mean."""
-    return (read / read.mean(0).clamp_min(1e-30)).clamp_max(HEAVIEST)
+    """Weights of an excerpt's tokens [tokens, heads] in terms of their mean."""
+    return (read / read.mean(0).clamp_min(1e-30)).clamp_max(MAX_WEIGHT)
 
 
-class Read(NamedTuple):
+class TokenWeights(NamedTuple):
     """What attention reads, summed over the tokens that a query finds coded: those before the recent window, and none of
     the first, which are sinks."""
 
@@ -154,7 +171,7 @@ class Read(NamedTuple):
     values: Tensor  # [tokens, heads]: sum over queries of p^2, how much an error of its value does
 
 
-def what_is_read(
+def token_weights(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -163,7 +180,7 @@ def what_is_read(
     sliding_window: int | None,
     softcap: float | None,
     recent: int,
-) -> Read:
+) -> TokenWeights:
     """Arguments as in `LayerGatherer.add`."""
     tokens, heads = k.shape[:2]
     keys, values = k.float(), v.float()
@@ -174,7 +191,7 @@ def what_is_read(
     block = max(1, SCORE_BYTES // (4 * q.shape[1] * q.shape[2] * tokens))
     keep = causal(tokens, sliding_window, k.device)
     at = torch.arange(tokens, device=k.device)
-    coded = (at >= min(UNREAD, tokens // 2)) & (at <= at[:, None] - min(recent, tokens // 4))
+    coded = (at >= min(UNWEIGHTED, tokens // 2)) & (at <= at[:, None] - min(recent, tokens // 4))
     for first in range(0, tokens, block):
         rows = slice(first, min(tokens, first + block))
         scores = torch.einsum("qhgd,nhd->hgqn", q[rows].float(), keys) * scale
@@ -186,7 +203,7 @@ def what_is_read(
         cross += torch.einsum("hgqn,qhgd->hnd", p2, out)
         norms += torch.einsum("hgqn,qhg->hn", p2, out.square().sum(-1))
     read = squares * energy - 2.0 * (cross * values.transpose(0, 1)).sum(-1) + norms
-    return Read(read.clamp_min(0.0).T, squares.T)
+    return TokenWeights(read.clamp_min(0.0).T, squares.T)
 
 
 class LayerGatherer:
@@ -202,43 +219,43 @@ class LayerGatherer:
         self.keys = Running(*size, samples, device, seed + 1)
         self.values = Running(*size, samples, device, seed + 1)  # the same tokens as the keys
         self.attended = Running(*size, 0, device, seed)
-        self.read_keys = Weighted(*size, device) if plan.reads else None
-        self.read_values = Weighted(*size, device) if plan.reads else None
-        self.excerpts: list[Excerpt] = []
+        self.weighted_keys = WeightedSums(*size, device) if plan.attention_weighted else None
+        self.weighted_values = WeightedSums(*size, device) if plan.attention_weighted else None
+        self.probes: list[Probe] = []
 
-    def add(self, run: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
-        """One run's queries and outputs [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
+    def add(self, excerpt: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+        """One excerpt's queries and outputs [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
         head_dim]."""
         tokens = len(k)
-        offset = self.plan.excerpt_offset(run, tokens)
+        offset = self.plan.probe_offset(excerpt, tokens)
         if offset is not None:
-            size = min(tokens, self.plan.excerpt_tokens)
+            size = min(tokens, self.plan.probe_tokens)
             rows = torch.arange((size - 1) % QUERY_STEP, size, QUERY_STEP, device=k.device)
-            queries, keys = self._turn(q[rows].float(), offset), self._turn(k[:size].float(), offset)
-            self.excerpts.append(Excerpt(queries.clone(), keys.clone(), v[:size].float().clone(), rows))
-        first = max(self.plan.sink, UNREAD) if self.plan.reads else self.plan.sink
+            queries, keys = self._rotate(q[rows].float(), offset), self._rotate(k[:size].float(), offset)
+            self.probes.append(Probe(queries.clone(), keys.clone(), v[:size].float().clone(), rows))
+        first = max(self.plan.sink, UNWEIGHTED) if self.plan.attention_weighted else self.plan.sink
         coded = slice(min(first, tokens // 2), None)
         weights = None
-        if self.plan.reads:
-            weights = what_is_read(q, k, v, o, self.scale, self.window, self.softcap, self.plan.recent)
-        q = self._turned(q, self.plan.positions(run, tokens))
-        k = self._turned(k, self.plan.positions(run, tokens, self.plan.block or None))
+        if self.plan.attention_weighted:
+            weights = token_weights(q, k, v, o, self.scale, self.window, self.softcap, self.plan.recent)
+        q = self._rotated(q, self.plan.positions(excerpt, tokens))
+        k = self._rotated(k, self.plan.positions(excerpt, tokens, self.plan.block or None))
         self.queries.add(q[coded].transpose(1, 2).flatten(0, 1))
         self.keys.add(k[coded])
         self.values.add(v[coded])
         self.attended.add(o[coded].transpose(1, 2).flatten(0, 1))
         if weights is not None:
-            assert self.read_keys and self.read_values
-            self.read_keys.add(k, relative(weights.keys))
-            self.read_values.add(v, relative(weights.values))
+            assert self.weighted_keys and self.weighted_values
+            self.weighted_keys.add(k, relative(weights.keys))
+            self.weighted_values.add(v, relative(weights.values))
 
-    def _turned(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """A run's queries or keys, each rotated to a position of its own."""
+    def _rotated(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """An excerpt's queries or keys, each rotated to a position of its own."""
         if positions is None:
             return x
-        return self._turn(x.float(), (positions - torch.arange(len(x))).to(x.device))
+        return self._rotate(x.float(), (positions - torch.arange(len(x))).to(x.device))
 
-    def _turn(self, x: Tensor, by: Tensor | int) -> Tensor:
+    def _rotate(self, x: Tensor, by: Tensor | int) -> Tensor:
         if isinstance(by, int) and by == 0:
             return x
         assert self.rope is not None
@@ -252,14 +269,14 @@ class LayerGatherer:
             values=self.values.finish(),
             attended=attended.second,
             attended_mean=attended.mean,
-            excerpts=tuple(self.excerpts),
+            probes=tuple(self.probes),
             scale=self.scale,
             sink=self.plan.sink,
             recent=self.plan.recent,
             window=self.window,
             softcap=self.softcap,
-            read_keys=None if self.read_keys is None else self.read_keys.finish(),
-            read_values=None if self.read_values is None else self.read_values.finish(),
+            weighted_keys=None if self.weighted_keys is None else self.weighted_keys.finish(),
+            weighted_values=None if self.weighted_values is None else self.weighted_values.finish(),
         )
 
 
@@ -274,9 +291,9 @@ def layer_bytes(shape: ModelShape, plan: Plan, groups: int) -> int:
     samples = sample_size(shape, plan)
     kinds = (min(samples, QUERY_SAMPLES), samples, samples, 0)
     moments = sum(Running.nbytes(shape.heads, shape.head_dim, count) for count in kinds)
-    moments += 2 * Running.nbytes(shape.heads, shape.head_dim, 0) if plan.reads else 0
-    rows = -(-plan.excerpt_tokens // QUERY_STEP) * groups + 2 * plan.excerpt_tokens
-    return moments + plan.excerpts * rows * shape.heads * shape.head_dim * 4
+    moments += 2 * Running.nbytes(shape.heads, shape.head_dim, 0) if plan.attention_weighted else 0
+    rows = -(-plan.probe_tokens // QUERY_STEP) * groups + 2 * plan.probe_tokens
+    return moments + plan.probes * rows * shape.heads * shape.head_dim * 4
 
 
 class _Enough(Exception):
@@ -286,15 +303,21 @@ class _Enough(Exception):
 class Capture(transformers.Cache):
     """A cache that stores nothing: it attends exactly, and shows what goes through to the layers' gatherers."""
 
-    _decoder = None  # it has no steps of fixed size, of which a layer asks
+    fixed_steps = None  # it has no decoder: its layers count their columns
 
-    def __init__(self, shape: ModelShape, gatherers: dict[int, Any], run: int = 0) -> None:
-        self.shape, self.gatherers, self.run = shape, gatherers, run
-        super().__init__(layers=[PackedLayer(cast(Any, self), i, window) for i, window in enumerate(shape.layers)])
+    def __init__(self, shape: ModelShape, gatherers: dict[int, Any], excerpt: int = 0) -> None:
+        self.shape, self.gatherers, self.excerpt = shape, gatherers, excerpt
+        super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(shape.layers)])
 
     @property
     def batch_size(self) -> int:
         return 1
+
+    def abort(self) -> None:
+        """Nothing is stored, so nothing is taken back."""
+
+    def cut_gradients(self) -> None:
+        """Gradients are not wanted: `attending` turns them off."""
 
     def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
         layer = handle.layer
@@ -308,7 +331,7 @@ class Capture(transformers.Cache):
             groups = q.shape[1] // k.shape[1]
             gatherer.scale, gatherer.softcap = scale, softcap
             gatherer.add(
-                self.run,
+                self.excerpt,
                 q[0].unflatten(0, (-1, groups)).permute(2, 0, 1, 3),
                 k[0].transpose(0, 1),
                 v[0].transpose(0, 1),
@@ -329,7 +352,7 @@ def causal(tokens: int, sliding_window: int | None, device: torch.device) -> Ten
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None = None, softcap: float | None = None
 ) -> Tensor:
-    """Causal attention of a run over itself, [1, heads, tokens, head_dim]. Scores are never formed for all queries."""
+    """Causal attention of an excerpt over itself, [1, heads, tokens, head_dim]. Scores are never formed for all queries."""
     tokens, device = q.shape[2], q.device
     if softcap is None:
         if sliding_window is None or sliding_window >= tokens:
@@ -364,7 +387,7 @@ def attending(model: Any) -> Iterator[None]:
 
 
 def _forward(model: Any, capture: Capture, ids: Tensor, **options: Any) -> None:
-    """One run through the model's layers; no logits are computed."""
+    """One excerpt through the model's layers; no logits are computed."""
     device = model.get_input_embeddings().weight.device
     ids = ids.to(device=device, dtype=torch.int64)[None]
     with contextlib.suppress(_Enough):
@@ -372,13 +395,13 @@ def _forward(model: Any, capture: Capture, ids: Tensor, **options: Any) -> None:
 
 
 class _Keys:
-    """Keeps a run's keys as they come."""
+    """Keeps an excerpt's keys as they come."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.scale, self.softcap = 0.0, cast("float | None", None)
 
-    def add(self, run: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+    def add(self, excerpt: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         self.keys = k
 
 
@@ -394,7 +417,7 @@ def keys_of(model: Any, ids: Tensor) -> list[Tensor]:
 def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
     """The rotation of every layer, tried on the model: a few tokens further on must give the same keys, rotated."""
     name = getattr(model.config, "model_type", type(model).__name__)
-    remedy = "set max_position to the length of a run to measure the positions of the text alone"
+    remedy = "set max_position to the length of an excerpt to measure the positions of the text alone"
     try:
         ropes = ropes_of(model, len(shape.layers))
     except ValueError as error:
@@ -420,28 +443,28 @@ def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
 
 def gather(
     model: Any,
-    runs: Sequence[Tensor],
+    excerpts: Sequence[Tensor],
     plan: Plan,
     progress: Progress | None = None,
     budget: int = BUDGET,
     skip: Container[int] = (),
 ) -> Iterator[tuple[int, LayerStats]]:
-    """Statistics of every layer in turn but those to skip, gathered of as many layers at a time as the budget allows. A run is
+    """Statistics of every layer in turn but those to skip, gathered of as many layers at a time as the budget allows. An excerpt is
     the token ids of one text."""
     shape = ModelShape.of(model)
     config = model.config.get_text_config(decoder=True)
     groups = config.num_attention_heads // shape.heads
-    rotates = bool(plan.block) or any(plan.max_position > len(ids) for ids in runs)
-    ropes: Sequence[Rope | None] = checked_ropes(model, shape, runs[0]) if rotates else [None] * len(shape.layers)
+    rotates = bool(plan.block) or any(plan.max_position > len(ids) for ids in excerpts)
+    ropes: Sequence[Rope | None] = checked_ropes(model, shape, excerpts[0]) if rotates else [None] * len(shape.layers)
     devices = _layer_devices(model, len(shape.layers))
     at_once = max(1, budget // layer_bytes(shape, plan, groups))
     layers = [layer for layer in range(len(shape.layers)) if layer not in skip]
     passes = [layers[first : first + at_once] for first in range(0, len(layers), at_once)]
-    total, done = sum(map(len, runs)) * len(passes), 0
+    total, done = sum(map(len, excerpts)) * len(passes), 0
     for chosen in passes:
         gatherers = {i: LayerGatherer(i, shape, plan, ropes[i], devices[i]) for i in chosen}
         with attending(model):
-            for index, ids in enumerate(runs):
+            for index, ids in enumerate(excerpts):
                 _forward(model, Capture(shape, gatherers, index), ids)
                 done += len(ids)
                 if progress is not None:

@@ -10,33 +10,33 @@ import torch
 from kvant.calibrate.capture import causal
 from kvant.calibrate.fitting import fits
 from kvant.codecs.affine import Affine
-from kvant.stats import Excerpt, LayerStats
+from kvant.stats import LayerStats, Probe
 
 Tensor = torch.Tensor
 RATIOS = tuple(round(0.80 + 0.02 * step, 2) for step in range(11))
 
 
-def scores(excerpt: Excerpt, keys: Tensor, stats: LayerStats) -> Tensor:
-    """Logits of an excerpt's queries [heads, queries per head, rows, tokens], -inf for keys that a query cannot see."""
-    out = torch.einsum("qhgd,nhd->hgqn", excerpt.queries, keys) * stats.scale
+def scores(probe: Probe, keys: Tensor, stats: LayerStats) -> Tensor:
+    """Logits of a probe's queries [heads, queries per head, rows, tokens], -inf for keys that a query cannot see."""
+    out = torch.einsum("qhgd,nhd->hgqn", probe.queries, keys) * stats.scale
     if stats.softcap is not None:
         out = stats.softcap * torch.tanh(out / stats.softcap)
-    return out.masked_fill(~causal(len(keys), stats.window, keys.device)[excerpt.rows], float("-inf"))
+    return out.masked_fill(~causal(len(keys), stats.window, keys.device)[probe.rows], float("-inf"))
 
 
 def outputs(weights: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("hgqn,nhd->hgqd", weights, values)
 
 
-def search_errors(codecs: Sequence[Affine], excerpt: Excerpt, stats: LayerStats, stream: str) -> list[float]:
+def search_errors(codecs: Sequence[Affine], probe: Probe, stats: LayerStats, stream: str) -> list[float]:
     """Squared error of the attention outputs with each codec, one stream coded outside of the recipe's windows and all
     else exact. Queries that see nothing coded do not count."""
-    tokens = len(excerpt.keys)
+    tokens = len(probe.keys)
     sink = min(stats.sink, tokens // 4)
     recent = min(stats.recent, tokens // 2 - sink)
-    late = excerpt.rows >= sink + recent
-    part = excerpt._replace(queries=excerpt.queries[late], rows=excerpt.rows[late])
-    at = torch.arange(tokens, device=excerpt.keys.device)
+    late = probe.rows >= sink + recent
+    part = probe._replace(queries=probe.queries[late], rows=probe.rows[late])
+    at = torch.arange(tokens, device=probe.keys.device)
     coded = (at >= sink) & (at <= part.rows[:, None] - recent)  # [rows, tokens]
     exact = scores(part, part.keys, stats)
     weights = exact.softmax(-1)
@@ -53,8 +53,8 @@ def search_errors(codecs: Sequence[Affine], excerpt: Excerpt, stats: LayerStats,
 
 @fits(Affine)
 def fit_clip(part: Affine, stats: LayerStats, stream: str) -> dict[str, Tensor]:
-    """The ratio of least error, over all excerpts and heads of the layer."""
+    """The ratio of least error, over all probes and heads of the layer."""
     codecs = [dataclasses.replace(part, clip=ratio) for ratio in RATIOS]
-    errors = [search_errors(codecs, excerpt, stats, stream) for excerpt in stats.excerpts]
+    errors = [search_errors(codecs, probe, stats, stream) for probe in stats.probes]
     total = torch.tensor(errors, dtype=torch.float64).sum(0)
     return {"clip": torch.tensor(RATIOS[int(total.argmin())])}

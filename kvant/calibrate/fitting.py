@@ -76,24 +76,22 @@ def _through(stats: LayerStats, stream: str, transform: Any) -> LayerStats:
             attended, mean = attended - _outer(offset, mean), mean - offset  # p V - mu, where p sums to one
         attended = matrix.mT @ attended @ matrix
         mean = mean if mean is None else (mean[:, None, :] @ matrix)[:, 0]
-        excerpts = tuple(e._replace(values=transform.forward(e.values)) for e in stats.excerpts)
+        probes = tuple(e._replace(values=transform.forward(e.values)) for e in stats.probes)
         return dataclasses.replace(
             stats,
             values=stats.values.through(matrix, offset),
             attended=attended,
             attended_mean=mean,
-            excerpts=excerpts,
-            read_values=None if stats.read_values is None else stats.read_values.through(matrix, offset),
+            probes=probes,
+            weighted_values=None if stats.weighted_values is None else stats.weighted_values.through(matrix, offset),
         )
-    excerpts = tuple(
-        e._replace(keys=transform.forward(e.keys), queries=transform.dual(e.queries)) for e in stats.excerpts
-    )
+    probes = tuple(e._replace(keys=transform.forward(e.keys), queries=transform.dual(e.queries)) for e in stats.probes)
     return dataclasses.replace(
         stats,
         keys=stats.keys.through(matrix, offset),
         queries=stats.queries.through(dual),
-        excerpts=excerpts,
-        read_keys=None if stats.read_keys is None else stats.read_keys.through(matrix, offset),
+        probes=probes,
+        weighted_keys=None if stats.weighted_keys is None else stats.weighted_keys.through(matrix, offset),
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from kvant.version import VERSION
 
 Tensor = torch.Tensor
 TOKENS = 8192  # OSCAR calibrates on 8,878
-RUN = 1024  # tokens of one text
+EXCERPT_TOKENS = 1024
 
 
 def calibrate(
@@ -39,9 +39,10 @@ def calibrate(
     tokens: int | None = None,
     max_position: int | None = None,
     seed: int = 0,
-    run: int = RUN,
+    excerpt_tokens: int = EXCERPT_TOKENS,
     progress: Progress | None = None,
     resume: bool = True,
+    run: int | None = None,
 ) -> Artifact:
     """Fits a recipe to a model.
 
@@ -51,10 +52,14 @@ def calibrate(
     tokens            how many tokens of it (default 8192, or all of a shorter text), spread evenly over the text.
     max_position      positions [0, max_position) will be served: what depends on the position is measured over all of
                       them (default: as many as the model allows).
-    run               tokens that are read as one text.
+    excerpt_tokens    tokens that are read as one text.
     progress          called with (stage, done, total); stages are sampling, measuring and fitting.
     resume            keep what an interrupted call has done in the user's cache directory, and go on from there.
+    run               deprecated name of `excerpt_tokens`.
     """
+    if run is not None:
+        warnings.warn("run= of calibrate is now called excerpt_tokens=", DeprecationWarning, stacklevel=2)
+        excerpt_tokens = run
     (artifact,) = calibrate_all(
         model,
         tokenizer,
@@ -63,7 +68,7 @@ def calibrate(
         tokens=tokens,
         max_position=max_position,
         seed=seed,
-        run=run,
+        excerpt_tokens=excerpt_tokens,
         progress=progress,
         resume=resume,
     )
@@ -79,7 +84,7 @@ def calibrate_all(
     tokens: int | None = None,
     max_position: int | None = None,
     seed: int = 0,
-    run: int = RUN,
+    excerpt_tokens: int = EXCERPT_TOKENS,
     progress: Progress | None = None,
     resume: bool = True,
 ) -> list[Artifact]:
@@ -94,35 +99,35 @@ def calibrate_all(
         if longest is None:
             raise ValueError("max_position must be given: the model's config does not say how many positions it serves")
         max_position = longest
-    for name, value in (("tokens", tokens), ("max_position", max_position), ("run", run)):
+    for name, value in (("tokens", tokens), ("max_position", max_position), ("excerpt_tokens", excerpt_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
-    read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # a text is sampled once for every length of its runs
+    read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # a text is sampled once for every length of its excerpts
     named = fingerprint(model)
     unfinished = Unfinished(resume)
     with unfinished:
         for look in dict.fromkeys(map(_look, chosen)):
             mine = [i for i, recipe in enumerate(chosen) if _look(recipe) == look]
-            sink, recent, reads, block = look
-            length = min(max(run, 2 * sink), max_position, longest or max_position)
+            sink, recent, attention_weighted, block = look
+            length = min(max(excerpt_tokens, 2 * sink), max_position, longest or max_position)
             if length not in read:
                 written = (
                     unfinished.open("text", [VERSION, named, tokens or TOKENS, length, seed]) if text is None else None
                 )
-                read[length] = _runs(model, tokenizer, text, tokens, length, seed, progress, written)
+                read[length] = _excerpts(model, tokenizer, text, tokens, length, seed, progress, written)
                 if written is not None:
                     unfinished.hold(written, texts.Written(read[length][0], None, torch.Generator().get_state()))
-            runs, source = read[length]
-            count = sum(map(len, runs))
-            plan = Plan(len(runs), count, max_position, sink, recent, seed, reads, block)
-            decides = [VERSION, named, texts.digest(runs), dataclasses.asdict(plan), [chosen[i].fits for i in mine]]
+            excerpts, source = read[length]
+            count = sum(map(len, excerpts))
+            plan = Plan(len(excerpts), count, max_position, sink, recent, seed, attention_weighted, block)
+            decides = [VERSION, named, texts.digest(excerpts), plan.checkpoint_key(), [chosen[i].fits for i in mine]]
             checkpoint = unfinished.open("fit", decides)
             fitted = Fitted(len(mine), {} if checkpoint is None else checkpoint.load())
             if checkpoint is not None:
                 unfinished.hold(checkpoint, fitted)
-            for layer, stats in gather(model, runs, plan, progress, skip=fitted.layers):
+            for layer, stats in gather(model, excerpts, plan, progress, skip=fitted.layers):
                 fitted.layers[layer] = [
                     {name: tensor.cpu() for name, tensor in fit_layer(chosen[i], stats).items()} for i in mine
                 ]
@@ -175,7 +180,7 @@ class Fitted:
 def _look(recipe: Recipe) -> tuple[int, int, bool, int]:
     """What decides how a text is measured: recipes that look alike share one reading of it."""
     window = recipe.key.window
-    return window.sink, window.recent, recipe.reads, recipe.key.effective_rope_block
+    return window.sink, window.recent, recipe.attention_weighted, recipe.key.effective_rope_block
 
 
 def _check(recipe: Recipe) -> None:
@@ -187,21 +192,21 @@ def _check(recipe: Recipe) -> None:
         )
 
 
-def _runs(
+def _excerpts(
     model: Any,
     tokenizer: Any,
     text: str | Tensor | None,
     tokens: int | None,
-    run: int,
+    length: int,
     seed: int,
     progress: Progress | None,
     checkpoint: Checkpoint | None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """The runs of tokens to measure on, and what they are."""
+    """The excerpts of tokens to measure on, and what they are."""
     if text is None:
         report = None if progress is None else lambda done, total: progress("sampling", done, total)
-        runs = texts.sample(model, tokenizer, tokens or TOKENS, run, seed, report, checkpoint)
-        return runs, {"text": "written by the model", "text_sha256": texts.digest(runs)}
+        excerpts = texts.sample(model, tokenizer, tokens or TOKENS, length, seed, report, checkpoint)
+        return excerpts, {"text": "written by the model", "text_sha256": texts.digest(excerpts)}
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError("text is a string: a tokenizer is needed, or token ids in its place")
@@ -210,8 +215,8 @@ def _runs(
         ids = text.cpu().flatten()
     if len(ids) < 2 or (tokens or 0) > len(ids):
         raise ValueError(f"the text has {len(ids)} tokens, expected at least {max(2, tokens or 0)}")
-    runs = texts.cut(ids, min(len(ids), tokens or TOKENS), run)
-    return runs, {"text": "given", "text_sha256": text_digest(text)}
+    excerpts = texts.cut(ids, min(len(ids), tokens or TOKENS), length)
+    return excerpts, {"text": "given", "text_sha256": text_digest(text)}
 
 
 def text_digest(text: str | Tensor) -> str:

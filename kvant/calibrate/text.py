@@ -36,24 +36,24 @@ def encode(tokenizer: Any, text: str) -> Tensor:
 
 
 def cut(ids: Tensor, tokens: int, length: int) -> list[Tensor]:
-    """`tokens` tokens as runs of at most `length`, spread evenly over the text, none of them twice."""
+    """`tokens` tokens as excerpts of at most `length`, spread evenly over the text, none of them twice."""
     assert 0 < tokens <= len(ids), (tokens, len(ids))
     count = -(-tokens // length)
     sizes = [tokens // count + (i < tokens % count) for i in range(count)]
     spare = len(ids) - tokens
-    runs, start = [], 0
+    excerpts, start = [], 0
     for index, size in enumerate(sizes):
         first = start + (round(spare * index / (count - 1)) if count > 1 else 0)
-        runs.append(ids[first : first + size])
+        excerpts.append(ids[first : first + size])
         start += size
-    return runs
+    return excerpts
 
 
 def digest(ids: list[Tensor]) -> str:
     """Names a text by its tokens."""
     found = hashlib.sha256()
-    for run in ids:
-        found.update(run.to(torch.int32).contiguous().numpy().tobytes())
+    for excerpt in ids:
+        found.update(excerpt.to(torch.int32).contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -67,9 +67,9 @@ def sample(
     progress: Callable[[int, int], None] | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> list[Tensor]:
-    """Text that the model itself writes from nothing: runs of at most `length` tokens, drawn from the 50 likeliest.
+    """Text that the model itself writes from nothing: excerpts of at most `length` tokens, drawn from the 50 likeliest.
 
-    A run starts with the model's first token, or a random one where it has none. The end-of-text token does not end it:
+    An excerpt starts with the model's first token, or a random one where it has none. The end-of-text token does not end it:
     what follows is another text, as in what models are trained on. With a checkpoint, an interrupted call goes on where it was.
     """
     shape = ModelShape.of(model)
@@ -87,10 +87,10 @@ def sample(
     so_far = so_far or Written([], None, generator.get_state())
     generator.set_state(so_far.generator)
     try:
-        while len(so_far.runs) < count:
+        while len(so_far.excerpts) < count:
             ids = so_far.ids
             if ids is None:
-                rows = min(batch, count - len(so_far.runs))
+                rows = min(batch, count - len(so_far.excerpts))
                 ids = torch.randint(vocabulary, (rows, 1), generator=generator)
                 if first is not None:
                     ids.fill_(first)
@@ -105,35 +105,35 @@ def sample(
                 top = logits.topk(min(TOP, logits.shape[-1]))
                 drawn = torch.multinomial(top.values.softmax(-1), 1, generator=generator)
                 ids = torch.cat((ids, top.indices.gather(-1, drawn)), 1)
-                so_far = Written(so_far.runs, ids, generator.get_state())
+                so_far = Written(so_far.excerpts, ids, generator.get_state())
                 if progress is not None:
                     progress(so_far.tokens, count * length)
                 if checkpoint is not None and checkpoint.due:
                     checkpoint.save(so_far.tensors)
-            so_far = Written([*so_far.runs, *ids.to(torch.int32)], None, generator.get_state())
+            so_far = Written([*so_far.excerpts, *ids.to(torch.int32)], None, generator.get_state())
     except KeyboardInterrupt:
         if checkpoint is None or not so_far.tokens:
             raise
         checkpoint.save(so_far.tensors)
         raise KeyboardInterrupt(f"{so_far.tokens:,} of {count * length:,} tokens of text") from None
-    return so_far.runs
+    return so_far.excerpts
 
 
 class Written(NamedTuple):
     """A text that the model is writing: one value, so that an interruption finds all of it or what it was before."""
 
-    runs: list[Tensor]  # that are done
+    excerpts: list[Tensor]  # that are done
     ids: Tensor | None  # int64 [rows, n]: that are being written
     generator: Tensor  # state of the random numbers behind them
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self.runs)) + (0 if self.ids is None else self.ids.numel())
+        return sum(map(len, self.excerpts)) + (0 if self.ids is None else self.ids.numel())
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """As they are kept in a checkpoint."""
-        out = {f"run.{i}": run for i, run in enumerate(self.runs)} | {"generator": self.generator}
+        out = {f"run.{i}": excerpt for i, excerpt in enumerate(self.excerpts)} | {"generator": self.generator}
         return out if self.ids is None else out | {"ids": self.ids}
 
     def __str__(self) -> str:
@@ -144,8 +144,8 @@ class Written(NamedTuple):
         """What a checkpoint kept; None where it kept nothing."""
         if "generator" not in tensors:
             return None
-        runs = [tensors[f"run.{i}"] for i in range(sum(name.startswith("run.") for name in tensors))]
-        found = Written(runs, tensors.get("ids"), tensors["generator"])
-        assert all(len(run) == length for run in runs)
+        excerpts = [tensors[f"run.{i}"] for i in range(sum(name.startswith("run.") for name in tensors))]
+        found = Written(excerpts, tensors.get("ids"), tensors["generator"])
+        assert all(len(excerpt) == length for excerpt in excerpts)
         assert found.ids is None or found.ids.shape[1] <= length
         return found

@@ -1,132 +1,152 @@
-"""Finding a calibrated recipe's artifact, or making it: for commands that serve or measure recipes."""
+"""kvant artifacts: what commands have fitted and kept."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+import shutil
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from kvant.cli.common import read_text, say
-
-if TYPE_CHECKING:
-    from kvant.artifact import Artifact
-    from kvant.recipe import Recipe
+from typing import Any
 
 
-def add_artifact_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--artifact",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="what kvant calibrate wrote; may be repeated (default: a kept one, or one is made and kept)",
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "artifacts",
+        help="list, show and remove kept artifacts",
+        description="Artifacts that commands and kvant.artifact_for have fitted and kept in the user's cache directory. An ID is "
+        "the beginning of an artifact's digest, or its directory.",
     )
-    parser.add_argument(
-        "--calibration-text", metavar="FILE", help="text for an artifact that has to be made (default: the model's own)"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_list)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    show = actions.add_parser("show", help="all that an artifact says of itself")
+    show.add_argument("id", metavar="ID")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.set_defaults(run=run_show)
+    remove = actions.add_parser("remove", help="remove one, or all")
+    remove.add_argument("id", metavar="ID", nargs="?")
+    remove.add_argument("--all", action="store_true", help="remove all that are kept")
+    remove.set_defaults(run=run_remove)
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """An artifact for a recipe, and its directory; None where it could not be written to one."""
+class CachedArtifact:
+    """An artifact's file as its header describes it. `problem` says why it cannot be used, where it cannot."""
 
-    artifact: Artifact
-    path: Path | None
-
-
-def artifacts_for(
-    model: Any, tokenizer: Any, chosen: Sequence[Recipe], args: argparse.Namespace
-) -> Mapping[str, Artifact | None]:
-    """An artifact for every recipe, by name; None where it needs none. One that was given and fits is taken, then one that was
-    kept; what is still missing is calibrated, said aloud, and kept."""
-    from kvant.engines.fingerprint import fingerprint
-    from kvant.engines.hf import ModelShape
-
-    fitted = [recipe for recipe in chosen if recipe.calibrated]
-    named = fingerprint(model) if fitted else ""
-    found = find_or_make(named, ModelShape.of(model), fitted, args, lambda: (model, tokenizer))
-    return {recipe.name: found[recipe.name].artifact if recipe.calibrated else None for recipe in chosen}
+    id: str
+    model: str
+    recipe: str
+    text: str
+    tokens: int | None
+    version: str
+    date: str
+    bytes: int
+    path: str
+    problem: str | None = None
 
 
-def find_or_make(
-    named: str, shape: Any, chosen: Sequence[Recipe], args: argparse.Namespace, load: Callable[[], tuple[Any, Any]]
-) -> dict[str, Found]:
-    """An artifact for every recipe, all of which are calibrated, by name. `named` is the model's fingerprint; `load` gives model
-    and tokenizer, and is called where something has to be fitted."""
-    from kvant.artifact import Artifact
-    from kvant.calibrate.builtin import fits_in_seconds, kept_builtin, kept_builtin_at
-    from kvant.calibrate.kept import kept, kept_at
-
-    given = [(Artifact.load(path), Path(path)) for path in args.artifact]
-    text = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
-    found: dict[str, Found] = {}
-    missing: dict[Path, list[Recipe]] = {}
-    for recipe in chosen:
-        fitting = _first_that_fits(given, recipe, shape, named)
-        path = kept_at(named, recipe, text)
-        if fitting is not None:
-            found[recipe.name] = fitting
-        elif (old := kept(named, recipe, text)) is not None:
-            found[recipe.name] = Found(old, path)
-        elif text is None and (old := kept_builtin(named, recipe)) is not None:
-            found[recipe.name] = Found(old, kept_builtin_at(named, recipe))
-        elif text is None and fits_in_seconds(recipe):
-            found[recipe.name] = _make_at_once(named, recipe, load)
-        else:
-            missing.setdefault(path, []).append(recipe)
-    if missing:
-        found |= _make(missing, text, args.calibration_text, load)
-    return found
-
-
-def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]]) -> Found:
-    """Fits what needs only means, on the built-in text."""
+def cached_artifacts() -> list[CachedArtifact]:
+    """All that are kept, newest first. Headers are read, tensors are not."""
     from kvant.artifact import FILE
-    from kvant.calibrate.builtin import fit_builtin, kept_builtin_at
+    from kvant.calibrate.artifact_cache import root
 
-    say(f"fitting {recipe.name} to the model, which takes seconds")
-    artifact, path = fit_builtin(*load(), recipe), kept_builtin_at(named, recipe)
-    return Found(artifact, path if (path / FILE).exists() else None)
+    files = sorted(root().glob(f"*/*/{FILE}"), key=lambda file: (-file.stat().st_mtime, str(file)))
+    return [_read(file) for file in files]
 
 
-def _make(
-    missing: Mapping[Path, list[Recipe]], text: str | None, source: str | None, load: Callable[[], tuple[Any, Any]]
-) -> dict[str, Found]:
-    """Calibrates what is missing, by the directory that it is to be kept in: recipes of one directory are fitted alike."""
-    from kvant.calibrate.run import calibrate_all
-    from kvant.cli.common import stages
+def _read(file: Path) -> CachedArtifact:
+    from kvant.artifact import read_header
 
-    names = ", ".join(recipe.name for alike in missing.values() for recipe in alike)
-    say(f"no artifact for {names}: calibrating on {source or 'text that the model writes itself'}")
-    model, tokenizer = load()
-    with stages() as progress:
-        made = calibrate_all(model, tokenizer, [alike[0] for alike in missing.values()], text, progress=progress)
-    found: dict[str, Found] = {}
-    refused: OSError | None = None
-    for (path, alike), artifact in zip(missing.items(), made, strict=True):
-        place: Path | None = path
+    about = file.stat()
+    common: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(about.st_mtime)),
+        "bytes": about.st_size,
+        "path": str(file.parent),
+    }
+    try:
+        digest, recipe, source = read_header(file)
+    except ValueError as error:
+        named = hashlib.sha256(str(file.parent).encode()).hexdigest()
+        return CachedArtifact(named[:16], "?", "?", "?", None, "?", **common, problem=str(error))
+    text = str(source.get("text", "?"))
+    if text == "given":
+        text = f"given, sha256 {str(source.get('text_sha256', '?'))[:16]}"
+    model = str(source.get("model_name") or source.get("model_type") or "?")
+    return CachedArtifact(
+        digest[:16], model, recipe, text, source.get("tokens"), str(source.get("version", "?")), **common
+    )
+
+
+def _one(asked: str) -> CachedArtifact:
+    kept = cached_artifacts()
+    with contextlib.suppress(OSError):
+        here = [each for each in kept if Path(each.path) == Path(asked).resolve()]
+        if here:
+            return here[0]
+    found = [each for each in kept if asked and each.id.startswith(asked)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ValueError(f"ID {asked!r}: no such artifact is kept; kvant artifacts lists those that are")
+    raise ValueError(f"ID {asked!r} could be {', '.join(f'{e.id} in {e.path}' for e in found)}: name the directory")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    kept = cached_artifacts()
+    if args.json:
+        print(json.dumps([dataclasses.asdict(each) for each in kept], indent=2))
+        return 0
+    if not kept:
+        from kvant.calibrate.artifact_cache import root
+
+        print(f"no artifacts are kept in {root()}")
+        return 0
+    from kvant.layout import human_bytes
+
+    for each in kept:
+        tokens = "" if each.tokens is None else f"{each.tokens:,} tokens, "
+        about = f"text {each.text}, {tokens}" if each.problem is None else "damaged, "
+        print(f"{each.id}  {each.recipe}  {each.model}")
+        print(f"    {about}{each.date}, {human_bytes(each.bytes)}, {each.path}")
+    print(f"{human_bytes(sum(each.bytes for each in kept))} in {len(kept)} artifacts")
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    from kvant.artifact import Artifact
+
+    found = _one(args.id)
+    report: dict[str, Any] = dataclasses.asdict(found)
+    if found.problem is None:
         try:
-            artifact.save(path)
-        except OSError as error:
-            place, refused = None, error
-        found |= {recipe.name: Found(artifact.serving(recipe), place) for recipe in alike}
-    directory = next(iter(missing)).parent
-    say(f"kept in {directory}" if refused is None else f"not kept, {directory} cannot be written to: {refused}")
-    return found
-
-
-def _first_that_fits(given: Sequence[tuple[Artifact, Path]], recipe: Recipe, shape: Any, named: str) -> Found | None:
-    """The first of the given artifacts that a recipe can use; if there is but one recipe's worth, its refusal is the user's."""
-    refusals = []
-    for artifact, path in given:
-        try:
-            artifact.check(recipe, len(shape.layers), shape.heads, shape.head_dim, named)
+            artifact = Artifact.load(found.path)
         except ValueError as error:
-            refusals.append(str(error))
+            report["problem"] = str(error)
         else:
-            return Found(artifact, path)
-    if refusals:
-        raise ValueError(f"--artifact: none fits recipe {recipe.name}: {'; '.join(refusals)}")
-    return None
+            report |= {"digest": artifact.digest, "layers": artifact.layers, "heads": artifact.heads}
+            report |= {"head_dim": artifact.head_dim, "source": artifact.source}
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    for key, value in report.items():
+        if key == "source":
+            for name, each in value.items():
+                print(f"{key}.{name}: {each}")
+        elif value is not None:
+            print(f"{key}: {value}")
+    return 0
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    if args.all == (args.id is not None):
+        raise ValueError("remove: name one ID, or --all")
+    for found in cached_artifacts() if args.all else [_one(args.id)]:
+        shutil.rmtree(found.path)
+        with contextlib.suppress(OSError):
+            Path(found.path).parent.rmdir()  # of the model, where it was the last one
+        print(f"removed {found.id} of recipe {found.recipe}: {found.path}")
+    return 0

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvant.cli.artifacts import add_artifact_options, artifacts_for
+from kvant.cli.artifact_options import add_artifact_options, artifacts_for
 from kvant.cli.common import check_writable, print_table, processor, say, write_json
 
 RECIPES = "saw-int4,kvant-4,oscar,kvant-2"

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifacts import add_artifact_options, artifacts_for
+from kvant.cli.artifact_options import add_artifact_options, artifacts_for
 from kvant.cli.common import (
     add_model_options,
     check_writable,
@@ -32,17 +32,19 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure quality against the full cache",
-        description="Teacher-forced over windows of a text: next-token KL, top-1 agreement and perplexity of each recipe. "
+        description="Teacher-forced over segments of a text: next-token KL, top-1 agreement and perplexity of each recipe. "
         "Example: kvant eval --recipe saw-int4,int4 --text book.txt",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R[,R...]", help="recipes, or all")
     parser.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text")
-    parser.add_argument("--context", type=int, default=1536, metavar="N", help="tokens a window (default 1536)")
+    parser.add_argument("--context", type=int, default=1536, metavar="N", help="tokens per segment (default 1536)")
     parser.add_argument("--tokens", type=int, default=1024, metavar="T", help="tokens to score in all (default 1024)")
-    parser.add_argument("--prompt", type=int, metavar="P", help="tokens a window that are prefilled (default a third)")
     parser.add_argument(
-        "--chunk", type=int, default=1, metavar="C", help="tokens fed at a time; 1 is exact decode (default)"
+        "--prompt", type=int, metavar="P", help="tokens per segment that are prefilled (default a third)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=1, metavar="C", help="tokens fed at a time; 1 (default) is decode, token by token"
     )
     parser.add_argument(
         "--stepwise", action="store_true", help="with --chunk 1: feed tokens one by one for real (slow, same result)"
@@ -52,8 +54,8 @@ def add(commands: Any) -> None:
         action="store_true",
         help="also print attention and logit errors layer by layer, to see a fragile one",
     )
-    parser.add_argument("--offset", type=int, default=0, metavar="N", help="move all tokens by N positions (default 0)")
-    parser.add_argument("--batch", type=int, default=8, metavar="B", help="windows that run side by side (default 8)")
+    parser.add_argument("--offset", type=int, default=0, metavar="N", help="add N to all positions (default 0)")
+    parser.add_argument("--batch", type=int, default=8, metavar="B", help="segments that form one batch (default 8)")
     add_artifact_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.set_defaults(run=run)
@@ -74,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
     text = read_text(args.text)
     model, tokenizer = load_model(args)
     from kvant.engines.hf import Cache, ModelShape
-    from kvant.eval import Windows, evaluate
+    from kvant.eval import Segments, evaluate
     from kvant.layout import Layout
 
-    windows = Windows.over(tokenize(tokenizer, text), args.context, args.tokens, args.prompt)
+    segments = Segments.over(tokenize(tokenizer, text), args.context, args.tokens, args.prompt)
     shape = ModelShape.of(model)
     for recipe in chosen:
         Layout.of(recipe, shape.heads, shape.head_dim)  # refuses what the model cannot take, before the work starts
@@ -85,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
     for recipe in chosen:
         tell_reference(model, Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset))
     say(
-        f"{len(windows.ids)} windows of {args.context} tokens, {windows.prompt} of them prompt, {windows.tokens} scored"
+        f"{len(segments.ids)} segments of {args.context} tokens, {segments.prompt} of them prompt, {segments.tokens} scored"
     )
     with progress("evaluating") as advance:
         results = evaluate(
             model,
             chosen,
-            windows,
+            segments,
             args.chunk,
             args.batch,
             make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset),
@@ -105,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
         "dtype": str(model.dtype).removeprefix("torch."),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "context": args.context,
-        "prompt": windows.prompt,
+        "prompt": segments.prompt,
         "chunk": args.chunk,
-        "tokens": windows.tokens,
+        "tokens": segments.tokens,
         "offset": args.offset,
         "results": [dataclasses.asdict(result) for result in results],
     }
@@ -129,12 +131,12 @@ def run(args: argparse.Namespace) -> int:
         for r in results
     ]
     print_table(
-        "", columns, rows, f"{windows.tokens} tokens; bits with windows and partly filled pages at this context"
+        "", columns, rows, f"{segments.tokens} tokens; bits with windows and partly filled pages at this context"
     )
-    length = windows.ids.shape[1] - 1  # tokens that the last scored one reads, itself included
+    length = segments.ids.shape[1] - 1  # tokens that the last scored one reads, itself included
     for recipe in chosen:
         if not packed_tokens(recipe, length):
-            say(f"{recipe.name}: {nothing_packed(recipe, length)}; its KL says nothing, a longer --context would")
+            say(f"{recipe.name}: {nothing_packed(recipe, length)}; its KL is not meaningful, use a longer --context")
     if args.profile:
         print_profile(results)
     return 0

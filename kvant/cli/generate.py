@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifacts import add_artifact_options, artifacts_for
+from kvant.cli.artifact_options import add_artifact_options, artifacts_for
 from kvant.cli.common import (
     add_model_options,
     against_16_bit,
@@ -272,7 +272,7 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], arti
     import torch
 
     from kvant.engines.hf import Cache
-    from kvant.eval import Windows, evaluate
+    from kvant.eval import Segments, evaluate
 
     reference = next((a for a in answers if a.recipe == "full"), answers[0])
     whole = torch.cat((ids.cpu(), torch.tensor([reference.tokens])), 1)
@@ -282,7 +282,7 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], arti
         results = evaluate(
             model,
             chosen,
-            Windows(whole, ids.shape[1]),
+            Segments(whole, ids.shape[1]),
             make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name]),
             progress=advance,
         )
@@ -306,11 +306,11 @@ def decide(
     from kvant import recipes
     from kvant.artifact import Artifact
     from kvant.engines.fingerprint import fingerprint
-    from kvant.eval.choose import kept_choice, require_fit
+    from kvant.eval.choose import cached_choice, require_fit
     from kvant.shape import ModelShape
 
     if asked is None and not args.artifact:
-        choice = kept_choice(fingerprint(model))
+        choice = cached_choice(fingerprint(model))
         if choice is not None:
             say(choice.reason)
             return [choice.recipe], {choice.recipe.name: choice.artifact}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifacts import Found, add_artifact_options, find_or_make
+from kvant.cli.artifact_options import Found, add_artifact_options, find_or_make
 from kvant.cli.common import read_text, say
 
 if TYPE_CHECKING:
@@ -205,11 +205,11 @@ def default_recipe(args: argparse.Namespace, named: Callable[[], str], load: Cal
     """The recipe that is served where none is named: the artifact's, or the best that is good for the model."""
     from kvant.artifact import Artifact
     from kvant.engines.vllm import options
-    from kvant.eval.choose import choose_recipe, kept_choice
+    from kvant.eval.choose import cached_choice, choose_recipe
 
     if args.artifact:
         return Artifact.load(args.artifact[0]).recipe.name
-    found = kept_choice(named(), options.refusal) or choose_recipe(*load(), say, refusal=options.refusal)
+    found = cached_choice(named(), options.refusal) or choose_recipe(*load(), say, refusal=options.refusal)
     say(found.reason)
     return found.recipe.name
 

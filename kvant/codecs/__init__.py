@@ -1,8 +1,21 @@
 """Codecs: numbers to codes and back. Every module here is found because it exists."""
 
 from kvant.codecs.base import DTYPES, BoundCodec, Codec, Field, Parts
+from kvant.codecs.format import Band, Codebook, LayerTensors, ScaleKind, Scales, StreamFormat
 from kvant.spec import discover
 
-__all__ = ["DTYPES", "BoundCodec", "Codec", "Field", "Parts"]
+__all__ = [
+    "DTYPES",
+    "Band",
+    "BoundCodec",
+    "Codebook",
+    "Codec",
+    "Field",
+    "LayerTensors",
+    "Parts",
+    "ScaleKind",
+    "Scales",
+    "StreamFormat",
+]
 
 discover(__name__)

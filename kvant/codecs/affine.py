@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
+from kvant.codecs.format import Band, Encoding, LayerTensors, ScaleKind, Scales, StreamFormat
 from kvant.spec import Expected
 
 NARROWEST = 0.7  # part of a group's range that `search` tries last
@@ -85,6 +86,20 @@ class Affine(Codec):
             Field("scale", "meta", 16, groups, dtype=self.meta),
             Field(offset, "meta", 16, groups, dtype=self.meta),
         )
+
+    def format(self, head_dim: int) -> StreamFormat:
+        kind = ScaleKind.MIN if self.zero == "float" else ScaleKind.ZERO
+        return StreamFormat(
+            type(self).__name__,
+            head_dim,
+            bands=(Band("codes", 0, head_dim, self.bits),),
+            scales=Scales(kind, ("scale", kind.value), self.meta, "token", self.groups(head_dim)),
+            encoding=Encoding(clip=self.clip != 1.0, search=self.search),
+        )
+
+    @property
+    def tensors(self) -> LayerTensors:
+        return LayerTensors(clip=self.clip)
 
     def encode(self, x: Tensor) -> Parts:
         assert self.clip > 0.0, "a calibrated clip is bound first"

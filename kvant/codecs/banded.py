@@ -12,6 +12,7 @@ import torch
 
 from kvant.bands import quarters
 from kvant.codecs.base import DTYPES, BoundCodec, Codec, Field, Parts, Tensor
+from kvant.codecs.format import Band, Encoding, LayerTensors, ScaleKind, Scales, StreamFormat
 from kvant.codecs.lloyd_max import lloyd_max_levels
 from kvant.spec import Expected
 
@@ -70,7 +71,7 @@ class Banded(Codec):
         return self.weighted or self.flag
 
     @property
-    def reads(self) -> bool:
+    def attention_weighted(self) -> bool:
         return self.flag and self.share > 0
 
     def bands(self, head_dim: int) -> tuple[tuple[int, int], ...]:
@@ -84,10 +85,31 @@ class Banded(Codec):
         )
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
-        codes = [
-            Field(f"codes{i}", "code", bits, width) for i, (width, bits) in enumerate(self.bands(head_dim)) if bits
-        ]
+        stored = self.format(head_dim).stored_bands
+        codes = [Field(band.field, "code", band.bits, band.width) for band in stored]
         return *codes, Field("scale", "meta", 16, 1, dtype=self.meta)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        bands: list[Band] = []
+        first = 0
+        for i, (width, bits) in enumerate(self.bands(head_dim)):
+            if not bits:
+                bands.append(Band("", first, width, 0))
+            elif self.levels == "uniform":  # level(code) = step * (code - (2^bits - 1) / 2)
+                step = STEPS[bits]
+                bands.append(Band(f"codes{i}", first, width, bits, step, -step * ((1 << bits) - 1) / 2))
+            else:
+                levels = normal_levels(bits, self.levels)
+                bands.append(Band(f"codes{i}", first, width, bits, 0.0, levels[0], levels))
+            first += width
+        return StreamFormat(
+            type(self).__name__,
+            head_dim,
+            bands=tuple(bands),
+            scales=Scales(ScaleKind.ALONE, ("scale",), self.meta, "token"),
+            mean_flag=self.flag,
+            encoding=Encoding(search=self.search, weighted=self.weighted, unbiased=self.unbiased),
+        )
 
     def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
         shape = heads, head_dim
@@ -116,12 +138,8 @@ class BoundBanded(BoundCodec):
     def __init__(self, spec: Banded, head_dim: int, weights: Tensor | None, mean: Tensor | None) -> None:
         self.spec, self.head_dim = spec, head_dim
         self.weights, self.mean = weights, mean  # [heads, head_dim] each
-        self.bands: list[tuple[str, slice, int]] = []  # that are stored: name of the codes, channels, bits
-        first = 0
-        for i, (width, bits) in enumerate(spec.bands(head_dim)):
-            if bits:
-                self.bands.append((f"codes{i}", slice(first, first + width), bits))
-            first += width
+        stored = spec.format(head_dim).stored_bands
+        self.bands = [(band.field, slice(band.first, band.end), band.bits) for band in stored]
         self.factors = (
             [1.0]
             if spec.search == 1
@@ -130,6 +148,13 @@ class BoundBanded(BoundCodec):
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         return self.spec.fields(head_dim)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        return self.spec.format(head_dim)
+
+    @property
+    def tensors(self) -> LayerTensors:
+        return LayerTensors(weights=self.weights, mean=self.mean)
 
     def _levels(self, bits: int, device: torch.device) -> Tensor:
         return torch.tensor(normal_levels(bits, self.spec.levels), dtype=torch.float32, device=device)

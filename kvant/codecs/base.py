@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
+from kvant.codecs.format import LayerTensors, StreamFormat
 from kvant.spec import Spec
 
 Tensor = torch.Tensor
@@ -50,6 +51,15 @@ class BoundCodec:
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         raise NotImplementedError(f"{type(self).__name__} must say which fields it stores")
+
+    def format(self, head_dim: int) -> StreamFormat:
+        """The stored form, which kernels are made for. Agrees with `fields`, which the layout places."""
+        raise NotImplementedError(f"{type(self).__name__} must describe its stored form")
+
+    @property
+    def tensors(self) -> LayerTensors:
+        """What kernels are given of this layer beside the format."""
+        return LayerTensors()
 
     def encode(self, x: Tensor) -> Parts:
         """[tokens, heads, head_dim] float32 -> parts."""

@@ -9,6 +9,7 @@ import torch
 
 from kvant.codecs.base import Codec, Field, Parts, Tensor
 from kvant.codecs.channel import affine_codes, check_group
+from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,16 @@ class Boosted(Codec):
             Field("min", "meta", 16, head_dim, self.group, self.meta),
             Field("high", "index", 2, self.boosted(head_dim)),
             Field("index", "index", 8, head_dim, self.group),
+        )
+
+    def format(self, head_dim: int) -> StreamFormat:
+        return StreamFormat(
+            type(self).__name__,
+            head_dim,
+            bands=(Band("codes", 0, head_dim, 2),),
+            scales=Scales(ScaleKind.MIN, ("scale", "min"), self.meta, "channel", tokens=self.group),
+            group_tokens=self.group,
+            boosted=self.boosted(head_dim),
         )
 
     def choose(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
+from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
 
 
 def affine_codes(x: Tensor, low: Tensor, high: Tensor, top: Tensor | int, meta: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,6 +61,15 @@ class Channel(Codec):
             Field("codes", "code", self.bits, head_dim),
             Field("scale", "meta", 16, head_dim, self.group, self.meta),
             Field("min", "meta", 16, head_dim, self.group, self.meta),
+        )
+
+    def format(self, head_dim: int) -> StreamFormat:
+        return StreamFormat(
+            type(self).__name__,
+            head_dim,
+            bands=(Band("codes", 0, head_dim, self.bits),),
+            scales=Scales(ScaleKind.MIN, ("scale", "min"), self.meta, "channel", tokens=self.group),
+            group_tokens=self.group,
         )
 
     def encode(self, x: Tensor) -> Parts:

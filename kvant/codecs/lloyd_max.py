@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
+from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
 
 _GAUSS = (  # nodes and weights of the eight-point Gauss-Legendre rule on [-1, 1], one of each pair
     (0.1834346424956498, 0.3626837833783620),
@@ -102,6 +103,15 @@ class LloydMax(Codec):
         if head_dim < 4:
             raise ValueError(f"head_dim must be at least 4, got {head_dim}")
         return Field("codes", "code", self.bits, head_dim), Field("norm", "meta", 16, 1, dtype=self.meta)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        levels = lloyd_max_levels(self.bits, head_dim)
+        return StreamFormat(
+            type(self).__name__,
+            head_dim,
+            bands=(Band("codes", 0, head_dim, self.bits, 0.0, levels[0], levels),),
+            scales=Scales(ScaleKind.ALONE, ("norm",), self.meta, "token"),
+        )
 
     def encode(self, x: Tensor) -> Parts:
         dtype = DTYPES[self.meta]

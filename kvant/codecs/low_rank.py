@@ -9,6 +9,7 @@ import torch
 
 from kvant.codecs.base import Codec, Field, Parts, Tensor
 from kvant.codecs.channel import affine_codes, check_group
+from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,20 @@ class LowRank(Codec):
             fields.append(Field("outliers", "raw", 16, 2 * self.outliers * vectors, tokens, "float16"))
             fields.append(Field("places", "index", 8, 2 * self.outliers * vectors, tokens))
         return tuple(fields)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        if self.axis == "channel":
+            scales = Scales(ScaleKind.MIN, ("scale", "min"), "float16", "channel", tokens=self.group)
+        else:
+            scales = Scales(ScaleKind.MIN, ("scale", "min"), "float16", "token", head_dim // self.group)
+        return StreamFormat(
+            type(self).__name__,
+            head_dim,
+            bands=(Band("codes", 0, head_dim, self.bits),),
+            scales=scales,
+            group_tokens=self.block,
+            extras=("left", "right", "outliers", "places") if self.outliers else ("left", "right"),
+        )
 
     def encode(self, x: Tensor) -> Parts:
         tokens, heads, dim = x.shape

@@ -10,6 +10,7 @@ import torch
 
 from kvant.codecs.base import BoundCodec, Codec, Field, Parts, Tensor
 from kvant.codecs.codebook import BOOK_DTYPE, nearest
+from kvant.codecs.format import Codebook, LayerTensors, StreamFormat
 from kvant.spec import Expected
 
 
@@ -50,6 +51,10 @@ class ProductVQ(Codec):
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         dtype = "uint8" if self.bits <= 8 else "int32"
         return (Field("indices", "index", self.bits, self.spaces(head_dim), dtype=dtype),)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        book = Codebook("indices", self.dim, self.spaces(head_dim), self.bits, self.centroids, self.books)
+        return StreamFormat(type(self).__name__, head_dim, codebook=book)
 
     def book_shape(self, head_dim: int, heads: int) -> tuple[int, int, int, int]:
         """Shape of a layer's codebooks: [heads or 1, spaces or 1, centroids, dim]."""
@@ -99,6 +104,13 @@ class BoundProductVQ(BoundCodec):
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         return self.spec.fields(head_dim)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        return self.spec.format(head_dim)
+
+    @property
+    def tensors(self) -> LayerTensors:
+        return LayerTensors(codebooks=self.codebooks)
 
     def encode(self, x: Tensor) -> Parts:
         tokens, heads, head_dim = x.shape

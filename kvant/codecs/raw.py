@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
+from kvant.codecs.format import StreamFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Raw(Codec):
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         dtype = "bfloat16" if self.dtype == "auto" else self.dtype
         return (Field("values", "raw", 8 * DTYPES[dtype].itemsize, head_dim, dtype=dtype),)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        return StreamFormat(type(self).__name__, head_dim, raw_dtype=self.fields(head_dim)[0].dtype)
 
     def encode(self, x: Tensor) -> Parts:
         return {"values": x.to(DTYPES[self.fields(x.shape[-1])[0].dtype])}

@@ -11,6 +11,7 @@ import torch
 from kvant.codecs.affine import Affine
 from kvant.codecs.base import BoundCodec, Codec, Field, Parts, Tensor
 from kvant.codecs.codebook import BOOK_DTYPE, nearest
+from kvant.codecs.format import Codebook, LayerTensors, StreamFormat
 from kvant.spec import Expected
 
 
@@ -53,6 +54,11 @@ class ResidualKMeans(Codec):
         wide = self.centroids > 256
         return (*rest, Field("index", "index", 16 if wide else 8, 1, dtype="int32" if wide else "uint8"))
 
+    def format(self, head_dim: int) -> StreamFormat:
+        bits = 0 if self.centroids == 1 else 16 if self.centroids > 256 else 8
+        book = Codebook("index" if bits else "", head_dim, 1, bits, self.centroids, self.books)
+        return dataclasses.replace(self.residual.format(head_dim), codec=type(self).__name__, codebook=book)
+
     def codebook_bytes(self, head_dim: int, heads: int) -> int:
         """Bytes of a layer's centroids. They are held once, whatever is cached, and are not in the bits per element."""
         return (heads if self.books == "head" else 1) * self.centroids * head_dim * BOOK_DTYPE.itemsize
@@ -86,6 +92,13 @@ class BoundResidualKMeans(BoundCodec):
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         return self.spec.fields(head_dim)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        return self.spec.format(head_dim)
+
+    @property
+    def tensors(self) -> LayerTensors:
+        return LayerTensors(codebooks=self.book[:, None])
 
     def encode(self, x: Tensor) -> Parts:
         x = x.float()

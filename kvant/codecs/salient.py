@@ -9,6 +9,7 @@ import torch
 
 from kvant.codecs.base import Codec, Field, Parts, Tensor
 from kvant.codecs.channel import affine_codes, check_group
+from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,20 @@ class Salient(Codec):
         if self.axis == "token":
             fields.append(Field("norm", "meta", 16, head_dim, self.group, "float16"))
         return tuple(fields)
+
+    def format(self, head_dim: int) -> StreamFormat:
+        if self.axis == "channel":  # one set of scales for the salient tokens and one for the others
+            scales = Scales(ScaleKind.MIN, ("scale", "min"), "float16", "channel", groups=2, tokens=self.group)
+        else:
+            scales = Scales(ScaleKind.MIN, ("scale", "min"), "float16", "token")
+        return StreamFormat(
+            type(self).__name__,
+            head_dim,
+            bands=(Band("codes", 0, head_dim, 2),),
+            scales=scales,
+            group_tokens=self.group,
+            extras=("high", "index") if self.axis == "channel" else ("high", "index", "norm"),
+        )
 
     def encode(self, x: Tensor, saliency: Tensor | None = None) -> Parts:
         """[tokens, heads, head_dim]; saliency is [tokens, heads]. Without it all are alike and the first are taken."""

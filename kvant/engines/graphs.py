@@ -1,62 +1,82 @@
-"""Decoding a static batch in steps that a CUDA graph replays: everything that changes from step to step lies on the device.
+"""Decoding in steps that a CUDA graph replays.
 
-A step of eager transformers is a few thousand launches, and kvant's own bookkeeping on the host. A `Decoder` takes room for the
-whole generation, puts lengths, slots and block tables at fixed addresses, captures one step of the model (token -> layers ->
-logits) and replays it. `sample` is transformers' own loop over such steps, so logits processors, sampling, stopping criteria
-and streamers work as they do with `model.generate`.
+A step of eager transformers is a few thousand launches, and kvant's own bookkeeping on the host. A `Decoder` takes pages for the
+whole generation, keeps lengths, slots and block tables at fixed addresses on the device, captures one step of the model
+(token -> layers -> logits) and replays it. `sample` is transformers' own loop over such steps, so logits processors, sampling,
+stopping criteria and streamers work as they do with `model.generate`.
 
-Nothing falls back in silence: what cannot be captured is refused with its reason.
+There is no silent fallback: what cannot be captured is refused with its reason.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvant.cache import StaticBatch, static
-from kvant.engines.layers import Handle, flatten, unflatten
+from kvant.engines.attention import Handle, flatten, unflatten
+from kvant.engines.batch_state import BatchState
+from kvant.engines.ownership import Ownership
+from kvant.layout import Layout
+from kvant.ops import Implementation
+from kvant.ops.registry import Op
 from kvant.ops.types import COUNTERS
-
-if TYPE_CHECKING:
-    from kvant.engines.hf import Cache
+from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-WARM_UP = 2  # steps that run without a graph, in which kernels are compiled and libraries make their workspaces
+WARM_UP = 2  # steps without a graph: kernels are compiled, and libraries allocate their workspaces
 KERNELS = "cuda"  # implementations that never wait for the device
-DEVICE = "cuda"  # that has graphs
+DEVICE = "cuda"  # the type of device that has graphs
 
 
-def refuse(model: Any, cache: Cache, graph: bool = True) -> str | None:
+@runtime_checkable
+class DecodableCache(Protocol):
+    """What a Decoder asks of a `kvant.Cache`."""
+
+    state: BatchState
+    ownership: Ownership
+    layout: Layout
+    recipe: Recipe
+    first_position: int
+    as_decoded: bool
+    on_attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None
+
+    def settle(self) -> None: ...
+
+    def chosen(self, op: Op, device: torch.device) -> Implementation: ...
+
+
+def refuse(model: Any, cache: DecodableCache, graph: bool = True) -> str | None:
     """Why a cache cannot be decoded from in fixed steps, or with `graph` in a CUDA graph; None where it can."""
     if cache.as_decoded or cache.on_attend is not None:
-        return "the cache is being watched or replayed: that is done on the host"
+        return "as_decoded or on_attend is set, which are done on the host"
     reason = static.refuse(cache.layout)
     if reason is not None or not graph:
         return reason
     devices = {parameter.device for parameter in model.parameters()} | {
-        group.paged.stores[0].pages.device for group in cache.groups
+        group.paged.stores[0].pages.device for group in cache.state.groups
     }
     if len(devices) > 1 or next(iter(devices)).type != DEVICE:
         found = ", ".join(sorted(map(str, devices)))
         return f"model and cache must lie on one CUDA device, and they lie on {found}"
     for op in ("append", "decode"):
-        name = cache.implementation(op, next(iter(devices)))
+        name = cache.chosen(op, next(iter(devices))).name
         if name != KERNELS:
             return f"{op} of recipe {cache.recipe.name} is {name!r} here, and only {KERNELS!r} never waits for the GPU"
     return None
 
 
 class Replay:
-    """Calls of a step that reads and writes fixed addresses alone: the first ones as they are, all others from a CUDA graph.
+    """A step that reads and writes fixed addresses alone: the first calls run eagerly, all others replay a CUDA graph.
 
-    step      takes nothing and gives a tensor, which stays until the next call.
-    counters  zeros for the decode kernel's calls in the graph, which follow one another; kept as long as the graph.
-    name      of what is done, for messages.
+    step      takes no arguments and returns a tensor, which is valid until the next call.
+    counters  zeros that the calls of the decode kernel in the graph share; they live as long as the graph.
+    name      of the step, for messages.
     """
 
     def __init__(
@@ -84,7 +104,7 @@ class Replay:
         return self.out
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """The step as a graph; nothing is computed yet."""
+        """Captures the step; nothing is computed yet."""
         from kvant.ops.cuda.counters import sharing_counters
 
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
@@ -92,7 +112,7 @@ class Replay:
             with contextlib.ExitStack() as stack:
                 if self.counters is not None:
                     stack.enter_context(sharing_counters(self.counters))
-                # thread_local: what other threads do with the GPU meanwhile is theirs
+                # thread_local: other threads may use the GPU meanwhile
                 stack.enter_context(torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"))
                 self.out = self.step()
         except Exception as error:
@@ -100,27 +120,28 @@ class Replay:
                 f"{self.name} cannot be captured in a CUDA graph ({type(error).__name__}: {error}): do without graph=True"
             ) from error
         finally:
-            torch.cuda.set_stream(here)  # which a capture that fails does not always see to
+            torch.cuda.set_stream(here)  # a capture that fails does not always do so
         return graph
 
 
 class Decoder:
-    """Steps of the sequences that a cache holds: one token of each goes in, logits for the next come out.
+    """Decodes the batch that a cache holds: a call takes one token of every sequence and returns logits of the next.
 
     model, cache  the cache has been filled by this model. It belongs to the decoder until `close`.
-    steps         there is room for, in pages that are taken at once: all, or PoolFull and nothing has changed.
+    steps         pages for so many steps are taken at once; where there are not enough, PoolFull, and nothing has changed.
     graph         replay the step from a CUDA graph; without it the same step runs eagerly, on any device.
 
     `with cache.decoder(model, 100) as decode: logits = decode(tokens)`. Any other use of the cache closes it.
     """
 
-    def __init__(self, model: Any, cache: Cache, steps: int, *, graph: bool = True) -> None:
-        with cache._owner.claimed(keep=True, within=True):
+    def __init__(self, model: Any, cache: DecodableCache, steps: int, *, graph: bool = True) -> None:
+        with cache.ownership.claimed(keep=True, within=True):
             self._open(model, cache, steps, graph)
 
-    def _open(self, model: Any, cache: Cache, steps: int, graph: bool) -> None:
+    def _open(self, model: Any, cache: DecodableCache, steps: int, graph: bool) -> None:
         cache.settle()
-        if not cache.groups or cache.batch_size < 1:
+        state = cache.state
+        if not state.groups or state.batch_size < 1:
             raise ValueError("the cache holds no sequences: let the model read a prompt first")
         reason = refuse(model, cache, graph)
         if reason is not None:
@@ -128,29 +149,29 @@ class Decoder:
         self.model, self.cache, self.steps, self.graph = model, cache, steps, graph
         self.done = 0
         self.closed = self._running = self._begun = False
-        device = cache.groups[0].paged.stores[0].pages.device
+        device = state.groups[0].paged.stores[0].pages.device
         with torch.inference_mode(False):
-            self._tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
+            self._tokens = torch.zeros(state.batch_size, 1, dtype=torch.int64, device=device)
             self._positions = torch.zeros_like(self._tokens)
             heads = model.config.get_text_config(decoder=True).num_attention_heads
-            counters = torch.zeros(cache.batch_size * heads * COUNTERS, dtype=torch.int32, device=device)
+            counters = torch.zeros(state.batch_size * heads * COUNTERS, dtype=torch.int32, device=device)
         name = f"a step of this {model.config.model_type}"
         self._run: Callable[[], Tensor] = Replay(self._step, device, name, counters) if graph else self._step
         self.batches: list[StaticBatch] = []
-        try:  # from here on nothing but the room itself can fail
-            for group in cache.groups:
-                self.batches.append(StaticBatch(group.paged, group.seqs, steps))
+        try:  # nothing but taking the pages can fail from here on
+            for group in state.groups:
+                self.batches.append(StaticBatch(group.paged, group.sequences, steps))
         except BaseException:
             for each in self.batches:
                 each.close(0)
             raise
-        self._places = [  # of every layer: its sequences, its number among theirs, its sliding window
-            (self.batches[cache.groups.index(group)], group.layers.index(layer), group.sliding_window)
-            for layer, group in enumerate(cache._group_of)
+        self._places = [  # of every layer: its group's batch, its index in the group, its sliding window
+            (self.batches[state.groups.index(group)], group.layers.index(layer), group.sliding_window)
+            for layer, group in enumerate(state.group_of)
         ]
-        for group in cache.groups:
+        for group in state.groups:
             group.step = None
-        cache._decoder = self
+        state.decoder = self
 
     def __enter__(self) -> Self:
         return self
@@ -159,15 +180,17 @@ class Decoder:
         self.close()
 
     def __call__(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [sequences, vocabulary] after one more token of every sequence; they stay until the next call.
+        """Logits [sequences, vocabulary] after one more token of every sequence; they are valid until the next call.
 
-        positions  of the tokens, where they are not the number of tokens before them (padding not counted).
+        positions  of the tokens. By default a token's position is the number of tokens before it, padding not counted.
         """
         if self.closed:
-            raise ValueError("this decoder is closed: the cache has been used for something else, or it was told so")
+            raise ValueError(
+                "this decoder is closed: close() was called, or the cache has been used for something else"
+            )
         if self.done == self.steps:
-            raise ValueError(f"room was taken for {self.steps} steps, and all of them are done")
-        self.cache._owner.claim()
+            raise ValueError(f"pages were taken for {self.steps} steps, and all of them are done")
+        self.cache.ownership.claim()
         if tokens.numel() != len(self._tokens):
             raise ValueError(f"expected one token for each of {len(self._tokens)} sequences, got {list(tokens.shape)}")
         self._tokens.copy_(tokens.reshape(-1, 1))
@@ -189,7 +212,7 @@ class Decoder:
         return logits
 
     def _step(self) -> Tensor:
-        """One step of the model on what lies at the fixed addresses."""
+        """One step of the model, with inputs and outputs at fixed addresses."""
         for each in self.batches:
             each.advance()
         self._running = True
@@ -202,11 +225,11 @@ class Decoder:
         return out.logits[:, -1]
 
     def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-        """As that of the cache, for the one token of every sequence."""
+        """As `Cache.attend`, with one new token of every sequence."""
         if not self._running or query.shape[2] != 1:
             raise RuntimeError("this cache belongs to a decoder: close it before calling the model with the cache")
         if mask is not None and not torch.cuda.is_current_stream_capturing():
-            # while a step is captured transformers makes a mask where it makes none otherwise; the steps before had none
+            # While a step is captured transformers makes a mask that it does not make otherwise. The steps before had none.
             raise ValueError("cannot serve this attention mask in fixed steps: every sequence attends to all of itself")
         batch, index, window = self._places[handle.layer]
         q, k, v = (flatten(x, None) for x in (query, handle.key, handle.value))
@@ -215,29 +238,29 @@ class Decoder:
         return unflatten(flat, None, len(query), 1)
 
     def close(self) -> None:
-        """Gives back the room that was not used. The cache holds the tokens of all steps that were done, and is free again."""
+        """Gives back pages that were not used, and the cache, which holds the tokens of all steps that were done."""
         if self.closed:
             return
-        self.cache._owner.claim()
-        self.closed, self._run = True, self._step  # the graph goes
+        self.cache.ownership.claim()
+        self.closed, self._run = True, self._step  # drops the graph
         try:
             for each in self.batches:
                 each.close(self.done, self.done + self._begun)
-        except BaseException:  # sequences of which nobody knows how long they are
-            self.cache._forget()
+        except BaseException:  # lengths of the sequences are unknown
+            self.cache.state.forget()
             raise
-        self.cache._decoded(self.done)
+        self.cache.state.decoded(self.done)
 
 
 class _Stepping:
-    """A model whose calls, once the prompt has been read, are steps of a decoder: what transformers' loop is given."""
+    """Stands in for the model in transformers' sampling loop: its calls, after the prompt, are steps of a decoder."""
 
-    def __init__(self, model: Any, cache: Cache, steps: int, graph: bool) -> None:
+    def __init__(self, model: Any, cache: DecodableCache, steps: int, graph: bool) -> None:
         self._model, self._cache, self._steps, self._graph = model, cache, steps, graph
         self._decoder: Decoder | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)  # `_prefill` is thus the model's own
+        return getattr(self._model, name)  # so `_prefill`, which reads the prompt, is the model's own
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor | None = None, **inputs: Any) -> Any:
         if self._decoder is None:
@@ -258,10 +281,8 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     """For `model.generate(..., custom_generate=sample)`: transformers' loop for greedy search and sampling, in fixed steps."""
-    from kvant.engines.hf import Cache
-
     cache = model_kwargs.get("past_key_values")
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, DecodableCache):
         raise ValueError(f"generation in a CUDA graph needs a kvant.Cache, got {type(cache).__name__}")
     mode = generation_config.get_generation_mode(None)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kvant.engines.layers import ATTENTION
+from kvant.engines.attention import ATTENTION
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,5 +1,15 @@
 """Measuring what a recipe costs in quality, through the real packed cache."""
 
-from kvant.eval.teacher import Result, Windows, evaluate
+import warnings
+from typing import Any
 
-__all__ = ["Result", "Windows", "evaluate"]
+from kvant.eval.teacher import Result, Segments, evaluate
+
+__all__ = ["Result", "Segments", "evaluate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Windows":
+        warnings.warn("kvant.eval.Windows is now called kvant.eval.Segments", DeprecationWarning, stacklevel=2)
+        return Segments
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,12 +16,12 @@ import torch
 
 from kvant import passages, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate.builtin import fit_builtin, fits_in_seconds, kept_artifact
+from kvant.calibrate.builtin import cached_artifact, fit_builtin, fits_in_seconds
 from kvant.calibrate.capture import Progress, keys_of
 from kvant.calibrate.run import model_name
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache, ModelShape
-from kvant.eval.teacher import Result, Windows, evaluate
+from kvant.eval.teacher import Result, Segments, evaluate
 from kvant.eval.why import explained
 from kvant.layout import Layout
 from kvant.ops import OPS, explain
@@ -164,7 +164,7 @@ def _artifacts(
         if not recipe.calibrated:
             found[recipe.name] = None
             continue
-        fitting = _first_that_fits(given, recipe, shape, named) or kept_artifact(named, recipe)
+        fitting = _first_that_fits(given, recipe, shape, named) or cached_artifact(named, recipe)
         if fitting is not None:
             found[recipe.name] = fitting
         elif fit or fits_in_seconds(recipe):
@@ -194,7 +194,7 @@ def _measure(
     progress: Progress | None,
 ) -> dict[str, tuple[Result, float, float | None, int, str]]:
     """By name: the result, how many packed tokens a scored one reads, the noise, how many were scored, and why."""
-    windows = check_windows(model, tokenizer, tokens)
+    segments = check_segment(model, tokenizer, tokens)
     asked = list(chosen)
     full = recipes.get("full")
     noisy = model.dtype != torch.float32  # there, another order of the same sums shows
@@ -206,13 +206,13 @@ def _measure(
             progress("checking", done, total)
 
     results: list[Result] = []
-    each = windows.tokens
+    each = segments.tokens
     for first in range(0, len(asked), AT_ONCE):
         some = asked[first : first + AT_ONCE]
         results += evaluate(
             model,
             some,
-            windows,
+            segments,
             make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts.get(recipe.name)),
             progress=lambda done, _, before=first: advance(before * each + done, len(asked) * each),  # type: ignore[misc]
             together=AT_ONCE,
@@ -223,15 +223,15 @@ def _measure(
     out: dict[str, tuple[Result, float, float | None, int, str]] = {}
     for recipe in chosen:
         result = by_name[recipe.name]
-        packed = packed_read(recipe, windows)
+        packed = packed_read(recipe, segments)
         layout = Layout.of(recipe, *_heads(model), dtype=ModelShape.of(model).dtype, device=model.device)
         result = dataclasses.replace(result, bpe=layout.bits_per_element())
         why = ""
         if packed >= 1 and word_for(result.kl, result.top1) != "good":
             if keys is None:
-                keys = keys_of(model, windows.ids[0, : windows.prompt])
+                keys = keys_of(model, segments.ids[0, : segments.prompt])
             why = explained(recipe, artifacts.get(recipe.name), result, keys)
-        out[recipe.name] = (result, packed, noise, windows.tokens, why)
+        out[recipe.name] = (result, packed, noise, segments.tokens, why)
     return out
 
 
@@ -240,17 +240,17 @@ def _heads(model: Any) -> tuple[int, int]:
     return shape.heads, shape.head_dim
 
 
-def check_windows(model: Any, tokenizer: Any, tokens: int = TOKENS) -> Windows:
+def check_segment(model: Any, tokenizer: Any, tokens: int = TOKENS) -> Segments:
     """The built-in text as one window, cut to what the model can read."""
     ids = passages.encode(tokenizer, "check")
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
     ids = ids[: min(tokens, longest)]
-    return Windows(torch.tensor([ids]), max(1, len(ids) * PROMPT[0] // PROMPT[1]))
+    return Segments(torch.tensor([ids]), max(1, len(ids) * PROMPT[0] // PROMPT[1]))
 
 
-def packed_read(recipe: Recipe, windows: Windows) -> float:
+def packed_read(recipe: Recipe, segments: Segments) -> float:
     """How many packed tokens a scored token reads, on average over the scored ones."""
-    lengths = range(windows.prompt + 1, windows.ids.shape[1])
+    lengths = range(segments.prompt + 1, segments.ids.shape[1])
     total = 0
     for n in lengths:
         total += sum(s.stop - s.start for s in spans(recipe, n) if "packed" in (s.key, s.value))

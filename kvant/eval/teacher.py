@@ -1,11 +1,11 @@
 """Teacher-forced evaluation: every recipe reads the same text, and is compared with the full cache token by token.
 
-The text is cut into windows spread evenly over it. The first tokens of a window are prefilled and not scored; each later
-one is fed through the recipe's packed cache, `chunk` tokens at a time, and its next-token distribution is compared with that
-of transformers' own full cache on the same tokens. A chunk of 1 is decode; since the text is known, decode is computed for a
-block of tokens at once (kvant.ops.replay), which gives what one-by-one gives; `stepwise` does it one by one for real. Windows
-run side by side as one batch. The reference runs a block ahead and only a block's distributions are held, so memory does not
-grow with the context.
+Segments are spread evenly over the text. The first tokens of a segment are prefilled and not scored. Each later token is
+fed through the recipe's packed cache, `chunk` tokens at a time, and its next-token distribution is compared with that of
+transformers' own full cache on the same tokens. A chunk of 1 is decode. Since the text is known, decode is computed for a
+block of tokens at once (kvant.ops.replay), with the same result as one by one; `stepwise` really goes one by one.
+Segments form one batch. The full cache runs one block ahead and only one block's distributions are held, so memory does
+not grow with the context.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
 AT_ONCE = (
-    3  # recipes that run side by side behind one reference; each holds its exact keys and values too, for the probe
+    3  # recipes compared with one pass of the full cache; each also holds exact keys and values, for AttentionError
 )
-BLOCK = 64  # tokens a window whose reference distributions are held at a time, at least
+BLOCK = 64  # tokens per segment whose reference distributions are held at a time, at least
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
-    """Windows over a text: ids is int64 [windows, scored + prompt + 1]; the last column is only a target."""
+class Segments:
+    """Segments of a text. ids is int64 [segments, prompt + scored + 1]; the last column is only a target."""
 
     ids: Tensor
     prompt: int
 
     @property
     def scored(self) -> int:
-        """Tokens a window whose prediction is scored."""
+        """Tokens per segment whose prediction is scored."""
         return self.ids.shape[1] - 1 - self.prompt
 
     @property
@@ -48,8 +48,8 @@ class Windows:
         return self.scored * len(self.ids)
 
     @staticmethod
-    def over(ids: Sequence[int], context: int, tokens: int, prompt: int | None = None) -> Windows:
-        """As many windows as it takes to score at least `tokens` tokens, spread evenly over the text."""
+    def over(ids: Sequence[int], context: int, tokens: int, prompt: int | None = None) -> Segments:
+        """As many segments as it takes to score at least `tokens` tokens, spread evenly over the text."""
         prompt = context // 3 if prompt is None else prompt
         if context < 2:
             raise ValueError(f"context must be at least 2 tokens, got {context}")
@@ -65,7 +65,7 @@ class Windows:
         length = prompt + math.ceil(tokens / count) + 1
         room = len(ids) - length
         starts = [round(room * i / max(1, count - 1)) for i in range(count)]
-        return Windows(torch.tensor([list(ids[start : start + length]) for start in starts]), prompt)
+        return Segments(torch.tensor([list(ids[start : start + length]) for start in starts]), prompt)
 
 
 @dataclasses.dataclass
@@ -84,18 +84,18 @@ class Result:
     logits: list[float] = dataclasses.field(default_factory=list)  # with `profile`: logit error of each layer
 
 
-class AttentionProbe:
+class AttentionError:
     """Compares a cache's attention outputs with exact attention over the same queries, keys and values."""
 
     def __init__(self, cache: Cache, scales: list[float], profile: bool = False) -> None:
         self.cache, self.scales, self.profile = cache, scales, profile
         self.logit_error = torch.zeros(len(cache.shape.layers), dtype=torch.float64)
-        self.probes = torch.zeros(len(cache.shape.layers), dtype=torch.float64)
-        self.windows = cache.shape.layers
-        self.keys: list[list[Tensor]] = [[] for _ in self.windows]
-        self.values: list[list[Tensor]] = [[] for _ in self.windows]
-        self.error = torch.zeros(len(self.windows), dtype=torch.float64)
-        self.energy = torch.zeros(len(self.windows), dtype=torch.float64)
+        self.compared = torch.zeros(len(cache.shape.layers), dtype=torch.float64)
+        self.sliding_windows = cache.shape.layers
+        self.keys: list[list[Tensor]] = [[] for _ in self.sliding_windows]
+        self.values: list[list[Tensor]] = [[] for _ in self.sliding_windows]
+        self.error = torch.zeros(len(self.sliding_windows), dtype=torch.float64)
+        self.energy = torch.zeros(len(self.sliding_windows), dtype=torch.float64)
         self.measuring = False
         self.seconds = 0.0
         cache.on_attend = self
@@ -110,20 +110,21 @@ class AttentionProbe:
             fresh, total = query.shape[2], keys.shape[2]
             at = torch.arange(total, device=query.device)
             keep = at <= at[-fresh:, None]
-            window = self.windows[layer]
-            if window is not None:
-                keep &= at > at[-fresh:, None] - window
+            sliding_window = self.sliding_windows[layer]
+            if sliding_window is not None:
+                keep &= at > at[-fresh:, None] - sliding_window
             exact = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=keep, scale=self.scales[layer], enable_gqa=True
             ).transpose(1, 2)
             self.error[layer] += (out - exact).double().square().sum().cpu()
             self.energy[layer] += exact.double().square().sum().cpu()
             if self.profile:
-                self._probe_logits(layer, query[:, :, -1], keys, keep[-1])
+                self._add_logit_error(layer, query[:, :, -1], keys, keep[-1])
         self.seconds += time.perf_counter() - begin
 
-    def _probe_logits(self, layer: int, query: Tensor, keys: Tensor, keep: Tensor) -> None:
-        """Squared error of the last query's logits, as its attention weighs them; what is the same for all does not count."""
+    def _add_logit_error(self, layer: int, query: Tensor, keys: Tensor, keep: Tensor) -> None:
+        """Adds sum_n p_n (e_n - mean e)^2 for the last query: e_n is the error of its logit for token n, p_n its attention
+        weight, and mean e = sum_n p_n e_n, which the softmax cancels."""
         grouped = query.float().unflatten(1, (keys.shape[1], -1))  # [batch, heads, queries per head, head_dim]
         packed = self.cache.keys_as_read(layer)[:, : keys.shape[2]]
         exact = torch.einsum("bhgd,bhnd->bhgn", grouped, keys.float()) * self.scales[layer]
@@ -132,7 +133,7 @@ class AttentionProbe:
         missed = torch.where(keep, missed, 0.0)
         missed = missed - (weights * missed).sum(-1, keepdim=True)
         self.logit_error[layer] += (weights * missed.square()).sum(-1).double().mean().cpu()
-        self.probes[layer] += 1
+        self.compared[layer] += 1
 
     @property
     def relative(self) -> list[float]:
@@ -153,7 +154,7 @@ class _Scores:
     """Sums over all scored tokens of one recipe."""
 
     def __init__(self) -> None:
-        self.kl: list[Tensor] = []  # [windows of the batch, tokens] each
+        self.kl: list[Tensor] = []  # [segments of the batch, tokens] each
         self.nll = 0.0
         self.equal = 0
         self.tokens = 0
@@ -163,7 +164,7 @@ class _Scores:
         self.logits: list[list[float]] = []
 
     def add(self, logits: Tensor, reference: Tensor, targets: Tensor) -> None:
-        """logits [windows, tokens, vocabulary]; reference: log-probabilities of the full cache."""
+        """logits [segments, tokens, vocabulary]; reference: log-probabilities of the full cache."""
         found = torch.log_softmax(logits.float(), -1)
         self.kl.append((reference.exp() * (reference - found)).sum(-1).cpu())
         self.nll -= float(found.gather(-1, targets[..., None]).double().sum())
@@ -191,7 +192,7 @@ class _Scores:
 def evaluate(
     model: Any,
     recipes: Sequence[Recipe],
-    windows: Windows,
+    segments: Segments,
     chunk: int = 1,
     batch: int = 8,
     make_cache: Callable[[Recipe], Cache] | None = None,
@@ -203,9 +204,9 @@ def evaluate(
 ) -> list[Result]:
     """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens.
 
-    `offset` moves every token by so many positions: RoPE is relative, so the full cache does not change, but a recipe that
-    was fitted to keys at other positions does. `profile` also compares the logits of some queries, layer by layer. `together` recipes
-    run side by side behind one reference.
+    `offset` adds a constant to every position. RoPE is relative, so the full cache gives the same distributions; a recipe
+    that was fitted to keys at other positions may not. `profile` also compares the logits of some queries, layer by layer.
+    `together` recipes share one pass of the full cache.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be positive, got {chunk}")
@@ -218,44 +219,44 @@ def evaluate(
 
     make_cache = make_cache or (lambda recipe: Cache(model, recipe, first_position=offset))
     scores = [_Scores() for _ in recipes]
-    total = windows.tokens * len(recipes)
+    total = segments.tokens * len(recipes)
     done = 0
     scales = attention_scales(model)
-    probe_every = 16 if chunk == 1 and stepwise else 1  # one step in so many also compares attention outputs
+    compare_every = 16 if chunk == 1 and stepwise else 1  # attention outputs are compared at every n-th step
     at_once = chunk == 1 and not stepwise
     chunk = BLOCK if at_once else chunk
     block = math.ceil(BLOCK / chunk) * chunk
-    turns = itertools.product(range(0, len(windows.ids), batch), range(0, len(recipes), together))
-    for first, some in turns:
-        ids = windows.ids[first : first + batch].to(model.device)
-        runs: list[tuple[Cache, AttentionProbe, _Scores]] = []
+    rounds = itertools.product(range(0, len(segments.ids), batch), range(0, len(recipes), together))
+    for first, some in rounds:
+        ids = segments.ids[first : first + batch].to(model.device)
+        running: list[tuple[Cache, AttentionError, _Scores]] = []
         for recipe, score in zip(recipes[some : some + together], scores[some : some + together], strict=True):
             cache = make_cache(recipe)
-            probe = AttentionProbe(cache, scales, profile)
+            meter = AttentionError(cache, scales, profile)
             begin = time.perf_counter()
-            feed(cache, ids, 0, windows.prompt, logits_to_keep=1)
-            score.seconds += time.perf_counter() - begin - probe.seconds
+            feed(cache, ids, 0, segments.prompt, logits_to_keep=1)
+            score.seconds += time.perf_counter() - begin - meter.seconds
             cache.as_decoded = at_once
-            runs.append((cache, probe, score))
+            running.append((cache, meter, score))
         reference = DynamicCache(config=model.config)
-        feed(reference, ids, 0, windows.prompt, logits_to_keep=1)
-        for start in range(windows.prompt, ids.shape[1] - 1, block):
+        feed(reference, ids, 0, segments.prompt, logits_to_keep=1)
+        for start in range(segments.prompt, ids.shape[1] - 1, block):
             stop = min(start + block, ids.shape[1] - 1)
             expected = feed(reference, ids, start, stop).float().log_softmax(-1)
-            for cache, probe, score in runs:
+            for cache, meter, score in running:
                 for at in range(start, stop, chunk):
                     until = min(at + chunk, stop)
-                    probe.measuring = (at - windows.prompt) // chunk % probe_every == 0
-                    begin, probed = time.perf_counter(), probe.seconds
+                    meter.measuring = (at - segments.prompt) // chunk % compare_every == 0
+                    begin, metered = time.perf_counter(), meter.seconds
                     logits = feed(cache, ids, at, until)
-                    score.seconds += time.perf_counter() - begin - (probe.seconds - probed)
+                    score.seconds += time.perf_counter() - begin - (meter.seconds - metered)
                     score.add(logits, expected[:, at - start : until - start], ids[:, at + 1 : until + 1])
                     done += (until - at) * len(ids)
                     if progress is not None:
                         progress(done, total)
-        for cache, probe, score in runs:
+        for cache, meter, score in running:
             score.bpe = cache.layout.bits_per_element(ids.shape[1] - 1)
-            score.attention.append(probe.relative)
+            score.attention.append(meter.relative)
             if profile:
-                score.logits.append((probe.logit_error / probe.probes).tolist())
+                score.logits.append((meter.logit_error / meter.compared).tolist())
     return [score.result(recipe.name) for recipe, score in zip(recipes, scores, strict=True)]

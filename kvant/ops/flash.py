@@ -1,5 +1,5 @@
-"""Fused attention of one sequence's new tokens, by torch's own kernel; an engine that brings a faster one puts it into
-`LayerStore.prepared["flash"]`."""
+"""Fused attention of one sequence's new tokens, by torch's own kernel. An engine that brings a faster one sets
+`LayerStore.flash`."""
 
 from __future__ import annotations
 

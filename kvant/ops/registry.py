@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -19,26 +20,51 @@ Refusal = Callable[[Layout, torch.device], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
+    """One way to run an operation, chosen when a cache is made."""
+
     op: Op
     name: str
     run: Callable[..., Any]
     refuse: Refusal  # why it cannot serve a layout on a device, or None
     rank: int  # higher is tried first
     checks: bool = False  # whether an append takes `limit`, and says False where a number is beyond it
+    capturable: bool = (
+        False  # whether it can run in a CUDA graph: shapes and addresses alone decide, nothing waits for the GPU
+    )
 
 
 _FOUND: dict[tuple[Op, str], Implementation] = {}
 
 
 def register(
-    op: Op, name: str, refuse: Refusal, rank: int, checks: bool = False
+    op: Op, name: str, refuse: Refusal, rank: int, checks: bool = False, capturable: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that offers a function as an implementation of an operation."""
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
         if (op, name) in _FOUND:
             raise TypeError(f"two implementations of {op} are called {name}")
-        _FOUND[op, name] = Implementation(op, name, run, refuse, rank, checks)
+        _FOUND[op, name] = Implementation(op, name, run, refuse, rank, checks, capturable)
+        return run
+
+    return add
+
+
+DecodeWithLse = TypeVar("DecodeWithLse", bound=Callable[..., tuple[torch.Tensor, torch.Tensor]])
+
+
+def register_decode(
+    name: str, refuse: Refusal, rank: int, capturable: bool = False
+) -> Callable[[DecodeWithLse], DecodeWithLse]:
+    """Decorator that offers a function as an implementation of decode. The function returns the outputs and the log-sum-exp
+    of every query's logits, float32 [sequences, query heads]; the operation returns the outputs alone."""
+
+    def add(run: DecodeWithLse) -> DecodeWithLse:
+        @functools.wraps(run)
+        def decode(*args: Any, **options: Any) -> torch.Tensor:
+            return run(*args, **options)[0]
+
+        register("decode", name, refuse, rank, capturable=capturable)(decode)
         return run
 
     return add

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
 from kvant.codecs import DTYPES, BoundCodec
 from kvant.layout import Layout, StreamName
+from kvant.ops.flash import TORCH, Flash
 from kvant.recipe import Stream
 from kvant.rope import Rope
 from kvant.transforms import BoundTransform
@@ -144,6 +145,18 @@ class BoundStream:
         return o
 
 
+class Derived:
+    """What an implementation derives from a layer's store: matrices, tables, structures for compiled code. Each implementation
+    has a subclass of its own, and a store holds one object of each, made at the first `LayerStore.derive`."""
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        raise NotImplementedError(f"{cls.__name__} must say how it is made from a store")
+
+
+D = TypeVar("D", bound=Derived)
+
+
 @dataclasses.dataclass
 class LayerStore:
     """One layer's pages and full-precision windows. Windows are stored transformed, like the pages; keys that are
@@ -155,7 +168,9 @@ class LayerStore:
     pages: Tensor  # uint8 [pages, heads, page_head_bytes]
     overlays: dict[StreamName, Tensor]  # [owners, overlay tokens, heads, head_dim]
     states: dict[StreamName, Tensor]  # float32 [owners, heads, ...]: what a stream's corrector remembers
-    prepared: dict[str, Any] = dataclasses.field(default_factory=dict)  # what an implementation made of the above, once
+    derived: dict[type[Derived], Derived] = dataclasses.field(default_factory=dict)  # by `derive`
+    flash: Flash = TORCH  # fused attention over unpacked tokens; an engine may bring a faster one
+    prepared: dict[str, Any] = dataclasses.field(default_factory=dict)  # being replaced by `derived`
 
     @staticmethod
     def allocate(
@@ -181,6 +196,14 @@ class LayerStore:
 
     def stream(self, name: StreamName) -> BoundStream:
         return self.key if name == "key" else self.value
+
+    def derive(self, kind: type[D]) -> D:
+        """The object of this type that belongs to the store; made at the first call."""
+        found = self.derived.get(kind)
+        if found is None:
+            found = self.derived[kind] = kind.of(self)
+        assert isinstance(found, kind)
+        return found
 
     @property
     def nbytes(self) -> int:

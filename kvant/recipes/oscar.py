@@ -14,7 +14,7 @@ head.
 
 Choices, where the text is open:
 - The clip ratios (`clip=0`) are calibrated per layer, as section 5.1 says, by a search that the paper does not give:
-  the ratio from 0.80 to 1.00 with the least squared error of the attention outputs over excerpts of the calibration
+  the ratio from 0.80 to 1.00 with the least squared error of the attention outputs over probes of the calibration
   text, keys and values each with the other exact, windows as served.
 - The group is the whole head: the paper names 128 (algorithm 1, table 11) and 64 (A.5) for head dim 128. P_br moves
   nothing between groups then, as the paper notes.

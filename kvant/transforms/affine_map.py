@@ -10,7 +10,7 @@ import torch
 
 from kvant.bands import quarters
 from kvant.spec import Expected
-from kvant.transforms.base import BoundTransform, Tensor, Transform
+from kvant.transforms.base import BoundTransform, Form, Tensor, Transform
 
 
 class BoundAffine(BoundTransform):
@@ -20,6 +20,10 @@ class BoundAffine(BoundTransform):
         self.offset = None if offset is None else offset.double()  # [heads, head_dim]
         self.matrix = None if matrix is None else matrix.double()  # [heads, head_dim, head_dim]
         self.back = None if matrix is None else torch.linalg.inv(matrix.double())
+
+    @property
+    def form(self) -> Form:
+        return Form(mean=self.offset) if self.matrix is None else Form()
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.double() if self.offset is None else x.double() - self.offset
@@ -63,7 +67,7 @@ class _Learnt(Transform):
             raise ValueError(f"share must be between 0 and 1, got {self.share}")
 
     @property
-    def reads(self) -> bool:
+    def attention_weighted(self) -> bool:
         return self.share > 0
 
     def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:

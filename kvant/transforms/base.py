@@ -16,8 +16,25 @@ from kvant.spec import Spec
 Tensor = torch.Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A transform that a kernel can apply without a matrix. One of these is there, or none, where it takes a matrix."""
+
+    mean: Tensor | None = None  # x -> x - mean, [heads, head_dim]
+    factors: Tensor | None = None  # x -> x / factors, [heads, head_dim]
+    order: int = (
+        0  # x -> x diag(signs) diag(H, ..., H), with H the Walsh-Hadamard matrix of this order; 0 where there is none
+    )
+    signs: Tensor | None = None  # [head_dim], before a Hadamard; None are all +1
+
+
 class BoundTransform:
     """A transform with its tensors. x is [..., heads, head_dim]; q and o are [..., heads, queries per head, head_dim]."""
+
+    @property
+    def form(self) -> Form:
+        """How a kernel can apply it without a matrix; an empty form where it cannot."""
+        return Form()
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must map keys and values")

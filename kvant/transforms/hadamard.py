@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kvant.transforms.base import BoundTransform, Tensor, Transform
+from kvant.transforms.base import BoundTransform, Form, Tensor, Transform
 
 
 def walsh_hadamard(x: Tensor, order: int) -> Tensor:
@@ -42,6 +42,10 @@ def random_signs(dim: int, seed: int) -> Tensor:
 class BoundHadamard(BoundTransform):
     def __init__(self, order: int, signs: Tensor | None) -> None:
         self.order, self.signs = order, signs
+
+    @property
+    def form(self) -> Form:
+        return Form(order=self.order, signs=self.signs)
 
     def forward(self, x: Tensor) -> Tensor:
         return walsh_hadamard(x if self.signs is None else x * self.signs, self.order)

@@ -24,7 +24,7 @@ def bit_reversal(size: int) -> Tensor:
     return out
 
 
-def deal(dim: int, block: int) -> Tensor:
+def interleave(dim: int, block: int) -> Tensor:
     """Which of `dim` sorted directions goes to every place, where the places are blocks: int64 [dim].
 
     Directions are dealt like cards, one to each block in turn, so that every block gets its share of the important
@@ -119,7 +119,7 @@ class Rotation(Transform):
         if self.hadamard == "before":
             r = walsh_hadamard(u.mT, block).mT  # H U: H is symmetric
         else:
-            r = u[..., deal(dim, block).to(u.device)] if self.calibrated else u
+            r = u[..., interleave(dim, block).to(u.device)] if self.calibrated else u
             if self.hadamard == "after":
                 r = walsh_hadamard(r, block)
         if self.bitrev:

@@ -9,12 +9,16 @@ from typing import ClassVar
 import torch
 
 from kvant.spec import Expected
-from kvant.transforms.base import BoundTransform, Tensor, Transform
+from kvant.transforms.base import BoundTransform, Form, Tensor, Transform
 
 
 class BoundSmooth(BoundTransform):
     def __init__(self, factors: Tensor) -> None:
         self.factors = factors  # [heads, head_dim]
+
+    @property
+    def form(self) -> Form:
+        return Form(factors=self.factors)
 
     def forward(self, x: Tensor) -> Tensor:
         return x / self.factors.to(x.dtype)

@@ -83,9 +83,9 @@ def test_caches_are_filled_as_if_prompts_had_been_read(name: str) -> None:
     cache = memory.filled(model, recipes.get(name), memory.Work(SHAPE, 2, 20, 1 << 20, False), 3)
     (group,) = cache.groups
     assert (cache.get_seq_length(), cache.batch_size) == (150, 3)
-    pages = [page for seq in group.seqs for page in seq.pages]
+    pages = [page for seq in group.sequences for page in seq.pages]
     assert len(set(pages)) == len(pages) and pages != sorted(pages)
-    batch = group.paged.batch(group.seqs)
+    batch = group.paged.batch(group.sequences)
     for store in group.paged.stores:
         for stream in ("key", "value"):
             read = restored(store, stream, batch)[:, :150]  # type: ignore[arg-type]

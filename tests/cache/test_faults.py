@@ -22,7 +22,7 @@ WANTED: dict[str, tuple[Any, str]] = {
     "memory to grow": (paged, "_grown"),
     "rows": (PagedCache, "_take_row"),
     "pages": (PagePool, "take"),
-    "memory for windows": (PagedCache, "copy_owned"),
+    "memory for windows": (PagedCache, "copy_row"),
     "memory for a batch": (PagedCache, "_batch"),
 }
 
@@ -170,8 +170,8 @@ def test_swapping_in_is_done_whole_or_not_at_all(recipe: str, what: str) -> None
         if not attempt(lambda empty=empty: swap_in(empty, swapped)):
             break
         assert not empty.sequences and not empty.pool.used and len(empty._free_rows) == empty._rows
-        seqs = swap_in(empty, swapped)
-        assert [seq.length for seq in seqs] == [40, 21, 40]
+        sequences = swap_in(empty, swapped)
+        assert [seq.length for seq in sequences] == [40, 21, 40]
         nothing_leaks(empty)
 
 
@@ -207,10 +207,10 @@ def test_batches_of_nothing_are_refused_and_counts_of_nothing_are_not(name: str)
     cache = filled(name)
     first, second, _ = cache.sequences
     for call in (lambda: cache.extend([], []), lambda: cache.batch([])):
-        with pytest.raises(ValueError, match="entries must name at least one sequence, got none"):
+        with pytest.raises(ValueError, match="sequences must name at least one sequence, got none"):
             call()
     if "squat" not in name:
-        with pytest.raises(ValueError, match="entries must name at least one sequence, got none"):
+        with pytest.raises(ValueError, match="sequences must name at least one sequence, got none"):
             StaticBatch(cache, [], 3)
     with pytest.raises(ValueError, match=r"counts must be a number of new tokens for each of 1 sequences, got \[-1\]"):
         cache.extend([first], [-1])

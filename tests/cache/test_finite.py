@@ -37,8 +37,8 @@ def test_a_bad_number_is_named_and_leaves_no_trace(
         fill(each, each.new(), tokens[:40], [40])
     bad = Tokens(tokens.k.clone(), tokens.v.clone(), tokens.q)
     getattr(bad, side)[40 + token, 1, 7] = number
-    seqs = list(cache.sequences)
-    batch = cache.extend(seqs, [10, 30])
+    sequences = list(cache.sequences)
+    batch = cache.extend(sequences, [10, 30])
     parts = torch.cat((torch.arange(20, 30), torch.arange(40, 70)))
     for i in range(layer):
         cache.append(i, tokens.k[parts], tokens.v[parts], batch, tokens.q[parts])
@@ -48,11 +48,11 @@ def test_a_bad_number_is_named_and_leaves_no_trace(
     assert (error.value.layer, error.value.token, error.value.sequence) == (layer, 40 + token, 1)
     assert error.value.stream == {"k": "key", "v": "value"}[side]
     assert torch.equal(cache.stores[layer].pages, pages)
-    for seq, length in zip(seqs, (20, 40), strict=True):
+    for seq, length in zip(sequences, (20, 40), strict=True):
         cache.rollback(seq, length, range(layer))
-    fill(cache, seqs[0], tokens[20:50], [30])
+    fill(cache, sequences[0], tokens[20:50], [30])
     fill(twin, twin.sequences[0], tokens[20:50], [30])
-    for seq, other in zip(seqs, twin.sequences, strict=True):
+    for seq, other in zip(sequences, twin.sequences, strict=True):
         batch, expected = cache.batch([seq]), twin.batch([other])
         for store, same in zip(cache.stores, twin.stores, strict=True):
             for stream in store.overlays:
@@ -100,7 +100,7 @@ def test_a_model_that_breaks_down_leaves_its_cache_as_it_was(recipe: str, column
         model(ids[:, 70 : 70 + columns], past_key_values=untouched)
         untouched.crop(-columns)  # the recent window is as short afterwards
         assert cache.get_seq_length() == 70
-        assert [e.length for g in cache.groups for e in g.seqs] == [70, 70]
+        assert [e.length for g in cache.groups for e in g.sequences] == [70, 70]
         for start, stop in ((70, 80), (80, 81)):
             found = model(ids[:, start:stop], past_key_values=cache).logits
             expected = model(ids[:, start:stop], past_key_values=untouched).logits

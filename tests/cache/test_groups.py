@@ -67,23 +67,23 @@ def test_whatever_happens_to_the_others_a_sequence_is_as_if_it_were_alone(name: 
         if what in ("append", "token"):
             tokens = Tokens.random(1 if what == "token" else chance.randint(1, 60), 2, 2, 64, seed + step)
             life.events.append(tokens)
-            fill(cache, life.entry, tokens, [len(tokens.k)])
+            fill(cache, life.seq, tokens, [len(tokens.k)])
         elif what == "fork":
-            lives.append(Life(cache.fork(life.entry), list(life.events)))
+            lives.append(Life(cache.fork(life.seq), list(life.events)))
         elif what == "crop":
-            length = chance.randint(0, life.entry.length)
+            length = chance.randint(0, life.seq.length)
             life.events.append(length)
-            cache.crop(life.entry, length)
+            cache.crop(life.seq, length)
         elif len(lives) > 1:
-            cache.free(life.entry)
+            cache.free(life.seq)
             lives.remove(life)
         references_are_right(cache)
     for life in lives:
         alone, seq = life.relived(name)
-        for found, expected in zip(seen(cache, life.entry), seen(alone, seq), strict=True):
+        for found, expected in zip(seen(cache, life.seq), seen(alone, seq), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
     for life in lives:
-        cache.free(life.entry)
+        cache.free(life.seq)
     assert cache.pool.used == 0
 
 

@@ -50,9 +50,9 @@ def tokens_at(ids: list[int], start: int) -> list[torch.Tensor]:
     return [words[ids] + places[start : start + len(ids)] for words, places in zip(VOCABULARY, PLACES, strict=True)]
 
 
-def append(cache: PagedCache, seqs: list[Sequence], ids: list[list[int]]) -> None:
-    starts = [seq.length for seq in seqs]
-    batch = cache.extend(seqs, [len(each) for each in ids])
+def append(cache: PagedCache, sequences: list[Sequence], ids: list[list[int]]) -> None:
+    starts = [seq.length for seq in sequences]
+    batch = cache.extend(sequences, [len(each) for each in ids])
     parts = [tokens_at(each, start) for each, start in zip(ids, starts, strict=True)]
     k, v, q = (torch.cat(side) for side in zip(*parts, strict=True))
     for layer in range(len(cache.stores)):
@@ -86,7 +86,7 @@ class Life:
     """A sequence, its tokens, and a cache of its own in which the same happens to it."""
 
     def __init__(self, seq: Sequence, name: str) -> None:
-        self.entry, self.name = seq, name
+        self.seq, self.name = seq, name
         self.ids: list[int] = []
         self.events: list[tuple[str, Any]] = []
         self.alone = make(name, page_tokens=page_tokens(name))
@@ -123,11 +123,11 @@ class Life:
         return self.seen
 
 
-def look(cache: PagedCache, seqs: list[Sequence]) -> list[torch.Tensor]:
+def look(cache: PagedCache, sequences: list[Sequence]) -> list[torch.Tensor]:
     """Keys and values of sequences as attention sees them, and what it makes of them."""
-    batch = cache.batch(seqs)
+    batch = cache.batch(sequences)
     out = [read(cache.stores[0], side, batch, batch.seq_lens) for side in ("key", "value")]
-    query = torch.linspace(-1, 1, DIM).expand(len(seqs), HEADS * GROUP, DIM)
+    query = torch.linspace(-1, 1, DIM).expand(len(sequences), HEADS * GROUP, DIM)
     return [*out, cache.decode(0, query, batch, scale=0.1)]
 
 
@@ -154,12 +154,12 @@ class Machine(RuleBasedStateMachine):
 
     def grow(self, lives: list[Life], ids: list[list[int]]) -> None:
         """Appends, or finds the pool full and everything as it was."""
-        before = [(life.entry.length, list(life.entry.pages)) for life in lives]
+        before = [(life.seq.length, list(life.seq.pages)) for life in lives]
         try:
-            append(self.cache, [life.entry for life in lives], ids)
+            append(self.cache, [life.seq for life in lives], ids)
         except PoolFull as full:
             self.is_full(full)
-            assert before == [(life.entry.length, list(life.entry.pages)) for life in lives]
+            assert before == [(life.seq.length, list(life.seq.pages)) for life in lives]
             return
         for life, each in zip(lives, ids, strict=True):
             life.happened("append", each)
@@ -191,14 +191,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.lives)
     def append(self, which: int, word: int, count: int, chunk: int) -> None:
         life = self.pick(which)
-        ids = [(word + i * i) % 9 for i in range(min(count, LONGEST - life.entry.length, 6 * chunk))]
+        ids = [(word + i * i) % 9 for i in range(min(count, LONGEST - life.seq.length, 6 * chunk))]
         for first in range(0, len(ids), chunk):
             self.grow([life], [ids[first : first + chunk]])
 
     @rule(counts=st.lists(st.integers(1, 12), min_size=2, max_size=4), word=st.integers(0, 8))
     @precondition(lambda self: len(self.lives) > 1)
     def append_a_batch(self, counts: list[int], word: int) -> None:
-        lives = [x for x in self.lives[: len(counts)] if x.entry.length + 12 <= LONGEST]
+        lives = [x for x in self.lives[: len(counts)] if x.seq.length + 12 <= LONGEST]
         if lives:
             self.grow(lives, [[(word + i) % 9] * n for i, n in enumerate(counts[: len(lives)])])
 
@@ -206,15 +206,15 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: 0 < len(self.lives) < 5)
     def fork(self, which: int) -> None:
         life = self.pick(which)
-        self.lives.append(life.forked(self.cache.fork(life.entry)))
+        self.lives.append(life.forked(self.cache.fork(life.seq)))
 
     @rule(which=st.integers(0, 9), part=st.integers(0, 40), word=st.integers(0, 8), again=st.integers(0, 40))
     @precondition(lambda self: self.lives)
     def crop(self, which: int, part: int, word: int, again: int) -> None:
         """What speculation does: some tokens back, others in their place."""
         life = self.pick(which)
-        length = life.entry.length * part // 40
-        self.cache.crop(life.entry, length)
+        length = life.seq.length * part // 40
+        self.cache.crop(life.seq, length)
         life.happened("crop", length)
         if 0 < again <= LONGEST - length:
             self.grow([life], [[word] * again])
@@ -224,9 +224,9 @@ class Machine(RuleBasedStateMachine):
     def free(self, which: int) -> None:
         life = self.pick(which)
         self.lives.remove(life)
-        self.cache.free(life.entry)
+        self.cache.free(life.seq)
         with pytest.raises(ValueError, match="not in this cache"):
-            self.cache.fork(life.entry)
+            self.cache.fork(life.seq)
 
     @rule(which=st.integers(0, 9), salt=st.sampled_from(["", "", "tenant"]))
     @precondition(lambda self: self.lives and self.sharing)
@@ -238,15 +238,15 @@ class Machine(RuleBasedStateMachine):
     def go_back_and_share(self, which: int, back: int, again: int, more: int) -> None:
         """An answer is given again, differently, and then someone asks the same."""
         life = self.pick(which)
-        self.crop(which, 40 * max(0, life.entry.length - back) // max(1, life.entry.length), 8, again)
+        self.crop(which, 40 * max(0, life.seq.length - back) // max(1, life.seq.length), 8, again)
         self.share(self.lives.index(life), 0, 7, more, 1)
 
     def keep(self, which: int, salt: str) -> None:
         life = self.pick(which)
         prefix = self.cache.prefix
-        kept = prefix.keep(life.entry, life.ids, salt)
+        kept = prefix.keep(life.seq, life.ids, salt)
         self.kept.append((salt, list(life.ids)))
-        assert kept == life.entry.length or not self.tokenwise
+        assert kept == life.seq.length or not self.tokenwise
         assert prefix.find(life.ids, salt) >= kept
 
     @rule(
@@ -292,7 +292,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.lives and len(self.swapped) < 2)
     def swap(self, first: int, count: int) -> None:
         gone = self.lives[first % len(self.lives) :][:count]
-        self.swapped.append((swap_out(self.cache, [life.entry for life in gone]), gone))
+        self.swapped.append((swap_out(self.cache, [life.seq for life in gone]), gone))
         for life in gone:
             self.lives.remove(life)
 
@@ -303,13 +303,13 @@ class Machine(RuleBasedStateMachine):
         if len(self.lives) + len(lives) > 6:
             return
         try:
-            seqs = swap_in(self.cache, swapped)
+            sequences = swap_in(self.cache, swapped)
         except PoolFull as full:
             self.is_full(full)
             return
         self.swapped.remove((swapped, lives))
-        for life, seq in zip(lives, seqs, strict=True):
-            life.entry = seq
+        for life, seq in zip(lives, sequences, strict=True):
+            life.seq = seq
             self.lives.append(life)
 
     @rule()
@@ -321,9 +321,9 @@ class Machine(RuleBasedStateMachine):
             PrefixCache(other)
         with Snapshot(path) as snapshot:
             snapshot.load([other])
-        order = [self.cache.sequences.index(life.entry) for life in self.lives]
+        order = [self.cache.sequences.index(life.seq) for life in self.lives]
         for life, place in zip(self.lives, order, strict=True):
-            life.entry = other.sequences[place]
+            life.seq = other.sequences[place]
         if self.sharing:
             assert [n.key for n in other.prefix.nodes] == [n.key for n in self.cache.prefix.nodes]
         self.cache = other
@@ -334,9 +334,9 @@ class Machine(RuleBasedStateMachine):
     def every_sequence_is_as_if_it_were_alone(self) -> None:
         if not getattr(self, "lives", None):
             return
-        found = look(self.cache, [life.entry for life in self.lives])
+        found = look(self.cache, [life.seq for life in self.lives])
         for row, life in enumerate(self.lives):
-            seq, twin = life.entry, life.twin
+            seq, twin = life.seq, life.twin
             assert (seq.length, seq.sinks, seq.ring_start) == (len(life.ids), twin.sinks, twin.ring_start)
             for mine, theirs in zip(found[:2], life.expected()[:2], strict=True):
                 assert torch.equal(mine[row, : seq.length], theirs[0, : seq.length])
@@ -364,7 +364,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         for life in self.lives:
-            self.cache.free(life.entry)
+            self.cache.free(life.seq)
         if self.sharing:
             self.cache.prefix.clear()
             assert not self.cache.prefix._children and not self.cache.prefix._pages

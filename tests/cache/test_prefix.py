@@ -174,7 +174,7 @@ def test_a_group_whose_saliency_has_seen_other_queries_is_not_kept() -> None:
 
 
 def test_under_a_sliding_window_only_what_it_sees_is_needed() -> None:
-    cache, prefix = cache_of("int4", window=20)
+    cache, prefix = cache_of("int4", sliding_window=20)
     ids = list(range(9)) * 10
     seq = cache.new()
     append(cache, [seq], [ids])
@@ -212,11 +212,11 @@ def test_sequences_that_are_swapped_out_together_share_again() -> None:
     cache, _ = cache_of(pages=12)
     first = cache.new()
     append(cache, [first], [[1] * 60])
-    seqs = [first, *(cache.fork(first) for _ in range(3))]
-    append(cache, seqs, [[2], [3], [4], [5]])
-    before = look(cache, seqs)
+    sequences = [first, *(cache.fork(first) for _ in range(3))]
+    append(cache, sequences, [[2], [3], [4], [5]])
+    before = look(cache, sequences)
     used = cache.pool.used
-    swapped = swap_out(cache, seqs)
+    swapped = swap_out(cache, sequences)
     assert cache.pool.used == 0
     assert swapped.nbytes == used * cache.layout.page_bytes + 4 * cache.layout.overlay_bytes
     append(cache, [cache.new()], [[7] * 150])

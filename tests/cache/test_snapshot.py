@@ -190,8 +190,8 @@ from kvant.cache import Snapshot, save
 def new():
     return PagedCache(Layout.of(recipe("int8"), 8, 128), 2, 600)
 cache = new()
-entry = cache.new()
-cache.extend([entry], [600 * 64])
+seq = cache.new()
+cache.extend([seq], [600 * 64])
 for store in cache.stores:
     store.pages.random_(0, 255)
 mebibytes = sum(store.pages.nbytes for store in cache.stores) >> 20
@@ -210,7 +210,7 @@ before = peak()
 with Snapshot(sys.argv[1]) as snapshot:
     snapshot.load([other])
 print(mebibytes, saving, peak() - before)
-assert all(torch.equal(a.pages[entry.pages], b.pages[other.sequences[0].pages]) for a, b in zip(cache.stores, other.stores))
+assert all(torch.equal(a.pages[seq.pages], b.pages[other.sequences[0].pages]) for a, b in zip(cache.stores, other.stores))
 """
 
 

@@ -12,8 +12,8 @@ from tests.conftest import make_layout
 def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedCache:
     """Sequences of these lengths."""
     cache = PagedCache(make_layout(recipe, page_tokens=16), 2, pages, implementation="reference")
-    seqs = [cache.new() for _ in lengths]
-    batch = cache.extend(seqs, lengths)
+    sequences = [cache.new() for _ in lengths]
+    batch = cache.extend(sequences, lengths)
     for layer in range(2):
         generator = torch.Generator().manual_seed(layer)
         cache.append(layer, *torch.randn(2, sum(lengths), 2, 64, generator=generator), batch)
@@ -37,7 +37,7 @@ def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
     for step in range(20):
         batch.advance()
         expected = plain.extend(plain.sequences, [1, 1, 1])
-        for name in ("lengths", "starts", "owners", "sinks", "exact"):
+        for name in ("seq_lens", "query_start_loc", "overlay_rows", "sinks", "ring_start"):
             assert str(getattr(batch.batch, name)) == str(getattr(expected, name)), name
         width = expected.block_table.shape[1]
         for cache, here in ((static, batch.batch), (plain, expected)):  # pages are others, places in them the same

@@ -43,23 +43,23 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def gather_layer(
-    runs: list[tuple[torch.Tensor, ...]],
+    excerpts: list[tuple[torch.Tensor, ...]],
     max_position: int,
     rope: Rope | None = None,
     sink: int = 0,
     recent: int = 0,
-    reads: bool = False,
+    attention_weighted: bool = False,
     block: int = 0,
 ) -> LayerStats:
-    """Statistics of a layer from runs of (q, k, v, o)."""
-    tokens = sum(len(run[1]) for run in runs)
-    heads, dim = runs[0][1].shape[1:]
+    """Statistics of a layer from excerpts of (q, k, v, o)."""
+    tokens = sum(len(excerpt[1]) for excerpt in excerpts)
+    heads, dim = excerpts[0][1].shape[1:]
     shape = ModelShape((None,), heads, dim, "float32")
-    plan = Plan(len(runs), tokens, max_position, sink, recent, reads=reads, block=block)
+    plan = Plan(len(excerpts), tokens, max_position, sink, recent, attention_weighted=attention_weighted, block=block)
     gatherer = LayerGatherer(0, shape, plan, rope, torch.device("cpu"))
     gatherer.scale = dim**-0.5
-    for index, run in enumerate(runs):
-        gatherer.add(index, *run)
+    for index, excerpt in enumerate(excerpts):
+        gatherer.add(index, *excerpt)
     return gatherer.finish()
 
 

@@ -11,7 +11,7 @@ import torch
 from kvant import recipes
 from kvant.calibrate import fit_layer
 from kvant.calibrate.affine_map import balanced, fit_balance, fit_spectral
-from kvant.calibrate.capture import UNREAD, relative, what_is_read
+from kvant.calibrate.capture import UNWEIGHTED, relative, token_weights
 from kvant.stats import LayerStats
 from kvant.transforms.affine_map import Balance, Spectral
 from tests.calibrate.synthetic import attend, draw, gather_layer, layer_stats, rope_of
@@ -93,10 +93,10 @@ def test_what_is_read_is_the_sum_over_queries(sliding_window: int | None, softca
                     logits = softcap * torch.tanh(logits / softcap)
                 p = logits.softmax(0)
                 o[i, h, g] = p @ v[first : i + 1, h]
-                for t in range(max(first, UNREAD), i - recent + 1):
+                for t in range(max(first, UNWEIGHTED), i - recent + 1):
                     keys[t, h] += p[t - first] ** 2 * (v[t, h] - o[i, h, g]).square().sum()
                     values[t, h] += p[t - first] ** 2
-    found = what_is_read(q, k, v, o, 0.3, sliding_window, softcap, recent)
+    found = token_weights(q, k, v, o, 0.3, sliding_window, softcap, recent)
     torch.testing.assert_close(found.keys, keys, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.values, values, rtol=1e-3, atol=1e-5)
 
@@ -113,9 +113,9 @@ def test_keys_are_measured_within_their_block_and_queries_everywhere() -> None:
     rope = rope_of(64)
     q, k, v = draw(256, 2, 2, 64)
     k = rope.rotate(torch.randn(2, 64).expand(256, 2, 64) * 3, torch.arange(256))
-    runs = [(q, k, v, attend(q, k, v))]
-    near = gather_layer(runs, 8192, rope, block=1)
-    wide = gather_layer(runs, 8192, rope)
+    excerpts = [(q, k, v, attend(q, k, v))]
+    near = gather_layer(excerpts, 8192, rope, block=1)
+    wide = gather_layer(excerpts, 8192, rope)
 
     def spread(stats: LayerStats) -> float:
         return float((stats.keys.second - stats.keys.mean[:, :, None] * stats.keys.mean[:, None, :]).norm())
@@ -128,7 +128,7 @@ def test_every_tensor_is_fitted_on_what_the_parts_before_it_leave() -> None:
     recipe = recipes.get("kvant-2:rope=post")
     rope = rope_of(64)
     q, k, v = draw(256, 2, 2, 64, rope)
-    stats = gather_layer([(q, k, v, attend(q, k, v))], 4096, rope, 4, 64, reads=True)
+    stats = gather_layer([(q, k, v, attend(q, k, v))], 4096, rope, 4, 64, attention_weighted=True)
     tensors = fit_layer(recipe, stats)
     a = tensors["key.transforms[0].matrix"].double()
     back = torch.linalg.inv(a)
@@ -136,7 +136,7 @@ def test_every_tensor_is_fitted_on_what_the_parts_before_it_leave() -> None:
     torch.testing.assert_close(
         tensors["key.codec.weights"].double(), cost / cost.mean(-1, keepdim=True), rtol=1e-3, atol=0
     )
-    values = stats.spread("value", 0.5).mean[:, None, :] @ tensors["value.transforms[0].matrix"].double()
+    values = stats.weighted_moments("value", 0.5).mean[:, None, :] @ tensors["value.transforms[0].matrix"].double()
     torch.testing.assert_close(tensors["value.codec.mean"].double(), values[:, 0], rtol=1e-3, atol=1e-4)
     plain = dataclasses.replace(recipe, key=dataclasses.replace(recipe.key, transforms=(Balance(mean=False),)))
     assert not fit_layer(plain, stats)["key.transforms[0].offset"].any()

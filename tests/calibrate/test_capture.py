@@ -1,4 +1,4 @@
-"""Statistics are those of what attention really sees, whatever the number of runs, passes and tokens."""
+"""Statistics are those of what attention really sees, whatever the number of excerpts, passes and tokens."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def reference(model: Any, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "llama-mha"])
 def test_moments_are_those_of_the_models_own_keys_and_values(family: str) -> None:
     model = make_model(family)
-    runs = [tokens_of(70), tokens_of(33)]
+    excerpts = [tokens_of(70), tokens_of(33)]
     sink = 5
     plan = Plan(2, 103, max_position=33, sink=sink)
-    wanted = [reference(model, run) for run in runs]
-    found = dict(gather(model, runs, plan))
+    wanted = [reference(model, excerpt) for excerpt in excerpts]
+    found = dict(gather(model, excerpts, plan))
     assert sorted(found) == [0, 1, 2]
     for layer, stats in found.items():
         for which, moments in ((0, stats.keys), (1, stats.values)):
-            x = torch.cat([run[layer][which][sink:] for run in wanted]).double()
+            x = torch.cat([excerpt[layer][which][sink:] for excerpt in wanted]).double()
             assert moments.count == len(x) == 103 - 2 * sink
             torch.testing.assert_close(moments.mean, x.mean(0), rtol=1e-5, atol=1e-6)
             second = torch.einsum("nhd,nhe->hde", x, x) / len(x)
@@ -60,22 +60,22 @@ def test_moments_are_those_of_the_models_own_keys_and_values(family: str) -> Non
             order, wanted_order = moments.sample[0, :, 0].argsort(), x[:, 0, 0].argsort()
             every = x.float().transpose(0, 1)  # all vectors fit into the sample, in any order
             torch.testing.assert_close(moments.sample[:, order], every[:, wanted_order], rtol=1e-5, atol=1e-5)
-        excerpt = stats.excerpts[0]
-        torch.testing.assert_close(excerpt.keys, wanted[0][layer][0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(excerpt.values, wanted[0][layer][1], rtol=1e-5, atol=1e-5)
+        probe = stats.probes[0]
+        torch.testing.assert_close(probe.keys, wanted[0][layer][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(probe.values, wanted[0][layer][1], rtol=1e-5, atol=1e-5)
         assert stats.sink == sink
 
 
 def test_queries_are_pooled_over_the_group_and_c_s_is_brute_force() -> None:
     """C_S streamed from the attention outputs equals V^T S^T S V / N formed with the whole S, head by head."""
     heads, groups, dim, sink = 2, 3, 16, 4
-    runs = []
+    excerpts = []
     for tokens in (40, 23):
         q, k, v = draw(tokens, heads, groups, dim)
-        runs.append((q, k, v, attend(q, k, v)))
-    stats = gather_layer(runs, max_position=23, sink=sink)
+        excerpts.append((q, k, v, attend(q, k, v)))
+    stats = gather_layer(excerpts, max_position=23, sink=sink)
     total, count = torch.zeros(heads, dim, dim, dtype=torch.float64), 0
-    for q, k, v, _ in runs:
+    for q, k, v, _ in excerpts:
         tokens = len(k)
         for h in range(heads):
             for g in range(groups):
@@ -85,7 +85,7 @@ def test_queries_are_pooled_over_the_group_and_c_s_is_brute_force() -> None:
                 total[h] += v[:, h].double().T @ s.T @ s @ v[:, h].double()
         count += (tokens - sink) * groups
     torch.testing.assert_close(stats.attended, total / count, rtol=1e-5, atol=1e-6)
-    pooled = torch.cat([q[sink:].transpose(1, 2).reshape(-1, heads, dim) for q, *_ in runs]).double()
+    pooled = torch.cat([q[sink:].transpose(1, 2).reshape(-1, heads, dim) for q, *_ in excerpts]).double()
     assert stats.queries.count == len(pooled) == count
     torch.testing.assert_close(stats.queries.second, torch.einsum("nhd,nhe->hde", pooled, pooled) / count)
     assert stats.attended_mean is not None
@@ -138,20 +138,20 @@ def equal(a: LayerStats, b: LayerStats) -> None:
         for field in ("count", "mean", "second", "absmax", "sample"):
             torch.testing.assert_close(getattr(getattr(a, name), field), getattr(getattr(b, name), field))
     torch.testing.assert_close(a.attended, b.attended)
-    for one, other in zip(a.excerpts, b.excerpts, strict=True):
+    for one, other in zip(a.probes, b.probes, strict=True):
         for x, y in zip(one, other, strict=True):
             torch.testing.assert_close(x, y)
 
 
 def test_several_passes_see_what_one_pass_sees() -> None:
     model = make_model("gemma3")
-    runs = [tokens_of(50), tokens_of(41)]
+    excerpts = [tokens_of(50), tokens_of(41)]
     plan = Plan(2, 91, 400, samples=30)
     calls: list[tuple[str, int, int]] = []
-    whole = dict(gather(model, runs, plan))
+    whole = dict(gather(model, excerpts, plan))
     shape = ModelShape.of(model)
     budget = 3 * layer_bytes(shape, plan, 3)
-    parts = dict(gather(model, runs, plan, lambda *call: calls.append(call), budget))
+    parts = dict(gather(model, excerpts, plan, lambda *call: calls.append(call), budget))
     assert list(parts) == list(whole) == list(range(7))
     for layer in whole:
         equal(parts[layer], whole[layer])
@@ -163,7 +163,7 @@ def kept_bytes(stats: LayerStats) -> int:
     total = stats.attended.nbytes + (0 if stats.attended_mean is None else stats.attended_mean.nbytes)
     for moments in (stats.queries, stats.keys, stats.values):
         total += sum(t.nbytes for t in (moments.mean, moments.second, moments.absmax, moments.sample))
-    return total + sum(x.nbytes for excerpt in stats.excerpts for x in excerpt)
+    return total + sum(x.nbytes for probe in stats.probes for x in probe)
 
 
 def test_what_is_kept_does_not_grow_with_the_text_and_is_predicted() -> None:
@@ -171,7 +171,7 @@ def test_what_is_kept_does_not_grow_with_the_text_and_is_predicted() -> None:
     shape = ModelShape.of(model)
     sizes = []
     for count in (4, 12):
-        plan = Plan(count, count * 40, 300, samples=50, excerpts=2, excerpt_tokens=32)
+        plan = Plan(count, count * 40, 300, samples=50, probes=2, probe_tokens=32)
         stats = dict(gather(model, [tokens_of(40)] * count, plan))
         sizes.append(kept_bytes(stats[1]))
         assert sizes[-1] <= layer_bytes(shape, plan, groups=3)
@@ -219,17 +219,17 @@ def test_excerpts_are_turned_as_a_whole_and_attend_as_before() -> None:
     heads, groups, dim, end = 2, 2, 16, 20000
     rope = rope_of(dim)
     q, k, v = draw(50, heads, groups, dim, rope)
-    run = (q, k, v, attend(q, k, v))
-    stats = gather_layer([run] * 3, end, rope)
-    offsets = [Plan(3, 150, end).excerpt_offset(i, 50) for i in range(3)]
+    excerpt = (q, k, v, attend(q, k, v))
+    stats = gather_layer([excerpt] * 3, end, rope)
+    offsets = [Plan(3, 150, end).probe_offset(i, 50) for i in range(3)]
     assert offsets == [0, 9975, 19950]
-    before = torch.einsum("qhgd,nhd->hgqn", q[stats.excerpts[0].rows], k)
-    for offset, excerpt in zip(offsets, stats.excerpts, strict=True):
+    before = torch.einsum("qhgd,nhd->hgqn", q[stats.probes[0].rows], k)
+    for offset, probe in zip(offsets, stats.probes, strict=True):
         assert offset is not None
-        torch.testing.assert_close(excerpt.keys, rope.rotate(k, offset))
-        after = torch.einsum("qhgd,nhd->hgqn", excerpt.queries, excerpt.keys)
+        torch.testing.assert_close(probe.keys, rope.rotate(k, offset))
+        after = torch.einsum("qhgd,nhd->hgqn", probe.queries, probe.keys)
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-3)
-        assert int(excerpt.rows[-1]) == 49
+        assert int(probe.rows[-1]) == 49
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])

@@ -59,7 +59,7 @@ def test_a_text_is_taken_up(unfinished: Path) -> None:
 
 def test_a_calibration_keeps_its_text_and_its_layers(monkeypatch: pytest.MonkeyPatch, unfinished: Path) -> None:
     model = make_model("llama")
-    options: dict[str, Any] = {"tokens": 48, "run": 24}
+    options: dict[str, Any] = {"tokens": 48, "excerpt_tokens": 24}
     expected = run.calibrate(model, None, RECIPE, **options)
     assert not unfinished.exists(), "nothing is written where nothing is interrupted"
     with pytest.raises(KeyboardInterrupt, match="kept 20 of 48 tokens of text; the same command goes on from there"):
@@ -78,7 +78,7 @@ def test_a_calibration_keeps_its_text_and_its_layers(monkeypatch: pytest.MonkeyP
 def test_layers_fitted_before_and_after_are_those_of_one_go() -> None:
     """On a given text, so that nothing is drawn; other options are another calibration."""
     model = make_model("llama")
-    options: dict[str, Any] = {"run": 60, "max_position": 200}
+    options: dict[str, Any] = {"excerpt_tokens": 60, "max_position": 200}
     with pytest.raises(KeyboardInterrupt, match="kept 1 layer; "):
         run.calibrate(model, None, SMALL, ids_of(150), **options, progress=interrupt_at("fitting", 1))
     other = run.calibrate(model, None, SMALL, ids_of(150), **options, seed=1)
@@ -89,7 +89,13 @@ def test_layers_fitted_before_and_after_are_those_of_one_go() -> None:
 def test_nothing_is_kept_where_it_is_not_wanted(unfinished: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         run.calibrate(
-            make_model("llama"), None, RECIPE, tokens=48, run=24, resume=False, progress=interrupt_at("fitting", 1)
+            make_model("llama"),
+            None,
+            RECIPE,
+            tokens=48,
+            excerpt_tokens=24,
+            resume=False,
+            progress=interrupt_at("fitting", 1),
         )
     assert str(caught.value) == ""
     assert not unfinished.exists()
@@ -108,7 +114,7 @@ def test_long_work_is_kept_now_and_then(monkeypatch: pytest.MonkeyPatch, unfinis
             raise Killed
 
     with pytest.raises(Killed):
-        run.calibrate(model, None, RECIPE, tokens=48, run=24, progress=progress)
+        run.calibrate(model, None, RECIPE, tokens=48, excerpt_tokens=24, progress=progress)
     assert sorted(path.name.partition("-")[0] for path in unfinished.iterdir()) == ["fit", "text"]
 
 

@@ -22,20 +22,20 @@ def test_errors_are_those_of_the_windows_as_served(stream: str) -> None:
     """Written out query by query: sinks and recent tokens exact, all before coded, the other stream exact."""
     sink, recent = 8, 16
     stats = stats_of(sink, recent)
-    excerpt = stats.excerpts[0]
+    probe = stats.probes[0]
     codec = Affine(bits=2, clip=0.9)
     expected = 0.0
-    for i, row in enumerate(excerpt.rows.tolist()):
+    for i, row in enumerate(probe.rows.tolist()):
         if row < sink + recent:
             continue
-        k, v = excerpt.keys[: row + 1].clone(), excerpt.values[: row + 1].clone()
+        k, v = probe.keys[: row + 1].clone(), probe.values[: row + 1].clone()
         coded = slice(sink, row + 1 - recent)
         x = k if stream == "key" else v
         x[coded] = codec.decode(codec.encode(x[coded]))
-        q = excerpt.queries[i : i + 1].flatten(1, 2)
-        exact = dense_attention(q, excerpt.keys[: row + 1], excerpt.values[: row + 1], stats.scale)
+        q = probe.queries[i : i + 1].flatten(1, 2)
+        exact = dense_attention(q, probe.keys[: row + 1], probe.values[: row + 1], stats.scale)
         expected += float((dense_attention(q, k, v, stats.scale) - exact).square().sum())
-    (found,) = search_errors([codec], excerpt, stats, stream)
+    (found,) = search_errors([codec], probe, stats, stream)
     assert found == pytest.approx(expected, rel=1e-4)
     assert found > 0
 
@@ -45,7 +45,7 @@ def test_the_ratio_of_least_error_is_found(stream: str) -> None:
     stats = stats_of()
     part = Affine(bits=2, clip=0.0)
     found = fit_clip(part, stats, stream)["clip"]
-    errors = [search_errors([Affine(bits=2, clip=ratio)], stats.excerpts[0], stats, stream)[0] for ratio in RATIOS]
+    errors = [search_errors([Affine(bits=2, clip=ratio)], stats.probes[0], stats, stream)[0] for ratio in RATIOS]
     assert float(found) == pytest.approx(RATIOS[errors.index(min(errors))])
     assert min(errors) < errors[-1]  # some clipping is better than none for two bits
 

@@ -23,7 +23,7 @@ def ids_of(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_that_is_served_is_calibrated(family: str) -> None:
     model = make_model(family)
-    artifact = calibrate(model, None, SMALL, ids_of(150), run=60)
+    artifact = calibrate(model, None, SMALL, ids_of(150), excerpt_tokens=60)
     assert artifact.source["tokens"] == 150
     assert artifact.source["max_position"] == 512
     assert sorted(artifact.tensors) == list(range(artifact.layers))
@@ -36,9 +36,9 @@ def test_every_family_that_is_served_is_calibrated(family: str) -> None:
 
 def test_an_artifact_is_reproducible_and_the_seed_counts() -> None:
     model = make_model("qwen3")
-    first, again = (calibrate(model, None, SMALL, ids_of(150), run=60) for _ in range(2))
+    first, again = (calibrate(model, None, SMALL, ids_of(150), excerpt_tokens=60) for _ in range(2))
     assert first.digest == again.digest
-    other = calibrate(model, None, SMALL, ids_of(150), run=60, seed=1)
+    other = calibrate(model, None, SMALL, ids_of(150), excerpt_tokens=60, seed=1)
     assert other.digest != first.digest
 
 
@@ -46,7 +46,12 @@ def test_calibration_on_the_models_own_text() -> None:
     model = make_model("llama")
     stages: list[str] = []
     artifact = calibrate(
-        model, None, "saw-int4-hessian-kv", tokens=48, run=24, progress=lambda stage, *_: stages.append(stage)
+        model,
+        None,
+        "saw-int4-hessian-kv",
+        tokens=48,
+        excerpt_tokens=24,
+        progress=lambda stage, *_: stages.append(stage),
     )
     assert artifact.source["text"] == "written by the model"
     assert artifact.source["tokens"] == 48

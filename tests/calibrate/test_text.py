@@ -28,36 +28,36 @@ def test_long_texts_are_read_whole(line: int) -> None:
 
 @pytest.mark.parametrize(("total", "tokens", "length"), [(100, 100, 30), (1000, 90, 30), (1000, 91, 30), (50, 7, 30)])
 def test_runs_are_spread_over_the_text_without_overlap(total: int, tokens: int, length: int) -> None:
-    runs = cut(torch.arange(total), tokens, length)
-    flat = torch.cat(runs)
+    excerpts = cut(torch.arange(total), tokens, length)
+    flat = torch.cat(excerpts)
     assert len(flat) == tokens
     assert len(set(flat.tolist())) == tokens
-    assert max(map(len, runs)) <= length
-    for run in runs:
-        assert bool((run.diff() == 1).all())
-    if len(runs) > 1:
+    assert max(map(len, excerpts)) <= length
+    for excerpt in excerpts:
+        assert bool((excerpt.diff() == 1).all())
+    if len(excerpts) > 1:
         assert int(flat[0]) == 0
         assert int(flat[-1]) == total - 1
 
 
 def test_sampled_text_is_reproducible_and_likely() -> None:
     model = make_model("llama", initializer_range=0.5)
-    runs = sample(model, Letters(), 50, 20, seed=4)
-    assert [len(run) for run in runs] == [17, 17, 17]
-    assert {int(run[0]) for run in runs} == {3}
-    assert digest(runs) == digest(sample(model, Letters(), 50, 20, seed=4))
-    assert digest(runs) != digest(sample(model, Letters(), 50, 20, seed=5))
+    excerpts = sample(model, Letters(), 50, 20, seed=4)
+    assert [len(excerpt) for excerpt in excerpts] == [17, 17, 17]
+    assert {int(excerpt[0]) for excerpt in excerpts} == {3}
+    assert digest(excerpts) == digest(sample(model, Letters(), 50, 20, seed=4))
+    assert digest(excerpts) != digest(sample(model, Letters(), 50, 20, seed=5))
     with torch.no_grad():
-        logits = model(runs[1][None].long()).logits[0, :-1]
-    rank = (logits > logits.gather(-1, runs[1][1:, None].long())).sum(-1)
+        logits = model(excerpts[1][None].long()).logits[0, :-1]
+    rank = (logits > logits.gather(-1, excerpts[1][1:, None].long())).sum(-1)
     assert int(rank.max()) < 50
 
 
 def test_sampling_reports_and_starts_without_a_first_token() -> None:
     model = make_model("llama", bos_token_id=None)
     calls: list[tuple[int, int]] = []
-    runs = sample(model, None, 24, 6, seed=1, progress=lambda done, total: calls.append((done, total)))
-    assert len(runs) == 4
-    assert len({int(run[0]) for run in runs}) > 1
+    excerpts = sample(model, None, 24, 6, seed=1, progress=lambda done, total: calls.append((done, total)))
+    assert len(excerpts) == 4
+    assert len({int(excerpt[0]) for excerpt in excerpts}) > 1
     assert calls[-1] == (24, 24)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)

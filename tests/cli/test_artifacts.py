@@ -11,8 +11,8 @@ import pytest
 
 from kvant import models, recipes
 from kvant.artifact import FILE, Artifact
-from kvant.cli.artifacts import artifacts_for
-from kvant.cli.kept import kept_artifacts
+from kvant.cli.artifact_options import artifacts_for
+from kvant.cli.artifacts import cached_artifacts
 from tests.cli.test_cli import run, text, tiny  # noqa: F401
 
 OSCAR = "oscar:sink=4,recent=16"
@@ -61,20 +61,20 @@ def test_made_once_listed_shown_and_removed(
     assert code == 0 and "source.tokens: " in out
 
     code, out, _ = run(capsys, "artifacts", "remove", first["id"])
-    assert code == 0 and not Path(first["path"]).exists() and len(kept_artifacts()) == 1
+    assert code == 0 and not Path(first["path"]).exists() and len(cached_artifacts()) == 1
     code, _, error = run(capsys, "artifacts", "remove", first["id"])
     assert code == 2 and "no such artifact is kept" in error
     code, _, error = run(capsys, "artifacts", "remove")
     assert code == 2 and "name one ID, or --all" in error
     code, _, _ = run(capsys, "artifacts", "remove", "--all")
-    assert code == 0 and kept_artifacts() == []
+    assert code == 0 and cached_artifacts() == []
 
 
 def test_a_damaged_one_is_listed_and_can_be_removed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     place = tmp_path / "cache" / "kvant" / "artifacts" / "model" / "fit"
     place.mkdir(parents=True)
     (place / FILE).write_bytes(b"half")
-    (damaged,) = kept_artifacts()
+    (damaged,) = cached_artifacts()
     assert damaged.problem is not None and "cannot be read" in damaged.problem
     code, out, _ = run(capsys, "artifacts")
     assert code == 0 and "damaged" in out

@@ -26,14 +26,14 @@ def sound(cache: kvant.Cache) -> None:
     """Nothing leaks, and the groups hold the sequences that the cache says."""
     for group in cache.groups:
         nothing_leaks(group.paged)
-        assert len(group.seqs) == len(group.paged.sequences) == max(0, cache.batch_size)
+        assert len(group.sequences) == len(group.paged.sequences) == max(0, cache.batch_size)
         assert all(
             mine is theirs
-            for mine, theirs in zip(sorted(group.seqs, key=id), sorted(group.paged.sequences, key=id), strict=True)
+            for mine, theirs in zip(sorted(group.sequences, key=id), sorted(group.paged.sequences, key=id), strict=True)
         )
-        assert [e.length for e in group.seqs] == [e.length for e in cache.groups[0].seqs]
-    if cache._real is None and cache.groups and cache.groups[0].seqs:
-        assert {e.length for e in cache.groups[0].seqs} == {cache.get_seq_length()}
+        assert [e.length for e in group.sequences] == [e.length for e in cache.groups[0].sequences]
+    if cache.state.padding_mask is None and cache.groups and cache.groups[0].sequences:
+        assert {e.length for e in cache.groups[0].sequences} == {cache.get_seq_length()}
 
 
 def logits(model: Any, cache: kvant.Cache, ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -173,10 +173,10 @@ def test_swapping_out_is_done_by_all_groups_or_by_none(monkeypatch: pytest.Monke
         logits(model, each, prompt(2, 20))
     copied = serving.copied
 
-    def fail(paged: Any, seqs: Any) -> Any:
+    def fail(paged: Any, sequences: Any) -> Any:
         if paged is cache.groups[1].paged:
             raise MemoryError
-        return copied(paged, seqs)
+        return copied(paged, sequences)
 
     with monkeypatch.context() as patch:
         patch.setattr(serving, "copied", fail)
@@ -313,7 +313,7 @@ def test_whatever_fails_reset_leads_back() -> None:
                 except RuntimeError as error:
                     if "this cache belongs to a decoder: close it" not in str(error):
                         raise
-            if cache._decoder is None:
+            if cache.state.decoder is None:
                 sound(cache)
         cache.reset()
         sound(cache)
@@ -357,7 +357,7 @@ def test_rows_that_are_all_padding(recipe: str, as_decoded: bool) -> None:
         for start, stop in chunks:
             options = {"attention_mask": mask[:, :stop], "position_ids": position[:, start:stop]}
             last = logits(model, cache, ids[:, start:stop], **options)
-        assert [seq.length for seq in cache.groups[0].seqs] == [40, 15]
+        assert [seq.length for seq in cache.groups[0].sequences] == [40, 15]
         found.append(last[1, -1])
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
     mask[1] = 0
@@ -387,7 +387,7 @@ def test_padding_between_tokens_is_counted_where_it_lies() -> None:
             cache.reset()
         assert cache.generate(model, other, mask, **options).tolist() == expected[1]
         assert cache.reused == 15 or forget
-        assert [seq.length for seq in cache.groups[0].seqs] == [31, 31]
+        assert [seq.length for seq in cache.groups[0].sequences] == [31, 31]
 
 
 def test_settings_that_come_in_a_generation_config_count() -> None:

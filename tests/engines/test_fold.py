@@ -21,7 +21,7 @@ SMALL = "oscar:sink=4,recent=16"
 
 def calibrated(model: Any, recipe: str = SMALL) -> Artifact:
     ids = torch.randint(2, 200, (200,), generator=torch.Generator().manual_seed(3))
-    return calibrate(model, None, recipe, ids, run=100)
+    return calibrate(model, None, recipe, ids, excerpt_tokens=100)
 
 
 def chunks(model: Any, cache: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_folded_and_unfolded_model_give_the_same_logits(family: str, per_head: b
     # a value that lies on the edge between two codes may be rounded the other way: one in very many
     assert relative_error(found, expected) < 1e-2
     assert relative_error(expected, plain) > 5e-2  # two bits do change the logits: the tolerance is not idle
-    pages, again = (cache._group_of[0].paged.stores[0].pages for cache in (before, after))  # of the first layer
+    pages, again = (cache.state.group_of[0].paged.stores[0].pages for cache in (before, after))  # of the first layer
     assert float((pages == again).float().mean()) > 0.999
 
 

@@ -40,10 +40,10 @@ def ragged(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 def assert_same_cache(found: kvant.Cache, expected: kvant.Cache) -> None:
     assert found.get_seq_length() == expected.get_seq_length()
-    assert str(found._real) == str(expected._real)
+    assert str(found.state.padding_mask) == str(expected.state.padding_mask)
     for mine, theirs in zip(found.groups, expected.groups, strict=True):
         assert mine.paged.pool.used == theirs.paged.pool.used
-        for a, b in zip(mine.seqs, theirs.seqs, strict=True):
+        for a, b in zip(mine.sequences, theirs.sequences, strict=True):
             assert (a.length, a.sinks, a.ring_start, len(a.pages)) == (b.length, b.sinks, b.ring_start, len(b.pages))
             for one, other in zip(mine.paged.stores, theirs.paged.stores, strict=True):
                 if mine.sliding_window is None:  # of a sliding one, pages are used again and end in anything
@@ -52,7 +52,8 @@ def assert_same_cache(found: kvant.Cache, expected: kvant.Cache) -> None:
                     assert torch.equal(x[a.overlay_row].nan_to_num(7), y[b.overlay_row].nan_to_num(7))
     for layer in range(len(found.layers)):
         rows = [
-            cache.keys_as_read(layer)[:, : max(e.length for e in found.groups[0].seqs)] for cache in (found, expected)
+            cache.keys_as_read(layer)[:, : max(e.length for e in found.groups[0].sequences)]
+            for cache in (found, expected)
         ]
         assert torch.equal(*rows)
 
@@ -148,11 +149,11 @@ def test_steps_are_taken_one_by_one() -> None:
         decode(torch.tensor([1, 2]))
     decode = cache.decoder(model, 1, graph=False)
     decode(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="room was taken for 1 steps"):
+    with pytest.raises(ValueError, match="pages were taken for 1 steps"):
         decode(torch.tensor([1, 2]))
     cache.crop(-1)
     assert decode.closed, "any other use of the cache closes it"
-    assert cache.get_seq_length() == cache.groups[0].seqs[0].length == 70
+    assert cache.get_seq_length() == cache.groups[0].sequences[0].length == 70
 
 
 def test_room_is_taken_for_all_groups_or_for_none() -> None:
@@ -170,12 +171,12 @@ def test_room_is_taken_for_all_groups_or_for_none() -> None:
 def test_a_decoder_that_cannot_be_made_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     cache = read(model)
-    before = cache.nbytes_used, cache.groups[0].seqs[0].length
+    before = cache.nbytes_used, cache.groups[0].sequences[0].length
     with monkeypatch.context() as patch:
         patch.setattr(type(model.config), "get_text_config", lambda self, decoder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.decoder(model, 30, graph=False)
-    assert (cache.nbytes_used, cache.groups[0].seqs[0].length) == before
+    assert (cache.nbytes_used, cache.groups[0].sequences[0].length) == before
 
 
 def test_a_number_that_cannot_be_stored_takes_its_step_back() -> None:

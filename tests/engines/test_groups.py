@@ -56,11 +56,11 @@ class Oracle:
             nothing = [Tokens(*(x[0, :, :0].transpose(0, 1) for x in (key, value, query))) for _ in query]
             self.rows.append(nothing)
             self.prompts.append([0] * len(query))
-        group = self.cache._group_of[layer]
+        group = self.cache.state.group_of[layer]
         step = group.step
         rope = Rope(torch.ones(1)) if self.cache._ropes is None else self.cache._ropes[layer]
         for row in range(len(query)):
-            real = slice(None) if step.real is None else step.real[row]
+            real = slice(None) if step.padding_mask is None else step.padding_mask[row]
             new = Tokens(*(x[row].transpose(0, 1)[real] for x in (key, value, query)))
             past = self.rows[layer][row]
             n, count = len(past.k), len(new.k)
@@ -71,7 +71,7 @@ class Oracle:
             sides = []
             for side, fresh in (("key", new.k), ("value", new.v)):
                 known = self.prompts[layer][row]
-                if query.shape[2] == 1 and step.real is None:
+                if query.shape[2] == 1 and step.padding_mask is None:
                     sides.append(attended(self.cache.layout, side, tokens, n + 1, known, rope))
                 else:
                     sides.append(torch.cat((attended(self.cache.layout, side, tokens, n, known, rope), fresh)))
@@ -105,7 +105,7 @@ def left_padded(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def nothing_leaks(cache: Any) -> None:
     for group in cache.groups:
-        held = Counter(page for seq in group.seqs for page in seq.pages if page != SLID_OUT)
+        held = Counter(page for seq in group.sequences for page in seq.pages if page != SLID_OUT)
         assert all(group.paged.pool.references(page) == held[page] for page in range(group.paged.pool.total))
     cache.reset()
     assert all(group.paged.pool.used == 0 for group in cache.groups)
@@ -119,7 +119,7 @@ def test_a_left_padded_batch_generates_from_what_spans_say(family: str, recipe: 
     cache = kvant.Cache(model, recipe, implementation="reference")
     oracle = Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
-    assert [seq.length for seq in cache.groups[0].seqs] == [65, 54, 60]
+    assert [seq.length for seq in cache.groups[0].sequences] == [65, 54, 60]
     assert oracle.calls == 3 * 2 * 5
     assert cache.nbytes == cache.predicted_nbytes
     nothing_leaks(cache)
@@ -147,7 +147,7 @@ def test_sliding_layers_code_their_groups_too(family: str, recipe: str) -> None:
     Oracle(cache)
     model.generate(ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=5)
     sliding = [group for group in cache.groups if group.sliding_window is not None]
-    assert any(SLID_OUT in seq.pages for group in sliding for seq in group.seqs)
+    assert any(SLID_OUT in seq.pages for group in sliding for seq in group.sequences)
     nothing_leaks(cache)
 
 

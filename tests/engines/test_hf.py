@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 import kvant
-from kvant.engines.hf import ModelShape
+from kvant.shape import ModelShape
 from tests.conftest import relative_error
 
 BASE: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_generate_from_the_full_cache_is_generate(family: str, mode: str) -> Non
     cache = kvant.Cache(model, "full")
     torch.manual_seed(3)
     assert model.generate(ids, past_key_values=cache, **options).tolist() == expected.tolist()
-    used = {page for group in cache.groups for seq in group.seqs for page in seq.pages if page >= 0}
+    used = {page for group in cache.groups for seq in group.sequences for page in seq.pages if page >= 0}
     assert all(group.paged.pool.used <= len(used) * 2 for group in cache.groups)
     cache.reset()
     assert all(group.paged.pool.used == 0 for group in cache.groups), "nothing leaks"
@@ -123,7 +123,7 @@ def test_a_left_padded_batch_is_each_prompt_alone(family: str, recipe: str, tole
         return torch.stack(out, 1), cache
 
     together, cache = run(slice(0, 4), 0)
-    assert [seq.length for seq in cache.groups[0].seqs] == [n + new for n in lengths], "padding is not stored"
+    assert [seq.length for seq in cache.groups[0].sequences] == [n + new for n in lengths], "padding is not stored"
     for row, n in enumerate(lengths):
         alone, _ = run(slice(row, row + 1), 37 - n)
         assert relative_error(together[row], alone[0]) < tolerance
@@ -137,9 +137,9 @@ def test_beams_share_the_pages_of_their_prompt() -> None:
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, num_beams=4, do_sample=False, max_new_tokens=8
     )
     (group,) = cache.groups
-    shared = set.intersection(*(set(seq.pages) for seq in group.seqs))
+    shared = set.intersection(*(set(seq.pages) for seq in group.sequences))
     assert len(shared) >= 3, "the beams come from one prompt and share its whole pages"
-    assert group.paged.pool.used == len({page for seq in group.seqs for page in seq.pages})
+    assert group.paged.pool.used == len({page for seq in group.sequences for page in seq.pages})
 
 
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])

@@ -101,7 +101,7 @@ def test_rows_with_padding_share_what_all_of_them_can() -> None:
     cache.reset()
     _, columns = count_columns(cache, model, longer, more, max_new_tokens=1)
     assert columns == [4]
-    assert [seq.length for seq in cache.groups[0].seqs] == [94, 44, 74]
+    assert [seq.length for seq in cache.groups[0].sequences] == [94, 44, 74]
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -123,7 +123,7 @@ def test_samples_of_one_prompt_store_it_once(recipe: str, wrapped: bool) -> None
     else:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
     (group,) = cache.groups
-    pages = [seq.pages for seq in group.seqs]
+    pages = [seq.pages for seq in group.sequences]
     whole = (130 - cache.recipe.origin) // 64
     for row in range(10):
         assert pages[row][:whole] == pages[row // 5 * 5][:whole]
@@ -151,7 +151,7 @@ def test_rows_that_only_look_alike_are_not_shared() -> None:
         with torch.inference_mode():
             model(first, past_key_values=cache)
             model(chunk, past_key_values=cache)
-        one, two = cache.groups[0].seqs
+        one, two = cache.groups[0].sequences
         assert not set(one.pages) & set(two.pages)
         assert one.length == two.length == 70
 

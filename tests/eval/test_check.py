@@ -14,8 +14,8 @@ from kvant import passages, recipes, verdicts
 from kvant.calibrate.builtin import fits_in_seconds
 from kvant.eval import check as checking
 from kvant.eval import choose
-from kvant.eval.check import check, check_windows, examine, fast_recipes, packed_read
-from kvant.eval.choose import choose_recipe, kept_choice, require_fit
+from kvant.eval.check import check, check_segment, examine, fast_recipes, packed_read
+from kvant.eval.choose import cached_choice, choose_recipe, require_fit
 from kvant.eval.why import key_stats
 from kvant.verdicts import Threshold, Unfit
 from tests.engines.test_hf import make_model
@@ -78,10 +78,10 @@ def test_what_is_all_in_a_window_is_unknown() -> None:
 
 
 def test_packed_read_counts_by_the_windows() -> None:
-    windows = check_windows(make_model("llama", vocab_size=256), Bytes(), 100)
-    assert (windows.prompt, windows.scored) == (37, 62)
-    assert packed_read(recipes.get("int4"), windows) == sum(range(38, 100)) / 62
-    assert packed_read(recipes.get("int4:sink=4,recent=90"), windows) == sum(range(1, 6)) / 62
+    segments = check_segment(make_model("llama", vocab_size=256), Bytes(), 100)
+    assert (segments.prompt, segments.scored) == (37, 62)
+    assert packed_read(recipes.get("int4"), segments) == sum(range(38, 100)) / 62
+    assert packed_read(recipes.get("int4:sink=4,recent=90"), segments) == sum(range(1, 6)) / 62
 
 
 def test_a_long_fit_is_left_out_unless_it_is_asked_for_or_there(biased: Any) -> None:
@@ -146,7 +146,7 @@ def test_without_a_recipe_the_best_that_is_good_is_taken_once(biased: Any, monke
     with monkeypatch.context() as patch:
         patch.setattr(checking, "evaluate", None)
         again = choose_recipe(biased, Bytes(), said.append)
-        kept = kept_choice(found.verdict.fingerprint)
+        kept = cached_choice(found.verdict.fingerprint)
     assert len(said) == 1
     assert again.recipe == found.recipe and again.reason == found.reason
     assert kept is not None and kept.reason == found.reason

@@ -8,17 +8,17 @@ import torch
 from kvant import recipes
 from kvant.calibrate.run import calibrate
 from kvant.engines.hf import Cache
-from kvant.eval import Windows, evaluate
+from kvant.eval import Segments, evaluate
 from tests.engines.test_hf import make_model, prompt
 
 
 def test_windows_are_spread_evenly_and_score_enough() -> None:
-    windows = Windows.over(range(1000), context=100, tokens=150, prompt=40)
-    assert (len(windows.ids), windows.prompt, windows.scored, windows.tokens) == (3, 40, 50, 150)
-    assert windows.ids[:, 0].tolist() == [0, 454, 909]
-    assert windows.ids[2, -1] == 999
-    assert Windows.over(range(1000), context=90, tokens=10).prompt == 30
-    assert Windows.over(range(101), context=100, tokens=60, prompt=40).ids.tolist() == [list(range(101))]
+    segments = Segments.over(range(1000), context=100, tokens=150, prompt=40)
+    assert (len(segments.ids), segments.prompt, segments.scored, segments.tokens) == (3, 40, 50, 150)
+    assert segments.ids[:, 0].tolist() == [0, 454, 909]
+    assert segments.ids[2, -1] == 999
+    assert Segments.over(range(1000), context=90, tokens=10).prompt == 30
+    assert Segments.over(range(101), context=100, tokens=60, prompt=40).ids.tolist() == [list(range(101))]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_windows_are_spread_evenly_and_score_enough() -> None:
 )
 def test_mistakes_are_named(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Windows.over(range(1000), **{"context": 100, "tokens": 10, **options})
+        Segments.over(range(1000), **{"context": 100, "tokens": 10, **options})
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 80])
@@ -41,17 +41,17 @@ def test_mistakes_are_named(options: dict[str, int], message: str) -> None:
 def test_scores_are_those_of_the_definition(chunk: int, batch: int) -> None:
     """Recomputed from plain forward passes: the full cache's distributions, and the recipe's through its own cache."""
     model = make_model("llama", initializer_range=0.3)
-    windows = Windows(prompt(3, 121), 20)
+    segments = Segments(prompt(3, 121), 20)
     import kvant
 
-    full, int4 = evaluate(model, [recipes.get("full"), recipes.get("int4")], windows, chunk=chunk, batch=batch)
+    full, int4 = evaluate(model, [recipes.get("full"), recipes.get("int4")], segments, chunk=chunk, batch=batch)
     assert (full.recipe, int4.recipe) == ("full", "int4")
     assert abs(full.kl) < 1e-6
     assert full.top1 == 1.0
     assert full.attn_rel_mse < 1e-10
     kl, nll, equal = [], [], []
     with torch.inference_mode():
-        for row in windows.ids:
+        for row in segments.ids:
             exact = model(row[None, :-1], use_cache=False).logits[0].log_softmax(-1)[20:]
             cache = kvant.Cache(model, "int4")
             model(row[None, :20], past_key_values=cache)
@@ -76,14 +76,14 @@ def test_scores_are_those_of_the_definition(chunk: int, batch: int) -> None:
 def test_fewer_bits_score_worse() -> None:
     model = make_model("qwen3", initializer_range=0.3)
     names = ["int8", "int4", "int3", "int2"]
-    results = evaluate(model, [recipes.get(name) for name in names], Windows(prompt(4, 101), 30), chunk=4)
+    results = evaluate(model, [recipes.get(name) for name in names], Segments(prompt(4, 101), 30), chunk=4)
     assert [r.kl for r in results] == sorted(r.kl for r in results)
     assert [r.attn_rel_mse for r in results] == sorted(r.attn_rel_mse for r in results)
 
 
 def test_sliding_layers_are_probed_with_their_window() -> None:
     model = make_model("gemma3")
-    (full,) = evaluate(model, [recipes.get("full")], Windows(prompt(1, 81), 40), chunk=1)
+    (full,) = evaluate(model, [recipes.get("full")], Segments(prompt(1, 81), 40), chunk=1)
     assert full.attn_rel_mse < 1e-10
 
 
@@ -93,7 +93,7 @@ def test_progress_reaches_its_total() -> None:
     evaluate(
         model,
         [recipes.get("full")],
-        Windows(prompt(3, 31), 10),
+        Segments(prompt(3, 31), 10),
         3,
         2,
         progress=lambda done, total: seen.append((done, total)),
@@ -106,13 +106,13 @@ def test_keys_relative_to_their_block_do_not_care_where_a_text_stands() -> None:
     model = make_model("llama")
     ids = torch.randint(0, 100, (600,), generator=torch.Generator().manual_seed(1))
     recipe = recipes.get("kvant-2:recent=8,rope_block=32")
-    artifact = calibrate(model, None, recipe, ids, run=128, max_position=1024)
-    windows = Windows.over(ids.tolist(), context=90, tokens=60, prompt=30)
+    artifact = calibrate(model, None, recipe, ids, excerpt_tokens=128, max_position=1024)
+    segments = Segments.over(ids.tolist(), context=90, tokens=60, prompt=30)
     found = [
         evaluate(
             model,
             [recipe],
-            windows,
+            segments,
             offset=offset,
             make_cache=lambda chosen, first=offset: Cache(model, chosen, artifact=artifact, first_position=first),
         )[0].kl
@@ -128,11 +128,11 @@ def test_a_profile_shows_the_fragile_layer() -> None:
     model = make_model("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight *= 12
-    windows = Windows.over(prompt(1, 120)[0].tolist(), context=90, tokens=60, prompt=30)
-    (result,) = evaluate(model, [recipes.get("int4")], windows, profile=True)
+    segments = Segments.over(prompt(1, 120)[0].tolist(), context=90, tokens=60, prompt=30)
+    (result,) = evaluate(model, [recipes.get("int4")], segments, profile=True)
     assert len(result.logits) == len(result.layers) == len(model.model.layers)
     assert result.logits[1] > 20 * result.logits[0] > 0
-    (exact,) = evaluate(model, [recipes.get("full")], windows, profile=True)
+    (exact,) = evaluate(model, [recipes.get("full")], segments, profile=True)
     assert max(exact.logits) < 1e-6
-    (without,) = evaluate(model, [recipes.get("int4")], windows)
+    (without,) = evaluate(model, [recipes.get("int4")], segments)
     assert without.logits == []

@@ -20,7 +20,7 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, copy_rows, fragments, nearest, nvrtc, plan, stored, unpack
+from kvant.ops.cuda import append_groups, copy_rows, fragments, nearest, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
@@ -679,8 +679,10 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     layout = make_layout(name, 2, 128)
     made = plan.Plan(layout, 6, query, (2, 1), (1, 128), True, True, H200)
     for arch in ("sm_80", "sm_90"):
-        nvrtc.compile_text(made.text.replace("#define BULK 1", f"#define BULK {int(arch == 'sm_90')}"), arch)
-    nvrtc.compile_text(stored.StoredPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90")
+        nvrtc.compile_text(dataclasses.replace(made, bulk=arch == "sm_90").text, arch)
+    nvrtc.compile_text(
+        transform_kv.TransformPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90"
+    )
     if plan.is_indexed(layout):
         for rows in (nearest.FEW, nearest.many(layout)):
             nvrtc.compile_text(nearest.NearestPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")

@@ -20,7 +20,7 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, copy_rows, nearest, nvrtc, plan, stored, unpack
+from kvant.ops.cuda import append_groups, copy_rows, nearest, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
@@ -48,7 +48,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
-    caches += (unpack._kernel, stored._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (unpack._kernel, transform_kv._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -499,7 +499,7 @@ def test_tiles_of_zeros_and_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None
     ("name", "dim", "first"),
     [("kvant-2", 64, 1000), ("oscar", 128, 0), ("kvant-2:rope_block=70", 96, 3), ("saw-int4-kv:seed=3", 64, 0)],
 )
-def test_stored_rows(name: str, dim: int, first: int) -> None:
+def test_transform_rows(name: str, dim: int, first: int) -> None:
     """New tokens of several sequences at odd positions, some of them padding."""
     cache, seqs = filled(name, 2, 1, dim, [1, 63, 300], order=None, first=first)
     store, batch = cache.stores[0], cache.extend(seqs, [0, 3, 17])
@@ -508,7 +508,7 @@ def test_stored_rows(name: str, dim: int, first: int) -> None:
         bound = store.stream(stream)  # type: ignore[arg-type]
         for dtype in (torch.float32, torch.bfloat16):
             rows = x.to(dtype)
-            found = stored.stored_rows(store, stream, rows, batch)  # type: ignore[arg-type]
+            found = transform_kv.transform_rows(store, stream, rows, batch)  # type: ignore[arg-type]
             torch.testing.assert_close(found, bound.stored(rows.float(), batch.positions[1]), rtol=2e-5, atol=2e-5)
 
 
@@ -572,7 +572,7 @@ def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytes
     monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
     cache, seqs = filled(name, 2, 2, dim, [1, 63, 300], first=first)
     store, counts = cache.stores[0], [1, 0, 40, 5]
-    store.prepared["flash"] = flash.Flash(plain, torch.float16, softcap=True)
+    store.flash = flash.Flash(plain, torch.float16, softcap=True)
     seqs = [*seqs, cache.new()]
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 4, dim).bfloat16()
@@ -639,7 +639,7 @@ from tests.calibrate.synthetic import rope_of
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
 
-text = nvrtc.program({}, "include/ptx.cuh") + """
+text = nvrtc.program("include/ptx.cuh") + """
     + repr(
         'struct Nothing { int x; };\nextern "C" __global__ void __launch_bounds__(32) apart(const Nothing a) {'
         " if (threadIdx.x < 7) __syncwarp(); }\n"

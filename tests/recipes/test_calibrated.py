@@ -110,7 +110,7 @@ def gathered(recipe: Recipe, max_position: int, rope: Rope, runs: int) -> LayerS
         found.append((q, k, v, attend(q, k, v)))
     window = recipe.key.window
     block = recipe.key.effective_rope_block
-    return gather_layer(found, max_position, rope, window.sink, window.recent, recipe.reads, block)
+    return gather_layer(found, max_position, rope, window.sink, window.recent, recipe.attention_weighted, block)
 
 
 def cache_error(recipe: Recipe, tensors: dict[str, torch.Tensor], rope: Rope, offset: int) -> float:

@@ -96,13 +96,13 @@ HEADS, GROUPS, DIM, TOKENS, SINK, RECENT = 2, 2, 64, 256, 4, 32
 def attention_error(
     recipe: Recipe, tensors: dict[str, torch.Tensor], stats: LayerStats, rope: Rope, offset: int
 ) -> float:
-    """Relative squared error of attention outputs over an excerpt that was rotated by so many positions."""
+    """Relative squared error of attention outputs over a probe that was rotated by so many positions."""
     streams = {
         name: BoundStream.of(stream, DIM, "float32", "cpu", _below(tensors, f"{name}."))
         for name, stream in recipe.streams.items()
     }
     key, value = streams["key"], streams["value"]
-    e = stats.excerpts[0]
+    e = stats.probes[0]
     late = e.rows >= SINK + RECENT
     q = key.dual(rope.rotate(e.queries[late], offset))
     k, v = key.forward(rope.rotate(e.keys, offset)), value.forward(e.values)
@@ -149,7 +149,7 @@ def test_what_is_gathered_at_short_positions_is_not_what_is_seen_far_away() -> N
     """Why positions matter: the queries' second moment after RoPE at the text's own positions is not that at others."""
     rope = rope_of(DIM)
     short, wide = gathered(TOKENS, rope), gathered(32768, rope)
-    q = short.excerpts[0].queries.double()
+    q = short.probes[0].queries.double()
     far = rope.rotate(q, 20000).transpose(1, 2).flatten(0, 1)
     moment = torch.einsum("nhd,nhe->hde", far, far) / len(far)
 

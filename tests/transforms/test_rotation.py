@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant.calibrate.spectral import eigenbasis
-from kvant.transforms.rotation import Rotation, bit_reversal, deal
+from kvant.transforms.rotation import Rotation, bit_reversal, interleave
 from tests.transforms.test_hadamard import matrix
 
 
@@ -86,8 +86,8 @@ def test_lemma_1_the_importance_metric_has_a_constant_diagonal(dim: int) -> None
 @pytest.mark.parametrize(("dim", "blocks"), [(96, 3), (80, 5), (192, 3)])
 def test_other_head_dims_deal_the_eigenvectors_to_blocks(dim: int, blocks: int) -> None:
     block = dim // blocks
-    assert deal(dim, block)[:4].tolist() == [0, blocks, 2 * blocks, 3 * blocks]
-    assert sorted(deal(dim, block).tolist()) == list(range(dim))
+    assert interleave(dim, block)[:4].tolist() == [0, blocks, 2 * blocks, 3 * blocks]
+    assert sorted(interleave(dim, block).tolist()) == list(range(dim))
     c = random_moment(1, dim)
     r = Rotation().compose(eigenbasis(c))
     torch.testing.assert_close(r.mT @ r, torch.eye(dim, dtype=torch.float64)[None])

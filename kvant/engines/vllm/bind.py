@@ -148,7 +148,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
             store = LayerStore.allocate(layout, 0, 0, device, tensors, None if ropes is None else ropes[index])
             store.overlays = {stream: overlay[place] for stream, overlay in overlays.items()}
             if device.type == "cuda" and (flash := fused()) is not None:
-                store.prepared["flash"] = flash
+                store.flash = flash
             stores.append(store)
         ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
         group = Layers(layout, names, stores, [_without_windows(s) for s in stores], overlays, ops, drafts)

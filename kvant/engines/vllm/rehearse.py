@@ -46,7 +46,8 @@ def rehearse(
         store,
         pages=torch.zeros(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
         overlays={name: empty_overlay(layout, name, 1, device).zero_() for name in layout.recipe.streams},
-        prepared={name: kept for name, kept in store.prepared.items() if name == "flash"},
+        derived={},
+        prepared={},
     )
 
     def batch(first: int, last: int, count: int = 1) -> PagedBatch:

@@ -17,7 +17,7 @@ from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import append_groups, nearest, nvrtc, plan
 from kvant.ops.cuda.plan import TYPES
-from kvant.ops.cuda.stored import matrix_in, stored_rows
+from kvant.ops.cuda.transform_kv import matrix_in, transform_rows
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, FusedTransform, blocks_of, fuse, matrix_of, rope_table
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch
@@ -154,7 +154,7 @@ class AppendPlan:
                 f"{name.upper()}_META_TYPE": TYPES[meta.dtype],
                 f"{name.upper()}_META_OFFSET": meta.offset,
             }
-        return nvrtc.program(constants, "kernels/append_tiles.cu" if self.tiled else "kernels/append.cu")
+        return nvrtc.program("kernels/append_tiles.cu" if self.tiled else "kernels/append.cu", defines=constants)
 
 
 def _bands(layout: Layout, name: StreamName) -> list[tuple[str, int, int, int]]:
@@ -188,7 +188,7 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
     return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
 
 
-@register("append", "cuda", refuse, rank=10)
+@register("append", "cuda", refuse, rank=10, capturable=True)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`. Where tokens are few or do not come in 16 bits, keys are unrotated and matrices multiplied
     before the kernel."""
@@ -203,7 +203,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     tiled = tiled and all(x.dtype in PARTS for x in rows.values()) and turnable(store)
     for name in rows:
         if store.stream(name).rope is not None and not tiled:
-            rows[name] = stored_rows(store, name, rows[name], batch)
+            rows[name] = transform_rows(store, name, rows[name], batch)
     if plan.is_indexed(store.layout):
         nearest.append(store, rows, batch)
         return
@@ -220,7 +220,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         elif tiled and (space.kind == MATRIX or (space.kind == HADAMARD and store.layout.head_dim == 96)):
             matrices[i], spaces[i] = _fragments(store, name, x.dtype)
         elif space.kind == MATRIX:
-            x = stored_rows(store, name, x, batch)
+            x = transform_rows(store, name, x, batch)
         rows[name] = x.contiguous()
     types = tuple(str(x.dtype).removeprefix("torch.") for x in rows.values())
     orders, means = zip(*((space.order, space.mean is not None) for space in spaces), strict=True)

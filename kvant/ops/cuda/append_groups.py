@@ -104,7 +104,7 @@ class GroupPlan:
             constants[f"{stream}_TYPE"] = TYPES[kind]
             constants[f"{stream}_RING"] = max(1, layout.recipe.streams[name].window.ring)
             constants[f"{stream}_WINDOW"] = layout.overlay_tokens(name)
-        return nvrtc.program(constants, "kernels/append_groups.cu")
+        return nvrtc.program("kernels/append_groups.cu", defines=constants)
 
 
 @functools.lru_cache(maxsize=256)

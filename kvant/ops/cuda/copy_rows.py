@@ -1,25 +1,28 @@
-"""Copies of rows that the device itself has chosen, by the kernel in copy_rows.cu: nobody waits to know whether there are any."""
+"""Copies of overlay rows that an earlier kernel has chosen, by kernels/copy_rows.cu: the host does not wait to learn which."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
 
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.arguments import Arguments, int32, int64, pointer
 
 Tensor = torch.Tensor
 THREADS = 256
 WORD = 16  # bytes that a thread copies at a time
 
-
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "source", "target")),
-        *((name, ctypes.c_int64) for name in ("layer", "row", "words")),
-        ("nobody", ctypes.c_int),
-    ]
+CopyRowsArguments = Arguments(
+    "CopyRowsArguments",
+    x=pointer("uint4", "[layers, rows, ...]"),
+    source=pointer("const s64", "[pairs], rows"),
+    target=pointer("const s64", "[pairs], rows"),
+    layer_stride=int64("16-byte words from a layer to the next"),
+    row_stride=int64("16-byte words from a row to the next"),
+    words=int64("16-byte words of a row that are copied"),
+    padding_row=int32("the row that stands for none: nothing is copied to it"),
+)
 
 
 @functools.lru_cache(maxsize=16)
@@ -28,12 +31,12 @@ def _kernel(device: torch.device) -> nvrtc.Kernel:
 
 
 def text() -> str:
-    return nvrtc.program({"THREADS": THREADS}, "kernels/copy_rows.cu")
+    return nvrtc.program("kernels/copy_rows.cu", config={"THREADS": THREADS}, arguments=[CopyRowsArguments])
 
 
 def copy_rows(x: Tensor, source: Tensor, target: Tensor, tokens: int | None = None) -> None:
-    """x[:, target, :tokens] = x[:, source, :tokens] for x [layers, rows, tokens, ...] and int64 rows, but where the target is the
-    last row, which is nobody's. No source may be another's target, unless both hold the same."""
+    """x[:, target, :tokens] = x[:, source, :tokens] for x [layers, rows, tokens, ...] and int64 rows [pairs]. A pair whose target is
+    the last row, which stands for none, copies nothing. No source may be another pair's target, unless both rows are equal."""
     layers, rows = x.shape[:2]
     size = x.element_size()
     row, layer = x.stride(1) * size, x.stride(0) * size
@@ -41,6 +44,14 @@ def copy_rows(x: Tensor, source: Tensor, target: Tensor, tokens: int | None = No
     if not (len(source) and x.numel() and count):
         return
     assert x[0].is_contiguous() and not any(n % WORD for n in (row, layer, count)), (x.shape, x.stride(), x.dtype)
-    places = (source.contiguous(), target.contiguous())
-    arguments = _Arguments(*nvrtc.addresses(x, *places), layer // WORD, row // WORD, count // WORD, rows - 1)
+    source, target = source.contiguous(), target.contiguous()
+    arguments = CopyRowsArguments.fill(
+        x=x,
+        source=source,
+        target=target,
+        layer_stride=layer // WORD,
+        row_stride=row // WORD,
+        words=count // WORD,
+        padding_row=rows - 1,
+    )
     _kernel(x.device).launch((len(source), layers), arguments)

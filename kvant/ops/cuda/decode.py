@@ -107,7 +107,7 @@ def _transform_outputs(
     return out
 
 
-@register("decode", "cuda", refuse, rank=10)
+@register("decode", "cuda", refuse, rank=10, capturable=True)
 def decode(
     store: LayerStore,
     query: Tensor,

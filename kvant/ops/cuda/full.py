@@ -124,7 +124,7 @@ class FullPlan:
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.program(self.constants, "kernels/decode_full.cu")
+        return nvrtc.program("kernels/decode_full.cu", defines=self.constants)
 
 
 class _Arguments(ctypes.Structure):
@@ -143,7 +143,7 @@ def _kernel(plan: FullPlan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, "kvant_decode_full", device, plan.warps * 32, plan.dynamic_bytes)
 
 
-@register("decode", "cuda-full", refuse, rank=9)
+@register("decode", "cuda-full", refuse, rank=9, capturable=True)
 def decode(
     store: LayerStore,
     query: Tensor,

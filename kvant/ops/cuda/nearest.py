@@ -77,7 +77,7 @@ class NearestPlan:
                 f"{name.upper()}_BOOK": f"Book<{codec.dim}, {low.width}, {bits}, {low.offset}, {offset}>",
                 f"{name.upper()}_BOOK_HEADS": layout.heads if codec.books == "head" else 1,
             }
-        return nvrtc.program(constants, "kernels/append_pq.cu")
+        return nvrtc.program("kernels/append_pq.cu", defines=constants)
 
 
 def _codecs(layout: Layout) -> list[ProductVQ]:

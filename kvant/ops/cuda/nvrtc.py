@@ -15,13 +15,15 @@ import os
 import stat
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
 from kvant.files import cache_dir, collect, open_regular, replacing
+from kvant.ops.cuda.arguments import Arguments
+from kvant.ops.cuda.config import config_text
 
 P = TypeVar("P")
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for lambdas
@@ -45,11 +47,21 @@ def headers_digest() -> str:
     return hashlib.sha256(repr(headers()).encode()).hexdigest()
 
 
-def program(constants: Mapping[str, object], *files: str) -> str:
-    """The text that includes these files after `constants` are defined."""
+def program(
+    *files: str,
+    config: Mapping[str, object] | None = None,
+    arguments: Sequence[Arguments] = (),
+    defines: Mapping[str, object] | None = None,
+) -> str:
+    """The text that includes these files, after `struct Config` of `config` (kvant/ops/cuda/config.py) and the structs of its
+    kernels' `arguments`. `defines` are for the preprocessor alone: code that a compiler must not see, such as PTX that an older GPU
+    lacks."""
     assert all(name in headers() for name in files), files
-    lines = [f"#define {name} {value}\n" for name, value in constants.items()]
-    return "".join([*lines, *(f'#include "{name}"\n' for name in files)])
+    parts = ['#include "include/ptx.cuh"\n'] if config or arguments else []  # the names of types
+    parts += [config_text(config)] if config else []
+    parts += [about.text for about in arguments]
+    parts += [f"#define {name} {value}\n" for name, value in (defines or {}).items()]
+    return "".join([*parts, *(f'#include "{name}"\n' for name in files)])
 
 
 def _candidates() -> list[str]:

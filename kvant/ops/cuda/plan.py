@@ -419,7 +419,7 @@ class Plan:
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.program(self.constants, "kernels/decode.cu")
+        return nvrtc.program("kernels/decode.cu", defines=self.constants)
 
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]

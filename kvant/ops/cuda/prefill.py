@@ -16,7 +16,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, merge
 from kvant.ops.cuda import plan
-from kvant.ops.cuda.unpack import turn_forth, unpack
+from kvant.ops.cuda.unpack import rotate_keys, unpack
 from kvant.ops.fused import NONE, FusedTransform, blocks_of, matrix_of
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
@@ -52,7 +52,7 @@ def prefill(
 ) -> Tensor:
     """As the reference's `prefill`. A sliding window that ends within a sequence, and a soft cap where the fused attention has
     none, are left to kvant.ops.blocked; so are queries in float32."""
-    fused: flash.Flash = store.prepared.get("flash", flash.TORCH)
+    fused = store.flash
     query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     short = sliding_window is not None and sliding_window < max(seq_lens, default=0)
     if short or (softcap is not None and not fused.softcap) or query.dtype == torch.float32:
@@ -125,7 +125,7 @@ def read(
         size = store.stream(name).spec.effective_rope_block
         rope = store.stream(name).rope
         assert rope is not None
-        turn_forth(store, x, first, blocks_of(last, rope.first, size))
+        rotate_keys(store, x, first, blocks_of(last, rope.first, size))
     if not more:
         return x
     out = x.new_empty(x.shape[0], x.shape[1] + more, x.shape[2])

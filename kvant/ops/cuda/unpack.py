@@ -1,8 +1,7 @@
-"""Stored tokens of a sequence by the kernel in unpack.cu, and keys rotated to their positions."""
+"""Unpacks the stored tokens of a sequence, and rotates keys to their positions, by kernels/unpack.cu."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 
@@ -11,33 +10,50 @@ import torch
 from kvant.codecs import DTYPES
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import META_KINDS, ONE, TYPES, page_constants, stored_bands, window_constants
+from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
+from kvant.ops.cuda.bands import all_bands, bands_text
+from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config
 from kvant.ops.fused import rope_table
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 WARPS = 4
-TILE = 16  # tokens of a warp; the first token of a stretch is a tile's first
+TILE = 16  # tokens of a warp
 _PLANS: nvrtc.Numbered[UnpackPlan] = nvrtc.Numbered()
 
 
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("pages", "table", "window", "owner", "sinks", "exact", "mean", "out")),
-        *((name, ctypes.c_int) for name in ("first", "count", "n", "frontier")),
-    ]
+UnpackArguments = Arguments(
+    "UnpackArguments",
+    pages=pointer("const u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
+    block_table=pointer("const s64", "pages of the sequence"),
+    overlay=pointer("const void", "[rows, OVERLAY_TOKENS, KV_HEADS, HEAD_DIM]"),
+    overlay_row=pointer("const s64", "of the sequence"),
+    sinks=pointer("const s64", "first tokens of the sequence that the overlay holds"),
+    ring_start=pointer("const s64", "position from which on the overlay's ring holds the sequence"),
+    mean=optional("const float", "[KV_HEADS, HEAD_DIM], subtracted from rows with a negative scale"),
+    out=pointer("void", "[KV_HEADS, count, HEAD_DIM]"),
+    first=int32("position of the first token, a multiple of 16"),
+    count=int32("tokens"),
+    seq_len=int32("tokens of the sequence"),
+    packed_end=int32("position from which on tokens may be in the ring"),
+)
 
-
-class _ForthArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "cosine", "sine")),
-        *((name, ctypes.c_int) for name in ("first", "count", "half", "size", "offset")),
-    ]
+RotateKeysArguments = Arguments(
+    "RotateKeysArguments",
+    keys=pointer("void", "[KV_HEADS, count, HEAD_DIM], in place"),
+    cosine=pointer("const float", "[RoPE blocks, half]"),
+    sine=pointer("const float", "[RoPE blocks, half]"),
+    first=int32("position of the first token"),
+    count=int32("tokens"),
+    half=int32("rotated pairs of channels"),
+    rope_block=int32("positions of a RoPE block"),
+    rope_first=int32("RoPE position of the sequence's first token"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class UnpackPlan:
-    """A kernel for one stream of a layout and type of what comes out."""
+    """The kernels for one stream of a layout and the type of the rows that come out."""
 
     layout: Layout
     stream: StreamName
@@ -46,35 +62,19 @@ class UnpackPlan:
     @functools.cached_property
     def text(self) -> str:
         layout, name = self.layout, self.stream
-        (meta,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
-        constants: dict[str, object] = {
-            **page_constants(layout),
+        config: dict[str, object] = {
+            **page_config(layout),
+            **overlay_config(layout, name),
             "VALUES": int(name == "value"),
-            "BANDS": f"AllBands<{', '.join(self._bands())}>",
-            "META": META_KINDS[meta.names],
-            "META_TYPE": TYPES[meta.dtype],
-            "META_OFFSET": meta.offset,
-            "FLAG": int(getattr(layout.recipe.streams[name].codec, "flag", False)),
-            **window_constants(layout, name),
-            "OUT_TYPE": TYPES[self.dtype],
+            "OUT_TYPE": ELEMENT_TYPES[self.dtype],
             "WARPS": WARPS,
+            "Stream": {
+                **scale_config(layout, name),
+                "AllBands": bands_text(all_bands(layout, name)),
+                "FLAG": int(getattr(layout.recipe.streams[name].codec, "flag", False)),
+            },
         }
-        return nvrtc.program(constants, "kernels/unpack.cu")
-
-    def _bands(self) -> list[str]:
-        """Bands of the stream in the kernel's words, those without codes included, wherever they lie."""
-        out, end, dim = [], 0, self.layout.head_dim
-        for band in [*stored_bands(self.layout, self.stream), None]:
-            first = dim if band is None else band.first
-            if end < first:
-                out.append(f"Band<{first - end}, 0, 0, 0, {end}, 0>")
-            if band is None:
-                break
-            planes = [s for s in self.layout.sections if s.stream == self.stream and s.names == (band.field,)]
-            low, high = planes[0].offset, planes[1].offset if len(planes) > 1 else 0
-            out.append(f"Band<{band.width}, {band.bits}, {low}, {high}, {band.first}, {round(ONE * band.step)}>")
-            end = band.first + band.width
-        return out
+        return nvrtc.program("kernels/unpack.cu", config=config, arguments=[UnpackArguments, RotateKeysArguments])
 
 
 @functools.lru_cache(maxsize=256)
@@ -85,7 +85,7 @@ def _kernel(made: UnpackPlan, name: str, device: torch.device) -> nvrtc.Kernel:
 def unpack(
     store: LayerStore, name: StreamName, row: PagedBatch, n: int, first: int, last: int, dtype: torch.dtype
 ) -> Tensor:
-    """Tokens [first, last) of a sequence of n as they are stored, from its pages and windows: [heads, tokens, head_dim].
+    """Tokens [first, last) of a sequence of n as they are stored, from its pages and its overlay row: [heads, tokens, head_dim].
     `row` is a batch of that sequence alone; `first` is a multiple of 16."""
     assert first % TILE == 0 and first < last <= n
     window = store.stream(name).spec.window
@@ -109,23 +109,35 @@ def unpack(
 @torch.library.custom_op("kvant::unpack", mutates_args=())
 def _unpack(
     pages: Tensor,
-    table: Tensor,
-    window: Tensor,
+    block_table: Tensor,
+    overlay: Tensor,
     overlay_row: Tensor,
     sinks: Tensor,
     ring_start: Tensor,
     mean: Tensor | None,
     first: int,
     count: int,
-    n: int,
-    frontier: int,
+    seq_len: int,
+    packed_end: int,
     plan: int,
 ) -> Tensor:
     made = _PLANS[plan]
     layout = made.layout
     out = torch.empty(layout.heads, count, layout.head_dim, dtype=DTYPES[made.dtype], device=pages.device)
-    tensors = (pages, table, window, overlay_row, sinks, ring_start, mean, out)
-    arguments = _Arguments(*nvrtc.addresses(*tensors), first, count, n, frontier)
+    arguments = UnpackArguments.fill(
+        pages=pages,
+        block_table=block_table,
+        overlay=overlay,
+        overlay_row=overlay_row,
+        sinks=sinks,
+        ring_start=ring_start,
+        mean=mean,
+        out=out,
+        first=first,
+        count=count,
+        seq_len=seq_len,
+        packed_end=packed_end,
+    )
     kernel = _kernel(made, "kvant_unpack", pages.device)
     tiles = -(-count // TILE)
     kernel.launch((max(1, min(-(-tiles // WARPS), 4 * kernel.blocks // layout.heads)), layout.heads), arguments)
@@ -140,25 +152,25 @@ def _(pages: Tensor, *args: object) -> Tensor:
     return pages.new_empty(made.layout.heads, count, made.layout.head_dim, dtype=DTYPES[made.dtype])
 
 
-def turn_forth(store: LayerStore, keys: Tensor, first: int, blocks: int) -> None:
-    """Turns keys [heads, tokens, head_dim] of a sequence, from its token `first` on, from the start of their blocks of
-    positions to where they belong, in place."""
+def rotate_keys(store: LayerStore, keys: Tensor, first: int, blocks: int) -> None:
+    """Rotates unpacked keys [heads, tokens, head_dim] of a sequence, from its token `first` on, by the start of their RoPE block,
+    in place: stored keys are rotated by their offset inside it alone. The tokens lie in the first `blocks` RoPE blocks."""
     rope = store.key.rope
     assert rope is not None and keys.is_contiguous()
     cosine, sine = rope_table(store, blocks)
     if cosine.shape[1] % 2:
         raise ValueError(f"RoPE must rotate an even number of pairs of channels, got {cosine.shape[1]}")
     made = UnpackPlan(store.layout, "key", str(keys.dtype).removeprefix("torch."))
-    kernel = _kernel(made, "kvant_turn_forth", keys.device)
-    arguments = _ForthArguments(
-        keys.data_ptr(),
-        cosine.data_ptr(),
-        sine.data_ptr(),
-        first,
-        keys.shape[1],
-        cosine.shape[1],
-        store.key.spec.effective_rope_block,
-        rope.first,
+    kernel = _kernel(made, "kvant_rotate_keys", keys.device)
+    arguments = RotateKeysArguments.fill(
+        keys=keys,
+        cosine=cosine,
+        sine=sine,
+        first=first,
+        count=keys.shape[1],
+        half=cosine.shape[1],
+        rope_block=store.key.spec.effective_rope_block,
+        rope_first=rope.first,
     )
     items = keys.shape[0] * keys.shape[1] * (cosine.shape[1] // 2)
     kernel.launch((max(1, min(-(-items // (WARPS * 32)), 8 * kernel.blocks)), 1), arguments)

@@ -148,7 +148,7 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
             plain = _plain(store, n)
             whole = _batch(n, n, size)
             q, out = (call.tensors[name][first:last] for name in ("query", "out"))
-            rows = {"owners": torch.zeros(1, dtype=torch.int64), "sinks": torch.tensor([call.sinks[b]])}
+            rows = {"overlay_rows": torch.zeros(1, dtype=torch.int64), "sinks": torch.tensor([call.sinks[b]])}
             exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, torch.tensor([call.since[b]]))
             if count == 1:
                 append(plain, k, v, whole)

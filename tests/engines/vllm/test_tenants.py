@@ -61,8 +61,8 @@ def check(seed: int) -> dict[str, int]:
     both = {read.part.request for read in of_b(found)}, {read.part.request for read in found}
     return {
         "reads": len(found),
-        "exact": sum(any(read.ring_start) for read in found),
-        "packed": sum(not all(read.ring_start) for read in found),
+        "exact": sum(any(read.exact) for read in found),
+        "packed": sum(not all(read.exact) for read in found),
         "B": len(both[0]),
         "A": len(both[1]) - len(both[0]),
         "taken back": _taken_back(case.schedule),

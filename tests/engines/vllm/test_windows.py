@@ -85,7 +85,7 @@ def test_as_many_drafts_as_recent_tokens() -> None:
     """Two drafts are rejected; the recent window of two tokens is still that of the tokens before."""
     found = run([[("p", 0, 10, [1])], [("p", 10, 13, [1])], [("p", 11, 12, [1])]], 0, 2, drafts=2)
     assert all(map(own, found))
-    assert found[-1].ring_start[-2:] == (True, True), "the window is exact"
+    assert found[-1].exact[-2:] == (True, True), "the window is exact"
 
 
 def test_a_row_of_another_sequence_is_not_found_through_a_block_of_its_last_one() -> None:

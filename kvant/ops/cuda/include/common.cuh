@@ -28,20 +28,6 @@ template <int TYPE> DEV void store_number(void* p, s64 i, float x) {
   else ((u16*)p)[i] = (u16)(TYPE == 0 ? bf16_pair(x, 0.f) : fp16_pair(x, 0.f));
 }
 
-// --- sequences --------------------------------------------------------------------------------------------------------
-
-// The last of `count` sequences that `starts` at or before what is looked for; the first one does. `half` is the largest power of two
-// below the count, or 0.
-template <class F> DEV int last_sequence(int count, int half, F starts) {
-  int b = 0;
-  for (int step = half; step; step >>= 1)
-    if (b + step < count && starts(b + step)) b += step;
-  return b;
-}
-template <class A> DEV int sequence_of(const A& a, int token) {  // of a new token
-  return last_sequence(a.batch, a.half_batch, [&](int b) { return a.starts[b] <= token; });
-}
-
 // Products of either type.
 template <int TYPE> DEV void mma_16bit(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);

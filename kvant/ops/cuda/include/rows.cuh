@@ -5,6 +5,7 @@
 
 #pragma once
 #include "include/common.cuh"
+#include "include/tokens.cuh"
 
 constexpr int D = HEAD_DIM, OWN = D / 8;
 
@@ -68,9 +69,9 @@ template <int ORDER> DEV void hadamard(float* x, const float* signs, float by, i
 // Where a new token lies in the windows, or -1: they have the sinks, and the last tokens in a ring.
 template <class A> DEV s64 window_place(const A& a, int token) {
   const int b = sequence_of(a, token);
-  const s64 length = a.lengths[b], position = length - (a.starts[b + 1] - token);
+  const s64 length = a.seq_lens[b], position = length - (a.query_start_loc[b + 1] - token);
   if (position >= SINK && position < length - RING_TOKENS) return -1;
-  return a.owners[b] * WINDOW_TOKENS + (position < SINK ? position : SINK + (position - SINK) % RING);
+  return a.overlay_rows[b] * WINDOW_TOKENS + (position < SINK ? position : SINK + (position - SINK) % RING);
 }
 
 // Keeps a row of a new token in a window, where it has a place there.

@@ -18,7 +18,7 @@ struct Arguments {
   const float *key_weights, *value_weights, *key_taken, *value_taken;  // of banded codes, [KV_HEADS, D] each; or null
   const u32 *key_matrix, *value_matrix;  // as tiles.cu reads them; or null
   u8* pages;
-  const s64 *slots, *starts, *lengths, *owners;
+  const s64 *slot_mapping, *query_start_loc, *seq_lens, *overlay_rows;
   void *window_key, *window_value;
   const float *cosine, *sine;     // [blocks, D / 2] each, by which tiles.cu turns keys back; or null
   float key_unit, value_unit;     // what tiles.cu's matrices of bands are multiples of
@@ -397,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append(const Argu
   const s64 job = (s64)blockIdx.x * WARPS + warp;
   const int head = (int)(job % KV_HEADS), first = (int)(job / KV_HEADS) * 2, token = first + (row & 1);
   if (first >= a.tokens) return;
-  const s64 slot = token < a.tokens ? a.slots[token] : -1;
+  const s64 slot = token < a.tokens ? a.slot_mapping[token] : -1;
   const s64 place = ((s64)min(token, a.tokens - 1) * KV_HEADS + head) * D + j * OWN;
   const bool is_key = row < 2;
 

@@ -6,13 +6,14 @@
 // KEY_RECENT, KEY_FLUSH, KEY_RING, KEY_WINDOW, VALUE_RING, VALUE_RING_TOKENS, VALUE_WINDOW, WINDOW_TYPE, WARPS, SPARE (groups that a sequence's tail may complete).
 
 #include "include/common.cuh"
+#include "include/tokens.cuh"
 
 constexpr int D = HEAD_DIM, THREADS = WARPS * 32;
 
 struct Arguments {
   const void *key, *value;  // [tokens, KV_HEADS, D], in the space of attention
   u8* pages;
-  const s64 *table, *starts, *lengths, *owners, *exact_key;
+  const s64 *table, *query_start_loc, *seq_lens, *overlay_rows, *exact_key;
   void *window_key, *window_value;
   int tokens, batch, half_batch, table_width;  // half_batch is the largest power of two below the batch, or 0
 };
@@ -41,7 +42,7 @@ DEV int code_of(float x, Scale s, float top) { return (int)fminf(fmaxf(rintf(__f
 
 DEV int packed_end(int n) { return min(n, SINK) + max(0, n - SINK - KEY_RECENT) / KEY_FLUSH * KEY_FLUSH; }
 // Groups are numbered from here on for a sequence: no two of them have the same number, and the grid does not depend on what is completed.
-DEV int first_unit(const Arguments& a, int b) { return (int)(a.starts[b] / KEY_GROUP) + b * SPARE; }
+DEV int first_unit(const Arguments& a, int b) { return (int)(a.query_start_loc[b] / KEY_GROUP) + b * SPARE; }
 
 // --- keys -------------------------------------------------------------------------------------------------------------
 
@@ -69,13 +70,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_groups(con
   u16* x = (u16*)dynamic;  // [KEY_GROUP, D]: keys as the window holds them, then codes
   const int unit = blockIdx.x, head = blockIdx.y;
   const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_unit(a, i) <= unit; });
-  const int total = (int)a.lengths[b], start = (int)a.starts[b], before = total - ((int)a.starts[b + 1] - start);
+  const int total = (int)a.seq_lens[b], start = (int)a.query_start_loc[b], before = total - ((int)a.query_start_loc[b + 1] - start);
   const int position = max(max(SINK, packed_end(before)), (int)a.exact_key[b]) + (unit - first_unit(a, b)) * KEY_GROUP;
   if (position + KEY_GROUP > packed_end(total)) return;
   const u16* tail = (const u16*)a.window_key;
   for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) {
     const int at = position + i / D;
-    if (at < before) x[i] = tail[((a.owners[b] * KEY_WINDOW + SINK + (at - SINK) % KEY_RING) * KV_HEADS + head) * D + i % D];
+    if (at < before) x[i] = tail[((a.overlay_rows[b] * KEY_WINDOW + SINK + (at - SINK) % KEY_RING) * KV_HEADS + head) * D + i % D];
     else x[i] = (u16)bits_of<WINDOW_TYPE>(load_number<KEY_TYPE>(a.key, ((s64)(start + at - before) * KV_HEADS + head) * D + i % D));
   }
   __syncthreads();
@@ -157,18 +158,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_tokens(con
   const int head = (int)(job % KV_HEADS), token = (int)(job / KV_HEADS);
   if (token >= a.tokens) return;
   const int b = sequence_of(a, token);
-  const int length = (int)a.lengths[b], position = length - (int)(a.starts[b + 1] - token);
+  const int length = (int)a.seq_lens[b], position = length - (int)(a.query_start_loc[b + 1] - token);
   float x[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     const int c = lane + 32 * i;
     x[i] = load_number<VALUE_TYPE>(a.value, ((s64)token * KV_HEADS + head) * D + c);
     if (position < SINK || position >= length - KEY_RING) {
-      const s64 row = (a.owners[b] * KEY_WINDOW + (position < SINK ? position : SINK + (position - SINK) % KEY_RING)) * KV_HEADS + head;
+      const s64 row = (a.overlay_rows[b] * KEY_WINDOW + (position < SINK ? position : SINK + (position - SINK) % KEY_RING)) * KV_HEADS + head;
       store_window<WINDOW_TYPE>(a.window_key, row * D + c, load_number<KEY_TYPE>(a.key, ((s64)token * KV_HEADS + head) * D + c));
     }
     if (position < SINK || position >= length - VALUE_RING_TOKENS) {
-      const s64 row = (a.owners[b] * VALUE_WINDOW + (position < SINK ? position : SINK + (position - SINK) % VALUE_RING)) * KV_HEADS + head;
+      const s64 row = (a.overlay_rows[b] * VALUE_WINDOW + (position < SINK ? position : SINK + (position - SINK) % VALUE_RING)) * KV_HEADS + head;
       store_window<WINDOW_TYPE>(a.window_value, row * D + c, x[i]);
     }
   }

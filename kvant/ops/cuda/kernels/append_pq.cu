@@ -18,7 +18,7 @@ struct Arguments {
   const float *key_signs, *value_signs;
   const u8 *key_books, *value_books;  // fp16 [KV_HEADS or 1, centroids, DIM]
   u8* pages;
-  const s64 *slots, *starts, *lengths, *owners;
+  const s64 *slot_mapping, *query_start_loc, *seq_lens, *overlay_rows;
   void *window_key, *window_value;
   int tokens, batch, half_batch;  // the last is the largest power of two below the batch, or 0
 };
@@ -111,7 +111,7 @@ DEV void append(const Arguments& a, u8* dynamic, const void* in, const float* me
 
     if (warp < ROWS / 4) {
       const int row = warp * 4 + (lane >> 3), token = min(first + row, a.tokens - 1);
-      const s64 slot = first + row < a.tokens ? a.slots[token] : -1;
+      const s64 slot = first + row < a.tokens ? a.slot_mapping[token] : -1;
       float x[OWN];
       load_row<TYPE>(x, in, ((s64)token * KV_HEADS + head) * D + j * OWN);
       if (mean)
@@ -169,7 +169,7 @@ DEV void append(const Arguments& a, u8* dynamic, const void* in, const float* me
     constexpr int PER = B::HIGH_BITS ? 8 / B::HIGH_BITS : 1, BYTES = B::COUNT + (B::HIGH_BITS ? B::COUNT / PER : 0);  // of a row
     for (int i = threadIdx.x; i < ROWS * BYTES; i += THREADS) {
       const int row = i / BYTES, byte = i % BYTES;
-      const s64 slot = first + row < a.tokens ? a.slots[first + row] : -1;
+      const s64 slot = first + row < a.tokens ? a.slot_mapping[first + row] : -1;
       if (slot < 0) continue;
       u8* run = a.pages + (slot / PAGE * KV_HEADS + head) * RUN;
       const int place = (int)(slot % PAGE);

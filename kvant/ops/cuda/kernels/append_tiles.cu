@@ -149,8 +149,8 @@ template <bool KEY> struct Tile {
   DEV int block_of(const Arguments& a, int token) const {  // of positions; padding has any
     int b = 0;  // the last sequence that starts at the token or before
     for (int step = a.half_batch; step; step >>= 1)
-      if (b + step < a.batch && a.starts[b + step] <= token) b += step;
-    const int position = (int)(a.lengths[b] - a.starts[b + 1]) + token, size = KEY_TURNED ? KEY_TURNED : 1;
+      if (b + step < a.batch && a.query_start_loc[b + step] <= token) b += step;
+    const int position = (int)(a.seq_lens[b] - a.query_start_loc[b + 1]) + token, size = KEY_TURNED ? KEY_TURNED : 1;
     return min(max((position + a.rope_first) / size - a.rope_first / size, 0), a.blocks - 1);
   }
   // Products with a matrix of two parts of fp16, the larger last. A lane's words m and m + D / 16 are multiplied together; of keys that are
@@ -449,7 +449,7 @@ template <bool KEY> struct Tile {
     return (u32*)(run + OFFSET) + ((Place(slot).tile * 8 + g) * 4 + t) * (2 * ROW_WORDS) + second * ROW_WORDS;
   }
   DEV static s64 slot_of(const Arguments& a, int first, int token) {  // of a token of the tile; -1 of others
-    return token >= 0 && token < 16 && first + token < a.tokens ? a.slots[first + token] : -1;
+    return token >= 0 && token < 16 && first + token < a.tokens ? a.slot_mapping[first + token] : -1;
   }
   template <class Codes> DEV void store_keys(const Arguments& a, int first, int head, Codes code) const {
 #pragma unroll

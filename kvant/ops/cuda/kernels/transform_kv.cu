@@ -1,44 +1,33 @@
-// New tokens by a stream's matrix, before the kernel of append: turned back to the start of their block of positions where they are
-// stored so, times the matrix, plus an offset.
+// Transforms the new rows of one stream before they are appended, in float32: y = R x M + offset. R unrotates keys to the start of their
+// RoPE block, where they are stored so; M [D, D] is the product of the stream's transforms.
 //
-// Constants beside those of common.cu: IN_TYPE, TURNED (positions of a block, 0 where nothing is turned back).
+// Grid: (any, KV_HEADS). A CTA holds the matrix of its head in registers and takes MATRIX_ROWS tokens at a time.
 
+#pragma once
 #include "include/matrix.cuh"
+#include "include/tokens.cuh"
 
-struct StoredArguments {
-  const void* in;  // [tokens, KV_HEADS, D]
-  float* out;
-  const float *matrix, *offset, *cosine, *sine;  // [1 or KV_HEADS, D, D], [1 or KV_HEADS, D] or nothing, [blocks, half] twice
-  const s64 *starts, *lengths;
-  int tokens, batch, half_batch, matrix_heads, offset_heads, half, first, blocks;
-};
-
-constexpr int D = HEAD_DIM;
-
-// The block of positions of a new token. Padding has any.
-DEV int block_of(const StoredArguments& a, int token) {
-  const int b = sequence_of(a, token), position = (int)(a.lengths[b] - a.starts[b + 1]) + token;
-  return min(max((position + a.first) / max(TURNED, 1) - a.first / max(TURNED, 1), 0), a.blocks - 1);
-}
-
-extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_stored(const StoredArguments a) {
-  __shared__ int block[MATRIX_ROWS];
+extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_transform_kv(const TransformArguments a) {
+  constexpr int D = Config::HEAD_DIM, TYPE = Config::IN_TYPE, ROPE_BLOCK = Config::ROPE_BLOCK;
+  __shared__ int block[MATRIX_ROWS];  // RoPE blocks of the tokens at hand
   const int head = blockIdx.y;
-  const auto place = [&](int token) { return ((s64)token * KV_HEADS + head) * D; };
+  const auto row_of = [&](int token) { return ((s64)token * Config::KV_HEADS + head) * D; };
   const auto next = [&](int first, int count) {
-    if (!TURNED) return;
-    if (threadIdx.x < count) block[(first + threadIdx.x) % MATRIX_ROWS] = block_of(a, first + threadIdx.x);
+    if (!ROPE_BLOCK) return;
+    if (threadIdx.x < count) block[(first + threadIdx.x) % MATRIX_ROWS] = rope_block_of<ROPE_BLOCK>(a, first + threadIdx.x);
     __syncthreads();
   };
+  // Channel e of a token, unrotated by the angle phi of its block's start: x cos phi + y sin phi and y cos phi - x sin phi for the pair
+  // (x, y) of channels (e, e + half).
   const auto load = [&](int token, int e) {
-    const float y = load_number<IN_TYPE>(a.in, place(token) + e);
-    if (!TURNED || e >= 2 * a.half) return y;
+    const float y = load_number<TYPE>(a.x, row_of(token) + e);
+    if (!ROPE_BLOCK || e >= 2 * a.half) return y;
     const bool second = e >= a.half;
     const s64 at = (s64)block[token % MATRIX_ROWS] * a.half + (second ? e - a.half : e);
-    const float other = load_number<IN_TYPE>(a.in, place(token) + (second ? e - a.half : e + a.half));
+    const float other = load_number<TYPE>(a.x, row_of(token) + (second ? e - a.half : e + a.half));
     return y * a.cosine[at] + (second ? -other : other) * a.sine[at];
   };
   times_matrix(
       a.matrix + (s64)(head % a.matrix_heads) * D * D, a.offset ? a.offset + head % a.offset_heads * D : nullptr, a.tokens, []() {}, next, load,
-      [&](int token, int e, float y) { a.out[place(token) + e] = y; });
+      [&](int token, int e, float y) { a.out[row_of(token) + e] = y; });
 }

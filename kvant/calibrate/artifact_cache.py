@@ -25,7 +25,7 @@ def root() -> Path:
     return models.cache_dir() / "artifacts"
 
 
-def kept_at(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Path:
+def artifact_path(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Path:
     """Where an artifact is kept: by the model's fingerprint, by what decides the fit, by the version that fitted it, and by the
     text that it was fitted on, where one was given."""
     fits = hashlib.sha256(json.dumps([VERSION, recipe.fits], sort_keys=True).encode()).hexdigest()
@@ -33,9 +33,9 @@ def kept_at(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) 
     return root() / named[:16] / f"{fits[:16]}{own}"
 
 
-def kept(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Artifact | None:
+def cached(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Artifact | None:
     """The artifact that was kept, as one of the recipe that is asked for."""
-    path = kept_at(named, recipe, text)
+    path = artifact_path(named, recipe, text)
     return Artifact.load(path).serving(recipe) if (path / FILE).exists() else None
 
 
@@ -55,17 +55,17 @@ def artifact_for(
     if not recipe.calibrated:
         return None
     named = fingerprint(model)
-    found = kept(named, recipe, text)
+    found = cached(named, recipe, text)
     if found is None and text is None:
         from kvant.calibrate import builtin  # which keeps its fits by this module
 
-        found = builtin.kept_builtin(named, recipe)
+        found = builtin.cached_builtin(named, recipe)
         if found is None and builtin.fits_in_seconds(recipe):
             return builtin.fit_builtin(model, tokenizer, recipe, progress)
     if found is None:
         with default_progress() if progress is None else contextlib.nullcontext(progress) as shown:
             found = calibrate(model, tokenizer, recipe, text, progress=shown)
-        path = kept_at(named, recipe, text)
+        path = artifact_path(named, recipe, text)
         try:
             found.save(path)
         except OSError as error:

@@ -10,7 +10,7 @@ import torch
 import kvant
 from kvant import models, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate import kept
+from kvant.calibrate import artifact_cache
 from tests.engines.test_hf import make_model
 
 
@@ -30,8 +30,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
         ids = torch.randint(0, 100, (300,), generator=torch.Generator().manual_seed(seed))
         return original(model, None, recipe, ids, max_position=512)
 
-    original = kept.calibrate
-    monkeypatch.setattr(kept, "calibrate", counted)
+    original = artifact_cache.calibrate
+    monkeypatch.setattr(artifact_cache, "calibrate", counted)
     return done
 
 
@@ -101,13 +101,13 @@ def test_progress_is_shown_unless_it_is_taken(
     from kvant import progress
 
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    original = kept.calibrate
+    original = artifact_cache.calibrate
 
     def calibrating(model: object, tokenizer: object, recipe: object, text: object, **options: object) -> Artifact:
         options["progress"]("fitting", 1, 2)  # type: ignore[operator]
         return original(model, tokenizer, recipe, text)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kept, "calibrate", calibrating)
+    monkeypatch.setattr(artifact_cache, "calibrate", calibrating)
     kvant.artifact_for(make_model("llama"), None, "kvant-2:power=0.5")
     assert "fitting: 1 of 2" in capsys.readouterr().err
     told: list[tuple[object, ...]] = []

@@ -1,0 +1,132 @@
+"""Finding a calibrated recipe's artifact, or making it: for commands that serve or measure recipes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvant.cli.common import read_text, say
+
+if TYPE_CHECKING:
+    from kvant.artifact import Artifact
+    from kvant.recipe import Recipe
+
+
+def add_artifact_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--artifact",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="what kvant calibrate wrote; may be repeated (default: a kept one, or one is made and kept)",
+    )
+    parser.add_argument(
+        "--calibration-text", metavar="FILE", help="text for an artifact that has to be made (default: the model's own)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """An artifact for a recipe, and its directory; None where it could not be written to one."""
+
+    artifact: Artifact
+    path: Path | None
+
+
+def artifacts_for(
+    model: Any, tokenizer: Any, chosen: Sequence[Recipe], args: argparse.Namespace
+) -> Mapping[str, Artifact | None]:
+    """An artifact for every recipe, by name; None where it needs none. One that was given and fits is taken, then one that was
+    kept; what is still missing is calibrated, said aloud, and kept."""
+    from kvant.engines.fingerprint import fingerprint
+    from kvant.engines.hf import ModelShape
+
+    fitted = [recipe for recipe in chosen if recipe.calibrated]
+    named = fingerprint(model) if fitted else ""
+    found = find_or_make(named, ModelShape.of(model), fitted, args, lambda: (model, tokenizer))
+    return {recipe.name: found[recipe.name].artifact if recipe.calibrated else None for recipe in chosen}
+
+
+def find_or_make(
+    named: str, shape: Any, chosen: Sequence[Recipe], args: argparse.Namespace, load: Callable[[], tuple[Any, Any]]
+) -> dict[str, Found]:
+    """An artifact for every recipe, all of which are calibrated, by name. `named` is the model's fingerprint; `load` gives model
+    and tokenizer, and is called where something has to be fitted."""
+    from kvant.artifact import Artifact
+    from kvant.calibrate.artifact_cache import artifact_path, cached
+    from kvant.calibrate.builtin import builtin_path, cached_builtin, fits_in_seconds
+
+    given = [(Artifact.load(path), Path(path)) for path in args.artifact]
+    text = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
+    found: dict[str, Found] = {}
+    missing: dict[Path, list[Recipe]] = {}
+    for recipe in chosen:
+        fitting = _first_that_fits(given, recipe, shape, named)
+        path = artifact_path(named, recipe, text)
+        if fitting is not None:
+            found[recipe.name] = fitting
+        elif (old := cached(named, recipe, text)) is not None:
+            found[recipe.name] = Found(old, path)
+        elif text is None and (old := cached_builtin(named, recipe)) is not None:
+            found[recipe.name] = Found(old, builtin_path(named, recipe))
+        elif text is None and fits_in_seconds(recipe):
+            found[recipe.name] = _make_at_once(named, recipe, load)
+        else:
+            missing.setdefault(path, []).append(recipe)
+    if missing:
+        found |= _make(missing, text, args.calibration_text, load)
+    return found
+
+
+def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]]) -> Found:
+    """Fits what needs only means, on the built-in text."""
+    from kvant.artifact import FILE
+    from kvant.calibrate.builtin import builtin_path, fit_builtin
+
+    say(f"fitting {recipe.name} to the model, which takes seconds")
+    artifact, path = fit_builtin(*load(), recipe), builtin_path(named, recipe)
+    return Found(artifact, path if (path / FILE).exists() else None)
+
+
+def _make(
+    missing: Mapping[Path, list[Recipe]], text: str | None, source: str | None, load: Callable[[], tuple[Any, Any]]
+) -> dict[str, Found]:
+    """Calibrates what is missing, by the directory that it is to be kept in: recipes of one directory are fitted alike."""
+    from kvant.calibrate.run import calibrate_all
+    from kvant.cli.common import stages
+
+    names = ", ".join(recipe.name for alike in missing.values() for recipe in alike)
+    say(f"no artifact for {names}: calibrating on {source or 'text that the model writes itself'}")
+    model, tokenizer = load()
+    with stages() as progress:
+        made = calibrate_all(model, tokenizer, [alike[0] for alike in missing.values()], text, progress=progress)
+    found: dict[str, Found] = {}
+    refused: OSError | None = None
+    for (path, alike), artifact in zip(missing.items(), made, strict=True):
+        place: Path | None = path
+        try:
+            artifact.save(path)
+        except OSError as error:
+            place, refused = None, error
+        found |= {recipe.name: Found(artifact.serving(recipe), place) for recipe in alike}
+    directory = next(iter(missing)).parent
+    say(f"kept in {directory}" if refused is None else f"not kept, {directory} cannot be written to: {refused}")
+    return found
+
+
+def _first_that_fits(given: Sequence[tuple[Artifact, Path]], recipe: Recipe, shape: Any, named: str) -> Found | None:
+    """The first of the given artifacts that a recipe can use; if there is but one recipe's worth, its refusal is the user's."""
+    refusals = []
+    for artifact, path in given:
+        try:
+            artifact.check(recipe, len(shape.layers), shape.heads, shape.head_dim, named)
+        except ValueError as error:
+            refusals.append(str(error))
+        else:
+            return Found(artifact, path)
+    if refusals:
+        raise ValueError(f"--artifact: none fits recipe {recipe.name}: {'; '.join(refusals)}")
+    return None

@@ -1,0 +1,157 @@
+"""The attention function "kvant" of transformers, its mask, and the interface of the caches that it asks.
+
+A cache's `update` returns a `Handle` in place of keys and values. transformers passes it on to the attention function, which
+asks the cache behind the handle to attend. Anything that is not a handle goes through torch's SDPA, as without kvant.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+Tensor = torch.Tensor
+ATTENTION = "kvant"
+
+
+class AttendingCache(Protocol):
+    """A cache that attends by itself: what the attention function and the layers of the cache ask of it."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def fixed_steps(self) -> int | None:
+        """Steps that a decoder of fixed steps has done and will report when it is closed. None where there is no decoder: each
+        layer then counts its own columns."""
+
+    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+        """Stores the handle's keys and values and attends to all that the cache holds:
+        query [batch, heads, columns, head_dim] -> [batch, columns, heads, head_dim]."""
+
+    def abort(self) -> None:
+        """Takes back the forward pass under way: the attention function refused one of its calls."""
+
+    def cut_gradients(self) -> None:
+        """Called where the caller asked for gradients. They end here: query, key and value have been detached."""
+
+
+class Handle:
+    """The new keys and values of one layer, and the cache that will store them: [batch, heads, columns, head_dim] each."""
+
+    def __init__(self, cache: AttendingCache, layer: int, key: Tensor, value: Tensor) -> None:
+        self.cache, self.layer, self.key, self.value = cache, layer, key, value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"packed keys and values have no {name!r}: they are read by the attention implementation {ATTENTION!r} alone. "
+            "Either the model's attention implementation was changed after the cache was made, or the model reads its cache "
+            "outside of its attention function and cannot be served"
+        )
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function "kvant": a cache behind a handle, or plain keys and values through SDPA."""
+    if not isinstance(key, Handle):
+        if softcap is not None:
+            raise ValueError(
+                "a logit soft cap without a kvant.Cache: set the model's attention implementation to eager"
+            )
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    try:
+        for name in ("s_aux", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"cannot serve this model: its attention takes {name}")
+        if dropout or is_causal is False or getattr(module, "is_causal", True) is False:
+            raise ValueError("cannot serve this call: a packed cache is for causal attention without dropout")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key.key, key.value)):
+            query = _detach(module, query, key)
+    except BaseException:
+        key.cache.abort()
+        raise
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return key.cache.attend(key, query, attention_mask, scale, softcap), None
+
+
+def _detach(module: torch.nn.Module, query: Tensor, handle: Handle) -> Tensor:
+    """Detaches query, key and value. Codes have no gradients, so those of the rest of a model would be wrong: a model in training
+    mode is refused. In other modes a script may ask for gradients only because parameters require them by default."""
+    if module.training:
+        raise ValueError(
+            "cannot serve this call: gradients do not flow through packed keys and values, and the model is in training "
+            "mode; call it under torch.no_grad(), or after model.eval(), or train without a kvant.Cache"
+        )
+    handle.cache.cut_gradients()
+    handle.key, handle.value = handle.key.detach(), handle.value.detach()
+    return query.detach()
+
+
+def attention_mask(batch_size: int, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of the attention function "kvant": that of SDPA."""
+    if not batch_size:
+        raise ValueError("the model was called with no sequences: input_ids must have at least one row")
+    return sdpa_mask(batch_size, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def padding_of(
+    mask: Tensor | None, columns: int, before: int, past: Tensor | None, sliding_window: int | None
+) -> Tensor | None:
+    """Padding mask of the new columns: bool [batch, columns], True where a column is a token; None where all are.
+
+    mask    attention mask of SDPA: bool [batch, 1, columns, before + columns]. One that is not causal but for padding is refused.
+    before  columns before the new ones; `past` is their padding mask, None where none of them is padding.
+    """
+    if mask is None:
+        return None
+    total = before + columns
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[-2:] != (columns, total):
+        raise ValueError(
+            f"expected a 2-D padding mask; got a {mask.ndim}-D {mask.dtype} mask of shape {tuple(mask.shape)} "
+            f"for {columns} new of {total} columns"
+        )
+    # Every token attends to itself, so the diagonal of the new columns is their padding mask.
+    new = mask[:, 0, :, before:].diagonal(dim1=1, dim2=2)
+    old = mask.new_ones(len(mask), before) if past is None else past.to(mask.device)
+    key_at = torch.arange(total, device=mask.device)
+    query_at = key_at[before:, None]
+    expected = (key_at <= query_at) & torch.cat((old, new), 1)[:, None, None, :]
+    if sliding_window is not None:
+        expected = expected & (key_at > query_at - sliding_window)
+    if not torch.equal(expected.expand_as(mask), mask):
+        raise ValueError("cannot serve this attention mask: only causal attention with padded columns is supported")
+    return None if bool(new.all()) else new
+
+
+def flatten(x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """[batch, heads, columns, head_dim] -> [tokens, heads, head_dim], without padding."""
+    x = x.transpose(1, 2)
+    return x.reshape(-1, *x.shape[2:]) if padding_mask is None else x[padding_mask]
+
+
+def unflatten(x: Tensor, padding_mask: Tensor | None, batch: int, columns: int) -> Tensor:
+    """[tokens, heads, head_dim] -> [batch, columns, heads, head_dim], zero where padding was."""
+    if padding_mask is None:
+        return x.reshape(batch, columns, *x.shape[1:])
+    out = x.new_zeros(batch, columns, *x.shape[1:])
+    out[padding_mask] = x
+    return out
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionMaskInterface.register(ATTENTION, attention_mask)

@@ -1,0 +1,285 @@
+"""The batch that a `kvant.Cache` holds: its sequences in every group of layers, its columns, and the forward pass under way.
+
+A batch is a matrix of columns, as transformers has it; columns may be padding. Pages hold a sequence's tokens alone, so sequences
+of one batch have different lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from kvant import cache as paging
+from kvant.cache import PagedCache
+from kvant.engines.attention import Handle, padding_of
+from kvant.engines.layers import PackedLayer
+from kvant.ops import PagedBatch
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class Step:
+    """One forward pass through the layers of a group."""
+
+    batch: PagedBatch
+    padding_mask: Tensor | None  # bool [batch, columns], True is a token; None where every column is one
+    columns: int
+    before: list[int]  # lengths of the sequences before it
+    same: list[int] | None  # for every row of the batch, the first row with the same text; None where all differ
+    written: int = 0  # layers of the group whose new tokens are stored
+
+
+@dataclasses.dataclass
+class Group:
+    """Layers with the same sliding window. They see the same tokens, and share block tables."""
+
+    sliding_window: int | None
+    layers: list[int]
+    paged: PagedCache
+    sequences: list[paging.Sequence] = dataclasses.field(default_factory=list)  # of every row of the batch
+    step: Step | None = None  # the forward pass under way
+
+
+class StepDecoder(Protocol):
+    """A decoder of fixed steps: the batch belongs to it from when it is opened until it is closed."""
+
+    done: int  # steps
+    closed: bool
+
+    def attend(
+        self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    ) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class BatchState:
+    """The sequences of one batch, the same in all groups.
+
+    layers        the cache's layers, each of which counts its columns
+    groups        empty until storage has been allocated; `group_of` has the group of every layer
+    batch_size    rows; -1 while there are none
+    columns       columns that all layers have; `columns_begun` also counts those of the forward pass under way
+    padding_mask  bool [batch_size, columns_begun], True where a column is a token; None while no column is padding
+    token_ids     tokens of every sequence, where they were told
+    told_ids      tokens that `Cache.start` was told; the sequences may yet get some of them
+    salt          of the tenant whose tokens they are
+    created       whether the forward pass under way has made the sequences
+    decoder       to which the batch belongs; None where it belongs to nobody
+    """
+
+    def __init__(self, layers: list[PackedLayer]) -> None:
+        self.layers = layers
+        self.groups: list[Group] = []
+        self.group_of: list[Group] = []
+        self.batch_size = -1
+        self.columns = self.columns_begun = 0
+        self.padding_mask: Tensor | None = None
+        self.token_ids: list[list[int]] | None = None
+        self.told_ids: list[list[int]] | None = None
+        self.salt = ""
+        self.created = False
+        self.decoder: StepDecoder | None = None
+
+    def set_groups(self, groups: list[Group]) -> None:
+        by_layer = {layer: group for group in groups for layer in group.layers}
+        self.groups, self.group_of = groups, [by_layer[i] for i in range(len(self.layers))]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence."""
+        return [seq.length for seq in self.groups[0].sequences] if self.groups else []
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a forward pass has begun and not ended."""
+        return self.columns_begun != self.columns or any(layer.columns != self.columns for layer in self.layers)
+
+    def set_columns(self, columns: int) -> None:
+        """All layers have so many columns, and no forward pass is under way."""
+        self.columns = self.columns_begun = columns
+        for layer in self.layers:
+            layer.columns = columns
+
+    def restore(self, columns: int, padding_mask: Tensor | None, token_ids: list[list[int]] | None, salt: str) -> None:
+        """Describes sequences that have been put into the groups: from host memory, or from a file."""
+        self.batch_size = len(self.groups[0].sequences) or -1
+        self.padding_mask, self.token_ids, self.salt = padding_mask, token_ids, salt
+        self.set_columns(columns)
+
+    def forget(self) -> None:
+        """Frees all sequences, whatever state they are in."""
+        if self.decoder is not None:  # its sequences are gone, and their pages with them
+            self.decoder.closed, self.decoder = True, None
+        for group in self.groups:
+            group.step = None
+            while group.sequences:
+                group.paged.free(group.sequences.pop())
+        self.batch_size, self.padding_mask, self.created = -1, None, False
+        self.token_ids = self.told_ids = None
+        self.set_columns(0)
+
+    # --- a forward pass ----------------------------------------------------------------------------------------------
+
+    def begin(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: PackedLayer) -> None:
+        """Makes room for a forward pass's tokens in every group, from what its first layer is given. Where it fails, `abort`
+        leaves all groups as they were."""
+        batch_size, _, columns, _ = query.shape
+        if self.batch_size == -1:
+            self.created = True
+            for group in self.groups:
+                group.paged.reserve(0, batch_size)
+                for _ in range(batch_size):
+                    group.sequences.append(group.paged.new())
+            self.batch_size = batch_size
+        if batch_size != self.batch_size:
+            raise ValueError(f"the cache holds {self.batch_size} sequences, the model was called with {batch_size}")
+        new = padding_of(mask, columns, self.columns_begun, self.padding_mask, layer.sliding_window)
+        same = self._same_rows(query, key, value, new) if columns > 1 and batch_size > 1 else None
+        rows = range(batch_size) if same is None else sorted(set(same))
+        counts = [columns if new is None else int(new[row].sum()) for row in rows]
+        for group in self.groups:
+            before = [seq.length for seq in group.sequences]
+            batch = group.paged.extend([group.sequences[row] for row in rows], counts)
+            part = new if same is None or new is None else new[list(rows)]
+            group.step = Step(batch, part, columns, before, same)
+        for group in self.groups:
+            for row, source in enumerate(same or ()):
+                if source != row:
+                    group.paged.mirror(group.sequences[row], group.sequences[source])
+        if new is not None or self.padding_mask is not None:
+            past = self.padding_mask
+            if past is None:
+                past = torch.ones(batch_size, self.columns_begun, dtype=torch.bool)
+            new = torch.ones(batch_size, columns, dtype=torch.bool) if new is None else new.cpu()
+            self.padding_mask = torch.cat((past, new), 1)
+        self.columns_begun += columns
+
+    def _same_rows(self, query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> list[int] | None:
+        """For every row of the batch the first row with the same text, as the first layer shows it; None where all differ.
+
+        Samples of one prompt come as equal rows: they are stored, and attended from, once.
+        """
+        found: dict[Any, int] = {}
+        same: list[int] = []
+        streams = self.groups[0].paged.layout.recipe.streams.values()
+        if any(stream.groupwise for stream in streams) and self.columns_begun:
+            return None  # the tail of an unfinished group may differ where pages are the same
+        ends = key[:, 0, -1, :4].tolist()
+        for row in range(len(key)):
+            pages = tuple(tuple(group.sequences[row].pages) for group in self.groups)
+            state = tuple((group.sequences[row].length, str(group.sequences[row].ring_start)) for group in self.groups)
+            padding = None if padding_mask is None else tuple(padding_mask[row].tolist())
+            first = found.setdefault((tuple(ends[row]), pages, state, padding), row)
+            equal = first == row or all(torch.equal(x[first], x[row]) for x in (query, key, value))
+            same.append(first if equal else row)
+        return same if len(set(same)) < len(same) else None
+
+    def commit(self) -> None:
+        """A forward pass has reached all layers."""
+        self.columns, self.created = self.columns_begun, False
+        for group in self.groups:
+            group.step = None
+            self._slide(group)  # not before: a pass that is taken back needs the pages that its window would leave
+
+    def abort(self) -> None:
+        """Takes back a forward pass that failed: no sequence has grown, and none that it made is left."""
+        try:
+            for group in self.groups:
+                step, group.step = group.step, None
+                if step is not None:
+                    for seq, length in zip(group.sequences, step.before, strict=True):
+                        group.paged.rollback(seq, length, range(step.written))
+        except BaseException:  # lengths of the sequences are unknown
+            self.forget()
+            raise
+        if self.created:
+            self.forget()
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[:, : self.columns]
+        self.set_columns(self.columns)
+
+    def decoded(self, columns: int) -> None:
+        """Takes the batch back from a decoder that has added so many tokens to every sequence."""
+        self.decoder = None
+        if self.padding_mask is not None:
+            self.padding_mask = torch.nn.functional.pad(self.padding_mask, (0, columns), value=True)
+        self.set_columns(self.columns_begun + columns)
+        for group in self.groups:
+            self._slide(group)
+
+    def _slide(self, group: Group) -> None:
+        """Gives back pages that a sliding window has left behind, unless a crop may still come."""
+        if group.sliding_window is None or any(self.layers[i].record_past for i in group.layers):
+            return
+        for seq in group.sequences:
+            group.paged.slide(seq, group.sliding_window)
+
+    # --- crop and selection ------------------------------------------------------------------------------------------
+
+    def crop(self, columns: int) -> None:
+        """Keeps so many columns of all sequences; where one cannot be cropped, an error, and all are as they were."""
+        removed = [self.columns_begun - columns] * max(0, self.batch_size)
+        if self.padding_mask is not None:
+            removed = [int(count) for count in self.padding_mask[:, columns:].sum(1)]
+        for group in self.groups:
+            for seq, count in zip(group.sequences, removed, strict=True):
+                group.paged.check_crop(seq, seq.length - count)
+        if any(removed):
+            self.token_ids = None
+        for group in self.groups:
+            for seq, count in zip(group.sequences, removed, strict=True):
+                group.paged.crop(seq, seq.length - count)
+                if group.sliding_window is not None:
+                    group.paged.slide(seq, group.sliding_window)
+        if self.told_ids is not None and self.groups and len(self.told_ids) == self.batch_size:
+            self.told_ids = [told[:length] for told, length in zip(self.told_ids, self.lengths, strict=True)]
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[:, :columns]
+        self.set_columns(columns)
+
+    def select(self, order: Sequence[int]) -> None:
+        """The batch becomes the sequences at these indices; where memory runs out, an error, and it is as it was.
+
+        A sequence that is named again is forked, and shares its pages. Its copy gets the overlay row of a sequence that is not
+        named, if there is one.
+        """
+        if not order or min(order) < 0 or max(order) >= self.batch_size:
+            raise ValueError(
+                f"indices must name at least one of {self.batch_size} sequences, got {list(order)}; "
+                "reset() forgets all of them"
+            )
+        first = {source: place for place, source in reversed(list(enumerate(order)))}
+        again = [place for place, source in enumerate(order) if first[source] != place]
+        unused = [i for i in range(self.batch_size) if i not in first]
+        more = max(0, len(again) - len(unused))
+        forked: list[tuple[Group, paging.Sequence]] = []
+        try:
+            for group in self.groups:
+                group.paged.reserve(0, more)
+                for place in again[:more]:
+                    forked.append((group, group.paged.fork(group.sequences[order[place]])))
+        except BaseException:
+            for group, seq in forked:
+                group.paged.free(seq)
+            raise
+        self.token_ids = None
+        for number, group in enumerate(self.groups):  # from here on nothing is allocated
+            own = [seq for _, seq in forked[number * more : (number + 1) * more]]
+            copies = dict(zip(again, own, strict=False))
+            for place, i in zip(again[more:], unused, strict=False):
+                copies[place] = group.sequences[i]
+                group.paged.mirror(group.sequences[i], group.sequences[order[place]])
+            for i in unused[len(again) - more :]:
+                group.paged.free(group.sequences[i])
+            group.sequences = [copies.get(place, group.sequences[source]) for place, source in enumerate(order)]
+        if self.padding_mask is not None:
+            self.padding_mask = self.padding_mask[list(order)]
+        if self.told_ids is not None:
+            whole = len(self.told_ids) == self.batch_size
+            self.told_ids = [self.told_ids[i] for i in order] if whole else None
+        self.batch_size = len(order)

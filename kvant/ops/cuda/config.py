@@ -1,0 +1,243 @@
+"""Constants of a CUDA program, as one generated `struct Config` that stands before the includes.
+
+    struct Config {
+      static constexpr int HEAD_DIM = 128;  // channels of a head
+      using CodePlanes = Planes<...>;       // planes of the codes
+      struct Key { ... };                   // constants of a stream
+    };
+
+A kernel reads `Config::HEAD_DIM`; a part that serves keys and values alike is a template over `Config::Key` and `Config::Value`.
+Every constant is documented in the tables below, and a name that is not there is refused. A constant that the preprocessor has
+to see stays a define, see `nvrtc.program`.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvant.layout import Layout, StreamName
+
+
+class ElementType(enum.IntEnum):
+    """Floating-point types of tensors, as the kernels number them."""
+
+    BF16 = 0
+    FP16 = 1
+    FP32 = 2
+
+
+class ScaleKind(enum.IntEnum):
+    """What is stored beside the codes of a token: how a number is made from a code."""
+
+    SCALE_MIN = 0  # x = code * scale + min
+    SCALE_ZERO = 1  # x = (code - zero) * scale, with an integer zero
+    SCALE = 2  # x = level(code) * scale
+    NONE = 3  # nothing: codes are indices of centroids
+
+
+class QueryTransform(enum.IntEnum):
+    """How queries come into the space that keys are stored in."""
+
+    NONE = 0
+    HADAMARD = 1  # by the decode kernel, in shared memory
+    MATRIX = 2  # by a kernel before the decode kernel
+    FUSED_MATRIX = 3  # by the decode kernel, on tensor cores
+
+
+class OutputTransform(enum.IntEnum):
+    """How outputs leave the space that values are stored in."""
+
+    NONE = 0
+    HADAMARD = 1  # by the decode kernel, in shared memory
+    MATRIX = 2  # by a kernel after the decode kernel
+    FUSED_MATRIX = 3  # by the decode kernel, on tensor cores
+
+
+ENUMS: tuple[type[enum.IntEnum], ...] = (ElementType, ScaleKind, QueryTransform, OutputTransform)
+
+
+ELEMENT_TYPES = {"bfloat16": ElementType.BF16, "float16": ElementType.FP16, "float32": ElementType.FP32}
+SCALE_KINDS = {
+    ("scale", "min"): ScaleKind.SCALE_MIN,
+    ("scale", "zero"): ScaleKind.SCALE_ZERO,
+    ("scale",): ScaleKind.SCALE,
+}
+
+
+class Constant(NamedTuple):
+    """The C++ type of a constant ("type" for an alias of a type), and what it is, with its unit."""
+
+    type: str
+    doc: str
+
+
+def _ints(**docs: str) -> dict[str, Constant]:
+    return {name: Constant("int", doc) for name, doc in docs.items()}
+
+
+def _types(**docs: str) -> dict[str, Constant]:
+    return {name: Constant("type", doc) for name, doc in docs.items()}
+
+
+# Of a program.
+CONSTANTS: dict[str, Constant] = {
+    # the layout of pages
+    **_ints(
+        HEAD_DIM="channels of a head",
+        KV_HEADS="KV heads of a page",
+        PAGE_TOKENS="tokens of a page",
+        PAGE_HEAD_BYTES="bytes of one page of one KV head",
+        ORIGIN="position of the first token that pages hold; the ones before are in the overlay alone",
+    ),
+    # the overlay: full-precision tokens
+    **_ints(
+        SINK="first tokens of a sequence that the overlay holds",
+        RING="places of the overlay's ring of recent tokens, at least 1",
+        RING_TOKENS="recent tokens that the ring holds; 0 without a ring",
+        OVERLAY_TOKENS="tokens of an overlay row: SINK + RING_TOKENS; 0 without an overlay",
+        OVERLAY_TYPE="ElementType of the overlay",
+    ),
+    # the launch
+    **_ints(
+        THREADS="threads of a CTA",
+        WARPS="warps of a CTA",
+        TILE_WARPS="warps of a CTA of kvant_append_tiles",
+        TILE_CTAS="CTAs of kvant_append_tiles that a multiprocessor is to hold, by registers",
+    ),
+    # appending
+    **_ints(
+        CLIP="1 where rows are clipped at a quantile of their magnitudes",
+        ROPE_BLOCK="positions of a RoPE block, to whose start keys are unrotated; 0 where they are not",
+        IN_TYPE="ElementType of the rows that come in",
+        OUT_TYPE="ElementType of the rows that go out",
+        ROWS="rows (tokens of a head) of a CTA at a time",
+        VALUES="1 where values are unpacked, 0 for keys",
+        KEY_GROUP="tokens of a group of keys that are coded per channel",
+        SPARE_GROUPS="groups of a sequence that its tail may complete beside those that its new tokens fill",
+        KEY_RECENT="recent tokens whose keys are not packed yet",
+        KEY_FLUSH="tokens whose keys are packed at a time",
+        BOOSTED="channels of a group of keys with two bits more; 0 without",
+        HIGH_OFFSET="byte of the boosted channels' high bits in a page of a head",
+        INDEX_OFFSET="byte of the boosted channels' indices in a page of a head",
+        VALUE_GROUPS="scales of a value vector",
+        VALUE_ORDER_GROUPS="parts of a value vector that the order of its codes is made of",
+    ),
+}
+
+# Of a stream: of `struct Key`, `struct Value` or `struct Stream` inside.
+STREAM_CONSTANTS: dict[str, Constant] = {
+    "HADAMARD_SCALE": Constant("float", "factor after the Hadamard transform: ORDER^-0.5"),
+    **_ints(
+        IN_TYPE="ElementType of the rows that come in",
+        HADAMARD="order of the Hadamard transform; 1 without",
+        MEAN="1 where a mean is subtracted",
+        MATRIX_PARTS="16-bit matrices whose sum the rows are multiplied by; 0 without a matrix",
+        BITS="bits of a code, of the first band",
+        OFFSET="byte of the codes, of the first band, in a page of a head",
+        HIGH_OFFSET="byte of the third bits of 3-bit codes, of the first band",
+        BANDED="1 where codes are levels of a band, 0 where they are affine",
+        UNBIASED="1 where the scale is corrected so that the row keeps its squared norm",
+        WEIGHTED="1 where the errors of channels are weighted",
+        FLAG="1 where the sign of a scale says whether the mean was subtracted",
+        SEARCH="ranges or scales that are tried for a row",
+        ROPE_BLOCK="positions of a RoPE block, to whose start rows are unrotated; 0 where they are not",
+        SCALE_KIND="ScaleKind of the stream",
+        SCALE_TYPE="ElementType of scales, minima and zeros",
+        SCALE_OFFSET="byte of the scales in a page of a head",
+        OVERLAY_TOKENS="tokens of an overlay row",
+        RING="places of the overlay's ring of recent tokens, at least 1",
+        RING_TOKENS="recent tokens that the ring holds; 0 without a ring",
+        BOOK_HEADS="codebooks: 1 where heads share one",
+    ),
+    **_types(
+        CodeBands="bands that have codes",
+        AllBands="bands of all channels, those without codes included",
+        CodePlanes="planes of the codes",
+        Codebook="codebook of product quantization and the place of its indices",
+    ),
+}
+
+# Templates that types are made of: declared before Config, defined in the headers.
+TEMPLATES = {
+    "Band": "template <int, int, int, int, int, u32, int> struct Band;",
+    "Bands": "template <class...> struct Bands;",
+    "Plane": "template <int, int, int> struct Plane;",
+    "Planes": "template <class...> struct Planes;",
+    "Book": "template <int, int, int, int, int> struct Book;",
+}
+
+
+def page_config(layout: Layout) -> dict[str, object]:
+    """The constants of a layout's pages."""
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "PAGE_TOKENS": layout.page_tokens,
+        "PAGE_HEAD_BYTES": layout.page_head_bytes,
+        "KV_HEADS": layout.heads,
+    }
+
+
+def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object]:
+    """The constants of the overlay of a stream."""
+    window = layout.recipe.streams[name].window
+    return {
+        "SINK": window.sink,
+        "RING": max(1, window.ring),
+        "RING_TOKENS": window.ring,
+        "OVERLAY_TOKENS": layout.overlay_tokens(name),
+        "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+    }
+
+
+def scale_config(layout: Layout, name: StreamName) -> dict[str, object]:
+    """The constants of a stream's scales, for streams that have one section of them."""
+    (section,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
+    return {
+        "SCALE_KIND": SCALE_KINDS[section.names],
+        "SCALE_TYPE": ELEMENT_TYPES[section.dtype],
+        "SCALE_OFFSET": section.offset,
+    }
+
+
+def config_text(config: Mapping[str, object]) -> str:
+    """`struct Config` with these constants, and the enumerations and templates that it names. A value may be a mapping of the
+    constants of a stream: for "Key" and "Value", or for "Stream" where a program serves one of them."""
+    lines = _constants(config, CONSTANTS, "  ")
+    used = {name for name in TEMPLATES if re.search(rf"\b{name}<", "".join(lines))}
+    declared = [f"{TEMPLATES[name]}\n" for name in TEMPLATES if name in used]
+    return "".join([*map(_enum_text, ENUMS), *declared, "struct Config {\n", *lines, "};\n"])
+
+
+def _enum_text(kind: type[enum.IntEnum]) -> str:
+    """An enumeration whose members are ints, so that templates over an int take them."""
+    members = ", ".join(f"{member.name} = {member.value}" for member in kind)
+    return f"struct {kind.__name__} {{ enum : int {{ {members} }}; }};\n"
+
+
+def _constants(values: Mapping[str, object], table: Mapping[str, Constant], indent: str) -> list[str]:
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and table is CONSTANTS and name in ("Key", "Value", "Stream"):
+            inner = _constants(value, STREAM_CONSTANTS, indent + "  ")
+            lines += [f"{indent}struct {name} {{\n", *inner, f"{indent}}};\n"]
+            continue
+        if name not in table:
+            raise ValueError(f"a kernel has no constant {name!r}; kvant/ops/cuda/config.py lists them")
+        kind, doc = table[name]
+        if kind == "type":
+            lines.append(f"{indent}using {name} = {value};  // {doc}\n")
+        else:
+            lines.append(f"{indent}static constexpr {kind} {name} = {_literal(value)};  // {doc}\n")
+    return lines
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, enum.IntEnum):
+        return f"{type(value).__name__}::{value.name}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    assert isinstance(value, int | float), value
+    return repr(value)
