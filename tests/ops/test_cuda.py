@@ -637,11 +637,13 @@ def test_constants_are_the_layouts() -> None:
     layout = make_layout("int3:k.bits=8", 2, 64)
     constants = plan.Plan(layout, 4, "float16", (1, 64), (2, 1), True, True, H200).constants
     offsets = {(s.stream, s.kind, s.bits): s.offset for s in layout.sections}
-    assert constants["RUN"] == layout.page_head_bytes
-    assert constants["KEY_PLANES"] == f"Planes<KeyPlane<64, 8, {offsets['key', 'code', 8]}, 0, {1 << 20}, 0>>"
+    assert constants["PAGE_HEAD_BYTES"] == layout.page_head_bytes
+    key, value = constants["Key"], constants["Value"]
+    assert isinstance(key, dict) and isinstance(value, dict)
+    assert key["Operand"] == f"KeyPlanes<KeyPlane<64, 8, {offsets['key', 'code', 8]}, 0, {1 << 20}, 0>>"
     low, high = offsets["value", "code", 2], offsets["value", "code", 1]
-    assert constants["VALUE_CODES"] == f"ValueCodes<64, 3, {low}, {high}, {1 << 20}>"
-    assert constants["VALUE_META_OFFSET"] == offsets["value", "meta", 16]
+    assert value["Codes"] == f"ValueCodes<64, 3, {low}, {high}, {1 << 20}, false>"
+    assert value["SCALE_OFFSET"] == offsets["value", "meta", 16]
 
 
 def test_spaces_are_the_transforms() -> None:

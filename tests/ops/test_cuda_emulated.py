@@ -249,7 +249,7 @@ def test_a_low_batch_transforms_its_outputs_in_the_decode_kernel(
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, scale=scale)
     assert not multiplied
-    after, lse_after = cuda_decode.decode_with_lse(store, q, batch, scale=scale, tuned=(("INVERSE", 2),))
+    after, lse_after = cuda_decode.decode_with_lse(store, q, batch, scale=scale, tuned=(("OUTPUT_TRANSFORM", 2),))
     assert multiplied
     expected = reference.decode(store, q.double(), batch, scale=scale)
     expected += offset.double().expand(2, dim).repeat_interleave(group, 0)
@@ -333,7 +333,7 @@ template <class P> DEV void write_places(const Places& a) {
     for (int j = 0; j < 16; j++) a.channel[(P::BEFORE + i) * 16 + j] = P::channel(i, j / 4, j % 4);
   }
 }
-template <class... P> DEV void write_all(Planes<P...>, const Places& a) { (write_places<P>(a), ...); }
+template <class... P> DEV void write_all(KeyPlanes<P...>, const Places& a) { (write_places<P>(a), ...); }
 extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (threadIdx.x == 0) write_all(Keys{}, a); }
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
@@ -12,6 +11,12 @@ import torch
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.counters import counters
+from kvant.ops.cuda.decode_arguments import (
+    DecodeArguments,
+    RotateQueriesArguments,
+    TransformOutputsArguments,
+    TransformQueriesArguments,
+)
 from kvant.ops.cuda.fragments import fused_fragments, high_batch_fragments, matrix_fragments, rotate_fragments
 from kvant.ops.cuda.plan import LOW_BATCH, TYPES, Plan, refuse, shared_memory
 from kvant.ops.fused import MATRIX, FusedTransform, blocks_of, fuse, matrix_of, mean_logit_vector, rope_table
@@ -25,46 +30,6 @@ QUERY_BLOCKS = 128  # of the kernel that multiplies queries by a matrix, if thei
 HIGH_BATCH_PASSES = (
     2  # products of 16 rows for each warp that a GPU holds, from which on kvant_rotate_queries_high_batch is faster
 )
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
-        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
-        *((name, ctypes.c_void_p) for name in ("dual_matrix", "inverse_matrix", "inverse_offset")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("partial", "arrived", "key_books", "value_books", "rotated", "turned_rows")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
-        *((name, ctypes.c_int) for name in ("matrix_heads", "inverse_heads")),
-    ]
-
-
-class _RotateArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "matrix", "cosine", "sine", "out", "rows")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "sinks", "exact_key", "exact_value")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "blocks", "first", "half", "matrix_heads", "window")),
-    ]
-
-
-class _TransformArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "matrix", "lost", "out", "rows")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "matrix_heads", "at_once")),
-    ]
-
-
-class _OutputArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "out", "matrix", "offset")),
-        *((name, ctypes.c_int) for name in ("batch", "heads", "rows")),
-    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -100,7 +65,9 @@ def _transform_outputs(
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     heads, rows = len(matrix), x.shape[1] // len(matrix)
-    arguments = _OutputArguments(*nvrtc.addresses(x, out, matrix, offset), len(x), heads, rows)
+    arguments = TransformOutputsArguments.fill(
+        rows=x, out=out, matrix=matrix, offset=offset, batch=len(x), heads=heads, head_rows=rows
+    )
     kernel = _transform_kernel(plan, "kvant_transform_outputs", x.device)
     blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
     kernel.launch((blocks, heads), arguments, early)
@@ -314,18 +281,26 @@ def _decode(
             other = _high_batch_kernel(made, query.device)
             if passes * heads >= HIGH_BATCH_PASSES * other.blocks * made.high_batch_warps:
                 rotate, matrix, passes = other, many, -(-passes // made.high_batch_warps)
-        inputs = [query, matrix, cosine, sine, rotated, rows, seq_lens, sinks, exact_key, exact_value]
         rotate.launch(
             (max(1, min(passes, rotate.blocks // heads)), heads),
-            _RotateArguments(
-                *nvrtc.addresses(*inputs),
-                scales[0],
-                len(query),
-                blocks,
-                first,
-                cosine.shape[1],
-                len(matrix),
-                sliding_window,
+            RotateQueriesArguments.fill(
+                query=query,
+                matrix=matrix,
+                cosine=cosine,
+                sine=sine,
+                operands=rotated,
+                rows=rows,
+                seq_lens=seq_lens,
+                sinks=sinks,
+                key_ring_start=exact_key,
+                value_ring_start=exact_value,
+                scale=scales[0],
+                batch=len(query),
+                rope_blocks=blocks,
+                first_position=first,
+                half=cosine.shape[1],
+                matrix_heads=len(matrix),
+                sliding_window=sliding_window,
             ),
             early,
         )
@@ -337,41 +312,55 @@ def _decode(
         each = min(16 // made.tile_heads, max(1, len(query) * heads // QUERY_BLOCKS))  # sequences of a block
         by_matrix_in.launch(
             (max(1, min(-(-len(query) // each), by_matrix_in.blocks // heads)), heads),
-            _TransformArguments(
-                *nvrtc.addresses(query, dual, mean_logit, rotated, q), scales[0], len(query), len(dual), each
+            TransformQueriesArguments.fill(
+                query=query,
+                matrix=dual,
+                mean_logit=mean_logit,
+                operands=rotated,
+                rows=q,
+                scale=scales[0],
+                batch=len(query),
+                matrix_heads=len(dual),
+                at_once=each,
             ),
             early,
         )
         rows = q
-    tensors: list[Tensor | None] = [
-        q,
-        out,
-        lse,
-        pages,
-        table,
-        seq_lens,
-        overlay_rows,
-        sinks,
-        exact_key,
-        exact_value,
-        window_key,
-    ]
-    tensors += [window_value, signs, None if made.inverse[0] == MATRIX else inverse, mean, mean_logit]
-    tensors += [
-        many if made.fused_queries else None,
-        *((inverse_fragments, inverse_offset) if made.fused_outputs else (None, None)),
-    ]
-    tensors += [partial, arrived, key_books, value_books, rotated, rows]
-    arguments = _Arguments(
-        *nvrtc.addresses(*tensors),
-        *scales,
-        len(query),
-        table.shape[1],
-        sliding_window,
-        blocks,
-        first,
-        _matrices(many, made) if made.fused_queries else 0,
-        _matrices(inverse_fragments, made) if made.fused_outputs else 0,
+    arguments = DecodeArguments.fill(
+        query=q,
+        out=out,
+        lse=lse,
+        pages=pages,
+        block_table=table,
+        seq_lens=seq_lens,
+        overlay_rows=overlay_rows,
+        sinks=sinks,
+        key_ring_start=exact_key,
+        value_ring_start=exact_value,
+        overlay_key=window_key,
+        overlay_value=window_value,
+        query_signs=signs,
+        output_signs=None if made.inverse[0] == MATRIX else inverse,
+        value_mean=mean,
+        mean_logit=mean_logit,
+        query_matrix=many if made.fused_queries else None,
+        output_matrix=inverse_fragments if made.fused_outputs else None,
+        output_offset=inverse_offset if made.fused_outputs else None,
+        partial=partial,
+        arrivals=arrived,
+        key_codebooks=key_books,
+        value_codebooks=value_books,
+        operands=rotated,
+        query_rows=rows,
+        scale=scales[0],
+        cap=scales[1],
+        batch=len(query),
+        block_table_width=table.shape[1],
+        sliding_window=sliding_window,
+        rope_blocks=blocks,
+        first_position=first,
+        matrix_heads=_matrices(many, made) if made.fused_queries else 0,
+        output_matrix_heads=_matrices(inverse_fragments, made) if made.fused_outputs else 0,
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:

@@ -15,6 +15,21 @@ from kvant.codecs.channel import Channel
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.config import (
+    ELEMENT_TYPES,
+    ElementType,
+    OutputTransform,
+    QueryTransform,
+    ScaleKind,
+    page_config,
+    scale_config,
+)
+from kvant.ops.cuda.decode_arguments import (
+    DecodeArguments,
+    RotateQueriesArguments,
+    TransformOutputsArguments,
+    TransformQueriesArguments,
+)
 from kvant.ops.fused import MATRIX, refuse_rope
 
 Tensor = torch.Tensor
@@ -250,6 +265,23 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
     return planes
 
 
+class PageCodec(NamedTuple):
+    """A header of codecs/ and its type that attends to pages of a format."""
+
+    header: str
+    type: str
+
+
+def page_codec(layout: Layout) -> PageCodec:
+    """Which of them serves a layout. A new one is a header and a line here."""
+    key = layout.format("key")
+    if key.is_pq:
+        return PageCodec("codecs/product_vq_pages.cuh", "ProductVQPages")
+    if key.is_channelwise:
+        return PageCodec("codecs/channel_pages.cuh", "ChannelPages")
+    return PageCodec("codecs/affine_pages.cuh", "AffinePages")
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A kernel for one layout, number of query heads a KV head, and way to call it."""
@@ -344,104 +376,119 @@ class Plan:
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:
-        layout, window = self.layout, self.layout.recipe.key.window
-        grouped = layout.recipe.key.groupwise
-        heads = self.tile_heads
-        parts = (
-            2 if self.query == "float32" else 1
-        )  # of rotated queries as fp16: 16-bit ones are no more exact than one
-        words = (
-            parts * self.key_registers // self.rotate_warps * layout.head_dim // 4
-        )  # of kvant_turn's matrix, of a thread
+        """`struct Config` of the program (kvant/ops/cuda/config.py)."""
+        layout, heads = self.layout, self.tile_heads
+        channelwise = layout.recipe.key.groupwise
+        parts = 2 if self.query == "float32" else 1  # one fp16 number holds what a 16-bit query does
+        words = parts * self.key_registers // self.rotate_warps * layout.head_dim // 4  # of a thread, of its matrix
         tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if self.low_batch or self.lane_heads > 1 else 2))
-        unit = 16 * tiles * layout.head_dim * 4  # bytes of the windows that are attended to at once
-        constants: dict[str, object] = {
-            **page_constants(layout),
+        overlay_bytes = 16 * tiles * layout.head_dim * 4  # that are attended to at once
+        pages_of_overlay = overlay_bytes / layout.page_head_bytes
+        return {
+            **page_config(layout),
+            "ORIGIN": layout.recipe.origin,
+            "SINK": layout.recipe.key.window.sink,
+            "OVERLAY_TOKENS": layout.overlay_tokens("key"),
+            "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+            "WARPS": self.warps,
+            "ROPE_BLOCK": layout.recipe.key.effective_rope_block,
+            "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
+            **self._boosted(),
+            "VALUE_GROUPS": layout.scale_groups("value"),
+            "PageAttention": f"struct {self.page_codec.type}",
+            "PQ": int(self.pq),
             "GROUP": self.group,
             "TILE_HEADS": heads,
             "QUERY_TILES": -(-self.group // heads),
-            "PQ": int(self.pq),
-            "ORIGIN": layout.recipe.origin,
-            "KEY_GROUP": layout.recipe.key.codec.group_tokens if grouped else 0,
-            "VALUE_GROUPS": layout.scale_groups("value"),
-            "VALUE_FLAG": int(getattr(layout.recipe.value.codec, "flag", False)),
-            "SINK": window.sink,
-            "RECENT": window.recent,
-            "OVERLAY_TOKENS": layout.overlay_tokens("key"),
-            "OVERLAY_TYPE": TYPES[layout.overlay_dtype],
-            "OVERLAY_TILES": tiles,
-            "OVERLAY_LAST": int(self.low_batch),
-            "OVERLAY_UNITS": max(
-                1, round(unit / layout.page_head_bytes / (1.0 if grouped else 1.2 if self.low_batch else 2.0))
-            ),
-            "MIXED_PAGE_UNITS": 4 if grouped else 1,
-            "QUERY_TYPE": TYPES[self.query],
-            "DUAL": FUSED if self.fused_queries else self.dual[0],
-            "DUAL_ORDER": self.dual[1],
-            "INVERSE": FUSED if self.fused_outputs else self.inverse[0],
-            "INVERSE_ORDER": self.inverse[1],
+            "QUERY_TYPE": ELEMENT_TYPES[self.query],
+            "QUERY_TRANSFORM": QueryTransform.FUSED_MATRIX if self.fused_queries else QueryTransform(self.dual[0]),
+            "QUERY_HADAMARD": self.dual[1],
+            "OUTPUT_TRANSFORM": OutputTransform.FUSED_MATRIX
+            if self.fused_outputs
+            else OutputTransform(self.inverse[0]),
+            "OUTPUT_HADAMARD": self.inverse[1],
             "QUERY_KERNEL": int(self.query_kernel),
-            "ROPE_BLOCK": layout.recipe.key.effective_rope_block,
-            "ROTATE_WARPS": self.rotate_warps,
             "QUERY_PARTS": parts,
+            "ROTATE_WARPS": self.rotate_warps,
+            "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
-            "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
+            "OVERLAY_TILES": tiles,
+            "OVERLAY_LAST": int(self.low_batch),
+            "OVERLAY_UNITS": max(1, round(pages_of_overlay / (1.0 if channelwise else 1.2 if self.low_batch else 2.0))),
+            "MIXED_PAGE_UNITS": 4 if channelwise else 1,
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
-            "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
             "MIN_CTAS": self._blocks(self.warps),
-            "BULK": int(self.bulk),
+            **dict(self.tuned),
+            "Key": self._stream("key"),
+            "Value": self._stream("value"),
         }
-        for name, stream in layout.recipe.streams.items():
-            constants[f"{name.upper()}_RECENT"] = stream.window.recent
-            constants[f"{name.upper()}_FLUSH"] = stream.window.flush
-            constants[f"{name.upper()}_RING"] = max(1, stream.window.ring)
-            constants[f"{name.upper()}_OVERLAY_TOKENS"] = layout.overlay_tokens(name)
-        if self.pq:
-            return constants | self._books() | dict(self.tuned)
-        planes = "" if grouped else ", ".join(plane.text for plane in key_planes(layout))
-        constants["KEY_PLANES"] = f"Planes<{planes}>"
-        constants["VALUE_CODES"] = self._codes("value", layout.scale_groups("value") > 1)
-        for name in layout.recipe.streams:
-            (section,) = self._sections(name, "meta")
-            constants[f"{name.upper()}_META"] = META_KINDS[section.names]
-            constants[f"{name.upper()}_META_TYPE"] = TYPES[section.dtype]
-            constants[f"{name.upper()}_META_OFFSET"] = section.offset
-        if grouped:
-            constants["KEY_CODES"] = self._codes("key", bare=True)
-            found = {section.names[0]: section for section in self._sections("key", "index")}
-            constants["BOOSTED"] = found["high"].width if found else 0
-            constants["HIGH_OFFSET"] = found["high"].offset if found else 0
-            constants["INDEX_OFFSET"] = found["index"].offset if found else 0
-        return constants | dict(self.tuned)
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.program("kernels/decode.cu", defines=self.constants)
+        arguments = [DecodeArguments, TransformQueriesArguments, TransformOutputsArguments]
+        files = [self.page_codec.header, "kernels/decode.cu", "kernels/transform_queries.cu"]
+        if self.layout.recipe.key.effective_rope_block:
+            arguments.append(RotateQueriesArguments)
+            files.append(f"kernels/rotate_queries{'_high_batch' if self.high_batch_warps else ''}.cu")
+        return nvrtc.program(*files, config=self.constants, arguments=arguments, defines={"BULK": int(self.bulk)})
+
+    @property
+    def page_codec(self) -> PageCodec:
+        return page_codec(self.layout)
 
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
 
-    def _books(self) -> dict[str, object]:
-        """Codebooks and indices in the kernel's words."""
-        constants: dict[str, object] = {"KEY_PLANES": "KeyIndices<KeyBook>", "VALUE_CODES": "ValueIndices<ValueBook>"}
-        place = self.warps * self.warp_bytes
-        for name, copies, size in zip(self.layout.recipe.streams, self.copies, self.book_bytes, strict=True):
-            codec = self.layout.recipe.streams[name].codec
-            assert isinstance(codec, ProductVQ)
-            low, *high = self._sections(name, "index")
-            bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
-            constants |= {
-                f"{name.upper()}_BOOK": f"Indices<{codec.dim}, {low.width}, {bits}, {low.offset}, {offset}, {copies}, {place}>",
-                f"{name.upper()}_BOOK_HEADS": self.layout.heads if codec.books == "head" else 1,
-                f"{name.upper()}_META": NO_META,
-                f"{name.upper()}_META_TYPE": 0,
-                f"{name.upper()}_META_OFFSET": 0,
-            }
-            place += size
-        return constants
+    def _boosted(self) -> dict[str, object]:
+        found = {} if self.pq else {section.names[0]: section for section in self._sections("key", "index")}
+        return {
+            "BOOSTED": found["high"].width if found else 0,
+            "HIGH_OFFSET": found["high"].offset if found else 0,
+            "INDEX_OFFSET": found["index"].offset if found else 0,
+        }
+
+    def _stream(self, name: StreamName) -> dict[str, object]:
+        """Constants and types of a stream."""
+        layout, window = self.layout, self.layout.recipe.streams[name].window
+        constants: dict[str, object] = {
+            "RECENT": window.recent,
+            "FLUSH": window.flush,
+            "RING": max(1, window.ring),
+            "OVERLAY_TOKENS": layout.overlay_tokens(name),
+            "FLAG": int(layout.format(name).mean_flag),
+        }
+        if self.pq:
+            return constants | self._book(name)
+        constants |= scale_config(layout, name)
+        if name == "value":
+            return constants | {"Codes": self._codes("value", layout.scale_groups("value") > 1)}
+        if layout.recipe.key.groupwise:
+            return constants | {"Operand": "KeyPlanes<>", "Codes": self._codes("key", bare=True)}
+        return constants | {"Operand": f"KeyPlanes<{', '.join(plane.text for plane in key_planes(layout))}>"}
+
+    def _book(self, name: StreamName) -> dict[str, object]:
+        """The codebook of a stream: behind the pages of all warps, that of the keys first."""
+        at = 0 if name == "key" else 1
+        codebook = self.layout.format(name).codebook
+        assert codebook is not None
+        low, *high = self._sections(name, "index")
+        bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
+        place = self.warps * self.warp_bytes + sum(self.book_bytes[:at])
+        book = (
+            f"SharedCodebook<{codebook.dim}, {low.width}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}>"
+        )
+        kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}
+        return {
+            "Codebook": book,
+            **kind,
+            "BOOK_HEADS": codebook.heads(self.layout.heads),
+            "SCALE_KIND": ScaleKind.NONE,
+            "SCALE_TYPE": ElementType.BF16,
+            "SCALE_OFFSET": 0,
+        }
 
     @property
     def fused_queries(self) -> bool:
@@ -450,14 +497,14 @@ class Plan:
         key = self.layout.recipe.key
         if not self.low_batch or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.pq:
             return False
-        return self._holds_matrix and dict(self.tuned).get("DUAL") != MATRIX
+        return self._holds_matrix and dict(self.tuned).get("QUERY_TRANSFORM") != MATRIX
 
     @property
     def fused_outputs(self) -> bool:
         """Whether every block multiplies its outputs by their matrix: for few sequences. Of many, a kernel after them takes less
         time (docs/performance.md)."""
         fused = self.low_batch and self.inverse[0] == MATRIX and not self.pq and self._holds_matrix
-        return fused and dict(self.tuned).get("INVERSE") != MATRIX
+        return fused and dict(self.tuned).get("OUTPUT_TRANSFORM") != MATRIX
 
     @property
     def _holds_matrix(self) -> bool:
@@ -527,4 +574,4 @@ class Plan:
         text = (
             f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}"
         )
-        return f"{text}, true>" if bare else f"{text}>"
+        return f"{text}, {str(bare).lower()}>"

@@ -8,15 +8,17 @@
 //
 // Of bfloat16, probabilities are two numbers, the larger and what it lacks: with up to four query heads, in columns 0 to 3 and 4 to 7 (HALVED).
 //
-// A unit of work is a tile of 16 tokens; a warp copies its keys and its values apart, each RUN bytes, STAGES of them in flight.
+// A unit of work is a tile of 16 tokens; a warp copies its keys and its values apart, each TILE_BYTES bytes, STAGES of them in flight.
 //
-// Constants beside those of common.cu: PAGE_RUN (bytes of one page and head; RUN is a tile's keys or values), VALUE_OFFSET (of values in
-// it), NUMBERS (their type), GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES, SOFTCAP, STAGES, WARPS, WARP_BYTES, MIN_BLOCKS, BULK.
+// Constants beside those of common.cu: PAGE_HEAD_BYTES (bytes of one page and head; TILE_BYTES is a tile's keys or values), Config::VALUE_OFFSET (of values in
+// it), NUMBERS (their type), GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES, SOFTCAP, STAGES, WARPS, Config::WARP_BYTES, MIN_BLOCKS, BULK.
 
 #include "include/copies.cuh"
 #include "include/scheduler.cuh"
 
-constexpr int D = HEAD_DIM, TILES = PAGE / 16, HEAD_TILES = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
+constexpr int TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES, KV_HEADS = Config::KV_HEADS, GROUP = Config::GROUP, QUERY_TILES = Config::QUERY_TILES;
+constexpr int TILE_BYTES = Config::TILE_BYTES, PAGE_HEAD_BYTES = Config::PAGE_HEAD_BYTES, NUMBERS = Config::ELEMENT_TYPE;
+constexpr int D = Config::HEAD_DIM, TILES = Config::PAGE_TOKENS / 16, HEAD_TILES = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
 constexpr bool HALVED = TILE_HEADS <= 4;
 constexpr int COLUMN_TILES = (TILE_HEADS + 7) / 8, COLUMNS = 8 * COLUMN_TILES;
 constexpr int LOW = NUMBERS == 0 && !HALVED;  // whether what probabilities lack is a product of its own
@@ -24,23 +26,11 @@ constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a 
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
 DEV constexpr int head_of(int column) { return HALVED ? column % 4 : column; }
 
-struct Arguments {
-  const void* query;
-  void* out;
-  float* lse;
-  const u8* pages;
-  const s64 *block_table, *seq_lens;
-  float* partial;
-  int* arrivals;
-  float scale, cap;  // scale: to powers of two; with a cap, 2 log2(e) / cap times as much
-  int batch, block_table_width, sliding_window;
-};
-
-struct Work {  // of one sequence: tokens [low, n) in `tiles` tiles from `first` on
+struct SequenceWork {  // of one sequence: tokens [low, n) in `tiles` tiles from `first` on
   int n, low, first, tiles, units;
 };
-DEV Work work_of(const Arguments& a, int b) {
-  Work w;
+DEV SequenceWork sequence_work(const DecodeFullArguments& a, int b) {
+  SequenceWork w;
   w.n = (int)a.seq_lens[b];
   w.low = a.sliding_window > 0 ? max(0, w.n - a.sliding_window) : 0;
   w.first = w.low / 16;
@@ -110,11 +100,10 @@ struct Transposed {
 };
 
 DEV float soft_cap(float x, float m, float cap) {  // a score in powers of two, less m
-#if SOFTCAP
-  return fmaf(cap, 1.f - __fdividef(2.f, 1.f + exp2_(fminf(x, 80.f))), -m);
-#else
-  return x - m;
-#endif
+  if constexpr (Config::SOFTCAP)
+    return fmaf(cap, 1.f - __fdividef(2.f, 1.f + exp2_(fminf(x, 80.f))), -m);
+  else
+    return x - m;
 }
 
 // --- what a warp knows of the softmax -----------------------------------------------------------------------------------
@@ -193,10 +182,10 @@ struct Ahead {
   DEV void copy(const u8* pages, int head, u32 room, u32 barriers, int lane) {
     if (tile < end) {
       if (!value && (!page_head || tile % TILES == 0)) {
-        page_head = pages + (next * KV_HEADS + head) * PAGE_RUN;
+        page_head = pages + (next * KV_HEADS + head) * PAGE_HEAD_BYTES;
         next = (tile / TILES + 1) * TILES < end ? block_table[tile / TILES + 1] : 0;
       }
-      copy_stage(room + stage * RUN, page_head + (value ? VALUE_OFFSET : 0) + tile % TILES * RUN, barriers + stage * 8, lane);
+      copy_stage<TILE_BYTES>(room + stage * TILE_BYTES, page_head + (value ? Config::VALUE_OFFSET : 0) + tile % TILES * TILE_BYTES, barriers + stage * 8, lane);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       tile += value, value ^= 1;
     } else no_copy();
@@ -213,7 +202,7 @@ struct Shared {
 
 // The parts of blocks first to last, weighted by their log-sum-exps. A block's part lies in its second slot where it began with this
 // (sequence, head): only the first one did.
-DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 query, int count) {
+DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int last, s64 query, int count) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const auto part = [&](int block) { return a.partial + ((s64)block * 2 + (block == first)) * PARTIAL; };
   for (int h = warp; h < count; h += WARPS) {
@@ -244,47 +233,29 @@ DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 qu
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode_full(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode_full(const DecodeFullArguments a) {
   DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  u8* stages = dynamic + warp * WARP_BYTES;
+  u8* stages = dynamic + warp * Config::WARP_BYTES;
   float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, D], each warp's where its tiles were
-  constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
-  static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its tiles, then its outputs");
+  constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;
+  static_assert(Config::WARP_BYTES >= STAGES * TILE_BYTES && Config::WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its tiles, then its outputs");
   begin_copies(sh.barrier[warp], STAGES, lane);
 
-  // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
-  // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
-  const int own = lane < a.batch ? work_of(a, lane).units : 0;
-  int all = own;
-  for (int i = lane + 32; i < a.batch; i += 32) all += work_of(a, i).units;
-  all = warp_sum_int(all) * HEAD_TILES;
-  int blocks = min((int)gridDim.x, max(1, all / (WARPS * 4)));  // four tiles a warp, or it is not worth a block
-  const bool split = blocks >= 3 * a.batch * HEAD_TILES;
-  const float share = (float)blocks / (float)all;
-  Deal deal = {all / blocks, all % blocks};
-  if (split) {
-    blocks = 0;
-    for (int i = lane; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
-    blocks = warp_sum_int(blocks) * HEAD_TILES;
-    deal = {1, 0};
-  }
+  const TileScheduler<HEAD_TILES, 4 * WARPS> scheduler(a, lane);  // four tiles a warp
   Ahead ahead;
   ahead.stage = 0;
   int stage = 0, parity = 0;
   const u32 room = shared_address_register(stages), barriers = shared_address_register(sh.barrier[warp]);
-  const auto await = [&] { await_stage(barriers + stage * 8, parity); };
-  for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
-    int now = deal.start(part), b, before;
-    const int end = deal.start(part + 1);
-    find<HEAD_TILES>(a, now, split, share, own, lane, b, before);
-    while (now < end) {
-      const Work w = work_of(a, b);
-      const int units = split ? parts_of(w.units, share) : w.units;
-      const int head_tile = (now - before) / units, head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
-      const int start = before + head_tile * units;
-      const int from = now - start, to = min(end, start + units) - start;
+  const auto await = [&] { await_stage<STAGES>(barriers + stage * 8, parity); };
+  for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x) {
+    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work)) {
+      const SequenceWork w = sequence_work(a, work.b);
+      scheduler.enter(work, w.units);
+      const bool split = scheduler.split;
+      const int b = work.b, units = work.units, head_tile = work.head_tile, from = work.from, to = work.to;
+      const int head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
       int tile = split ? (int)((s64)from * w.tiles / units) : from, tile_end = split ? (int)((s64)to * w.tiles / units) : min(to, w.tiles);
       const int own = tile_end - tile;  // this block's; then this warp's
       tile_end = w.first + tile + (warp + 1) * own / WARPS, tile += w.first + warp * own / WARPS;
@@ -315,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode_
         };
         await();
         Rows keys;
-        keys.load(room + stage * RUN, g, t);
+        keys.load(room + stage * TILE_BYTES, g, t);
         consumed();
         float s[COLUMN_TILES][4];
 #pragma unroll
@@ -341,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode_
 
         await();
         Transposed values;
-        values.load(room + stage * RUN, g, t);
+        values.load(room + stage * TILE_BYTES, g, t);
         consumed();
         if (partly) values.mask(at, w.low, w.n, t);
         const auto& v = values.v;
@@ -375,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode_
       __syncthreads();
 
       // a block's warps together
-      const bool whole = from == 0 && to == units;
+      const bool whole = work.whole();
       float* mine = a.partial + ((s64)part * 2 + (from > 0 ? 0 : 1)) * PARTIAL;
       if (threadIdx.x < count) {
         const int h = threadIdx.x;
@@ -409,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode_
 
       // blocks together
       if (!whole) {
-        const int first = deal.block(start), last = deal.block(start + units - 1);
+        const int first = scheduler.first_part(work), last = scheduler.last_part(work);
         __syncthreads();
         if (threadIdx.x == 0) {
           int* counter = a.arrivals + b * HEAD_TILES + head_tile;
@@ -421,8 +392,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS) kvant_decode_
       }
       fence_copies();  // the stages were written as memory and will be copied to
       __syncthreads();
-      now = start + to;
-      if (now == before + units * HEAD_TILES) before = now, b++;
     }
   }
 }

@@ -256,32 +256,7 @@ DEV u32 transpose_8x8(u32 x) {
   });
 }
 
-// --- the functions of copies.cu: a copy arrives when it is awaited, and until then nobody finds anything there ------------------------
-
-#ifdef STAGES
-static std::map<u32, Copy> emulated_runs;  // by barrier, that have not been awaited
-
-static void begin_copy(const Copy& copy) { memset(copy.to, 0xff, copy.bytes); }
-static void end_copy(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
-static void end_groups(size_t but) {  // all that are closed but the last so many
-  auto& groups = current->copies;
-  for (; groups.size() - 1 > but; groups.erase(groups.begin()))
-    for (const Copy& copy : groups.front()) end_copy(copy);
-}
-DEV void copy16(void* to, const void* from) {
-  current->copies.back().push_back({(u8*)to, (const u8*)from, 16});
-  begin_copy(current->copies.back().back());
-}
-DEV void await_copies() { current->copies.push_back({}), end_groups(0); }
-DEV bool stage_ready(u32, u32) { return false; }
-DEV void wait_prior_grid() {}
-DEV void launch_dependent_grids() {}
-DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
-DEV u32 shared_address_register(const void* p) { return shared_address(p); }
-template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
-DEV void fence_copies() {}
-DEV void begin_copies(u64*, int, int) {}
-#endif
+static std::map<u32, Copy> emulated_runs;  // copies to shared memory that have not been awaited, by barrier
 
 // --- launching --------------------------------------------------------------------------------------------------------
 
@@ -348,8 +323,6 @@ static void launch(void (*kernel)(const void*), int x, int y, int threads, int d
       memset(dynamic.data(), 0xff, dynamic.size());  // as good as anything
       emulated_block = {(u32)i, (u32)j};
       run_block(threads);
-#ifdef STAGES
       if (!emulated_runs.empty()) stop("a run was copied that nobody awaited");
-#endif
     }
 }

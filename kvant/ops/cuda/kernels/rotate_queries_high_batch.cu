@@ -1,55 +1,55 @@
-// Queries turned back where there are many blocks of positions: what kvant_turn of queries.cu does, with one warp for a whole product.
+// What rotate_queries.cu does, for many RoPE blocks: one warp makes a whole product.
 //
-// A warp reads queries and angles, builds turned queries in registers as the tensor cores take them, and multiplies them by a matrix that lies
-// in shared memory once for a block of threads: nothing goes between lanes but the largest magnitude of a row. Where products are few, kvant_turn
-// has its results sooner, since its warps share the columns of one. This one serves rotations of all channels.
-// Constants beside those of decode.cu: TURNS_WARPS of a block (0 where it does not serve a layout), TURNS_BLOCKS of a multiprocessor.
+// A warp reads queries and angles, builds rotated queries in registers as A operands, and multiplies them by a matrix that lies in shared memory once for a CTA:
+// nothing goes between lanes but the largest magnitude of a row. Where products are few, rotate_queries.cu has its results sooner, since its warps share the
+// columns of one. This kernel serves RoPE that rotates all channels.
 
 #pragma once
-#include "include/queries.cuh"
+#include "kernels/rotate_queries.cu"
 
-#if ROPE_BLOCK && HIGH_BATCH_WARPS
-// Rows of a product are blocks of positions of one sequence times TILE_HEADS queries; lane g, t has rows g and g + 8.
-constexpr int HIGH_BATCH_TILES = SPECIAL + 1, HIGH_BATCH_TILE_PAIRS = HIGH_BATCH_TILES / 2 + 1;  // of columns, but those of the windows; they lie in twos
-constexpr int HIGH_BATCH_STEPS = D / 32;                                        // of two products each
-constexpr int OVERLAY_PASSES = OVERLAY_TOKENS ? (OVERLAY_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
-constexpr int OVERLAY_COLUMN_TILES = 4;                    // of columns for the windows at a time
-constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // a lane's rows are of one query
+// Rows of an MMA are RoPE blocks of one sequence times TILE_HEADS queries.
+constexpr int HIGH_BATCH_TILES = SPECIAL + 1, HIGH_BATCH_TILE_PAIRS = HIGH_BATCH_TILES / 2 + 1;  // of columns, without those for the overlay; they lie in pairs
+constexpr int HIGH_BATCH_STEPS = D / 32;                                        // of two MMAs each
+constexpr int OVERLAY_PASSES = OVERLAY ? (OVERLAY_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
+constexpr int PASSES = OVERLAY_PASSES ? OVERLAY_PASSES : 1;
+constexpr int OVERLAY_COLUMN_TILES = 4;                    // of columns for the overlay at a time
+constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // both rows of a lane are the same query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
-// Of a head, [MANY_PAIRS + D / 16 pairs of tiles, D / 16, 2 parts, 32]: the columns of kvant_turn's in another order, see fragments.py.
-DEV const uint4* high_batch_matrix(const RotateArguments& a, int tile) {
-  return (const uint4*)a.matrix + (s64)(tile / QUERY_TILES % a.matrix_heads) * (HIGH_BATCH_TILE_PAIRS + D / 16) * (D / 16) * 64;
+// The matrix of a head, [HIGH_BATCH_TILE_PAIRS + D / 16 pairs of tiles, D / 16, 2 parts, 32 lanes]: the columns of rotate_queries.cu in another order, fragments.py.
+DEV const uint4* high_batch_matrix(const RotateQueriesArguments& a, int tile) {
+  return (const uint4*)a.matrix + (s64)(tile / Config::QUERY_TILES % a.matrix_heads) * (HIGH_BATCH_TILE_PAIRS + D / 16) * (D / 16) * 64;
 }
 
-struct Span {  // blocks of positions of a sequence that are attended to
+// RoPE blocks [low, high] of a sequence that are attended to.
+struct Span {
   int low, high;
   DEV int passes() const { return (high - low + AT_ONCE) / AT_ONCE; }
 };
-DEV Span span_of(const RotateArguments& a, int b) {
+DEV Span span_of(const RotateQueriesArguments& a, int b) {
   const int n = b < a.batch ? (int)a.seq_lens[b] : 0, before = a.first_position / ROPE_TOKENS;
   if (n <= 0) return {0, -1};
   const int high = min((n - 1 + a.first_position) / ROPE_TOKENS - before, a.rope_blocks - 1);
   return {a.sliding_window > 0 ? min((max(0, n - a.sliding_window) + a.first_position) / ROPE_TOKENS - before, high + 1) : 0, high};
 }
 
-// A warp's passes: as many as any other's, one after another, those of the windows after all others. `begin` and `end` count from the first
-// one that is not for windows, `windows` and `windows_end` from the first that is.
+// A warp's passes: all warps have as many, one after another, those for the overlay after all others. [begin, end) counts from the first pass that is not for the
+// overlay, [overlay, overlay_end) from the first that is.
 struct Share {
   int begin, end, overlay, overlay_end;
 };
-DEV Share share_of(const RotateArguments& a, int lane) {
+DEV Share share_of(const RotateQueriesArguments& a, int lane) {
   int all = 0;
   for (int i = lane; i < a.batch; i += 32) all += span_of(a, i).passes();
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) all += __shfl_xor_sync(FULL, all, o);
   const s64 both = all + a.batch * OVERLAY_PASSES;
-  const int warps = gridDim.x * HIGH_BATCH_WARPS, warp = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
+  const int warps = gridDim.x * Config::HIGH_BATCH_WARPS, warp = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
   const int begin = (int)(both * warp / warps), end = (int)(both * (warp + 1) / warps);
   return {begin, min(end, all), max(begin - all, 0), end - all};
 }
-// The sequence of a pass that is not for windows, and its number there.
-DEV void find_pass(const RotateArguments& a, int lane, int& b, int& at) {
+// Maps pass `at` to its sequence b and its number there, by a prefix sum over sequences.
+DEV void find_pass(const RotateQueriesArguments& a, int lane, int& b, int& at) {
   for (b = 0;; b += 32) {
     const int mine = span_of(a, b + lane).passes();
     int upto = mine;
@@ -68,19 +68,19 @@ DEV void find_pass(const RotateArguments& a, int lane, int& b, int& at) {
   }
 }
 
-// Where a lane's queries and angles are. It has channels 4 i to 4 i + 3, and those D / 2 on which they are turned with, for i = 4 step + t: four
-// of each for two products.
-constexpr int QUERY_BYTES = QUERY_TYPE == 2 ? 4 : 2, LANE_QUERIES = SAME_HEAD ? 1 : 2;
+// Where a lane's queries and angles lie. It holds channels 4i to 4i + 3 and those D / 2 further, which they are rotated with, for i = 4 step + t: four of each for
+// two MMAs.
+constexpr int QUERY_BYTES = Config::QUERY_TYPE == 2 ? 4 : 2, LANE_QUERIES = SAME_HEAD ? 1 : 2;
 struct LaneQueries {
   const u8* query[LANE_QUERIES];
   u32 angle[2];
 
-  DEV void enter(const RotateArguments& a, int b, int tile, int g, int t) {
-    const int before = tile % QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, GROUP - before);
+  DEV void enter(const RotateQueriesArguments& a, int b, int tile, int g, int t) {
+    const int before = tile % Config::QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, Config::GROUP - before);
 #pragma unroll
     for (int i = 0; i < LANE_QUERIES; i++) {
-      const int h = min((g + 8 * i) % TILE_HEADS, heads - 1);  // nobody reads those that are not there
-      const u32 place = (((u32)b * KV_HEADS + tile / QUERY_TILES) * GROUP + before + h) * D + 4 * t;  // of numbers: a batch of queries is small
+      const int h = min((g + 8 * i) % TILE_HEADS, heads - 1);  // nobody reads heads that do not exist
+      const u32 place = (((u32)b * Config::KV_HEADS + tile / Config::QUERY_TILES) * Config::GROUP + before + h) * D + 4 * t;  // in elements; a batch of queries is small
       query[i] = (const u8*)a.query + (s64)place * QUERY_BYTES;
     }
   }
@@ -89,15 +89,15 @@ struct Four {
   u32 w[QUERY_BYTES];
   DEV void load(const u8* p) { load_words<QUERY_BYTES>(w, p); }
   DEV float get(int i) const {
-    if constexpr (QUERY_TYPE == 2) return __uint_as_float(w[i]);
-    else return i % 2 ? high<QUERY_TYPE>(w[i / 2]) : low<QUERY_TYPE>(w[i / 2]);
+    if constexpr (Config::QUERY_TYPE == 2) return __uint_as_float(w[i]);
+    else return i % 2 ? high<Config::QUERY_TYPE>(w[i / 2]) : low<Config::QUERY_TYPE>(w[i / 2]);
   }
 };
 struct RotatedStep {
   Four x[LANE_QUERIES], y[LANE_QUERIES];
   float4 cosine[2], sine[2];
 
-  DEV void load(const RotateArguments& a, const LaneQueries& rows, int k) {
+  DEV void load(const RotateQueriesArguments& a, const LaneQueries& rows, int k) {
 #pragma unroll
     for (int i = 0; i < LANE_QUERIES; i++) {
       const u8* p = rows.query[i] + 16 * k * QUERY_BYTES;
@@ -106,7 +106,7 @@ struct RotatedStep {
 #pragma unroll
     for (int r = 0; r < 2; r++) cosine[r] = *(const float4*)(a.cosine + rows.angle[r] + 16 * k), sine[r] = *(const float4*)(a.sine + rows.angle[r] + 16 * k);
   }
-  // Row r turned, as the registers of product s that have it.
+  // Row r rotated, as its registers of the A operand of MMA s.
   DEV void rotate(int r, int s, u32 (*out)[4]) const {
     const float by[4] = {cosine[r].x, cosine[r].y, cosine[r].z, cosine[r].w}, across[4] = {sine[r].x, sine[r].y, sine[r].z, sine[r].w};
     float z[2][2];
@@ -120,14 +120,13 @@ struct RotatedStep {
     for (int i = 0; i < 2; i++) {
       const u32 pair = fp16_pair(z[i][0], z[i][1]);
       out[0][r + 2 * i] = pair;
-      if constexpr (QUERY_PARTS == 2) out[1 % QUERY_PARTS][r + 2 * i] = fp16_pair(z[i][0] - fp16_low(pair), z[i][1] - fp16_high(pair));
+      if constexpr (PARTS == 2) out[1 % PARTS][r + 2 * i] = fp16_pair(z[i][0] - fp16_low(pair), z[i][1] - fp16_high(pair));
     }
   }
 };
 
-// c = turned queries times N tiles of columns, of which `tile(n, step, part)` is a lane's share of two, for a product. As in kvant_turn the smallest
-// of the products of parts is left out.
-template <int N, int UNROLL, class Tile> DEV void multiply_rotated(float (*c)[4], const RotateArguments& a, const LaneQueries& rows, Tile tile) {
+// c = Q' M for N tiles of columns; tile(n, step, part) is a lane's share of two tiles. The product of the low parts is left out, as in rotate_queries.cu.
+template <int N, int UNROLL, class Tile> DEV void multiply_rotated(float (*c)[4], const RotateQueriesArguments& a, const LaneQueries& rows, Tile tile) {
 #pragma unroll
   for (int n = 0; n < N; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
   RotatedStep now, next;
@@ -135,22 +134,22 @@ template <int N, int UNROLL, class Tile> DEV void multiply_rotated(float (*c)[4]
 #pragma unroll UNROLL
   for (int k = 0; k < HIGH_BATCH_STEPS; k++) {
     now = next;
-    u32 x[2][QUERY_PARTS][4];
+    u32 x[2][PARTS][4];
 #pragma unroll
     for (int s = 0; s < 2; s++)
 #pragma unroll
       for (int r = 0; r < 2; r++) now.rotate(r, s, x[s]);
     if (k + 1 < HIGH_BATCH_STEPS) next.load(a, rows, k + 1);
-    __syncwarp();  // no more than this is read ahead: it has registers of its own
+    __syncwarp();  // reads ahead no further: the next step has registers of its own
 #pragma unroll
     for (int s = 0; s < 2; s++)
 #pragma unroll
       for (int n = 0; n < N; n += 2)
 #pragma unroll
-        for (int p = 0; p < QUERY_PARTS; p++) {
+        for (int p = 0; p < PARTS; p++) {
           const uint4 w = tile(n / 2, 2 * k + s, p);
 #pragma unroll
-          for (int i = 0; i < QUERY_PARTS - p; i++) {
+          for (int i = 0; i < PARTS - p; i++) {
             const u32* y = x[s][i];
             mma_fp16(c[n], y[0], y[1], y[2], y[3], w.x, w.y);
             if (n + 1 < N) mma_fp16(c[(n + 1) % N], y[0], y[1], y[2], y[3], w.z, w.w);
@@ -159,9 +158,8 @@ template <int N, int UNROLL, class Tile> DEV void multiply_rotated(float (*c)[4]
   }
 }
 
-#if OVERLAY_TOKENS
-// Queries in the space of the keys, and their peaks, for the `pass`-th blocks of a sequence that windows reach into.
-DEV void rotate_overlay_queries(const RotateArguments& a, int b, int pass, int tile, int g, int t) {
+// Rows of queries and their peaks, for the overlay's RoPE blocks of pass `pass` of a sequence.
+DEV void rotate_overlay_queries(const RotateQueriesArguments& a, int b, int pass, int tile, int g, int t) {
   const int n = (int)a.seq_lens[b], before = a.first_position / ROPE_TOKENS, last = (n - 1 + a.first_position) / ROPE_TOKENS - before;
   const int sinks = min((int)a.sinks[b], n), recent = overlay_start(n, (int)a.key_ring_start[b], (int)a.value_ring_start[b]);
   const Span span = span_of(a, b);
@@ -200,13 +198,11 @@ DEV void rotate_overlay_queries(const RotateArguments& a, int b, int pass, int t
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     peak[r] = fmaxf(quad_max(peak[r]), 1e-30f);
-    if (slot[r] >= 0 && t == 0) a.out[(u32)((b * HEAD_TILES + tile) * a.rope_blocks + block[r])].peak[(g + 8 * r) % TILE_HEADS] = peak[r];
+    if (slot[r] >= 0 && t == 0) a.operands[(u32)((b * HEAD_TILES + tile) * a.rope_blocks + block[r])].peak[(g + 8 * r) % TILE_HEADS] = peak[r];
   }
 }
-#endif
 
-// Columns are dealt so that a lane makes whole runs of words: of four registers of the keys one each, and of the last two, where they are left,
-// a half each (`many_fragments`).
+// The order of columns lets a lane store whole words side by side: one register of every four, and half a register of the last two where they are left.
 DEV void store_operand(QueryOperand& out, const float (*c)[4], int r, int h, int t, float top, bool there) {
   constexpr int WHOLE = Keys::REGISTERS / 4 * 4;
   u32* f = out.f[h / 4][0] + h % 4 * 8;
@@ -230,23 +226,21 @@ DEV void store_operand(QueryOperand& out, const float (*c)[4], int r, int h, int
   }
 }
 
-extern "C" __global__ void __launch_bounds__(HIGH_BATCH_WARPS * 32, HIGH_BATCH_CTAS) kvant_rotate_queries_high_batch(const RotateArguments a) {
+extern "C" __global__ void __launch_bounds__(Config::HIGH_BATCH_WARPS * 32, Config::HIGH_BATCH_CTAS) kvant_rotate_queries_high_batch(const RotateQueriesArguments a) {
   DYNAMIC_SHARED(dynamic);
   const int tile = blockIdx.y, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const uint4* matrix = high_batch_matrix(a, tile);
   uint4* shared = (uint4*)dynamic;
-  for (int i = threadIdx.x; i < HIGH_BATCH_TILE_PAIRS * (D / 16) * QUERY_PARTS * 32; i += HIGH_BATCH_WARPS * 32)
-    copy16(shared + i, matrix + (QUERY_PARTS == 2 ? i : i / 32 * 64 + i % 32));
-  wait_prior_grid();  // what makes queries
+  for (int i = threadIdx.x; i < HIGH_BATCH_TILE_PAIRS * (D / 16) * PARTS * 32; i += Config::HIGH_BATCH_WARPS * 32)
+    copy16(shared + i, matrix + (PARTS == 2 ? i : i / 32 * 64 + i % 32));
+  wait_prior_grid();  // which makes the queries
   launch_dependent_grids();
   const Share share = share_of(a, lane);
   await_copies();
   __syncthreads();
   shared += lane;
-#if OVERLAY_TOKENS
 #pragma unroll 1
-  for (int i = share.overlay; i < share.overlay_end; i++) rotate_overlay_queries(a, i / OVERLAY_PASSES, i % OVERLAY_PASSES, tile, g, t);
-#endif
+  for (int i = share.overlay; OVERLAY && i < share.overlay_end; i++) rotate_overlay_queries(a, i / PASSES, i % PASSES, tile, g, t);
   int left = share.end - share.begin, b, at = share.begin;
   if (left <= 0) return;
   find_pass(a, lane, b, at);
@@ -259,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(HIGH_BATCH_WARPS * 32, HIGH_BATCH_C
 #pragma unroll
     for (int r = 0; r < 2; r++) rows.angle[r] = (u32)(min(first + (g + 8 * r) / TILE_HEADS, span.high) * (D / 2) + 4 * t);
     float c[HIGH_BATCH_TILES][4];
-    multiply_rotated<HIGH_BATCH_TILES, HIGH_BATCH_STEPS>(c, a, rows, [=](int n, int k, int p) { return shared[((n * (D / 16) + k) * QUERY_PARTS + p) * 32]; });
-    QueryOperand* out = a.out + (u32)((b * HEAD_TILES + tile) * a.rope_blocks + first);
+    multiply_rotated<HIGH_BATCH_TILES, HIGH_BATCH_STEPS>(c, a, rows, [=](int n, int k, int p) { return shared[((n * (D / 16) + k) * PARTS + p) * 32]; });
+    QueryOperand* out = a.operands + (u32)((b * HEAD_TILES + tile) * a.rope_blocks + first);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int unit = (g + 8 * r) / TILE_HEADS, h = (g + 8 * r) % TILE_HEADS;
@@ -274,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(HIGH_BATCH_WARPS * 32, HIGH_BATCH_C
       if (there && t == 0) out[unit].top[h] = top * (1.f / largest_weight(Keys{})), out[unit].sum[h] = special[0], out[unit].bias[h] = special[1];
       if (there && t == 1) out[unit].mean_logit[h] = special[0] * a.scale;
     }
-    constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, WORDS = MISSING * Keys::REGISTERS * 2;  // heads that are not there count nothing
+    constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, WORDS = MISSING * Keys::REGISTERS * 2;  // operands of heads that do not exist are zero
     if constexpr (MISSING > 0)
 #pragma unroll 1
       for (int j = lane; j < AT_ONCE * WORDS; j += 32) {
@@ -285,4 +279,3 @@ extern "C" __global__ void __launch_bounds__(HIGH_BATCH_WARPS * 32, HIGH_BATCH_C
     if (!--left) return;
   }
 }
-#endif
