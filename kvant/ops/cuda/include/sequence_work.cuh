@@ -103,9 +103,9 @@ struct PackedRange {
   int begin, end;    // tokens
   int page;          // the first page
   int keys, values;  // as SequenceWork's, with channel-wise keys
-  s64 overlay_row;
+  int overlay_row;
 
-  DEV PackedRange(const volatile SequenceWork& w, s64 row) {
+  DEV PackedRange(const volatile SequenceWork& w, int row) {
     begin = w.packed, end = w.packed_end, page = w.page;
     if constexpr (CHANNELWISE) keys = w.keys, values = w.values;
     overlay_row = row;

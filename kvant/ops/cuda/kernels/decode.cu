@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_units(), scale_accumulators(softmax);
       PageAttention pages;
       query.load(pages, sh, a, lane);
-      const PackedRange packed(w, overlay_row);
+      const PackedRange packed(w, found.overlay_row);
       pages.begin(ring, dynamic, range.page < range.page_end, lane);
       attend_pages(a, ring, pages, query, rows, range, packed, lane, softmax);
       unscale_accumulators(softmax, lane & 3);
