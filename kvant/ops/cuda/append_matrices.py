@@ -22,7 +22,9 @@ class TileMatrix(NamedTuple):
     """What tiles of a stream are multiplied by, and what is left to do after it. Where the stream is banded, channels are in the
     order in which lanes hold them."""
 
-    matrix: Tensor  # int32 [1 or heads, parts, ...]: pairs of 16-bit numbers, the largest part last, in the order of use
+    matrix: (
+        Tensor  # int32 [1 or heads, parts, ...]: pairs of 16-bit numbers, the largest part last, in the order of use
+    )
     unit: float = 1.0  # power of two that a banded stream's entries are multiples of
     order: int = 1  # of a Hadamard, whose factor is left to do
     mean: Tensor | None = None  # float32 [heads, head_dim], subtracted after it
@@ -102,9 +104,7 @@ def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
         None if x is None else x.to(device)[:, order.to(device)].contiguous()
         for x in (offset, stream.codec.tensors.weights, stream.codec.tensors.mean)
     )
-    return TileMatrix(
-        _fragments(parts, rows, order[columns]), unit, mean=mean, weights=weights, flag_mean=flag_mean
-    )
+    return TileMatrix(_fragments(parts, rows, order[columns]), unit, mean=mean, weights=weights, flag_mean=flag_mean)
 
 
 def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ AppendArguments = Arguments(
     sine=optional("const float", "[RoPE blocks, HEAD_DIM / 2]"),
     key_matrix_unit=float32("what the entries of a banded stream's matrix are multiples of"),
     value_matrix_unit=float32("the same of values"),
-    key_clip_share=float32("a row is clipped so far between two of its magnitudes: from that which clip_drop others exceed up"),
+    key_clip_share=float32(
+        "a row is clipped so far between two of its magnitudes: from that which clip_drop others exceed up"
+    ),
     value_clip_share=float32("the same of values"),
     key_clip_drop=int32("magnitudes above the clip; 0 clips nothing"),
     value_clip_drop=int32("the same of values"),

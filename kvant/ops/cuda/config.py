@@ -60,7 +60,11 @@ ENUMS: tuple[type[enum.IntEnum], ...] = (ElementType, ScaleKind, QueryTransform,
 
 
 ELEMENT_TYPES = {"bfloat16": ElementType.BF16, "float16": ElementType.FP16, "float32": ElementType.FP32}
-SCALE_KINDS = {"min": ScaleKind.SCALE_MIN, "zero": ScaleKind.SCALE_ZERO, "alone": ScaleKind.SCALE}  # by format.ScaleKind
+SCALE_KINDS = {
+    "min": ScaleKind.SCALE_MIN,
+    "zero": ScaleKind.SCALE_ZERO,
+    "alone": ScaleKind.SCALE,
+}  # by format.ScaleKind
 
 
 class Constant(NamedTuple):
