@@ -20,7 +20,7 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, copy_rows, fragments, nearest, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, fragments, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
@@ -686,8 +686,8 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         transform_kv.TransformPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90"
     )
     if plan.is_indexed(layout):
-        for rows in (nearest.FEW, nearest.many(layout)):
-            nvrtc.compile_text(nearest.NearestPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
+        for rows in (append_pq.LOW_BATCH_ROWS, append_pq.high_batch_rows(layout)):
+            nvrtc.compile_text(append_pq.AppendPqPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
         return
     if layout.recipe.key.groupwise:
         for arch in ("sm_80", "sm_90"):

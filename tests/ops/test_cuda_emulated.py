@@ -20,7 +20,7 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, copy_rows, nearest, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.types import one_sequence
@@ -48,7 +48,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
-    caches += (unpack._kernel, transform_kv._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -61,10 +61,10 @@ ENUMS: tuple[type[enum.IntEnum], ...] = (ElementType, ScaleKind, QueryTransform,
 
 ELEMENT_TYPES = {"bfloat16": ElementType.BF16, "float16": ElementType.FP16, "float32": ElementType.FP32}
 SCALE_KINDS = {
-    ("scale", "min"): ScaleKind.SCALE_MIN,
-    ("scale", "zero"): ScaleKind.SCALE_ZERO,
-    ("scale",): ScaleKind.SCALE,
-}
+    "min": ScaleKind.SCALE_MIN,
+    "zero": ScaleKind.SCALE_ZERO,
+    "alone": ScaleKind.SCALE,
+}  # by format.ScaleKind
 
 
 class Constant(NamedTuple):
@@ -233,11 +233,13 @@ def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object
 
 
 def scale_config(layout: Layout, name: StreamName) -> dict[str, object]:
-    """The constants of a stream's scales, for streams that have one section of them."""
-    (section,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
+    """The constants of the scales of a stream's tokens."""
+    scales = layout.format(name).scales
+    assert scales is not None
+    (section,) = (s for s in layout.sections if s.stream == name and s.names == scales.fields)
     return {
-        "SCALE_KIND": SCALE_KINDS[section.names],
-        "SCALE_TYPE": ELEMENT_TYPES[section.dtype],
+        "SCALE_KIND": SCALE_KINDS[scales.kind.value],
+        "SCALE_TYPE": ELEMENT_TYPES[scales.dtype],
         "SCALE_OFFSET": section.offset,
     }
 
