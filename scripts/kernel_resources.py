@@ -42,7 +42,7 @@ def texts() -> Iterator[tuple[str, str]]:
     ):
         layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
         for low_batch in (False, True):
-            made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), few=low_batch)
+            made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), low_batch=low_batch)
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text
         if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4"):
             block = layout.recipe.key.effective_rope_block

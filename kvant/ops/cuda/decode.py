@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
@@ -12,8 +11,14 @@ import torch
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.fragments import fused_fragments, many_fragments, row_fragments, turn_fragments
-from kvant.ops.cuda.plan import FEW, TYPES, Plan, refuse, shared_memory
+from kvant.ops.cuda.decode_arguments import (
+    DecodeArguments,
+    RotateQueriesArguments,
+    TransformOutputsArguments,
+    TransformQueriesArguments,
+)
+from kvant.ops.cuda.fragments import fused_fragments, high_batch_fragments, matrix_fragments, rotate_fragments
+from kvant.ops.cuda.plan import LOW_BATCH, TYPES, Plan, refuse, shared_memory
 from kvant.ops.fused import MATRIX, FusedTransform, blocks_of, fuse, matrix_of, mean_logit_vector, rope_table
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
@@ -22,47 +27,9 @@ Tensor = torch.Tensor
 ROWS_A_BLOCK = 4  # of outputs that are multiplied by a matrix
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 QUERY_BLOCKS = 128  # of the kernel that multiplies queries by a matrix, if their sequences are enough
-MANY_PASSES = 2  # products of 16 rows for each warp that a GPU holds, from which on kvant_turn_many is faster
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
-        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
-        *((name, ctypes.c_void_p) for name in ("dual_matrix", "inverse_matrix", "inverse_offset")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("partial", "arrived", "key_books", "value_books", "rotated", "turned_rows")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
-        *((name, ctypes.c_int) for name in ("matrix_heads", "inverse_heads")),
-    ]
-
-
-class _TurnArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "matrix", "cosine", "sine", "out", "rows")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "sinks", "exact_key", "exact_value")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "blocks", "first", "half", "matrix_heads", "window")),
-    ]
-
-
-class _DualArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "matrix", "lost", "out", "rows")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "matrix_heads", "at_once")),
-    ]
-
-
-class _RowArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "out", "matrix", "offset")),
-        *((name, ctypes.c_int) for name in ("batch", "heads", "rows")),
-    ]
+HIGH_BATCH_PASSES = (
+    2  # products of 16 rows for each warp that a GPU holds, from which on kvant_rotate_queries_high_batch is faster
+)
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,21 +38,23 @@ def _kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
 
 
 @functools.lru_cache(maxsize=256)
-def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, name, device, (4 if name == "kvant_inverse" else 2) * plan.layout.head_dim)
+def _transform_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, name, device, (4 if name == "kvant_transform_outputs" else 2) * plan.layout.head_dim)
 
 
 @functools.lru_cache(maxsize=256)
-def _many_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_turn_many", device, 32 * plan.many_warps, plan.many_bytes)
+def _high_batch_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(
+        plan.text, "kvant_rotate_queries_high_batch", device, 32 * plan.high_batch_warps, plan.high_batch_bytes
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
+def _rotate_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_rotate_queries", device, 32 * plan.rotate_warps)
 
 
-def _multiply(
+def _transform_outputs(
     plan: Plan,
     x: Tensor,
     matrix: Tensor,
@@ -96,8 +65,10 @@ def _multiply(
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     heads, rows = len(matrix), x.shape[1] // len(matrix)
-    arguments = _RowArguments(*nvrtc.addresses(x, out, matrix, offset), len(x), heads, rows)
-    kernel = _row_kernel(plan, "kvant_inverse", x.device)
+    arguments = TransformOutputsArguments.fill(
+        rows=x, out=out, matrix=matrix, offset=offset, batch=len(x), heads=heads, head_rows=rows
+    )
+    kernel = _transform_kernel(plan, "kvant_transform_outputs", x.device)
     blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
     kernel.launch((blocks, heads), arguments, early)
     return out
@@ -145,8 +116,8 @@ def decode_with_lse(
     elif softcap is not None:
         mean_logit = store.key.mean_logit(query.float().view(len(query), layout.heads, group, layout.head_dim))
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
-    few = len(query) * layout.heads <= FEW
-    plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned, few)
+    low_batch = len(query) * layout.heads <= LOW_BATCH
+    plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned, low_batch)
     return _decode(
         query.contiguous(),
         store.pages,
@@ -192,15 +163,15 @@ def _spaces(store: LayerStore) -> tuple[FusedTransform, FusedTransform, Tensor |
             matrix = matrix_of(store.key.transforms, "dual", layout, device).tensor
             if matrix is None:
                 matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
-            dual = FusedTransform(MATRIX, 1, turn_fragments(layout, matrix, mean_logit_vector(store)))
+            dual = FusedTransform(MATRIX, 1, rotate_fragments(layout, matrix, mean_logit_vector(store)))
             if layout.head_dim % 32 == 0:
-                many = many_fragments(layout, matrix, mean_logit_vector(store))
+                many = high_batch_fragments(layout, matrix, mean_logit_vector(store))
         else:
             dual = fuse(store.key.transforms, "dual", layout, device)
             if dual.kind == MATRIX:
                 assert dual.tensor is not None
                 many = fused_fragments(dual.tensor)
-                dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
+                dual = dataclasses.replace(dual, tensor=matrix_fragments(dual.tensor))
         inverse, fragments = fuse(store.value.transforms, "inverse", layout, device), None
         if inverse.kind == MATRIX and layout.head_dim <= 128:
             assert inverse.tensor is not None
@@ -235,10 +206,10 @@ def _plan(
     softcap: bool,
     device: torch.device,
     tuned: tuple[tuple[str, int], ...],
-    few: bool,
+    low_batch: bool,
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
-    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned, few)
+    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned, low_batch)
     return _PLANS.number(made)
 
 
@@ -293,86 +264,108 @@ def _decode(
     rotated: Tensor | None = None
     rows: Tensor | None = None
     blocks = 0
-    if made.fused:
+    if made.fused_queries:
         signs = None
     elif cosine is not None:
         assert dual is not None and sine is not None
         blocks, signs = _blocks(made.layout, table.shape[1], first), None
-        rotated = torch.empty(len(query) * heads * blocks * made.turned_words, dtype=torch.int32, device=query.device)
+        rotated = torch.empty(len(query) * heads * blocks * made.operand_words, dtype=torch.int32, device=query.device)
         rows = torch.empty(
-            len(query) * heads * made.turned_slots * made.tile_heads * made.layout.head_dim,
+            len(query) * heads * made.overlay_slots * made.tile_heads * made.layout.head_dim,
             dtype=torch.float32,
             device=query.device,
         )
-        rotate, matrix = _turn_kernel(made, query.device), dual
+        rotate, matrix = _rotate_kernel(made, query.device), dual
         passes = -(-len(query) * blocks // (16 // made.tile_heads))
-        if many is not None and made.many_warps and 2 * cosine.shape[1] == made.layout.head_dim:
-            other = _many_kernel(made, query.device)
-            if passes * heads >= MANY_PASSES * other.blocks * made.many_warps:
-                rotate, matrix, passes = other, many, -(-passes // made.many_warps)
-        inputs = [query, matrix, cosine, sine, rotated, rows, seq_lens, sinks, exact_key, exact_value]
+        if many is not None and made.high_batch_warps and 2 * cosine.shape[1] == made.layout.head_dim:
+            other = _high_batch_kernel(made, query.device)
+            if passes * heads >= HIGH_BATCH_PASSES * other.blocks * made.high_batch_warps:
+                rotate, matrix, passes = other, many, -(-passes // made.high_batch_warps)
         rotate.launch(
             (max(1, min(passes, rotate.blocks // heads)), heads),
-            _TurnArguments(
-                *nvrtc.addresses(*inputs),
-                scales[0],
-                len(query),
-                blocks,
-                first,
-                cosine.shape[1],
-                len(matrix),
-                sliding_window,
+            RotateQueriesArguments.fill(
+                query=query,
+                matrix=matrix,
+                cosine=cosine,
+                sine=sine,
+                operands=rotated,
+                rows=rows,
+                seq_lens=seq_lens,
+                sinks=sinks,
+                key_ring_start=exact_key,
+                value_ring_start=exact_value,
+                scale=scales[0],
+                batch=len(query),
+                rope_blocks=blocks,
+                first_position=first,
+                half=cosine.shape[1],
+                matrix_heads=len(matrix),
+                sliding_window=sliding_window,
             ),
             early,
         )
     elif made.dual[0] == MATRIX:
         assert dual is not None
         q, blocks, signs = _rows(query, made), 1, None
-        rotated = torch.empty(len(query) * heads * made.turned_words, dtype=torch.int32, device=query.device)
-        by_matrix_in = _row_kernel(made, "kvant_dual", query.device)
+        rotated = torch.empty(len(query) * heads * made.operand_words, dtype=torch.int32, device=query.device)
+        by_matrix_in = _transform_kernel(made, "kvant_transform_queries", query.device)
         each = min(16 // made.tile_heads, max(1, len(query) * heads // QUERY_BLOCKS))  # sequences of a block
         by_matrix_in.launch(
             (max(1, min(-(-len(query) // each), by_matrix_in.blocks // heads)), heads),
-            _DualArguments(
-                *nvrtc.addresses(query, dual, mean_logit, rotated, q), scales[0], len(query), len(dual), each
+            TransformQueriesArguments.fill(
+                query=query,
+                matrix=dual,
+                mean_logit=mean_logit,
+                operands=rotated,
+                rows=q,
+                scale=scales[0],
+                batch=len(query),
+                matrix_heads=len(dual),
+                at_once=each,
             ),
             early,
         )
         rows = q
-    tensors: list[Tensor | None] = [
-        q,
-        out,
-        lse,
-        pages,
-        table,
-        seq_lens,
-        overlay_rows,
-        sinks,
-        exact_key,
-        exact_value,
-        window_key,
-    ]
-    tensors += [window_value, signs, None if made.inverse[0] == MATRIX else inverse, mean, mean_logit]
-    tensors += [
-        many if made.fused else None,
-        *((inverse_fragments, inverse_offset) if made.fused_outputs else (None, None)),
-    ]
-    tensors += [partial, arrived, key_books, value_books, rotated, rows]
-    arguments = _Arguments(
-        *nvrtc.addresses(*tensors),
-        *scales,
-        len(query),
-        table.shape[1],
-        sliding_window,
-        blocks,
-        first,
-        _matrices(many, made) if made.fused else 0,
-        _matrices(inverse_fragments, made) if made.fused_outputs else 0,
+    arguments = DecodeArguments.fill(
+        query=q,
+        out=out,
+        lse=lse,
+        pages=pages,
+        block_table=table,
+        seq_lens=seq_lens,
+        overlay_rows=overlay_rows,
+        sinks=sinks,
+        key_ring_start=exact_key,
+        value_ring_start=exact_value,
+        overlay_key=window_key,
+        overlay_value=window_value,
+        query_signs=signs,
+        output_signs=None if made.inverse[0] == MATRIX else inverse,
+        value_mean=mean,
+        mean_logit=mean_logit,
+        query_matrix=many if made.fused_queries else None,
+        output_matrix=inverse_fragments if made.fused_outputs else None,
+        output_offset=inverse_offset if made.fused_outputs else None,
+        partial=partial,
+        arrivals=arrived,
+        key_codebooks=key_books,
+        value_codebooks=value_books,
+        operands=rotated,
+        query_rows=rows,
+        scale=scales[0],
+        cap=scales[1],
+        batch=len(query),
+        block_table_width=table.shape[1],
+        sliding_window=sliding_window,
+        rope_blocks=blocks,
+        first_position=first,
+        matrix_heads=_matrices(many, made) if made.fused_queries else 0,
+        output_matrix_heads=_matrices(inverse_fragments, made) if made.fused_outputs else 0,
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:
         assert inverse is not None
-        out = _multiply(made, out, inverse, inverse_offset, query.dtype, early)
+        out = _transform_outputs(made, out, inverse, inverse_offset, query.dtype, early)
     return out, lse
 
 

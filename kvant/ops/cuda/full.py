@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
@@ -12,8 +11,10 @@ import torch
 from kvant.codecs.raw import Raw
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.arguments import Arguments, float32, int32, pointer
+from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.plan import MAX_HEAD_DIM, TYPES, heads_at_once, page_constants, refuse_machine, shared_memory
+from kvant.ops.cuda.plan import MAX_HEAD_DIM, heads_at_once, refuse_machine, shared_memory
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
@@ -21,6 +22,24 @@ Tensor = torch.Tensor
 WARPS, ALONE_WARPS = 4, 6  # of a block, and of one that has a multiprocessor for itself
 STATIC_BYTES = 2048  # of shared memory beside the tiles in flight, at most
 _PLANS: nvrtc.Numbered[FullPlan] = nvrtc.Numbered()
+
+
+DecodeFullArguments = Arguments(
+    "DecodeFullArguments",
+    query=pointer("const void", "[batch, KV_HEADS * GROUP, HEAD_DIM]"),
+    out=pointer("void", "as the queries"),
+    lse=pointer("float", "[batch, KV_HEADS * GROUP]: log-sum-exps of the logits"),
+    pages=pointer("const u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
+    block_table=pointer("const s64", "[batch, block_table_width]: page numbers"),
+    seq_lens=pointer("const s64", "[batch]: tokens of a sequence"),
+    partial=pointer("float", "[parts, 2, PARTIAL]: partial results"),
+    arrivals=pointer("int", "[batch, head tiles]: counters, zero before and after"),
+    scale=float32("of logits, times log2(e); 2 log2(e) / cap times with a soft cap"),
+    cap=float32("the soft cap times log2(e)"),
+    batch=int32("sequences"),
+    block_table_width=int32("pages of a row of the block table"),
+    sliding_window=int32("tokens that are attended to; 0 for all"),
+)
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
@@ -105,11 +124,10 @@ class FullPlan:
         layout = self.layout
         value = next(section for section in layout.sections if section.stream == "value")
         return {
-            **page_constants(layout),
-            "RUN": self.tile_bytes,
-            "PAGE_RUN": layout.page_head_bytes,
+            **page_config(layout),
+            "TILE_BYTES": self.tile_bytes,
             "VALUE_OFFSET": value.offset,
-            "NUMBERS": TYPES[self.dtype],
+            "ELEMENT_TYPE": ELEMENT_TYPES[self.dtype],
             "GROUP": self.group,
             "TILE_HEADS": self.tile_heads,
             "QUERY_TILES": -(-self.group // self.tile_heads),
@@ -117,25 +135,18 @@ class FullPlan:
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": self.blocks,
-            "BULK": int(self.bulk),
+            "MIN_CTAS": self.blocks,
             **dict(self.tuned),
         }
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.program("kernels/decode_full.cu", defines=self.constants)
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "out", "lse", "pages", "table", "lengths", "partial", "arrived")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window")),
-    ]
+        return nvrtc.program(
+            "kernels/decode_full.cu",
+            config=self.constants,
+            arguments=[DecodeFullArguments],
+            defines={"BULK": int(self.bulk)},
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -211,13 +222,20 @@ def _decode(
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
     arrived = counters(query.device, len(query) * heads)
     log2e = math.log2(math.e)
-    arguments = _Arguments(
-        *nvrtc.addresses(query, out, lse, pages, table, seq_lens, partial, arrived),
-        2.0 * log2e * scale / softcap if softcap else scale * log2e,
-        softcap * log2e,
-        len(query),
-        table.shape[1],
-        sliding_window,
+    arguments = DecodeFullArguments.fill(
+        query=query,
+        out=out,
+        lse=lse,
+        pages=pages,
+        block_table=table,
+        seq_lens=seq_lens,
+        partial=partial,
+        arrivals=arrived,
+        scale=2.0 * log2e * scale / softcap if softcap else scale * log2e,
+        cap=softcap * log2e,
+        batch=len(query),
+        block_table_width=table.shape[1],
+        sliding_window=sliding_window,
     )
     kernel.launch((kernel.blocks, 1), arguments)
     return out, lse

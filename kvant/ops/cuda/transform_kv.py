@@ -52,8 +52,7 @@ class TransformPlan:
     @functools.cached_property
     def text(self) -> str:
         config = {**page_config(self.layout), "IN_TYPE": ELEMENT_TYPES[self.dtype], "ROPE_BLOCK": self.rope_block}
-        defines = {"HEAD_DIM": "Config::HEAD_DIM"}  # include/matrix.cuh serves programs without a Config too
-        return nvrtc.program("kernels/transform_kv.cu", config=config, arguments=[TransformArguments], defines=defines)
+        return nvrtc.program("kernels/transform_kv.cu", config=config, arguments=[TransformArguments])
 
 
 @functools.lru_cache(maxsize=256)
