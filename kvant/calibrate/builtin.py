@@ -14,7 +14,7 @@ import torch
 
 from kvant import passages
 from kvant.artifact import Artifact
-from kvant.calibrate.artifact_cache import artifact_path, cached
+from kvant.calibrate.artifact_paths import artifact_path, cached
 from kvant.calibrate.capture import Progress
 from kvant.calibrate.run import calibrate
 from kvant.engines.fingerprint import fingerprint

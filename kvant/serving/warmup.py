@@ -1,5 +1,7 @@
-"""Every operation once before the first request comes, on pages that are thrown away. Kernels are compiled when they are first used,
-which takes seconds, and vLLM's own rehearsals reach few of them; and what operations need while they run, vLLM has to leave free."""
+"""Warm-up: runs every operation once before the first request, on pages that are thrown away.
+
+Kernels are compiled when they are first used, which takes seconds, and a server's own warm-up reaches few of them. Warm-up also
+measures the memory that operations allocate while they run, which a server has to leave free."""
 
 from __future__ import annotations
 
@@ -16,32 +18,34 @@ from kvant.ops.registry import Op
 from kvant.ops.types import empty_overlay
 
 Tensor = torch.Tensor
-HISTORY = 16384 + 64  # tokens: longer than what prefill unpacks at a time; many are appended by another kernel than few
+HISTORY = (
+    16384 + 64
+)  # tokens: more than prefill unpacks at a time. Appends of many tokens use another kernel than those of few
 
 
-class Most(NamedTuple):
-    """The largest step: sequences, tokens of one, and new tokens."""
+class LargestStep(NamedTuple):
+    """Bounds of a server's steps: sequences, tokens of one sequence, new tokens of a step."""
 
     sequences: int
     tokens: int
     new: int
 
 
-def rehearse(
+def warm_up(
     ops: Mapping[Op, Implementation],
     store: LayerStore,
     query_heads: int,
     dtype: torch.dtype,
-    most: Most,
+    largest: LargestStep,
     softcap: float | None = None,
     history: int = HISTORY,
     reads: bool = True,
 ) -> int:
-    """Appends a prompt and one more token and, where it `reads`, decodes, and reads some more behind them, in a copy of a layer's
-    store. Returns the bytes that operations allocate, 0 on a CPU."""
-    layout, device, history = store.layout, store.pages.device, max(history, most.new)
-    pages = -(-(history + most.new) // layout.page_tokens)
-    width = max(pages, -(-most.tokens // layout.page_tokens))
+    """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, and prefills new tokens after
+    that history. Returns the bytes that operations allocate, 0 on a CPU."""
+    layout, device, history = store.layout, store.pages.device, max(history, largest.new)
+    pages = -(-(history + largest.new) // layout.page_tokens)
+    width = max(pages, -(-largest.tokens // layout.page_tokens))
     scratch = dataclasses.replace(
         store,
         pages=torch.zeros(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
@@ -74,11 +78,11 @@ def rehearse(
         needed.append(allocated_by(partial(ops["append"].run, scratch, x, x, batch(first, last)), device))
     if not reads:
         return max(needed)
-    for count in sorted({1, most.sequences}):  # few are read by another kernel than many
+    for count in sorted({1, largest.sequences}):  # low and high batch sizes may use different kernels
         decodes = batch(history, history + 1, count)
         decode = partial(ops["decode"].run, scratch, rows(count, query_heads), decodes, **options)
         needed.append(allocated_by(decode, device))
-    x, q, more = rows(most.new, layout.heads), rows(most.new, query_heads), batch(history, history + most.new)
+    x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(history, history + largest.new)
     more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
     needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))
     return max(needed)

@@ -1,20 +1,20 @@
-"""Rows of windows are found by physical blocks alone, whatever a scheduler does (tests/engines/vllm/schedules.py)."""
+"""Rows of windows are found by physical blocks alone, whatever a scheduler does (tests/serving/schedules.py)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvant.engines.vllm.windows import Windows, with_rollback
 from kvant.layout import Layout, StreamName
 from kvant.ops.types import empty_overlay
-from tests.engines.vllm.schedules import PAGE, Part, Read, Schedule, draw_schedule, reads, windowed
+from kvant.serving.overlay import OverlayRows, with_rollback
+from tests.serving.schedules import PAGE, Part, Read, Schedule, draw_schedule, reads, windowed
 
 NAMES: tuple[StreamName, StreamName] = ("key", "value")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def mean_logit(found: list[Read], sink: int) -> dict[str, int]:
+def missing(found: list[Read], sink: int) -> dict[str, int]:
     """Of reads that were all right, how many had less in full precision than a cache of one sequence would."""
     assert found and all(read.right for read in found)
     return {
@@ -31,7 +31,7 @@ def mean_logit(found: list[Read], sink: int) -> dict[str, int]:
 )
 def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: int) -> None:
     """With rows to spare, no sequence that is in every step loses its window."""
-    seen = mean_logit(reads(draw_schedule(seed, 60, drafts, 12, skipped=0), sink, recent, rows=400), sink)
+    seen = missing(reads(draw_schedule(seed, 60, drafts, 12, skipped=0), sink, recent, rows=400), sink)
     assert seen["hits"] and not seen["recent"], seen
     # sinks behind a prefix that a chunk of the same step continues to write come a step later
     assert seen["sinks"] <= seen["reads"] // 20, seen
@@ -39,7 +39,7 @@ def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: in
 
 def test_sinks_of_the_same_step_may_wait_for_the_next() -> None:
     schedule = draw_schedule(1, 60, 0, 12, skipped=0)
-    seen, waiting = (mean_logit(reads(schedule, 64, 16, rows=400, late=late), 64) for late in (True, False))
+    seen, waiting = (missing(reads(schedule, 64, 16, rows=400, late=late), 64) for late in (True, False))
     assert seen["sinks"] < waiting["sinks"] < waiting["reads"] // 5, (seen, waiting)
     assert not seen["recent"] and not waiting["recent"]
 
@@ -47,7 +47,7 @@ def test_sinks_of_the_same_step_may_wait_for_the_next() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_few_rows(seed: int) -> None:
     """With no more rows than sequences, windows may be lost, but none is ever another's."""
-    seen = mean_logit(reads(draw_schedule(seed, 24, 3, 5), 4, 24, rows=5), 4)
+    seen = missing(reads(draw_schedule(seed, 24, 3, 5), 4, 24, rows=5), 4)
     assert seen["recent"] < seen["reads"] // 2, seen
 
 
@@ -124,7 +124,7 @@ def test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts() -> N
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_on_a_gpu(drafts: int) -> None:
     """The same, without waiting for the device: there, a fixed number of sinks is copied in a step."""
-    seen = mean_logit(reads(draw_schedule(0, 60, drafts, 12, skipped=0), 4, 24, rows=400, device="cuda"), 4)
+    seen = missing(reads(draw_schedule(0, 60, drafts, 12, skipped=0), 4, 24, rows=400, device="cuda"), 4)
     assert seen["hits"] and not seen["recent"] and seen["sinks"] <= seen["reads"] // 20, seen
 
 
@@ -132,7 +132,7 @@ def test_on_a_gpu(drafts: int) -> None:
 @needs_gpu
 def test_a_step_does_not_wait_for_the_gpu() -> None:
     layout = Layout.of(with_rollback(windowed(4, 24), 2), 1, 16, PAGE, dtype="bfloat16")
-    windows = Windows(layout, 8, {name: empty_overlay(layout, name, 9, "cuda")[None] for name in NAMES}, drafts=2)
+    windows = OverlayRows(layout, 8, {name: empty_overlay(layout, name, 9, "cuda")[None] for name in NAMES}, drafts=2)
     table, lengths = torch.tensor([[1, 2], [3, 4]], device="cuda"), torch.tensor([70, 3], device="cuda")
     starts, slots = torch.tensor([0, 70, 73], device="cuda"), torch.arange(64, 137, device="cuda")
     torch.cuda.synchronize()

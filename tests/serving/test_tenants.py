@@ -1,6 +1,6 @@
 """No tenant sees another: what B's sequences read does not depend on what A's hold, nor on whether A is there.
 
-Run `pytest tests/engines/vllm/test_tenants.py --schedules 5000` for a soak."""
+Run `pytest tests/serving/test_tenants.py --schedules 5000` for a soak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from tests.engines.vllm.schedules import Read, Schedule, draw_schedule, plain_number, reads
+from tests.serving.schedules import Read, Schedule, draw_schedule, plain_number, reads
 
 AT_ONCE = 20  # schedules of one test
 MANY = 400  # rows: more than the steps of a schedule have sequences, so that no row is ever given away

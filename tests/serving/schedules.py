@@ -5,7 +5,7 @@ little of what vLLM's does as makes trouble: prefixes of full blocks are shared 
 them, prompts come in chunks, sequences are preempted, finished and begun again, blocks are recycled at random, drafts are
 rejected, and a sequence may have a block before it needs it, as with asynchronous scheduling.
 
-`reads` then runs `Windows` over a schedule. Pages and overlays hold a number in place of a vector: the token's own, made of
+`reads` then runs `OverlayRows` over a schedule. Pages and overlays hold a number in place of a vector: the token's own, made of
 tenant, token and position. So a read is right if and only if the number is.
 """
 
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.engines.vllm.windows import Windows, with_rollback
 from kvant.layout import Layout
 from kvant.ops.reference import overlay_index
 from kvant.recipe import Recipe, Stream, Window
 from kvant.recipes import get
+from kvant.serving.overlay import OverlayRows, with_rollback
 
 PAGE = 64
 Number = Callable[[str, int, int], int]  # of tenant, token and position
@@ -225,7 +225,7 @@ def reads(
     layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
     shape = 1, rows + 1, max(1, sink + window.ring), 1, 2  # two numbers: a GPU copies rows of 16 bytes
     overlay = torch.full(shape, float("nan"), dtype=torch.float64, device=device)
-    windows = Windows(layout, schedule.blocks, {"key": overlay}, schedule.drafts)
+    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts)
     pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
     out: list[Read] = []
 
@@ -236,7 +236,7 @@ def reads(
         overlay[0, row, overlay_index(window, position[kept]).to(device), 0] = numbers[kept, None].to(device)
 
     def read(part: Part, b: int, length: int) -> None:
-        held, since = int(found.sinks[b]), int(found.since[b])
+        held, since = int(found.sinks[b]), int(found.ring_start[b])
         at = torch.arange(length)
         exact = (at < min(held, length)) | (at >= max(sink, since, length - recent))
         numbers = pages[torch.tensor(part.table)[at // PAGE] * PAGE + at % PAGE]

@@ -1,4 +1,4 @@
-"""A rehearsal calls every operation as a step of vLLM does, and leaves nothing behind."""
+"""Warm-up calls every operation as a step of vLLM does, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from kvant import recipes
 from kvant.bench.synthetic import Shape, fitted
-from kvant.engines.vllm.rehearse import Most, rehearse
-from kvant.engines.vllm.windows import without_windows
 from kvant.layout import Layout
 from kvant.ops import OPS, LayerStore, choose
+from kvant.serving.overlay import without_windows
+from kvant.serving.warmup import LargestStep, warm_up
 from tests.calibrate.synthetic import rope_of
 
 
@@ -36,10 +36,10 @@ def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -
 
         return dataclasses.replace(found, run=run)
 
-    most = Most(sequences=3, tokens=1000, new=70)
-    assert rehearse({op: heard(op) for op in OPS}, store, 4, torch.float32, most, history=150) == 0
+    largest = LargestStep(sequences=3, tokens=1000, new=70)
+    assert warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150) == 0
     expected = [("append", 150), ("append", 1), ("decode", 1), ("decode", 3), ("prefill", 70)]
     assert called == [(*call, True) for call in expected]
-    rehearse({op: heard(op) for op in OPS}, store, 4, torch.float32, most, history=150, reads=False)
+    warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150, reads=False)
     assert [call[:2] for call in called[len(expected) :]] == expected[:2]
     assert store.pages.numel() == 0 and not store.prepared and not store.derived
