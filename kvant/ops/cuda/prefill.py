@@ -8,18 +8,19 @@ attended to together with the new tokens, in one call.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Self
+
 import torch
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, merge
 from kvant.ops.cuda import plan
 from kvant.ops.cuda.unpack import rotate_keys, unpack
-from kvant.ops.fused import NONE, FusedTransform, blocks_of, matrix_of
+from kvant.ops.fused import FusedTransform, TransformKind, blocks_of, matrix_of
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch, one_sequence
+from kvant.ops.types import Derived, LayerStore, PagedBatch, one_sequence
 
 Tensor = torch.Tensor
 BLOCK_TOKENS = 16384  # of a history, unpacked at a time
@@ -32,9 +33,9 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
 
 def refuse_layout(layout: Layout) -> str | None:
     """Why unpack.cu does not read what the decode kernel does, or None."""
-    for name, stream in layout.recipe.streams.items():
-        if not isinstance(stream.codec, Affine | Banded):
-            return f"it unpacks token-wise affine codes, and the {name}s are coded by {type(stream.codec).__name__}"
+    for name, stream in layout.formats.items():
+        if not stream.is_tokenwise:
+            return f"it unpacks token-wise affine codes, and the {name}s are coded by {stream.codec}"
     return None
 
 
@@ -113,13 +114,13 @@ def read(
     """Tokens [first, last) of a sequence of n in the model's space: [heads, tokens + more, head_dim], where what is `more` is
     left to be written."""
     x = unpack(store, name, row, n, first, last, dtype)
-    space = _space(store, name, dtype)
-    if space.kind != NONE:
-        assert space.tensor is not None
+    inverse = _inverse(store, name, dtype)
+    if inverse.kind is not TransformKind.NONE:
+        assert inverse.tensor is not None
         x = (
-            x @ space.tensor
-            if space.offset is None
-            else torch.baddbmm(space.offset[:, None], x, space.tensor.expand(len(x), -1, -1))
+            x @ inverse.tensor
+            if inverse.offset is None
+            else torch.baddbmm(inverse.offset[:, None], x, inverse.tensor.expand(len(x), -1, -1))
         )
     if store.stream(name).rope is not None:
         size = store.stream(name).spec.effective_rope_block
@@ -133,12 +134,22 @@ def read(
     return out
 
 
-def _space(store: LayerStore, name: StreamName, dtype: torch.dtype) -> FusedTransform:
-    """How stored tokens come back into the model's space; made once for a store."""
-    place = f"cuda.back.{name}.{dtype}"
-    if place not in store.prepared:
-        layout, device = store.layout, store.pages.device
-        found = matrix_of(store.stream(name).transforms, "inverse", layout, device)
+@dataclasses.dataclass
+class StoredInverses(Derived):
+    """How stored tokens come back into the model's space, by stream and type of the rows."""
+
+    inverse: dict[tuple[StreamName, torch.dtype], FusedTransform] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        return cls()
+
+
+def _inverse(store: LayerStore, name: StreamName, dtype: torch.dtype) -> FusedTransform:
+    """x M + offset of stored tokens x in the model's space; made once for a store."""
+    made = store.derive(StoredInverses).inverse
+    if (name, dtype) not in made:
+        found = matrix_of(store.stream(name).transforms, "inverse", store.layout, store.pages.device)
         matrix, offset = (None if x is None else x.to(dtype) for x in (found.tensor, found.offset))
-        store.prepared[place] = FusedTransform(found.kind, 1, matrix, offset)
-    return store.prepared[place]  # type: ignore[no-any-return]
+        made[name, dtype] = FusedTransform(found.kind, 1, matrix, offset)
+    return made[name, dtype]
