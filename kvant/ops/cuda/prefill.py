@@ -1,9 +1,12 @@
-"""Prefill over a packed history: pages are unpacked by a kernel into the model's own space, a block of tokens at a time, and
-fused attention reads them beside the new tokens. What it holds at once does not grow with the history.
+"""Prefill over a packed history, a block of tokens at a time: what it holds at once does not grow with the history.
 
-In the model's space nothing has to be done to queries, new keys, new values and outputs; of the history, keys and values are
-brought back by a product with one matrix each. Blocks are merged by their log-sum-exps; a history that fits one block is
-attended to together with the new tokens, in one call.
+Two ways, both of this implementation; a call's arguments decide, and `fused_serves` says how:
+
+  fused   pages are unpacked by kernels/unpack.cu into the model's own space, where nothing has to be done to queries, new keys and
+          values and outputs: stored rows x come back as x M + offset. Fused attention reads them beside the new tokens. Blocks are
+          merged by their log-sum-exps; a history that fits one block is attended to together with the new tokens, in one call.
+  masked  a sliding window that ends inside a sequence, a soft cap that the fused attention lacks, and float32 queries go through the
+          loop of kvant.ops.blocked, which holds scores to mask or cap them; pages are unpacked in torch.
 """
 
 from __future__ import annotations
@@ -39,6 +42,16 @@ def refuse_layout(layout: Layout) -> str | None:
     return None
 
 
+def fused_serves(
+    fused: flash.Flash, dtype: torch.dtype, longest: int, softcap: float | None, sliding_window: int | None
+) -> bool:
+    """Whether fused attention can serve queries of a type and sequences of at most `longest` tokens: it takes 16-bit queries, has no
+    sliding window, and caps logits where its `softcap` says so."""
+    if dtype == torch.float32 or (softcap is not None and not fused.softcap):
+        return False
+    return sliding_window is None or sliding_window >= longest
+
+
 @register("prefill", "cuda", refuse, rank=10)
 def prefill(
     store: LayerStore,
@@ -51,15 +64,11 @@ def prefill(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """As the reference's `prefill`. A sliding window that ends within a sequence, and a soft cap where the fused attention has
-    none, are left to kvant.ops.blocked; so are queries in float32."""
-    fused = store.flash
+    """As the reference's `prefill`, fused where `fused_serves`, else masked."""
     query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-    short = sliding_window is not None and sliding_window < max(seq_lens, default=0)
-    if short or (softcap is not None and not fused.softcap) or query.dtype == torch.float32:
-        return blocked.prefill(
-            store, query, key, value, batch, scale=scale, softcap=softcap, sliding_window=sliding_window
-        )
+    fused = store.flash
+    if not fused_serves(fused, query.dtype, max(seq_lens, default=0), softcap, sliding_window):
+        return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack)
     out = torch.empty_like(query)
     for b, length in enumerate(seq_lens):
         part = slice(query_start_loc[b], query_start_loc[b + 1])
