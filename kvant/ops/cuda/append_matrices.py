@@ -114,10 +114,10 @@ def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def fragment_index(name: StreamName, dim: int, apart: int = 2) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the matrix entries in the order of include/tile_transform.cuh: [m, q, lane, i, j, e]. m and q count tiles of 16
-    rows and columns, i and j registers, e halves of a word. Of keys, i is which of two products and j which register, whose rows are
-    `apart`: 2 for neighbouring words, head_dim / 8 for words m and m + head_dim / 16 of a lane's quarter, head_dim / 2 for channels that
-    RoPE rotates together. Of values, i is which columns and j which rows of the product."""
+    """Rows and columns of the matrix entries in the order of include/tile_transform.cuh: [m, q, lane, i, j, e]. m, q count tiles of
+    16 rows and columns, i and j registers, e halves of a word. Of keys, i is which of two products and j which register, whose rows
+    are `apart`: 2 for neighbouring words, head_dim / 8 for words m and m + head_dim / 16 of a lane's quarter, head_dim / 2 for
+    channels that RoPE rotates together. Of values, i is which columns and j which rows of the product."""
     count = dim // 16
     m, q, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
     g, t = lane // 4, lane % 4

@@ -1,5 +1,5 @@
-"""The kernels that append token-wise codes (kernels/append.cu, kernels/append_tiles.cu): which layouts they serve, their
-constants and their arguments."""
+"""The kernels that append token-wise codes, kernels/append.cu and kernels/append_tiles.cu: which layouts they serve, their constants
+and their arguments."""
 
 from __future__ import annotations
 

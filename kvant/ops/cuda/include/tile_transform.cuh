@@ -57,8 +57,8 @@ template <class S> DEV void apply_hadamard(TileRows<S>& tile, u32 (*w)[READ_WORD
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       float c[4] = {0.f, 0.f, 0.f, 0.f};
-      if constexpr (KEY) mma_of<TYPE>(c, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], part[k][0], part[k][1]);
-      else mma_of<TYPE>(c, part[0][0], part[1][0], part[0][1], part[1][1], w[k][m], w[k][m + D / 16]);
+      if constexpr (KEY) mma_16bit<TYPE>(c, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], part[k][0], part[k][1]);
+      else mma_16bit<TYPE>(c, part[0][0], part[1][0], part[0][1], part[1][1], w[k][m], w[k][m + D / 16]);
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if constexpr (KEY) tile.x[i / 2][4 * m + 2 * k + i % 2] = c[i];
@@ -92,8 +92,8 @@ template <class S> DEV void multiply_matrix(TileRows<S>& tile, const u32 (*w)[RE
 #pragma unroll
         for (int k = 0; k < 2; k++)
           add_product(tile, q, k, [&](float* sum) {
-            if constexpr (S::KEY) mma_of<S::IN_TYPE>(sum, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], k ? f.z : f.x, k ? f.w : f.y);
-            else mma_of<S::IN_TYPE>(sum, f.x, f.y, f.z, f.w, w[k][m], w[k][m + D / 16]);
+            if constexpr (S::KEY) mma_16bit<S::IN_TYPE>(sum, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], k ? f.z : f.x, k ? f.w : f.y);
+            else mma_16bit<S::IN_TYPE>(sum, f.x, f.y, f.z, f.w, w[k][m], w[k][m + D / 16]);
           });
       }
 }
