@@ -179,10 +179,10 @@ template <class S> DEV void multiply_bands(TileRows<S>& tile, const AppendArgume
           add_product(tile, q, k, [&](float* sum) {
             if constexpr (KEY) {
               if constexpr (UNROTATED)
-                if (p) mma(sum, rest[0][0], rest[1][0], rest[0][1], rest[1][1], k ? f.z : f.x, k ? f.w : f.y);
-              mma(sum, y[0][0], y[1][0], y[0][1], y[1][1], k ? f.z : f.x, k ? f.w : f.y);
+                if (p) mma_fp16(sum, rest[0][0], rest[1][0], rest[0][1], rest[1][1], k ? f.z : f.x, k ? f.w : f.y);
+              mma_fp16(sum, y[0][0], y[1][0], y[0][1], y[1][1], k ? f.z : f.x, k ? f.w : f.y);
             } else {
-              mma(sum, f.x, f.y, f.z, f.w, y[k][0], y[k][1]);
+              mma_fp16(sum, f.x, f.y, f.z, f.w, y[k][0], y[k][1]);
             }
           });
       }
