@@ -23,6 +23,7 @@ from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
+from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.types import one_sequence
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
@@ -68,7 +69,7 @@ def filled(
 ) -> tuple[PagedCache, list[Sequence]]:
     torch.manual_seed(0)
     cache, seqs = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
-    assert order in (None, cache.layout.order) or plan.is_indexed(cache.layout)
+    assert order in (None, cache.layout.order) or cache.layout.format("key").is_pq
     return cache, seqs
 
 
@@ -348,12 +349,12 @@ def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> N
     channel, raised = (torch.full((made.key_registers * n,), -9, dtype=torch.int32) for n in (16, 1))
     arguments = (ctypes.c_void_p * 2)(channel.data_ptr(), raised.data_ptr())
     emulated.Kernel(made.text + PLACES, "places", torch.device("cpu"), 32).launch((1, 1), arguments)  # type: ignore[arg-type]
-    planes = [(plane, i) for plane in plan.key_planes(layout) for i in range(plane.registers)]
+    planes = [(plane, i) for plane in key_planes(layout) for i in range(plane.registers)]
     assert raised.tolist() == [plane.raised(i) for plane, i in planes]
     assert channel.tolist() == [plane.channel(i, j // 4, j % 4) for plane, i in planes for j in range(16)]
     stored = sorted(c for c in set(channel.tolist()) if c >= 0)
     assert stored == [
-        c for band in plan.stored_bands(layout, "key") for c in range(band.first, band.first + band.width)
+        c for band in layout.format("key").stored_bands for c in range(band.first, band.first + band.width)
     ]
 
 

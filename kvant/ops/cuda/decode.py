@@ -10,6 +10,7 @@ import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.config import ELEMENT_TYPES
 from kvant.ops.cuda.counters import counters
 from kvant.ops.cuda.decode_arguments import (
     DecodeArguments,
@@ -18,7 +19,8 @@ from kvant.ops.cuda.decode_arguments import (
     TransformQueriesArguments,
 )
 from kvant.ops.cuda.fragments import fused_fragments, high_batch_fragments, matrix_fragments, rotate_fragments
-from kvant.ops.cuda.plan import LOW_BATCH, TYPES, Plan, refuse, shared_memory
+from kvant.ops.cuda.plan import LOW_BATCH, Plan, shared_memory
+from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, FusedTransform, blocks_of, fuse, matrix_of, mean_logit_vector, rope_table
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
@@ -101,7 +103,7 @@ def decode_with_lse(
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
     [sequences, query heads]."""
     layout = store.layout
-    check_queries(query, layout, TYPES)
+    check_queries(query, layout, ELEMENT_TYPES)
     dtype = str(query.dtype).removeprefix("torch.")
     # kernels read matrices before they wait for the one before, which may have made them
     early = "cuda.spaces" in store.prepared

@@ -8,13 +8,13 @@ import math
 
 import torch
 
-from kvant.codecs.raw import Raw
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.plan import MAX_HEAD_DIM, heads_at_once, refuse_machine, shared_memory
+from kvant.ops.cuda.plan import heads_at_once, shared_memory
+from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
@@ -56,11 +56,11 @@ def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
     types = {section.dtype for section in layout.sections}
     for name, stream in layout.recipe.streams.items():
-        if not isinstance(stream.codec, Raw):
-            return f"it reads numbers as they come, and the {name}s are coded by {type(stream.codec).__name__}"
+        if not layout.format(name).is_raw:
+            return f"it reads numbers as they come, and the {name}s are coded by {layout.format(name).codec}"
         if stream.transforms or stream.rope != "post":
             return f"it reads numbers as they come, and the {name}s are transformed"
-        if layout.overlay_tokens(name):  # type: ignore[arg-type]
+        if layout.overlay_tokens(name):
             return f"it reads pages alone, and some of the {name}s are in a window"
     if types not in ({"bfloat16"}, {"float16"}):
         return f"it reads keys and values of one 16-bit type, and they are {' and '.join(sorted(types))}"

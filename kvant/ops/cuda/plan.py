@@ -8,13 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.banded import STEPS, Banded
-from kvant.codecs.boosted import Boosted
-from kvant.codecs.channel import Channel
-from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.bands import ONE, code_offsets
 from kvant.ops.cuda.config import (
     ELEMENT_TYPES,
     ElementType,
@@ -30,48 +26,16 @@ from kvant.ops.cuda.decode_arguments import (
     TransformOutputsArguments,
     TransformQueriesArguments,
 )
-from kvant.ops.fused import MATRIX, refuse_rope
+from kvant.ops.cuda.key_planes import key_planes
+from kvant.ops.fused import MATRIX
 
-Tensor = torch.Tensor
-TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
 WARPS, LOW_BATCH_WARPS, STAGES = 4, 6, 2
 LOW_BATCH = 128  # (sequence, head)s: a GPU has about as many multiprocessors
 HIGH_BATCH_CTAS = 2  # of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
 STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
-MAX_HEAD_DIM = 256
-MAX_BOOSTED = 64  # channels with more bits: a lane has those of a token in one word
-FUSED = 3  # as the kernels number transforms: a matrix, multiplied by where it is needed
-META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
-NO_META = 3
 ROW = 128  # bytes that a multiprocessor's shared memory gives at once
 BOOKED_WARPS = 8  # that codebooks in shared memory leave room for, rather than be there in more copies
-ONE = 1 << 20  # what a code counts, as the kernels write fractions
-
-
-def refuse(layout: Layout, device: torch.device) -> str | None:
-    """Why the CUDA kernels cannot serve a layout on a device, or None."""
-    reason = refuse_machine(device, refuse_layout(layout))
-    if reason is not None:
-        return reason
-    room = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES
-    if room < 0:
-        return f"two pages of {layout.page_head_bytes} bytes a head are more than this GPU's shared memory holds"
-    if room < sum(_book_bytes(layout)):
-        return (
-            f"codebooks of {sum(_book_bytes(layout))} bytes and two pages are more than this GPU's shared memory holds"
-        )
-    return None
-
-
-def refuse_machine(device: torch.device, reason: str | None) -> str | None:
-    """Why no kernel runs on a device; else the reason that its layout is refused for, if there is one."""
-    if device.type != "cuda":
-        return f"it runs on CUDA devices, not on {device.type}"
-    reason = reason or nvrtc.missing()
-    if reason is None and torch.cuda.get_device_capability(device) < (8, 0):
-        reason = "it needs a GPU of compute capability 8.0 or newer"
-    return reason
 
 
 def heads_at_once(group: int, head_dim: int) -> int:
@@ -80,189 +44,16 @@ def heads_at_once(group: int, head_dim: int) -> int:
     return -(-group // tiles)
 
 
-def _book_bytes(layout: Layout) -> list[int]:
-    """Bytes of the codebooks that a head's keys and values are looked up in."""
-    codecs = [stream.codec for stream in layout.recipe.streams.values()]
-    return [2 * codec.dim * codec.centroids for codec in codecs if isinstance(codec, ProductVQ)]
-
-
 def shared_memory(device: torch.device) -> tuple[int, int]:
     """Bytes of shared memory that a block may have, and that a multiprocessor has."""
     found = torch.cuda.get_device_properties(device)
     return found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor  # type: ignore[attr-defined]
 
 
-def refuse_layout(layout: Layout) -> str | None:
-    """The part of `refuse` that does not look at the machine."""
-    recipe, dim, indexed = layout.recipe, layout.head_dim, is_indexed(layout)
-    grouped = isinstance(recipe.key.codec, Channel | Boosted)
-    for name, stream in recipe.streams.items():
-        codec = stream.codec
-        if isinstance(codec, ProductVQ):
-            reason = (
-                _refuse_indices(codec, name, layout)
-                if indexed
-                else f"of both streams, only the {name}s are vector-quantized"
-            )
-            if reason is not None:
-                return reason
-        elif isinstance(codec, Affine):
-            groups = codec.groups(dim)
-            if groups > 1 and not (grouped and name == "value"):
-                return f"it reads one scale a token, and the {name}s have {groups}"
-        elif isinstance(codec, Banded):
-            if codec.levels != "uniform":
-                return f"it reads evenly spaced levels, and those of the {name}s are not"
-            if name == "key" and codec.flag:
-                return "it reads keys that keep their mean, and theirs may be taken off token by token"
-            if name == "value" and len(codec.bands(dim)) > 1:
-                return "it reads values of one width, and they have bands"
-        elif not (grouped and name == "key"):
-            return f"it reads token-wise affine codes and keys coded per channel, and the {name}s are coded by {type(codec).__name__}"
-    if layout.order != "fragment" and not indexed:
-        return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
-    if not grouped and recipe.key.window != recipe.value.window:
-        return "keys and values have different windows"
-    if dim > MAX_HEAD_DIM:
-        return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
-    return refuse_rope(layout) or (refuse_groups(layout) if grouped else None)
-
-
-def refuse_groups(layout: Layout) -> str | None:
-    """Why keys that are coded per channel, or the values beside them, cannot be read; None where they can."""
-    key, value, dim = layout.recipe.key, layout.recipe.value, layout.head_dim
-    if key.rope != "post":
-        return "it reads keys that are coded per channel as they come, and they are stored unrotated"
-    if key.codec.group_tokens < 16:
-        return f"it reads groups of at least 16 tokens, and those of the keys have {key.codec.group_tokens}"
-    if dim % 32:
-        return f"it reads keys that are coded per channel in tiles of 32 channels, and the head dim is {dim}"
-    if key.codec.meta != "float16":  # type: ignore[attr-defined]
-        return f"it reads the scales of channels as float16, and they are {key.codec.meta}"  # type: ignore[attr-defined]
-    boosted = key.codec.boosted(dim) if isinstance(key.codec, Boosted) else 0
-    if boosted > MAX_BOOSTED:
-        return f"it reads the high bits of at most {MAX_BOOSTED} channels, and {boosted} are boosted"
-    for name, stream in layout.recipe.streams.items():
-        if getattr(stream.codec, "bits", 2) == 3 and dim % 64:
-            return f"it reads codes of 3 bits of a multiple of 64 channels, and the {name}s have {dim}"
-    if not isinstance(value.codec, Affine):
-        return None
-    groups = value.codec.groups(dim)
-    if groups > 1 and (value.codec.meta != "float16" or value.codec.zero != "float"):
-        return "of values with several scales it reads scales and minima as float16, and theirs are others"
-    if groups > 8 or (groups > 1 and layout.scale_groups("value") != groups):
-        return f"it reads at most 8 scales a token, each of a multiple of 16 channels, and the values have {groups}"
-    return None
-
-
-def is_indexed(layout: Layout) -> bool:
-    """Whether both streams are indices of centroids. Those lie in plain order whatever the layout's."""
-    return all(isinstance(stream.codec, ProductVQ) for stream in layout.recipe.streams.values())
-
-
-def _refuse_indices(codec: ProductVQ, name: str, layout: Layout) -> str | None:
-    spaces, lanes = codec.spaces(layout.head_dim), 4 if name == "key" else 8
-    if codec.bits not in (8, 9, 10, 12):
-        return f"it reads indices of 8, 9, 10 or 12 bits, and those of the {name}s have {codec.bits}"
-    if codec.books == "space":
-        return (
-            f"it holds one codebook a head in shared memory, and the {name}s have one for each of {spaces} sub-vectors"
-        )
-    if spaces % lanes or layout.head_dim % 32:
-        return f"the {spaces} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
-    return None
-
-
-def page_constants(layout: Layout) -> dict[str, object]:
-    """What the text of every kernel has to know of a layout: the constants of common.cu."""
-    return {
-        "HEAD_DIM": layout.head_dim,
-        "PAGE": layout.page_tokens,
-        "RUN": layout.page_head_bytes,
-        "KV_HEADS": layout.heads,
-    }
-
-
-def window_constants(layout: Layout, name: StreamName = "key") -> dict[str, object]:
-    """Where the windows of a stream hold tokens, for kernels that write or read them one by one."""
-    window = layout.recipe.streams[name].window
-    return {
-        "SINK": window.sink,
-        "RING": max(1, window.ring),
-        "RING_TOKENS": window.ring,
-        "WINDOW_TOKENS": layout.overlay_tokens(name),
-        "WINDOW_TYPE": TYPES[layout.overlay_dtype],
-    }
-
-
-class StoredBand(NamedTuple):
-    """Channels of a stream whose codes have the same width."""
-
-    field: str  # of their codes
-    first: int
-    width: int
-    bits: int
-    step: float  # between levels, over the scale
-
-
-def stored_bands(layout: Layout, stream: StreamName) -> list[StoredBand]:
-    """The bands of a stream that are stored; one of all channels where it has none."""
-    codec, dim = layout.recipe.streams[stream].codec, layout.head_dim
-    if isinstance(codec, Affine | Channel):
-        return [StoredBand("codes", 0, dim, codec.bits, 1.0)]
-    if isinstance(codec, Boosted):  # the low bits; the high ones of some channels are no codes
-        return [StoredBand("codes", 0, dim, 2, 1.0)]
-    assert isinstance(codec, Banded)
-    out, first = [], 0
-    for i, (width, bits) in enumerate(codec.bands(dim)):
-        if bits:
-            out.append(StoredBand(f"codes{i}", first, width, bits, STEPS[bits]))
-        first += width
-    return out
-
-
-class KeyPlane(NamedTuple):
-    """As common.cu's: one plane of one stored band of the keys' codes, and which of its channels a register has."""
-
-    width: int
-    bits: int
-    offset: int  # in bytes of the run
-    first: int  # channel
-    weight: int  # of a code, over ONE
-    before: int  # registers of the planes before
-
-    @property
-    def text(self) -> str:
-        return f"KeyPlane<{', '.join(map(str, self))}>"
-
-    @property
-    def places(self) -> int:  # registers that hold something
-        return -(-self.width * self.bits // 64 // 2) * (8 // self.bits)
-
-    @property
-    def registers(self) -> int:
-        return -(-self.places // 2) * 2
-
-    def raised(self, i: int) -> int:
-        return 0 if self.bits >= 4 else i % (8 // self.bits) % 2 * self.bits
-
-    def channel(self, i: int, byte: int, lane: int) -> int:
-        """The channel of a byte of register i in a lane of four, or -1."""
-        per = 8 // self.bits
-        pair = i // per * (16 // self.bits) + (byte & 1) * per + i % per
-        there = pair < self.width // 8 and i < self.places
-        return self.first + lane * (self.width // 4) + 2 * pair + (byte >> 1) if there else -1
-
-
-def key_planes(layout: Layout) -> list[KeyPlane]:
-    planes: list[KeyPlane] = []
-    for name, first, _, _, step in stored_bands(layout, "key"):
-        for section in layout.sections:
-            if (section.stream, section.kind, section.names) == ("key", "code", (name,)):
-                before = planes[-1].before + planes[-1].registers if planes else 0
-                weight = round(ONE * step * (1 << section.shift))
-                planes.append(KeyPlane(section.width, section.bits, section.offset, first, weight, before))
-    return planes
+def codebook_bytes(layout: Layout) -> list[int]:
+    """Bytes of one copy of the codebooks, fp16, of a head's keys and values; none without product quantization."""
+    books = [layout.format(name).codebook for name in layout.recipe.streams if layout.format(name).is_pq]
+    return [2 * book.dim * book.centroids for book in books if book is not None]
 
 
 class PageCodec(NamedTuple):
@@ -305,7 +96,7 @@ class Plan:
 
     @property
     def pq(self) -> bool:
-        return is_indexed(self.layout)
+        return self.layout.format("key").is_pq
 
     @property
     def warps(self) -> int:
@@ -341,8 +132,8 @@ class Plan:
         other. As many as fit beside the pages of some warps."""
         if not self.pq:
             return ()
-        sizes, codecs = _book_bytes(self.layout), [stream.codec for stream in self.layout.recipe.streams.values()]
-        copies = [ROW // (2 * codec.dim) for codec in codecs]  # type: ignore[attr-defined]
+        sizes, books = codebook_bytes(self.layout), [stream.codebook for stream in self.layout.formats.values()]
+        copies = [ROW // (2 * book.dim) for book in books if book is not None]
         room = self.shared[0] - STATIC_BYTES - BOOKED_WARPS * self.warp_bytes
         while max(copies) > 1 and sum(n * size for n, size in zip(copies, sizes, strict=True)) > room:
             i = max(range(2), key=lambda i: (copies[i] > 1, copies[i] * sizes[i]))
@@ -354,7 +145,7 @@ class Plan:
     @property
     def book_bytes(self) -> list[int]:
         """Shared memory of the codebooks."""
-        return [n * size for n, size in zip(self.copies, _book_bytes(self.layout), strict=True)]
+        return [n * size for n, size in zip(self.copies, codebook_bytes(self.layout), strict=True)]
 
     @property
     def stages(self) -> int:
@@ -568,10 +359,6 @@ class Plan:
 
     def _codes(self, stream: StreamName, bare: bool = False) -> str:
         """Codes of one width as fp16 numbers, in the kernel's words."""
-        (band,) = stored_bands(self.layout, stream)
-        low, *high = self._sections(stream, "code")
-        bits = low.bits + sum(plane.bits for plane in high)
-        text = (
-            f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}"
-        )
-        return f"{text}, {str(bare).lower()}>"
+        (band,) = self.layout.format(stream).stored_bands
+        low, high = code_offsets(self.layout, stream, band)
+        return f"ValueCodes<{band.width}, {band.bits}, {low}, {high}, {round(ONE * band.step)}, {str(bare).lower()}>"
