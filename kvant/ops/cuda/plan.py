@@ -95,6 +95,11 @@ class Plan:
         return heads_at_once(self.group, self.layout.head_dim)
 
     @property
+    def head_tiles(self) -> int:
+        """Tiles of query heads of all KV heads."""
+        return -(-self.group // self.tile_heads) * self.layout.heads
+
+    @property
     def pq(self) -> bool:
         return self.layout.format("key").is_pq
 
@@ -190,7 +195,7 @@ class Plan:
             "PQ": int(self.pq),
             "GROUP": self.group,
             "TILE_HEADS": heads,
-            "QUERY_TILES": -(-self.group // heads),
+            "QUERY_TILES": self.head_tiles // layout.heads,
             "QUERY_TYPE": ELEMENT_TYPES[self.query],
             "QUERY_TRANSFORM": QueryTransform.FUSED_MATRIX if self.fused_queries else QueryTransform(self.dual[0]),
             "QUERY_HADAMARD": self.dual[1],
