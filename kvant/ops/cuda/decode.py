@@ -353,7 +353,8 @@ def _matrices(fragments: Tensor | None, plan: Plan) -> int:
 
 
 def _rows(query: Tensor, plan: Plan) -> Tensor:
-    """Room for queries in the space of the keys. Kernels look at whole tiles of heads, the last of which may be short."""
+    """Memory for transformed queries, float32 of the queries' shape. Kernels read whole tiles of heads, of which the last may be
+    short, so there is room for one more tile behind."""
     room = torch.empty(query.numel() + plan.tile_heads * query.shape[2], dtype=torch.float32, device=query.device)
     return room[: query.numel()].view(query.shape)
 

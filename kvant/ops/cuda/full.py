@@ -19,8 +19,8 @@ from kvant.ops.registry import register_decode
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-WARPS, ALONE_WARPS = 4, 6  # of a block, and of one that has a multiprocessor for itself
-STATIC_BYTES = 2048  # of shared memory beside the tiles in flight, at most
+WARPS, ALONE_WARPS = 4, 6  # of a CTA, and of one that has a multiprocessor for itself
+STATIC_BYTES = 2048  # of static shared memory, at most
 _PLANS: nvrtc.Numbered[FullPlan] = nvrtc.Numbered()
 
 
@@ -111,7 +111,7 @@ class FullPlan:
 
     @property
     def blocks(self) -> int:
-        """Blocks that a multiprocessor is to hold."""
+        """CTAs that a multiprocessor is to hold."""
         enough = 12 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 8  # warps that its registers are for
         return max(1, min(enough // self.warps, self.shared[1] // (self.dynamic_bytes + STATIC_BYTES)))
 

@@ -1,4 +1,4 @@
-"""What a kernel has to know of a layout, as constants of its text; and what the kernels cannot serve, with the reason."""
+"""The decode kernels for a layout: the constants of their program, and how many warps, CTAs and bytes of shared memory they take."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from kvant.ops.cuda.decode_arguments import (
 from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.fused import MATRIX
 
-WARPS, LOW_BATCH_WARPS, STAGES = 4, 6, 2
-LOW_BATCH = 128  # (sequence, head)s: a GPU has about as many multiprocessors
-HIGH_BATCH_CTAS = 2  # of kvant_rotate_queries_high_batch on a multiprocessor
-HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
-STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
-ROW = 128  # bytes that a multiprocessor's shared memory gives at once
-BOOKED_WARPS = 8  # that codebooks in shared memory leave room for, rather than be there in more copies
+WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
+STAGES = 2  # pages that a warp has in flight
+LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
+HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
+HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
+STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages, codebooks or a matrix
+ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
+BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
 
 def heads_at_once(group: int, head_dim: int) -> int:
-    """Query heads of a KV head that a block serves at once."""
+    """Query heads of a KV head that a CTA attends with at once: the group in equal tiles of at most 16, or 8 for wide heads."""
     tiles = -(-group // (8 if head_dim > 128 else 16))
     return -(-group // tiles)
 
 
 def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of shared memory that a block may have, and that a multiprocessor has."""
+    """Bytes of shared memory that a CTA may have, and that a multiprocessor has."""
     found = torch.cuda.get_device_properties(device)
     return found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor  # type: ignore[attr-defined]
 
@@ -64,7 +65,7 @@ class PageCodec(NamedTuple):
 
 
 def page_codec(layout: Layout) -> PageCodec:
-    """Which of them serves a layout. A new one is a header and a line here."""
+    """The codec type that serves a layout. A new one is a header and a line here."""
     key = layout.format("key")
     if key.is_pq:
         return PageCodec("codecs/product_vq_pages.cuh", "ProductVQPages")
@@ -107,7 +108,7 @@ class Plan:
     def warps(self) -> int:
         fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes) - self.matrix_bytes) // self.warp_bytes
         most = WARPS
-        if self.pq:  # one block, since codebooks are large: as many warps as have the registers they need
+        if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
         count = next((n for n in range(most, 1, -2) if n <= fit), 1)
@@ -121,11 +122,11 @@ class Plan:
 
     @property
     def _most_blocks(self) -> int:
-        """Blocks that the registers of a multiprocessor are enough for."""
+        """CTAs that the registers of a multiprocessor are enough for."""
         return 1 if self.pq else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
 
     def _blocks(self, warps: int) -> int:
-        """Blocks that a multiprocessor is to hold."""
+        """CTAs that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
         most = min(self._most_blocks, 12 // warps)
         bytes_ = warps * self.warp_bytes + self.matrix_bytes + (8192 if grouped else 4096)
@@ -288,8 +289,8 @@ class Plan:
 
     @property
     def fused_queries(self) -> bool:
-        """Whether every block multiplies its queries by their matrix: for few sequences that is sooner done than a kernel before is
-        waited for."""
+        """Whether every CTA of decode multiplies its queries by their matrix. At a low batch this takes less time than waiting for
+        a kernel before it."""
         key = self.layout.recipe.key
         if not self.low_batch or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.pq:
             return False
@@ -297,8 +298,8 @@ class Plan:
 
     @property
     def fused_outputs(self) -> bool:
-        """Whether every block multiplies its outputs by their matrix: for few sequences. Of many, a kernel after them takes less
-        time (docs/performance.md)."""
+        """Whether every CTA of decode multiplies its outputs by their matrix: at a low batch. At a high one, a kernel after decode
+        takes less time (docs/performance.md)."""
         fused = self.low_batch and self.inverse[0] == MATRIX and not self.pq and self._holds_matrix
         return fused and dict(self.tuned).get("OUTPUT_TRANSFORM") != MATRIX
 
@@ -315,36 +316,36 @@ class Plan:
 
     @property
     def query_kernel(self) -> bool:
-        """Whether a kernel before makes what queries are multiplied by keys as, and not every block for itself."""
+        """Whether a kernel before decode makes the query operands, and not every CTA for itself."""
         return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise and not self.fused_queries
 
     @property
     def operand_words(self) -> int:
-        """Of what the queries of a KV head, or of a tile of them, are multiplied by keys as: the kernels' `Turned`."""
+        """32-bit words of the query operand of a head tile: the kernels' `QueryOperand`."""
         return self.lane_heads * (self.key_registers * 32 + 20)
 
     @property
     def overlay_slots(self) -> int:
-        """Blocks of positions that a sequence's windows may reach into, where keys are unrotated to blocks."""
+        """RoPE blocks that a sequence's overlay may reach into, where keys are stored unrotated by RoPE blocks."""
         window, size = self.layout.recipe.key.window, self.layout.recipe.key.effective_rope_block
         first = (window.sink + size - 2) // size + 1 if window.sink else 0
         return first + (window.recent + size - 2) // size + 1
 
     @property
     def key_registers(self) -> int:
-        """Registers of a lane that hold what keys are multiplied by, of each of its query heads."""
+        """Registers of a lane that hold the query operand, of each of its query heads."""
         if self.pq:
             return self.layout.head_dim // 16
         return sum(plane.registers for plane in key_planes(self.layout))
 
     @property
     def rotate_warps(self) -> int:
-        """Warps of a block of kvant_turn: each makes as many of those registers."""
+        """Warps of a CTA of kvant_rotate_queries: each makes the same number of `key_registers`."""
         return max(warps for warps in range(1, 17) if self.key_registers % warps == 0)
 
     @property
     def high_batch_bytes(self) -> int:
-        """Shared memory of a block of kvant_rotate_queries_high_batch: its matrix."""
+        """Shared memory of a CTA of kvant_rotate_queries_high_batch: its matrix."""
         parts = 2 if self.query == "float32" else 1
         return (self.key_registers + 1) * self.layout.head_dim // 16 * parts * 512
 
@@ -363,7 +364,7 @@ class Plan:
         return dict(self.tuned).get("HIGH_BATCH_WARPS", count)
 
     def _codes(self, stream: StreamName, bare: bool = False) -> str:
-        """Codes of one width as fp16 numbers, in the kernel's words."""
+        """The C++ type that reads the codes of a stream of one band as fp16 numbers."""
         (band,) = self.layout.format(stream).stored_bands
         low, high = code_offsets(self.layout, stream, band)
         return f"ValueCodes<{band.width}, {band.bits}, {low}, {high}, {round(ONE * band.step)}, {str(bare).lower()}>"
