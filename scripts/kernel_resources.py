@@ -50,7 +50,7 @@ def texts() -> Iterator[tuple[str, str]]:
         if layout.recipe.key.groupwise:
             yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
             continue
-        if plan.is_indexed(layout):
+        if layout.format("key").is_pq:
             for rows in (append_pq.LOW_BATCH_ROWS, append_pq.high_batch_rows(layout)):
                 made_pq = append_pq.AppendPqPlan(layout, ("bfloat16", "bfloat16"), (128, 1), rows)
                 yield f"append {name} {rows} rows", made_pq.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 
@@ -188,7 +188,6 @@ class LayerStore:
     states: dict[StreamName, Tensor]  # float32 [overlay rows, heads, ...]: what a stream's corrector remembers
     derived: dict[type[Derived], Derived] = dataclasses.field(default_factory=dict)  # by `derive`
     flash: Flash = TORCH  # fused attention over unpacked tokens; an engine may bring a faster one
-    prepared: dict[str, Any] = dataclasses.field(default_factory=dict)  # being replaced by `derived`
 
     @staticmethod
     def allocate(

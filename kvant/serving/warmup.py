@@ -51,7 +51,6 @@ def warm_up(
         pages=torch.zeros(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
         overlays={name: empty_overlay(layout, name, 1, device).zero_() for name in layout.recipe.streams},
         derived={},
-        prepared={},
     )
 
     def batch(first: int, last: int, count: int = 1) -> PagedBatch:

@@ -11,7 +11,7 @@ import kvant
 from kvant.engines import graphs
 from kvant.ops import registry
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import counters, plan
+from kvant.ops.cuda import counters, refusals
 from tests.engines import recorded
 from tests.engines.test_graphs import assert_same_cache, made_up_artifact, ragged
 from tests.engines.test_hf import make_model, prompt
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ c
 @pytest.fixture
 def captured(device: None, monkeypatch: pytest.MonkeyPatch) -> list[recorded.Graph]:  # noqa: F811
     """The CUDA kernels serve a CPU, and what they serve can be captured."""
-    for op, refuse in (("append", cuda_append.refuse_layout), ("decode", plan.refuse_layout)):
+    for op, refuse in (("append", cuda_append.refuse_layout), ("decode", refusals.refuse_layout)):
         found = registry._FOUND[op, "cuda"]  # type: ignore[index]
         here = registry.Implementation(op, "cuda", found.run, lambda layout, _, refuse=refuse: refuse(layout), rank=99)  # type: ignore[arg-type, misc]
         monkeypatch.setitem(registry._FOUND, (op, "cuda"), here)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, append_pq, copy_rows, fragments, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, fragments, nvrtc, plan, refusals, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
@@ -567,21 +567,21 @@ def test_nothing_is_offered_on_a_cpu() -> None:
     ],
 )
 def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> None:
-    assert plan.refuse_layout(make_layout(name)) == reason
-    assert plan.refuse_layout(Layout.of(recipes.get("int4"), 2, 64, order="plain")) is not None
+    assert refusals.refuse_layout(make_layout(name)) == reason
+    assert refusals.refuse_layout(Layout.of(recipes.get("int4"), 2, 64, order="plain")) is not None
 
 
 def test_boosted_channels_that_a_word_does_not_hold_are_refused() -> None:
-    assert plan.refuse_layout(make_layout("kitty:k.boost=0.5", 2, 128)) is None
+    assert refusals.refuse_layout(make_layout("kitty:k.boost=0.5", 2, 128)) is None
     reason = "it reads the high bits of at most 64 channels, and 68 are boosted"
-    assert plan.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
+    assert refusals.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
     assert cuda_append.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
 
 
 def test_prefill_refuses_what_it_cannot_unpack() -> None:
-    assert plan.refuse_layout(make_layout("vecinfer-2")) is None
+    assert refusals.refuse_layout(make_layout("vecinfer-2")) is None
     assert "coded by ProductVQ" in (cuda_prefill.refuse_layout(make_layout("vecinfer-2")) or "")
-    assert plan.refuse_layout(make_layout("kivi-k2v2")) is None
+    assert refusals.refuse_layout(make_layout("kivi-k2v2")) is None
     assert "coded by Channel" in (cuda_prefill.refuse_layout(make_layout("kivi-k2v2")) or "")
     assert "coded by Boosted" in (cuda_prefill.refuse_layout(make_layout("kitty-pro")) or "")
     for name in ("saw-int4-kv", "oscar", "kvant-2", "int3"):
@@ -685,7 +685,7 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     nvrtc.compile_text(
         transform_kv.TransformPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90"
     )
-    if plan.is_indexed(layout):
+    if layout.format("key").is_pq:
         for rows in (append_pq.LOW_BATCH_ROWS, append_pq.high_batch_rows(layout)):
             nvrtc.compile_text(append_pq.AppendPqPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
         return

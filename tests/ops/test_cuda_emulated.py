@@ -23,6 +23,8 @@ from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
+from kvant.ops.cuda.decode_matrices import DecodeTransforms
+from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.types import one_sequence
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
@@ -68,7 +70,7 @@ def filled(
 ) -> tuple[PagedCache, list[Sequence]]:
     torch.manual_seed(0)
     cache, seqs = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
-    assert order in (None, cache.layout.order) or plan.is_indexed(cache.layout)
+    assert order in (None, cache.layout.order) or cache.layout.format("key").is_pq
     return cache, seqs
 
 
@@ -240,10 +242,13 @@ def test_a_low_batch_transforms_its_outputs_in_the_decode_kernel(
     monkeypatch.setattr(cuda_decode, "_transform_outputs", lambda *args: multiplied.append(args) or multiply(*args))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 900])
     batch, store = cache.batch(seqs), cache.stores[0]
-    dual, inverse, *fragments = cuda_decode._spaces(store)
+    transforms = store.derive(DecodeTransforms)
+    inverse = transforms.inverse
     assert inverse.tensor is not None
     offset = torch.randn(len(inverse.tensor), dim)
-    store.prepared["cuda.spaces"] = dual, dataclasses.replace(inverse, offset=offset), *fragments
+    store.derived[DecodeTransforms] = dataclasses.replace(
+        transforms, inverse=dataclasses.replace(inverse, offset=offset)
+    )
     q = (torch.randn(len(seqs), 2 * group, dim) * 300.0).to(dtype)
     scale = dim**-0.5 / 300.0
     with attention.poisoned():
@@ -348,12 +353,12 @@ def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> N
     channel, raised = (torch.full((made.key_registers * n,), -9, dtype=torch.int32) for n in (16, 1))
     arguments = (ctypes.c_void_p * 2)(channel.data_ptr(), raised.data_ptr())
     emulated.Kernel(made.text + PLACES, "places", torch.device("cpu"), 32).launch((1, 1), arguments)  # type: ignore[arg-type]
-    planes = [(plane, i) for plane in plan.key_planes(layout) for i in range(plane.registers)]
+    planes = [(plane, i) for plane in key_planes(layout) for i in range(plane.registers)]
     assert raised.tolist() == [plane.raised(i) for plane, i in planes]
     assert channel.tolist() == [plane.channel(i, j // 4, j % 4) for plane, i in planes for j in range(16)]
     stored = sorted(c for c in set(channel.tolist()) if c >= 0)
     assert stored == [
-        c for band in plan.stored_bands(layout, "key") for c in range(band.first, band.first + band.width)
+        c for band in layout.format("key").stored_bands for c in range(band.first, band.first + band.width)
     ]
 
 
@@ -623,7 +628,7 @@ def test_append_takes_the_first_of_equal_centroids() -> None:
             books = stream.codec.codebooks  # type: ignore[attr-defined]
             books[:, :, 1::2] = books[:, :, 0::2]
             books[:, :, 3::4, 0] *= 1 + 2**-10
-        cache.stores[0].prepared.clear()
+        cache.stores[0].derived.clear()
         run(cache.stores[0], x, 8 * x, cache.extend(seqs, [40]))
     same_pages(caches[0][0], caches[1][0])
     indices = cache.layout.unpack("key", cache.stores[0].pages[:1])["indices"][3:43]

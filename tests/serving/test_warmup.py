@@ -42,4 +42,4 @@ def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -
     assert called == [(*call, True) for call in expected]
     warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150, reads=False)
     assert [call[:2] for call in called[len(expected) :]] == expected[:2]
-    assert store.pages.numel() == 0 and not store.prepared and not store.derived
+    assert store.pages.numel() == 0 and not store.derived

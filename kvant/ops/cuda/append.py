@@ -9,7 +9,7 @@ import functools
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import append_groups, append_plan, append_pq, nvrtc, plan
+from kvant.ops.cuda import append_groups, append_plan, append_pq, nvrtc, refusals
 from kvant.ops.cuda.append_matrices import AppendTransforms, affine_tile_matrix, banded_tile_matrix
 from kvant.ops.cuda.append_plan import (
     MATRIX_PARTS,
@@ -35,7 +35,7 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why the kernels cannot append to a layout on a device, or None."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
-    reason = refuse_layout(layout) or plan.refuse(layout, device)
+    reason = refuse_layout(layout) or refusals.refuse(layout, device)
     return append_pq.refuse_memory(layout, device) if reason is None and append_pq.serves(layout) else reason
 
 
@@ -43,7 +43,7 @@ def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
     if layout.recipe.key.groupwise:
         return append_groups.refuse_layout(layout)
-    return plan.refuse_layout(layout) if append_pq.serves(layout) else append_plan.refuse_layout(layout)
+    return refusals.refuse_layout(layout) if append_pq.serves(layout) else append_plan.refuse_layout(layout)
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ import torch
 
 from kvant.codecs.format import ScaleKind
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda import nvrtc, refusals
 from kvant.ops.cuda.arguments import Arguments, int32, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.types import LayerStore, PagedBatch
@@ -35,7 +35,7 @@ def refuse_layout(layout: Layout) -> str | None:
     width = dim // value.scale_groups
     if width != 16 and width % 32:
         return f"it writes scales of 16 or a multiple of 32 channels, and those of the values have {width}"
-    return plan.refuse_layout(layout)
+    return refusals.refuse_layout(layout)
 
 
 AppendGroupsArguments = Arguments(

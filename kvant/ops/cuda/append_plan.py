@@ -10,7 +10,7 @@ import torch
 
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc, plan
+from kvant.ops.cuda import nvrtc, refusals
 from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointer
 from kvant.ops.cuda.bands import all_bands, code_bands, code_offsets
 from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config
@@ -69,7 +69,7 @@ def refuse_layout(layout: Layout) -> str | None:
             return f"it writes token-wise codes, and the {name}s are coded by {stream.codec}"
         for bits in stream.widths - {2, 3, 4, 8}:
             return f"it writes codes of 2, 3, 4 or 8 bits, and the {name}s have {bits}"
-    return plan.refuse_layout(layout)
+    return refusals.refuse_layout(layout)
 
 
 def is_banded(stream: StreamFormat) -> bool:

@@ -13,7 +13,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config
-from kvant.ops.cuda.decode import codebooks
+from kvant.ops.cuda.decode_matrices import Codebooks
 from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.cuda.transform_kv import transform_rows
 from kvant.ops.fused import FusedTransform, TransformKind, fuse
@@ -157,7 +157,8 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
         elif ways[name].fused.kind is TransformKind.MATRIX:
             x, ways[name] = store.stream(name).forward(x.float()), _Forward(FusedTransform())
         rows[name] = x.contiguous()
-    key, value = rows["key"], rows["value"]
+    key, value, books = rows["key"], rows["value"], store.derive(Codebooks)
+    assert books.key is not None and books.value is not None
     types = tuple(str(x.dtype).removeprefix("torch.") for x in (key, value))
     orders = tuple(way.fused.order for way in ways.values())
     plans = [
@@ -173,7 +174,8 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
         *(way.fused.mean for way in ways.values()),
         *(way.factors for way in ways.values()),
         *(way.fused.tensor for way in ways.values()),
-        *codebooks(store),  # type: ignore[arg-type]
+        books.key,
+        books.value,
         batch.slot_mapping,
         batch.query_start_loc,
         batch.seq_lens,

@@ -7,7 +7,8 @@ import itertools
 import torch
 
 from kvant.layout import Layout
-from kvant.ops.cuda.plan import ONE, is_indexed, key_planes
+from kvant.ops.cuda.bands import ONE
+from kvant.ops.cuda.key_planes import key_planes
 
 Tensor = torch.Tensor
 
@@ -21,7 +22,7 @@ def rotated_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -
     as its codes count); one tile of the sum of channels, the bias of centred levels, q . mu and five zero columns; and the
     channels in their order. For product quantization the two tiles of a register are its words of the even and of the odd
     columns (codecs/product_vq.cuh)."""
-    planes, dim = [] if is_indexed(layout) else key_planes(layout), layout.head_dim
+    planes, dim = key_planes(layout), layout.head_dim
     picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes) or dim, dtype=torch.float64)
     bias = torch.zeros(dim, dtype=torch.float64)
     if not planes:

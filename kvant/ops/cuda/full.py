@@ -1,4 +1,4 @@
-"""Decode attention over pages of 16-bit numbers by the kernel in full.cu: serves `full`, and packed pages are compared with it."""
+"""Decode attention over pages of 16-bit numbers by kernels/decode_full.cu: serves `full`, and packed pages are compared with it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import math
 
 import torch
 
-from kvant.codecs.raw import Raw
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.plan import MAX_HEAD_DIM, heads_at_once, refuse_machine, shared_memory
-from kvant.ops.registry import register
+from kvant.ops.cuda.plan import heads_at_once, shared_memory
+from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
+from kvant.ops.registry import register_decode
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-WARPS, ALONE_WARPS = 4, 6  # of a block, and of one that has a multiprocessor for itself
-STATIC_BYTES = 2048  # of shared memory beside the tiles in flight, at most
+WARPS, ALONE_WARPS = 4, 6  # of a CTA, and of one that has a multiprocessor for itself
+STATIC_BYTES = 2048  # of static shared memory, at most
 _PLANS: nvrtc.Numbered[FullPlan] = nvrtc.Numbered()
 
 
@@ -56,11 +56,11 @@ def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
     types = {section.dtype for section in layout.sections}
     for name, stream in layout.recipe.streams.items():
-        if not isinstance(stream.codec, Raw):
-            return f"it reads numbers as they come, and the {name}s are coded by {type(stream.codec).__name__}"
+        if not layout.format(name).is_raw:
+            return f"it reads numbers as they come, and the {name}s are coded by {layout.format(name).codec}"
         if stream.transforms or stream.rope != "post":
             return f"it reads numbers as they come, and the {name}s are transformed"
-        if layout.overlay_tokens(name):  # type: ignore[arg-type]
+        if layout.overlay_tokens(name):
             return f"it reads pages alone, and some of the {name}s are in a window"
     if types not in ({"bfloat16"}, {"float16"}):
         return f"it reads keys and values of one 16-bit type, and they are {' and '.join(sorted(types))}"
@@ -111,7 +111,7 @@ class FullPlan:
 
     @property
     def blocks(self) -> int:
-        """Blocks that a multiprocessor is to hold."""
+        """CTAs that a multiprocessor is to hold."""
         enough = 12 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 8  # warps that its registers are for
         return max(1, min(enough // self.warps, self.shared[1] // (self.dynamic_bytes + STATIC_BYTES)))
 
@@ -154,20 +154,6 @@ def _kernel(plan: FullPlan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, "kvant_decode_full", device, plan.warps * 32, plan.dynamic_bytes)
 
 
-@register("decode", "cuda-full", refuse, rank=9, capturable=True)
-def decode(
-    store: LayerStore,
-    query: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """As the reference's `decode`."""
-    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, sliding_window=sliding_window)[0]
-
-
 def decode_with_lse(
     store: LayerStore,
     query: Tensor,
@@ -195,6 +181,9 @@ def decode_with_lse(
     )
 
 
+decode = register_decode("cuda-full", refuse, rank=9, capturable=True)(decode_with_lse)
+
+
 @functools.lru_cache(maxsize=64)
 def _plan(layout: Layout, group: int, softcap: bool, device: torch.device, tuned: tuple[tuple[str, int], ...]) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -205,7 +194,7 @@ def _plan(layout: Layout, group: int, softcap: bool, device: torch.device, tuned
 def _decode(
     query: Tensor,
     pages: Tensor,
-    table: Tensor,
+    block_table: Tensor,
     seq_lens: Tensor,
     plan: int,
     scale: float,
@@ -217,24 +206,24 @@ def _decode(
     if not len(query):
         return out, lse
     kernel, heads = _kernel(made, query.device), -(-made.group // made.tile_heads) * made.layout.heads
-    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
+    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a CTA has at most two; a few more where work is cut per head
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
-    arrived = counters(query.device, len(query) * heads)
+    arrivals = counters(query.device, len(query) * heads)
     log2e = math.log2(math.e)
     arguments = DecodeFullArguments.fill(
         query=query,
         out=out,
         lse=lse,
         pages=pages,
-        block_table=table,
+        block_table=block_table,
         seq_lens=seq_lens,
         partial=partial,
-        arrivals=arrived,
+        arrivals=arrivals,
         scale=2.0 * log2e * scale / softcap if softcap else scale * log2e,
         cap=softcap * log2e,
         batch=len(query),
-        block_table_width=table.shape[1],
+        block_table_width=block_table.shape[1],
         sliding_window=sliding_window,
     )
     kernel.launch((kernel.blocks, 1), arguments)

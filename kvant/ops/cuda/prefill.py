@@ -19,7 +19,7 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, merge
-from kvant.ops.cuda import plan
+from kvant.ops.cuda import refusals
 from kvant.ops.cuda.unpack import rotate_keys, unpack
 from kvant.ops.fused import FusedTransform, TransformKind, blocks_of, matrix_of
 from kvant.ops.registry import register
@@ -31,7 +31,7 @@ BLOCK_TOKENS = 16384  # of a history, unpacked at a time
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why a layout's history cannot be unpacked on a device, or None."""
-    return plan.refuse(layout, device) or refuse_layout(layout)
+    return refusals.refuse(layout, device) or refuse_layout(layout)
 
 
 def refuse_layout(layout: Layout) -> str | None:

@@ -9,9 +9,6 @@
 // Of bfloat16, probabilities are two numbers, the larger and what it lacks: with up to four query heads, in columns 0 to 3 and 4 to 7 (HALVED).
 //
 // A unit of work is a tile of 16 tokens; a warp copies its keys and its values apart, each TILE_BYTES bytes, STAGES of them in flight.
-//
-// Constants beside those of common.cu: PAGE_HEAD_BYTES (bytes of one page and head; TILE_BYTES is a tile's keys or values), Config::VALUE_OFFSET (of values in
-// it), NUMBERS (their type), GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES, SOFTCAP, STAGES, WARPS, Config::WARP_BYTES, MIN_BLOCKS, BULK.
 
 #include "include/copies.cuh"
 #include "include/scheduler.cuh"
@@ -106,7 +103,7 @@ DEV float soft_cap(float x, float m, float cap) {  // a score in powers of two, 
     return x - m;
 }
 
-// --- what a warp knows of the softmax -----------------------------------------------------------------------------------
+// --- online softmax of a warp ---------------------------------------------------------------------------------------------
 
 struct OnlineSoftmax {
   float m[COLUMN_TILES][2], l[COLUMN_TILES][2];  // of the lane's columns 2 t and 2 t + 1; m is the same in all lanes of a column
@@ -233,13 +230,99 @@ DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int la
   }
 }
 
+constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;  // floats from the outputs of a warp to those of the next
+
+// S^T = K Q^T of a tile of 16 tokens from `at` on: s is the scaled logit in powers of two, less m; -infinity outside [low, n).
+DEV void multiply_keys(const DecodeFullArguments& a, const SequenceWork& w, const Rows& keys, const u32 (&q)[COLUMN_TILES][D / 8], const OnlineSoftmax& softmax, int at, bool partly, int g,
+                       float (&s)[COLUMN_TILES][4]) {
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    float c[2][4] = {};  // two chains of products, each half as long
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+      mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
+      const int position = at + i / 2 * 8 + g;
+      if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
+    }
+  }
+}
+
+// O^T += V^T P^T of a tile of 16 tokens.
+DEV void accumulate(OnlineSoftmax& softmax, const Transposed& values, const Probs& p) {
+  const auto& v = values.v;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
+    const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+      for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
+  }
+}
+
+// The lanes of a warp together: m and l of every column to sh, outputs [TILE_HEADS, D] to shared memory.
+DEV void store_warp(Shared& sh, OnlineSoftmax& softmax, float* outputs, int warp, int g, int t) {
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int column = 8 * n + 2 * t + e;
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
+      if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
+        if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
+        if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
+      }
+    }
+}
+
+// The warps of a CTA together: outputs and log-sum-exps, to their place where the CTA has the `whole` (sequence, head), else to `mine`,
+// its partial result.
+DEV void merge_warps(const DecodeFullArguments& a, Shared& sh, const float* outputs, bool whole, float* mine, s64 query, int count) {
+  if (threadIdx.x < count) {
+    const int h = threadIdx.x;
+    float m = minus_infinity(), l = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++)
+      if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) {
+      const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
+      l += by * sh.l[i][h];
+      sh.l[i][h] = by;  // the warp's weight
+    }
+    sh.total[h] = l > 0.f ? 1.f / l : 0.f;
+    const float top = l > 0.f ? m + log2_(l) : minus_infinity();
+    if (whole) a.lse[query + h] = top * 0.69314718055994531f;
+    else mine[TILE_HEADS * D + h] = top;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < count * D; i += THREADS) {
+    float x = 0.f;
+#pragma unroll
+    for (int k = 0; k < WARPS; k++) {
+      const float by = sh.l[k][i / D];
+      x += by > 0.f ? by * outputs[k * OUTPUT_STRIDE + i] : 0.f;
+    }
+    x *= sh.total[i / D];
+    if (whole) store_number<NUMBERS>(a.out, query * D + i, x);
+    else mine[i] = x;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode_full(const DecodeFullArguments a) {
   DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u8* stages = dynamic + warp * Config::WARP_BYTES;
   float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, D], each warp's where its tiles were
-  constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;
   static_assert(Config::WARP_BYTES >= STAGES * TILE_BYTES && Config::WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its tiles, then its outputs");
   begin_copies(sh.barrier[warp], STAGES, lane);
 
@@ -289,19 +372,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
         keys.load(room + stage * TILE_BYTES, g, t);
         consumed();
         float s[COLUMN_TILES][4];
-#pragma unroll
-        for (int n = 0; n < COLUMN_TILES; n++) {
-          float c[2][4] = {};  // two chains of products, each half as long
-#pragma unroll
-          for (int k = 0; k < D / 16; k++)
-            mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
-            const int position = at + i / 2 * 8 + g;
-            if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
-          }
-        }
+        multiply_keys(a, w, keys, q, softmax, at, partly, g, s);
         softmax.update(s);
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; n++)
@@ -315,71 +386,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
         values.load(room + stage * TILE_BYTES, g, t);
         consumed();
         if (partly) values.mask(at, w.low, w.n, t);
-        const auto& v = values.v;
-#pragma unroll
-        for (int k = 0; k < D / 16; k++) {
-          const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
-          const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
-#pragma unroll
-          for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-            for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
-        }
+        accumulate(softmax, values, p);
       }
 
-      // a warp's lanes together
-#pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int column = 8 * n + 2 * t + e;
-#pragma unroll
-          for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
-          if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
-#pragma unroll
-          for (int k = 0; k < D / 16; k++) {
-            float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
-            if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
-            if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
-          }
-        }
+      store_warp(sh, softmax, outputs, warp, g, t);
       __syncthreads();
 
-      // a block's warps together
       const bool whole = work.whole();
-      float* mine = a.partial + ((s64)part * 2 + (from > 0 ? 0 : 1)) * PARTIAL;
-      if (threadIdx.x < count) {
-        const int h = threadIdx.x;
-        float m = minus_infinity(), l = 0.f;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++)
-          if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-          const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
-          l += by * sh.l[i][h];
-          sh.l[i][h] = by;  // the warp's weight
-        }
-        sh.total[h] = l > 0.f ? 1.f / l : 0.f;
-        const float top = l > 0.f ? m + log2_(l) : minus_infinity();
-        if (whole) a.lse[query + h] = top * 0.69314718055994531f;
-        else mine[TILE_HEADS * D + h] = top;
-      }
-      __syncthreads();
-      for (int i = threadIdx.x; i < count * D; i += THREADS) {
-        float x = 0.f;
-#pragma unroll
-        for (int k = 0; k < WARPS; k++) {
-          const float by = sh.l[k][i / D];
-          x += by > 0.f ? by * outputs[k * OUTPUT_STRIDE + i] : 0.f;
-        }
-        x *= sh.total[i / D];
-        if (whole) store_number<NUMBERS>(a.out, query * D + i, x);
-        else mine[i] = x;
-      }
-
-      // blocks together
-      if (!whole) {
+      merge_warps(a, sh, outputs, whole, a.partial + ((s64)part * 2 + (from > 0 ? 0 : 1)) * PARTIAL, query, count);
+      if (!whole) {  // the last CTA of this (sequence, head) merges the parts of all
         const int first = scheduler.first_part(work), last = scheduler.last_part(work);
         __syncthreads();
         if (threadIdx.x == 0) {

@@ -187,6 +187,65 @@ template <class I> DEV void make_words(CentroidKeys<I>, const float* x, const fl
   even = fp16_pair(x[0] * by, x[1] * by), odd = fp16_pair(y[0] * by, y[1] * by);
 }
 
+// The special tile: the sum of channels, the bias of centred levels and q . mu of every row of a pass.
+DEV void make_sums(const RotateQueriesArguments& a, const RotateShared& sh, const int (&place)[2], int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float c[APART][1][4];
+  clear<1>(c);
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) multiply_parts<1>(c, sh, k, &sh.special[k][lane], lane);
+  gather<1>(c);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int h = (g + 8 * r) % TILE_HEADS;
+    if (place[r] < 0) continue;
+    if (t == 0) a.operands[place[r]].sum[h] = c[0][0][2 * r], a.operands[place[r]].bias[h] = c[0][0][2 * r + 1];
+    if (t == 1) a.operands[place[r]].mean_logit[h] = c[0][0][2 * r] * a.scale;
+  }
+}
+
+// Rotated queries times their matrix as float32 rows, by which the overlay is multiplied, and the largest magnitude of each.
+DEV void make_overlay_rows(const RotateQueriesArguments& a, RotateShared& sh, const RotatePass& now, const uint2* matrix, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float peak[2] = {0.f, 0.f};
+#pragma unroll 1
+  for (int n = warp; n < D / 8; n += Config::ROTATE_WARPS) {
+    float c[APART][1][4];
+    clear<1>(c);
+#pragma unroll 2
+    for (int k = 0; k < D / 16; k++) {
+      const Fragment m = fragment(matrix, IN_ORDER + n, k);
+      multiply_parts<1>(c, sh, k, &m, lane);
+    }
+    gather<1>(c);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < UNIT_ROWS ? now.slot[unit] : -1;
+      peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
+      if (slot >= 0) {
+        float* to = a.rows + overlay_query_row(slot, row);
+        *(float2*)(to + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    peak[r] = quad_max(peak[r]);
+    if (t == 0) sh.peak[g + 8 * r][warp] = peak[r];
+  }
+}
+
+// Operands of the heads that fill up a lane's heads but do not exist are zero.
+DEV void clear_missing(const RotateQueriesArguments& a, const RotatePass& now) {
+  constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS;  // operands of heads that do not exist are zero
+  if constexpr (MISSING > 0)
+#pragma unroll 1
+    for (int j = threadIdx.x; j < AT_ONCE * MISSING * Keys::REGISTERS * 2; j += ROTATE_THREADS) {
+      const int unit = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
+      if (now.place[unit] >= 0) *(uint4*)(a.operands[now.place[unit]].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
+    }
+}
+
 // Grid: (any, HEAD_TILES). A CTA has the matrix of a head, each warp some columns, and every gridDim.x-th pass of RoPE blocks.
 extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS) kvant_rotate_queries(const RotateQueriesArguments a) {
   __shared__ __align__(16) RotateShared sh;
@@ -226,20 +285,7 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
       multiply_parts<2 * EACH>(sums, sh, k, held[HELD ? k : 0], lane);
     }
     gather<2 * EACH>(sums);
-    if (spare) {
-      float c[APART][1][4];
-      clear<1>(c);
-#pragma unroll
-      for (int k = 0; k < D / 16; k++) multiply_parts<1>(c, sh, k, &sh.special[k][lane], lane);
-      gather<1>(c);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int h = (g + 8 * r) % TILE_HEADS;
-        if (place[r] < 0) continue;
-        if (t == 0) a.operands[place[r]].sum[h] = c[0][0][2 * r], a.operands[place[r]].bias[h] = c[0][0][2 * r + 1];
-        if (t == 1) a.operands[place[r]].mean_logit[h] = c[0][0][2 * r] * a.scale;
-      }
-    }
+    if (spare) make_sums(a, sh, place, lane);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float top = 0.f;
@@ -248,34 +294,7 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
       top = quad_max(top);
       if (t == 0) sh.top[g + 8 * r][warp] = top;
     }
-    if (OVERLAY && now.rows) {  // the rows themselves, for the overlay
-      float peak[2] = {0.f, 0.f};
-#pragma unroll 1
-      for (int n = warp; n < D / 8; n += Config::ROTATE_WARPS) {
-        float c[APART][1][4];
-        clear<1>(c);
-#pragma unroll 2
-        for (int k = 0; k < D / 16; k++) {
-          const Fragment m = fragment(matrix, IN_ORDER + n, k);
-          multiply_parts<1>(c, sh, k, &m, lane);
-        }
-        gather<1>(c);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < UNIT_ROWS ? now.slot[unit] : -1;
-          peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
-          if (slot >= 0) {
-            float* to = a.rows + overlay_query_row(slot, row);
-            *(float2*)(to + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
-          }
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        peak[r] = quad_max(peak[r]);
-        if (t == 0) sh.peak[g + 8 * r][warp] = peak[r];
-      }
-    }
+    if (OVERLAY && now.rows) make_overlay_rows(a, sh, now, matrix, warp, lane);
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -294,12 +313,6 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
         f[0] = up, f[4] = down;
       }
     }
-    constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS;  // operands of heads that do not exist are zero
-    if constexpr (MISSING > 0)
-#pragma unroll 1
-      for (int j = threadIdx.x; j < AT_ONCE * MISSING * Keys::REGISTERS * 2; j += ROTATE_THREADS) {
-        const int unit = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
-        if (now.place[unit] >= 0) *(uint4*)(a.operands[now.place[unit]].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
-      }
+    clear_missing(a, now);
   }
 }
