@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def captured(device: None, monkeypatch: pytest.MonkeyPatch) -> list[recorded.Gra
     """The CUDA kernels serve a CPU, and what they serve can be captured."""
     for op, refuse in (("append", cuda_append.refuse_layout), ("decode", refusals.refuse_layout)):
         found = registry._FOUND[op, "cuda"]  # type: ignore[index]
-        here = registry.Implementation(op, "cuda", found.run, lambda layout, _, refuse=refuse: refuse(layout), rank=99)  # type: ignore[arg-type, misc]
+        here = dataclasses.replace(found, refuse=lambda layout, _, refuse=refuse: refuse(layout), rank=99)  # type: ignore[misc]
         monkeypatch.setitem(registry._FOUND, (op, "cuda"), here)  # type: ignore[arg-type]
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
     return recorded.install(monkeypatch)
