@@ -230,90 +230,40 @@ DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int la
   }
 }
 
-constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;  // floats from the outputs of a warp to those of the next
+// --- schedule ---------------------------------------------------------------------------------------------------------------
 
-// S^T = K Q^T of a tile of 16 tokens from `at` on: s is the scaled logit in powers of two, less m; -infinity outside [low, n).
-DEV void multiply_keys(const DecodeFullArguments& a, const SequenceWork& w, const Rows& keys, const u32 (&q)[COLUMN_TILES][D / 8], const OnlineSoftmax& softmax, int at, bool partly, int g,
-                       float (&s)[COLUMN_TILES][4]) {
-#pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {
-    float c[2][4] = {};  // two chains of products, each half as long
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-      mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
-      const int position = at + i / 2 * 8 + g;
-      if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
-    }
-  }
-}
+// The line of units (scheduler.cuh), cut as TileScheduler cuts it. This kernel keeps the schedule in variables of its own: over
+// TileScheduler, outputs at head_dim 192 in fp16 were wrong on an H200 now and then, by up to 7e-3, for a reason that was not found.
+struct EvenSplit {
+  int each, more;  // the first `more` parts have each + 1 units, the others `each`
+  DEV int begin_of(int part) const { return part * each + min(part, more); }
+  DEV int part_of(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
+};
+// Parts that a (sequence, head tile) of so many units is cut into; share: parts over units.
+DEV int split_units(int units, float share) { return max(1, (int)((float)units * share)); }
 
-// O^T += V^T P^T of a tile of 16 tokens.
-DEV void accumulate(OnlineSoftmax& softmax, const Transposed& values, const Probs& p) {
-  const auto& v = values.v;
+// The sequence b of a unit, and the units of all head tiles of the sequences before it, by a prefix sum over 32 sequences at a time.
+// own: units of the lane-th sequence.
+DEV void find_sequence(const DecodeFullArguments& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
+  b = before = 0;
+  for (int base = 0; base < a.batch; base += 32) {
+    int units = own;
+    if (base) units = base + lane < a.batch ? sequence_work(a, base + lane).units : 0;
+    if (split && base + lane < a.batch) units = split_units(units, share);
+    int sum = units;
 #pragma unroll
-  for (int k = 0; k < D / 16; k++) {
-    const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
-    const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
-#pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-      for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
-  }
-}
-
-// The lanes of a warp together: m and l of every column to sh, outputs [TILE_HEADS, D] to shared memory.
-DEV void store_warp(Shared& sh, OnlineSoftmax& softmax, float* outputs, int warp, int g, int t) {
-#pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int column = 8 * n + 2 * t + e;
-#pragma unroll
-      for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
-      if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
-#pragma unroll
-      for (int k = 0; k < D / 16; k++) {
-        float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
-        if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
-        if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
-      }
+    for (int o = 1; o < 32; o <<= 1) {
+      const int x = __shfl_up_sync(FULL, sum, o);
+      if (lane >= o) sum += x;
     }
-}
-
-// The warps of a CTA together: outputs and log-sum-exps, to their place where the CTA has the `whole` (sequence, head), else to `mine`,
-// its partial result.
-DEV void merge_warps(const DecodeFullArguments& a, Shared& sh, const float* outputs, bool whole, float* mine, s64 query, int count) {
-  if (threadIdx.x < count) {
-    const int h = threadIdx.x;
-    float m = minus_infinity(), l = 0.f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++)
-      if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
-      l += by * sh.l[i][h];
-      sh.l[i][h] = by;  // the warp's weight
+    const u32 beyond = __ballot_sync(FULL, before + sum * HEAD_TILES > unit);
+    if (beyond) {
+      const int found = __ffs(beyond) - 1;
+      b = base + found;
+      before += __shfl_sync(FULL, sum - units, found) * HEAD_TILES;
+      return;
     }
-    sh.total[h] = l > 0.f ? 1.f / l : 0.f;
-    const float top = l > 0.f ? m + log2_(l) : minus_infinity();
-    if (whole) a.lse[query + h] = top * 0.69314718055994531f;
-    else mine[TILE_HEADS * D + h] = top;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < count * D; i += THREADS) {
-    float x = 0.f;
-#pragma unroll
-    for (int k = 0; k < WARPS; k++) {
-      const float by = sh.l[k][i / D];
-      x += by > 0.f ? by * outputs[k * OUTPUT_STRIDE + i] : 0.f;
-    }
-    x *= sh.total[i / D];
-    if (whole) store_number<NUMBERS>(a.out, query * D + i, x);
-    else mine[i] = x;
+    before += __shfl_sync(FULL, sum, 31) * HEAD_TILES;
   }
 }
 
@@ -323,22 +273,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u8* stages = dynamic + warp * Config::WARP_BYTES;
   float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, D], each warp's where its tiles were
+  constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;
   static_assert(Config::WARP_BYTES >= STAGES * TILE_BYTES && Config::WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its tiles, then its outputs");
   begin_copies(sh.barrier[warp], STAGES, lane);
 
-  const TileScheduler<HEAD_TILES, 4 * WARPS> scheduler(a, lane);  // four tiles a warp
+  // Which part of all units is this block's. Where there are several parts for every (sequence, head), each of those is cut into
+  // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
+  const int own = lane < a.batch ? sequence_work(a, lane).units : 0;
+  int all = own;
+  for (int i = lane + 32; i < a.batch; i += 32) all += sequence_work(a, i).units;
+  all = warp_sum_int(all) * HEAD_TILES;
+  int parts = min((int)gridDim.x, max(1, all / (WARPS * 4)));  // four tiles a warp, or it is not worth a block
+  const bool split = parts >= 3 * a.batch * HEAD_TILES;
+  const float share = (float)parts / (float)all;
+  EvenSplit even = {all / parts, all % parts};
+  if (split) {
+    parts = 0;
+    for (int i = lane; i < a.batch; i += 32) parts += split_units(sequence_work(a, i).units, share);
+    parts = warp_sum_int(parts) * HEAD_TILES;
+    even = {1, 0};
+  }
   Ahead ahead;
   ahead.stage = 0;
   int stage = 0, parity = 0;
   const u32 room = shared_address_register(stages), barriers = shared_address_register(sh.barrier[warp]);
   const auto await = [&] { await_stage<STAGES>(barriers + stage * 8, parity); };
-  for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x) {
-    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work)) {
-      const SequenceWork w = sequence_work(a, work.b);
-      scheduler.enter(work, w.units);
-      const bool split = scheduler.split;
-      const int b = work.b, units = work.units, head_tile = work.head_tile, from = work.from, to = work.to;
-      const int head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
+  for (int part = blockIdx.x; part < parts; part += gridDim.x) {
+    int now = even.begin_of(part), b, before;
+    const int end = even.begin_of(part + 1);
+    find_sequence(a, now, split, share, own, lane, b, before);
+    while (now < end) {
+      const SequenceWork w = sequence_work(a, b);
+      const int units = split ? split_units(w.units, share) : w.units;
+      const int head_tile = (now - before) / units, head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
+      const int start = before + head_tile * units;
+      const int from = now - start, to = min(end, start + units) - start;
       int tile = split ? (int)((s64)from * w.tiles / units) : from, tile_end = split ? (int)((s64)to * w.tiles / units) : min(to, w.tiles);
       const int own = tile_end - tile;  // this block's; then this warp's
       tile_end = w.first + tile + (warp + 1) * own / WARPS, tile += w.first + warp * own / WARPS;
@@ -372,7 +341,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
         keys.load(room + stage * TILE_BYTES, g, t);
         consumed();
         float s[COLUMN_TILES][4];
-        multiply_keys(a, w, keys, q, softmax, at, partly, g, s);
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) {
+          float c[2][4] = {};  // two chains of products, each half as long
+#pragma unroll
+          for (int k = 0; k < D / 16; k++)
+            mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
+            const int position = at + i / 2 * 8 + g;
+            if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
+          }
+        }
         softmax.update(s);
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; n++)
@@ -386,16 +367,72 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
         values.load(room + stage * TILE_BYTES, g, t);
         consumed();
         if (partly) values.mask(at, w.low, w.n, t);
-        accumulate(softmax, values, p);
+        const auto& v = values.v;
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+          const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
+          const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
+#pragma unroll
+          for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+            for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
+        }
       }
 
-      store_warp(sh, softmax, outputs, warp, g, t);
+      // a warp's lanes together
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int column = 8 * n + 2 * t + e;
+#pragma unroll
+          for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
+          if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
+#pragma unroll
+          for (int k = 0; k < D / 16; k++) {
+            float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
+            if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
+            if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
+          }
+        }
       __syncthreads();
 
-      const bool whole = work.whole();
-      merge_warps(a, sh, outputs, whole, a.partial + ((s64)part * 2 + (from > 0 ? 0 : 1)) * PARTIAL, query, count);
-      if (!whole) {  // the last CTA of this (sequence, head) merges the parts of all
-        const int first = scheduler.first_part(work), last = scheduler.last_part(work);
+      // a block's warps together
+      const bool whole = from == 0 && to == units;
+      float* mine = a.partial + ((s64)part * 2 + (from > 0 ? 0 : 1)) * PARTIAL;
+      if (threadIdx.x < count) {
+        const int h = threadIdx.x;
+        float m = minus_infinity(), l = 0.f;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++)
+          if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+          const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
+          l += by * sh.l[i][h];
+          sh.l[i][h] = by;  // the warp's weight
+        }
+        sh.total[h] = l > 0.f ? 1.f / l : 0.f;
+        const float top = l > 0.f ? m + log2_(l) : minus_infinity();
+        if (whole) a.lse[query + h] = top * 0.69314718055994531f;
+        else mine[TILE_HEADS * D + h] = top;
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < count * D; i += THREADS) {
+        float x = 0.f;
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) {
+          const float by = sh.l[k][i / D];
+          x += by > 0.f ? by * outputs[k * OUTPUT_STRIDE + i] : 0.f;
+        }
+        x *= sh.total[i / D];
+        if (whole) store_number<NUMBERS>(a.out, query * D + i, x);
+        else mine[i] = x;
+      }
+
+      // parts together
+      if (!whole) {
+        const int first = even.part_of(start), last = even.part_of(start + units - 1);
         __syncthreads();
         if (threadIdx.x == 0) {
           int* counter = a.arrivals + b * HEAD_TILES + head_tile;
@@ -407,6 +444,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       }
       fence_copies();  // the stages were written as memory and will be copied to
       __syncthreads();
+      now = start + to;
+      if (now == before + units * HEAD_TILES) before = now, b++;
     }
   }
 }
