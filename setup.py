@@ -15,7 +15,7 @@ SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(NATI
 extension = Extension(
     "kvant.ops.cpu._native",
     [f"{NATIVE}/{name}.c" for name in ("module", "generic", "avx2", "avx512", "neon")],
-    depends=[f"{NATIVE}/{name}.h" for name in ("kvant", "vector", "operations", "rows", "attend", "append")],
+    depends=sorted(map(str, Path(NATIVE).glob("*.h"))),
     define_macros=[("KVANT_SOURCES", f'"{SOURCES}"')],
     extra_compile_args=FLAGS,
     extra_link_args=["-pthread"],

@@ -11,13 +11,16 @@ import hashlib
 import itertools
 import json
 import typing
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
 
 from kvant.codecs import Codec
 from kvant.correctors import Corrector
 from kvant.spec import Spec, parse_value
 from kvant.transforms import Transform
 
+N = TypeVar("N", int, torch.Tensor)
 OF_A_STREAM = ("rope", "rope_block")  # fields of a stream that are its own, not a part's
 
 
@@ -39,9 +42,14 @@ class Window(Spec):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
-    def packed_end(self, n: int) -> int:
-        """Of n tokens, [min(n, sink), packed_end) are read from packed pages."""
-        return min(n, self.sink) + max(0, n - self.sink - self.recent) // self.flush * self.flush
+    def packed_end(self, n: N) -> N:
+        """Of n tokens, [min(n, sink), packed_end) are read from packed pages; n is a number or a tensor of numbers.
+
+        packed_end = min(n, sink) + floor(max(0, n - sink - recent) / flush) * flush
+        """
+        past_sinks = n - self.sink
+        waiting = past_sinks - self.recent  # a product with x > 0 is max(0, x), of numbers and of tensors alike
+        return n - past_sinks * (past_sinks > 0) + waiting * (waiting > 0) // self.flush * self.flush
 
     @property
     def ring(self) -> int:

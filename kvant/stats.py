@@ -1,6 +1,6 @@
-"""What calibration gathers of one layer, and how it looks through a transform.
+"""Statistics that calibration gathers of one layer, and their images under a transform.
 
-Everything is per KV head; the queries of a group's heads are pooled for their KV head. Row vectors, after RoPE, over
+Everything is per KV head; the queries of all query heads of a KV head are pooled. Vectors are row vectors, after RoPE, over
 the positions that will be served.
 """
 
@@ -15,18 +15,18 @@ Tensor = torch.Tensor
 
 
 class Probe(NamedTuple):
-    """The first tokens of a run of text, for searches that need real attention: some of its queries [rows, heads,
-    queries per head, head_dim] and where they stand, all of its keys and values [tokens, heads, head_dim]."""
+    """The first tokens of an excerpt, for searches that compute real attention: some of its queries [rows, heads, queries per
+    head, head_dim], and all of its keys and values [tokens, heads, head_dim]."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
-    rows: Tensor  # int64 [rows]: the queries' places in the probe
+    rows: Tensor  # int64 [rows]: token of each query
 
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Streamed sums of a stream of vectors, all [heads, ...] in float64."""
+    """Moments of keys, values or queries, all [heads, ...] in float64."""
 
     count: int
     mean: Tensor  # [heads, head_dim]
@@ -35,7 +35,7 @@ class Moments:
     sample: Tensor  # [heads, n, head_dim] float32: a uniform sample of the vectors
 
     def through(self, matrix: Tensor, offset: Tensor | None = None) -> Moments:
-        """Moments of (x - offset) @ matrix; matrix [heads, d, d] or [d, d]. absmax is then that of the sample."""
+        """Moments of (x - offset) @ matrix; matrix [heads, d, d] or [d, d]. absmax is computed from the sample."""
         matrix = matrix.to(torch.float64).expand(len(self.mean), *matrix.shape[-2:])
         second, mean, sample = self.second, self.mean, self.sample.to(torch.float64)
         if offset is not None:
@@ -65,7 +65,7 @@ class Moments:
 
 
 class WeightedMoments(NamedTuple):
-    """Mean and second moment of vectors, each weighted by what attention reads of it; all in float64."""
+    """Mean and second moment of vectors, weighted by how much an error in a token changes attention outputs; float64."""
 
     mean: Tensor  # [heads, head_dim]
     second: Tensor  # [heads, head_dim, head_dim], not centred
@@ -75,14 +75,14 @@ class WeightedMoments(NamedTuple):
         return self.second - self.mean[:, :, None] * self.mean[:, None, :]
 
     def mixed(self, other: WeightedMoments | None, share: float) -> WeightedMoments:
-        """This much of the other one."""
+        """(1 - share) * self + share * other."""
         if not share:
             return self
-        assert other is not None, "a part that looks at what is read says so (`attention_weighted`)"
+        assert other is not None, "a part with share > 0 must be `attention_weighted`"
         return WeightedMoments(*(torch.lerp(a, b, share) for a, b in zip(self, other, strict=True)))
 
     def through(self, matrix: Tensor, offset: Tensor) -> WeightedMoments:
-        """Of (x - offset) @ matrix; matrix [heads, d, d], offset [heads, d]."""
+        """Moments of (x - offset) @ matrix; matrix [heads, d, d], offset [heads, d]."""
         mean = self.mean - offset
         second = self.covariance + mean[:, :, None] * mean[:, None, :]
         return WeightedMoments((mean[:, None, :] @ matrix)[:, 0], matrix.mT @ second @ matrix)
@@ -90,10 +90,11 @@ class WeightedMoments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerStats:
-    """All that a fitter may look at. `attended` is OSCAR's C_S: the mean of (p V)^T (p V) over queries, per head.
+    """Statistics of one layer, the input of a fitter. `attended` is OSCAR's C_S: the mean of (p V)^T (p V) over queries, per
+    head.
 
-    The recipe's sink tokens are never coded, so they count in no moment and no sample; probes contain them. Where tokens
-    are weighed by what attention reads of them, the first 16 count nowhere: they would outweigh all others.
+    The recipe's sink tokens are never coded, so moments and samples leave them out; probes contain them. Where tokens are
+    weighted by attention, the first 16 are left out: they would outweigh all others.
     """
 
     queries: Moments
@@ -104,7 +105,7 @@ class LayerStats:
     scale: float  # of the softmax
     sink: int = 0  # tokens at the start of a probe that are never coded
     recent: int = 0  # tokens before a query, itself included, that it reads in full precision
-    window: int | None = None  # tokens that a query sees, itself included; None is all before it
+    sliding_window: int | None = None  # tokens of the layer that a query sees, itself included; None: all
     softcap: float | None = None  # of the logits
     attended_mean: Tensor | None = None  # [heads, head_dim]: the mean of p V, for what removes a mean from the values
     weighted_keys: WeightedMoments | None = None  # only where a part is `attention_weighted`
@@ -114,8 +115,8 @@ class LayerStats:
         return self.keys if stream == "key" else self.values
 
     def weighted_moments(self, stream: str, share: float) -> WeightedMoments:
-        """Mean and second moment of a stream; this share of a token's weight is what attention reads of it, the rest the
-        same for all."""
+        """Mean and second moment of a stream. They are (1 - share) times the plain moments plus share times the
+        attention-weighted ones."""
         moments = self.of(stream)
         plain = WeightedMoments(moments.mean, moments.second)
         return plain.mixed(self.weighted_keys if stream == "key" else self.weighted_values, share)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvant import recipes
 from kvant.layout import Layout
-from kvant.ops.cuda import append, append_groups, full, nearest, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append, append_groups, append_pq, full, nvrtc, plan, transform_kv, unpack
 
 H200 = (227 * 1024, 228 * 1024)  # shared memory of a thread block and of a multiprocessor
 FRAME_SIZE, REGCOUNT = 0x11, 0x2F  # attributes of a kernel in .nv.info
@@ -42,7 +42,7 @@ def texts() -> Iterator[tuple[str, str]]:
     ):
         layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
         for low_batch in (False, True):
-            made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), few=low_batch)
+            made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), low_batch=low_batch)
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text
         if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4"):
             block = layout.recipe.key.effective_rope_block
@@ -50,9 +50,9 @@ def texts() -> Iterator[tuple[str, str]]:
         if layout.recipe.key.groupwise:
             yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
             continue
-        if plan.is_indexed(layout):
-            for rows in (nearest.FEW, nearest.many(layout)):
-                made_pq = nearest.NearestPlan(layout, ("bfloat16", "bfloat16"), (128, 1), rows)
+        if layout.format("key").is_pq:
+            for rows in (append_pq.LOW_BATCH_ROWS, append_pq.high_batch_rows(layout)):
+                made_pq = append_pq.AppendPqPlan(layout, ("bfloat16", "bfloat16"), (128, 1), rows)
                 yield f"append {name} {rows} rows", made_pq.text
             continue
         for stream in ("key", "value"):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from kvant import models
-from kvant.cache import paged
+from kvant.cache import growth
 from kvant.layout import Layout
 from kvant.ops import LayerStore
 from tests.order import OtherOrder
@@ -84,8 +84,8 @@ def _other_order(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh pages are 0xFF, fresh windows NaN."""
-    allocate, grown = LayerStore.allocate, paged._grown
+    """Fresh pages are 0xFF, fresh overlays NaN."""
+    allocate, grown = LayerStore.allocate, growth.resized
 
     def poisoned(*args: object, **kwargs: object) -> LayerStore:
         store = allocate(*args, **kwargs)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(LayerStore, "allocate", staticmethod(poisoned))
-    monkeypatch.setattr(paged, "_grown", poisoned_grown)
+    monkeypatch.setattr(growth, "resized", poisoned_grown)
 
 
 def poison(store: LayerStore) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values that no page may hold."""
+"""Refuses keys and values that are not finite, or too large to be quantized."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ Tensor = torch.Tensor
 
 
 def largest(layout: Layout) -> float:
-    """Beyond it, the range or the rotation of a vector may overflow what a page stores: float16, or float32 on the way."""
+    """Largest magnitude that a key or value may have. A rotation multiplies it by up to sqrt(head_dim), and a range is twice as
+    large: beyond this limit scales overflow float16, or intermediate values float32."""
     streams: tuple[StreamName, ...] = ("key", "value")
     types = {field.dtype for name in streams for field in layout.fields(name)} | {layout.overlay_dtype}
     return 2.0**15 / layout.head_dim**0.5 if "float16" in types else 1e30
 
 
 class NotFinite(ValueError):
-    """A key or value that is NaN, infinite or beyond what can be coded. The layer's pages were not touched."""
+    """A key or value that is NaN, infinite or beyond `largest`. The layer's pages were not written."""
 
     def __init__(self, layer: int, stream: str, sequence: int, token: int, number: float, limit: float) -> None:
         super().__init__(
@@ -29,11 +30,11 @@ class NotFinite(ValueError):
 
 
 def check_finite(layer: int, key: Tensor, value: Tensor, batch: PagedBatch, limit: float) -> None:
-    """Raises NotFinite, naming the first token that may not be stored."""
+    """Raises NotFinite for the first token of `batch` with such a number; key and value are [tokens, heads, head_dim]."""
     if not key.numel():
         return
     if key.is_cuda:
-        fine = bool(torch.maximum(key.abs().amax(), value.abs().amax()) <= limit)  # one wait for both
+        fine = bool(torch.maximum(key.abs().amax(), value.abs().amax()) <= limit)  # one synchronization for both
     else:
         fine = all(float(torch.linalg.vector_norm(x.detach(), torch.inf)) <= limit for x in (key, value))
     if fine:  # false for NaN too

@@ -1,18 +1,22 @@
-"""The cache of a group of layers that see the same tokens: pages, sequences, and the operations on them."""
+"""The paged cache of a group of layers that see the same tokens: pages, sequences, and the operations on them.
+
+A page is what vLLM calls a block: the packed keys and values of `page_tokens` consecutive tokens of one sequence."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import threading
+import warnings
 from collections import Counter, abc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from kvant.cache.batch import batch_of
 from kvant.cache.finite import check_finite, largest
+from kvant.cache.growth import grow
 from kvant.cache.pool import PagePool, PoolFull
 from kvant.cache.prefix import PrefixCache
 from kvant.cache.sequence import FREED, SLID_OUT, Sequence
@@ -30,7 +34,8 @@ R = TypeVar("R")
 def locked(
     method: Callable[Concatenate[PagedCache, P], R],
 ) -> Callable[Concatenate[PagedCache, P], R]:
-    """One operation at a time: a pool that grows while another thread writes to it would lose what is written."""
+    """Decorator: holds the cache's lock for the whole call. A pool that grows copies its pages, and would lose what another thread
+    writes meanwhile."""
 
     @functools.wraps(method)
     def run(self: PagedCache, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,14 +48,15 @@ def locked(
 class PagedCache:
     """Packed pages of several layers behind one set of block tables.
 
-    pages    fixes the pool's size, and a request for more raises PoolFull; without it the pool grows as needed.
-    max_sequences  fixes the number of sequences in the same way; their windows are allocated at once.
-    digest   names what the bytes mean; by default recipe, layout and calibrated tensors, but no model.
-    check    refuse keys and values that are not finite. It looks at the numbers, so on a GPU it waits for them.
-    numbers  what the layers are called in messages.
+    pages          size of the pool; more raises PoolFull. None: the pool grows as needed.
+    max_sequences  number of sequences, whose overlay rows are allocated at once; more raises PoolFull. None: they grow as needed.
+    digest         names what the stored bytes mean; by default recipe, layout and calibrated tensors, but no model.
+    check          refuse keys and values that are not finite. On a GPU this waits for them.
+    numbers        numbers of the layers in the model, for messages.
+    owners         deprecated name of max_sequences.
 
-    Several threads may use one cache, each with sequences of its own: every operation is done whole before the next one
-    begins. Two threads must not write to the same sequence at once.
+    Several threads may use one cache, each with sequences of its own: every operation holds the cache's lock. Two threads must
+    not write to the same sequence at once.
     """
 
     def __init__(
@@ -67,13 +73,17 @@ class PagedCache:
         digest: str | None = None,
         check: bool = True,
         numbers: abc.Sequence[int] | None = None,
+        owners: int | None = None,
     ) -> None:
+        if owners is not None:
+            warnings.warn("PagedCache(owners=) is now called max_sequences", DeprecationWarning, stacklevel=2)
+            max_sequences = owners
         self.layout = layout
         self.device = torch.device(device)
         self.lock = threading.RLock()
         self.check, self.largest = check, largest(layout)
         self.numbers = list(range(layers)) if numbers is None else list(numbers)
-        self.digest = layout.digest(_named(tensors or {})) if digest is None else digest
+        self.digest = layout.digest(_digest_of(tensors or {})) if digest is None else digest
         self.growing = pages is None
         self.pool = PagePool(pages or 0)
         self.max_sequences = max_sequences
@@ -82,7 +92,7 @@ class PagedCache:
         self.sequences: list[Sequence] = []
         self.prefix: PrefixCache | None = None
         self.ops = {op: choose(op, layout, self.device, implementation) for op in OPS}
-        with torch.inference_mode(False):  # pages that could only be written to in it would be of little use
+        with torch.inference_mode(False):  # tensors that are made in inference mode can be written in it alone
             self.stores = [
                 LayerStore.allocate(
                     layout,
@@ -99,18 +109,18 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """What torch allocated."""
+        """Bytes that torch allocated."""
         return sum(store.nbytes for store in self.stores) + (self.prefix.nbytes if self.prefix is not None else 0)
 
     @property
     def predicted_nbytes(self) -> int:
-        """What the layout says that the allocated pages and windows take."""
+        """Bytes of the allocated pages and overlay rows by the layout."""
         allocated = self.pool.total * self.layout.page_bytes + self._rows * self.layout.overlay_bytes
         return len(self.stores) * allocated + (self.prefix.predicted_nbytes if self.prefix is not None else 0)
 
     @property
     def nbytes_used(self) -> int:
-        """The part of it in use: pages of sequences and of kept prefixes (shared ones once), and windows."""
+        """Bytes in use: pages of sequences and of the prefix cache (shared ones once), and overlay rows of sequences."""
         per_layer = self.pool.used * self.layout.page_bytes + len(self.sequences) * self.layout.overlay_bytes
         return len(self.stores) * per_layer + (self.prefix.nbytes if self.prefix is not None else 0)
 
@@ -125,7 +135,7 @@ class PagedCache:
 
     @locked
     def fork(self, seq: Sequence) -> Sequence:
-        """A second sequence with the same tokens: pages are shared, windows and what correctors remember are copied."""
+        """A second sequence with the same tokens. Pages are shared; its row of the overlays and corrector states is copied."""
         self.check_ours(seq)
         twin = self.new()
         try:
@@ -137,8 +147,8 @@ class PagedCache:
 
     @locked
     def mirror(self, seq: Sequence, source: Sequence) -> None:
-        """As `fork`, but into a sequence that is there already: its tokens are forgotten, its rows of the overlays are
-        written over. Nothing is allocated, so this cannot run out of pages or rows."""
+        """As `fork`, into an existing sequence: its tokens are forgotten, its row is overwritten. Nothing is allocated, so this
+        cannot run out of pages or rows."""
         self.check_ours(seq)
         self.check_ours(source)
         if seq is source:
@@ -163,7 +173,7 @@ class PagedCache:
 
     @locked
     def free(self, seq: Sequence) -> None:
-        """Gives a sequence's pages and windows back."""
+        """Gives a sequence's pages and overlay row back."""
         self.check_ours(seq)
         self.sequences.remove(seq)
         self.pool.release(seq.held)
@@ -172,7 +182,7 @@ class PagedCache:
 
     @locked
     def clear(self) -> None:
-        """Forgets all sequences and kept prefixes; memory stays allocated."""
+        """Forgets all sequences and the prefix cache; memory stays allocated."""
         if self.prefix is not None:
             self.prefix.clear()
         for seq in self.sequences:
@@ -185,10 +195,10 @@ class PagedCache:
     def crop(self, seq: Sequence, length: int) -> None:
         """Forgets the tokens from `length` on.
 
-        Tokens that come back into a recent window and whose full-precision form is gone are read from their pages. So are
-        whole groups that come back into the tail of a group-wise stream; of a group that is cut, tokens that the window
-        no longer holds are decoded into it, and coded again when the group is complete again. What a corrector has
-        learnt stays.
+        A token that is among the recent ones again, and whose full-precision form has been overwritten in the ring, is read from
+        its page. In a group-wise stream the tail may end inside a group that was already packed: the group's tokens that the ring no
+        longer holds are decoded into it, and the group is quantized again when it is complete (`Sequence.requantized_from`). The
+        state of a corrector stays as it is.
         """
         self.check_crop(seq, length)
         if length < seq.length:
@@ -196,7 +206,7 @@ class PagedCache:
 
     @locked
     def rollback(self, seq: Sequence, length: int, layers: Iterable[int]) -> None:
-        """Takes back an `extend` whose tokens only some layers have got, as after an append that was refused."""
+        """Takes back an `extend` whose tokens were written in these layers alone, as after an append that failed."""
         self.check_ours(seq)
         layers = list(layers)
         if layers:
@@ -205,7 +215,8 @@ class PagedCache:
             self.retract(seq, length)
 
     def _forget(self, seq: Sequence, length: int, layers: Iterable[int], whole: bool) -> None:
-        """Brings the windows of some layers back to an earlier length. `whole`: all layers hold the codes of all groups."""
+        """Shortens a sequence, and restores the rings of some layers. `whole`: pages of all layers hold every group that is
+        complete at the present length."""
         for name, stream in self.layout.recipe.streams.items():
             window, group = stream.window, stream.codec.group_tokens
             held = max(seq.ring_start[name], seq.length - window.ring)
@@ -220,7 +231,8 @@ class PagedCache:
             first = max(window.packed_end(length), min(length, aligned(min(seq.ring_start[name], length))))
             if whole and stop > first:
                 first = aligned(stop)
-            if first < (stop if stream.corrector is None else length):  # a corrector has seen the queries that are gone
+            # A group that is decoded and quantized again has other codes; so has one that a corrector codes with another state.
+            if first < (stop if stream.corrector is None else length):
                 seq.requantized_from = first if seq.requantized_from is None else min(seq.requantized_from, first)
             if first < stop:
                 pages = torch.tensor(seq.pages, device=self.device)
@@ -236,14 +248,14 @@ class PagedCache:
         gone = [page for page in seq.pages[keep:] if page != SLID_OUT]
         seq.sinks = min(seq.sinks, length)
         if seq.requantized_from is not None and length <= seq.requantized_from:
-            seq.requantized_from = None  # what had been coded again is gone
+            seq.requantized_from = None  # the groups that were quantized again are gone
         seq.length = length
         del seq.pages[keep:]
         self.pool.release(gone)
 
     def check_ours(self, seq: Sequence) -> None:
         if seq.overlay_row == FREED or not any(seq is each for each in self.sequences):
-            raise ValueError("this sequence is not in this cache: it was freed or swapped out, or belongs to another")
+            raise ValueError("this sequence is not in this cache: it was freed or swapped out, or is another cache's")
 
     def frontier(self, seq: Sequence, name: StreamName) -> int:
         """The first token of a group-wise stream that is not in a page."""
@@ -251,8 +263,7 @@ class PagedCache:
         return max(window.packed_end(seq.length), seq.ring_start[name])
 
     def check_crop(self, seq: Sequence, length: int) -> None:
-        """Refuses a length that is not there, or where a sliding window, or the tail of a group, would need tokens that have
-        slid out."""
+        """Refuses a length beyond the sequence's, and one at which tokens are needed whose pages the sliding window has left."""
         self.check_ours(seq)
         if not 0 <= length <= seq.length:
             raise ValueError(f"length must be between 0 and {seq.length}, got {length}")
@@ -267,8 +278,8 @@ class PagedCache:
 
     @locked
     def slide(self, seq: Sequence, sliding_window: int) -> None:
-        """Gives back the pages that lie wholly before the last `window` tokens, and that no group has yet to be coded
-        into."""
+        """Gives back the pages that lie wholly before the last `sliding_window` tokens, except those that groups in the tail will
+        be packed into."""
         ends = [s.window.packed_end(seq.length) for s in self.layout.recipe.streams.values() if s.groupwise]
         seen = min([seq.length - sliding_window, *ends]) - self.layout.recipe.origin
         first = min(max(0, seen) // self.layout.page_tokens, len(seq.pages))
@@ -279,11 +290,11 @@ class PagedCache:
 
     @locked
     def extend(self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> PagedBatch:
-        """Makes room for new tokens at the end of sequences and says where they go: all of them, or an error (PoolFull, or
-        torch's where memory runs out) and none.
+        """Takes pages for new tokens at the end of sequences, and returns where they go. Where pages or memory run out (PoolFull, or
+        torch's error) no sequence is longer.
 
         The tokens themselves are written layer by layer with `append`. A page that another sequence reads too is copied
-        before it is written. A count may be 0.
+        first. A count may be 0.
         """
         self._check_batch(sequences)
         if len(counts) != len(sequences) or any(count < 0 for count in counts):
@@ -291,11 +302,13 @@ class PagedCache:
                 f"counts must be a number of new tokens for each of {len(sequences)} sequences, got {counts}"
             )
         layout = self.layout
-        fresh = [layout.pages_for(e.length + c) - len(e.pages) for e, c in zip(sequences, counts, strict=True)]
+        fresh = [
+            layout.pages_for(seq.length + count) - len(seq.pages) for seq, count in zip(sequences, counts, strict=True)
+        ]
         copied = self._to_copy(sequences, counts)
         try:
             self.reserve(sum(fresh) + len(copied))
-        except PoolFull:  # a kept prefix gives way before a sequence does
+        except PoolFull:  # pages of the prefix cache go before a request is refused
             if not self._give_way(sum(fresh), [seq.pages[place] for seq, place in copied]):
                 raise
             copied = self._to_copy(sequences, counts)
@@ -304,8 +317,8 @@ class PagedCache:
             self._copy_page(seq, place)
         before = [seq.length for seq in sequences]
         try:
-            return self._batch(sequences, counts, self._extended(sequences, counts, fresh))
-        except BaseException:  # memory for what is told of the batch
+            return batch_of(sequences, counts, self._extended(sequences, counts, fresh), self.device)
+        except BaseException:  # no memory for the batch's tensors
             for seq, length in zip(sequences, before, strict=True):
                 self.retract(seq, length)
             raise
@@ -313,13 +326,13 @@ class PagedCache:
     def _extended(
         self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], fresh: abc.Sequence[int]
     ) -> list[Tensor]:
-        """Makes sequences longer by pages that are free, and says where the new tokens of each go."""
+        """Makes sequences longer by free pages. Returns the slots of each sequence's new tokens: int64 [count]."""
         layout, size = self.layout, self.layout.page_tokens
         slot_mapping: list[Tensor] = []
         for seq, count, more in zip(sequences, counts, fresh, strict=True):
             seq.pages += self.pool.take(more)
             at = torch.arange(seq.length, seq.length + count) - layout.recipe.origin
-            at = at.clamp_min(0)  # tokens before the first page have no place in one
+            at = at.clamp_min(0)  # sinks before the first page have no slot; append does not write it
             pages = torch.tensor(seq.pages or [0])
             slot_mapping.append(pages[at // size] * size + at % size)
             if seq.sinks == min(seq.length, layout.recipe.key.window.sink):
@@ -329,9 +342,9 @@ class PagedCache:
 
     @locked
     def batch(self, sequences: abc.Sequence[Sequence]) -> PagedBatch:
-        """Sequences as they are, with no new tokens. One may be there several times: nothing is written."""
+        """Sequences as they are, with no new tokens. One may be named several times: nothing is written."""
         self._check_ours(sequences)
-        return self._batch(sequences, [0] * len(sequences), [])
+        return batch_of(sequences, [0] * len(sequences), [], self.device)
 
     def _check_ours(self, sequences: abc.Sequence[Sequence]) -> None:
         if not sequences:
@@ -344,40 +357,12 @@ class PagedCache:
         if len({id(seq) for seq in sequences}) != len(sequences):
             raise ValueError("sequences must name every sequence once, got one of them twice: fork it")
 
-    def _batch(
-        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], slot_mapping: abc.Sequence[Tensor]
-    ) -> PagedBatch:
-        table = torch.zeros(len(sequences), max(1, max(len(e.pages) for e in sequences)), dtype=torch.int64)
-        for row, seq in enumerate(sequences):
-            table[row, : len(seq.pages)] = torch.tensor(seq.pages, dtype=torch.int64)
-
-        def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-        query_start_loc = [0]
-        for count in counts:
-            query_start_loc.append(query_start_loc[-1] + count)
-        return PagedBatch(
-            block_table=table.to(self.device),
-            seq_lens=column([e.length for e in sequences]),
-            slot_mapping=(torch.cat(list(slot_mapping)) if slot_mapping else torch.zeros(0, dtype=torch.int64)).to(
-                self.device
-            ),
-            query_start_loc=column(query_start_loc),
-            overlay_rows=column([e.overlay_row for e in sequences]),
-            sinks=column([e.sinks for e in sequences]),
-            ring_start={
-                "key": column([e.ring_start["key"] for e in sequences]),
-                "value": column([e.ring_start["value"] for e in sequences]),
-            },
-        )
-
     # --- operations on one layer -------------------------------------------------------------------------------------
 
     @locked
     def append(self, layer: int, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-        """Writes the tokens that `extend` made room for. Recipes that learn from queries need `query`, the same
-        tokens'."""
+        """Writes the tokens that `extend` took pages for: key and value [tokens, heads, head_dim]. Correctors that weigh errors by
+        queries need `query` of the same tokens, [tokens, query heads, head_dim]."""
         chosen, options = self.ops["append"], {"query": query} if self.layout.recipe.wants_queries else {}
         if self.check and chosen.checks:
             if chosen.run(self.stores[layer], key, value, batch, **options, limit=self.largest):
@@ -402,20 +387,20 @@ class PagedCache:
     def replay(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, **options: Any
     ) -> Tensor:
-        """Appends new tokens and attends from each as one-by-one decode would have."""
+        """Appends new tokens and attends from each as decoding them one by one would have."""
         store = self.stores[layer]
         return replay(store, query, key, value, batch, lambda: self.append(layer, key, value, batch, query), **options)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _to_copy(self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> list[tuple[Sequence, int]]:
-        """Places in sequences' pages that new tokens will write to and that another sequence reads too.
+        """Pages that new tokens will write to and that another sequence reads too: (sequence, number of the page in it).
 
         A new token goes to the page after the last token; a group that it completes may lie in older pages.
         """
         layout = self.layout
         out: list[tuple[Sequence, int]] = []
-        left: Counter[int] = Counter()  # references that the copies so far give up
+        left: Counter[int] = Counter()  # references that copies so far will release
         for seq, count in zip(sequences, counts, strict=True):
             starts = []
             for name, stream in layout.recipe.streams.items():
@@ -426,7 +411,7 @@ class PagedCache:
                 continue
             first = max(0, min(starts) - layout.recipe.origin) // layout.page_tokens
             for place, page in enumerate(seq.pages[first:], first):
-                assert page != SLID_OUT, "a page is to be written that has slid out"
+                assert page != SLID_OUT, "a page is to be written that the sliding window has left"
                 if self.pool.references(page) - left[page] > 1:
                     out.append((seq, place))
                     left[page] += 1
@@ -445,11 +430,11 @@ class PagedCache:
 
     @locked
     def reserve(self, count: int, sequences: int = 0) -> None:
-        """Makes sure that `count` pages are free, and windows for so many sequences: kept prefixes that nobody reads are given
-        up, then the pool grows, if it may. Where that is not enough: PoolFull, or torch's error where memory runs out, and
-        nothing has changed."""
-        missing, windows = count - self.pool.free, sequences - len(self._free_rows)
-        if self.max_sequences is not None and windows > 0:
+        """Makes sure that `count` pages and the overlay rows of `sequences` sequences are free: evicts pages of the prefix cache, or
+        grows the pool, if it may. Where that is not enough: PoolFull, or torch's error where memory runs out, and nothing has
+        changed."""
+        missing, more_rows = count - self.pool.free, sequences - len(self._free_rows)
+        if self.max_sequences is not None and more_rows > 0:
             raise self._full(count, self._rows)
         if missing > 0 and not self.growing:
             if self.prefix is None or not self.prefix.evict(missing):
@@ -458,33 +443,14 @@ class PagedCache:
         pages, overlay_rows = self.pool.total, self._rows
         if missing > 0:
             pages += max(missing, pages // 4)
-        if windows > 0:
-            overlay_rows += max(windows, 1 + overlay_rows // 4)
+        if more_rows > 0:
+            overlay_rows += max(more_rows, 1 + overlay_rows // 4)
         if (pages, overlay_rows) != (self.pool.total, self._rows):
             self._grow(pages, overlay_rows)
 
     def _grow(self, pages: int, overlay_rows: int) -> None:
-        """So many pages and rows of the overlays in every layer, or in none where memory runs out.
-
-        Tensors grow one after another: at no time does more than one of them take its memory twice. Where one cannot grow,
-        those before it shrink again, for which there is room: theirs was found beside a tensor of the old size.
-        """
-        parts: list[tuple[dict[Any, Any], str, int, int]] = []  # where a tensor is kept, its rows now and then
-        for store in self.stores:
-            parts.append((vars(store), "pages", self.pool.total, pages))
-            for owned in (store.overlays, store.states):
-                parts += [(owned, name, self._rows, overlay_rows) for name in owned]
-        try:
-            for holder, name, _, rows in parts:
-                if len(holder[name]) < rows:
-                    holder[name] = _grown(holder[name], rows)
-        except BaseException:
-            for holder, name, rows, _ in parts:
-                if len(holder[name]) > rows:
-                    # a layer that can do neither keeps rows that nobody uses, until the next growth
-                    with contextlib.suppress(RuntimeError, MemoryError):
-                        holder[name] = _grown(holder[name], rows)
-            raise
+        """Grows every layer to so many pages and overlay rows; where memory runs out, no layer."""
+        grow(self.stores, (self.pool.total, self._rows), (pages, overlay_rows))
         self.pool.grow(pages)
         self._free_rows[:0] = range(overlay_rows - 1, self._rows - 1, -1)
         self._rows = overlay_rows
@@ -495,12 +461,12 @@ class PagedCache:
         return PoolFull(asked, self.pool.used, self.pool.total, evictable, gains, sequences)
 
     def gain(self, seq: Sequence) -> int:
-        """Pages that could be used again if a sequence were freed."""
+        """How many pages freeing a sequence would give back: those that no other sequence reads."""
         kept = self.prefix.holds if self.prefix is not None else lambda page: 0
         return sum(self.pool.references(page) - kept(page) == 1 for page in seq.held)
 
     def _give_way(self, fresh: int, copied: abc.Sequence[int]) -> bool:
-        """Forgets kept pages that would be copied only because they are kept, if that is enough."""
+        """Drops pages of the prefix cache that would be copied only because it holds them, if that makes enough room."""
         if self.prefix is None:
             return False
         alone = [page for page in copied if 0 < self.prefix.holds(page) == self.pool.references(page) - 1]
@@ -515,20 +481,11 @@ class PagedCache:
         return self._free_rows.pop()
 
 
-def _named(tensors: Mapping[int, Mapping[str, Tensor]]) -> str:
-    """A digest of calibrated tensors; empty where there are none."""
+def _digest_of(tensors: Mapping[int, Mapping[str, Tensor]]) -> str:
+    """SHA-256 of calibrated tensors; empty where there are none."""
     found = hashlib.sha256()
     for layer, own in sorted(tensors.items()):
         for name, tensor in sorted(own.items()):
             found.update(f"{layer}.{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
             found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest() if any(tensors.values()) else ""
-
-
-@torch.inference_mode(False)
-def _grown(tensor: Tensor, rows: int) -> Tensor:
-    """A copy with so many rows: more, or fewer."""
-    out = tensor.new_empty(rows, *tensor.shape[1:])
-    kept = min(rows, len(tensor))
-    out[:kept] = tensor[:kept]
-    return out

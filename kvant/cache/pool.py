@@ -1,4 +1,4 @@
-"""Page ids and their reference counts. Knows nothing of what a page holds."""
+"""Page ids and their reference counts, whatever the pages hold."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class PoolFull(RuntimeError):
-    """A request for more pages than can be had. Nothing that is stored was touched: free something and try again.
+    """More pages, or overlay rows, were asked for than there are. Nothing has changed: free something and try again.
 
     asked      pages that were asked for
     used       pages in use, of `total`
-    evictable  of these, pages that only the prefix cache holds: they would have been given up, and are not enough
-    sequences  where room for one more sequence was asked for: how many there may be
-    frees      pages that freeing (or swapping out) each sequence alone would give back, in the order of the sequences
+    evictable  of these, pages that only the prefix cache holds. Evicting them would not have been enough
+    sequences  where an overlay row for one more sequence was asked for: the number of rows
+    frees      of every sequence, pages that freeing (or swapping out) it alone would give back
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class PoolFull(RuntimeError):
             f"the cache is full: {asked} more pages were asked for, {total - used} of {total} are free ({used} in use)"
         )
         if sequences is not None:
-            text = f"the cache is full: one more sequence was asked for, all {sequences} have their windows in use"
+            text = f"the cache is full: one more sequence was asked for, all {sequences} overlay rows are in use"
         if evictable:
             text += f", {evictable} more are held by the prefix cache alone"
         if frees:
@@ -40,8 +40,8 @@ class PoolFull(RuntimeError):
 
 
 class PagePool:
-    """Hands out page ids 0 ... total - 1. A page in use has one reference per sequence that reads it, and one where the
-    prefix cache keeps it."""
+    """Hands out page ids 0 ... total - 1. A page in use has one reference for each sequence that reads it, and one for each node of
+    the prefix cache."""
 
     def __init__(self, total: int) -> None:
         if total < 0:

@@ -1,12 +1,12 @@
-"""Pages that outlive their sequence, found again by the tokens that they hold.
+"""The prefix cache: pages that outlive their sequence, found again by the tokens that they hold.
 
-A page is named by a chain of hashes: of the page before it, and of its own tokens. The chain starts from the cache's
-digest and the tenant's salt, so nothing is found by someone who asked not to share, or by a cache in which the bytes
-mean something else. A stored page also serves a sequence that agrees with its first tokens only: it is then shared, and
-copied when the sequence writes to it. Group-wise recipes share whole groups.
+A page is named by a chain of hashes: of the page before it, and of its own tokens. The chain starts from the cache's digest and
+a salt. So a page is found only under the same salt, and only in a cache whose stored bytes mean the same. A page also serves
+a sequence that agrees with the first of its tokens only: the sequence shares it, and copies it before it writes to it. Group-wise
+recipes share whole groups.
 
-A prefix that was found brings its sinks in full precision, which are kept beside its pages, but no recent window: those
-tokens are read from their pages until newer ones have taken their place.
+Sinks of a prefix are kept in full precision beside its pages. Its recent tokens are not: a sequence that takes up a prefix reads
+them from their pages, until newer tokens have filled the ring.
 """
 
 from __future__ import annotations
@@ -16,31 +16,49 @@ import hashlib
 import math
 from array import array
 from collections import OrderedDict, abc
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
+from kvant.cache.pool import PagePool
 from kvant.cache.sequence import SLID_OUT, Sequence
 from kvant.codecs import DTYPES
-from kvant.layout import StreamName
-
-if TYPE_CHECKING:
-    from kvant.cache.paged import PagedCache
+from kvant.layout import Layout, StreamName
+from kvant.ops import LayerStore
 
 Tensor = torch.Tensor
 
 
+class PageStorage(Protocol):
+    """What a PrefixCache asks of the cache whose pages it keeps: a PagedCache."""
+
+    layout: Layout
+    digest: str
+    pool: PagePool
+    stores: list[LayerStore]
+    prefix: PrefixCache | None
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
+
+    def new(self) -> Sequence: ...
+
+    def free(self, seq: Sequence) -> None: ...
+
+    def frontier(self, seq: Sequence, name: StreamName) -> int: ...
+
+
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A kept page: the tokens that it holds, which start at `start`, and the sinks among them."""
+    """A page in the prefix cache: the tokens that it holds, the position of the first one, and the sinks among them."""
 
-    parent: bytes
+    parent: bytes  # key of the page before it
     tokens: tuple[int, ...]
     start: int
     page: int
-    sinks: list[dict[StreamName, Tensor]] = dataclasses.field(
-        default_factory=list
-    )  # of every layer: [rows, heads, dim]
+    sinks: list[dict[StreamName, Tensor]] = dataclasses.field(default_factory=list)
+    # of every layer, sinks in full precision: [sink_rows, heads, head_dim]
 
     @property
     def key(self) -> bytes:
@@ -56,19 +74,19 @@ class Node:
 
 
 def link(parent: bytes, tokens: abc.Sequence[int]) -> bytes:
-    """Names a page by the page before it and its own tokens."""
+    """Key of a page: SHA-256 of the key of the page before it and of its own tokens."""
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 class PrefixCache:
-    """The kept pages of one PagedCache. Every one has a reference; the least recently used are given up when the pool
-    needs room, the end of a text before its beginning.
+    """The pages of one PagedCache that are kept for later sequences. Each has a reference in the pool. Where the pool needs pages,
+    the least recently used are evicted, and the end of a text before its beginning.
 
-    window  the sliding window of the layers, if they have one: what has left it is not looked for.
-    limit   pages that are kept at most.
+    sliding_window  of the layers, if they have one: pages that it has left are not looked for.
+    limit           number of pages that are kept at most.
     """
 
-    def __init__(self, cache: PagedCache, sliding_window: int | None = None, limit: int | None = None) -> None:
+    def __init__(self, cache: PageStorage, sliding_window: int | None = None, limit: int | None = None) -> None:
         reason = cache.layout.recipe.not_prefix_safe
         if reason is not None:
             raise ValueError(
@@ -78,12 +96,12 @@ class PrefixCache:
         if limit is not None and limit < 0:
             raise ValueError(f"limit must be a number of pages, got {limit}")
         assert cache.prefix is None, "a cache has one prefix cache"
-        self.cache, self.window, self.limit = cache, sliding_window, limit
+        self.cache, self.sliding_window, self.limit = cache, sliding_window, limit
         self._nodes: OrderedDict[bytes, Node] = OrderedDict()  # least recently used first
         self._children: dict[bytes, list[Node]] = {}
-        self._pages: dict[int, list[Node]] = {}  # several where tenants keep the same sequence
+        self._pages: dict[int, list[Node]] = {}  # several where one sequence is kept under several salts
         groups = [s.codec.group_tokens for s in cache.layout.recipe.streams.values() if s.groupwise]
-        self.unit = math.lcm(*groups) if groups else 1  # tokens that are shared together
+        self.unit = math.lcm(*groups) if groups else 1  # prefixes are shared in multiples of so many tokens
         cache.prefix = self
 
     def __len__(self) -> int:
@@ -91,12 +109,12 @@ class PrefixCache:
 
     @property
     def nodes(self) -> list[Node]:
-        """Kept pages, least recently used first."""
+        """All pages of the prefix cache, least recently used first."""
         return list(self._nodes.values())
 
     @property
     def nbytes(self) -> int:
-        """Of the sinks that are kept beside pages."""
+        """Bytes of the sinks that are kept beside the pages."""
         return sum(t.nbytes for node in self._nodes.values() for layer in node.sinks for t in layer.values())
 
     @property
@@ -106,15 +124,16 @@ class PrefixCache:
         return len(self.cache.stores) * row * sum(node.sink_rows for node in self._nodes.values())
 
     def root(self, salt: str) -> bytes:
+        """Parent of a text's first page."""
         text = f"kvant-prefix:{self.cache.digest}:{salt}"
         return hashlib.sha256(text.encode()).digest()
 
     def _bound(self, place: int) -> int:
-        """Position of the first token of a page; the first page also answers for sinks that lie in none."""
+        """Position of the first token of page number `place` of a sequence. Page 0 also stands for sinks that lie in no page."""
         return self.cache.layout.recipe.origin + place * self.cache.layout.page_tokens if place else 0
 
     def _whole(self, length: int) -> int:
-        """The longest part of so many tokens that can be shared."""
+        """`length` rounded down to tokens that can be shared: whole groups of a group-wise recipe."""
         if self.unit == 1:
             return length
         origin = self.cache.layout.recipe.origin
@@ -123,8 +142,8 @@ class PrefixCache:
     # --- keeping ---------------------------------------------------------------------------------------------------
 
     def keep(self, seq: Sequence, tokens: abc.Sequence[int], salt: str = "") -> int:
-        """Keeps a sequence's pages under its tokens, and says how many tokens can be found again. The sequence goes on
-        as before; a page of its that is not full yet is copied when it writes to it."""
+        """Keeps a sequence's pages under its tokens; returns how many tokens can be found again. The sequence is unchanged, but it
+        copies its last page, where that is not full, before it writes to it."""
         cache = self.cache
         with cache.lock:
             if len(tokens) != seq.length:
@@ -164,13 +183,13 @@ class PrefixCache:
         ]
 
     def _covering(self, parent: bytes, piece: tuple[int, ...]) -> Node | None:
-        """A page that holds these tokens, and perhaps more."""
+        """A page of the prefix cache that begins with these tokens."""
         exact = self._nodes.get(link(parent, piece))
         longer = (n for n in self._children.get(parent, ()) if n.tokens[: len(piece)] == piece)
         return exact or next(longer, None)
 
     def _drop_shorter(self, parent: bytes, piece: tuple[int, ...]) -> None:
-        """A page that holds more of the same text takes the place of one that holds less."""
+        """Drops pages that hold the beginning of these tokens only: a page with all of them takes their place."""
         for node in list(self._children.get(parent, ())):
             if node.tokens == piece[: len(node.tokens)]:
                 self._drop(node)
@@ -184,21 +203,20 @@ class PrefixCache:
         self._pages.setdefault(node.page, []).append(node)
 
     def restore(self, nodes: abc.Sequence[Node]) -> None:
-        """Takes up nodes that a snapshot kept, least recently used first. Their references have been counted."""
+        """Adds the nodes of a snapshot, least recently used first. The pool has counted their references already."""
         for node in nodes:
             self._add(node, share=False)
 
     # --- finding ---------------------------------------------------------------------------------------------------
 
     def find(self, tokens: abc.Sequence[int], salt: str = "") -> int:
-        """How many of the tokens could be taken up."""
+        """Length of the longest stored prefix of these tokens."""
         with self.cache.lock:
             return self._longest(*self._search(tokens, salt))
 
     def take(self, tokens: abc.Sequence[int], salt: str = "", length: int | None = None) -> Sequence:
-        """A new sequence that shares the longest kept prefix of some tokens; its length says how many. `length` asks for
-        that many of them and no more. Where it cannot be had (PoolFull, or torch's error where memory runs out), there is
-        no new sequence."""
+        """A new sequence that shares the pages of the longest stored prefix of these tokens; `length` asks for exactly so many
+        tokens. Where it fails (PoolFull, or torch's error where memory runs out), there is no new sequence."""
         cache = self.cache
         with cache.lock:
             chain, partial = self._search(tokens if length is None else tokens[:length], salt)
@@ -217,7 +235,7 @@ class PrefixCache:
     def _share(
         self, seq: Sequence, found: int, chain: abc.Sequence[Node | None], partial: tuple[Node, int] | None
     ) -> None:
-        """Gives an empty sequence the first `found` kept tokens."""
+        """Gives an empty sequence the first `found` tokens of the pages that `_search` found."""
         cache = self.cache
         nodes = self._pages_at(found, chain, partial)
         assert nodes is not None
@@ -226,9 +244,9 @@ class PrefixCache:
             rows = 0 if node is None else min(node.sink_rows, found - node.start)
             if node is None or node.start != sinks or not rows:
                 break
-            for store, kept in zip(cache.stores, node.sinks, strict=True):
+            for store, stored in zip(cache.stores, node.sinks, strict=True):
                 for name, overlay in store.overlays.items():
-                    overlay[seq.overlay_row, node.start : node.start + rows] = kept[name][:rows]
+                    overlay[seq.overlay_row, node.start : node.start + rows] = stored[name][:rows]
             sinks += rows
         for store in cache.stores:
             for state in store.states.values():
@@ -237,18 +255,18 @@ class PrefixCache:
         cache.pool.share([page for page in pages if page != SLID_OUT])
         seq.pages, seq.sinks = pages, sinks
         seq.length, seq.ring_start = found, {"key": found, "value": found}
-        seq.visible = self.window if SLID_OUT in pages else None
+        seq.visible = self.sliding_window if SLID_OUT in pages else None
         self._touch([node for node in nodes if node is not None])
 
     def _search(self, tokens: abc.Sequence[int], salt: str) -> tuple[list[Node | None], tuple[Node, int] | None]:
-        """The kept pages whose tokens are all wanted, by place (None: not kept), and one of which the first tokens are,
-        with the length that it leads to."""
+        """Pages whose tokens all occur in `tokens`, by their number in the sequence (None: not stored); and one more page whose first
+        tokens do, with the length of the prefix that ends in it."""
         parent, place = self.root(salt), 0
         chain: list[Node | None] = []
         while self._bound(place + 1) <= len(tokens):
             piece = tuple(tokens[self._bound(place) : self._bound(place + 1)])
             chain.append(self._nodes.get(link(parent, piece)))
-            if chain[-1] is None and self.window is None:
+            if chain[-1] is None and self.sliding_window is None:
                 chain.pop()
                 break
             parent = link(parent, piece)
@@ -274,8 +292,8 @@ class PrefixCache:
     def _pages_at(
         self, length: int, chain: abc.Sequence[Node | None], partial: tuple[Node, int] | None
     ) -> list[Node | None] | None:
-        """The kept pages of the first `length` tokens, None for those that no window sees any more; None as a whole where one
-        that is needed is missing."""
+        """Pages of the first `length` tokens: None for a page that the sliding window has left. None as a whole where a page
+        that is needed is not stored."""
         nodes = list(chain)
         if partial is not None and length == partial[1]:
             nodes.append(partial[0])
@@ -283,27 +301,27 @@ class PrefixCache:
         if count > len(nodes):
             return None
         needed = 0
-        if self.window is not None:
+        if self.sliding_window is not None:
             ends = [s.window.packed_end(length) for s in self.cache.layout.recipe.streams.values() if s.groupwise]
-            seen = min([length - self.window, *ends]) - self.cache.layout.recipe.origin
+            seen = min([length - self.sliding_window, *ends]) - self.cache.layout.recipe.origin
             needed = max(0, seen) // self.cache.layout.page_tokens
         nodes[:needed] = [None for _ in range(needed)]
         return None if None in nodes[needed:count] else nodes[:count]
 
-    # --- giving up -------------------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------------------------
 
     def holds(self, page: int) -> int:
-        """References that kept prefixes have to a page."""
+        """How many references to a page are the prefix cache's."""
         return len(self._pages.get(page, ()))
 
     @property
     def evictable(self) -> int:
-        """Pages that nobody else reads."""
+        """How many pages no sequence reads."""
         return sum(self.cache.pool.references(page) == len(nodes) for page, nodes in self._pages.items())
 
     def evict(self, count: int) -> bool:
-        """Gives up the `count` least recently used of the pages that nobody else reads; none where there are not as
-        many."""
+        """Evicts the `count` least recently used pages that no sequence reads. Where there are fewer, evicts none and returns
+        False."""
         with self.cache.lock:
             gone: dict[int, None] = {}
             for node in self._nodes.values():
@@ -318,12 +336,12 @@ class PrefixCache:
             return True
 
     def forget(self, page: int) -> None:
-        """Keeps a page no longer."""
+        """Drops a page from the prefix cache."""
         for node in list(self._pages[page]):
             self._drop(node)
 
     def clear(self) -> None:
-        """Forgets everything; pages that a sequence reads stay its own."""
+        """Drops all pages; those that a sequence reads stay with it."""
         with self.cache.lock:
             for node in self.nodes:
                 self._drop(node)
@@ -337,7 +355,7 @@ class PrefixCache:
         self.cache.pool.release([node.page])
 
     def _touch(self, chain: abc.Sequence[Node]) -> None:
-        """The end of a text is older than its beginning, so that nothing is kept that cannot be reached."""
+        """Marks pages as used just now, the first page of a text last: a page is then evicted before those that lead to it."""
         for node in reversed(chain):
             if node.key in self._nodes:
                 self._nodes.move_to_end(node.key)

@@ -1,4 +1,4 @@
-"""A sequence: where its tokens lie, and what of it is held in full precision."""
+"""A sequence: its pages, and which of its tokens the overlay holds in full precision."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import dataclasses
 
 from kvant.layout import StreamName
 
-SLID_OUT = -1  # stands in a sequence's pages for one that a sliding window has left behind
-FREED = -1  # owner of a sequence that was given back
+SLID_OUT = -1  # in a sequence's pages: one that the sliding window has left, and that was given back
+FREED = -1  # overlay row of a sequence that was freed
 
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A sequence: its length, its pages in order, its row of the overlays and what that row really holds."""
+    """A sequence: its length, its pages in order, its overlay row, and which of its tokens that row holds."""
 
     overlay_row: int
     length: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
-    sinks: int = 0  # sink tokens held in full precision
+    sinks: int = 0  # sink tokens that the overlay holds
     ring_start: dict[StreamName, int] = dataclasses.field(default_factory=lambda: {"key": 0, "value": 0})
     # the ring of a stream holds no token before this one; of a group-wise stream, all tokens before it are in pages
-    visible: int | None = None  # tokens that the sliding window last seen keeps; None where nothing has slid out
+    visible: int | None = None  # sliding window by which pages were last given back; None where none were
 
-    requantized_from: int | None = (
-        None  # pages hold codes of the tokens themselves up to here; None: everywhere. From here on a group
-    )
-    # was coded again from what had been decoded
+    requantized_from: int | None = None
+    # From this token on, pages may hold groups that were decoded and quantized again, as after a crop. Their codes depend on more
+    # than the tokens, so they cannot be shared. None where there are none.
 
     @property
     def held(self) -> list[int]:
-        """Pages that it has a reference to."""
+        """Pages to which this sequence has a reference."""
         return [page for page in self.pages if page != SLID_OUT]

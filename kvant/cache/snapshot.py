@@ -1,12 +1,13 @@
 """Caches on disk: one safetensors file, written and read a few pages at a time.
 
-    header     names, types and shapes of the tensors; the digests; the sequences and kept prefixes (JSON)
-    tensors    of every layer: the pages in use, each once, the windows of the sequences, the sinks of kept prefixes
-    checksums  8 bytes for every page and every row of the rest
+    header     names, types and shapes of the tensors; the digests; the sequences and the prefix cache (JSON)
+    tensors    of every layer: pages in use, each once; overlay rows ("window") and corrector states of the sequences; sinks of the
+               prefix cache
+    checksums  8 bytes for every page and every row of the other tensors
     seal       SHA-256 over the header and the checksums
 
-The seal is looked at before anything that the header says is believed; even then nothing is allocated that the file does
-not hold, and every number is checked against the layout. A seal is no signature: who writes a file can seal it.
+The seal is checked before the header is used. Even then no more is allocated than the file holds, and every number is checked
+against the layout. A seal is no signature: who writes a file can seal it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvant.layout import Layout
 Tensor = torch.Tensor
 FORMAT = "kvant-snapshot-1"
 HEADER_LIMIT = 100 << 20  # as safetensors has it
-CHUNK = 16 << 20  # bytes that are held at a time
+CHUNK = 16 << 20  # bytes that are read or written at a time
 SUM = 8
 TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in TYPES.items()}
@@ -41,7 +42,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A tensor of the file. Every row of it has a checksum."""
+    """Type and shape of a tensor of the file. Each of its rows has a checksum."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,7 +61,7 @@ class Field:
 
 
 def _fields(caches: Sequence[PagedCache], saved: Sequence[Saved]) -> dict[str, Field]:
-    """The tensors of these caches, in order."""
+    """The tensors of these caches by name, in the order of the file."""
     out: dict[str, Field] = {}
     for g, (cache, state) in enumerate(zip(caches, saved, strict=True)):
         for i, store in enumerate(cache.stores):
@@ -86,9 +87,9 @@ def _sum(row: bytes | memoryview) -> bytes:
 
 
 def save(path: str | os.PathLike[str], caches: Sequence[PagedCache], extra: dict[str, Any] | None = None) -> Path:
-    """Writes caches that belong together whole or not at all; what was there before stays until then.
+    """Writes caches to one file, whole or not at all; a file that was there stays until the new one is complete.
 
-    `extra` is JSON that a Snapshot gives back.
+    `extra` is JSON that `Snapshot.extra` gives back.
     """
     target = Path(path)
     parent = target.resolve().parent
@@ -142,11 +143,11 @@ def _write(file: BinaryIO, caches: Sequence[PagedCache], extra: dict[str, Any]) 
 
 
 def _rows(cache: PagedCache, saved: Saved, pages: Sequence[int]) -> Iterator[Tensor]:
-    """Rows of a cache's tensors in the order of `_fields`, a few at a time, in host memory."""
+    """Rows of a cache's tensors in the order of `_fields`, a few at a time, copied to host memory."""
     overlay_rows = [seq.overlay_row for seq in cache.sequences]
     nodes = cache.prefix.nodes if cache.prefix is not None else []
     for i, store in enumerate(cache.stores):
-        for tensor, chosen in [(store.pages, pages), *((owned, overlay_rows) for owned in store.owned)]:
+        for tensor, chosen in [(store.pages, pages), *((each, overlay_rows) for each in store.owned)]:
             step = Field(tensor.dtype, tuple(tensor.shape)).rows_at_once
             for first in range(0, len(chosen), step):
                 yield tensor[torch.tensor(chosen[first : first + step], device=tensor.device)].cpu()
@@ -158,7 +159,7 @@ def _rows(cache: PagedCache, saved: Saved, pages: Sequence[int]) -> Iterator[Ten
 
 
 class Snapshot:
-    """An open file whose header and checksums are those that were sealed. Everything else is refused by name."""
+    """An open snapshot file. One whose seal is not that of its header and checksums is refused."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = str(path)
@@ -217,19 +218,19 @@ class Snapshot:
             raise self._damaged("its header does not say what it should")
 
     def _read_fields(self, header: dict[str, Any], size: int) -> dict[str, Field]:
-        """The tensors in the order of their bytes, which leave no gap and end with the file."""
+        """Types and shapes of the tensors in the order of their bytes. They leave no gap, and end where the file ends."""
         out: dict[str, Field] = {}
         at = 0
-        for name, seq in header.items():
+        for name, item in header.items():
             try:
-                dtype, shape, offsets = TYPES[seq["dtype"]], seq["shape"], seq["data_offsets"]
+                dtype, shape, offsets = TYPES[item["dtype"]], item["shape"], item["data_offsets"]
                 right = 0 < len(shape) < 9 and all(type(n) is int and 0 <= n < 2**62 for n in shape)
                 field = Field(dtype, tuple(shape))
                 right = right and offsets == [at, at + field.nbytes]
             except (KeyError, TypeError, ValueError) as error:
                 raise self._damaged(f"tensor {name!r:.80} is not described: {error!r:.80}") from error
             if not right:
-                raise self._damaged(f"tensor {name!r:.80} is described as {seq!r:.200}")
+                raise self._damaged(f"tensor {name!r:.80} is described as {item!r:.200}")
             out[name] = field
             at += field.nbytes
         if at != size:
@@ -237,7 +238,7 @@ class Snapshot:
         return out
 
     def check(self, digests: Sequence[str]) -> None:
-        """Refuses a snapshot of caches in which bytes mean something else."""
+        """Refuses a snapshot of caches with other digests: their bytes mean something else."""
         if self.digests != list(digests):
             theirs, mine = (", ".join(f"{d!s:.16}..." for d in each) for each in (self.digests, digests))
             raise ValueError(
@@ -246,25 +247,25 @@ class Snapshot:
             )
 
     def check_room(self, layout: Layout, layers: Sequence[int], positions: int | None = None) -> None:
-        """Refuses a layout that the file cannot be in, before anything of it is allocated: of every page and window that the
-        header names, the file has the bytes. `layers` says how many layers every cache has. Where no sequence has a window,
-        `positions` of the model bound it."""
+        """Refuses a header that names more than the file holds, before anything is allocated: the file has the bytes of every page
+        and overlay row. `layers` has the number of layers of each cache. Where there is no sequence, an overlay row is at most as
+        long as the model's `positions`."""
         held = sum(field.nbytes for field in self.fields.values())
-        needed, windows = 0, False
+        needed, rows = 0, False
         for state, count in zip(self.state, layers, strict=False):
             for name, each in (("pages", layout.page_bytes), ("sequences", layout.overlay_bytes)):
                 found = state.get(name) if isinstance(state, dict) else None
                 number = len(found) if isinstance(found, list) else found if type(found) is int else 0
                 needed += number * each * count
-                windows = windows or (name == "sequences" and number > 0)
+                rows = rows or (name == "sequences" and number > 0)
         longest = max(stream.window.sink + stream.window.ring for stream in layout.recipe.streams.values())
-        if needed > held or (not windows and positions is not None and longest > positions):
+        if needed > held or (not rows and positions is not None and longest > positions):
             raise self._damaged(
                 f"recipe {layout.recipe.name} would need {needed} bytes for what it names, it has {held}"
             )
 
     def load(self, caches: Sequence[PagedCache]) -> None:
-        """Fills empty caches: sequences in the order in which they were, kept prefixes where a cache keeps any."""
+        """Fills empty caches: sequences in the order of the saved ones, and prefix caches where there are any."""
         self.check([cache.digest for cache in caches])
         if len(self.state) != len(caches):
             raise self._damaged(f"it describes {len(self.state)} caches, not {len(caches)}")
@@ -300,7 +301,7 @@ class Snapshot:
         for store in cache.stores:
             for tensor, chosen in [
                 (store.pages, pages),
-                *((o, [e.overlay_row for e in sequences]) for o in store.owned),
+                *((each, [seq.overlay_row for seq in sequences]) for each in store.owned),
             ]:
                 done = 0
                 while done < len(chosen):
@@ -324,7 +325,7 @@ class Snapshot:
             cache.pool.release([node.page for node in nodes])
 
     def _read_rows(self) -> Iterator[Tensor]:
-        """Rows of all tensors in order, a few at a time, each as its checksum says."""
+        """Rows of all tensors in order, a few at a time, each checked against its checksum."""
         self.file.seek(self.start)
         number = 0
         for name, field in self.fields.items():

@@ -1,6 +1,7 @@
-"""What a snapshot says of a cache's sequences and kept prefixes, and whether it can be true.
+"""The sequences and the prefix cache of one PagedCache as JSON, for snapshots.
 
-A file may come from anywhere: every number is checked against the layout before anything is made of it.
+A file may come from anywhere: every number of it is checked against the layout before it is used. The names of the JSON's
+fields are part of the file format: "exact" is `ring_start`, "pure" is `requantized_from`.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ STREAMS: tuple[StreamName, StreamName] = ("key", "value")
 
 
 class Wrong(ValueError):
-    """A description that cannot be that of a cache."""
+    """JSON that describes no cache of this layout."""
 
 
 @dataclasses.dataclass
 class Saved:
-    """Sequences and kept pages over pages 0 ... pages - 1; the owner of a sequence is its row."""
+    """Sequences and nodes of the prefix cache over pages 0 ... pages - 1. The overlay row of a sequence is its index."""
 
     pages: int
     sequences: list[Sequence]
     nodes: list[Node] | None  # None: no prefix cache
-    sinks: list[int]  # of every node: tokens in full precision
+    sinks: list[int]  # of every node: its sinks in full precision
 
     def to_dict(self) -> dict[str, Any]:
         sequences = [
             {
-                "length": e.length,
-                "pages": e.pages,
-                "sinks": e.sinks,
-                "exact": [e.ring_start[name] for name in STREAMS],
-                "visible": e.visible,
-                "pure": e.requantized_from,
+                "length": seq.length,
+                "pages": seq.pages,
+                "sinks": seq.sinks,
+                "exact": [seq.ring_start[name] for name in STREAMS],
+                "visible": seq.visible,
+                "pure": seq.requantized_from,
             }
-            for e in self.sequences
+            for seq in self.sequences
         ]
         nodes = [
             {"parent": n.parent.hex(), "tokens": list(n.tokens), "start": n.start, "page": n.page, "sinks": rows}
@@ -51,15 +52,15 @@ class Saved:
 
     @property
     def references(self) -> list[int]:
-        """How many sequences and kept prefixes hold every page."""
+        """How many sequences and nodes refer to each page."""
         out = [0] * self.pages
-        for page in [page for e in self.sequences for page in e.held] + [n.page for n in self.nodes or ()]:
+        for page in [page for seq in self.sequences for page in seq.held] + [n.page for n in self.nodes or ()]:
             out[page] += 1
         return out
 
 
 def write_group(cache: PagedCache) -> tuple[Saved, list[int]]:
-    """A cache's state, and which of its pages are the places of the state."""
+    """A cache's state, and the cache's own id of each page in it."""
     pages, sequences = gathered(cache.sequences)
     kept = cache.prefix.nodes if cache.prefix is not None else None
     place = {page: i for i, page in enumerate(pages)}
@@ -70,7 +71,7 @@ def write_group(cache: PagedCache) -> tuple[Saved, list[int]]:
 
 
 def read_group(data: Any, cache: PagedCache, limit: int) -> Saved:
-    """The state that a snapshot describes, for a cache of that layout; `limit`: pages that the file can hold."""
+    """The state that JSON describes, for a cache of that layout; a file of its size holds at most `limit` pages."""
     pages = _number(data, "pages", range(limit + 1))
     sequences = [_sequence(item, row, cache, pages) for row, item in enumerate(_list(data, "sequences"))]
     nodes, sinks = None, []
@@ -84,7 +85,7 @@ def read_group(data: Any, cache: PagedCache, limit: int) -> Saved:
             raise Wrong("a prefix is kept twice")
     saved = Saved(pages, sequences, nodes, sinks)
     if not all(saved.references):
-        raise Wrong("a page belongs to nobody")
+        raise Wrong("a page belongs to no sequence and no prefix")
     return saved
 
 
@@ -101,21 +102,21 @@ def _sequence(item: Any, row: int, cache: PagedCache, count: int) -> Sequence:
         raise Wrong("a sequence has a page twice, or one that is not there")
     visible = None if _get(item, "visible") is None else _number(item, "visible", range(1, 2**62))
     if slid and visible is None:
-        raise Wrong("pages of a sequence have slid out of no window")
-    pure = None if _get(item, "pure") is None else _number(item, "pure", range(length + 1))
+        raise Wrong("pages of a sequence were left by no sliding window")
+    again = None if _get(item, "pure") is None else _number(item, "pure", range(length + 1))
     sinks = _number(item, "sinks", range(min(length, layout.recipe.key.window.sink) + 1))
     found = _list(item, "exact")
     if len(found) != 2 or any(type(n) is not int or n not in range(length + 1) for n in found):
-        raise Wrong("windows of a sequence start at no token of it")
+        raise Wrong("rings of a sequence start at no token of it")
     ring_start: dict[StreamName, int] = dict(zip(STREAMS, found, strict=True))
     for name, stream in layout.recipe.streams.items():
         window, group = stream.window, stream.codec.group_tokens
         first = ring_start[name]
         if stream.groupwise and first > window.packed_end(length) and (first - window.sink) % group:
-            raise Wrong("a group of a sequence is cut")
+            raise Wrong("the ring of a sequence starts inside a group")
     if layout.recipe.origin and not slid and sinks != min(length, layout.recipe.origin):
-        raise Wrong("sinks of a sequence are nowhere")
-    return Sequence(row, length, list(pages), sinks, ring_start, visible, pure)
+        raise Wrong("sinks of a sequence are in no page and in no overlay")
+    return Sequence(row, length, list(pages), sinks, ring_start, visible, again)
 
 
 def _node(item: Any, cache: PagedCache, count: int) -> tuple[Node, int]:
@@ -137,7 +138,7 @@ def _node(item: Any, cache: PagedCache, count: int) -> tuple[Node, int]:
     stop = min(start + len(tokens), layout.recipe.key.window.sink)
     rows = _number(item, "sinks", range(max(0, stop - start) + 1))
     if not start and layout.recipe.origin and (rows != layout.recipe.origin or len(tokens) <= rows):
-        raise Wrong("sinks of a kept page are nowhere")
+        raise Wrong("sinks of a kept page are in no page and in no overlay")
     return Node(named, tuple(tokens), start, _number(item, "page", range(count))), rows
 
 

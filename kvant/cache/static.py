@@ -1,4 +1,4 @@
-"""Sequences that grow by one token a step, and whose whereabouts lie on the device: what a CUDA graph can replay."""
+"""A batch that grows by one token a step, described by tensors at fixed addresses: a CUDA graph can replay its steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def refuse(layout: Layout) -> str | None:
 
 
 class StaticBatch:
-    """Some sequences of a cache, with room for a number of steps, which is taken at once: for all of them, or an error
-    (PoolFull, or torch's where memory runs out) and none.
+    """Some sequences of a cache, extended by a number of steps at once. Where pages or memory run out (PoolFull, or torch's error),
+    none is extended.
 
-    What operations are told of the sequences lies at addresses that stay; `advance` moves it on by one token of each, by
-    operations of the device alone. Until `close` says how far they came, the sequences are as long as their room, and nothing
-    else may be done with the cache: a pool that grows would move the pages.
+    The tensors of `batch` stay at their addresses; `advance` updates them for one more token of every sequence, by operations
+    on the device alone. Until `close` is called with the number of steps that were done, the sequences are as long as after all
+    steps, and nothing else may be done with the cache: a pool that grows would move the pages.
     """
 
     def __init__(self, cache: PagedCache, sequences: abc.Sequence[Sequence], steps: int) -> None:
@@ -43,8 +43,8 @@ class StaticBatch:
         with torch.inference_mode(False):
             room = cache.extend(self.sequences, [steps] * count)
             try:
-                self._slots = room.slot_mapping.view(count, steps).T.contiguous()  # of every step
-                self._sinks = room.sinks.clone()  # that a sequence will have once it is long enough
+                self._slots = room.slot_mapping.view(count, steps).T.contiguous()  # [steps, sequences]
+                self._sinks = room.sinks.clone()  # sinks of every sequence after all steps
                 self._step = torch.full((1,), -1, dtype=torch.int64, device=cache.device)
                 seq_lens = torch.tensor(self.before, dtype=torch.int64, device=cache.device)
                 query_start_loc = torch.arange(count + 1, device=cache.device)
@@ -53,20 +53,21 @@ class StaticBatch:
                     seq_lens=seq_lens, slot_mapping=slot_mapping, query_start_loc=query_start_loc, sinks=sinks
                 )
                 shape = len(cache.stores), count
-                self.worst = torch.zeros(shape, dtype=torch.float32, device=cache.device)  # numbers of the last step
+                # largest magnitude that the last step appended, [layers, sequences]
+                self.worst = torch.zeros(shape, dtype=torch.float32, device=cache.device)
             except BaseException:
                 self.close(0)
                 raise
 
     def advance(self) -> None:
-        """One more token of every sequence."""
+        """Moves `batch` on by one token of every sequence."""
         self._step.add_(1)
         self.batch.seq_lens.add_(1)
         self.batch.slot_mapping.copy_(self._slots.index_select(0, self._step)[0])
         torch.minimum(self._sinks, self.batch.seq_lens, out=self.batch.sinks)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Writes the tokens that `advance` made way for."""
+        """Writes the new token of every sequence: key and value [sequences, heads, head_dim]."""
         if self.cache.check:
             torch.maximum(key.abs().amax((1, 2)), value.abs().amax((1, 2)), out=self.worst[layer])
         self.cache.ops["append"].run(self.cache.stores[layer], key, value, self.batch)
@@ -75,7 +76,7 @@ class StaticBatch:
         return self.cache.ops["decode"].run(self.cache.stores[layer], query, self.batch, **options)
 
     def check(self) -> None:
-        """Raises NotFinite where the last step stored a number that no page may hold. It waits for the device."""
+        """Raises NotFinite where the last step appended a number beyond the limit. Waits for the device."""
         limit = self.cache.largest
         if not self.cache.check or bool((self.worst <= limit).all()):  # false for NaN too
             return
@@ -84,7 +85,8 @@ class StaticBatch:
         raise NotFinite(self.cache.numbers[layer], "key or value", row, token, number, limit)
 
     def close(self, kept: int, written: int | None = None) -> None:
-        """The sequences have so many tokens more than before; what `written` steps have put into windows is taken back."""
+        """Ends the batch: the sequences have `kept` new tokens. `written` (by default as many) steps have written to the overlays;
+        what those beyond `kept` wrote is rolled back."""
         written = kept if written is None else written
         with self.cache.lock:
             for seq, before in zip(self.sequences, self.before, strict=True):

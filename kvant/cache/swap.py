@@ -1,42 +1,41 @@
-"""Sequences in host memory: room for others now, the same bytes later."""
+"""Swapping sequences to host memory and back, as the same bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import abc
-from typing import TYPE_CHECKING
 
 import torch
 
+from kvant.cache.paged import PagedCache
 from kvant.cache.sequence import SLID_OUT, Sequence
-
-if TYPE_CHECKING:
-    from kvant.cache.paged import PagedCache
 
 Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Swapped:
-    """Sequences that were swapped out together. Pages that they share are held once, and shared again afterwards."""
+    """Sequences that were swapped out together. Pages that they share are stored once, and shared again by `swap_in`."""
 
     digest: str
-    sequences: tuple[Sequence, ...]  # pages are places in `pages`, owners are rows of `owned`
+    sequences: tuple[Sequence, ...]  # page ids index `pages`, overlay rows index `rows`
     pages: tuple[Tensor, ...]  # of every layer, in host memory
-    owned: tuple[tuple[Tensor, ...], ...]
+    rows: tuple[tuple[Tensor, ...], ...]  # of every layer: its tensors with a row for each sequence
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for layer in (self.pages, *self.owned) for t in layer)
+        return sum(t.nbytes for layer in (self.pages, *self.rows) for t in layer)
 
 
 def gathered(sequences: abc.Sequence[Sequence]) -> tuple[list[int], list[Sequence]]:
-    """The pages of some sequences, each once, and the sequences with their places among these."""
+    """The pages of some sequences, each once; and copies of the sequences whose page ids are indices into that list."""
     pages = list(dict.fromkeys(page for seq in sequences for page in seq.held))
     place = {page: i for i, page in enumerate(pages)} | {SLID_OUT: SLID_OUT}
     moved = [
-        dataclasses.replace(e, overlay_row=row, pages=[place[page] for page in e.pages], ring_start=dict(e.ring_start))
-        for row, e in enumerate(sequences)
+        dataclasses.replace(
+            seq, overlay_row=row, pages=[place[page] for page in seq.pages], ring_start=dict(seq.ring_start)
+        )
+        for row, seq in enumerate(sequences)
     ]
     return pages, moved
 
@@ -44,8 +43,9 @@ def gathered(sequences: abc.Sequence[Sequence]) -> tuple[list[int], list[Sequenc
 def settled(
     cache: PagedCache, moved: abc.Sequence[Sequence], pages: abc.Sequence[int], share: bool = True
 ) -> list[Sequence]:
-    """Sequences of `gathered` as new sequences of a cache over pages that were taken for them: all of them, or an error and
-    none. `share`: a page has one reference so far; otherwise all are counted. Their windows are still to be filled."""
+    """New sequences of a cache like those of `gathered`, over pages that were taken for them: all of them, or an error and none.
+    `share`: pages have one reference each, and those of several sequences get more; otherwise all are counted already. The
+    overlay rows are still to be filled."""
     sequences: list[Sequence] = []
     try:
         for _ in moved:
@@ -71,7 +71,7 @@ def settled(
 
 
 def copied(cache: PagedCache, sequences: abc.Sequence[Sequence]) -> Swapped:
-    """Copies sequences to host memory. What they share with others is copied too."""
+    """Copies sequences to host memory, pages that they share with others included."""
     with cache.lock:
         for seq in sequences:
             cache.check_ours(seq)
@@ -82,7 +82,7 @@ def copied(cache: PagedCache, sequences: abc.Sequence[Sequence]) -> Swapped:
             cache.digest,
             tuple(moved),
             tuple(store.pages[ids].cpu() for store in cache.stores),
-            tuple(tuple(owned[rows].cpu() for owned in store.owned) for store in cache.stores),
+            tuple(tuple(tensor[rows].cpu() for tensor in store.owned) for store in cache.stores),
         )
 
 
@@ -96,8 +96,8 @@ def swap_out(cache: PagedCache, sequences: abc.Sequence[Sequence]) -> Swapped:
 
 
 def swap_in(cache: PagedCache, swapped: Swapped) -> list[Sequence]:
-    """Brings sequences back, as they were: all of them, or an error (PoolFull, or torch's where memory runs out) and none.
-    What was swapped out stays valid."""
+    """Brings sequences back as they were: all of them, or none and an error (PoolFull, or torch's where memory runs out). `swapped`
+    can be used again."""
     if swapped.digest != cache.digest:
         raise ValueError(
             f"these sequences come from a cache with the digest {swapped.digest:.16}..., this one has {cache.digest:.16}...: "
@@ -115,10 +115,10 @@ def swap_in(cache: PagedCache, swapped: Swapped) -> list[Sequence]:
         try:
             ids = torch.tensor(pages, dtype=torch.int64, device=cache.device)
             rows = torch.tensor([seq.overlay_row for seq in sequences], dtype=torch.int64, device=cache.device)
-            for store, data, windows in zip(cache.stores, swapped.pages, swapped.owned, strict=True):
+            for store, data, per_row in zip(cache.stores, swapped.pages, swapped.rows, strict=True):
                 store.pages[ids] = data.to(cache.device)
-                for owned, kept in zip(store.owned, windows, strict=True):
-                    owned[rows] = kept.to(cache.device)
+                for tensor, saved in zip(store.owned, per_row, strict=True):
+                    tensor[rows] = saved.to(cache.device)
         except BaseException:
             for seq in sequences:
                 cache.free(seq)

@@ -1,4 +1,4 @@
-"""Calibration: what a recipe's parts learn from a model. Every module here is found because it exists."""
+"""Calibration: fits the parts of a recipe to a model. Every module of this package is imported, so that fitters register."""
 
 from kvant.calibrate.fitting import fit_layer, fits
 from kvant.spec import discover

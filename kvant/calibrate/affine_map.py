@@ -1,4 +1,4 @@
-"""Means, and the bases that balance what queries read against what keys hold."""
+"""Fitters of means, and of bases in which keys are white and queries have sorted variances."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvant.transforms.affine_map import Balance, Mean, Spectral
 from kvant.transforms.hadamard import walsh_hadamard
 
 Tensor = torch.Tensor
-FLOOR = 1e-4  # of the mean eigenvalue: a direction in which nothing happened in calibration is not blown up
+FLOOR = 1e-4  # smallest eigenvalue as a share of the mean one: bounds the gain of directions without variance
 
 
 def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, floored, and eigenvectors of symmetric matrices [heads, d, d], descending."""
+    """Eigenvalues [heads, d], descending and floored, and eigenvectors of symmetric matrices [heads, d, d]."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     values, vectors = values.flip(-1), vectors.flip(-1)
     floor = (FLOOR * values.mean(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
@@ -22,8 +22,8 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mixed(columns: Tensor, widths: tuple[int, ...]) -> Tensor:
-    """Columns [heads, d, d] mixed by a Hadamard matrix within every band; one of several blocks where the band's width
-    is no power of two."""
+    """Columns [heads, d, d] times a Hadamard matrix within every band. It is block-diagonal where the width of a band is no
+    power of two."""
     return torch.cat([walsh_hadamard(band, width & -width) for width, band in _bands(columns, widths)], -1)
 
 
@@ -32,7 +32,7 @@ def _bands(x: Tensor, widths: tuple[int, ...]) -> list[tuple[int, Tensor]]:
 
 
 def balanced(covariance: Tensor, queries: Tensor, part: Balance) -> Tensor:
-    """A of the class `Balance`: float64 [heads, d, d]."""
+    """The matrix A of `Balance`: float64 [heads, d, d]. covariance is that of the keys, queries their second moment."""
     dim = covariance.shape[-1]
     values, vectors = eigen(covariance)
     root = (vectors * values.sqrt()[:, None, :]) @ vectors.mT
@@ -44,7 +44,7 @@ def balanced(covariance: Tensor, queries: Tensor, part: Balance) -> Tensor:
         gains = torch.cat([_unit(band.pow(0.25)) for _, band in _bands(weights, widths)], -1)
         columns = mixed(columns * gains[:, None, :], widths)
     variance = torch.einsum("hdc,hde,hec->hc", columns, covariance, columns)
-    # a direction that was floored has less variance than one, and is not brought up to it
+    # a floored direction keeps a variance below one: dividing by it would amplify noise
     return columns / variance.clamp_min(FLOOR).sqrt()[:, None, :]
 
 

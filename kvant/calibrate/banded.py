@@ -1,4 +1,4 @@
-"""What banded codes learn: how much an error costs in every channel, and the mean that a token may be coded without."""
+"""Fitter of banded codes: the weight of an error in every channel, and the mean that may be removed from a token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fit_banded(part: Banded, stats: LayerStats, stream: str) -> dict[str, Tensor
     found: dict[str, Tensor] = {}
     if part.weighted:
         if stream != "key":
-            raise ValueError("an error in the values is weighed by no query: weighted=false")
+            raise ValueError("values have no queries to weigh their errors by: use weighted=false")
         second = stats.queries.second.diagonal(dim1=-2, dim2=-1)
         found["weights"] = (second / second.mean(-1, keepdim=True).clamp_min(1e-30)).float()
     if part.flag:

@@ -1,6 +1,6 @@
-"""Fits on a text that comes with kvant: at once where a recipe learns only means, and no text has to be found for the rest.
+"""Fits recipes on a text that comes with kvant. For a recipe that learns only means this takes seconds.
 
-A text of the kind that will be served is better for what learns more than means; `kvant calibrate --text` takes it.
+For other recipes a text of the kind that will be served gives a better fit; `kvant calibrate --text` takes one.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 
 from kvant import passages
 from kvant.artifact import Artifact
-from kvant.calibrate.artifact_cache import artifact_path, cached
+from kvant.calibrate.artifact_paths import artifact_path, cached
 from kvant.calibrate.capture import Progress
 from kvant.calibrate.run import calibrate
 from kvant.engines.fingerprint import fingerprint
 from kvant.recipe import Recipe
 from kvant.transforms.affine_map import Mean
 
-MEAN_TOKENS = 512  # that are read for means; 256 give the same KL
+MEAN_TOKENS = 512  # tokens read to fit means; 256 give the same KL
 
 
 def fits_in_seconds(recipe: Recipe) -> bool:
-    """Whether all that a recipe learns is means, for which a few hundred tokens do."""
+    """Whether a recipe learns only means, for which a few hundred tokens are enough."""
     parts = [part for stream in recipe.streams.values() for part in stream.parts.values() if part.calibrated]
     return bool(parts) and all(isinstance(part, Mean) for part in parts)
 
 
 def cached_artifact(named: str, recipe: Recipe) -> Artifact | None:
-    """An artifact that was kept: fitted on what the model wrote, or on the built-in text."""
+    """A cached artifact, fitted on a text that the model wrote or on the built-in text; None where there is none."""
     return cached(named, recipe) or cached_builtin(named, recipe)
 
 
@@ -40,12 +40,12 @@ def cached_builtin(named: str, recipe: Recipe) -> Artifact | None:
 
 
 def builtin_path(named: str, recipe: Recipe) -> Path:
-    """Where a fit on the built-in text is kept."""
+    """The directory of the artifact that was fitted on the built-in text."""
     return artifact_path(named, recipe, passages.source("fit"))
 
 
 def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress | None = None) -> Artifact:
-    """A recipe fitted on the built-in text, of which means take only a part. It is kept."""
+    """Fits a recipe on the built-in text, or on its first tokens where only means are learnt, and caches the artifact."""
     ids = torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
     ids = ids[:MEAN_TOKENS] if fits_in_seconds(recipe) else ids
     made = calibrate(model, tokenizer, recipe, ids, progress=progress)

@@ -1,15 +1,15 @@
-"""Streams queries, keys and values out of a transformers model, and keeps of them what fitters look at.
+"""Gathers the statistics of a transformers model's queries, keys and values that fitters need.
 
-An excerpt of text goes through the model with a cache that stores nothing: like `kvant.Cache` it hands the attention
-function a handle, and the attention function, already there for packed pages, asks it to attend. So whatever the
-engine serves can be measured, and nothing is patched. What is kept (sums, a sample, a few probes) has a size that
-does not depend on the number of tokens; where all layers together would take too much, the text is read several
-times, a few layers a time.
+An excerpt of the text goes through the model with a cache that stores nothing. Like `kvant.Cache` it gives the attention
+function a handle, and the attention function, which is the one for packed pages, calls the handle's `attend`. So every
+model that the engine serves can be measured, and nothing is patched. The statistics (sums, a sample, a few probes) have a
+size that does not depend on the number of tokens. Where all layers together would take too much memory, the text is read
+several times, some layers at a time.
 
 Positions: attention does not change when q and k are rotated by the same number of positions, but their second moments
-and ranges do. Every token of an excerpt is therefore rotated to a position of its own before it counts, the positions of an
-excerpt spread evenly over those that will be served; probes, which need q and k to match, are rotated as a whole, each
-by another offset.
+and ranges do. Every token of an excerpt is therefore rotated to a position of its own before it is added; the positions of
+an excerpt are spread evenly over those that will be served. Probes need q and k at matching positions, so each probe is
+rotated as a whole, by an offset of its own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ Tensor = torch.Tensor
 
 BUDGET = 384 << 20  # bytes that statistics may take at a time
 SAMPLE_BUDGET = 128 << 20  # bytes of one layer's sampled keys and values
-SAMPLES = 16384  # sampled keys and values a head, at most
+SAMPLES = 16384  # sampled keys and values per head, at most
 QUERY_SAMPLES = 1024
 PROBES = 4
 PROBE_TOKENS = 1024
-QUERY_STEP = 16  # one query of a probe in so many is kept
-SCORE_BYTES = 32 << 20  # of a block of attention scores, where they have to be formed
-UNWEIGHTED = (
-    16  # tokens at the start of an excerpt that weigh nothing in what attention reads: the sinks outweigh all others
-)
-MAX_WEIGHT = 100.0  # times the mean
+QUERY_STEP = 16  # a probe keeps every 16th query
+SCORE_BYTES = 32 << 20  # bytes of attention scores that are materialized at a time
+UNWEIGHTED = 16  # first tokens of an excerpt, which have weight 0: as sinks they would outweigh all others
+MAX_WEIGHT = 100.0  # largest weight of a token, as a multiple of the mean weight
 STORED_NAMES = {  # of fields of `Plan`, in the names of checkpoints
     "excerpts": "runs",
     "attention_weighted": "reads",
@@ -55,7 +53,7 @@ STORED_NAMES = {  # of fields of `Plan`, in the names of checkpoints
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is gathered: from how many tokens, at which positions, and how much of it is kept."""
+    """What is gathered: from how many excerpts and tokens, at which positions, and the sizes of sample and probes."""
 
     excerpts: int
     tokens: int
@@ -63,8 +61,8 @@ class Plan:
     sink: int = 0
     recent: int = 0
     seed: int = 0
-    attention_weighted: bool = False  # whether to weigh tokens by what attention reads of them
-    block: int = 0  # keys are stored relative to the start of their block of so many positions; 0 is as they come
+    attention_weighted: bool = False  # whether to weight tokens by how much an error in them changes attention outputs
+    block: int = 0  # positions of a RoPE block, to whose start keys are unrotated; 0: keys are stored after RoPE
     samples: int = SAMPLES
     probes: int = PROBES
     probe_tokens: int = PROBE_TOKENS
@@ -75,7 +73,8 @@ class Plan:
         return {STORED_NAMES.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
     def probe_offset(self, excerpt: int, tokens: int) -> int | None:
-        """By how many positions an excerpt is rotated if it becomes a probe, else None: from 0 to the end of the range."""
+        """Positions by which a probe of this excerpt is rotated; None where the excerpt gives no probe. Offsets are spread from 0
+        to the last that keeps all positions below max_position."""
         count = min(self.probes, self.excerpts)
         chosen = [round(i * (self.excerpts - 1) / max(1, count - 1)) for i in range(count)]
         if excerpt not in chosen:
@@ -83,8 +82,8 @@ class Plan:
         return round(chosen.index(excerpt) * max(0, self.max_position - tokens) / max(1, count - 1))
 
     def positions(self, excerpt: int, tokens: int, below: int | None = None) -> Tensor | None:
-        """Where the tokens of an excerpt are rotated to: spread evenly over [0, below) in random order, by default over all
-        that will be served; None where the excerpt covers them as it is."""
+        """Positions int64 [tokens] to which the tokens of an excerpt are rotated: spread evenly over [0, below), in random order.
+        `below` defaults to max_position. None where the excerpt's own positions cover the range."""
         below = below or self.max_position
         if below == tokens or (below < tokens and below == self.max_position):
             return None
@@ -95,7 +94,7 @@ class Plan:
 
 
 class Running:
-    """Streamed sums and a uniform sample of vectors; its size is fixed when it is made."""
+    """Running sums and a uniform sample (reservoir) of vectors, of fixed size."""
 
     def __init__(self, heads: int, dim: int, samples: int, device: torch.device, seed: int) -> None:
         self.count = 0
@@ -105,7 +104,7 @@ class Running:
         self.sample = torch.zeros(samples, heads, dim, dtype=torch.float32, device=device)
         self.priorities = torch.full(
             (samples,), 2.0, dtype=torch.float64
-        )  # every vector draws one; the lowest are kept
+        )  # a random number per vector; those with the lowest are the sample
         self.generator = torch.Generator().manual_seed(seed)
 
     @staticmethod
@@ -136,7 +135,7 @@ class Running:
 
 
 class WeightedSums:
-    """Streamed weighted sums of vectors."""
+    """Running weighted sums of vectors."""
 
     def __init__(self, heads: int, dim: int, device: torch.device) -> None:
         self.weight = torch.zeros(heads, dtype=torch.float64, device=device)
@@ -157,13 +156,13 @@ class WeightedSums:
 
 
 def relative(read: Tensor) -> Tensor:
-    """Weights of an excerpt's tokens [tokens, heads] in terms of their mean."""
+    """Weights of an excerpt's tokens [tokens, heads], divided by their mean and clipped at MAX_WEIGHT."""
     return (read / read.mean(0).clamp_min(1e-30)).clamp_max(MAX_WEIGHT)
 
 
 class TokenWeights(NamedTuple):
-    """What attention reads, summed over the tokens that a query finds coded: those before the recent window, and none of
-    the first, which are sinks."""
+    """How much an error in a token changes attention outputs, summed over the queries that read the token packed: those
+    beyond the recent window. The first tokens, which are sinks, have weight 0."""
 
     keys: (
         Tensor  # [tokens, heads]: sum over queries of p^2 |v - o|^2, how much an error of its logits moves the outputs
@@ -181,7 +180,11 @@ def token_weights(
     softcap: float | None,
     recent: int,
 ) -> TokenWeights:
-    """Arguments as in `LayerGatherer.add`."""
+    """Weights of the tokens of one excerpt. q, k, v and o as in `LayerGatherer.add`.
+
+    keys: sum_q p^2 |v - o|^2, since d o = p (v - o) for an error of one logit. values: sum_q p^2, since d o = p d v.
+    |v - o|^2 is expanded to |v|^2 - 2 v . o + |o|^2, so that no [queries, tokens, head_dim] tensor is formed.
+    """
     tokens, heads = k.shape[:2]
     keys, values = k.float(), v.float()
     energy = values.square().sum(-1).T  # [heads, tokens]
@@ -207,24 +210,24 @@ def token_weights(
 
 
 class LayerGatherer:
-    """Everything that is kept of one layer."""
+    """Accumulates the statistics of one layer."""
 
     def __init__(self, layer: int, shape: ModelShape, plan: Plan, rope: Rope | None, device: torch.device) -> None:
-        self.plan, self.rope, self.window = plan, rope, shape.layers[layer]
+        self.plan, self.rope, self.sliding_window = plan, rope, shape.layers[layer]
         self.scale, self.softcap = 0.0, cast("float | None", None)
         samples = sample_size(shape, plan)
         seed = (plan.seed * 1_000_003 + layer) * 4
         size = shape.heads, shape.head_dim
         self.queries = Running(*size, min(samples, QUERY_SAMPLES), device, seed)
         self.keys = Running(*size, samples, device, seed + 1)
-        self.values = Running(*size, samples, device, seed + 1)  # the same tokens as the keys
+        self.values = Running(*size, samples, device, seed + 1)  # same seed: the same tokens as the keys
         self.attended = Running(*size, 0, device, seed)
         self.weighted_keys = WeightedSums(*size, device) if plan.attention_weighted else None
         self.weighted_values = WeightedSums(*size, device) if plan.attention_weighted else None
         self.probes: list[Probe] = []
 
     def add(self, excerpt: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
-        """One excerpt's queries and outputs [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
+        """Adds one excerpt: queries and outputs [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
         head_dim]."""
         tokens = len(k)
         offset = self.plan.probe_offset(excerpt, tokens)
@@ -237,7 +240,7 @@ class LayerGatherer:
         coded = slice(min(first, tokens // 2), None)
         weights = None
         if self.plan.attention_weighted:
-            weights = token_weights(q, k, v, o, self.scale, self.window, self.softcap, self.plan.recent)
+            weights = token_weights(q, k, v, o, self.scale, self.sliding_window, self.softcap, self.plan.recent)
         q = self._rotated(q, self.plan.positions(excerpt, tokens))
         k = self._rotated(k, self.plan.positions(excerpt, tokens, self.plan.block or None))
         self.queries.add(q[coded].transpose(1, 2).flatten(0, 1))
@@ -250,7 +253,7 @@ class LayerGatherer:
             self.weighted_values.add(v, relative(weights.values))
 
     def _rotated(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """An excerpt's queries or keys, each rotated to a position of its own."""
+        """Queries or keys of an excerpt, token t rotated from position t to positions[t]."""
         if positions is None:
             return x
         return self._rotate(x.float(), (positions - torch.arange(len(x))).to(x.device))
@@ -273,7 +276,7 @@ class LayerGatherer:
             scale=self.scale,
             sink=self.plan.sink,
             recent=self.plan.recent,
-            window=self.window,
+            sliding_window=self.sliding_window,
             softcap=self.softcap,
             weighted_keys=None if self.weighted_keys is None else self.weighted_keys.finish(),
             weighted_values=None if self.weighted_values is None else self.weighted_values.finish(),
@@ -281,13 +284,13 @@ class LayerGatherer:
 
 
 def sample_size(shape: ModelShape, plan: Plan) -> int:
-    """Keys and values a head that are sampled: all of them, if they are few."""
+    """Number of keys and values per head that are sampled: all of them, or as many as the budget allows."""
     fit = SAMPLE_BUDGET // (2 * 4 * shape.heads * shape.head_dim)
     return max(1, min(plan.samples, plan.tokens, fit))
 
 
 def layer_bytes(shape: ModelShape, plan: Plan, groups: int) -> int:
-    """What the statistics of one layer take, whatever the number of tokens."""
+    """Bytes of the statistics of one layer; they do not depend on the number of tokens."""
     samples = sample_size(shape, plan)
     kinds = (min(samples, QUERY_SAMPLES), samples, samples, 0)
     moments = sum(Running.nbytes(shape.heads, shape.head_dim, count) for count in kinds)
@@ -297,11 +300,11 @@ def layer_bytes(shape: ModelShape, plan: Plan, groups: int) -> int:
 
 
 class _Enough(Exception):
-    """All layers of a pass have been seen; the rest of the model need not run."""
+    """Raised after the last layer of a pass, to skip the rest of the model."""
 
 
 class Capture(transformers.Cache):
-    """A cache that stores nothing: it attends exactly, and shows what goes through to the layers' gatherers."""
+    """A cache that stores nothing: it computes exact attention and gives q, k, v and o to the layers' gatherers."""
 
     fixed_steps = None  # it has no decoder: its layers count their columns
 
@@ -343,7 +346,7 @@ class Capture(transformers.Cache):
 
 
 def causal(tokens: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """Which tokens (columns) every query (row) sees."""
+    """Causal mask, bool [queries, tokens]: True where the query sees the token."""
     at = torch.arange(tokens, device=device)
     keep = at <= at[:, None]
     return keep if sliding_window is None else keep & (at > at[:, None] - sliding_window)
@@ -352,7 +355,8 @@ def causal(tokens: int, sliding_window: int | None, device: torch.device) -> Ten
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None = None, softcap: float | None = None
 ) -> Tensor:
-    """Causal attention of an excerpt over itself, [1, heads, tokens, head_dim]. Scores are never formed for all queries."""
+    """Causal attention of an excerpt over itself, [1, heads, tokens, head_dim]. With a softcap, scores are formed for a block
+    of queries at a time, since SDPA has no softcap."""
     tokens, device = q.shape[2], q.device
     if softcap is None:
         if sliding_window is None or sliding_window >= tokens:
@@ -374,7 +378,7 @@ def exact_attention(
 
 @contextlib.contextmanager
 def attending(model: Any) -> Iterator[None]:
-    """Sends a model's attention to the cache that it is called with, and puts everything back afterwards."""
+    """Makes a model call the `attend` of the cache that it is given; restores attention and training mode afterwards."""
     give_back = borrow(model.config)
     training = model.training
     try:
@@ -387,7 +391,7 @@ def attending(model: Any) -> Iterator[None]:
 
 
 def _forward(model: Any, capture: Capture, ids: Tensor, **options: Any) -> None:
-    """One excerpt through the model's layers; no logits are computed."""
+    """Runs one excerpt through the model's layers; no logits are computed."""
     device = model.get_input_embeddings().weight.device
     ids = ids.to(device=device, dtype=torch.int64)[None]
     with contextlib.suppress(_Enough):
@@ -395,7 +399,7 @@ def _forward(model: Any, capture: Capture, ids: Tensor, **options: Any) -> None:
 
 
 class _Keys:
-    """Keeps an excerpt's keys as they come."""
+    """A gatherer that keeps the keys of an excerpt, after RoPE."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -406,7 +410,7 @@ class _Keys:
 
 
 def keys_of(model: Any, ids: Tensor) -> list[Tensor]:
-    """The keys of every layer as they come, after RoPE: [tokens, heads, head_dim]. ids is [tokens]."""
+    """The keys of every layer after RoPE: [tokens, heads, head_dim] each. ids is [tokens]."""
     shape = ModelShape.of(model)
     kept = {layer: _Keys() for layer in range(len(shape.layers))}
     with attending(model):
@@ -415,7 +419,8 @@ def keys_of(model: Any, ids: Tensor) -> list[Tensor]:
 
 
 def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
-    """The rotation of every layer, tried on the model: a few tokens further on must give the same keys, rotated."""
+    """The rotary embedding of every layer, verified on the model: the keys of some tokens, rotated by 37 positions, must be
+    the keys that the model computes 37 positions later."""
     name = getattr(model.config, "model_type", type(model).__name__)
     remedy = "set max_position to the length of an excerpt to measure the positions of the text alone"
     try:
@@ -449,8 +454,8 @@ def gather(
     budget: int = BUDGET,
     skip: Container[int] = (),
 ) -> Iterator[tuple[int, LayerStats]]:
-    """Statistics of every layer in turn but those to skip, gathered of as many layers at a time as the budget allows. An excerpt is
-    the token ids of one text."""
+    """Yields (layer, statistics) for every layer that is not in `skip`. Each pass over the text gathers as many layers as the
+    budget allows. An excerpt is a tensor of token ids."""
     shape = ModelShape.of(model)
     config = model.config.get_text_config(decoder=True)
     groups = config.num_attention_heads // shape.heads
@@ -474,7 +479,7 @@ def gather(
 
 
 def _layer_devices(model: Any, layers: int) -> list[torch.device]:
-    """Where every layer's keys will be."""
+    """The device of every layer's keys."""
     found: dict[int, torch.device] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)

@@ -1,7 +1,8 @@
-"""What an interrupted calibration has done so far, kept on disk so that the same call goes on from there.
+"""Checkpoints of a calibration, so that a call that was interrupted continues where it stopped.
 
-A checkpoint is one safetensors file in the user's cache directory, named by all that decides what is in it. It is written when
-the work is interrupted, and every half minute in case the process is killed; it is removed when the work is done.
+A checkpoint is one safetensors file in the user's cache directory. Its name is a hash of everything that decides its content.
+It is written when the work is interrupted and every half minute, in case the process is killed. It is removed when the work is
+done.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def directory() -> Path:
 
 
 class Checkpoint:
-    """A file of tensors that may be there. `decides` is plain data: with anything else, another file."""
+    """One checkpoint file. `decides` is plain data that names it: different data, different file."""
 
     def __init__(self, kind: str, decides: Any) -> None:
         name = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
@@ -41,7 +42,7 @@ class Checkpoint:
         return time.monotonic() - self.written >= EVERY
 
     def save(self, tensors: dict[str, Tensor]) -> bool:
-        """Writes it whole or not at all. Where it cannot be written, that is told, and the work goes on without."""
+        """Writes the file atomically. Where it cannot be written, warns and returns False."""
         self.written = time.monotonic()
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
@@ -54,7 +55,7 @@ class Checkpoint:
         return True
 
     def load(self) -> dict[str, Tensor]:
-        """What was kept, or nothing. A damaged file is told of and removed: the work then starts anew."""
+        """The stored tensors; empty where there is no file. A damaged file is removed with a warning, and the work starts anew."""
         if not self.path.is_file():
             return {}
         try:
@@ -71,20 +72,20 @@ class Checkpoint:
         return tensors
 
     def remove(self) -> None:
-        with contextlib.suppress(OSError):  # where nothing can be removed, nothing was written
+        with contextlib.suppress(OSError):  # a directory that cannot be written to has no checkpoint
             self.path.unlink(missing_ok=True)
 
 
 class Kept(Protocol):
-    """Work that can be put into a checkpoint, and says in words how much it is."""
+    """Work that a checkpoint can hold; its str() says how much was done, for messages."""
 
     @property
     def tensors(self) -> dict[str, Tensor]: ...
 
 
 class Unfinished:
-    """The checkpoints of one calibration. Where it is interrupted, what each holds is written and said; where it ends, all are
-    removed."""
+    """The checkpoints of one calibration, as a context manager. An interrupt (Ctrl-C) writes them all and says what was kept;
+    a normal end removes them."""
 
     def __init__(self, resume: bool) -> None:
         self.resume = resume
@@ -98,7 +99,7 @@ class Unfinished:
         return self.all[-1]
 
     def hold(self, checkpoint: Checkpoint, work: Kept) -> None:
-        """Work that is written if the calibration is interrupted from now on."""
+        """Registers work that is written if the calibration is interrupted."""
         self.held.append((checkpoint, work))
 
     def __enter__(self) -> None:

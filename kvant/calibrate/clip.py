@@ -1,4 +1,4 @@
-"""The clip ratio of a layer: the one whose attention outputs over real text are nearest to the exact ones."""
+"""Fitter of the clip ratio of a layer: the ratio with the least squared error of attention outputs on real text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RATIOS = tuple(round(0.80 + 0.02 * step, 2) for step in range(11))
 
 
 def scores(probe: Probe, keys: Tensor, stats: LayerStats) -> Tensor:
-    """Logits of a probe's queries [heads, queries per head, rows, tokens], -inf for keys that a query cannot see."""
+    """S = scale Q K^T of a probe: [heads, queries per head, rows, tokens], -inf where a query does not see a key."""
     out = torch.einsum("qhgd,nhd->hgqn", probe.queries, keys) * stats.scale
     if stats.softcap is not None:
         out = stats.softcap * torch.tanh(out / stats.softcap)
-    return out.masked_fill(~causal(len(keys), stats.window, keys.device)[probe.rows], float("-inf"))
+    return out.masked_fill(~causal(len(keys), stats.sliding_window, keys.device)[probe.rows], float("-inf"))
 
 
 def outputs(weights: Tensor, values: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ def outputs(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def search_errors(codecs: Sequence[Affine], probe: Probe, stats: LayerStats, stream: str) -> list[float]:
-    """Squared error of the attention outputs with each codec, one stream coded outside of the recipe's windows and all
-    else exact. Queries that see nothing coded do not count."""
+    """Squared error of the attention outputs for each codec. Only `stream` is coded, and only outside the recipe's window;
+    the rest is exact. Queries that see no coded token do not count."""
     tokens = len(probe.keys)
     sink = min(stats.sink, tokens // 4)
     recent = min(stats.recent, tokens // 2 - sink)
@@ -53,7 +53,7 @@ def search_errors(codecs: Sequence[Affine], probe: Probe, stats: LayerStats, str
 
 @fits(Affine)
 def fit_clip(part: Affine, stats: LayerStats, stream: str) -> dict[str, Tensor]:
-    """The ratio of least error, over all probes and heads of the layer."""
+    """The ratio with the least error, summed over all probes and heads of the layer."""
     codecs = [dataclasses.replace(part, clip=ratio) for ratio in RATIOS]
     errors = [search_errors(codecs, probe, stats, stream) for probe in stats.probes]
     total = torch.tensor(errors, dtype=torch.float64).sum(0)

@@ -1,11 +1,11 @@
-"""Fitting a recipe: every calibrated part of a stream, in order, sees the statistics as the parts before it leave them.
+"""Fitting a recipe: the calibrated parts of a stream are fitted in order, each on the statistics behind the parts before it.
 
 A fitter is a function registered for the class of a part:
 
     @fits(Rotation)
     def fit_rotation(part, stats, stream) -> dict[str, Tensor]
 
-The tensors that it returns come back to the part's `bind` under the same names, and lie in the artifact as
+The tensors that it returns are passed to the part's `bind` under the same names. In the artifact their names are
 "{stream}.{place}.{name}", e.g. "key.transforms[0].matrix" or "value.codec.codebooks".
 """
 
@@ -60,7 +60,8 @@ def fit_layer(recipe: Recipe, stats: LayerStats) -> dict[str, Tensor]:
 
 
 def _through(stats: LayerStats, stream: str, transform: Any) -> LayerStats:
-    """Statistics as a transform leaves them. The transform is read off the unit vectors, so that any one will do."""
+    """Statistics of the vectors behind a transform. Its matrix A and mean mu are computed from its values at zero and at the
+    unit vectors, so that this works for every affine transform."""
     heads, dim = stats.keys.mean.shape
     device = stats.keys.mean.device
     zero = torch.zeros(1, heads, dim, device=device)
@@ -96,6 +97,6 @@ def _through(stats: LayerStats, stream: str, transform: Any) -> LayerStats:
 
 
 def _outer(offset: Tensor, mean: Tensor) -> Tensor:
-    """What removing a constant takes off a second moment whose vectors have this mean."""
+    """E[x^T x] - E[(x - offset)^T (x - offset)] for vectors x with this mean: [heads, d, d]."""
     cross = offset[:, :, None] * mean[:, None, :]
     return cross + cross.mT - offset[:, :, None] * offset[:, None, :]

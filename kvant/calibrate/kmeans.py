@@ -1,6 +1,6 @@
 """K-means codebooks: Lloyd's iterations from a k-means++ seeding, in bounded memory.
 
-At most 30 iterations, as VecInfer has it (section 4.1); we stop sooner where the error has settled.
+At most 30 iterations, as in VecInfer (section 4.1). We stop earlier where an iteration gains less than 0.1 %.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvant.stats import LayerStats
 
 Tensor = torch.Tensor
 ITERATIONS = 30
-SETTLED = 1e-3  # relative gain of an iteration under which k-means stops
-LEAST = 3  # distinct vectors a centroid that a codebook is fitted on, at least
-FEW = 16  # vectors a centroid; of more than that and than VECTORS a random part is used
+SETTLED = 1e-3  # k-means stops where an iteration reduces the error by less than this share
+LEAST = 3  # distinct vectors per centroid, at least; with fewer a codebook is refused
+PER_CENTROID = 16  # k-means uses at most this many vectors per centroid, or VECTORS, whichever is more
 VECTORS = {"cpu": 1 << 16}
 VECTORS_ELSEWHERE = 1 << 18
 
 
 def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -> Tensor:
-    """Centroids of vectors: float32 [n, d] -> [count, d]. One centroid is the mean."""
+    """Centroids of vectors: float32 [n, d] -> [count, d]. A single centroid is the mean."""
     assert len(x) >= count, (len(x), count)
     centre = x.double().mean(0).float()
     if count == 1:
         return centre[None]
     generator = torch.Generator().manual_seed(seed)
-    limit = max(FEW * count, VECTORS.get(x.device.type, VECTORS_ELSEWHERE))
+    limit = max(PER_CENTROID * count, VECTORS.get(x.device.type, VECTORS_ELSEWHERE))
     if len(x) > limit:
         x = x[torch.randperm(len(x), generator=generator)[:limit].to(x.device)]
     x = x.float() - centre  # centred, so that float32 products are accurate
@@ -43,7 +43,7 @@ def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -
         sums = torch.zeros_like(centroids, dtype=torch.float64).index_add_(0, assigned, x.double())
         empty = (sizes == 0).nonzero()[:, 0]
         centroids = torch.where(sizes[:, None] > 0, sums / sizes.clamp_min(1)[:, None], centroids.double()).float()
-        if len(empty):  # a centroid that codes nothing moves to a vector that is coded worst
+        if len(empty):  # an empty centroid moves to one of the vectors with the largest error
             centroids[empty] = x[distance.topk(len(empty)).indices]
         elif before - error <= SETTLED * error:
             break
@@ -52,8 +52,8 @@ def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -
 
 
 def _seeds(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """k-means++: vectors drawn with the square of their distance to the nearest seed so far as weight. Beyond 64 seeds
-    several are drawn between updates of the distances, a 64th of those there are."""
+    """k-means++ seeding: a vector is drawn with probability proportional to its squared distance to the nearest seed. Beyond
+    64 seeds, n / 64 seeds are drawn between updates of the distances, where n is the number of seeds so far."""
     first = int(torch.randint(len(x), (1,), generator=generator))
     seeds = x[first : first + 1]
     distance = (x - seeds).square().sum(-1)
@@ -69,7 +69,7 @@ def _seeds(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def distinct(x: Tensor) -> int:
-    """How many different vectors there are: float32 [n, d]."""
+    """Number of distinct vectors of float32 [n, d], by a 64-bit hash of their bits."""
     bits = (x.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zeros
     mixed = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     for channel in bits.unbind(-1):
@@ -79,7 +79,7 @@ def distinct(x: Tensor) -> int:
 
 
 def codebook(x: Tensor, count: int, what: str, seed: int = 0) -> Tensor:
-    """A codebook of 16-bit centroids of vectors [n, d]; refuses too few vectors."""
+    """A codebook of 16-bit centroids of vectors [n, d]. Raises where there are too few distinct vectors."""
     found = distinct(x)
     if count > 1 and found < LEAST * count:
         raise ValueError(
@@ -90,7 +90,7 @@ def codebook(x: Tensor, count: int, what: str, seed: int = 0) -> Tensor:
 
 
 def stored(book: Tensor, what: str) -> Tensor:
-    """Centroids in the type they are kept in; refuses what it cannot hold."""
+    """Centroids in the stored type. Raises where one overflows it."""
     largest = float(book.abs().max())
     if largest > torch.finfo(BOOK_DTYPE).max:
         raise ValueError(f"{what}: centroids up to {largest:.3g} do not fit {BOOK_DTYPE}")
@@ -99,7 +99,7 @@ def stored(book: Tensor, what: str) -> Tensor:
 
 @fits(ProductVQ)
 def fit_product_vq(part: ProductVQ, stats: LayerStats, stream: str) -> dict[str, Tensor]:
-    """Codebooks of the sub-vectors, each fitted on all that it will code."""
+    """Codebooks of the sub-vectors; each is fitted on all sub-vectors that it will code."""
     sample = stats.of(stream).sample  # [heads, n, head_dim]
     heads, _, head_dim = sample.shape
     vectors = part.by_book(sample.transpose(0, 1))
@@ -110,7 +110,7 @@ def fit_product_vq(part: ProductVQ, stats: LayerStats, stream: str) -> dict[str,
 
 @fits(ResidualKMeans)
 def fit_residual_kmeans(part: ResidualKMeans, stats: LayerStats, stream: str) -> dict[str, Tensor]:
-    """Centroids of whole head vectors. One centroid is the mean of all that was seen, not of the sample."""
+    """Centroids of whole head vectors. A single centroid is the mean over all tokens, not over the sample."""
     moments = stats.of(stream) if part.books == "head" else stats.of(stream).pooled()
     what = f"{stream} centroids"
     if part.centroids == 1:

@@ -47,14 +47,14 @@ def calibrate(
     """Fits a recipe to a model.
 
     model, tokenizer  a transformers model that the engine serves, and its tokenizer (None where `text` is token ids).
-    text              what the model reads while it is measured: a string, or token ids [n]; without it, what the model
-                      writes itself.
-    tokens            how many tokens of it (default 8192, or all of a shorter text), spread evenly over the text.
-    max_position      positions [0, max_position) will be served: what depends on the position is measured over all of
-                      them (default: as many as the model allows).
-    excerpt_tokens    tokens that are read as one text.
+    text              what the model reads while it is measured: a string, or token ids [n]; without it, a text that the
+                      model writes itself.
+    tokens            number of tokens to read (default 8192, or all of a shorter text), spread evenly over the text.
+    max_position      positions [0, max_position) will be served; statistics cover all of them (default: as many as the
+                      model allows).
+    excerpt_tokens    tokens of an excerpt: the text is cut into excerpts, each read from position 0.
     progress          called with (stage, done, total); stages are sampling, measuring and fitting.
-    resume            keep what an interrupted call has done in the user's cache directory, and go on from there.
+    resume            write checkpoints to the user's cache directory, and continue from one that is there.
     run               deprecated name of `excerpt_tokens`.
     """
     if run is not None:
@@ -88,7 +88,7 @@ def calibrate_all(
     progress: Progress | None = None,
     resume: bool = True,
 ) -> list[Artifact]:
-    """As `calibrate`, for several recipes: those that look at the same windows share one reading of the text."""
+    """As `calibrate`, for several recipes. Recipes that need the same statistics (`_look`) share one pass over the text."""
     for recipe in chosen:
         _check(recipe)
     if folded(model.config) is not None:
@@ -104,7 +104,7 @@ def calibrate_all(
             raise ValueError(f"{name} must be positive, got {value}")
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
-    read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # a text is sampled once for every length of its excerpts
+    read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # excerpts and their source, by length
     named = fingerprint(model)
     unfinished = Unfinished(resume)
     with unfinished:
@@ -155,10 +155,10 @@ def calibrate_all(
 
 
 class Fitted:
-    """Tensors of the layers that are fitted so far, for each of some recipes."""
+    """Fitted tensors so far, by layer and recipe. A checkpoint holds them."""
 
     def __init__(self, recipes: int, kept: dict[str, Tensor]) -> None:
-        """`kept` is what a checkpoint holds, as `tensors` has it."""
+        """`kept` is the content of a checkpoint, in the form of `tensors`."""
         self.layers: dict[int, list[dict[str, Tensor]]] = {}
         for key, tensor in kept.items():
             layer, recipe, name = key.split(".", 2)
@@ -178,7 +178,7 @@ class Fitted:
 
 
 def _look(recipe: Recipe) -> tuple[int, int, bool, int]:
-    """What decides how a text is measured: recipes that look alike share one reading of it."""
+    """(sink, recent, attention_weighted, RoPE block): what decides which statistics are gathered."""
     window = recipe.key.window
     return window.sink, window.recent, recipe.attention_weighted, recipe.key.effective_rope_block
 
@@ -202,7 +202,7 @@ def _excerpts(
     progress: Progress | None,
     checkpoint: Checkpoint | None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """The excerpts of tokens to measure on, and what they are."""
+    """The excerpts to measure on, and the description of their source that the artifact stores."""
     if text is None:
         report = None if progress is None else lambda done, total: progress("sampling", done, total)
         excerpts = texts.sample(model, tokenizer, tokens or TOKENS, length, seed, report, checkpoint)
@@ -220,12 +220,12 @@ def _excerpts(
 
 
 def text_digest(text: str | Tensor) -> str:
-    """Names a text that is given."""
+    """SHA-256 of a given text."""
     return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else texts.digest([text.cpu().flatten()])
 
 
 def model_name(config: Any) -> str:
-    """What people call a model: its id, or the last part of its directory; the id of a directory in the hub's cache."""
+    """A model's name for messages: its id, also where it is a directory in the hub's cache, or the last part of its path."""
     named = str(getattr(config, "_name_or_path", "") or "")
     hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/", named)
     if hub is not None:

@@ -9,7 +9,7 @@ from kvant.stats import LayerStats
 from kvant.transforms.smooth import Smooth
 
 Tensor = torch.Tensor
-SMALLEST = 1e-4  # of the head's largest channel: a channel that was silent in calibration is not blown up
+SMALLEST = 1e-4  # smallest magnitude as a share of the head's largest: bounds the gain of channels that were zero
 
 
 @fits(Smooth)

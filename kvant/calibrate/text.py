@@ -13,15 +13,15 @@ from kvant.calibrate.checkpoint import Checkpoint
 from kvant.engines.hf import ModelShape
 
 Tensor = torch.Tensor
-PIECE = 1 << 16  # characters that are turned into tokens at a time
-CACHE_BYTES = 384 << 20  # of the plain cache that sampling fills
-TOP = 50  # likeliest tokens that sampling draws from
+PIECE = 1 << 16  # characters that are tokenized at a time
+CACHE_BYTES = 384 << 20  # of the unquantized cache while the model writes
+TOP = 50  # top-k of sampling
 BATCH = 16
-CHUNK = 128  # tokens a row that are read at a time when an interrupted text is taken up
+CHUNK = 128  # tokens per row that are prefilled at a time when an interrupted text is continued
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
-    """The tokens of a text: int32 [n]. A long text is read in pieces that end at line ends, in little memory."""
+    """Token ids of a text: int32 [n]. A long text is tokenized in pieces that end at line ends, to bound memory."""
     ids: list[Tensor] = []
     start = 0
     while start < len(text):
@@ -50,7 +50,7 @@ def cut(ids: Tensor, tokens: int, length: int) -> list[Tensor]:
 
 
 def digest(ids: list[Tensor]) -> str:
-    """Names a text by its tokens."""
+    """SHA-256 of the token ids of excerpts."""
     found = hashlib.sha256()
     for excerpt in ids:
         found.update(excerpt.to(torch.int32).contiguous().numpy().tobytes())
@@ -67,10 +67,10 @@ def sample(
     progress: Callable[[int, int], None] | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> list[Tensor]:
-    """Text that the model itself writes from nothing: excerpts of at most `length` tokens, drawn from the 50 likeliest.
+    """Text that the model writes without a prompt: excerpts of at most `length` tokens, by top-50 sampling.
 
-    An excerpt starts with the model's first token, or a random one where it has none. The end-of-text token does not end it:
-    what follows is another text, as in what models are trained on. With a checkpoint, an interrupted call goes on where it was.
+    An excerpt starts with the BOS token, or with a random token where the model has none. It does not end at an end-of-text
+    token: another text follows, as in packed training data. With a checkpoint, an interrupted call continues where it stopped.
     """
     shape = ModelShape.of(model)
     device = model.get_input_embeddings().weight.device
@@ -95,7 +95,7 @@ def sample(
                 if first is not None:
                     ids.fill_(first)
             cache = DynamicCache(config=model.config)
-            for start in range(0, ids.shape[1] - 1, CHUNK):  # what was written before an interruption is read again
+            for start in range(0, ids.shape[1] - 1, CHUNK):  # prefill what was written before an interruption
                 chunk = ids[:, start : min(start + CHUNK, ids.shape[1] - 1)].to(device)
                 model.base_model(input_ids=chunk, past_key_values=cache, use_cache=True)
             while ids.shape[1] < length:
@@ -120,11 +120,11 @@ def sample(
 
 
 class Written(NamedTuple):
-    """A text that the model is writing: one value, so that an interruption finds all of it or what it was before."""
+    """State of a text that the model is writing. It is replaced as a whole, so that an interrupt finds a consistent one."""
 
-    excerpts: list[Tensor]  # that are done
-    ids: Tensor | None  # int64 [rows, n]: that are being written
-    generator: Tensor  # state of the random numbers behind them
+    excerpts: list[Tensor]  # complete ones, int32 [length]
+    ids: Tensor | None  # int64 [rows, n]: the batch that is being written
+    generator: Tensor  # state of the random generator
 
     @property
     def tokens(self) -> int:
@@ -132,7 +132,7 @@ class Written(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """As they are kept in a checkpoint."""
+        """The form that a checkpoint stores."""
         out = {f"run.{i}": excerpt for i, excerpt in enumerate(self.excerpts)} | {"generator": self.generator}
         return out if self.ids is None else out | {"ids": self.ids}
 
@@ -141,7 +141,7 @@ class Written(NamedTuple):
 
     @staticmethod
     def of(tensors: dict[str, Tensor], length: int) -> Written | None:
-        """What a checkpoint kept; None where it kept nothing."""
+        """The state that a checkpoint stored; None where it is empty."""
         if "generator" not in tensors:
             return None
         excerpts = [tensors[f"run.{i}"] for i in range(sum(name.startswith("run.") for name in tensors))]

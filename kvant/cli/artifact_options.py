@@ -56,7 +56,7 @@ def find_or_make(
     """An artifact for every recipe, all of which are calibrated, by name. `named` is the model's fingerprint; `load` gives model
     and tokenizer, and is called where something has to be fitted."""
     from kvant.artifact import Artifact
-    from kvant.calibrate.artifact_cache import artifact_path, cached
+    from kvant.calibrate.artifact_paths import artifact_path, cached
     from kvant.calibrate.builtin import builtin_path, cached_builtin, fits_in_seconds
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]

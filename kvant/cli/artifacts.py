@@ -52,7 +52,7 @@ class CachedArtifact:
 def cached_artifacts() -> list[CachedArtifact]:
     """All that are kept, newest first. Headers are read, tensors are not."""
     from kvant.artifact import FILE
-    from kvant.calibrate.artifact_cache import root
+    from kvant.calibrate.artifact_paths import root
 
     files = sorted(root().glob(f"*/*/{FILE}"), key=lambda file: (-file.stat().st_mtime, str(file)))
     return [_read(file) for file in files]
@@ -101,7 +101,7 @@ def run_list(args: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(each) for each in kept], indent=2))
         return 0
     if not kept:
-        from kvant.calibrate.artifact_cache import root
+        from kvant.calibrate.artifact_paths import root
 
         print(f"no artifacts are kept in {root()}")
         return 0

@@ -100,9 +100,7 @@ def examine(names: Sequence[str] | None = None, head_dim: int = 128) -> dict[str
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "cpu": compiled(),
-        "versions": {
-            name: _version(name) for name in ("kvant", "torch", "transformers", "vllm", "triton", "safetensors")
-        },
+        "versions": {name: _version(name) for name in ("kvant", "torch", "transformers", "vllm", "safetensors")},
         "devices": devices,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "engines": engines,

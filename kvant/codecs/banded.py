@@ -108,7 +108,7 @@ class Banded(Codec):
             bands=tuple(bands),
             scales=Scales(ScaleKind.ALONE, ("scale",), self.meta, "token"),
             mean_flag=self.flag,
-            encoding=Encoding(search=self.search, weighted=self.weighted, unbiased=self.unbiased),
+            encoding=Encoding("rms", search=self.search, weighted=self.weighted, unbiased=self.unbiased),
         )
 
     def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:

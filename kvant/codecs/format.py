@@ -84,6 +84,9 @@ class Codebook:
 class Encoding:
     """How codes are chosen. Decoding does not depend on it."""
 
+    scale: Literal["range", "rms", "norm"] = (
+        "range"  # from: the least and largest value, the root mean square, the length
+    )
     clip: bool = False  # a token's values are clipped at a quantile of their magnitudes first (LayerTensors.clip)
     search: int = 1  # ranges or scales that are tried for a group of channels; the one with the least error is kept
     weighted: bool = False  # errors count by the weight of their channel (LayerTensors.weights)

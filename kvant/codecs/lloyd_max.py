@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
-from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
+from kvant.codecs.format import Band, Encoding, ScaleKind, Scales, StreamFormat
 
 _GAUSS = (  # nodes and weights of the eight-point Gauss-Legendre rule on [-1, 1], one of each pair
     (0.1834346424956498, 0.3626837833783620),
@@ -111,6 +111,7 @@ class LloydMax(Codec):
             head_dim,
             bands=(Band("codes", 0, head_dim, self.bits, 0.0, levels[0], levels),),
             scales=Scales(ScaleKind.ALONE, ("norm",), self.meta, "token"),
+            encoding=Encoding("norm"),
         )
 
     def encode(self, x: Tensor) -> Parts:

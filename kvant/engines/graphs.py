@@ -30,7 +30,6 @@ from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
 WARM_UP = 2  # steps without a graph: kernels are compiled, and libraries allocate their workspaces
-KERNELS = "cuda"  # implementations that never wait for the device
 DEVICE = "cuda"  # the type of device that has graphs
 
 
@@ -65,9 +64,9 @@ def refuse(model: Any, cache: DecodableCache, graph: bool = True) -> str | None:
         found = ", ".join(sorted(map(str, devices)))
         return f"model and cache must lie on one CUDA device, and they lie on {found}"
     for op in ("append", "decode"):
-        name = cache.chosen(op, next(iter(devices))).name
-        if name != KERNELS:
-            return f"{op} of recipe {cache.recipe.name} is {name!r} here, and only {KERNELS!r} never waits for the GPU"
+        kernel = cache.chosen(op, next(iter(devices)))
+        if not kernel.capturable:
+            return f"{op} of recipe {cache.recipe.name} is {kernel.name!r} here, which cannot be captured: it waits for the GPU"
     return None
 
 

@@ -1,8 +1,9 @@
-"""Prefill over a packed history a block of pages at a time: what it holds at once does not grow with the history.
+"""Prefill over a packed history, a block of tokens at a time: its memory does not grow with the history.
 
-Each block is decoded, attended to by all new tokens, and merged with what came before by the log-sum-exps; the new tokens among
-themselves are one more block. A block is torch's fused attention: on a GPU in float16, which holds codes times scales better
-than bfloat16 does, on a CPU in float32. With a soft cap or a sliding window it is two matrix products around a softmax.
+Each block of the history is decoded, attended to by all new tokens, and merged with the blocks before it by the log-sum-exps; the
+new tokens among themselves are one more block. Attention to a block is torch's fused attention: on a GPU in float16, whose 11 bits
+hold codes times scales better than bfloat16's 8, on a CPU in float32. With a soft cap or a sliding window it is two matrix products
+around a softmax.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.reference import mean_logits, overlay_index
+from kvant.ops.reference import mean_logits, overlay_index, overlay_mask
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch, one_sequence
+from kvant.ops.types import LayerStore, PagedBatch, prefill_each
 
 Tensor = torch.Tensor
 BLOCK_TOKENS = 4096  # of the history, decoded at a time
@@ -23,7 +24,7 @@ QUERY_BLOCK = 256  # rows of scores that are held at a time, where they are held
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
-    """Why a layout is better served by another, or None."""
+    """Why a layout is left to another implementation, or None."""
     if device.type == "cpu":
         return "it is for GPUs; on a CPU another reads blocks"
     for name, stream in layout.recipe.streams.items():
@@ -33,29 +34,30 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
 
 
 Unpack = Callable[[LayerStore, StreamName, Tensor, int, int], Tensor]
-"""The tokens at places [first, last) of a sequence's pages, as they are stored: float32 [tokens, heads, head_dim]."""
+"""(store, stream, page ids, first, last) -> tokens [first, last) of those pages, as they are stored: float32 [tokens, heads,
+head_dim]."""
 
 
 def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last: int) -> Tensor:
-    """In torch. `first` is the first place of a page."""
+    """An Unpack in torch. `first` is the first token of a page."""
     layout = store.layout
     here = pages[first // layout.page_tokens : -(-last // layout.page_tokens)].clamp_min(0)
     return store.stream(name).codec.decode(layout.unpack(name, store.pages[here]))[: last - first]
 
 
 class Part(NamedTuple):
-    """Attention over some of the keys: outputs [..., head_dim] and log-sum-exps [..., 1], of rows in any order."""
+    """Attention over some of the keys: outputs [..., head_dim] and log-sum-exps [..., 1]."""
 
     out: Tensor
     lse: Tensor
 
 
 def merge(a: Part | None, b: Part) -> Part:
-    """Attention over the keys of both."""
+    """Attention over the keys of both: O = sum_i exp(lse_i - lse) O_i with exp(lse) = sum_i exp(lse_i)."""
     if a is None:
         return b
     lse = torch.logaddexp(a.lse, b.lse)
-    weights = [(part.lse - lse).exp().nan_to_num(0.0) for part in (a, b)]  # rows that see nothing have -inf in both
+    weights = [(part.lse - lse).exp().nan_to_num(0.0) for part in (a, b)]  # -inf - -inf: neither has a key for the row
     return Part(a.out * weights[0] + b.out * weights[1], lse)
 
 
@@ -86,14 +88,12 @@ def by_blocks(
     sliding_window: int | None,
     read: Unpack,
 ) -> Tensor:
-    """Prefill with a way to read packed tokens."""
-    out = torch.empty_like(query)
-    query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-    for b, length in enumerate(seq_lens):
-        part = slice(query_start_loc[b], query_start_loc[b + 1])
-        row, history = one_sequence(batch, b), length - (part.stop - part.start)
-        out[part] = _one(store, query[part], key[part], value[part], row, history, scale, softcap, sliding_window, read)
-    return out
+    """Prefill by blocks; `read` unpacks tokens."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
+        return _one(store, q, k, v, row, history, scale, softcap, sliding_window, read)
+
+    return prefill_each(query, key, value, batch, attend)
 
 
 def _one(
@@ -108,18 +108,16 @@ def _one(
     sliding_window: int | None,
     read: Unpack,
 ) -> Tensor:
-    fresh, query_heads, dim = query.shape
+    new, query_heads, dim = query.shape
     heads, size = store.layout.heads, store.layout.page_tokens
-    if not fresh:
-        return query
-    q, k, v = query.float().view(fresh, heads, -1, dim), key.float(), value.float()
+    q, k, v = query.float().view(new, heads, -1, dim), key.float(), value.float()
     mean_logit: Tensor | None = None
     if history:
         mean_logit = mean_logits(store, q, scale, softcap)
         mean_logit = None if mean_logit is None else mean_logit.permute(1, 2, 0)
         q, k, v = store.key.dual(q), store.key.forward(k), store.value.forward(v)
     q = q.permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
-    fused = softcap is None and (sliding_window is None or sliding_window >= history + fresh)
+    fused = softcap is None and (sliding_window is None or sliding_window >= history + new)
     total: Part | None = None
     origin = store.layout.recipe.origin
     low = 0 if sliding_window is None else max(0, history + 1 - sliding_window)
@@ -138,14 +136,14 @@ def _one(
     out = merge(total, own).out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
     if history:
         out = store.value.inverse(out)
-    return out.reshape(fresh, query_heads, dim).to(query.dtype)
+    return out.reshape(new, query_heads, dim).to(query.dtype)
 
 
 def read_block(
     store: LayerStore, name: StreamName, row: PagedBatch, n: int, first: int, last: int, read: Unpack
 ) -> Tensor:
-    """Tokens [first, last) of one sequence of n as attention sees them: float32 [tokens, heads, head_dim]. `first` is the
-    first token of a page, or 0."""
+    """Tokens [first, last) of one sequence of n as attention reads them: float32 [tokens, heads, head_dim]. `first` is the first
+    token of a page, or 0."""
     stream, overlay = store.stream(name), store.overlays[name]
     window = stream.spec.window
     origin = store.layout.recipe.origin
@@ -155,15 +153,15 @@ def read_block(
         packed = torch.cat((packed.new_zeros(before, *packed.shape[1:]), packed))
     position = torch.arange(first, last, device=packed.device)
     if overlay.shape[1]:
-        frontier = max(window.packed_end(n), window.sink)
-        full = (position < row.sinks[0].clamp_max(n)) | ((position >= frontier) & (position >= row.ring_start[name][0]))
+        full = overlay_mask(window, position, torch.full_like(row.sinks, n), row.sinks, row.ring_start[name])
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
         packed = torch.where(full[:, None, None], overlay[row.overlay_rows[0]][index].float(), packed)
     return stream.attended(packed, position)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:
-    """Torch's fused attention; the query heads of a KV head are further rows, unless every row sees other keys."""
+    """Torch's fused attention. The query heads of a KV head become rows of one problem; with a causal mask, in which the row
+    decides, keys and values are repeated instead."""
     heads, group, rows, dim = q.shape
     k, v = (x.transpose(0, 1)[None] for x in (k, v))  # [1, heads, tokens, head_dim]
     if causal:
@@ -190,8 +188,8 @@ def _plain(
     ahead: int,
     mean_logit: Tensor | None,
 ) -> Part:
-    """Attention of rows to keys of which the first lies `ahead` tokens before the first row. `lost` is what all scores of
-    a row [heads, group, rows] are short of before the cap."""
+    """Attention of rows q to keys of which the first is `ahead` tokens before the first row. `mean_logit` [heads, group, rows] is
+    added to the logits of a row before the cap."""
     rows = q.shape[2]
     place = torch.arange(len(k), device=q.device)
     parts = []

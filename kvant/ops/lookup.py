@@ -1,12 +1,10 @@
 """Decode by lookup table: VecInfer's Algorithm 1, for keys that are stored as indices of centroids.
 
-The products of the query's sub-vectors with all centroids are made once (line 4); a token's score is then a sum of
-entries of that table, picked by the token's indices (line 11), and no key is ever decoded. Values are decoded a block
-at a time (line 16). Blocks are merged by a running softmax (lines 12, 13 and 18), so memory does not grow with the
-sequence.
+The products of the query's sub-vectors with all centroids are made once (line 4); a token's score is then a sum of entries of that
+table, picked by the token's indices (line 11), and no key is decoded. Values are decoded a block at a time (line 16). Blocks are
+merged by an online softmax (lines 12, 13 and 18), so memory does not grow with the sequence.
 
-Tokens in a full-precision window are scored against the window. Appending and prefill are the reference's: they have no
-use for a table.
+Tokens that the overlay holds are scored in full precision. Append and prefill are the reference's: a table does not help them.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.codecs.product_vq import BoundProductVQ, ProductVQ
 from kvant.layout import Layout, StreamName
 from kvant.ops import reference
 from kvant.ops.registry import register
@@ -27,12 +24,12 @@ BLOCK_PAGES = 16  # pages of every sequence that are scored at a time
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why a layout cannot be decoded by lookup table, or None."""
-    key, value = layout.recipe.key, layout.recipe.value
-    if not isinstance(key.codec, ProductVQ):
-        return f"it looks scores up by the keys' indices of centroids, and {type(key.codec).__name__} stores none"
-    if value.groupwise:
+    key = layout.format("key")
+    if not key.is_pq:
+        return f"it looks scores up by the keys' indices of centroids, and {key.codec} stores none"
+    if layout.format("value").group_tokens > 1:
         return "it reads values token by token, and they are coded in groups"
-    if key.rope != "post":
+    if layout.recipe.key.rope != "post":
         return "it scores keys as they are stored, and they are stored unrotated"
     return None
 
@@ -41,10 +38,11 @@ register("append", "lookup", refuse, rank=-1)(reference.append)
 register("prefill", "lookup", refuse, rank=-1)(reference.prefill)
 
 
-def score_table(q: Tensor, codec: BoundProductVQ) -> Tensor:
-    """Products of queries' sub-vectors with the centroids: [b, heads, group, head_dim] -> [..., spaces, centroids]."""
-    parts = q.unflatten(-1, (-1, codec.spec.dim))
-    books = codec.codebooks.to(q.dtype)
+def score_table(q: Tensor, codebooks: Tensor) -> Tensor:
+    """table[b, h, g, m, c] = <sub-vector m of q[b, h, g], centroid c>: [b, heads, group, head_dim] and codebooks [heads or 1, spaces
+    or 1, centroids, dim] -> [b, heads, group, spaces, centroids]."""
+    parts = q.unflatten(-1, (-1, codebooks.shape[-1]))
+    books = codebooks.to(q.dtype)
     books = books.expand(q.shape[1], parts.shape[-2], *books.shape[2:])
     return torch.einsum("bhgmd,hmcd->bhgmc", parts, books)
 
@@ -67,28 +65,28 @@ def decode(
 ) -> Tensor:
     """As the reference's `decode`."""
     sequences, query_heads, dim = query.shape
-    layout, codec = store.layout, store.key.codec
-    assert isinstance(codec, BoundProductVQ), codec
+    layout, codebooks = store.layout, store.key.codec.tensors.codebooks
+    assert codebooks is not None
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     q = query.to(accurate).view(sequences, layout.heads, -1, dim)
     mean_logit = reference.mean_logits(store, q, scale, softcap)
     q = store.key.dual(q)
-    table = score_table(q, codec)
+    table = score_table(q, codebooks)
     out = torch.zeros_like(q)
     total = q.new_zeros(*q.shape[:3], 1)
     highest = q.new_full((*q.shape[:3], 1), torch.finfo(accurate).min)
     for first in range(0, batch.block_table.shape[1], BLOCK_PAGES):
         pages = batch.block_table[:, first : first + BLOCK_PAGES].clamp_min(0)
-        runs = store.pages[pages.flatten()]
+        page_heads = store.pages[pages.flatten()]  # [pages, heads, page_head_bytes]
         position = torch.arange(pages.shape[1] * layout.page_tokens, device=query.device) + first * layout.page_tokens
         rows = sequences, len(position), layout.heads
-        scores = look_up(table, layout.unpack("key", runs)["indices"].long().reshape(*rows, -1))
-        values = store.value.codec.decode(layout.unpack("value", runs)).to(accurate).reshape(*rows, dim)
-        full = _window(store, "key", batch, position)
+        scores = look_up(table, layout.unpack("key", page_heads)["indices"].long().reshape(*rows, -1))
+        values = store.value.codec.decode(layout.unpack("value", page_heads)).to(accurate).reshape(*rows, dim)
+        full = _match(store, "key", batch, position)
         if full is not None:
             exact = torch.einsum("bhgd,bnhd->bhgn", q, full.tokens.to(accurate))
             scores = torch.where(full.held[:, None, None], exact, scores)
-        full = _window(store, "value", batch, position)
+        full = _match(store, "value", batch, position)
         if full is not None:
             values = torch.where(full.held[..., None, None], full.tokens.to(accurate), values)
         scores = scores * scale
@@ -96,34 +94,32 @@ def decode(
             scores = scores if mean_logit is None else scores + mean_logit[..., None]
             scores = softcap * torch.tanh(scores / softcap)
         keep = position < batch.seq_lens[:, None]
-        values = torch.where(keep[..., None, None], values, 0.0)  # past the end a page may hold anything
+        values = torch.where(keep[..., None, None], values, 0.0)  # past its end a sequence's page is undefined
         if sliding_window is not None:
             keep = keep & (position >= batch.seq_lens[:, None] - sliding_window)
         scores = scores.masked_fill(~keep[:, None, None], float("-inf"))
-        top = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        weights, fade = (scores - top).exp(), (highest - top).exp()
-        total = total * fade + weights.sum(-1, keepdim=True)
-        out = out * fade + torch.einsum("bhgn,bnhd->bhgd", weights, values)
+        top = torch.maximum(highest, scores.amax(-1, keepdim=True))  # online softmax: m' = max(m, max S)
+        weights, rescale = (scores - top).exp(), (highest - top).exp()
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        out = out * rescale + torch.einsum("bhgn,bnhd->bhgd", weights, values)  # O = exp(m - m') O + P V
         highest = top
     out = store.value.inverse(out / total.clamp_min(torch.finfo(accurate).tiny))
     return out.reshape(sequences, query_heads, dim).to(query.dtype)
 
 
-class _Full(NamedTuple):
-    """What a block of positions finds in the full-precision windows."""
+class OverlayMatch(NamedTuple):
+    """Tokens of a block of positions that are read from the overlay."""
 
-    held: Tensor  # bool [sequences, tokens]: read from the window
-    tokens: Tensor  # [sequences, tokens, heads, head_dim]; anything where not held
+    held: Tensor  # bool [sequences, tokens]: read from the overlay
+    tokens: Tensor  # [sequences, tokens, heads, head_dim]; undefined where not held
 
 
-def _window(store: LayerStore, name: StreamName, batch: PagedBatch, position: Tensor) -> _Full | None:
-    """The full-precision window of a stream at some positions; None where the recipe has none."""
+def _match(store: LayerStore, name: StreamName, batch: PagedBatch, position: Tensor) -> OverlayMatch | None:
+    """The overlay of a stream at some positions; None where the recipe has none."""
     window, overlay = store.stream(name).spec.window, store.overlays[name]
     if not overlay.shape[1]:
         return None
-    n = batch.seq_lens[:, None]
-    frontier = n.clamp_max(window.sink) + (n - window.sink - window.recent).clamp_min(0)
-    sinks = position < torch.minimum(batch.sinks[:, None], n)
-    recent = (position >= frontier) & (position >= batch.ring_start[name][:, None]) & (position >= window.sink)
+    n, sinks, ring_start = batch.seq_lens[:, None], batch.sinks[:, None], batch.ring_start[name][:, None]
+    held = reference.overlay_mask(window, position, n, sinks, ring_start)
     index = reference.overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
-    return _Full(sinks | recent, overlay[batch.overlay_rows[:, None], index])
+    return OverlayMatch(held, overlay[batch.overlay_rows[:, None], index])

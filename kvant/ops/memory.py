@@ -1,4 +1,4 @@
-"""What an operation allocates while it runs."""
+"""GPU memory that an operation allocates while it runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def allocated_by(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that were allocated at once on a GPU, at the most, while something ran; 0 on a CPU, where torch does not count."""
+    """Peak of the bytes that `run` had allocated on a GPU; 0 on a CPU, where torch does not count."""
     if device.type != "cuda":
         run()
         return 0

@@ -1,14 +1,13 @@
-"""The operations in plain torch: what everything faster is tested against, on the same stored bytes.
+"""The operations in plain torch. Every faster implementation is tested against these, on the same stored bytes.
 
-append   writes new tokens into their pages and into the full-precision windows. A stream that codes groups of tokens
-         keeps an unfinished group in its window, as its tail, and codes it when it is complete.
+append   writes new tokens into their pages and into the overlays, the full-precision tokens. A stream that codes groups of
+         tokens keeps an unfinished group in its overlay, as its tail, and codes it when it is complete.
 decode   attends from one query per sequence to the whole cached sequence, that token included.
 prefill  attends from new tokens to the cached history and, in full precision, to each other; called before their
          append, it reads the history as decode would have read it at that length.
 
-All attention happens in one space, that of the stored tensors: queries are transformed once, outputs transformed back
-once. Keys that are stored unrotated are the exception: they are brought back into the model's own space when they are
-read.
+Attention happens in the basis of the stored tensors: queries are transformed once, outputs transformed back once. Keys that
+are stored unrotated are the exception: they are brought back into the model's own basis when they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvant.codecs import DTYPES
 from kvant.correctors import Progress
 from kvant.layout import StreamName
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch, one_sequence
+from kvant.ops.types import LayerStore, PagedBatch, prefill_each
 from kvant.recipe import Stream, Window
 
 Tensor = torch.Tensor
@@ -35,8 +34,8 @@ def serves_everything(layout: object, device: torch.device) -> None:
 
 @register("append", "reference", serves_everything, rank=0)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-    """Stores new tokens: key and value are [new tokens, heads, head_dim]. Where a stream has a corrector, `query` are
-    the tokens' queries, [new tokens, query heads, head_dim]; nobody else looks at them."""
+    """Stores new tokens: key and value are [new tokens, heads, head_dim]. A corrector also needs the tokens' queries, `query`
+    [new tokens, query heads, head_dim]."""
     sequence, position = batch.positions
     real = batch.slot_mapping >= 0
     if store.states and query is None:
@@ -45,7 +44,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     for name, x in stored.items():
         stream = store.stream(name)
         stored[name] = stream.stored(x.float(), position)
-        if stream.spec.groupwise:  # a group may pass through the tail
+        if stream.spec.groupwise:  # rounded as in the tail, so that a group that passed through it has the same bytes
             stored[name] = stored[name].to(DTYPES[store.layout.overlay_dtype]).float()
     for name in stored:
         if store.stream(name).spec.groupwise:
@@ -59,7 +58,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
 
 
 def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slot_mapping: Tensor, write: Tensor) -> None:
-    """Every token is coded alone and owns its bytes, so writing is a scatter."""
+    """Writes tokens of a token-wise stream: every token owns its bytes, so it is a scatter."""
     slot_mapping = slot_mapping[write]
     if not len(slot_mapping):
         return
@@ -99,7 +98,8 @@ def _append_groups(
 
 
 def _progress(name: StreamName, stream: Stream, batch: PagedBatch, b: int) -> Progress:
-    """How far sequence b has come, before its new tokens are coded. What its ring does not hold is in pages already."""
+    """Which tokens of sequence b are coded, before its new tokens are. Tokens that its ring does not hold are in pages
+    already."""
     window, group = stream.window, stream.codec.group_tokens
     total = int(batch.seq_lens[b])
     before = total - int(batch.query_start_loc[b + 1] - batch.query_start_loc[b])
@@ -149,7 +149,7 @@ def _append_overlay(
     position: Tensor,
     real: Tensor,
 ) -> None:
-    """Keeps what the windows need: the sinks, and the last tokens in a ring."""
+    """Writes the sinks and the last `ring` tokens of every sequence into its overlay row."""
     window = store.stream(name).spec.window
     overlay = store.overlays[name]
     if not overlay.shape[1]:
@@ -160,10 +160,17 @@ def _append_overlay(
 
 
 def overlay_index(window: Window, position: Tensor) -> Tensor:
-    """Row of a sequence's overlay that holds the token at a position."""
+    """Token of an overlay row that holds the token at a position: the sinks in order, then the ring."""
     if not window.ring:
         return position
     return torch.where(position < window.sink, position, window.sink + (position - window.sink) % window.ring)
+
+
+def overlay_mask(window: Window, position: Tensor, n: Tensor, sinks: Tensor, ring_start: Tensor) -> Tensor:
+    """Which positions are read from the overlay, in sequences of n tokens: the sinks that it holds, and what is not packed and in
+    the ring. All arguments broadcast, such as position [tokens] and n, sinks and ring_start [sequences, 1]."""
+    recent = (position >= window.packed_end(n)) & (position >= ring_start) & (position >= window.sink)
+    return (position < torch.minimum(sinks, n)) | recent
 
 
 def _scatter(pages: Tensor, page: Tensor, places: Tensor, data: Tensor) -> None:
@@ -173,8 +180,8 @@ def _scatter(pages: Tensor, page: Tensor, places: Tensor, data: Tensor) -> None:
 
 
 def refill(store: LayerStore, name: StreamName, pages: Tensor, overlay_row: int, first: int, last: int) -> None:
-    """Puts tokens [first, last) of a sequence back into its window, decoded from its pages: what a crop brings back
-    into the tail of a group and the window has let go."""
+    """Writes tokens [first, last) of a sequence into its overlay row, decoded from its pages: tokens that a crop brings back into
+    the tail of a group, after the ring had let them go."""
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
     position = torch.arange(first, last, device=store.pages.device)
     at = position - layout.recipe.origin
@@ -189,8 +196,8 @@ def refill(store: LayerStore, name: StreamName, pages: Tensor, overlay_row: int,
 
 
 def read(store: LayerStore, name: StreamName, batch: PagedBatch, seq_lens: Tensor) -> Tensor:
-    """A stream of every sequence as attention sees it at a length: float32 [sequences, tokens, heads, head_dim], in the
-    space of attention; zero past the end."""
+    """A stream of every sequence as attention reads it at these lengths: float32 [sequences, tokens, heads, head_dim], in the
+    basis of attention; zero past the end."""
     layout, stream, window = store.layout, store.stream(name), store.stream(name).spec.window
     sequences, pages = batch.block_table.shape
     origin = layout.recipe.origin
@@ -205,13 +212,10 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, seq_lens: Tenso
     n = seq_lens[:, None]
     overlay = store.overlays[name]
     if overlay.shape[1]:
-        waiting = (n - window.sink - window.recent).clamp_min(0)
-        frontier = n.clamp_max(window.sink) + waiting // window.flush * window.flush
-        sinks = position < torch.minimum(batch.sinks[:, None], n)
-        recent = (position >= frontier) & (position >= batch.ring_start[name][:, None]) & (position >= window.sink)
+        from_overlay = overlay_mask(window, position, n, batch.sinks[:, None], batch.ring_start[name][:, None])
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
         full = overlay[batch.overlay_rows[:, None], index[None, :]].float()
-        packed = torch.where((sinks | recent)[..., None, None], full, packed)
+        packed = torch.where(from_overlay[..., None, None], full, packed)
     packed = stream.attended(packed.transpose(0, 1), position).transpose(0, 1)
     there = (batch.block_table >= 0).repeat_interleave(layout.page_tokens, 1)
     there = torch.nn.functional.pad(there, (origin, 0), value=True)  # a page that slid out may hold anything
@@ -219,14 +223,14 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, seq_lens: Tenso
 
 
 def restored(store: LayerStore, name: StreamName, batch: PagedBatch) -> Tensor:
-    """A stream of every sequence as attention sees it, in the model's own space: float32 [sequences, tokens, heads,
-    head_dim]; anything past the end."""
+    """A stream of every sequence as attention reads it, in the model's own basis: float32 [sequences, tokens, heads, head_dim];
+    undefined past the end."""
     return store.stream(name).inverse(read(store, name, batch, batch.seq_lens)[..., None, :])[..., 0, :]
 
 
 def softmax(scores: Tensor, keep: Tensor, softcap: float | None, mean_logit: Tensor | None = None) -> Tensor:
-    """Probabilities over the last dim of scores where `keep`; a row that keeps nothing is zero. `lost` is what all
-    scores of a row are short of: the softmax does not care, the cap before it does."""
+    """P = softmax(softcap(S + mean_logit)) over the last dim of scores S where `keep`; a row that keeps nothing is zero. The
+    softmax cancels mean_logit, which is the same for a whole row; the cap before it does not."""
     if softcap is not None:
         scores = scores if mean_logit is None else scores + mean_logit[..., None]
         scores = softcap * torch.tanh(scores / softcap)
@@ -235,8 +239,8 @@ def softmax(scores: Tensor, keep: Tensor, softcap: float | None, mean_logit: Ten
 
 
 def mean_logits(store: LayerStore, q: Tensor, scale: float, softcap: float | None) -> Tensor | None:
-    """What the logits of queries [..., heads, queries per head, head_dim] are short of where a mean was taken off the
-    keys; None where it does not matter."""
+    """scale * q . mu, which removing the key mean took off the logits of queries [..., heads, queries per head, head_dim]; None
+    where nothing is capped, since the softmax cancels it."""
     mean_logit = None if softcap is None else store.key.mean_logit(q)
     return None if mean_logit is None else mean_logit * scale
 
@@ -253,7 +257,8 @@ def decode(
 ) -> Tensor:
     """Attention of one query per sequence, [sequences, query heads, head_dim], over its cached tokens.
 
-    `window` lets a query see itself and the window - 1 tokens before it.
+    S = Q K^T, O = softmax(scale * S) V. With `sliding_window`, a query attends to itself and the sliding_window - 1 tokens before
+    it.
     """
     sequences, query_heads, dim = query.shape
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
@@ -284,27 +289,13 @@ def prefill(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Attention of new tokens, [new tokens, heads, head_dim] each, over cached history and each other. Before
+    """Attention of new tokens, [new tokens, heads, head_dim] each, over cached history and each other. Called before
     `append`."""
-    out = torch.empty_like(query)
-    counts = batch.query_start_loc.diff()
-    history = batch.seq_lens - counts
-    for b in range(len(counts)):
-        part = slice(int(batch.query_start_loc[b]), int(batch.query_start_loc[b + 1]))
-        if part.start == part.stop:
-            continue
-        out[part] = _prefill_one(
-            store,
-            query[part],
-            key[part],
-            value[part],
-            one_sequence(batch, b),
-            int(history[b]),
-            scale,
-            softcap,
-            sliding_window,
-        )
-    return out
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
+        return _prefill_one(store, q, k, v, row, history, scale, softcap, sliding_window)
+
+    return prefill_each(query, key, value, batch, attend)
 
 
 def _prefill_one(
@@ -318,10 +309,10 @@ def _prefill_one(
     softcap: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    fresh, query_heads, dim = query.shape
+    new, query_heads, dim = query.shape
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     keys, values = key.to(accurate), value.to(accurate)
-    q = query.to(accurate).view(fresh, store.layout.heads, -1, dim)
+    q = query.to(accurate).view(new, store.layout.heads, -1, dim)
     mean_logit: Tensor | None = None
     if history:
         n = torch.tensor([history], device=query.device)
@@ -331,15 +322,15 @@ def _prefill_one(
         q = store.key.dual(q)
     position = torch.arange(len(keys), device=query.device)
     out = torch.empty_like(q)
-    for first in range(0, fresh, QUERY_BLOCK):
-        block = slice(first, min(fresh, first + QUERY_BLOCK))
+    for first in range(0, new, QUERY_BLOCK):
+        block = slice(first, min(new, first + QUERY_BLOCK))
         at = position[history + first : history + block.stop, None]  # the queries' own positions
         keep = position <= at
         if sliding_window is not None:
             keep &= position > at - sliding_window
         scores = torch.einsum("qhgd,nhd->hgqn", q[block], keys) * scale
-        short = None if mean_logit is None else mean_logit[block].permute(1, 2, 0)
-        out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap, short), values)
+        removed = None if mean_logit is None else mean_logit[block].permute(1, 2, 0)
+        out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap, removed), values)
     if history:
         out = store.value.inverse(out)
-    return out.reshape(fresh, query_heads, dim).to(query.dtype)
+    return out.reshape(new, query_heads, dim).to(query.dtype)

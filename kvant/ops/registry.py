@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -50,22 +50,20 @@ def register(
     return add
 
 
-DecodeWithLse = TypeVar("DecodeWithLse", bound=Callable[..., tuple[torch.Tensor, torch.Tensor]])
-
-
 def register_decode(
     name: str, refuse: Refusal, rank: int, capturable: bool = False
-) -> Callable[[DecodeWithLse], DecodeWithLse]:
-    """Decorator that offers a function as an implementation of decode. The function returns the outputs and the log-sum-exp
-    of every query's logits, float32 [sequences, query heads]; the operation returns the outputs alone."""
+) -> Callable[[Callable[..., tuple[torch.Tensor, torch.Tensor]]], Callable[..., torch.Tensor]]:
+    """Offers a function that returns the outputs and the log-sum-exp of every query's logits, float32 [sequences, query heads],
+    as an implementation of decode: `decode = register_decode(...)(decode_with_lse)` is the operation, which returns the
+    outputs alone."""
 
-    def add(run: DecodeWithLse) -> DecodeWithLse:
+    def add(run: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
         @functools.wraps(run)
         def decode(*args: Any, **options: Any) -> torch.Tensor:
             return run(*args, **options)[0]
 
         register("decode", name, refuse, rank, capturable=capturable)(decode)
-        return run
+        return decode
 
     return add
 

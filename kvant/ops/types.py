@@ -1,10 +1,10 @@
-"""What an operation is given: one layer's storage, and where its sequences lie in it."""
+"""What an operation is given: one layer's storage, and where its sequences are in it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 
@@ -16,19 +16,19 @@ from kvant.rope import Rope
 from kvant.transforms import BoundTransform
 
 Tensor = torch.Tensor
-COUNTERS = 2  # zeros that decode in a CUDA graph needs for a sequence and query head, at most: the last tile of heads may be short
+COUNTERS = 2  # zeros that decode in a CUDA graph needs per sequence and query head, at most: the last tile of heads may be short
 
 
 class PagedBatch(NamedTuple):
-    """All that an operation knows of requests. New tokens of all sequences lie one after another."""
+    """All that an operation knows of requests. The new tokens of all sequences are concatenated."""
 
     block_table: Tensor  # int64 [sequences, pages]; entries past a sequence's last page, or slid out, are never read
     seq_lens: Tensor  # int64 [sequences]: tokens after the new ones
-    slot_mapping: Tensor  # int64 [new tokens]: page * page_tokens + place in it; -1 is padding
-    query_start_loc: Tensor  # int64 [sequences + 1]: where each sequence's new tokens start
+    slot_mapping: Tensor  # int64 [new tokens]: page * page_tokens + token of the page; -1 is padding
+    query_start_loc: Tensor  # int64 [sequences + 1]: first new token of each sequence
     overlay_rows: Tensor  # int64 [sequences]: row of the overlays
-    sinks: Tensor  # int64 [sequences]: sink tokens that the overlay really holds
-    ring_start: dict[StreamName, Tensor]  # int64 [sequences]: the ring of a stream holds no token before this one
+    sinks: Tensor  # int64 [sequences]: sink tokens that the overlay row holds
+    ring_start: dict[StreamName, Tensor]  # int64 [sequences]: position of the first token that a stream's ring holds
 
     @property
     def positions(self) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class PagedBatch(NamedTuple):
 
 
 def one_sequence(batch: PagedBatch, b: int) -> PagedBatch:
-    """One sequence of a batch; slots and starts stay those of the batch."""
+    """The batch of its sequence b alone; slot_mapping and query_start_loc stay those of the batch."""
     at = slice(b, b + 1)
     return batch._replace(
         block_table=batch.block_table[at],
@@ -51,13 +51,30 @@ def one_sequence(batch: PagedBatch, b: int) -> PagedBatch:
     )
 
 
+PrefillOne = Callable[[Tensor, Tensor, Tensor, PagedBatch, int], Tensor]
+"""(query, key, value, batch of one sequence, tokens of its history) -> output; query and output [new tokens, query heads,
+head_dim], key and value [new tokens, heads, head_dim]."""
+
+
+def prefill_each(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, attend: PrefillOne) -> Tensor:
+    """Prefill sequence by sequence: the outputs of `attend` of every sequence that has new tokens, concatenated."""
+    out = torch.empty_like(query)
+    query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    for b, length in enumerate(seq_lens):
+        part = slice(query_start_loc[b], query_start_loc[b + 1])
+        new = part.stop - part.start
+        if new:
+            out[part] = attend(query[part], key[part], value[part], one_sequence(batch, b), length - new)
+    return out
+
+
 @dataclasses.dataclass(frozen=True)
 class BoundStream:
     """A stream for one layer: transforms and codec with their tensors.
 
-    Attention happens in one space: that of the stored tensors, or the model's own where keys are stored unrotated,
-    since no one query fits keys that have yet to be rotated. `forward`, `dual` and `inverse` lead into that space and
-    out of it.
+    Attention happens in one basis: that of the stored tensors; or the model's own where keys are stored unrotated, since one
+    query cannot serve keys that are rotated by different angles when they are read. `forward`, `dual` and `inverse` lead into
+    that basis and out of it.
     """
 
     spec: Stream
@@ -88,20 +105,20 @@ class BoundStream:
         return BoundStream(spec, spec.codec.bind(head_dim, _below(tensors, "codec."), dtype), transforms, rope)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keys or values into the space of attention: [..., heads, head_dim]."""
+        """Keys or values into the basis of attention: [..., heads, head_dim]."""
         return x if self.rope is not None else self._forward(x)
 
     def dual(self, q: Tensor) -> Tensor:
-        """Queries into the space of attention: [..., heads, queries per head, head_dim]."""
+        """Queries into the basis of attention: [..., heads, queries per head, head_dim]."""
         return q if self.rope is not None else self._dual(q)
 
     def inverse(self, o: Tensor) -> Tensor:
-        """Outputs out of the space of attention: [..., heads, queries per head, head_dim]."""
+        """Outputs out of the basis of attention: [..., heads, queries per head, head_dim]."""
         return o if self.rope is not None else self._inverse(o)
 
     def mean_logit(self, q: Tensor) -> Tensor | None:
-        """What the logits of queries are short of in the space of attention, the same for all keys: [..., heads, queries
-        per head], or None for nothing."""
+        """q . mu, which removing the key mean took off every logit of a query: [..., heads, queries per head], or None where no
+        mean is removed. It is the same for all keys."""
         found: Tensor | None = None
         if self.rope is None:
             for transform in self.transforms:
@@ -111,20 +128,21 @@ class BoundStream:
         return found
 
     def rope_block_start(self, position: Tensor) -> Tensor:
-        """By how many positions a sequence's keys at these places are unrotated."""
+        """First position of the RoPE block of each of these positions of a sequence: keys are stored rotated by minus its
+        angle."""
         assert self.rope is not None
         return (position + self.rope.first) // self.spec.effective_rope_block * self.spec.effective_rope_block
 
     def stored(self, x: Tensor, position: Tensor) -> Tensor:
-        """Keys or values at these positions as they are stored: [tokens, heads, head_dim]."""
+        """Keys or values at these positions as they are stored: unrotated, then transformed. [tokens, heads, head_dim]."""
         return self._forward(x if self.rope is None else self.rope.rotate(x, -self.rope_block_start(position)))
 
     def probes(self, q: Tensor, position: Tensor) -> Tensor:
-        """Queries in the space of the stored keys: [tokens, heads, queries per head, head_dim]."""
+        """Queries in the basis of the stored keys: [tokens, heads, queries per head, head_dim]."""
         return self._dual(q if self.rope is None else self.rope.rotate(q, -self.rope_block_start(position)))
 
     def attended(self, x: Tensor, position: Tensor) -> Tensor:
-        """Stored keys or values in the space of attention: [tokens, ..., heads, head_dim]."""
+        """Stored keys or values in the basis of attention: [tokens, ..., heads, head_dim]."""
         if self.rope is None:
             return x
         return self.rope.rotate(self._inverse(x[..., None, :])[..., 0, :], self.rope_block_start(position))
@@ -159,18 +177,17 @@ D = TypeVar("D", bound=Derived)
 
 @dataclasses.dataclass
 class LayerStore:
-    """One layer's pages and full-precision windows. Windows are stored transformed, like the pages; keys that are
-    stored unrotated are so in the windows too."""
+    """One layer's pages and overlays, the full-precision tokens beside them. Overlays are stored transformed and unrotated, like
+    the pages."""
 
     layout: Layout
     key: BoundStream
     value: BoundStream
     pages: Tensor  # uint8 [pages, heads, page_head_bytes]
-    overlays: dict[StreamName, Tensor]  # [owners, overlay tokens, heads, head_dim]
-    states: dict[StreamName, Tensor]  # float32 [owners, heads, ...]: what a stream's corrector remembers
+    overlays: dict[StreamName, Tensor]  # [overlay rows, overlay tokens, heads, head_dim]
+    states: dict[StreamName, Tensor]  # float32 [overlay rows, heads, ...]: what a stream's corrector remembers
     derived: dict[type[Derived], Derived] = dataclasses.field(default_factory=dict)  # by `derive`
     flash: Flash = TORCH  # fused attention over unpacked tokens; an engine may bring a faster one
-    prepared: dict[str, Any] = dataclasses.field(default_factory=dict)  # being replaced by `derived`
 
     @staticmethod
     def allocate(
@@ -207,17 +224,17 @@ class LayerStore:
 
     @property
     def nbytes(self) -> int:
-        """What torch allocated for this layer."""
+        """Bytes that torch allocated for this layer."""
         return self.pages.nbytes + sum(owned.nbytes for owned in self.owned)
 
     @property
     def owned(self) -> list[Tensor]:
-        """Tensors with a row for every sequence."""
+        """Tensors with a row for every sequence: [overlay rows, ...]."""
         return [*self.overlays.values(), *self.states.values()]
 
 
 def check_queries(query: Tensor, layout: Layout, types: Collection[str]) -> None:
-    """Refuses queries of one token a sequence that kernels for these types and this layout cannot read."""
+    """Refuses decode queries that kernels for these types and this layout cannot read: [sequences, query heads, head_dim]."""
     if str(query.dtype).removeprefix("torch.") not in types:
         raise ValueError(f"queries must be {', '.join(types)}, got {query.dtype}")
     if query.ndim != 3 or query.shape[1] % layout.heads or query.shape[2] != layout.head_dim:

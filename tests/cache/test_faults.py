@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.cache import PagedCache, PagePool, PoolFull, PrefixCache, StaticBatch, paged, swap_in, swap_out
+from kvant.cache import PagedCache, PagePool, PoolFull, PrefixCache, StaticBatch, growth, paged, swap_in, swap_out
 from tests.grouped import Tokens, fill, make_cache
 
 RECIPES = [
@@ -17,13 +17,13 @@ RECIPES = [
     "kitty:k.group=16,k.flush=16,v.recent=5,sink=9",
     "squat:k.group=16,k.flush=16,v.recent=5",
 ]
-# what an operation may wait for in vain, by the function that asks for it
+# what may run out during an operation, by the function that takes it
 WANTED: dict[str, tuple[Any, str]] = {
-    "memory to grow": (paged, "_grown"),
+    "memory to grow": (growth, "resized"),
     "rows": (PagedCache, "_take_row"),
     "pages": (PagePool, "take"),
-    "memory for windows": (PagedCache, "copy_row"),
-    "memory for a batch": (PagedCache, "_batch"),
+    "memory for overlays": (PagedCache, "copy_row"),
+    "memory for a batch": (paged, "batch_of"),
 }
 
 
@@ -178,7 +178,7 @@ def test_swapping_in_is_done_whole_or_not_at_all(recipe: str, what: str) -> None
 def test_a_full_cache_gives_nothing_to_sequences_that_do_not_all_fit() -> None:
     swapped = swap_out(cache := filled("int4"), cache.sequences[:])
     small = PagedCache(cache.layout, 2, 20, max_sequences=2)
-    with pytest.raises(PoolFull, match="all 2 have their windows in use"):
+    with pytest.raises(PoolFull, match="all 2 overlay rows are in use"):
         swap_in(small, swapped)
     assert (small.pool.used, len(small._free_rows), small.sequences) == (0, 2, [])
 

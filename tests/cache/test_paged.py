@@ -184,3 +184,13 @@ def test_sliding_gives_pages_back_and_keeps_what_the_window_sees() -> None:
         cache.crop(twin, 64)
     cache.free(twin)
     assert cache.pool.used == 0
+
+
+def test_the_old_name_of_max_sequences_still_works() -> None:
+    layout = make_layout("int4")
+    with pytest.warns(DeprecationWarning, match="max_sequences"):
+        cache = PagedCache(layout, 1, pages=4, owners=2)
+    assert cache.max_sequences == 2
+    cache.new(), cache.new()
+    with pytest.raises(PoolFull, match="all 2 overlay rows are in use"):
+        cache.new()

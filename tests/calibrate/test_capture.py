@@ -106,13 +106,13 @@ def test_exact_attention(sliding_window: int | None, softcap: float | None, monk
 def test_sliding_layers_and_soft_caps_are_seen() -> None:
     model = make_model("mistral-sliding")
     stats = dict(gather(model, [tokens_of(60)], Plan(1, 60, 60)))
-    assert {s.window for s in stats.values()} == {24}
+    assert {s.sliding_window for s in stats.values()} == {24}
     config = transformers.Gemma2Config(
         **{**BASE, "sliding_window": 24, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 20.0}
     )
     model = transformers.Gemma2ForCausalLM(config).eval()
     stats = dict(gather(model, [tokens_of(60)], Plan(1, 60, 60)))
-    assert [s.window for s in stats.values()] == [24, None, 24]
+    assert [s.sliding_window for s in stats.values()] == [24, None, 24]
     assert {s.softcap for s in stats.values()} == {20.0}
 
 

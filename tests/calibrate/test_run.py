@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvant
+from kvant.calibrate.capture import Plan
 from kvant.calibrate.run import calibrate
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import fold
@@ -120,3 +121,15 @@ def test_an_artifact_of_another_model_of_the_same_shape_is_refused() -> None:
             layer.self_attn.q_proj.weight.neg_()
     with pytest.raises(ValueError, match="another model of the same shape"):
         kvant.Cache(model, artifact.recipe, artifact=artifact)
+
+
+def test_the_old_name_of_the_length_of_an_excerpt_works_and_warns() -> None:
+    model = make_model("llama")
+    with pytest.warns(DeprecationWarning, match="excerpt_tokens"):
+        found = calibrate(model, None, SMALL, ids_of(150), run=60)
+    assert found.digest == calibrate(model, None, SMALL, ids_of(150), excerpt_tokens=60).digest
+
+
+def test_checkpoints_keep_the_names_that_they_were_first_written_with() -> None:
+    names = ["runs", "tokens", "max_position", "sink", "recent", "seed", "reads", "block", "samples"]
+    assert list(Plan(1, 2, 3).checkpoint_key()) == [*names, "excerpts", "excerpt_tokens"]

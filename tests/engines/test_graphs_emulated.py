@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import kvant
 from kvant.engines import graphs
 from kvant.ops import registry
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import counters, plan
+from kvant.ops.cuda import counters, refusals
 from tests.engines import recorded
 from tests.engines.test_graphs import assert_same_cache, made_up_artifact, ragged
 from tests.engines.test_hf import make_model, prompt
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ c
 @pytest.fixture
 def captured(device: None, monkeypatch: pytest.MonkeyPatch) -> list[recorded.Graph]:  # noqa: F811
     """The CUDA kernels serve a CPU, and what they serve can be captured."""
-    for op, refuse in (("append", cuda_append.refuse_layout), ("decode", plan.refuse_layout)):
+    for op, refuse in (("append", cuda_append.refuse_layout), ("decode", refusals.refuse_layout)):
         found = registry._FOUND[op, "cuda"]  # type: ignore[index]
-        here = registry.Implementation(op, "cuda", found.run, lambda layout, _, refuse=refuse: refuse(layout), rank=99)  # type: ignore[arg-type, misc]
+        here = dataclasses.replace(found, refuse=lambda layout, _, refuse=refuse: refuse(layout), rank=99)  # type: ignore[misc]
         monkeypatch.setitem(registry._FOUND, (op, "cuda"), here)  # type: ignore[arg-type]
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
     return recorded.install(monkeypatch)

@@ -136,3 +136,10 @@ def test_a_profile_shows_the_fragile_layer() -> None:
     assert max(exact.logits) < 1e-6
     (without,) = evaluate(model, [recipes.get("int4")], segments)
     assert without.logits == []
+
+
+def test_the_old_name_of_segments_works_and_warns() -> None:
+    import kvant.eval
+
+    with pytest.warns(DeprecationWarning, match="Segments"):
+        assert kvant.eval.Windows is Segments

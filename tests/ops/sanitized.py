@@ -105,9 +105,9 @@ def run(
     MEMORY.move(back=False)
     if isinstance(call, structures.Decode):
         assert scratch is not None
-        places = [call.prepared, call.tables, call.partial, call.prepared + 4 * scratch.storage_offset()]
+        places = [call.operands, call.tables, call.partial, call.operands + 4 * scratch.storage_offset()]
         pieces = [libc.malloc(end - start) for start, end in itertools.pairwise(places)]
-        call.prepared, call.tables, call.partial = pieces
+        call.operands, call.tables, call.partial = pieces
     getattr(found, name)(ctypes.addressof(call), library.isa(), 1, 0, tasks, at, stride)
     for piece in pieces:
         libc.free(piece)
@@ -144,7 +144,7 @@ def exercise(name: str, heads: int, dim: int, page: int, plant: str) -> None:
             expected = reference.decode(store, q.double(), seen, **settings)  # type: ignore[arg-type]
             assert relative_error(operations["decode"](store, q, seen, **settings), expected) < 2e-3, name
         MEMORY.clear()
-        store.prepared.clear()
+        store.derived.clear()
 
 
 def main(path: str, plant: str) -> None:

@@ -380,7 +380,7 @@ def test_structures_are_those_of_the_header() -> None:
         ("gear", {}, "LowRank"),
         ("zipcache", {}, "Salient"),
         ("squat-pre", {}, "unrotated one by one"),
-        ("kvant-2:levels=lloyd", {}, "lloyd levels"),
+        ("kvant-2:levels=lloyd", {}, "of the keys are from a table"),
     ],
 )
 def test_layouts_are_refused_with_a_reason(name: str, options: dict[str, object], reason: str) -> None:

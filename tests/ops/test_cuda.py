@@ -20,7 +20,7 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, copy_rows, fragments, nearest, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, fragments, nvrtc, plan, refusals, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
@@ -36,7 +36,7 @@ from tests.ops.scores import log_sum_exp
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 LENGTHS = [1, 63, 64, 129, 700, 2000]
-TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads a KV head, head_dim, options
+ROTATED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads a KV head, head_dim, options
     ("kvant-2", 4, 64, {}),
     ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
     ("kvant-2", 2, 64, {"sliding_window": 150}),
@@ -48,7 +48,7 @@ TURNED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads 
     ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
     ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
 ]
-TURNED_MANY: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
+ROTATED_HIGH_BATCH: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
     ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
     ("kvant-2:rope_block=64", 8, 128, {"sliding_window": 100, "softcap": 5.0}),
     ("kvant-2:rope_block=64,k.bits=2", 4, 64, {}),
@@ -157,9 +157,9 @@ def test_decode_of_large_codebooks(name: str) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("name", "group", "dim", "options"), TURNED)
+@pytest.mark.parametrize(("name", "group", "dim", "options"), ROTATED)
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
-def test_decode_of_turned_queries(
+def test_decode_of_rotated_queries(
     name: str, group: int, dim: int, options: dict[str, float], dtype: str, limit: float
 ) -> None:
     check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
@@ -167,9 +167,9 @@ def test_decode_of_turned_queries(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("name", "group", "dim", "options"), [*TURNED, *TURNED_MANY])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*ROTATED, *ROTATED_HIGH_BATCH])
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
-def test_decode_of_many_turned_queries(
+def test_decode_of_rotated_queries_of_a_high_batch(
     name: str,
     group: int,
     dim: int,
@@ -179,14 +179,14 @@ def test_decode_of_many_turned_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where there are many blocks of positions."""
-    monkeypatch.setattr(cuda_decode, "MANY_PASSES", 0)
+    monkeypatch.setattr(cuda_decode, "HIGH_BATCH_PASSES", 0)
     check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
 
 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
-def test_queries_are_turned_alike_whether_they_are_many(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_rotated_alike_in_low_and_high_batches(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""
     cache, seqs = filled("kvant-2:rope_block=64", 2, group, 128, "bfloat16", [1, 63, 64, 700, 2000], first=7)
     batch, store = cache.batch(seqs * 9), cache.stores[0]
@@ -195,7 +195,7 @@ def test_queries_are_turned_alike_whether_they_are_many(group: int, monkeypatch:
     q = torch.randn(len(wide), 2 * group, 128, device="cuda").bfloat16()
     found = []
     for least in (0, 1 << 30):
-        monkeypatch.setattr(cuda_decode, "MANY_PASSES", least)
+        monkeypatch.setattr(cuda_decode, "HIGH_BATCH_PASSES", least)
         with attention.poisoned():
             found.append(cuda_decode.decode_with_lse(store, q, batch, scale=128**-0.5)[1])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
@@ -206,7 +206,7 @@ def test_queries_are_turned_alike_whether_they_are_many(group: int, monkeypatch:
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 5e-4)])
 def test_decode_in_16_bits(dtype: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     check_decode("saw-int4-kv", dtype=dtype, limit=limit)
-    monkeypatch.setattr(cuda_decode, "FEW", 0)  # by the kernel for many sequences
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)  # by the kernel for many sequences
     check_decode("saw-int4-kv", dtype=dtype, limit=limit)
     check_decode("quarot-int2-win", dtype=dtype, limit=limit)
     check_decode("vecinfer-2", dtype=dtype, limit=limit)
@@ -229,9 +229,9 @@ def test_decode_by_matrices(
     name: str, group: int, dim: int, dtype: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where sequences are few, of outputs and of queries; in kernels of their own where they are many."""
-    monkeypatch.setattr(cuda_decode, "FEW", 128 if few else 0)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if few else 0)
     if few:
-        monkeypatch.delattr(cuda_decode, "_multiply")
+        monkeypatch.delattr(cuda_decode, "_transform_outputs")
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
     check_decode(name, group, dim, dtype, limit=limit)
     check_decode(name, group, dim, dtype, limit=limit, sliding_window=300)
@@ -567,21 +567,21 @@ def test_nothing_is_offered_on_a_cpu() -> None:
     ],
 )
 def test_layouts_are_refused_with_a_reason(name: str, reason: str | None) -> None:
-    assert plan.refuse_layout(make_layout(name)) == reason
-    assert plan.refuse_layout(Layout.of(recipes.get("int4"), 2, 64, order="plain")) is not None
+    assert refusals.refuse_layout(make_layout(name)) == reason
+    assert refusals.refuse_layout(Layout.of(recipes.get("int4"), 2, 64, order="plain")) is not None
 
 
 def test_boosted_channels_that_a_word_does_not_hold_are_refused() -> None:
-    assert plan.refuse_layout(make_layout("kitty:k.boost=0.5", 2, 128)) is None
+    assert refusals.refuse_layout(make_layout("kitty:k.boost=0.5", 2, 128)) is None
     reason = "it reads the high bits of at most 64 channels, and 68 are boosted"
-    assert plan.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
+    assert refusals.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
     assert cuda_append.refuse_layout(make_layout("kitty:k.boost=0.53", 2, 128)) == reason
 
 
 def test_prefill_refuses_what_it_cannot_unpack() -> None:
-    assert plan.refuse_layout(make_layout("vecinfer-2")) is None
+    assert refusals.refuse_layout(make_layout("vecinfer-2")) is None
     assert "coded by ProductVQ" in (cuda_prefill.refuse_layout(make_layout("vecinfer-2")) or "")
-    assert plan.refuse_layout(make_layout("kivi-k2v2")) is None
+    assert refusals.refuse_layout(make_layout("kivi-k2v2")) is None
     assert "coded by Channel" in (cuda_prefill.refuse_layout(make_layout("kivi-k2v2")) or "")
     assert "coded by Boosted" in (cuda_prefill.refuse_layout(make_layout("kitty-pro")) or "")
     for name in ("saw-int4-kv", "oscar", "kvant-2", "int3"):
@@ -613,7 +613,7 @@ def test_query_heads_are_tiled(group: int) -> None:
     tiles = int(str(made.constants["QUERY_TILES"]))
     assert made.tile_heads <= 16
     assert (tiles - 1) * made.tile_heads < group <= tiles * made.tile_heads
-    assert 4 * made.own_heads >= made.tile_heads
+    assert 4 * made.lane_heads >= made.tile_heads
     assert made.dynamic_bytes <= H200[0]
 
 
@@ -628,7 +628,7 @@ def test_query_heads_are_tiled(group: int) -> None:
 def test_codebooks_fit_beside_the_pages(name: str, shared: tuple[int, int]) -> None:
     made = plan.Plan(make_layout(name, 2, 128), 4, "bfloat16", (2, 1), (0, 1), False, True, shared)
     assert made.dynamic_bytes + plan.STATIC_BYTES <= shared[0]
-    assert made.constants["MIN_BLOCKS"] == 1 and made.warps >= 1
+    assert made.constants["MIN_CTAS"] == 1 and made.warps >= 1
     if shared == H200 and name in ("vecinfer-2", "vecinfer-4"):  # no lane waits for another
         assert made.book_bytes == [256 * plan.ROW] * 2
 
@@ -637,11 +637,13 @@ def test_constants_are_the_layouts() -> None:
     layout = make_layout("int3:k.bits=8", 2, 64)
     constants = plan.Plan(layout, 4, "float16", (1, 64), (2, 1), True, True, H200).constants
     offsets = {(s.stream, s.kind, s.bits): s.offset for s in layout.sections}
-    assert constants["RUN"] == layout.page_head_bytes
-    assert constants["KEY_PLANES"] == f"Planes<KeyPlane<64, 8, {offsets['key', 'code', 8]}, 0, {1 << 20}, 0>>"
+    assert constants["PAGE_HEAD_BYTES"] == layout.page_head_bytes
+    key, value = constants["Key"], constants["Value"]
+    assert isinstance(key, dict) and isinstance(value, dict)
+    assert key["Operand"] == f"KeyPlanes<KeyPlane<64, 8, {offsets['key', 'code', 8]}, 0, {1 << 20}, 0>>"
     low, high = offsets["value", "code", 2], offsets["value", "code", 1]
-    assert constants["VALUE_CODES"] == f"ValueCodes<64, 3, {low}, {high}, {1 << 20}>"
-    assert constants["VALUE_META_OFFSET"] == offsets["value", "meta", 16]
+    assert value["Codes"] == f"ValueCodes<64, 3, {low}, {high}, {1 << 20}, false>"
+    assert value["SCALE_OFFSET"] == offsets["value", "meta", 16]
 
 
 def test_spaces_are_the_transforms() -> None:
@@ -683,9 +685,9 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     nvrtc.compile_text(
         transform_kv.TransformPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90"
     )
-    if plan.is_indexed(layout):
-        for rows in (nearest.FEW, nearest.many(layout)):
-            nvrtc.compile_text(nearest.NearestPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
+    if layout.format("key").is_pq:
+        for rows in (append_pq.LOW_BATCH_ROWS, append_pq.high_batch_rows(layout)):
+            nvrtc.compile_text(append_pq.AppendPqPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
         return
     if layout.recipe.key.groupwise:
         for arch in ("sm_80", "sm_90"):
@@ -712,13 +714,13 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
 def test_a_matrix_that_does_not_fit_beside_the_pages_has_a_kernel_of_its_own() -> None:
     def made(name: str, shared: tuple[int, int], page: int = 64, query: str = "bfloat16") -> plan.Plan:
         layout = Layout.of(recipes.get(name), 2, 128, dtype="bfloat16", page_tokens=page)
-        return plan.Plan(layout, 4, query, (2, 1), (0, 1), False, True, shared, (), few=True)
+        return plan.Plan(layout, 4, query, (2, 1), (0, 1), False, True, shared, (), low_batch=True)
 
     small = 101376, 102400
-    assert made("oscar", H200).fused and not made("oscar", H200).prepared
-    assert not made("oscar", H200, query="float32").fused
+    assert made("oscar", H200).fused_queries and not made("oscar", H200).query_kernel
+    assert not made("oscar", H200, query="float32").fused_queries
     big = made("oscar:k.bits=4,v.bits=4", small, page=128)
-    assert big.prepared and not big.fused and big.dynamic_bytes <= small[0]
+    assert big.query_kernel and not big.fused_queries and big.dynamic_bytes <= small[0]
     assert made("oscar", small).dynamic_bytes <= small[0]
 
 
@@ -759,7 +761,7 @@ def test_numbers_that_may_be_negative_keep_their_sign(group: int, dim: int) -> N
     made = plan.Plan(make_layout("kvant-2:rope_block=64", 2, dim), group, "bfloat16", (2, 1), (2, 1), False, True, H200)
     text = ptx_of(made.text, "compute_90")
     less: set[str] = set()  # registers that a constant was taken off
-    assert made.many_warps and ".entry kvant_turn_many" in text
+    assert made.high_batch_warps and ".entry kvant_rotate_queries_high_batch" in text
     for line in text.splitlines():
         if ".entry" in line:
             less.clear()

@@ -20,9 +20,11 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import blocked, flash, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, copy_rows, nearest, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
+from kvant.ops.cuda.decode_matrices import DecodeTransforms
+from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.types import one_sequence
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
@@ -45,10 +47,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: emulated.H200)
-    monkeypatch.setattr(cuda_decode, "FEW", 0)
-    caches = (cuda_decode._kernel, cuda_decode._row_kernel, cuda_decode._turn_kernel, cuda_append._kernel)
-    caches += (cuda_decode._many_kernel, cuda_decode._plan)
-    caches += (unpack._kernel, transform_kv._kernel, nearest._kernel, append_groups._kernel, copy_rows._kernel)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
+    caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
+    caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
+    caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -68,7 +70,7 @@ def filled(
 ) -> tuple[PagedCache, list[Sequence]]:
     torch.manual_seed(0)
     cache, seqs = test_cuda.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
-    assert order in (None, cache.layout.order) or plan.is_indexed(cache.layout)
+    assert order in (None, cache.layout.order) or cache.layout.format("key").is_pq
     return cache, seqs
 
 
@@ -80,7 +82,7 @@ def filled(
         ("quarot-int2-win:sink=5,recent=70", 5, 64, {}),
         ("oscar:sink=3,recent=20", 2, 64, {"sliding_window": 150}),
         ("kvant-2:rope=post", 4, 64, {}),
-        *test_cuda.TURNED,
+        *test_cuda.ROTATED,
         ("kvant-4", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
         ("vecinfer-2", 4, 64, {}),
@@ -102,9 +104,9 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Queries are rotated as where there are many blocks of positions. Lists the kernels that are launched."""
-    monkeypatch.setattr(cuda_decode, "MANY_PASSES", 0)
+    monkeypatch.setattr(cuda_decode, "HIGH_BATCH_PASSES", 0)
     launched: list[str] = []
-    for cache in ("_turn_kernel", "_many_kernel"):
+    for cache in ("_rotate_kernel", "_high_batch_kernel"):
         kernel = getattr(cuda_decode, cache).__wrapped__
 
         def recording(*args: Any, kernel: Any = kernel, name: str = cache) -> emulated.Kernel:
@@ -118,14 +120,16 @@ def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("name", "group", "dim", "options"), [*test_cuda.TURNED, *test_cuda.TURNED_MANY])
-def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str, float], many: list[str]) -> None:
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*test_cuda.ROTATED, *test_cuda.ROTATED_HIGH_BATCH])
+def test_rotated_queries_of_a_high_batch(
+    name: str, group: int, dim: int, options: dict[str, float], many: list[str]
+) -> None:
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 300, 170], first=first, rotated=rotated)
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
     # the matrix of head_dim 256 in two parts is more than shared memory holds twice
-    assert many == ["_turn_kernel" if rotated or dim == 256 else "_many_kernel"]
+    assert many == ["_rotate_kernel" if rotated or dim == 256 else "_high_batch_kernel"]
 
 
 @pytest.mark.few(1)
@@ -140,7 +144,7 @@ def test_many_turned_queries(name: str, group: int, dim: int, options: dict[str,
         ("vecinfer-2:rope=block,rope_block=64", 8, 128, torch.float16, 5e-4),
     ],
 )
-def test_many_turned_queries_in_16_bits(
+def test_rotated_queries_of_a_high_batch_in_16_bits(
     name: str, group: int, dim: int, dtype: torch.dtype, limit: float, many: list[str]
 ) -> None:
     """Beside tables that are wider than sequences are long, and more sequences than a warp has lanes."""
@@ -151,13 +155,13 @@ def test_many_turned_queries_in_16_bits(
     with attention.poisoned():
         found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=dim**-0.5)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
-    assert many == ["_many_kernel"]
+    assert many == ["_high_batch_kernel"]
 
 
 @pytest.fixture(params=[(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: None) -> None:
     """Any number of sequences is few; on a GPU that copies pages in bulk, and on one before."""
-    monkeypatch.setattr(cuda_decode, "FEW", 128)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
 
 
@@ -175,12 +179,12 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device:
         ("vecinfer-2", 4, 64, {}),
     ],
 )
-def test_decode_of_few_sequences(name: str, group: int, dim: int, options: dict[str, float], few: None) -> None:
+def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[str, float], few: None) -> None:
     """By blocks of more warps, windows after pages."""
     cache, seqs = filled(name, 2, group, dim, [1, 63, 0, 1500])
     if dim == 128 and group == 4:
         made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
-        assert (made.warps, made.constants["MIN_BLOCKS"]) == (plan.FEW_WARPS, 2)
+        assert (made.warps, made.constants["MIN_CTAS"]) == (plan.LOW_BATCH_WARPS, 2)
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
@@ -194,7 +198,7 @@ def test_decode_of_few_sequences(name: str, group: int, dim: int, options: dict[
         ("kvant-2:rope=post", 17, 64, torch.bfloat16, 5.0),
     ],
 )
-def test_few_sequences_multiply_their_queries_themselves(
+def test_a_low_batch_transforms_its_queries_in_the_decode_kernel(
     name: str,
     group: int,
     dim: int,
@@ -228,26 +232,29 @@ def test_few_sequences_multiply_their_queries_themselves(
         ("oscar", 17, 64, torch.bfloat16),
     ],
 )
-def test_few_sequences_multiply_their_outputs_themselves(
+def test_a_low_batch_transforms_its_outputs_in_the_decode_kernel(
     name: str, group: int, dim: int, dtype: torch.dtype, blocks: int, few: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And they are what the kernel after gives, and the reference; also where something is added to them."""
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
     multiplied: list[object] = []
-    multiply = cuda_decode._multiply
-    monkeypatch.setattr(cuda_decode, "_multiply", lambda *args: multiplied.append(args) or multiply(*args))
+    multiply = cuda_decode._transform_outputs
+    monkeypatch.setattr(cuda_decode, "_transform_outputs", lambda *args: multiplied.append(args) or multiply(*args))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 900])
     batch, store = cache.batch(seqs), cache.stores[0]
-    dual, inverse, *fragments = cuda_decode._spaces(store)
+    transforms = store.derive(DecodeTransforms)
+    inverse = transforms.inverse
     assert inverse.tensor is not None
     offset = torch.randn(len(inverse.tensor), dim)
-    store.prepared["cuda.spaces"] = dual, dataclasses.replace(inverse, offset=offset), *fragments
+    store.derived[DecodeTransforms] = dataclasses.replace(
+        transforms, inverse=dataclasses.replace(inverse, offset=offset)
+    )
     q = (torch.randn(len(seqs), 2 * group, dim) * 300.0).to(dtype)
     scale = dim**-0.5 / 300.0
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, scale=scale)
     assert not multiplied
-    after, lse_after = cuda_decode.decode_with_lse(store, q, batch, scale=scale, tuned=(("INVERSE", 2),))
+    after, lse_after = cuda_decode.decode_with_lse(store, q, batch, scale=scale, tuned=(("OUTPUT_TRANSFORM", 2),))
     assert multiplied
     expected = reference.decode(store, q.double(), batch, scale=scale)
     expected += offset.double().expand(2, dim).repeat_interleave(group, 0)
@@ -331,7 +338,7 @@ template <class P> DEV void write_places(const Places& a) {
     for (int j = 0; j < 16; j++) a.channel[(P::BEFORE + i) * 16 + j] = P::channel(i, j / 4, j % 4);
   }
 }
-template <class... P> DEV void write_all(Planes<P...>, const Places& a) { (write_places<P>(a), ...); }
+template <class... P> DEV void write_all(KeyPlanes<P...>, const Places& a) { (write_places<P>(a), ...); }
 extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (threadIdx.x == 0) write_all(Keys{}, a); }
 """
 
@@ -346,12 +353,12 @@ def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> N
     channel, raised = (torch.full((made.key_registers * n,), -9, dtype=torch.int32) for n in (16, 1))
     arguments = (ctypes.c_void_p * 2)(channel.data_ptr(), raised.data_ptr())
     emulated.Kernel(made.text + PLACES, "places", torch.device("cpu"), 32).launch((1, 1), arguments)  # type: ignore[arg-type]
-    planes = [(plane, i) for plane in plan.key_planes(layout) for i in range(plane.registers)]
+    planes = [(plane, i) for plane in key_planes(layout) for i in range(plane.registers)]
     assert raised.tolist() == [plane.raised(i) for plane, i in planes]
     assert channel.tolist() == [plane.channel(i, j // 4, j % 4) for plane, i in planes for j in range(16)]
     stored = sorted(c for c in set(channel.tolist()) if c >= 0)
     assert stored == [
-        c for band in plan.stored_bands(layout, "key") for c in range(band.first, band.first + band.width)
+        c for band in layout.format("key").stored_bands for c in range(band.first, band.first + band.width)
     ]
 
 
@@ -370,7 +377,7 @@ def test_a_launch_that_depends_on_the_one_before_comes_right_after_it(
     assert said == ["counters", *["launch"] * 3]  # of queries, attention and outputs
 
 
-def test_an_odd_number_of_turned_pairs_is_refused() -> None:
+def test_an_odd_number_of_rotated_pairs_is_refused() -> None:
     cache, seqs = filled("kvant-2", 2, 4, 64, [5], rotated=18)
     with pytest.raises(ValueError, match="rope rotates 9 pairs"):
         cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(seqs), scale=0.1)
@@ -621,7 +628,7 @@ def test_append_takes_the_first_of_equal_centroids() -> None:
             books = stream.codec.codebooks  # type: ignore[attr-defined]
             books[:, :, 1::2] = books[:, :, 0::2]
             books[:, :, 3::4, 0] *= 1 + 2**-10
-        cache.stores[0].prepared.clear()
+        cache.stores[0].derived.clear()
         run(cache.stores[0], x, 8 * x, cache.extend(seqs, [40]))
     same_pages(caches[0][0], caches[1][0])
     indices = cache.layout.unpack("key", cache.stores[0].pages[:1])["indices"][3:43]

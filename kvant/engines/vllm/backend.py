@@ -12,12 +12,13 @@ import vllm
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
-from kvant.engines.vllm import versions
-from kvant.engines.vllm.bind import Layers, bind
-from kvant.engines.vllm.builder import KvantBuilder, Step
-from kvant.engines.vllm.fresh import attend_fresh
+from kvant.engines.vllm import flash, versions
+from kvant.engines.vllm.bind import bind
+from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
 from kvant.engines.vllm.options import PAGE_TOKENS
 from kvant.ops import LayerStore
+from kvant.serving.layer_group import LayerGroup
+from kvant.serving.varlen_prefill import varlen_prefill
 
 Tensor = torch.Tensor
 versions.check(vllm.__version__)
@@ -87,7 +88,7 @@ class KvantBackend(AttentionBackend):
         return num_blocks, num_kv_heads, block_size, cls.token_bytes
 
 
-def backend_for(layers: Layers) -> type[KvantBackend]:
+def backend_for(layers: LayerGroup) -> type[KvantBackend]:
     """The backend of layers that are served alike. vLLM tells backends apart by their names."""
     recipe = layers.layout.recipe
     name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
@@ -109,7 +110,7 @@ def spec_of_0_26(layer: Any, token_bytes: int, vllm_config: Any) -> Any:
     )
 
 
-class KvantImpl(AttentionImpl[Step]):
+class KvantImpl(AttentionImpl[KvantMetadata]):
     """Attention of one layer."""
 
     def __init__(
@@ -141,7 +142,7 @@ class KvantImpl(AttentionImpl[Step]):
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
         self.config = get_current_vllm_config()
-        self.layers: Layers | None = None
+        self.layers: LayerGroup | None = None
         self.place = -1  # of this layer among its `layers`
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -168,7 +169,7 @@ class KvantImpl(AttentionImpl[Step]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: KvantMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -187,8 +188,8 @@ class KvantImpl(AttentionImpl[Step]):
             append(store, k[part.tokens], v[part.tokens], part.batch)
         if step.last is not None:
             append(layers.pages_only[self.place], k[step.last.tokens], v[step.last.tokens], step.last.batch)
-        if step.found is not None and step.windows is not None:
-            step.windows.finish_sinks(self.place, step.found)
+        if step.match is not None and step.overlay is not None:
+            step.overlay.finish_sinks(self.place, step.match)
         if step.prefill is None:
             n = len(step.batch.seq_lens)
             out[:n] = decode(store, q[:n], step.batch, **options)
@@ -197,7 +198,8 @@ class KvantImpl(AttentionImpl[Step]):
         if step.history:
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
         else:
-            out[n:] = attend_fresh(q[n:], k[n:], v[n:], step.prefill.query_start_loc, self.scale, self.softcap)
+            starts = step.prefill.query_start_loc
+            out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, self.scale, self.softcap, flash.varlen())
         if n:
             out[:n] = decode(store, q[:n], step.decoding, **options)
         if step.last is not None:

@@ -1,8 +1,7 @@
-"""Puts kvant's storage behind a vLLM model's attention layers: layouts, calibrated tensors, windows, operations."""
+"""Puts kvant's storage behind a vLLM model's attention layers: layouts, calibrated tensors, overlays, operations."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from typing import Any
@@ -15,58 +14,20 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvant import models
 from kvant.artifact import Artifact
 from kvant.engines import fold
+from kvant.engines.config_ropes import ropes_from
 from kvant.engines.fingerprint import fingerprint_of_files
-from kvant.engines.vllm import options
-from kvant.engines.vllm.fresh import fused
+from kvant.engines.vllm import flash, options
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
-from kvant.engines.vllm.rehearse import Most, rehearse
-from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
-from kvant.engines.vllm.windows import with_rollback, without_windows
-from kvant.layout import Layout, StreamName, human_bytes
+from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
-from kvant.ops.types import empty_overlay
+from kvant.serving.layer_group import LayerGroup, layered_overlay, pages_only
+from kvant.serving.overlay import with_rollback
+from kvant.serving.tp_shard import shard_heads, shard_tensors
+from kvant.serving.warmup import LargestStep, warm_up
 
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
-
-
-@dataclasses.dataclass
-class Layers:
-    """Layers that are served alike: one recipe, one layout, one set of windows."""
-
-    layout: Layout
-    names: list[str]
-    stores: list[LayerStore]
-    pages_only: list[LayerStore]  # the same pages, without the windows
-    overlays: dict[StreamName, Tensor]  # [layers, rows + 1, tokens, heads, head_dim]
-    ops: dict[Op, Implementation]
-    drafts: int  # tokens that a step may take back
-    workspace: int = 0  # bytes that operations need while they run
-    counters: Tensor | None = None  # zeros that calls of decode in graphs share: graphs run one after another
-
-    def decode(self, *args: Any, **options: Any) -> Tensor:
-        """As the operation."""
-        if self.counters is None:
-            return self.ops["decode"].run(*args, **options)
-        from kvant.ops.cuda.counters import sharing_counters
-
-        with sharing_counters(self.counters):
-            return self.ops["decode"].run(*args, **options)
-
-    @property
-    def windowed(self) -> bool:
-        return any(overlay.shape[2] for overlay in self.overlays.values())
-
-    @property
-    def ring(self) -> bool:
-        return any(stream.window.ring for stream in self.layout.recipe.streams.values())
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token and head in a page."""
-        assert self.layout.page_head_bytes % PAGE_TOKENS == 0
-        return self.layout.page_head_bytes // PAGE_TOKENS
 
 
 def check_block(size: int) -> None:
@@ -85,15 +46,19 @@ def check_config(config: Any) -> int:
         check_block(config.cache_config.block_size)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"kvant does not serve {name} > 1: a sequence's windows lie on one rank")
+            raise ValueError(f"kvant does not serve {name} > 1: the overlay of a sequence lies on one rank")
     if getattr(parallel, "enable_dbo", False):
-        raise ValueError("kvant does not serve enable_dbo: two halves of a batch would look for their windows apart")
+        raise ValueError(
+            "kvant does not serve enable_dbo: two halves of a batch would look for their overlay rows apart"
+        )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise ValueError(
             "kvant does not serve enable_sleep_mode: what it keeps beside the weights would not wake up again"
         )
     if config.kv_transfer_config is not None:
-        raise ValueError("kvant does not serve KV connectors: a sequence's windows would not travel with its pages")
+        raise ValueError(
+            "kvant does not serve KV connectors: the overlay of a sequence would not travel with its pages"
+        )
     if drafting is None:
         return 0
     if drafting.method != "ngram":
@@ -103,9 +68,9 @@ def check_config(config: Any) -> int:
     return int(drafting.num_speculative_tokens)
 
 
-def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
+def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     """Storage for a model's attention layers, by vLLM's names of them. Called once, when the weights are loaded and before vLLM
-    measures how much memory is left, so that windows are counted."""
+    measures how much memory is left, so that overlays are counted."""
     drafts = check_config(config)
     model = config.model_config
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
@@ -119,7 +84,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
             reason,
         )
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    heads = own_heads(total, world, rank)
+    heads = shard_heads(total, world, rank)
     device = torch.device(config.device_config.device)
     rows = config.scheduler_config.max_num_seqs
     rows += max(4, rows // 4) if chosen.spare_windows is None else chosen.spare_windows
@@ -140,26 +105,26 @@ def bind(config: Any, attention: dict[str, Any]) -> list[Layers]:
         recipe = with_rollback(recipe, drafts)
         layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype, device=device)
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
-        overlays = {name: _overlays(layout, name, len(names), rows + 1, device) for name in recipe.streams}
+        overlays = {name: layered_overlay(layout, name, len(names), rows + 1, device) for name in recipe.streams}
         stores = []
         for place, name in enumerate(names):
             index = extract_layer_index(name)
-            tensors = {} if artifact is None else own_tensors(artifact.tensors[index], total, heads)
+            tensors = {} if artifact is None else shard_tensors(artifact.tensors[index], total, heads)
             store = LayerStore.allocate(layout, 0, 0, device, tensors, None if ropes is None else ropes[index])
             store.overlays = {stream: overlay[place] for stream, overlay in overlays.items()}
-            if device.type == "cuda" and (flash := fused()) is not None:
-                store.flash = flash
+            if device.type == "cuda" and (fused := flash.with_lse()) is not None:
+                store.flash = fused
             stores.append(store)
         ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
-        group = Layers(layout, names, stores, [_without_windows(s) for s in stores], overlays, ops, drafts)
+        group = LayerGroup(layout, names, stores, [pages_only(store) for store in stores], overlays, ops, drafts)
         _tell(group, artifact, rows, rank)
         if device.type == "cuda":
             begin, scheduler = time.perf_counter(), config.scheduler_config
-            most = Most(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
+            largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
             softcap = attention[names[0]].impl.softcap
-            group.workspace = rehearse(ops, stores[0], query_heads, model.dtype, most, softcap)
-            if group.ring:  # prefills with a history are written without windows first
-                rehearse(ops, group.pages_only[0], query_heads, model.dtype, most, softcap, reads=False)
+            group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap)
+            if group.ring:  # prefills with a history are written without overlays first
+                warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
             seconds = time.perf_counter() - begin
             if not rank:
                 logger.info(
@@ -180,33 +145,14 @@ def _fingerprint(config: Any) -> tuple[str | None, str]:
     return fingerprint_of_files(directory), f"the files in {directory} do not tell"
 
 
-def _overlays(layout: Layout, name: StreamName, layers: int, rows: int, device: torch.device) -> Tensor:
-    one = empty_overlay(layout, name, 1, device)
-    return one.new_zeros(layers, rows, *one.shape[1:])
-
-
-def _without_windows(store: LayerStore) -> LayerStore:
-    recipe = without_windows(store.layout.recipe)
-    layout = dataclasses.replace(store.layout, recipe=recipe)
-    assert layout.sections == store.layout.sections
-    return LayerStore(
-        layout,
-        dataclasses.replace(store.key, spec=recipe.key),
-        dataclasses.replace(store.value, spec=recipe.value),
-        store.pages,
-        {name: empty_overlay(layout, name, 1, store.pages.device) for name in recipe.streams},
-        {},
-    )
-
-
-def _tell(group: Layers, artifact: Artifact | None, rows: int, rank: int) -> None:
+def _tell(group: LayerGroup, artifact: Artifact | None, rows: int, rank: int) -> None:
     if rank:
         return
     layout = group.layout
     windows = sum(overlay.nbytes for overlay in group.overlays.values())
     logger.info(
         "kvant serves %d layers with recipe %s: %.3f bits per element, artifact %s, kernels %s, pages of %d tokens in %s order, "
-        "windows of %d sequences %s",
+        "overlays of %d sequences %s",
         len(group.names),
         layout.recipe.name,
         layout.bits_per_element(),
@@ -214,6 +160,6 @@ def _tell(group: Layers, artifact: Artifact | None, rows: int, rank: int) -> Non
         ", ".join(f"{op} {found.name}" for op, found in group.ops.items()),
         layout.page_tokens,
         layout.order,
-        rows if group.windowed else 0,
-        human_bytes(windows if group.windowed else 0),
+        rows if group.has_overlay else 0,
+        human_bytes(windows if group.has_overlay else 0),
     )

@@ -5,26 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Self
 
 import torch
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.banded import Banded
-from kvant.codecs.lloyd_max import LloydMax
-from kvant.codecs.product_vq import ProductVQ
-from kvant.codecs.residual_kmeans import ResidualKMeans
 from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, plan, structures
 from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
-from kvant.ops.fused import HADAMARD, MATRIX, blocks_of, fuse, rope_table
+from kvant.ops.fused import TransformKind, blocks_of, fuse, rope_table
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
-CALL = structures.Append.batch.offset  # of what is another at every call
-TOPS = 128  # floats that native/append.h keeps of a stretch of centroids, at most
-MISSING_TURNS = 2  # why nothing was written
+CALL = structures.Append.batch.offset  # from here on, the structure is filled anew at every call
+TOPS = 128  # floats that native/search.h keeps of a stretch of centroids, at most
+SHORT_ROPE_TABLE = 2  # Append.refused: nothing was written, since the RoPE table ends before the last position
+ALONE, ALONE_SEARCH = (
+    64,
+    2,
+)  # tokens times heads below which a second thread costs more than it gives; with a search in codebooks
+EXACT = 2.0**-45  # relative size of what may be lost where a float64 matrix is handed over in float32
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
@@ -36,62 +37,54 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
 
 
 @dataclasses.dataclass
-class Prepared:
-    """What a store's layer looks like to the compiled operation, but for what changes from call to call."""
+class CpuAppend(Derived):
+    """A store's layer as the compiled append reads it, but for what changes from call to call."""
 
     call: structures.Append
     kept: list[object]  # that the call points to
     rope_table: tuple[Tensor, Tensor] | None = None
     scratch: int = 0  # floats that a thread needs
     memory: library.Memory = dataclasses.field(default_factory=library.Memory)
-    alone: int = 64  # tokens and heads below which a second thread costs more than it gives
+    alone: int = ALONE  # tokens times heads below which one thread runs
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        layout, rope = store.layout, store.key.rope
+        call = structures.Append(heads=layout.heads, dim=layout.head_dim, page_tokens=layout.page_tokens)
+        call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
+        call.overlay_type = TYPES[layout.overlay_dtype]
+        call.key, key_kept = stream_of(store, "key")
+        call.value, value_kept = stream_of(store, "value")
+        call.key_transform, key_more = _transform(store, "key")
+        call.value_transform, value_more = _transform(store, "value")
+        made = cls(call, [*key_kept, *value_kept, *key_more, *value_more])
+        if rope is not None:
+            call.key_transform.rope_block, call.key_transform.rope_first = (
+                store.key.spec.effective_rope_block,
+                rope.first,
+            )
+            call.key_transform.rope_half = len(rope.inv_freq)
+        formats = layout.formats.values()
+        made.scratch = max(
+            form.group_tokens * layout.head_dim if form.codebook is None else max(form.codebook.centroids, TOPS)
+            for form in formats
+        )
+        if any(form.codebook is not None for form in formats):
+            made.alone = ALONE_SEARCH
+        return made
 
     def extend_rope_table(self, store: LayerStore, tokens: int) -> None:
-        """Makes the RoPE table that keys of so many tokens need."""
-        space = self.call.key_transform
-        self.rope_table = rope_table(store, blocks_of(tokens, space.first, space.block))
-        space.cosine, space.sine = (x.data_ptr() for x in self.rope_table)
-        space.rope_blocks = len(self.rope_table[0])
+        """Makes the RoPE table reach the positions of so many tokens."""
+        transform = self.call.key_transform
+        self.rope_table = rope_table(store, blocks_of(tokens, transform.rope_first, transform.rope_block))
+        transform.cosine, transform.sine = (x.data_ptr() for x in self.rope_table)
+        transform.rope_blocks = len(self.rope_table[0])
 
 
-def prepared(store: LayerStore) -> Prepared:
-    """Made once for a store."""
-    found = store.prepared.get("cpu.append")
-    if found is not None:
-        return found  # type: ignore[no-any-return]
-    layout = store.layout
-    call = structures.Append(heads=layout.heads, dim=layout.head_dim, page_tokens=layout.page_tokens)
-    call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
-    call.window_type = TYPES[layout.overlay_dtype]
-    found = Prepared(call, [])
-    call.key, kept = stream_of(store, "key")
-    found.kept += kept
-    call.value, kept = stream_of(store, "value")
-    found.kept += kept
-    call.key_transform, kept = _space(store, "key")
-    found.kept += kept
-    call.value_transform, kept = _space(store, "value")
-    found.kept += kept
-    if store.key.rope is not None:
-        call.key_transform.block, call.key_transform.first = store.key.spec.effective_rope_block, store.key.rope.first
-        call.key_transform.half = len(store.key.rope.inv_freq)
-    codecs = [stream.codec for stream in layout.recipe.streams.values()]
-    found.scratch = max(
-        max(codec.centroids, TOPS)
-        if isinstance(codec, ProductVQ | ResidualKMeans)
-        else codec.group_tokens * layout.head_dim
-        for codec in codecs
-    )
-    if any(isinstance(codec, ProductVQ | ResidualKMeans) for codec in codecs):
-        found.alone = 2
-    store.prepared["cpu.append"] = found
-    return found
-
-
-def _space(store: LayerStore, name: StreamName) -> tuple[structures.FusedTransform, list[Tensor]]:
+def _transform(store: LayerStore, name: StreamName) -> tuple[structures.FusedTransform, list[Tensor]]:
     """How a stream's vectors are transformed and coded; and the tensors that it points to."""
     layout, stream = store.layout, store.stream(name)
-    space = fuse(stream.transforms, "forward", layout, store.pages.device, torch.float64)
+    fused = fuse(stream.transforms, "forward", layout, store.pages.device, torch.float64)
     out = structures.FusedTransform(order=1, clip_rank=-1, search=1)
     kept: list[Tensor] = []
 
@@ -99,48 +92,43 @@ def _space(store: LayerStore, name: StreamName) -> tuple[structures.FusedTransfo
         kept.append(tensor.contiguous())
         return kept[-1].data_ptr()
 
-    if space.mean is not None:
-        out.mean = keep(space.mean)
-    if space.kind == HADAMARD:
-        out.order = space.order
-        if space.tensor is not None:
-            out.signs = keep(space.tensor)
-    if space.kind == MATRIX:
-        assert space.tensor is not None
-        single = space.tensor.float()
-        # a fitted matrix has single numbers, but for what the mean's way through it leaves; they are half of the bytes to read
-        out.single = bool((single.double() - space.tensor).abs().max() <= 2.0**-45 * space.tensor.abs().max())
-        out.matrix, out.matrix_heads = keep(single if out.single else space.tensor), len(single)
-        if space.offset is not None:
-            out.offset, out.offset_heads = keep(space.offset), len(space.offset)
-    codec = stream.codec
-    spec = stream.spec.codec
-    if isinstance(spec, Affine):
-        assert isinstance(codec, Affine)
-        out.search = spec.search
-        if codec.clip < 1.0:
-            place = codec.clip * (layout.head_dim - 1)
-            out.clip_rank, out.clip_share = int(place), place - int(place)
-    elif isinstance(spec, Banded):
-        out.search, out.unbiased = spec.search, spec.unbiased
-        for field, tensor in (("weights", codec.weights), ("taken", codec.mean)):  # type: ignore[attr-defined]
-            if tensor is not None:
-                setattr(out, field, keep(tensor.float()))
-    elif isinstance(spec, ProductVQ):
-        books = codec.codebooks.double()  # type: ignore[attr-defined]
-        _search(out, books, keep)
-    elif isinstance(spec, ResidualKMeans):
-        _search(out, codec.book.double(), keep)  # type: ignore[attr-defined]
-    elif isinstance(spec, LloydMax):
-        levels = spec.levels(layout.head_dim, torch.device("cpu"))
+    if fused.mean is not None:
+        out.mean = keep(fused.mean)
+    if fused.kind is TransformKind.HADAMARD:
+        out.order = fused.order
+        if fused.tensor is not None:
+            out.signs = keep(fused.tensor)
+    if fused.kind is TransformKind.MATRIX:
+        assert fused.tensor is not None
+        single = fused.tensor.float()
+        # a fitted matrix has float32 entries, but for rounding in the fusion: in float32 it is half of the bytes to read
+        out.single = bool((single.double() - fused.tensor).abs().max() <= EXACT * fused.tensor.abs().max())
+        out.matrix, out.matrix_heads = keep(single if out.single else fused.tensor), len(single)
+        if fused.offset is not None:
+            out.offset, out.offset_heads = keep(fused.offset), len(fused.offset)
+    form, tensors = layout.format(name), stream.codec.tensors
+    out.search, out.unbiased = form.encoding.search, form.encoding.unbiased
+    if tensors.clip < 1.0:
+        place = tensors.clip * (layout.head_dim - 1)
+        out.clip_rank, out.clip_share = int(place), place - int(place)
+    if tensors.weights is not None:
+        out.weights = keep(tensors.weights.float())
+    if tensors.mean is not None:
+        out.flag_mean = keep(tensors.mean.float())
+    if tensors.codebooks is not None:
+        _search(out, tensors.codebooks.double(), keep)
+    if not form.uniform:
+        (band,) = form.bands
+        levels = torch.tensor(band.levels, dtype=torch.float32)
         out.edges = keep((levels[1:] + levels[:-1]) / 2)
     return out, kept
 
 
-def _search(space: structures.FusedTransform, books: Tensor, keep: Callable[[Tensor], int]) -> None:
-    """What a search for the nearest centroid reads: channels, then minus half of the squares, [..., length + 1, count]."""
+def _search(out: structures.FusedTransform, books: Tensor, keep: Callable[[Tensor], int]) -> None:
+    """What a search for the centroid with the largest x . c - |c|^2 / 2 reads: the channels of all centroids, then -|c|^2 / 2,
+    [..., dim + 1, centroids], in float64 and in float32."""
     columns = torch.cat((books, books.square().sum(-1, keepdim=True) / -2), -1).mT
-    space.columns, space.quick = keep(columns), keep(columns.float())
+    out.columns, out.quick = keep(columns), keep(columns.float())
 
 
 def _readable(name: StreamName, x: Tensor) -> Tensor:
@@ -161,7 +149,7 @@ def append(
     """As the reference's `append`. False where a number is beyond the limit, and nothing was written."""
     if not len(key):
         return True
-    made = prepared(store)
+    made = store.derive(CpuAppend)
     call = made.call
     key, value = _readable("key", key), _readable("value", value)
     tokens, heads = len(key), store.layout.heads
@@ -185,7 +173,7 @@ def append(
     tasks = tokens * heads
     threads = 1 if tasks < made.alone else torch.get_num_threads()
     library.run("append", call, 2 * tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
-    if call.refused == MISSING_TURNS:
+    if call.refused == SHORT_ROPE_TABLE:
         made.extend_rope_table(store, max(batch.seq_lens.tolist()))
         return append(store, key, value, batch, query, limit)
     return not call.refused

@@ -1,35 +1,20 @@
-"""What the compiled operations have to know of a layout, and which layouts they cannot serve."""
+"""Streams of a layout as the compiled operations see them, and the layouts that they cannot serve."""
 
 from __future__ import annotations
 
 import torch
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.banded import STEPS, Banded
-from kvant.codecs.boosted import Boosted
-from kvant.codecs.channel import Channel
-from kvant.codecs.lloyd_max import LloydMax
-from kvant.codecs.product_vq import ProductVQ
-from kvant.codecs.raw import Raw
-from kvant.codecs.residual_kmeans import ResidualKMeans
+from kvant.codecs import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cpu import library, structures
-from kvant.ops.cpu.structures import (
-    BOOSTED,
-    CENTROIDS,
-    CHANNEL,
-    LEVELS,
-    PLAIN,
-    SCALE_ALONE,
-    SCALE_MIN,
-    SCALE_ZERO,
-    TYPES,
-)
+from kvant.ops.cpu.structures import TYPES, Kind
 from kvant.ops.fused import refuse_rope
 from kvant.ops.types import LayerStore
 
 Tensor = torch.Tensor
 LARGEST_DIM = 256
+LEVELS = 16  # entries of a table of levels, at most
+KINDS = {ScaleKind.MIN: Kind.SCALE_MIN, ScaleKind.ZERO: Kind.SCALE_ZERO, ScaleKind.ALONE: Kind.SCALE_ALONE}
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
@@ -43,98 +28,99 @@ def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
     if layout.head_dim > LARGEST_DIM or layout.head_dim % 2:
         return f"it takes even head dims up to {LARGEST_DIM}, got {layout.head_dim}"
-    for name, stream in layout.recipe.streams.items():
-        codec = stream.codec
-        if isinstance(codec, ProductVQ) and codec.dim == 2 and layout.head_dim % 4:
+    for name, form in layout.formats.items():
+        book = form.codebook
+        if form.is_pq and book is not None and book.dim == 2 and layout.head_dim % 4:
             return f"it takes sub-vectors of 2 channels in pairs, got head dim {layout.head_dim}"
-        if isinstance(codec, ProductVQ | Raw):
+        if form.is_pq or form.is_raw:
             continue
         if layout.order != "lanes":
             return f"it reads pages in the order of lanes, and this one's is {layout.order}"
-        if isinstance(codec, Banded):
-            if codec.levels != "uniform":
-                return f"it sums codes of uniform levels, and the {name}s have {codec.levels} levels"
-        elif isinstance(codec, Affine | ResidualKMeans):
-            if layout.head_dim // (codec.group or layout.head_dim) > structures.MAX_SPANS or (
-                codec.group and codec.group % 4
-            ):
-                return f"it takes groups of a multiple of 4 channels, at most {structures.MAX_SPANS}, got {codec.group}"
-        elif not isinstance(codec, Channel | Boosted | LloydMax | ResidualKMeans):
-            return f"it does not know the codec of the {name}s, {type(codec).__name__}"
+        if not (form.is_tokenwise or form.is_channelwise or form.is_residual):
+            return f"it does not know the codec of the {name}s, {form.codec}"
+        if not form.uniform and form.encoding.scale != "norm":
+            return f"it sums codes of uniform levels, and those of the {name}s are from a table"
+        width = form.head_dim // form.scale_groups
+        if form.scale_groups > structures.MAX_SPANS or (form.scale_groups > 1 and width % 4):
+            return f"it takes groups of a multiple of 4 channels, at most {structures.MAX_SPANS}, got {width}"
     return refuse_rope(layout)
 
 
 def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, list[Tensor]]:
-    """A stream as the compiled operations see it, but for its window; and the tensors that it points to."""
-    layout, codec, window = store.layout, store.stream(name).spec.codec, store.stream(name).spec.window
+    """A stream as the compiled operations see it, but for its overlay; and the tensors that it points to."""
+    layout, window = store.layout, store.stream(name).spec.window
+    form, tensors = layout.format(name), store.stream(name).codec.tensors
     out = structures.Stream(sink=window.sink, ring=window.ring, flush=window.flush, recent=window.recent)
-    out.rows, out.group_tokens = layout.overlay_tokens(name), codec.group_tokens
+    out.overlay_tokens, out.group_tokens = layout.overlay_tokens(name), form.group_tokens
     kept: list[Tensor] = []
-    own = [s for s in layout.sections if s.stream == name]
-    codes = [s for s in own if s.kind in ("code", "raw") or s.names == ("indices",)]
-    first = {}  # channel of a field of codes
-    if isinstance(codec, Banded):
-        start = 0
-        for i, (width, _) in enumerate(codec.bands(layout.head_dim)):
-            first[f"codes{i}"] = start
-            start += width
-    for i, section in enumerate(codes):
-        alpha = float(1 << section.shift)
-        field = next(f for f in layout.fields(name) if f.name == section.names[0])
-        if isinstance(codec, Banded):
-            alpha *= STEPS[field.bits]
-        start = first.get(section.names[0], 0)
-        out.section[i] = structures.Section(section.offset, section.bits, start, section.width, section.shift, alpha)
-    out.sections = len(codes)
-    for section in own:
-        if section.kind == "meta":
-            out.meta_offset, out.names, out.meta_type = section.offset, len(section.names), TYPES[section.dtype]
-        elif section.names == ("high",):
-            out.high_offset = section.offset
-        elif section.names == ("index",):
-            if section.shift:
-                out.high_offset = section.offset
-            else:
-                out.index_offset = section.offset
-            out.index_bits = section.shift + section.bits
-    out.metas = out.spans = 1
-    out.span[0] = structures.Span(0, layout.head_dim, 0, 0, 1.0, 0.0)
-    if isinstance(codec, Banded):
-        out.kind, out.spans = SCALE_ALONE, 0
-        start = 0
-        for width, bits in codec.bands(layout.head_dim):
-            if bits:
-                center = -STEPS[bits] * ((1 << bits) - 1) / 2
-                out.span[out.spans] = structures.Span(start, start + width, 0, bits, STEPS[bits], center)
-                out.spans += 1
-            start += width
-        mean = getattr(store.stream(name).codec, "mean", None)
-        if mean is not None:
-            kept.append(mean.float().contiguous())
-            out.mean = kept[-1].data_ptr()
-    elif isinstance(codec, Affine | ResidualKMeans):
-        out.kind = SCALE_MIN if codec.zero == "float" else SCALE_ZERO
-        out.metas = out.spans = (codec if isinstance(codec, Affine) else codec.residual).groups(layout.head_dim)
-        size = layout.head_dim // out.spans
-        for i in range(out.spans):
-            out.span[i] = structures.Span(i * size, (i + 1) * size, i, codec.bits, 1.0, 0.0)
-        if isinstance(codec, ResidualKMeans):
-            kept.append(store.stream(name).codec.book.float().contiguous())  # type: ignore[attr-defined]
-            out.books, out.books_heads, out.centers = kept[-1].data_ptr(), len(kept[-1]), codec.centroids
-    elif isinstance(codec, LloydMax):
-        levels = codec.levels(layout.head_dim, torch.device("cpu"))
-        kept.append(torch.nn.functional.pad(levels, (0, 16 - len(levels))))
-        out.kind, out.levels, out.span[0].bits = LEVELS, kept[-1].data_ptr(), codec.bits
-    elif isinstance(codec, Channel):
-        out.kind, out.span[0].bits = CHANNEL, codec.bits
-    elif isinstance(codec, Boosted):
-        out.kind, out.extra = BOOSTED, codec.boosted(layout.head_dim)
-    elif isinstance(codec, Raw):
-        out.kind, out.meta_type = PLAIN, TYPES[codes[0].dtype]
-    else:
-        assert isinstance(codec, ProductVQ)
-        books = store.stream(name).codec.codebooks.float().contiguous()  # type: ignore[attr-defined]
-        kept.append(books)
-        out.kind, out.extra, out.book_bits, out.books = CENTROIDS, codec.dim, codec.bits, books.data_ptr()
-        out.books_heads, out.books_spaces = books.shape[:2]
+
+    def keep(tensor: Tensor) -> int:
+        kept.append(tensor.float().contiguous())
+        return kept[-1].data_ptr()
+
+    _place(out, layout, name, form)
+    _scale(out, form)
+    if tensors.mean is not None:
+        out.mean = keep(tensors.mean)
+    if form.is_channelwise:
+        out.kind = Kind.BOOSTED if form.boosted else Kind.CHANNEL
+        out.extra = form.boosted
+    elif not form.uniform:
+        (band,) = form.bands
+        levels = torch.tensor(band.levels, dtype=torch.float32)
+        out.kind, out.levels = Kind.LEVELS, keep(torch.nn.functional.pad(levels, (0, LEVELS - len(levels))))
+    elif form.scales is not None:
+        out.kind = KINDS[form.scales.kind]
+    elif form.is_raw:
+        out.kind, out.meta_type = Kind.RAW, TYPES[form.raw_dtype]
+    if form.codebook is not None:
+        book = form.codebook
+        assert tensors.codebooks is not None
+        out.books, out.books_heads = keep(tensors.codebooks), len(tensors.codebooks)
+        if form.is_pq:
+            out.kind, out.extra, out.book_bits = Kind.CENTROIDS, book.dim, book.bits
+            out.books_spaces = tensors.codebooks.shape[1]
+        else:
+            out.centers = book.centroids
     return out, kept
+
+
+def _place(out: structures.Stream, layout: Layout, name: StreamName, form: StreamFormat) -> None:
+    """Where the sections of a stream lie in a page."""
+    bands = {band.field: band for band in form.stored_bands}
+    indices = form.codebook.field if form.is_pq and form.codebook is not None else ""
+    for section in (s for s in layout.sections if s.stream == name):
+        field = section.names[0]
+        if section.kind in ("code", "raw") or field == indices:
+            band = bands.get(field)
+            first, step = (0, 1.0) if band is None else (band.first, band.step or 1.0)
+            out.section[out.sections] = structures.Section(
+                section.offset, section.bits, first, section.width, section.shift, step * (1 << section.shift)
+            )
+            out.sections += 1
+        elif section.kind == "meta":
+            out.meta_offset, out.names, out.meta_type = section.offset, len(section.names), TYPES[section.dtype]
+        elif field == "high":
+            out.high_offset = section.offset
+        elif section.shift:  # the second byte of an index
+            out.high_offset, out.index_bits = section.offset, section.shift + section.bits
+        else:
+            out.index_offset, out.index_bits = section.offset, section.bits
+
+
+def _scale(out: structures.Stream, form: StreamFormat) -> None:
+    """Spans of channels with one scale and one width of codes."""
+    out.metas, out.spans = form.scale_groups, 0
+    if form.scale_groups > 1:
+        (band,) = form.bands
+        size = form.head_dim // form.scale_groups
+        for i in range(form.scale_groups):
+            out.span[i] = structures.Span(i * size, (i + 1) * size, i, band.bits, 1.0, 0.0)
+        out.spans = form.scale_groups
+        return
+    for band in form.stored_bands:
+        step, lowest = (1.0, 0.0) if band.levels else (band.step, band.lowest)
+        out.span[out.spans] = structures.Span(band.first, band.end, 0, band.bits, step, lowest)
+        out.spans += 1
+    if not form.bands:
+        out.span[0], out.spans = structures.Span(0, form.head_dim, 0, 0, 1.0, 0.0), 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Self
+
 import torch
 
 from kvant.layout import StreamName
@@ -9,9 +12,20 @@ from kvant.ops.blocked import by_blocks
 from kvant.ops.cpu import library, structures
 from kvant.ops.cpu.plan import refuse, stream_of
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class CpuPrefill(Derived):
+    """A store's streams as the compiled reader sees them, and the tensors that they point to."""
+
+    streams: dict[StreamName, tuple[structures.Stream, list[Tensor]]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        return cls()
 
 
 @register("prefill", "cpu", refuse, rank=10)
@@ -31,15 +45,15 @@ def prefill(
 
 
 def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last: int) -> Tensor:
-    """The tokens at places [first, last) of a sequence's pages: float32 [tokens, heads, head_dim]. Of a page that has slid
-    out, anything."""
+    """The tokens at places [first, last) of a sequence's pages, as they are stored: float32 [tokens, heads, head_dim]. Those of
+    a page that has slid out are undefined."""
     layout = store.layout
-    key = f"cpu.read.{name}"
-    if key not in store.prepared:
-        store.prepared[key] = stream_of(store, name)
+    streams = store.derive(CpuPrefill).streams
+    if name not in streams:
+        streams[name] = stream_of(store, name)
     out = torch.empty(last - first, layout.heads, layout.head_dim)
     table = pages.clamp_min(0).contiguous()
-    call = structures.Read(stream=store.prepared[key][0], page_head_bytes=layout.page_head_bytes, heads=layout.heads)
+    call = structures.Read(stream=streams[name][0], page_head_bytes=layout.page_head_bytes, heads=layout.heads)
     call.pages, call.table, call.out = store.pages.data_ptr(), table.data_ptr(), out.data_ptr()
     call.first, call.last, call.dim = first, last, layout.head_dim
     call.page_tokens, call.keys = layout.page_tokens, name == "key"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import struct
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
@@ -11,7 +12,19 @@ import torch
 MAX_SECTIONS, MAX_SPANS = 8, 64
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SCALE_MIN, SCALE_ZERO, SCALE_ALONE, CHANNEL, BOOSTED, CENTROIDS, PLAIN, LEVELS = range(8)
+
+
+class Kind(enum.IntEnum):
+    """How the elements of a stream are stored."""
+
+    SCALE_MIN = 0  # codes with scales per token: scale * code + min
+    SCALE_ZERO = 1  # scale * (code - zero)
+    SCALE_ALONE = 2  # scale * level, uniform levels
+    CHANNEL = 3  # codes with a scale and a minimum per channel of a group of tokens
+    BOOSTED = 4  # the same, some channels with two more bits
+    CENTROIDS = 5  # indices of product quantization
+    RAW = 6  # numbers as they come
+    LEVELS = 7  # scale * level, levels from a table
 
 
 def _all(kind: type, names: str) -> list[tuple[str, type]]:
@@ -29,10 +42,10 @@ class Span(ctypes.Structure):
 class Stream(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "kind sections spans metas names meta_type"),
-        *_all(c_int32, "sink ring flush recent rows group_tokens"),
+        *_all(c_int32, "sink ring flush recent overlay_tokens group_tokens"),
         *_all(c_int32, "extra books_heads books_spaces book_bits centers index_bits"),
         *_all(c_int64, "meta_offset high_offset index_offset"),
-        *_all(c_void_p, "mean books levels window ring_start"),
+        *_all(c_void_p, "mean books levels overlay ring_start"),
         ("section", Section * MAX_SECTIONS),
         ("span", Span * MAX_SPANS),
     ]
@@ -51,14 +64,16 @@ class Decode(ctypes.Structure):
         *_all(Stream, "key value"),
         *_all(c_void_p, "dual inverse inverse_offset mean_logit"),
         ("page_head_bytes", c_int64),
-        *_all(c_int32, "heads dim page_tokens origin window_type"),
-        *_all(c_int32, "dual_heads inverse_heads offset_heads half block first split_tokens longest_split"),
+        *_all(c_int32, "heads dim page_tokens origin overlay_type"),
+        *_all(
+            c_int32, "dual_heads inverse_heads offset_heads rope_half rope_block rope_first split_tokens longest_split"
+        ),
         *_all(c_void_p, "batch query out lse pages"),
-        ("window", c_void_p * 2),
-        *_all(c_void_p, "cosine sine prepared tables partial"),
-        ("prepared_stride", c_int64),
-        *_all(c_int32, "group type splits visible use_mean_logit"),
-        *_all(c_float, "scale cap"),
+        ("overlay", c_void_p * 2),
+        *_all(c_void_p, "cosine sine operands tables partial"),
+        ("operand_stride", c_int64),
+        *_all(c_int32, "group type splits sliding_window use_mean_logit"),
+        *_all(c_float, "scale softcap"),
     ]
 
 
@@ -67,9 +82,9 @@ DECODED = struct.Struct("@12Pq5i2f")  # from `batch` on
 
 class FusedTransform(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "mean signs matrix offset cosine sine weights taken edges columns quick"),
+        *_all(c_void_p, "mean signs matrix offset cosine sine weights flag_mean edges columns quick"),
         ("clip_share", c_float),
-        *_all(c_int32, "order matrix_heads offset_heads half block first"),
+        *_all(c_int32, "order matrix_heads offset_heads rope_half rope_block rope_first"),
         *_all(c_int32, "rope_blocks clip_rank search unbiased single"),
     ]
 
@@ -79,9 +94,9 @@ class Append(ctypes.Structure):
         *_all(Stream, "key value"),
         *_all(FusedTransform, "key_transform value_transform"),
         ("page_head_bytes", c_int64),
-        *_all(c_int32, "heads dim page_tokens origin window_type refused"),
+        *_all(c_int32, "heads dim page_tokens origin overlay_type refused"),
         *_all(c_void_p, "batch pages"),
-        ("window", c_void_p * 2),
+        ("overlay", c_void_p * 2),
         ("source", c_void_p * 2),
         ("stride", c_int64 * 2),
         ("head_stride", c_int64 * 2),

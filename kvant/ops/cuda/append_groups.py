@@ -1,20 +1,18 @@
-"""Appending by the kernels in append_groups.cu, where keys are coded per channel over groups of tokens. What is launched depends on
-the shapes alone: a step whose tokens complete no group launches the same grid, which then finds nothing to do."""
+"""Appends by kernels/append_groups.cu, where keys are coded per channel over groups of tokens. What is launched depends on the shapes
+alone: a step whose tokens complete no group launches the same grid, which then finds nothing to do."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 
 import torch
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.boosted import Boosted
-from kvant.codecs.channel import Channel
+from kvant.codecs.format import ScaleKind
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc, plan
-from kvant.ops.cuda.plan import TYPES
+from kvant.ops.cuda import nvrtc, refusals
+from kvant.ops.cuda.arguments import Arguments, int32, pointer
+from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -24,28 +22,39 @@ _PLANS: nvrtc.Numbered[GroupPlan] = nvrtc.Numbered()
 
 def refuse_layout(layout: Layout) -> str | None:
     """Why the kernels cannot append to a layout whose keys are coded in groups, or None."""
-    key, value, dim = layout.recipe.key, layout.recipe.value, layout.head_dim
-    if not isinstance(key.codec, Channel | Boosted):
-        return f"it writes token-wise codes and keys per channel, and the keys are coded by {type(key.codec).__name__}"
-    if not isinstance(value.codec, Affine):
-        return f"beside keys per channel it writes affine values, and they are coded by {type(value.codec).__name__}"
+    key, value, dim = layout.format("key"), layout.format("value"), layout.head_dim
+    if not key.is_channelwise:
+        return f"it writes token-wise codes and keys per channel, and the keys are coded by {key.codec}"
+    if not value.is_tokenwise or value.scales is None or value.scales.kind is ScaleKind.ALONE:
+        return f"beside keys per channel it writes affine values, and they are coded by {value.codec}"
     for name, stream in layout.recipe.streams.items():
         if stream.corrector is not None:
             return f"it writes codes as they are, and those of the {name}s are corrected by {type(stream.corrector).__name__}"
-    if value.codec.zero != "float" or value.codec.clip != 1.0 or value.codec.search != 1:
+    if value.scales.kind is not ScaleKind.MIN or value.encoding.clip or value.encoding.search != 1:
         return "it writes values by their whole range and minimum, and they are clipped, searched or have integer zero points"
-    groups = value.codec.groups(dim)
-    if dim // groups != 16 and dim // groups % 32:
-        return f"it writes scales of 16 or a multiple of 32 channels, and those of the values have {dim // groups}"
-    return plan.refuse_layout(layout)
+    width = dim // value.scale_groups
+    if width != 16 and width % 32:
+        return f"it writes scales of 16 or a multiple of 32 channels, and those of the values have {width}"
+    return refusals.refuse_layout(layout)
 
 
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("key", "value", "pages", "table", "starts", "lengths", "owners")),
-        *((name, ctypes.c_void_p) for name in ("exact_key", "window_key", "window_value")),
-        *((name, ctypes.c_int) for name in ("tokens", "batch", "half_batch", "table_width")),
-    ]
+AppendGroupsArguments = Arguments(
+    "AppendGroupsArguments",
+    key=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM], transformed"),
+    value=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM], transformed"),
+    pages=pointer("u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
+    block_table=pointer("const s64", "[batch, table_width], pages of a sequence"),
+    query_start_loc=pointer("const s64", "[batch + 1], first new token of a sequence"),
+    seq_lens=pointer("const s64", "[batch], tokens of a sequence with its new ones"),
+    overlay_rows=pointer("const s64", "[batch], row of the overlays"),
+    key_ring_start=pointer("const s64", "[batch], position before which the ring of keys holds nothing"),
+    overlay_key=pointer("void", "[rows, OVERLAY_TOKENS of keys, KV_HEADS, HEAD_DIM]"),
+    overlay_value=pointer("void", "[rows, OVERLAY_TOKENS of values, KV_HEADS, HEAD_DIM]"),
+    tokens=int32("new tokens"),
+    batch=int32("sequences"),
+    half_batch=int32("largest power of two below the batch, or 0: where a binary search begins"),
+    table_width=int32("pages of a row of the block table"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,41 +79,43 @@ class GroupPlan:
 
     @functools.cached_property
     def text(self) -> str:
-        layout, key, value = self.layout, self.layout.recipe.key, self.layout.recipe.value
+        layout, window = self.layout, self.layout.recipe.key.window
         sections = {(s.stream, s.names[0]): s for s in layout.sections}
-        meta = sections["value", "scale"]
         high, index = sections.get(("key", "high")), sections.get(("key", "index"))
-        constants: dict[str, object] = {
-            **plan.page_constants(layout),
+        config: dict[str, object] = {
+            **page_config(layout),
             "WARPS": WARPS,
-            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
+            "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
             "ORIGIN": layout.recipe.origin,
-            "SINK": key.window.sink,
+            "SINK": window.sink,
             "KEY_GROUP": self.group,
-            "SPARE": self.spare,
-            "KEY_RECENT": key.window.recent,
-            "KEY_FLUSH": key.window.flush,
-            "KEY_META_OFFSET": sections["key", "scale"].offset,
+            "SPARE_GROUPS": self.spare,
+            "KEY_RECENT": window.recent,
+            "KEY_FLUSH": window.flush,
             "BOOSTED": high.width if high else 0,
             "HIGH_OFFSET": high.offset if high else 0,
             "INDEX_OFFSET": index.offset if index else 0,
-            "VALUE_GROUPS": meta.width,
+            "VALUE_GROUPS": layout.format("value").scale_groups,
             "VALUE_ORDER_GROUPS": layout.scale_groups("value"),
-            "VALUE_META_TYPE": TYPES[meta.dtype],
-            "VALUE_META_OFFSET": meta.offset,
-            "VALUE_RING_TOKENS": value.window.ring,
+            "Key": self._stream("key", 0),
+            "Value": self._stream("value", 1),
         }
-        for name, kind in zip(layout.recipe.streams, self.types, strict=True):
-            stream = name.upper()
-            planes = [s for s in layout.sections if s.stream == name and s.kind == "code"]
-            constants[f"{stream}_PLANES"] = (
-                f"Planes<{', '.join(f'Plane<{s.bits}, {s.shift}, {s.offset}>' for s in planes)}>"
-            )
-            constants[f"{stream}_BITS"] = sum(s.bits for s in planes)
-            constants[f"{stream}_TYPE"] = TYPES[kind]
-            constants[f"{stream}_RING"] = max(1, layout.recipe.streams[name].window.ring)
-            constants[f"{stream}_WINDOW"] = layout.overlay_tokens(name)
-        return nvrtc.program("kernels/append_groups.cu", defines=constants)
+        return nvrtc.program("kernels/append_groups.cu", config=config, arguments=[AppendGroupsArguments])
+
+    def _stream(self, name: StreamName, i: int) -> dict[str, object]:
+        layout, ring = self.layout, self.layout.recipe.streams[name].window.ring
+        planes = [s for s in layout.sections if s.stream == name and s.kind == "code"]
+        (scales,) = (s for s in layout.sections if s.stream == name and s.names[0] == "scale")
+        return {
+            "IN_TYPE": ELEMENT_TYPES[self.types[i]],
+            "CodePlanes": f"Planes<{', '.join(f'Plane<{s.bits}, {s.shift}, {s.offset}>' for s in planes)}>",
+            "BITS": sum(s.bits for s in planes),
+            "SCALE_TYPE": ELEMENT_TYPES[scales.dtype],
+            "SCALE_OFFSET": scales.offset,
+            "RING": max(1, ring),
+            "RING_TOKENS": ring,
+            "OVERLAY_TOKENS": layout.overlay_tokens(name),
+        }
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,30 +146,43 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> 
     )
 
 
-@torch.library.custom_op("kvant::append_groups", mutates_args=("pages", "window_key", "window_value"))
+@torch.library.custom_op("kvant::append_groups", mutates_args=("pages", "overlay_key", "overlay_value"))
 def _append_groups(
     pages: Tensor,
-    window_key: Tensor,
-    window_value: Tensor,
+    overlay_key: Tensor,
+    overlay_value: Tensor,
     key: Tensor,
     value: Tensor,
-    table: Tensor,
+    block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     overlay_rows: Tensor,
-    exact_key: Tensor,
+    key_ring_start: Tensor,
     plan: int,
 ) -> None:
     made = _PLANS[plan]
     tokens, batch, heads = len(key), len(seq_lens), made.layout.heads
     if not tokens:
         return
-    tensors = (key, value, pages, table, query_start_loc, seq_lens, overlay_rows, exact_key, window_key, window_value)
-    arguments = _Arguments(*nvrtc.addresses(*tensors), tokens, batch, nvrtc.half_of(batch), table.shape[1])
+    arguments = AppendGroupsArguments.fill(
+        key=key,
+        value=value,
+        pages=pages,
+        block_table=block_table,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        overlay_rows=overlay_rows,
+        key_ring_start=key_ring_start,
+        overlay_key=overlay_key,
+        overlay_value=overlay_value,
+        tokens=tokens,
+        batch=batch,
+        half_batch=nvrtc.half_of(batch),
+        table_width=block_table.shape[1],
+    )
     units = tokens // made.group + batch * made.spare
-    _kernel(made, "kvant_append_groups", key.device).launch(
-        (units, heads), arguments
-    )  # tails are read before they change
+    # groups first: they read the ring, which the second kernel overwrites
+    _kernel(made, "kvant_append_groups", key.device).launch((units, heads), arguments)
     _kernel(made, "kvant_append_tokens", key.device).launch((-(-tokens * heads // WARPS), 1), arguments)
 
 

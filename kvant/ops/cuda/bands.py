@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
+from kvant.codecs.format import Band
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda.plan import ONE, stored_bands
+
+ONE = 1 << 20  # what kernels write fractions over
 
 
-class CodeBand(NamedTuple):
-    """Neighbouring channels whose codes have the same number of bits; 0 bits where no codes are stored."""
-
-    width: int  # channels
-    bits: int
-    offset: int  # byte of the codes in a page of a head
-    high_offset: int  # byte of the third bits of 3-bit codes
-    first: int  # channel
-    step: float  # between levels, over the scale
-
-    @property
-    def text(self) -> str:
-        (bits,) = struct.unpack("<I", struct.pack("<f", self.step))
-        numbers = (self.width, self.bits, self.offset, self.high_offset, self.first)
-        return f"Band<{', '.join(map(str, numbers))}, {bits}u, {round(ONE * self.step)}>"
+def code_bands(layout: Layout, name: StreamName) -> str:
+    """The bands of a stream that have codes, as the list of types that a kernel takes."""
+    return _text(layout, name, layout.format(name).stored_bands)
 
 
-def code_bands(layout: Layout, name: StreamName) -> list[CodeBand]:
-    """The bands of a stream that have codes; one of all channels where the stream has a single width."""
-    found = []
-    for band in stored_bands(layout, name):
-        low, *high = (s.offset for s in layout.sections if s.stream == name and s.names == (band.field,))
-        found.append(CodeBand(band.width, band.bits, low, high[0] if high else 0, band.first, band.step))
-    return found
+def all_bands(layout: Layout, name: StreamName) -> str:
+    """As `code_bands`, of all channels: those without codes are bands of 0 bits."""
+    return _text(layout, name, layout.format(name).bands)
 
 
-def all_bands(layout: Layout, name: StreamName) -> list[CodeBand]:
-    """As `code_bands`, with bands of 0 bits for the channels between and after them."""
-    out, end = [], 0
-    for band in [*code_bands(layout, name), CodeBand(0, 0, 0, 0, layout.head_dim, 0.0)]:
-        if end < band.first:
-            out.append(CodeBand(band.first - end, 0, 0, 0, end, 0.0))
-        if band.width:
-            out.append(band)
-        end = band.first + band.width
-    return out
+def code_offsets(layout: Layout, name: StreamName, band: Band) -> tuple[int, int]:
+    """Byte of a band's codes in a page of a head, and of the third bits of 3-bit codes; 0 where there are none."""
+    low, *high = (s.offset for s in layout.sections if s.stream == name and s.names == (band.field,))
+    return low, high[0] if high else 0
 
 
-def bands_text(bands: list[CodeBand]) -> str:
-    """The list of types that a kernel takes."""
-    return f"Bands<{', '.join(band.text for band in bands)}>"
+def _text(layout: Layout, name: StreamName, bands: tuple[Band, ...]) -> str:
+    return f"Bands<{', '.join(_band(layout, name, band) for band in bands)}>"
+
+
+def _band(layout: Layout, name: StreamName, band: Band) -> str:
+    offset, high_offset = code_offsets(layout, name, band) if band.bits else (0, 0)
+    step = band.step if band.bits else 0.0
+    (bits,) = struct.unpack("<I", struct.pack("<f", step))
+    return f"Band<{band.width}, {band.bits}, {offset}, {high_offset}, {band.first}, {bits}u, {round(ONE * step)}>"

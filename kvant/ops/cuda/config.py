@@ -61,10 +61,10 @@ ENUMS: tuple[type[enum.IntEnum], ...] = (ElementType, ScaleKind, QueryTransform,
 
 ELEMENT_TYPES = {"bfloat16": ElementType.BF16, "float16": ElementType.FP16, "float32": ElementType.FP32}
 SCALE_KINDS = {
-    ("scale", "min"): ScaleKind.SCALE_MIN,
-    ("scale", "zero"): ScaleKind.SCALE_ZERO,
-    ("scale",): ScaleKind.SCALE,
-}
+    "min": ScaleKind.SCALE_MIN,
+    "zero": ScaleKind.SCALE_ZERO,
+    "alone": ScaleKind.SCALE,
+}  # by format.ScaleKind
 
 
 class Constant(NamedTuple):
@@ -125,6 +125,36 @@ CONSTANTS: dict[str, Constant] = {
         VALUE_GROUPS="scales of a value vector",
         VALUE_ORDER_GROUPS="parts of a value vector that the order of its codes is made of",
     ),
+    # decode attention
+    **_types(PageAttention="how a page is attended to: a type of codecs/*_pages.cuh"),
+    **_ints(
+        PQ="1 where keys and values are product-quantized",
+        GROUP="query heads of a KV head",
+        TILE_HEADS="query heads that a CTA serves at once",
+        QUERY_TILES="tiles of TILE_HEADS query heads of a KV head",
+        QUERY_TYPE="ElementType of queries and outputs",
+        QUERY_TRANSFORM="QueryTransform of the queries",
+        QUERY_HADAMARD="order of the queries' Hadamard transform",
+        OUTPUT_TRANSFORM="OutputTransform of the outputs",
+        OUTPUT_HADAMARD="order of the outputs' Hadamard transform",
+        QUERY_KERNEL="1 where a kernel before decode makes the query operands",
+        QUERY_PARTS="fp16 numbers that a rotated query is the sum of",
+        ROTATE_WARPS="warps of a CTA of kvant_rotate_queries",
+        ROTATE_CTAS="CTAs of kvant_rotate_queries that a multiprocessor is to hold, by registers",
+        HIGH_BATCH_WARPS="warps of a CTA of kvant_rotate_queries_high_batch; 0 where it does not serve the layout",
+        HIGH_BATCH_CTAS="CTAs of kvant_rotate_queries_high_batch that a multiprocessor is to hold",
+        OVERLAY_TILES="tiles of 16 overlay tokens that a warp attends to at once",
+        OVERLAY_LAST="1 where the overlay is attended to after the pages",
+        OVERLAY_UNITS="units of work that OVERLAY_TILES tiles count; a page counts one",
+        MIXED_PAGE_UNITS="units of work of a page some of whose tokens are in the overlay",
+        SOFTCAP="1 where logits have a soft cap",
+        ELEMENT_TYPE="ElementType of keys and values that are stored as they come",
+        TILE_BYTES="bytes of the keys, or of the values, of 16 tokens of a head that are stored as they come",
+        VALUE_OFFSET="byte of the values in a page of a head, where they are stored as they come",
+        STAGES="stages of a warp's ring of pages in flight",
+        WARP_BYTES="dynamic shared memory of a warp: its pages in flight, then its outputs",
+        MIN_CTAS="CTAs of decode that a multiprocessor is to hold, by registers",
+    ),
 }
 
 # Of a stream: of `struct Key`, `struct Value` or `struct Stream` inside.
@@ -151,12 +181,16 @@ STREAM_CONSTANTS: dict[str, Constant] = {
         RING="places of the overlay's ring of recent tokens, at least 1",
         RING_TOKENS="recent tokens that the ring holds; 0 without a ring",
         BOOK_HEADS="codebooks: 1 where heads share one",
+        RECENT="recent tokens that are not packed yet",
+        FLUSH="tokens that are packed at a time",
     ),
     **_types(
         CodeBands="bands that have codes",
         AllBands="bands of all channels, those without codes included",
         CodePlanes="planes of the codes",
         Codebook="codebook of product quantization and the place of its indices",
+        Operand="what registers of the query operand are multiplied by",
+        Codes="codes as fp16 numbers",
     ),
 }
 
@@ -167,6 +201,12 @@ TEMPLATES = {
     "Plane": "template <int, int, int> struct Plane;",
     "Planes": "template <class...> struct Planes;",
     "Book": "template <int, int, int, int, int> struct Book;",
+    "KeyPlane": "template <int, int, int, int, int, int> struct KeyPlane;",
+    "KeyPlanes": "template <class...> struct KeyPlanes;",
+    "ValueCodes": "template <int, int, int, int, int, bool> struct ValueCodes;",
+    "SharedCodebook": "template <int, int, int, int, int, int, int> struct SharedCodebook;",
+    "CentroidKeys": "template <class> struct CentroidKeys;",
+    "CentroidValues": "template <class> struct CentroidValues;",
 }
 
 
@@ -193,11 +233,13 @@ def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object
 
 
 def scale_config(layout: Layout, name: StreamName) -> dict[str, object]:
-    """The constants of a stream's scales, for streams that have one section of them."""
-    (section,) = (s for s in layout.sections if s.stream == name and s.kind == "meta")
+    """The constants of the scales of a stream's tokens."""
+    scales = layout.format(name).scales
+    assert scales is not None
+    (section,) = (s for s in layout.sections if s.stream == name and s.names == scales.fields)
     return {
-        "SCALE_KIND": SCALE_KINDS[section.names],
-        "SCALE_TYPE": ELEMENT_TYPES[section.dtype],
+        "SCALE_KIND": SCALE_KINDS[scales.kind.value],
+        "SCALE_TYPE": ELEMENT_TYPES[scales.dtype],
         "SCALE_OFFSET": section.offset,
     }
 

@@ -1,4 +1,5 @@
-"""Counters by which the blocks of a kernel find out who of them is the last: zeros that every call leaves zero."""
+"""Arrival counters: by them the last CTA that works on a (sequence, head tile) knows that it merges the partial results. They are
+zero before and after every launch."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ class _Pool:
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that the kernel leaves zero. One set for each stream, so that two streams do not meet in it. A call that is
-    being captured in a graph gets a stretch of its own, once and for all: zeroing it in the graph would take as long as
-    a short attention does."""
+    """Zeros, int32 [at least `count`], that the kernel leaves zero. Each CUDA stream has its own, since kernels of two streams may
+    run at once. A call that is captured in a graph gets a part of the pool for itself, which is never given back: zeroing
+    counters in the graph would take as long as a short attention."""
     pool = _POOLS.get(device)
     if torch.cuda.is_current_stream_capturing():
         if _SHARED and len(_SHARED[-1]) >= count and _SHARED[-1].device == device:
             return _SHARED[-1][:count]
         if pool is None or pool.taken + count > len(pool.zeros):
-            return torch.zeros(count, dtype=torch.int32, device=device)  # in the graph, then
+            return torch.zeros(count, dtype=torch.int32, device=device)  # zeroed by a launch in the graph
         pool.taken += count
         return pool.zeros[pool.taken - count : pool.taken]
     if pool is None:

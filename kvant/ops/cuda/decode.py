@@ -1,9 +1,8 @@
-"""Decode attention by the kernel in decode.cu: one launch for any batch, no host synchronisation, safe in a CUDA graph."""
+"""Decode attention by kernels/decode.cu: one launch for any batch, or with a kernel before it that transforms the queries and one
+after it that transforms the outputs. No host synchronisation, safe in a CUDA graph."""
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import functools
 import math
 
@@ -11,58 +10,28 @@ import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.config import ELEMENT_TYPES
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.fragments import fused_fragments, many_fragments, row_fragments, turn_fragments
-from kvant.ops.cuda.plan import FEW, TYPES, Plan, refuse, shared_memory
-from kvant.ops.fused import MATRIX, FusedTransform, blocks_of, fuse, matrix_of, mean_logit_vector, rope_table
-from kvant.ops.registry import register
+from kvant.ops.cuda.decode_arguments import (
+    DecodeArguments,
+    RotateQueriesArguments,
+    TransformOutputsArguments,
+    TransformQueriesArguments,
+)
+from kvant.ops.cuda.decode_matrices import Codebooks, DecodeTransforms
+from kvant.ops.cuda.plan import LOW_BATCH, Plan, shared_memory
+from kvant.ops.cuda.refusals import refuse
+from kvant.ops.fused import MATRIX, blocks_of, rope_table
+from kvant.ops.registry import register_decode
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-ROWS_A_BLOCK = 4  # of outputs that are multiplied by a matrix
+OUTPUT_ROWS = 4  # rows of a CTA of kvant_transform_outputs
+QUERY_CTAS = 128  # CTAs that kvant_transform_queries is to have, if there are sequences enough
+HIGH_BATCH_PASSES = (
+    2  # products of 16 rows for each warp that a GPU holds, from which on kvant_rotate_queries_high_batch is faster
+)
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
-QUERY_BLOCKS = 128  # of the kernel that multiplies queries by a matrix, if their sequences are enough
-MANY_PASSES = 2  # products of 16 rows for each warp that a GPU holds, from which on kvant_turn_many is faster
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "pages", "table", "lengths", "owners", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("exact_key", "exact_value", "window_key", "window_value")),
-        *((name, ctypes.c_void_p) for name in ("dual_signs", "inverse_signs", "mean", "lost")),
-        *((name, ctypes.c_void_p) for name in ("dual_matrix", "inverse_matrix", "inverse_offset")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("partial", "arrived", "key_books", "value_books", "rotated", "turned_rows")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window", "blocks", "first")),
-        *((name, ctypes.c_int) for name in ("matrix_heads", "inverse_heads")),
-    ]
-
-
-class _TurnArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "matrix", "cosine", "sine", "out", "rows")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "sinks", "exact_key", "exact_value")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "blocks", "first", "half", "matrix_heads", "window")),
-    ]
-
-
-class _DualArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "matrix", "lost", "out", "rows")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "matrix_heads", "at_once")),
-    ]
-
-
-class _RowArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "out", "matrix", "offset")),
-        *((name, ctypes.c_int) for name in ("batch", "heads", "rows")),
-    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,21 +40,23 @@ def _kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
 
 
 @functools.lru_cache(maxsize=256)
-def _row_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, name, device, (4 if name == "kvant_inverse" else 2) * plan.layout.head_dim)
+def _transform_kernel(plan: Plan, name: str, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, name, device, (4 if name == "kvant_transform_outputs" else 2) * plan.layout.head_dim)
 
 
 @functools.lru_cache(maxsize=256)
-def _many_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_turn_many", device, 32 * plan.many_warps, plan.many_bytes)
+def _high_batch_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(
+        plan.text, "kvant_rotate_queries_high_batch", device, 32 * plan.high_batch_warps, plan.high_batch_bytes
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _turn_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_turn", device, 32 * plan.turn_warps)
+def _rotate_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(plan.text, "kvant_rotate_queries", device, 32 * plan.rotate_warps)
 
 
-def _multiply(
+def _transform_outputs(
     plan: Plan,
     x: Tensor,
     matrix: Tensor,
@@ -96,25 +67,13 @@ def _multiply(
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     heads, rows = len(matrix), x.shape[1] // len(matrix)
-    arguments = _RowArguments(*nvrtc.addresses(x, out, matrix, offset), len(x), heads, rows)
-    kernel = _row_kernel(plan, "kvant_inverse", x.device)
-    blocks = max(1, min(-(-len(x) * rows // ROWS_A_BLOCK), kernel.blocks // heads))
+    arguments = TransformOutputsArguments.fill(
+        rows=x, out=out, matrix=matrix, offset=offset, batch=len(x), heads=heads, head_rows=rows
+    )
+    kernel = _transform_kernel(plan, "kvant_transform_outputs", x.device)
+    blocks = max(1, min(-(-len(x) * rows // OUTPUT_ROWS), kernel.blocks // heads))
     kernel.launch((blocks, heads), arguments, early)
     return out
-
-
-@register("decode", "cuda", refuse, rank=10, capturable=True)
-def decode(
-    store: LayerStore,
-    query: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """As the reference's `decode`."""
-    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, sliding_window=sliding_window)[0]
 
 
 def decode_with_lse(
@@ -130,13 +89,13 @@ def decode_with_lse(
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
     [sequences, query heads]."""
     layout = store.layout
-    check_queries(query, layout, TYPES)
+    check_queries(query, layout, ELEMENT_TYPES)
     dtype = str(query.dtype).removeprefix("torch.")
-    # kernels read matrices before they wait for the one before, which may have made them
-    early = "cuda.spaces" in store.prepared
-    spaces = _spaces(store)
+    # Kernels read matrices before they wait for the kernel before them, which may have made them.
+    early = DecodeTransforms in store.derived
+    transforms, books = store.derive(DecodeTransforms), store.derive(Codebooks)
+    dual, inverse = transforms.dual, transforms.inverse
     group = query.shape[1] // layout.heads
-    kinds = [(space.kind, space.order) for space in spaces[:2]]
     mean_logit, cosine, sine, first = None, None, None, 0
     if layout.recipe.key.effective_rope_block:
         assert store.key.rope is not None
@@ -145,8 +104,9 @@ def decode_with_lse(
     elif softcap is not None:
         mean_logit = store.key.mean_logit(query.float().view(len(query), layout.heads, group, layout.head_dim))
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
-    few = len(query) * layout.heads <= FEW
-    plan = _plan(layout, group, dtype, kinds[0], kinds[1], softcap is not None, query.device, tuned, few)
+    low_batch = len(query) * layout.heads <= LOW_BATCH
+    ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
+    plan = _plan(layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch)
     return _decode(
         query.contiguous(),
         store.pages,
@@ -158,14 +118,16 @@ def decode_with_lse(
         batch.ring_start["value"],
         store.overlays["key"],
         store.overlays["value"],
-        spaces[0].tensor,
-        spaces[1].tensor,
-        spaces[1].offset,
-        spaces[3],
-        getattr(store.value.codec, "mean", None),
+        dual.tensor,
+        transforms.high_batch,
+        transforms.fused_dual,
+        inverse.tensor,
+        inverse.offset,
+        transforms.fused_inverse,
+        transforms.value_mean,
         mean_logit,
-        *codebooks(store),
-        spaces[2],
+        books.key,
+        books.value,
         cosine,
         sine,
         first,
@@ -177,51 +139,11 @@ def decode_with_lse(
     )
 
 
-def _spaces(store: LayerStore) -> tuple[FusedTransform, FusedTransform, Tensor | None, Tensor | None]:
-    """How queries enter the space of attention and outputs leave it, and the other form of the queries' matrix: for many rotated
-    queries, or for few sequences; and that of the outputs', for decode itself. Made once for a store."""
-    found = store.prepared.get("cuda.spaces")
-    if found is None:
-        layout, device, many = store.layout, store.pages.device, None
-        if layout.recipe.key.effective_rope_block:  # queries are rotated, then multiplied
-            assert store.key.rope is not None
-            if len(store.key.rope.inv_freq) % 2:
-                raise ValueError(
-                    f"the CUDA kernel rotates channels in twos, and rope rotates {len(store.key.rope.inv_freq)} pairs of them"
-                )
-            matrix = matrix_of(store.key.transforms, "dual", layout, device).tensor
-            if matrix is None:
-                matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
-            dual = FusedTransform(MATRIX, 1, turn_fragments(layout, matrix, mean_logit_vector(store)))
-            if layout.head_dim % 32 == 0:
-                many = many_fragments(layout, matrix, mean_logit_vector(store))
-        else:
-            dual = fuse(store.key.transforms, "dual", layout, device)
-            if dual.kind == MATRIX:
-                assert dual.tensor is not None
-                many = fused_fragments(dual.tensor)
-                dual = dataclasses.replace(dual, tensor=row_fragments(dual.tensor))
-        inverse, fragments = fuse(store.value.transforms, "inverse", layout, device), None
-        if inverse.kind == MATRIX and layout.head_dim <= 128:
-            assert inverse.tensor is not None
-            fragments = fused_fragments(inverse.tensor)
-        found = dual, inverse, many, fragments
-        store.prepared["cuda.spaces"] = found
-    return found  # type: ignore[no-any-return]
-
-
-def codebooks(store: LayerStore) -> tuple[Tensor | None, Tensor | None]:
-    """Codebooks of the keys and of the values, where they are indices of centroids; made once for a store."""
-    if "cuda.books" not in store.prepared:
-        books = [getattr(stream.codec, "codebooks", None) for stream in (store.key, store.value)]
-        store.prepared["cuda.books"] = tuple(
-            None if book is None else book.clone(memory_format=torch.contiguous_format) for book in books
-        )
-    return store.prepared["cuda.books"]  # type: ignore[no-any-return]
+decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
 
 
 def _blocks(layout: Layout, pages: int, first: int) -> int:
-    """Blocks of positions that a table of so many pages may reach into."""
+    """RoPE blocks that a block table of so many pages may reach into; `first` is the RoPE position of the first token."""
     return blocks_of(pages * layout.page_tokens + layout.recipe.origin, first, layout.recipe.key.effective_rope_block)
 
 
@@ -235,10 +157,10 @@ def _plan(
     softcap: bool,
     device: torch.device,
     tuned: tuple[tuple[str, int], ...],
-    few: bool,
+    low_batch: bool,
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
-    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned, few)
+    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned, low_batch)
     return _PLANS.number(made)
 
 
@@ -246,23 +168,24 @@ def _plan(
 def _decode(
     query: Tensor,
     pages: Tensor,
-    table: Tensor,
+    block_table: Tensor,
     seq_lens: Tensor,
     overlay_rows: Tensor,
     sinks: Tensor,
-    exact_key: Tensor,
-    exact_value: Tensor,
-    window_key: Tensor,
-    window_value: Tensor,
+    key_ring_start: Tensor,
+    value_ring_start: Tensor,
+    overlay_key: Tensor,
+    overlay_value: Tensor,
     dual: Tensor | None,
+    high_batch: Tensor | None,
+    fused_dual: Tensor | None,
     inverse: Tensor | None,
     inverse_offset: Tensor | None,
-    inverse_fragments: Tensor | None,
-    mean: Tensor | None,
+    fused_inverse: Tensor | None,
+    value_mean: Tensor | None,
     mean_logit: Tensor | None,
-    key_books: Tensor | None,
-    value_books: Tensor | None,
-    many: Tensor | None,
+    key_codebooks: Tensor | None,
+    value_codebooks: Tensor | None,
     cosine: Tensor | None,
     sine: Tensor | None,
     first: int,
@@ -272,108 +195,155 @@ def _decode(
     sliding_window: int,
     early: bool,
 ) -> tuple[Tensor, Tensor]:
-    made = _PLANS[plan]
+    made, dtype = _PLANS[plan], query.dtype
     early = early and made.bulk
-    constants = made.constants
     kernel = _kernel(made, query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if not len(query):
         return torch.empty_like(query), lse
     by_matrix = made.inverse[0] == MATRIX and not made.fused_outputs
-    out = torch.empty(query.shape, dtype=torch.float32 if by_matrix else query.dtype, device=query.device)
-    heads = int(str(constants["QUERY_TILES"])) * made.layout.heads
-    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
+    out = torch.empty(query.shape, dtype=torch.float32 if by_matrix else dtype, device=query.device)
+    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a CTA has at most two; a few more where work is cut per head
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
-    # now: nothing may come between what makes queries and what waits for it
-    arrived = counters(query.device, len(query) * heads * min(made.warps, made.tile_heads))
-    q, signs = query, dual
+    # Taken now: in a captured graph it may be a launch, and none may come between the kernel that makes the query operands and
+    # the kernel that waits for it.
+    arrivals = counters(query.device, len(query) * made.head_tiles * min(made.warps, made.tile_heads))
     log2e = math.log2(math.e)
-    scales = (2.0 * log2e * scale / softcap if softcap else scale * log2e, softcap * log2e)
-    rotated: Tensor | None = None
+    logit_scale = 2.0 * log2e * scale / softcap if softcap else scale * log2e
+    operands: Tensor | None = None
     rows: Tensor | None = None
-    blocks = 0
-    if made.fused:
+    signs, blocks = dual, 0
+    if made.fused_queries:
         signs = None
     elif cosine is not None:
         assert dual is not None and sine is not None
-        blocks, signs = _blocks(made.layout, table.shape[1], first), None
-        rotated = torch.empty(len(query) * heads * blocks * made.turned_words, dtype=torch.int32, device=query.device)
-        rows = torch.empty(
-            len(query) * heads * made.turned_slots * made.tile_heads * made.layout.head_dim,
-            dtype=torch.float32,
-            device=query.device,
-        )
-        rotate, matrix = _turn_kernel(made, query.device), dual
-        passes = -(-len(query) * blocks // (16 // made.tile_heads))
-        if many is not None and made.many_warps and 2 * cosine.shape[1] == made.layout.head_dim:
-            other = _many_kernel(made, query.device)
-            if passes * heads >= MANY_PASSES * other.blocks * made.many_warps:
-                rotate, matrix, passes = other, many, -(-passes // made.many_warps)
-        inputs = [query, matrix, cosine, sine, rotated, rows, seq_lens, sinks, exact_key, exact_value]
-        rotate.launch(
-            (max(1, min(passes, rotate.blocks // heads)), heads),
-            _TurnArguments(
-                *nvrtc.addresses(*inputs),
-                scales[0],
-                len(query),
-                blocks,
-                first,
-                cosine.shape[1],
-                len(matrix),
-                sliding_window,
-            ),
-            early,
+        signs, blocks = None, _blocks(made.layout, block_table.shape[1], first)
+        bounds = seq_lens, sinks, key_ring_start, value_ring_start, sliding_window
+        operands, rows = _rotate_queries(
+            made, query, dual, high_batch, (cosine, sine), bounds, blocks, first, logit_scale, early
         )
     elif made.dual[0] == MATRIX:
         assert dual is not None
-        q, blocks, signs = _rows(query, made), 1, None
-        rotated = torch.empty(len(query) * heads * made.turned_words, dtype=torch.int32, device=query.device)
-        by_matrix_in = _row_kernel(made, "kvant_dual", query.device)
-        each = min(16 // made.tile_heads, max(1, len(query) * heads // QUERY_BLOCKS))  # sequences of a block
-        by_matrix_in.launch(
-            (max(1, min(-(-len(query) // each), by_matrix_in.blocks // heads)), heads),
-            _DualArguments(
-                *nvrtc.addresses(query, dual, mean_logit, rotated, q), scales[0], len(query), len(dual), each
-            ),
-            early,
-        )
-        rows = q
-    tensors: list[Tensor | None] = [
-        q,
-        out,
-        lse,
-        pages,
-        table,
-        seq_lens,
-        overlay_rows,
-        sinks,
-        exact_key,
-        exact_value,
-        window_key,
-    ]
-    tensors += [window_value, signs, None if made.inverse[0] == MATRIX else inverse, mean, mean_logit]
-    tensors += [
-        many if made.fused else None,
-        *((inverse_fragments, inverse_offset) if made.fused_outputs else (None, None)),
-    ]
-    tensors += [partial, arrived, key_books, value_books, rotated, rows]
-    arguments = _Arguments(
-        *nvrtc.addresses(*tensors),
-        *scales,
-        len(query),
-        table.shape[1],
-        sliding_window,
-        blocks,
-        first,
-        _matrices(many, made) if made.fused else 0,
-        _matrices(inverse_fragments, made) if made.fused_outputs else 0,
+        signs, blocks = None, 1
+        operands, rows = _transform_queries(made, query, dual, mean_logit, logit_scale, early)
+        query = rows
+    arguments = DecodeArguments.fill(
+        query=query,
+        out=out,
+        lse=lse,
+        pages=pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        overlay_rows=overlay_rows,
+        sinks=sinks,
+        key_ring_start=key_ring_start,
+        value_ring_start=value_ring_start,
+        overlay_key=overlay_key,
+        overlay_value=overlay_value,
+        query_signs=signs,
+        output_signs=None if made.inverse[0] == MATRIX else inverse,
+        value_mean=value_mean,
+        mean_logit=mean_logit,
+        query_matrix=fused_dual if made.fused_queries else None,
+        output_matrix=fused_inverse if made.fused_outputs else None,
+        output_offset=inverse_offset if made.fused_outputs else None,
+        partial=partial,
+        arrivals=arrivals,
+        key_codebooks=key_codebooks,
+        value_codebooks=value_codebooks,
+        operands=operands,
+        query_rows=rows,
+        scale=logit_scale,
+        cap=softcap * log2e,
+        batch=len(query),
+        block_table_width=block_table.shape[1],
+        sliding_window=sliding_window,
+        rope_blocks=blocks,
+        first_position=first,
+        matrix_heads=_matrices(fused_dual, made) if made.fused_queries else 0,
+        output_matrix_heads=_matrices(fused_inverse, made) if made.fused_outputs else 0,
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:
         assert inverse is not None
-        out = _multiply(made, out, inverse, inverse_offset, query.dtype, early)
+        out = _transform_outputs(made, out, inverse, inverse_offset, dtype, early)
     return out, lse
+
+
+def _rotate_queries(
+    plan: Plan,
+    query: Tensor,
+    matrix: Tensor,
+    high_batch: Tensor | None,
+    table: tuple[Tensor, Tensor],
+    bounds: tuple[Tensor, Tensor, Tensor, Tensor, int],
+    blocks: int,
+    first: int,
+    scale: float,
+    early: bool,
+) -> tuple[Tensor, Tensor]:
+    """Query operands of every RoPE block, int32 [batch, head tiles, blocks, operand_words] flat, and the rows that the overlay is
+    multiplied by, float32 [batch, head tiles, overlay_slots, tile_heads, head_dim] flat. `table` are the cosines and sines of the
+    blocks' starts, `bounds` seq_lens, sinks, the starts of both rings and the sliding window."""
+    cosine, sine = table
+    seq_lens, sinks, key_ring_start, value_ring_start, sliding_window = bounds
+    heads, dim, device = plan.head_tiles, plan.layout.head_dim, query.device
+    operands = torch.empty(len(query) * heads * blocks * plan.operand_words, dtype=torch.int32, device=device)
+    slots = len(query) * heads * plan.overlay_slots
+    rows = torch.empty(slots * plan.tile_heads * dim, dtype=torch.float32, device=device)
+    kernel = _rotate_kernel(plan, device)
+    passes = -(-len(query) * blocks // (16 // plan.tile_heads))  # products of 16 rows, of a head tile
+    if high_batch is not None and plan.high_batch_warps and 2 * cosine.shape[1] == dim:
+        other = _high_batch_kernel(plan, device)
+        if passes * heads >= HIGH_BATCH_PASSES * other.blocks * plan.high_batch_warps:
+            kernel, matrix, passes = other, high_batch, -(-passes // plan.high_batch_warps)
+    arguments = RotateQueriesArguments.fill(
+        query=query,
+        matrix=matrix,
+        cosine=cosine,
+        sine=sine,
+        operands=operands,
+        rows=rows,
+        seq_lens=seq_lens,
+        sinks=sinks,
+        key_ring_start=key_ring_start,
+        value_ring_start=value_ring_start,
+        scale=scale,
+        batch=len(query),
+        rope_blocks=blocks,
+        first_position=first,
+        half=cosine.shape[1],
+        matrix_heads=len(matrix),
+        sliding_window=sliding_window,
+    )
+    kernel.launch((max(1, min(passes, kernel.blocks // heads)), heads), arguments, early)
+    return operands, rows
+
+
+def _transform_queries(
+    plan: Plan, query: Tensor, matrix: Tensor, mean_logit: Tensor | None, scale: float, early: bool
+) -> tuple[Tensor, Tensor]:
+    """Queries times their matrix: as query operands, int32 [batch, head tiles, operand_words] flat, and as float32 rows of the
+    queries' shape."""
+    heads, device = plan.head_tiles, query.device
+    rows = _rows(query, plan)
+    operands = torch.empty(len(query) * heads * plan.operand_words, dtype=torch.int32, device=device)
+    kernel = _transform_kernel(plan, "kvant_transform_queries", device)
+    at_once = min(16 // plan.tile_heads, max(1, len(query) * heads // QUERY_CTAS))  # sequences of a CTA
+    arguments = TransformQueriesArguments.fill(
+        query=query,
+        matrix=matrix,
+        mean_logit=mean_logit,
+        operands=operands,
+        rows=rows,
+        scale=scale,
+        batch=len(query),
+        matrix_heads=len(matrix),
+        at_once=at_once,
+    )
+    kernel.launch((max(1, min(-(-len(query) // at_once), kernel.blocks // heads)), heads), arguments, early)
+    return operands, rows
 
 
 def _matrices(fragments: Tensor | None, plan: Plan) -> int:
@@ -383,7 +353,8 @@ def _matrices(fragments: Tensor | None, plan: Plan) -> int:
 
 
 def _rows(query: Tensor, plan: Plan) -> Tensor:
-    """Room for queries in the space of the keys. Kernels look at whole tiles of heads, the last of which may be short."""
+    """Memory for transformed queries, float32 of the queries' shape. Kernels read whole tiles of heads, of which the last may be
+    short, so there is room for one more tile behind."""
     room = torch.empty(query.numel() + plan.tile_heads * query.shape[2], dtype=torch.float32, device=query.device)
     return room[: query.numel()].view(query.shape)
 

@@ -1,4 +1,4 @@
-"""Matrices of queries and outputs as lanes of a tensor core hold them: made once for a store, read by the kernels of decode."""
+"""Matrices of queries and outputs in the order in which the lanes of a warp hold MMA operands. Made once for a store."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import itertools
 import torch
 
 from kvant.layout import Layout
-from kvant.ops.cuda.plan import ONE, is_indexed, key_planes
+from kvant.ops.cuda.bands import ONE
+from kvant.ops.cuda.key_planes import key_planes
 
 Tensor = torch.Tensor
 
 
-def turn_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> tuple[Tensor, int]:
-    """What rotated queries are multiplied by, float64 [1 or heads, head_dim, columns], from the matrix [1 or heads, head_dim,
-    head_dim] that brings them into the space of the keys and, by channel, what their logits are short of; and the number of
-    columns that bytes are made of.
+def rotated_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> tuple[Tensor, int]:
+    """The matrix that rotated queries are multiplied by, float64 [1 or heads, head_dim, columns], and how many of its columns make
+    the query operand. `matrix` [1 or heads, head_dim, head_dim] brings queries into the space of the keys; `mean_logit`
+    [heads, head_dim] is what q . mu is computed with.
 
-    Columns of the product are: for every register of the keys, in two tiles of 8, what its bytes are made of (lane by lane, each
-    weighted as its codes count); the sum, the bias of centred levels, what is lost, and five of nothing; the channels in
-    their order. Where keys are indices of centroids, the tiles of a register are its words for even and odd columns (indices.cu)."""
-    planes, dim = [] if is_indexed(layout) else key_planes(layout), layout.head_dim
+    Columns are, in tiles of 8: two tiles for each register of the query operand (the four bytes of a lane's word, each weighted
+    as its codes count); one tile of the sum of channels, the bias of centred levels, q . mu and five zero columns; and the
+    channels in their order. For product quantization the two tiles of a register are its words of the even and of the odd
+    columns (codecs/product_vq.cuh)."""
+    planes, dim = key_planes(layout), layout.head_dim
     picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes) or dim, dtype=torch.float64)
     bias = torch.zeros(dim, dtype=torch.float64)
     if not planes:
@@ -47,26 +49,27 @@ def turn_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> t
 
 
 def _half_parts(x: Tensor) -> Tensor:
-    """Numbers as fp16 in two parts, [2, ...]."""
+    """x = high + low, both fp16: [2, ...]."""
     high = x.half()
     return torch.stack((high, (x - high.double()).half()))
 
 
-def turn_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
-    """What kvant_turn multiplies rotated queries by, int32 [1 or heads, tiles, head_dim / 16, 2, 32, 2]: `turn_columns` as fp16 in 2
-    parts, as the lanes of a tensor core's second operand take them."""
-    product, _ = turn_columns(layout, matrix, mean_logit)
+def rotate_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
+    """Operand of kvant_rotate_queries, int32 [1 or heads, tiles, head_dim / 16, 2 parts, 32 lanes, 2]: `rotated_columns` as fp16 in
+    two parts, as B fragments of the MMA."""
+    product, _ = rotated_columns(layout, matrix, mean_logit)
     # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, part, column, lane, eight, element]
     parts = _half_parts(product).view(2, len(product), layout.head_dim // 16, 2, 4, 2, -1, 8)
     parts = parts.permute(1, 6, 2, 0, 7, 4, 3, 5).contiguous()
     return parts.view(torch.int32).view(*parts.shape[:4], 32, 2)
 
 
-def many_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
-    """What kvant_turn_many multiplies rotated queries by, int32 [1 or heads, pairs of tiles, head_dim / 16, 2, 32, 4]:
-    `turn_columns` as fp16 in two parts. Its rows are in the order in which lanes have channels (turns.cu), and its columns such
-    that a lane makes neighbouring words: of four registers all of one, of the two that may be left a half of one."""
-    product, picked = turn_columns(layout, matrix, mean_logit)
+def high_batch_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
+    """Operand of kvant_rotate_queries_high_batch, int32 [1 or heads, pairs of tiles, head_dim / 16, 2 parts, 32 lanes, 4]:
+    `rotated_columns` as fp16 in two parts. Its rows are in the order in which lanes hold channels
+    (kernels/rotate_queries_high_batch.cuh). Its columns are such that a lane makes neighbouring words: one whole register of every
+    four, and half a register of the two that may be left."""
+    product, picked = rotated_columns(layout, matrix, mean_logit)
     dim, count = layout.head_dim, picked // 16
     k, lane = torch.arange(count)[:, None], torch.arange(4)
     whole = k < count // 4 * 4
@@ -91,24 +94,24 @@ def many_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) ->
     return parts.view(len(product), -1, dim // 16, 2, 32, 4)
 
 
-def row_fragments(matrix: Tensor) -> Tensor:
-    """What kvant_dual multiplies rows by, int32 [1 or heads, head_dim / 16, head_dim / 16, 2, 32, 4], from a matrix
-    [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, two parts of bfloat16, the larger first,
-    as lanes hold them."""
+def matrix_fragments(matrix: Tensor) -> Tensor:
+    """Operand of kvant_transform_queries, int32 [1 or heads, head_dim / 16, head_dim / 16, 2 parts, 32 lanes, 4], from a matrix
+    [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, bfloat16 high and low parts, as B
+    fragments of the MMA."""
     high = matrix.double().bfloat16()
     return _fragments(torch.stack((high, (matrix.double() - high.double()).bfloat16()), 1))
 
 
 def fused_fragments(matrix: Tensor) -> Tensor:
-    """The same for kvant_decode itself, in one part of float16, as one row of int32: the matrices over a power of two each that
-    leaves nothing above one, then those powers as float32."""
+    """Operand of the decode kernel's own transforms, one row of int32: fp16 fragments in one part, each matrix divided by a power
+    of two that leaves nothing above one, then those powers as float32."""
     power = torch.exp2(matrix.abs().amax((1, 2)).float().clamp_min(2.0**-60).log2().ceil())
     parts = (matrix / power[:, None, None]).half()[:, None]
     return torch.cat((_fragments(parts).flatten(), power.view(torch.int32)))
 
 
 def _fragments(parts: Tensor) -> Tensor:
-    """16-bit parts [1 or heads, parts, head_dim, head_dim] of matrices as `row_fragments` has them."""
+    """16-bit parts [1 or heads, parts, head_dim, head_dim] in the order of `matrix_fragments`."""
     dim = parts.shape[-1]
     warp, k, lane, j, r, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 16, 32, 2, 2, 2)), indexing="ij")
     g, t = lane // 4, lane % 4

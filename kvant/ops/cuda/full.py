@@ -1,26 +1,45 @@
-"""Decode attention over pages of 16-bit numbers by the kernel in full.cu: serves `full`, and packed pages are compared with it."""
+"""Decode attention over pages of 16-bit numbers by kernels/decode_full.cu: serves `full`, and packed pages are compared with it."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
 
 import torch
 
-from kvant.codecs.raw import Raw
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.arguments import Arguments, float32, int32, pointer
+from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.plan import MAX_HEAD_DIM, TYPES, heads_at_once, page_constants, refuse_machine, shared_memory
-from kvant.ops.registry import register
+from kvant.ops.cuda.plan import heads_at_once, shared_memory
+from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
+from kvant.ops.registry import register_decode
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
-WARPS, ALONE_WARPS = 4, 6  # of a block, and of one that has a multiprocessor for itself
-STATIC_BYTES = 2048  # of shared memory beside the tiles in flight, at most
+WARPS, ALONE_WARPS = 4, 6  # of a CTA, and of one that has a multiprocessor for itself
+STATIC_BYTES = 2048  # of static shared memory, at most
 _PLANS: nvrtc.Numbered[FullPlan] = nvrtc.Numbered()
+
+
+DecodeFullArguments = Arguments(
+    "DecodeFullArguments",
+    query=pointer("const void", "[batch, KV_HEADS * GROUP, HEAD_DIM]"),
+    out=pointer("void", "as the queries"),
+    lse=pointer("float", "[batch, KV_HEADS * GROUP]: log-sum-exps of the logits"),
+    pages=pointer("const u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
+    block_table=pointer("const s64", "[batch, block_table_width]: page numbers"),
+    seq_lens=pointer("const s64", "[batch]: tokens of a sequence"),
+    partial=pointer("float", "[parts, 2, PARTIAL]: partial results"),
+    arrivals=pointer("int", "[batch, head tiles]: counters, zero before and after"),
+    scale=float32("of logits, times log2(e); 2 log2(e) / cap times with a soft cap"),
+    cap=float32("the soft cap times log2(e)"),
+    batch=int32("sequences"),
+    block_table_width=int32("pages of a row of the block table"),
+    sliding_window=int32("tokens that are attended to; 0 for all"),
+)
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
@@ -37,11 +56,11 @@ def refuse_layout(layout: Layout) -> str | None:
     """The part of `refuse` that does not look at the machine."""
     types = {section.dtype for section in layout.sections}
     for name, stream in layout.recipe.streams.items():
-        if not isinstance(stream.codec, Raw):
-            return f"it reads numbers as they come, and the {name}s are coded by {type(stream.codec).__name__}"
+        if not layout.format(name).is_raw:
+            return f"it reads numbers as they come, and the {name}s are coded by {layout.format(name).codec}"
         if stream.transforms or stream.rope != "post":
             return f"it reads numbers as they come, and the {name}s are transformed"
-        if layout.overlay_tokens(name):  # type: ignore[arg-type]
+        if layout.overlay_tokens(name):
             return f"it reads pages alone, and some of the {name}s are in a window"
     if types not in ({"bfloat16"}, {"float16"}):
         return f"it reads keys and values of one 16-bit type, and they are {' and '.join(sorted(types))}"
@@ -92,7 +111,7 @@ class FullPlan:
 
     @property
     def blocks(self) -> int:
-        """Blocks that a multiprocessor is to hold."""
+        """CTAs that a multiprocessor is to hold."""
         enough = 12 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 8  # warps that its registers are for
         return max(1, min(enough // self.warps, self.shared[1] // (self.dynamic_bytes + STATIC_BYTES)))
 
@@ -105,11 +124,10 @@ class FullPlan:
         layout = self.layout
         value = next(section for section in layout.sections if section.stream == "value")
         return {
-            **page_constants(layout),
-            "RUN": self.tile_bytes,
-            "PAGE_RUN": layout.page_head_bytes,
+            **page_config(layout),
+            "TILE_BYTES": self.tile_bytes,
             "VALUE_OFFSET": value.offset,
-            "NUMBERS": TYPES[self.dtype],
+            "ELEMENT_TYPE": ELEMENT_TYPES[self.dtype],
             "GROUP": self.group,
             "TILE_HEADS": self.tile_heads,
             "QUERY_TILES": -(-self.group // self.tile_heads),
@@ -117,44 +135,23 @@ class FullPlan:
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": self.blocks,
-            "BULK": int(self.bulk),
+            "MIN_CTAS": self.blocks,
             **dict(self.tuned),
         }
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.program("kernels/decode_full.cu", defines=self.constants)
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "out", "lse", "pages", "table", "lengths", "partial", "arrived")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        *((name, ctypes.c_int) for name in ("batch", "table_width", "window")),
-    ]
+        return nvrtc.program(
+            "kernels/decode_full.cu",
+            config=self.constants,
+            arguments=[DecodeFullArguments],
+            defines={"BULK": int(self.bulk)},
+        )
 
 
 @functools.lru_cache(maxsize=64)
 def _kernel(plan: FullPlan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(plan.text, "kvant_decode_full", device, plan.warps * 32, plan.dynamic_bytes)
-
-
-@register("decode", "cuda-full", refuse, rank=9, capturable=True)
-def decode(
-    store: LayerStore,
-    query: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """As the reference's `decode`."""
-    return decode_with_lse(store, query, batch, scale=scale, softcap=softcap, sliding_window=sliding_window)[0]
 
 
 def decode_with_lse(
@@ -184,6 +181,9 @@ def decode_with_lse(
     )
 
 
+decode = register_decode("cuda-full", refuse, rank=9, capturable=True)(decode_with_lse)
+
+
 @functools.lru_cache(maxsize=64)
 def _plan(layout: Layout, group: int, softcap: bool, device: torch.device, tuned: tuple[tuple[str, int], ...]) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -194,7 +194,7 @@ def _plan(layout: Layout, group: int, softcap: bool, device: torch.device, tuned
 def _decode(
     query: Tensor,
     pages: Tensor,
-    table: Tensor,
+    block_table: Tensor,
     seq_lens: Tensor,
     plan: int,
     scale: float,
@@ -206,18 +206,25 @@ def _decode(
     if not len(query):
         return out, lse
     kernel, heads = _kernel(made, query.device), -(-made.group // made.tile_heads) * made.layout.heads
-    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a block has at most two; a few more where work is cut per head
+    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a CTA has at most two; a few more where work is cut per head
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
-    arrived = counters(query.device, len(query) * heads)
+    arrivals = counters(query.device, len(query) * heads)
     log2e = math.log2(math.e)
-    arguments = _Arguments(
-        *nvrtc.addresses(query, out, lse, pages, table, seq_lens, partial, arrived),
-        2.0 * log2e * scale / softcap if softcap else scale * log2e,
-        softcap * log2e,
-        len(query),
-        table.shape[1],
-        sliding_window,
+    arguments = DecodeFullArguments.fill(
+        query=query,
+        out=out,
+        lse=lse,
+        pages=pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        partial=partial,
+        arrivals=arrivals,
+        scale=2.0 * log2e * scale / softcap if softcap else scale * log2e,
+        cap=softcap * log2e,
+        batch=len(query),
+        block_table_width=block_table.shape[1],
+        sliding_window=sliding_window,
     )
     kernel.launch((kernel.blocks, 1), arguments)
     return out, lse

@@ -200,18 +200,13 @@ def _write_code(path: Path, name: str, code: bytes) -> None:
             file.write(_MAGIC + _digest(name, code) + code)
 
 
-def addresses(*tensors: torch.Tensor | None) -> tuple[int | None, ...]:
-    """Of the memory of tensors, as arguments of a kernel."""
-    return tuple(None if x is None else x.data_ptr() for x in tensors)
-
-
 def half_of(batch: int) -> int:
     """The largest power of two below a number of sequences, or 0: where a search among them begins."""
     return 1 << (batch - 1).bit_length() >> 1
 
 
 class Numbered(Generic[P]):
-    """Plans of kernels by number: what an operator of torch can be given."""
+    """Plans of kernels by number: a custom operator of torch takes integers, not plans."""
 
     def __init__(self) -> None:
         self._plans: list[P] = []

@@ -1,4 +1,4 @@
-"""What a kernel has to know of a layout, as constants of its text; and what the kernels cannot serve, with the reason."""
+"""The decode kernels for a layout: the constants of their program, and how many warps, CTAs and bytes of shared memory they take."""
 
 from __future__ import annotations
 
@@ -8,246 +8,70 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.banded import STEPS, Banded
-from kvant.codecs.boosted import Boosted
-from kvant.codecs.channel import Channel
-from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.fused import MATRIX, refuse_rope
+from kvant.ops.cuda.bands import ONE, code_offsets
+from kvant.ops.cuda.config import (
+    ELEMENT_TYPES,
+    ElementType,
+    OutputTransform,
+    QueryTransform,
+    ScaleKind,
+    page_config,
+    scale_config,
+)
+from kvant.ops.cuda.decode_arguments import (
+    DecodeArguments,
+    RotateQueriesArguments,
+    TransformOutputsArguments,
+    TransformQueriesArguments,
+)
+from kvant.ops.cuda.key_planes import key_planes
+from kvant.ops.fused import MATRIX
 
-Tensor = torch.Tensor
-TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # as the kernels number them
-WARPS, FEW_WARPS, STAGES = 4, 6, 2
-FEW = 128  # (sequence, head)s: a GPU has about as many multiprocessors
-MANY_BLOCKS = 2  # of kvant_turn_many on a multiprocessor
-MANY_REGISTERS, MORE_REGISTERS = 72, 24  # of a lane of it beside its sums
-STATIC_BYTES = 20 * 1024  # of shared memory beside the pages in flight, at most
-MAX_HEAD_DIM = 256
-MAX_BOOSTED = 64  # channels with more bits: a lane has those of a token in one word
-FUSED = 3  # as the kernels number transforms: a matrix, multiplied by where it is needed
-META_KINDS = {("scale", "min"): 0, ("scale", "zero"): 1, ("scale",): 2}  # as the kernels number them
-NO_META = 3
-ROW = 128  # bytes that a multiprocessor's shared memory gives at once
-BOOKED_WARPS = 8  # that codebooks in shared memory leave room for, rather than be there in more copies
-ONE = 1 << 20  # what a code counts, as the kernels write fractions
-
-
-def refuse(layout: Layout, device: torch.device) -> str | None:
-    """Why the CUDA kernels cannot serve a layout on a device, or None."""
-    reason = refuse_machine(device, refuse_layout(layout))
-    if reason is not None:
-        return reason
-    room = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES
-    if room < 0:
-        return f"two pages of {layout.page_head_bytes} bytes a head are more than this GPU's shared memory holds"
-    if room < sum(_book_bytes(layout)):
-        return (
-            f"codebooks of {sum(_book_bytes(layout))} bytes and two pages are more than this GPU's shared memory holds"
-        )
-    return None
-
-
-def refuse_machine(device: torch.device, reason: str | None) -> str | None:
-    """Why no kernel runs on a device; else the reason that its layout is refused for, if there is one."""
-    if device.type != "cuda":
-        return f"it runs on CUDA devices, not on {device.type}"
-    reason = reason or nvrtc.missing()
-    if reason is None and torch.cuda.get_device_capability(device) < (8, 0):
-        reason = "it needs a GPU of compute capability 8.0 or newer"
-    return reason
+WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
+STAGES = 2  # pages that a warp has in flight
+LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
+HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
+HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
+STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages, codebooks or a matrix
+ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
+BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
 
 def heads_at_once(group: int, head_dim: int) -> int:
-    """Query heads of a KV head that a block serves at once."""
+    """Query heads of a KV head that a CTA attends with at once: the group in equal tiles of at most 16, or 8 for wide heads."""
     tiles = -(-group // (8 if head_dim > 128 else 16))
     return -(-group // tiles)
 
 
-def _book_bytes(layout: Layout) -> list[int]:
-    """Bytes of the codebooks that a head's keys and values are looked up in."""
-    codecs = [stream.codec for stream in layout.recipe.streams.values()]
-    return [2 * codec.dim * codec.centroids for codec in codecs if isinstance(codec, ProductVQ)]
-
-
 def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of shared memory that a block may have, and that a multiprocessor has."""
+    """Bytes of shared memory that a CTA may have, and that a multiprocessor has."""
     found = torch.cuda.get_device_properties(device)
     return found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor  # type: ignore[attr-defined]
 
 
-def refuse_layout(layout: Layout) -> str | None:
-    """The part of `refuse` that does not look at the machine."""
-    recipe, dim, indexed = layout.recipe, layout.head_dim, is_indexed(layout)
-    grouped = isinstance(recipe.key.codec, Channel | Boosted)
-    for name, stream in recipe.streams.items():
-        codec = stream.codec
-        if isinstance(codec, ProductVQ):
-            reason = (
-                _refuse_indices(codec, name, layout)
-                if indexed
-                else f"of both streams, only the {name}s are vector-quantized"
-            )
-            if reason is not None:
-                return reason
-        elif isinstance(codec, Affine):
-            groups = codec.groups(dim)
-            if groups > 1 and not (grouped and name == "value"):
-                return f"it reads one scale a token, and the {name}s have {groups}"
-        elif isinstance(codec, Banded):
-            if codec.levels != "uniform":
-                return f"it reads evenly spaced levels, and those of the {name}s are not"
-            if name == "key" and codec.flag:
-                return "it reads keys that keep their mean, and theirs may be taken off token by token"
-            if name == "value" and len(codec.bands(dim)) > 1:
-                return "it reads values of one width, and they have bands"
-        elif not (grouped and name == "key"):
-            return f"it reads token-wise affine codes and keys coded per channel, and the {name}s are coded by {type(codec).__name__}"
-    if layout.order != "fragment" and not indexed:
-        return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
-    if not grouped and recipe.key.window != recipe.value.window:
-        return "keys and values have different windows"
-    if dim > MAX_HEAD_DIM:
-        return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
-    return refuse_rope(layout) or (refuse_groups(layout) if grouped else None)
+def codebook_bytes(layout: Layout) -> list[int]:
+    """Bytes of one copy of the codebooks, fp16, of a head's keys and values; none without product quantization."""
+    books = [layout.format(name).codebook for name in layout.recipe.streams if layout.format(name).is_pq]
+    return [2 * book.dim * book.centroids for book in books if book is not None]
 
 
-def refuse_groups(layout: Layout) -> str | None:
-    """Why keys that are coded per channel, or the values beside them, cannot be read; None where they can."""
-    key, value, dim = layout.recipe.key, layout.recipe.value, layout.head_dim
-    if key.rope != "post":
-        return "it reads keys that are coded per channel as they come, and they are stored unrotated"
-    if key.codec.group_tokens < 16:
-        return f"it reads groups of at least 16 tokens, and those of the keys have {key.codec.group_tokens}"
-    if dim % 32:
-        return f"it reads keys that are coded per channel in tiles of 32 channels, and the head dim is {dim}"
-    if key.codec.meta != "float16":  # type: ignore[attr-defined]
-        return f"it reads the scales of channels as float16, and they are {key.codec.meta}"  # type: ignore[attr-defined]
-    boosted = key.codec.boosted(dim) if isinstance(key.codec, Boosted) else 0
-    if boosted > MAX_BOOSTED:
-        return f"it reads the high bits of at most {MAX_BOOSTED} channels, and {boosted} are boosted"
-    for name, stream in layout.recipe.streams.items():
-        if getattr(stream.codec, "bits", 2) == 3 and dim % 64:
-            return f"it reads codes of 3 bits of a multiple of 64 channels, and the {name}s have {dim}"
-    if not isinstance(value.codec, Affine):
-        return None
-    groups = value.codec.groups(dim)
-    if groups > 1 and (value.codec.meta != "float16" or value.codec.zero != "float"):
-        return "of values with several scales it reads scales and minima as float16, and theirs are others"
-    if groups > 8 or (groups > 1 and layout.scale_groups("value") != groups):
-        return f"it reads at most 8 scales a token, each of a multiple of 16 channels, and the values have {groups}"
-    return None
+class PageCodec(NamedTuple):
+    """A header of codecs/ and its type that attends to pages of a format."""
+
+    header: str
+    type: str
 
 
-def is_indexed(layout: Layout) -> bool:
-    """Whether both streams are indices of centroids. Those lie in plain order whatever the layout's."""
-    return all(isinstance(stream.codec, ProductVQ) for stream in layout.recipe.streams.values())
-
-
-def _refuse_indices(codec: ProductVQ, name: str, layout: Layout) -> str | None:
-    spaces, lanes = codec.spaces(layout.head_dim), 4 if name == "key" else 8
-    if codec.bits not in (8, 9, 10, 12):
-        return f"it reads indices of 8, 9, 10 or 12 bits, and those of the {name}s have {codec.bits}"
-    if codec.books == "space":
-        return (
-            f"it holds one codebook a head in shared memory, and the {name}s have one for each of {spaces} sub-vectors"
-        )
-    if spaces % lanes or layout.head_dim % 32:
-        return f"the {spaces} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
-    return None
-
-
-def page_constants(layout: Layout) -> dict[str, object]:
-    """What the text of every kernel has to know of a layout: the constants of common.cu."""
-    return {
-        "HEAD_DIM": layout.head_dim,
-        "PAGE": layout.page_tokens,
-        "RUN": layout.page_head_bytes,
-        "KV_HEADS": layout.heads,
-    }
-
-
-def window_constants(layout: Layout, name: StreamName = "key") -> dict[str, object]:
-    """Where the windows of a stream hold tokens, for kernels that write or read them one by one."""
-    window = layout.recipe.streams[name].window
-    return {
-        "SINK": window.sink,
-        "RING": max(1, window.ring),
-        "RING_TOKENS": window.ring,
-        "WINDOW_TOKENS": layout.overlay_tokens(name),
-        "WINDOW_TYPE": TYPES[layout.overlay_dtype],
-    }
-
-
-class StoredBand(NamedTuple):
-    """Channels of a stream whose codes have the same width."""
-
-    field: str  # of their codes
-    first: int
-    width: int
-    bits: int
-    step: float  # between levels, over the scale
-
-
-def stored_bands(layout: Layout, stream: StreamName) -> list[StoredBand]:
-    """The bands of a stream that are stored; one of all channels where it has none."""
-    codec, dim = layout.recipe.streams[stream].codec, layout.head_dim
-    if isinstance(codec, Affine | Channel):
-        return [StoredBand("codes", 0, dim, codec.bits, 1.0)]
-    if isinstance(codec, Boosted):  # the low bits; the high ones of some channels are no codes
-        return [StoredBand("codes", 0, dim, 2, 1.0)]
-    assert isinstance(codec, Banded)
-    out, first = [], 0
-    for i, (width, bits) in enumerate(codec.bands(dim)):
-        if bits:
-            out.append(StoredBand(f"codes{i}", first, width, bits, STEPS[bits]))
-        first += width
-    return out
-
-
-class KeyPlane(NamedTuple):
-    """As common.cu's: one plane of one stored band of the keys' codes, and which of its channels a register has."""
-
-    width: int
-    bits: int
-    offset: int  # in bytes of the run
-    first: int  # channel
-    weight: int  # of a code, over ONE
-    before: int  # registers of the planes before
-
-    @property
-    def text(self) -> str:
-        return f"KeyPlane<{', '.join(map(str, self))}>"
-
-    @property
-    def places(self) -> int:  # registers that hold something
-        return -(-self.width * self.bits // 64 // 2) * (8 // self.bits)
-
-    @property
-    def registers(self) -> int:
-        return -(-self.places // 2) * 2
-
-    def raised(self, i: int) -> int:
-        return 0 if self.bits >= 4 else i % (8 // self.bits) % 2 * self.bits
-
-    def channel(self, i: int, byte: int, lane: int) -> int:
-        """The channel of a byte of register i in a lane of four, or -1."""
-        per = 8 // self.bits
-        pair = i // per * (16 // self.bits) + (byte & 1) * per + i % per
-        there = pair < self.width // 8 and i < self.places
-        return self.first + lane * (self.width // 4) + 2 * pair + (byte >> 1) if there else -1
-
-
-def key_planes(layout: Layout) -> list[KeyPlane]:
-    planes: list[KeyPlane] = []
-    for name, first, _, _, step in stored_bands(layout, "key"):
-        for section in layout.sections:
-            if (section.stream, section.kind, section.names) == ("key", "code", (name,)):
-                before = planes[-1].before + planes[-1].registers if planes else 0
-                weight = round(ONE * step * (1 << section.shift))
-                planes.append(KeyPlane(section.width, section.bits, section.offset, first, weight, before))
-    return planes
+def page_codec(layout: Layout) -> PageCodec:
+    """The codec type that serves a layout. A new one is a header and a line here."""
+    key = layout.format("key")
+    if key.is_pq:
+        return PageCodec("codecs/product_vq_pages.cuh", "ProductVQPages")
+    if key.is_channelwise:
+        return PageCodec("codecs/channel_pages.cuh", "ChannelPages")
+    return PageCodec("codecs/affine_pages.cuh", "AffinePages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,26 +87,33 @@ class Plan:
     bulk: bool  # whether the GPU copies in bulk (sm_90 on)
     shared: tuple[int, int]  # as `shared_memory`
     tuned: tuple[tuple[str, int], ...] = ()  # constants to override, for measuring
-    few: bool = False  # whether there are fewer (sequence, head)s than multiprocessors, and each is cut into many parts
+    low_batch: bool = (
+        False  # whether there are fewer (sequence, head)s than multiprocessors, and each is cut into many parts
+    )
 
     @property
     def tile_heads(self) -> int:
         return heads_at_once(self.group, self.layout.head_dim)
 
     @property
-    def indexed(self) -> bool:
-        return is_indexed(self.layout)
+    def head_tiles(self) -> int:
+        """Tiles of query heads of all KV heads."""
+        return -(-self.group // self.tile_heads) * self.layout.heads
+
+    @property
+    def pq(self) -> bool:
+        return self.layout.format("key").is_pq
 
     @property
     def warps(self) -> int:
         fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes) - self.matrix_bytes) // self.warp_bytes
         most = WARPS
-        if self.indexed:  # one block, since codebooks are large: as many warps as have the registers they need
-            size = self.layout.head_dim * self.own_heads
+        if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
+            size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
         count = next((n for n in range(most, 1, -2) if n <= fit), 1)
-        if self.few and count == WARPS and self._blocks(WARPS) == 3 and self._blocks(FEW_WARPS) == 2:
-            count = FEW_WARPS  # fewer parts to merge
+        if self.low_batch and count == WARPS and self._blocks(WARPS) == 3 and self._blocks(LOW_BATCH_WARPS) == 2:
+            count = LOW_BATCH_WARPS  # fewer parts to merge
         if self.layout.recipe.key.groupwise and fit > WARPS and self._blocks(WARPS) < self._most_blocks:
             count = max(
                 (WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps)
@@ -291,11 +122,11 @@ class Plan:
 
     @property
     def _most_blocks(self) -> int:
-        """Blocks that the registers of a multiprocessor are enough for."""
-        return 1 if self.indexed else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+        """CTAs that the registers of a multiprocessor are enough for."""
+        return 1 if self.pq else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
 
     def _blocks(self, warps: int) -> int:
-        """Blocks that a multiprocessor is to hold."""
+        """CTAs that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
         most = min(self._most_blocks, 12 // warps)
         bytes_ = warps * self.warp_bytes + self.matrix_bytes + (8192 if grouped else 4096)
@@ -305,10 +136,10 @@ class Plan:
     def copies(self) -> tuple[int, ...]:
         """Copies of the keys' and the values' codebook in shared memory: lanes with copies of their own do not wait for each
         other. As many as fit beside the pages of some warps."""
-        if not self.indexed:
+        if not self.pq:
             return ()
-        sizes, codecs = _book_bytes(self.layout), [stream.codec for stream in self.layout.recipe.streams.values()]
-        copies = [ROW // (2 * codec.dim) for codec in codecs]  # type: ignore[attr-defined]
+        sizes, books = codebook_bytes(self.layout), [stream.codebook for stream in self.layout.formats.values()]
+        copies = [ROW // (2 * book.dim) for book in books if book is not None]
         room = self.shared[0] - STATIC_BYTES - BOOKED_WARPS * self.warp_bytes
         while max(copies) > 1 and sum(n * size for n, size in zip(copies, sizes, strict=True)) > room:
             i = max(range(2), key=lambda i: (copies[i] > 1, copies[i] * sizes[i]))
@@ -320,21 +151,21 @@ class Plan:
     @property
     def book_bytes(self) -> list[int]:
         """Shared memory of the codebooks."""
-        return [n * size for n, size in zip(self.copies, _book_bytes(self.layout), strict=True)]
+        return [n * size for n, size in zip(self.copies, codebook_bytes(self.layout), strict=True)]
 
     @property
     def stages(self) -> int:
         return dict(self.tuned).get("STAGES", STAGES)
 
     @property
-    def own_heads(self) -> int:
+    def lane_heads(self) -> int:
         """Query heads of a lane."""
         return {1: 1, 2: 2, 3: 4, 4: 4}[-(-self.tile_heads // 4)]
 
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: its pages in flight, then its outputs."""
-        return max(self.stages * self.layout.page_head_bytes, 16 * self.own_heads * (self.layout.head_dim + 4))
+        return max(self.stages * self.layout.page_head_bytes, 16 * self.lane_heads * (self.layout.head_dim + 4))
 
     @property
     def dynamic_bytes(self) -> int:
@@ -342,118 +173,135 @@ class Plan:
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:
-        layout, window = self.layout, self.layout.recipe.key.window
-        grouped = layout.recipe.key.groupwise
-        heads = self.tile_heads
-        parts = (
-            2 if self.query == "float32" else 1
-        )  # of rotated queries as fp16: 16-bit ones are no more exact than one
-        words = (
-            parts * self.key_registers // self.turn_warps * layout.head_dim // 4
-        )  # of kvant_turn's matrix, of a thread
-        tiles = int(dict(self.tuned).get("WINDOW_TILES", 1 if self.few or self.own_heads > 1 else 2))
-        unit = 16 * tiles * layout.head_dim * 4  # bytes of the windows that are attended to at once
-        constants: dict[str, object] = {
-            **page_constants(layout),
+        """`struct Config` of the program (kvant/ops/cuda/config.py)."""
+        layout, heads = self.layout, self.tile_heads
+        channelwise = layout.recipe.key.groupwise
+        parts = 2 if self.query == "float32" else 1  # one fp16 number holds what a 16-bit query does
+        words = parts * self.key_registers // self.rotate_warps * layout.head_dim // 4  # of a thread, of its matrix
+        tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if self.low_batch or self.lane_heads > 1 else 2))
+        overlay_bytes = 16 * tiles * layout.head_dim * 4  # that are attended to at once
+        pages_of_overlay = overlay_bytes / layout.page_head_bytes
+        return {
+            **page_config(layout),
+            "ORIGIN": layout.recipe.origin,
+            "SINK": layout.recipe.key.window.sink,
+            "OVERLAY_TOKENS": layout.overlay_tokens("key"),
+            "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+            "WARPS": self.warps,
+            "ROPE_BLOCK": layout.recipe.key.effective_rope_block,
+            "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
+            **self._boosted(),
+            "VALUE_GROUPS": layout.scale_groups("value"),
+            "PageAttention": f"struct {self.page_codec.type}",
+            "PQ": int(self.pq),
             "GROUP": self.group,
             "TILE_HEADS": heads,
-            "QUERY_TILES": -(-self.group // heads),
-            "INDEXED": int(self.indexed),
-            "ORIGIN": layout.recipe.origin,
-            "KEY_GROUP": layout.recipe.key.codec.group_tokens if grouped else 0,
-            "VALUE_GROUPS": layout.scale_groups("value"),
-            "VALUE_FLAG": int(getattr(layout.recipe.value.codec, "flag", False)),
-            "SINK": window.sink,
-            "RECENT": window.recent,
-            "WINDOW_TOKENS": layout.overlay_tokens("key"),
-            "WINDOW_TYPE": TYPES[layout.overlay_dtype],
-            "WINDOW_TILES": tiles,
-            "WINDOWS_LAST": int(self.few),
-            "UNIT": max(1, round(unit / layout.page_head_bytes / (1.0 if grouped else 1.2 if self.few else 2.0))),
-            "MIXED": 4 if grouped else 1,
-            "QUERY_TYPE": TYPES[self.query],
-            "DUAL": FUSED if self.fused else self.dual[0],
-            "DUAL_ORDER": self.dual[1],
-            "INVERSE": FUSED if self.fused_outputs else self.inverse[0],
-            "INVERSE_ORDER": self.inverse[1],
-            "PREPARED": int(self.prepared),
-            "TURNED": layout.recipe.key.effective_rope_block,
-            "TURN_WARPS": self.turn_warps,
-            "TURN_PARTS": parts,
-            "TURNS_WARPS": self.many_warps,
-            "TURNS_BLOCKS": MANY_BLOCKS,
-            "TURN_BLOCKS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.turn_warps),
+            "QUERY_TILES": self.head_tiles // layout.heads,
+            "QUERY_TYPE": ELEMENT_TYPES[self.query],
+            "QUERY_TRANSFORM": QueryTransform.FUSED_MATRIX if self.fused_queries else QueryTransform(self.dual[0]),
+            "QUERY_HADAMARD": self.dual[1],
+            "OUTPUT_TRANSFORM": OutputTransform.FUSED_MATRIX
+            if self.fused_outputs
+            else OutputTransform(self.inverse[0]),
+            "OUTPUT_HADAMARD": self.inverse[1],
+            "QUERY_KERNEL": int(self.query_kernel),
+            "QUERY_PARTS": parts,
+            "ROTATE_WARPS": self.rotate_warps,
+            "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
+            "HIGH_BATCH_WARPS": self.high_batch_warps,
+            "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
+            "OVERLAY_TILES": tiles,
+            "OVERLAY_LAST": int(self.low_batch),
+            "OVERLAY_UNITS": max(1, round(pages_of_overlay / (1.0 if channelwise else 1.2 if self.low_batch else 2.0))),
+            "MIXED_PAGE_UNITS": 4 if channelwise else 1,
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
-            "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_BLOCKS": self._blocks(self.warps),
-            "BULK": int(self.bulk),
+            "MIN_CTAS": self._blocks(self.warps),
+            **dict(self.tuned),
+            "Key": self._stream("key"),
+            "Value": self._stream("value"),
         }
-        for name, stream in layout.recipe.streams.items():
-            constants[f"{name.upper()}_RECENT"] = stream.window.recent
-            constants[f"{name.upper()}_FLUSH"] = stream.window.flush
-            constants[f"{name.upper()}_RING"] = max(1, stream.window.ring)
-            constants[f"{name.upper()}_WINDOW"] = layout.overlay_tokens(name)
-        if self.indexed:
-            return constants | self._books() | dict(self.tuned)
-        planes = "" if grouped else ", ".join(plane.text for plane in key_planes(layout))
-        constants["KEY_PLANES"] = f"Planes<{planes}>"
-        constants["VALUE_CODES"] = self._codes("value", layout.scale_groups("value") > 1)
-        for name in layout.recipe.streams:
-            (section,) = self._sections(name, "meta")
-            constants[f"{name.upper()}_META"] = META_KINDS[section.names]
-            constants[f"{name.upper()}_META_TYPE"] = TYPES[section.dtype]
-            constants[f"{name.upper()}_META_OFFSET"] = section.offset
-        if grouped:
-            constants["KEY_CODES"] = self._codes("key", bare=True)
-            found = {section.names[0]: section for section in self._sections("key", "index")}
-            constants["BOOSTED"] = found["high"].width if found else 0
-            constants["HIGH_OFFSET"] = found["high"].offset if found else 0
-            constants["INDEX_OFFSET"] = found["index"].offset if found else 0
-        return constants | dict(self.tuned)
 
     @functools.cached_property
     def text(self) -> str:
-        return nvrtc.program("kernels/decode.cu", defines=self.constants)
+        arguments = [DecodeArguments, TransformQueriesArguments, TransformOutputsArguments]
+        files = [self.page_codec.header, "kernels/decode.cu", "kernels/transform_queries.cu"]
+        if self.layout.recipe.key.effective_rope_block:
+            arguments.append(RotateQueriesArguments)
+            files.append(f"kernels/rotate_queries{'_high_batch' if self.high_batch_warps else ''}.cu")
+        return nvrtc.program(*files, config=self.constants, arguments=arguments, defines={"BULK": int(self.bulk)})
+
+    @property
+    def page_codec(self) -> PageCodec:
+        return page_codec(self.layout)
 
     def _sections(self, stream: StreamName, kind: str) -> list[Section]:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
 
-    def _books(self) -> dict[str, object]:
-        """Codebooks and indices in the kernel's words."""
-        constants: dict[str, object] = {"KEY_PLANES": "KeyIndices<KeyBook>", "VALUE_CODES": "ValueIndices<ValueBook>"}
-        place = self.warps * self.warp_bytes
-        for name, copies, size in zip(self.layout.recipe.streams, self.copies, self.book_bytes, strict=True):
-            codec = self.layout.recipe.streams[name].codec
-            assert isinstance(codec, ProductVQ)
-            low, *high = self._sections(name, "index")
-            bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
-            constants |= {
-                f"{name.upper()}_BOOK": f"Indices<{codec.dim}, {low.width}, {bits}, {low.offset}, {offset}, {copies}, {place}>",
-                f"{name.upper()}_BOOK_HEADS": self.layout.heads if codec.books == "head" else 1,
-                f"{name.upper()}_META": NO_META,
-                f"{name.upper()}_META_TYPE": 0,
-                f"{name.upper()}_META_OFFSET": 0,
-            }
-            place += size
-        return constants
+    def _boosted(self) -> dict[str, object]:
+        found = {} if self.pq else {section.names[0]: section for section in self._sections("key", "index")}
+        return {
+            "BOOSTED": found["high"].width if found else 0,
+            "HIGH_OFFSET": found["high"].offset if found else 0,
+            "INDEX_OFFSET": found["index"].offset if found else 0,
+        }
+
+    def _stream(self, name: StreamName) -> dict[str, object]:
+        """Constants and types of a stream."""
+        layout, window = self.layout, self.layout.recipe.streams[name].window
+        constants: dict[str, object] = {
+            "RECENT": window.recent,
+            "FLUSH": window.flush,
+            "RING": max(1, window.ring),
+            "OVERLAY_TOKENS": layout.overlay_tokens(name),
+            "FLAG": int(layout.format(name).mean_flag),
+        }
+        if self.pq:
+            return constants | self._book(name)
+        constants |= scale_config(layout, name)
+        if name == "value":
+            return constants | {"Codes": self._codes("value", layout.scale_groups("value") > 1)}
+        if layout.recipe.key.groupwise:
+            return constants | {"Operand": "KeyPlanes<>", "Codes": self._codes("key", bare=True)}
+        return constants | {"Operand": f"KeyPlanes<{', '.join(plane.text for plane in key_planes(layout))}>"}
+
+    def _book(self, name: StreamName) -> dict[str, object]:
+        """The codebook of a stream: behind the pages of all warps, that of the keys first."""
+        at = 0 if name == "key" else 1
+        codebook = self.layout.format(name).codebook
+        assert codebook is not None
+        low, *high = self._sections(name, "index")
+        bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
+        place = self.warps * self.warp_bytes + sum(self.book_bytes[:at])
+        book = (
+            f"SharedCodebook<{codebook.dim}, {low.width}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}>"
+        )
+        kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}
+        return {
+            "Codebook": book,
+            **kind,
+            "BOOK_HEADS": codebook.heads(self.layout.heads),
+            "SCALE_KIND": ScaleKind.NONE,
+            "SCALE_TYPE": ElementType.BF16,
+            "SCALE_OFFSET": 0,
+        }
 
     @property
-    def fused(self) -> bool:
-        """Whether every block multiplies its queries by their matrix: for few sequences that is sooner done than a kernel before is
-        waited for."""
+    def fused_queries(self) -> bool:
+        """Whether every CTA of decode multiplies its queries by their matrix. At a low batch this takes less time than waiting for
+        a kernel before it."""
         key = self.layout.recipe.key
-        if not self.few or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.indexed:
+        if not self.low_batch or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.pq:
             return False
-        return self._holds_matrix and dict(self.tuned).get("DUAL") != MATRIX
+        return self._holds_matrix and dict(self.tuned).get("QUERY_TRANSFORM") != MATRIX
 
     @property
     def fused_outputs(self) -> bool:
-        """Whether every block multiplies its outputs by their matrix: for few sequences. Of many, a kernel after them takes less
-        time (docs/performance.md)."""
-        fused = self.few and self.inverse[0] == MATRIX and not self.indexed and self._holds_matrix
-        return fused and dict(self.tuned).get("INVERSE") != MATRIX
+        """Whether every CTA of decode multiplies its outputs by their matrix: at a low batch. At a high one, a kernel after decode
+        takes less time (docs/performance.md)."""
+        fused = self.low_batch and self.inverse[0] == MATRIX and not self.pq and self._holds_matrix
+        return fused and dict(self.tuned).get("OUTPUT_TRANSFORM") != MATRIX
 
     @property
     def _holds_matrix(self) -> bool:
@@ -464,63 +312,59 @@ class Plan:
     @property
     def matrix_bytes(self) -> int:
         """Shared memory of a matrix, of queries or of outputs."""
-        return 2 * self.layout.head_dim**2 if self.fused or self.fused_outputs else 0
+        return 2 * self.layout.head_dim**2 if self.fused_queries or self.fused_outputs else 0
 
     @property
-    def prepared(self) -> bool:
-        """Whether a kernel before makes what queries are multiplied by keys as, and not every block for itself."""
-        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise and not self.fused
+    def query_kernel(self) -> bool:
+        """Whether a kernel before decode makes the query operands, and not every CTA for itself."""
+        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise and not self.fused_queries
 
     @property
-    def turned_words(self) -> int:
-        """Of what the queries of a KV head, or of a tile of them, are multiplied by keys as: the kernels' `Turned`."""
-        return self.own_heads * (self.key_registers * 32 + 20)
+    def operand_words(self) -> int:
+        """32-bit words of the query operand of a head tile: the kernels' `QueryOperand`."""
+        return self.lane_heads * (self.key_registers * 32 + 20)
 
     @property
-    def turned_slots(self) -> int:
-        """Blocks of positions that a sequence's windows may reach into, where keys are unrotated to blocks."""
+    def overlay_slots(self) -> int:
+        """RoPE blocks that a sequence's overlay may reach into, where keys are stored unrotated by RoPE blocks."""
         window, size = self.layout.recipe.key.window, self.layout.recipe.key.effective_rope_block
         first = (window.sink + size - 2) // size + 1 if window.sink else 0
         return first + (window.recent + size - 2) // size + 1
 
     @property
     def key_registers(self) -> int:
-        """Registers of a lane that hold what keys are multiplied by, of each of its query heads."""
-        if self.indexed:
+        """Registers of a lane that hold the query operand, of each of its query heads."""
+        if self.pq:
             return self.layout.head_dim // 16
         return sum(plane.registers for plane in key_planes(self.layout))
 
     @property
-    def turn_warps(self) -> int:
-        """Warps of a block of kvant_turn: each makes as many of those registers."""
+    def rotate_warps(self) -> int:
+        """Warps of a CTA of kvant_rotate_queries: each makes the same number of `key_registers`."""
         return max(warps for warps in range(1, 17) if self.key_registers % warps == 0)
 
     @property
-    def many_bytes(self) -> int:
-        """Shared memory of a block of kvant_turn_many: its matrix."""
+    def high_batch_bytes(self) -> int:
+        """Shared memory of a CTA of kvant_rotate_queries_high_batch: its matrix."""
         parts = 2 if self.query == "float32" else 1
         return (self.key_registers + 1) * self.layout.head_dim // 16 * parts * 512
 
     @property
-    def many_warps(self) -> int:
-        """Warps of a block of kvant_turn_many, or none where it does not serve the layout: two blocks have to fit on a
-        multiprocessor, and a lane holds sums of all columns."""
+    def high_batch_warps(self) -> int:
+        """Warps of a CTA of kvant_rotate_queries_high_batch; 0 where it does not serve the layout. Two CTAs have to fit on a
+        multiprocessor, and a lane holds accumulators of all columns."""
         if not self.layout.recipe.key.effective_rope_block or self.layout.head_dim % 32:
             return 0
-        if MANY_BLOCKS * (self.many_bytes + 1024) > self.shared[1]:
+        if HIGH_BATCH_CTAS * (self.high_batch_bytes + 1024) > self.shared[1]:
             return 0
-        registers = 8 * self.key_registers + 4 + MANY_REGISTERS
+        registers = 8 * self.key_registers + 4 + HIGH_BATCH_REGISTERS
         if 8 % self.tile_heads or self.query == "float32":  # a lane has queries of several heads, or in two parts
-            registers += MORE_REGISTERS
+            registers += HIGH_BATCH_MORE_REGISTERS
         count = next((warps for warps, most in ((8, 128), (6, 168), (4, 255)) if registers <= most), 0)
-        return dict(self.tuned).get("TURNS_WARPS", count)
+        return dict(self.tuned).get("HIGH_BATCH_WARPS", count)
 
     def _codes(self, stream: StreamName, bare: bool = False) -> str:
-        """Codes of one width as fp16 numbers, in the kernel's words."""
-        (band,) = stored_bands(self.layout, stream)
-        low, *high = self._sections(stream, "code")
-        bits = low.bits + sum(plane.bits for plane in high)
-        text = (
-            f"ValueCodes<{low.width}, {bits}, {low.offset}, {high[0].offset if high else 0}, {round(ONE * band.step)}"
-        )
-        return f"{text}, true>" if bare else f"{text}>"
+        """The C++ type that reads the codes of a stream of one band as fp16 numbers."""
+        (band,) = self.layout.format(stream).stored_bands
+        low, high = code_offsets(self.layout, stream, band)
+        return f"ValueCodes<{band.width}, {band.bits}, {low}, {high}, {round(ONE * band.step)}, {str(bare).lower()}>"

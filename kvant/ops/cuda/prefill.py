@@ -1,25 +1,29 @@
-"""Prefill over a packed history: pages are unpacked by a kernel into the model's own space, a block of tokens at a time, and
-fused attention reads them beside the new tokens. What it holds at once does not grow with the history.
+"""Prefill over a packed history, a block of tokens at a time: what it holds at once does not grow with the history.
 
-In the model's space nothing has to be done to queries, new keys, new values and outputs; of the history, keys and values are
-brought back by a product with one matrix each. Blocks are merged by their log-sum-exps; a history that fits one block is
-attended to together with the new tokens, in one call.
+Two ways, both of this implementation; a call's arguments decide, and `fused_serves` says how:
+
+  fused   pages are unpacked by kernels/unpack.cu into the model's own space, where nothing has to be done to queries, new keys and
+          values and outputs: stored rows x come back as x M + offset. Fused attention reads them beside the new tokens. Blocks are
+          merged by their log-sum-exps; a history that fits one block is attended to together with the new tokens, in one call.
+  masked  a sliding window that ends inside a sequence, a soft cap that the fused attention lacks, and float32 queries go through the
+          loop of kvant.ops.blocked, which holds scores to mask or cap them; pages are unpacked in torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Self
+
 import torch
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.banded import Banded
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, merge
-from kvant.ops.cuda import plan
+from kvant.ops.cuda import refusals
 from kvant.ops.cuda.unpack import rotate_keys, unpack
-from kvant.ops.fused import NONE, FusedTransform, blocks_of, matrix_of
+from kvant.ops.fused import FusedTransform, TransformKind, blocks_of, matrix_of
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch, one_sequence
+from kvant.ops.types import Derived, LayerStore, PagedBatch, one_sequence
 
 Tensor = torch.Tensor
 BLOCK_TOKENS = 16384  # of a history, unpacked at a time
@@ -27,15 +31,25 @@ BLOCK_TOKENS = 16384  # of a history, unpacked at a time
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why a layout's history cannot be unpacked on a device, or None."""
-    return plan.refuse(layout, device) or refuse_layout(layout)
+    return refusals.refuse(layout, device) or refuse_layout(layout)
 
 
 def refuse_layout(layout: Layout) -> str | None:
     """Why unpack.cu does not read what the decode kernel does, or None."""
-    for name, stream in layout.recipe.streams.items():
-        if not isinstance(stream.codec, Affine | Banded):
-            return f"it unpacks token-wise affine codes, and the {name}s are coded by {type(stream.codec).__name__}"
+    for name, stream in layout.formats.items():
+        if not stream.is_tokenwise:
+            return f"it unpacks token-wise affine codes, and the {name}s are coded by {stream.codec}"
     return None
+
+
+def fused_serves(
+    fused: flash.Flash, dtype: torch.dtype, longest: int, softcap: float | None, sliding_window: int | None
+) -> bool:
+    """Whether fused attention can serve queries of a type and sequences of at most `longest` tokens: it takes 16-bit queries, has no
+    sliding window, and caps logits where its `softcap` says so."""
+    if dtype == torch.float32 or (softcap is not None and not fused.softcap):
+        return False
+    return sliding_window is None or sliding_window >= longest
 
 
 @register("prefill", "cuda", refuse, rank=10)
@@ -50,15 +64,11 @@ def prefill(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """As the reference's `prefill`. A sliding window that ends within a sequence, and a soft cap where the fused attention has
-    none, are left to kvant.ops.blocked; so are queries in float32."""
-    fused = store.flash
+    """As the reference's `prefill`, fused where `fused_serves`, else masked."""
     query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-    short = sliding_window is not None and sliding_window < max(seq_lens, default=0)
-    if short or (softcap is not None and not fused.softcap) or query.dtype == torch.float32:
-        return blocked.prefill(
-            store, query, key, value, batch, scale=scale, softcap=softcap, sliding_window=sliding_window
-        )
+    fused = store.flash
+    if not fused_serves(fused, query.dtype, max(seq_lens, default=0), softcap, sliding_window):
+        return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack)
     out = torch.empty_like(query)
     for b, length in enumerate(seq_lens):
         part = slice(query_start_loc[b], query_start_loc[b + 1])
@@ -113,13 +123,13 @@ def read(
     """Tokens [first, last) of a sequence of n in the model's space: [heads, tokens + more, head_dim], where what is `more` is
     left to be written."""
     x = unpack(store, name, row, n, first, last, dtype)
-    space = _space(store, name, dtype)
-    if space.kind != NONE:
-        assert space.tensor is not None
+    inverse = _inverse(store, name, dtype)
+    if inverse.kind is not TransformKind.NONE:
+        assert inverse.tensor is not None
         x = (
-            x @ space.tensor
-            if space.offset is None
-            else torch.baddbmm(space.offset[:, None], x, space.tensor.expand(len(x), -1, -1))
+            x @ inverse.tensor
+            if inverse.offset is None
+            else torch.baddbmm(inverse.offset[:, None], x, inverse.tensor.expand(len(x), -1, -1))
         )
     if store.stream(name).rope is not None:
         size = store.stream(name).spec.effective_rope_block
@@ -133,12 +143,22 @@ def read(
     return out
 
 
-def _space(store: LayerStore, name: StreamName, dtype: torch.dtype) -> FusedTransform:
-    """How stored tokens come back into the model's space; made once for a store."""
-    place = f"cuda.back.{name}.{dtype}"
-    if place not in store.prepared:
-        layout, device = store.layout, store.pages.device
-        found = matrix_of(store.stream(name).transforms, "inverse", layout, device)
+@dataclasses.dataclass
+class StoredInverses(Derived):
+    """How stored tokens come back into the model's space, by stream and type of the rows."""
+
+    inverse: dict[tuple[StreamName, torch.dtype], FusedTransform] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        return cls()
+
+
+def _inverse(store: LayerStore, name: StreamName, dtype: torch.dtype) -> FusedTransform:
+    """x M + offset of stored tokens x in the model's space; made once for a store."""
+    made = store.derive(StoredInverses).inverse
+    if (name, dtype) not in made:
+        found = matrix_of(store.stream(name).transforms, "inverse", store.layout, store.pages.device)
         matrix, offset = (None if x is None else x.to(dtype) for x in (found.tensor, found.offset))
-        store.prepared[place] = FusedTransform(found.kind, 1, matrix, offset)
-    return store.prepared[place]  # type: ignore[no-any-return]
+        made[name, dtype] = FusedTransform(found.kind, 1, matrix, offset)
+    return made[name, dtype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Self
 
 import torch
 
@@ -12,8 +13,8 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
-from kvant.ops.fused import HADAMARD, NONE, FusedTransform, blocks_of, fuse, matrix_of, rope_table
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.fused import FusedTransform, TransformKind, blocks_of, fuse, matrix_of, rope_table
+from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 CTA_TOKENS = 8  # that a CTA has at least, where there are enough
@@ -52,8 +53,7 @@ class TransformPlan:
     @functools.cached_property
     def text(self) -> str:
         config = {**page_config(self.layout), "IN_TYPE": ELEMENT_TYPES[self.dtype], "ROPE_BLOCK": self.rope_block}
-        defines = {"HEAD_DIM": "Config::HEAD_DIM"}  # include/matrix.cuh serves programs without a Config too
-        return nvrtc.program("kernels/transform_kv.cu", config=config, arguments=[TransformArguments], defines=defines)
+        return nvrtc.program("kernels/transform_kv.cu", config=config, arguments=[TransformArguments])
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,15 +69,15 @@ def transform_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedB
         first = stream.rope.first
         tokens = batch.block_table.shape[1] * layout.page_tokens + layout.recipe.origin
         cosine, sine = rope_table(store, blocks_of(tokens, first, stream.spec.effective_rope_block))
-    space = matrix_in(store, name)
+    fused = matrix_in(store, name)
     made = TransformPlan(
         layout, str(x.dtype).removeprefix("torch."), 0 if cosine is None else stream.spec.effective_rope_block
     )
-    assert space.tensor is not None
+    assert fused.tensor is not None
     return _transform(
         x.contiguous(),
-        space.tensor,
-        space.offset,
+        fused.tensor,
+        fused.offset,
         cosine,
         sine,
         batch.query_start_loc,
@@ -87,20 +87,31 @@ def transform_rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedB
     )
 
 
+@dataclasses.dataclass
+class StreamMatrices(Derived):
+    """The transforms of a store's streams as one matrix and an offset each."""
+
+    forward: dict[StreamName, FusedTransform] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        return cls()
+
+
 def matrix_in(store: LayerStore, name: StreamName) -> FusedTransform:
     """The transforms of a stream as one matrix and an offset, x M + offset; made once for a store."""
-    place = f"cuda.stored.{name}"
-    if place not in store.prepared:
+    made = store.derive(StreamMatrices).forward
+    if name not in made:
         layout, device, transforms = store.layout, store.pages.device, store.stream(name).transforms
         found = fuse(transforms, "forward", layout, device)
-        if found.kind in (NONE, HADAMARD):
-            matrix = matrix_of(transforms, "dual", layout, device).tensor  # orthogonal: the same way in
+        if found.kind is not TransformKind.MATRIX:
+            matrix = matrix_of(transforms, "dual", layout, device).tensor  # orthogonal: dual and forward are the same
             if matrix is None:
                 matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
             offset = None if found.mean is None else -(found.mean[:, None].double() @ matrix.double())[:, 0].float()
             found = dataclasses.replace(found, tensor=matrix, offset=offset)
-        store.prepared[place] = found
-    return store.prepared[place]  # type: ignore[no-any-return]
+        made[name] = found
+    return made[name]
 
 
 @torch.library.custom_op("kvant::transform_kv", mutates_args=())

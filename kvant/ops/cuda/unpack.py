@@ -11,7 +11,7 @@ from kvant.codecs import DTYPES
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
-from kvant.ops.cuda.bands import all_bands, bands_text
+from kvant.ops.cuda.bands import all_bands
 from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config
 from kvant.ops.fused import rope_table
 from kvant.ops.types import LayerStore, PagedBatch
@@ -70,8 +70,8 @@ class UnpackPlan:
             "WARPS": WARPS,
             "Stream": {
                 **scale_config(layout, name),
-                "AllBands": bands_text(all_bands(layout, name)),
-                "FLAG": int(getattr(layout.recipe.streams[name].codec, "flag", False)),
+                "AllBands": all_bands(layout, name),
+                "FLAG": int(layout.format(name).mean_flag),
             },
         }
         return nvrtc.program("kernels/unpack.cu", config=config, arguments=[UnpackArguments, RotateKeysArguments])
@@ -97,7 +97,7 @@ def unpack(
         row.overlay_rows,
         row.sinks,
         row.ring_start[name],
-        getattr(store.stream(name).codec, "mean", None),
+        store.stream(name).codec.tensors.mean,
         first,
         last - first,
         n,

@@ -38,9 +38,9 @@ class Call:
     """One layer's forward pass over one step."""
 
     table: Tensor
-    lengths: list[int]
-    starts: list[int]
-    since: list[int]
+    seq_lens: list[int]
+    query_start_loc: list[int]
+    ring_start: list[int]
     sinks: list[int]
     tensors: dict[str, Tensor]  # query, key, value, out: [tokens, heads, head_dim]
 
@@ -72,7 +72,7 @@ class Recorder:
         return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in layers]
 
     def window_bytes(self) -> int:
-        """Bytes of the full-precision windows of all layers."""
+        """Bytes of the overlays of all layers."""
         groups = {id(impl.layers): impl.layers for impl in self._impls().values()}
         return sum(overlay.nbytes for group in groups.values() for overlay in group.overlays.values())
 
@@ -149,7 +149,7 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
             whole = _batch(n, n, size)
             q, out = (call.tensors[name][first:last] for name in ("query", "out"))
             rows = {"overlay_rows": torch.zeros(1, dtype=torch.int64), "sinks": torch.tensor([call.sinks[b]])}
-            exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, torch.tensor([call.since[b]]))
+            exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, torch.tensor([call.ring_start[b]]))
             if count == 1:
                 append(plain, k, v, whole)
                 expected = decode(plain, q, _batch(n, 1, size)._replace(**rows, ring_start=exact), **options)
@@ -166,7 +166,7 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
             torch.testing.assert_close(out, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=n: f"at {n}: {m}")
             if layout.overlay_tokens("key"):
                 seen["short of sinks"] += call.sinks[b] < min(n, sink)
-                seen["behind a prefix"] += call.since[b] > 0
+                seen["behind a prefix"] += call.ring_start[b] > 0
             table = tuple(pages[: -(-n // size)])
             for older in {table, table[: -(-before // size)]}:
                 seen["taken back"] += bool(before and previous.get(older, 0) > before)

@@ -24,10 +24,10 @@ def builder(recipe: str) -> Any:
     layout = Layout.of(get(recipe), 1, 16, PAGE, dtype="float32")
     overlays = {name: empty_overlay(layout, name, 2 * 9, "cpu").unflatten(0, (2, 9)) for name in layout.recipe.streams}
     ring = any(stream.window.ring for stream in layout.recipe.streams.values())
-    windowed = any(overlay.shape[2] for overlay in overlays.values())
+    has_overlay = any(overlay.shape[2] for overlay in overlays.values())
     made = object.__new__(KvantBuilder)
-    made.device, made.graphs, made.windows = torch.device("cpu"), False, None
-    made.layers = SimpleNamespace(layout=layout, overlays=overlays, drafts=0, windowed=windowed, ring=ring)
+    made.device, made.graphs, made.overlay = torch.device("cpu"), False, None
+    made.layers = SimpleNamespace(layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring)
     made.attention = [SimpleNamespace(kv_cache=torch.empty(100, 1))]
     return made
 
@@ -94,12 +94,12 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
 @needs_vllm
 def test_calls_of_decode_in_graphs_share_their_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers' and all graphs': a stretch for each would soon be more than there are."""
-    from kvant.engines.vllm.bind import Layers
     from kvant.ops.cuda import counters
+    from kvant.serving.layer_group import LayerGroup
 
     seen: list[int] = []
     run = SimpleNamespace(run=lambda *args, **options: seen.append(len(counters._SHARED)) or args[0])
-    made = object.__new__(Layers)
+    made = object.__new__(LayerGroup)
     made.ops, made.counters = {"decode": run}, None  # type: ignore[dict-item]
     assert made.decode(1, scale=1.0) == 1
     made.counters = torch.zeros(4, dtype=torch.int32)

@@ -10,10 +10,11 @@ import torch
 
 from kvant import recipes, verdicts
 from kvant.artifact import Artifact
+from kvant.engines.config_ropes import ropes_from
 from kvant.engines.vllm import versions
 from kvant.engines.vllm.options import Options, judge, per_layer, refusal
-from kvant.engines.vllm.slices import own_heads, own_tensors, ropes_from
 from kvant.rope import ropes_of
+from kvant.serving.tp_shard import shard_heads, shard_tensors
 from kvant.verdicts import Verdict
 from tests.fitted import made_up_tensors
 
@@ -134,11 +135,11 @@ def test_versions() -> None:
 
 @pytest.mark.parametrize(("total", "world"), [(8, 1), (8, 2), (6, 3), (2, 4), (1, 2)])
 def test_ranks_have_their_heads(total: int, world: int) -> None:
-    found = [own_heads(total, world, rank) for rank in range(world)]
+    found = [shard_heads(total, world, rank) for rank in range(world)]
     assert sorted({head for heads in found for head in heads}) == list(range(total))
     assert len({len(heads) for heads in found}) == 1
     with pytest.raises(ValueError, match="cannot"):
-        own_heads(3, 2, 0)
+        shard_heads(3, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_rank_codes_its_heads_as_the_whole_does(name: str) -> None:
     stores = []
     for heads in (range(total), range(2, 4)):
         store = LayerStore.allocate(
-            Layout.of(recipe, len(heads), dim, 64), 2, 1, tensors=own_tensors(tensors, total, heads), rope=rope
+            Layout.of(recipe, len(heads), dim, 64), 2, 1, tensors=shard_tensors(tensors, total, heads), rope=rope
         )
         append(store, k[:, list(heads)], v[:, list(heads)], batch)
         stores.append(store)

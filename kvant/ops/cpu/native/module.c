@@ -21,7 +21,7 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_
 
 #define PHASES 3
 
-/* Phases of tasks, one after another. A thread that comes late finds less to do; nobody waits for one that has no task. */
+/* Phases of tasks, one after another: a phase starts when all tasks of the one before it are done. Threads take tasks from a shared counter. */
 typedef struct {
   const void *call;
   Task run[PHASES];
@@ -167,33 +167,33 @@ static void add_phase(Job *job, int phase, Task task, int64_t tasks) {
   job->tasks[phase] = tasks;
 }
 
-/* Streams have their windows from the call. */
-static void set_windows(Stream *key, Stream *value, void *const *window, const Batch *batch) {
-  key->window = window[0], value->window = window[1];
+/* Points the streams to the overlays of this call. */
+static void set_overlays(Stream *key, Stream *value, void *const *overlay, const Batch *batch) {
+  key->overlay = overlay[0], value->overlay = overlay[1];
   key->ring_start = batch->ring_start[0], value->ring_start = batch->ring_start[1];
 }
 
 static void plan_decode(const Arguments *given, Job *job) {
   Decode *call = given->call;
-  set_windows(&call->key, &call->value, call->window, call->batch);
+  set_overlays(&call->key, &call->value, call->overlay, call->batch);
   const int64_t rows = call->batch->count * call->heads;
-  add_phase(job, 0, (Task)given->isa->prepare, call->block ? 0 : rows); /* else a split prepares its own */
+  add_phase(job, 0, (Task)given->isa->prepare, call->rope_block ? 0 : rows); /* else a split makes its own operands */
   add_phase(job, 1, (Task)given->isa->split, rows * call->splits);
   add_phase(job, 2, (Task)given->isa->merge, rows);
 }
 
-/* Whether a sequence reaches a block of positions that its keys cannot be unrotated to. */
+/* Whether a sequence reaches a RoPE block that the table has no angles of. */
 static int rope_table_too_short(const Append *call) {
-  const FusedTransform *space = &call->key_transform;
-  for (int64_t b = 0; space->block && b < call->batch->count; b++)
-    if ((call->batch->seq_lens[b] - 1 + space->first) / space->block - space->first / space->block >= space->rope_blocks) return 1;
+  const FusedTransform *transform = &call->key_transform;
+  for (int64_t b = 0; transform->rope_block && b < call->batch->count; b++)
+    if ((call->batch->seq_lens[b] - 1 + transform->rope_first) / transform->rope_block - transform->rope_first / transform->rope_block >= transform->rope_blocks) return 1;
   return 0;
 }
 
 static void plan_append(const Arguments *given, Job *job) {
   Append *call = given->call;
   const int grouped = call->key.group_tokens > 1 || call->value.group_tokens > 1, checked = call->limit < INFINITY;
-  set_windows(&call->key, &call->value, call->window, call->batch);
+  set_overlays(&call->key, &call->value, call->overlay, call->batch);
   call->refused = rope_table_too_short(call) ? 2 : 0;
   if (call->refused) return;
   add_phase(job, 0, (Task)given->isa->check, checked ? (call->tokens + CHECKED - 1) / CHECKED : 0);

@@ -1,11 +1,11 @@
-/* Stored tokens back to numbers: what prefill reads, and what attention reads of codes that integers cannot sum. */
+/* Stored tokens to floats: for prefill, and for decode of formats that integer dot products do not serve. */
 
-INLINE vf meta_vector(const Stream *s, const uint8_t *run, int page_tokens, int meta, int name, int token) {
-  return load_halves(run + s->meta_offset + 2 * ((int64_t)(meta * s->names + name) * page_tokens + token), s->meta_type);
+INLINE vf meta_vector(const Stream *s, const uint8_t *page_head, int page_tokens, int meta, int name, int token) {
+  return load_halves(page_head + s->meta_offset + 2 * ((int64_t)(meta * s->names + name) * page_tokens + token), s->meta_type);
 }
 
-INLINE float meta_one(const Stream *s, const uint8_t *run, int page_tokens, int meta, int name, int token) {
-  return load_one(run + s->meta_offset, (int64_t)(meta * s->names + name) * page_tokens + token, s->meta_type);
+INLINE float meta_one(const Stream *s, const uint8_t *page_head, int page_tokens, int meta, int name, int token) {
+  return load_one(page_head + s->meta_offset, (int64_t)(meta * s->names + name) * page_tokens + token, s->meta_type);
 }
 
 /* Where the code of a channel lies, `byte` places into a token's share of its section. */
@@ -17,12 +17,12 @@ INLINE int64_t value_place(int bytes, int token, int byte) {
 }
 
 /* The codes of one token, over their scale and without the center: [dim]. */
-INLINE void token_codes(const Stream *s, int keys, const uint8_t *run, int token, int dim, float *out) {
+INLINE void token_codes(const Stream *s, int keys, const uint8_t *page_head, int token, int dim, float *out) {
   for (int c = 0; c < dim; c++) out[c] = 0.0f;
   for (int i = 0; i < s->sections; i++) {
     const Section *section = &s->section[i];
     const int bytes = section->width * section->bits / 8, mask = (1 << section->bits) - 1;
-    const uint8_t *base = run + section->offset;
+    const uint8_t *base = page_head + section->offset;
     for (int byte = 0; byte < bytes; byte++) {
       uint8_t x = base[keys ? key_place(bytes, token, byte) : value_place(bytes, token, byte)];
       int c = section->first + byte;
@@ -33,11 +33,11 @@ INLINE void token_codes(const Stream *s, int keys, const uint8_t *run, int token
 }
 
 /* Index of a sub-vector's centroid: planes of bits, tokens one after another. */
-INLINE int centroid_of(const Stream *s, const uint8_t *run, int token, int spaces, int space) {
+INLINE int centroid_of(const Stream *s, const uint8_t *page_head, int token, int spaces, int space) {
   int found = 0, shift = 0;
   for (int i = 0; i < s->sections; i++) {
     const Section *section = &s->section[i];
-    const uint8_t *row = run + section->offset + (int64_t)token * spaces * section->bits / 8;
+    const uint8_t *row = page_head + section->offset + (int64_t)token * spaces * section->bits / 8;
     int bit = space * section->bits;
     found |= (row[bit / 8] >> bit % 8 & ((1 << section->bits) - 1)) << shift;
     shift += section->bits;
@@ -46,10 +46,10 @@ INLINE int centroid_of(const Stream *s, const uint8_t *run, int token, int space
 }
 
 /* Indices of tokens [from, to) of a page, token after token. */
-INLINE void centroids_of(const Stream *s, const uint8_t *run, int from, int to, int spaces, uint16_t *out) {
+INLINE void centroids_of(const Stream *s, const uint8_t *page_head, int from, int to, int spaces, uint16_t *out) {
   for (int i = 0, shift = 0; i < s->sections; shift += s->section[i++].bits) {
     const int bits = s->section[i].bits, count = (to - from) * spaces;
-    const uint8_t *row = run + s->section[i].offset + (int64_t)from * spaces * bits / 8;
+    const uint8_t *row = page_head + s->section[i].offset + (int64_t)from * spaces * bits / 8;
     if (i == 0) memset(out, 0, sizeof(uint16_t) * (size_t)count);
     if (bits == 8)
       for (int k = 0; k < count; k++) out[k] |= (uint16_t)(row[k] << shift);
@@ -63,62 +63,62 @@ INLINE const float *book_of(const Stream *s, int head, int space, int length) {
   return s->books + (book * length << s->book_bits);
 }
 
-/* The center that a token was coded without. */
-INLINE int center_of(const Stream *s, const uint8_t *run, int token) {
+/* Index of the centroid that was subtracted from a token. */
+INLINE int center_of(const Stream *s, const uint8_t *page_head, int token) {
   if (!s->index_bits) return 0;
-  const int found = run[s->index_offset + token] | (s->index_bits > 8 ? run[s->high_offset + token] << 8 : 0);
-  return found < s->centers ? found : s->centers - 1; /* of a token that was never written, any byte */
+  const int found = page_head[s->index_offset + token] | (s->index_bits > 8 ? page_head[s->high_offset + token] << 8 : 0);
+  return found < s->centers ? found : s->centers - 1; /* a token that was never written may have any byte */
 }
 INLINE const float *center_at(const Stream *s, int head, int center, int dim) {
   return s->books + ((int64_t)(head % s->books_heads) * s->centers + center) * dim;
 }
 
-/* One stored token of a page, in the space it is stored in: [dim]. */
-static void token_row(const Stream *s, int keys, const uint8_t *run, int page_tokens, int head, int token, int dim, float *out) {
-  if (s->kind == PLAIN) {
-    for (int c = 0; c < dim; c++) out[c] = load_one(run + s->section[0].offset, (int64_t)token * dim + c, s->meta_type);
+/* One stored token of a page, in the basis it is stored in: [dim]. */
+static void token_row(const Stream *s, int keys, const uint8_t *page_head, int page_tokens, int head, int token, int dim, float *out) {
+  if (s->kind == RAW) {
+    for (int c = 0; c < dim; c++) out[c] = load_one(page_head + s->section[0].offset, (int64_t)token * dim + c, s->meta_type);
     return;
   }
   if (s->kind == CENTROIDS) {
     const int length = s->extra, spaces = dim / length;
     for (int space = 0; space < spaces; space++) {
-      const float *centroid = book_of(s, head, space, length) + (int64_t)centroid_of(s, run, token, spaces, space) * length;
+      const float *centroid = book_of(s, head, space, length) + (int64_t)centroid_of(s, page_head, token, spaces, space) * length;
       for (int i = 0; i < length; i++) out[space * length + i] = centroid[i];
     }
     return;
   }
-  token_codes(s, keys, run, token, dim, out);
+  token_codes(s, keys, page_head, token, dim, out);
   if (s->kind == CHANNEL || s->kind == BOOSTED) {
     const int group = token / s->group_tokens;
     if (s->kind == BOOSTED) {
-      const uint8_t *index = run + s->index_offset + (int64_t)group * dim;
-      const uint8_t *high = run + s->high_offset + (int64_t)token * s->extra / 4;
+      const uint8_t *index = page_head + s->index_offset + (int64_t)group * dim;
+      const uint8_t *high = page_head + s->high_offset + (int64_t)token * s->extra / 4;
       for (int c = 0; c < dim; c++)
         if (index[c] < s->extra) out[c] += (float)(4 * (high[index[c] / 4] >> index[c] % 4 * 2 & 3));
     }
     for (int c = 0; c < dim; c++) {
       const int64_t at = 2 * ((int64_t)group * dim + c);
-      out[c] = out[c] * load_one(run + s->meta_offset, at, s->meta_type) + load_one(run + s->meta_offset, at + 1, s->meta_type);
+      out[c] = out[c] * load_one(page_head + s->meta_offset, at, s->meta_type) + load_one(page_head + s->meta_offset, at + 1, s->meta_type);
     }
     return;
   }
   if (s->kind == LEVELS) {
-    const float norm = meta_one(s, run, page_tokens, 0, 0, token);
+    const float norm = meta_one(s, page_head, page_tokens, 0, 0, token);
     for (int c = 0; c < dim; c++) out[c] = s->levels[(int)out[c]] * norm;
     return;
   }
   for (int i = 0; i < s->spans; i++) {
     const Span *span = &s->span[i];
-    float scale = meta_one(s, run, page_tokens, span->meta, 0, token), size = scale < 0 ? -scale : scale;
+    float scale = meta_one(s, page_head, page_tokens, span->meta, 0, token), size = scale < 0 ? -scale : scale;
     float more = 0.0f, center = span->center;
-    if (s->kind == SCALE_MIN) more = meta_one(s, run, page_tokens, span->meta, 1, token);
-    if (s->kind == SCALE_ZERO) center -= meta_one(s, run, page_tokens, span->meta, 1, token);
+    if (s->kind == SCALE_MIN) more = meta_one(s, page_head, page_tokens, span->meta, 1, token);
+    if (s->kind == SCALE_ZERO) center -= meta_one(s, page_head, page_tokens, span->meta, 1, token);
     for (int c = span->first; c < span->end; c++) out[c] = (out[c] + center) * size + more;
     if (s->mean && scale < 0)
       for (int c = span->first; c < span->end; c++) out[c] += s->mean[(int64_t)head * dim + c];
   }
   if (s->centers) {
-    const float *center = center_at(s, head, center_of(s, run, token), dim);
+    const float *center = center_at(s, head, center_of(s, page_head, token), dim);
     for (int c = 0; c < dim; c++) out[c] += center[c];
   }
 }
@@ -128,11 +128,11 @@ static void NAME(read)(const Read *call, int64_t task, float *scratch) {
   (void)scratch;
   const int size = call->page_tokens, head = (int)(task % call->heads);
   const int64_t page = call->first / size + task / call->heads;
-  const uint8_t *run = call->pages + (call->table[page] * call->heads + head) * call->page_head_bytes;
+  const uint8_t *page_head = call->pages + (call->table[page] * call->heads + head) * call->page_head_bytes;
   for (int token = 0; token < size; token++) {
     int64_t at = page * size + token - call->first;
     if (page * size + token < call->first || page * size + token >= call->last) continue;
-    token_row(&call->stream, call->keys, run, size, head, token, call->dim,
+    token_row(&call->stream, call->keys, page_head, size, head, token, call->dim,
               call->out + (at * call->heads + head) * call->dim);
   }
 }

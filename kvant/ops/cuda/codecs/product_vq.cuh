@@ -1,14 +1,14 @@
-// Product vector quantization: a token's sub-vectors are indices of centroids, which lanes look up in shared memory.
+// Product quantization: the sub-vectors of a token are indices of centroids, which lanes look up in shared memory.
 //
-// A codebook of fp16 lies there COPIES times, entry after entry, an entry's copies side by side. A lane has the copy that its number
-// says. Where the copies of an entry are 128 bytes, lanes never want different rows of one bank; with fewer copies, few do.
+// A codebook of fp16 lies there COPIES times, entry after entry, the copies of an entry side by side; a lane reads copy lane % COPIES. Where the copies
+// of an entry are 128 bytes, no two lanes ask for different rows of one bank; with fewer copies, few do.
 
 #pragma once
 #include "include/copies.cuh"
-#include "include/common.cuh"
+#include "include/math.cuh"
 
-// N neighbouring numbers of B bits of a row, the part-th N of it, as 32-bit words.
-template <int N, int B> struct Packed {
+// N neighbouring B-bit numbers of a row, from number part * N on, in 32-bit words.
+template <int N, int B> struct PackedIndices {
   static constexpr int BITS = N * B, WORDS = (BITS + 31) / 32;
   u32 w[WORDS];
 
@@ -22,7 +22,7 @@ template <int N, int B> struct Packed {
     } else if constexpr (BITS % 8 == 0) {
 #pragma unroll
       for (int i = 0; i < BITS / 8; i++) w[i / 4] = (i % 4 ? w[i / 4] : 0u) | (u32)row[part * (BITS / 8) + i] << i % 4 * 8;
-    } else {  // a part may start inside a byte
+    } else {  // a part may begin inside a byte
       constexpr int INSIDE = 8 - (BITS & -BITS);  // the furthest from the start of its byte
       static_assert(BITS + INSIDE <= 32, "a part is read as a word");
       const int bit = part * BITS;
@@ -36,24 +36,24 @@ template <int N, int B> struct Packed {
   // Number i from bit `at` on, and `rest` in the bits around it.
   DEV u32 get(int i, int at, u32 rest) const {
     const int bit = i * B % 32;
-    return pick(moved(w[i * B / 32], bit - at), ((1u << B) - 1) << at, rest);
+    return and_xor(moved(w[i * B / 32], bit - at), ((1u << B) - 1) << at, rest);
   }
 };
 
-// The COUNT indices of a token, of sub-vectors of DIM channels: their low eight bits from byte OFFSET of the run on, HIGH_BITS more
-// from HIGH on. The codebook is from byte BOOK of the block's memory on.
-template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_> struct Indices {
+// COUNT indices a token, of sub-vectors of DIM channels: their low eight bits from byte OFFSET of the page of a head on, HIGH_BITS more bits from byte
+// HIGH on. The codebook lies from byte BOOK of the CTA's dynamic shared memory on.
+template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_> struct SharedCodebook {
   static constexpr int DIM = DIM_, COUNT = COUNT_, HIGH_BITS = HIGH_BITS_, OFFSET = OFFSET_, HIGH = HIGH_, COPIES = COPIES_, BOOK = BOOK_;
   static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY, ENTRIES = 256 << HIGH_BITS;
 
-  // Centroids of a token, the part-th of PARTS equal parts of its sub-vectors: two channels a word. `book` is the lane's copy.
-  template <int PARTS> DEV static void centroids(u32* out, const u8* run, int token, int part, u32 book) {
+  // Centroids of part `part` of PARTS equal parts of a token's sub-vectors, two channels a word. `book` is the address of the lane's copy.
+  template <int PARTS> DEV static void centroids(u32* out, const u8* page_head, int token, int part, u32 book) {
     constexpr int N = COUNT / PARTS;
     static_assert(COUNT % PARTS == 0, "lanes have the same number of sub-vectors");
-    Packed<N, 8> low;
-    Packed<N, HIGH_BITS ? HIGH_BITS : 1> high;
-    low.load(run + OFFSET + token * COUNT, part);
-    if constexpr (HIGH_BITS > 0) high.load(run + HIGH + token * (COUNT * HIGH_BITS / 8), part);
+    PackedIndices<N, 8> low;
+    PackedIndices<N, HIGH_BITS ? HIGH_BITS : 1> high;
+    low.load(page_head + OFFSET + token * COUNT, part);
+    if constexpr (HIGH_BITS > 0) high.load(page_head + HIGH + token * (COUNT * HIGH_BITS / 8), part);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       u32 index = low.byte(i);
@@ -76,37 +76,32 @@ template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPI
   }
 };
 
-#if INDEXED
-using KeyBook = KEY_BOOK;
-using ValueBook = VALUE_BOOK;
-#endif
-
-// Tokens lie in plain order, so which of eight tokens a row is can be chosen. Rows that are read at once (four neighbours for the keys;
-// every other one for the values) are tokens that differ modulo four: where a token's indices are 32 bytes, no bank is wanted twice.
+// Maps rows 0..7 of an MMA to tokens. Tokens lie in plain order, so the map is free: rows that are read at once (four neighbours for keys, every other row
+// for values) are tokens that differ modulo four, so that with 32 bytes of indices a token no bank is asked twice.
 DEV int row_token(int row) { return row ^ (row >> 2 & 1); }
 
-// The products need no element moved. A centroid's words (two channels each) are read into neighbouring registers, which for the
-// tensor core are rows g and g + 8 of the same columns; so these rows are two words of one token (keys), or of one sub-vector
-// (values), and a query head has two columns.
+// No element is moved between registers. The words of a centroid (two channels each) are read into neighbouring registers, which an MMA takes as rows g and
+// g + 8 of the same columns. So these two rows are two words of one token (keys) or of one sub-vector (values), and a query head has two columns.
 //
-// Keys, eight tokens at a time: lane (g, t) has the token of row g, the t-th quarter of the channels. A head's even column is the query
-// by the first of two words, the odd one by the second: (g, 2 t) + (g + 8, 2 t + 1) is the score of head t.
-template <class I> struct KeyIndices {
+// Keys, eight tokens at a time: lane (g, t) reads the token of row g, quarter t of the channels. A head's even column is the query times the first of two
+// words, its odd column times the second: c(g, 2t) + c(g + 8, 2t + 1) is the score of head t.
+template <class I> struct CentroidKeys {
   static constexpr int WORDS = I::COUNT * I::WORDS / 4, REGISTERS = WORDS / 2;
   static_assert(WORDS % 4 == 0, "whole products");
-  DEV static int word(int i, int g) { return 2 * i + (g & 1); }  // that register i of the queries is of
+  DEV static int word(int i, int g) { return 2 * i + (g & 1); }  // of two channels that register i of the query operand holds
 };
 
-// Values, eight tokens at a time: lane (g, t) has the tokens of rows 2 t and 2 t + 1, the g-th eighth of the channels. The columns'
-// probabilities are those of the first channel of a word in a head's even column, of the second one in the odd column.
-template <class I> struct ValueIndices {
+// Values, eight tokens at a time: lane (g, t) reads the tokens of rows 2t and 2t + 1, eighth g of the channels. P of a head stands in its even column for
+// the first channel of a word and in its odd column for the second.
+template <class I> struct CentroidValues {
   static constexpr int WORDS = I::COUNT * I::WORDS / 8;  // of a token
   static_assert(WORDS % 2 == 0, "whole products");
+  static constexpr float TOP = 0.f;
   DEV static constexpr float unit(int) { return 1.f; }
 };
 
-// Probabilities of rows 2 t and 2 t + 1 for head g / 2, from those of row g for head t.
-DEV void spread(u32* b, float p, int g) {
-  const u32 pair = transpose8(fp16_pair(p, p));
+// B operand from P: rows 2t and 2t + 1 of head g / 2, from P of row g of head t.
+DEV void expand_probs(u32* b, float p, int g) {
+  const u32 pair = transpose_8x8(fp16_pair(p, p));
   b[0] = __byte_perm(pair, 0u, g & 1 ? 0x1044 : 0x4410), b[1] = __byte_perm(pair, 0u, g & 1 ? 0x3244 : 0x4432);
 }

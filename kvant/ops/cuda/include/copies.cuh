@@ -1,41 +1,39 @@
-// What moves pages to shared memory and reads it, in PTX. Constants: RUN (bytes of one page and head), STAGES, BULK (whether the GPU copies in bulk).
+// Asynchronous copies to shared memory and its loads, in PTX. BULK, a define: whether the GPU copies in bulk (cp.async.bulk, sm_90 on).
 
 #pragma once
 #include "include/ptx.cuh"
 
-// --- copies of a page to shared memory -------------------------------------------------------------------------------------------------------------
-
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// The same, kept in a register: the compiler would work it out anew wherever it is wanted.
-DEV u32 held_address(const void* p) { u32 x; asm volatile("mov.u32 %0, %1;" : "=r"(x) : "r"(shared_address(p))); return x; }
-// 1, 2 or 4 words of shared memory. By address, since the compiler adds a pointer's base to every offset anew.
+// The same, pinned to a register: the compiler would compute it anew at every use.
+DEV u32 shared_address_register(const void* p) { u32 x; asm volatile("mov.u32 %0, %1;" : "=r"(x) : "r"(shared_address(p))); return x; }
+// 1, 2 or 4 words of shared memory, by 32-bit address: the compiler adds the base of a pointer to every offset anew.
 template <int N> DEV void load_shared(u32* w, u32 address) {
   if constexpr (N == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(address));
   if constexpr (N == 2) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
   if constexpr (N == 4)
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
 }
-// 16 bytes that this thread itself will read, when all of its copies are there.
+// cp.async of 16 bytes that this thread itself reads after await_copies.
 DEV void copy16(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
 DEV void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #if BULK
-// A kernel that is launched as the dependent of the one before it starts while that one runs, and waits for it here.
-DEV void await_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV void start_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-// RUN bytes to shared memory, by one instruction of one lane; `to` and `barrier` are addresses there. Lanes do not part for it.
-DEV void copy_run(u32 to, const u8* from, u32 barrier, int) {
+// Programmatic dependent launch: a kernel starts while the one before it still runs, and waits for its results here.
+DEV void wait_prior_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEV void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Copies BYTES bytes to address `to` of shared memory, by one instruction of one elected lane; they arrive at `barrier`, an mbarrier. Without a branch.
+template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int) {
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\n"
                "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
                "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0];}" ::"r"(barrier),
-               "r"(RUN), "r"(to), "l"(from) : "memory");
+               "r"(BYTES), "r"(to), "l"(from) : "memory");
 }
-DEV void await_run(u32 barrier, u32 parity) {
+template <int STAGES> DEV void await_stage(u32 barrier, u32 parity) {
   u32 done = 0;
   while (!done)
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 }
-DEV bool has_run(u32 barrier, u32 parity) {  // without waiting
+DEV bool stage_ready(u32 barrier, u32 parity) {  // whether it has arrived
   u32 done;
   asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
@@ -50,17 +48,17 @@ DEV void begin_copies(u64* barriers, int count, int lane) {
   __syncwarp();
 }
 #else
-DEV void await_kernel() {}
-DEV void start_dependents() {}
-DEV void copy_run(u32 to, const u8* from, u32, int lane) {
+DEV void wait_prior_grid() {}
+DEV void launch_dependent_grids() {}
+template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
 #pragma unroll
-  for (int o = 0; o < RUN; o += 512)
-    if (RUN % 512 == 0 || o + lane * 16 < RUN)
+  for (int o = 0; o < BYTES; o += 512)
+    if (BYTES % 512 == 0 || o + lane * 16 < BYTES)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + o + lane * 16), "l"(from + o + lane * 16) : "memory");
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-DEV bool has_run(u32, u32) { return false; }
-DEV void await_run(u32, u32) {
+DEV bool stage_ready(u32, u32) { return false; }
+template <int STAGES> DEV void await_stage(u32, u32) {
   asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
   __syncwarp();
 }

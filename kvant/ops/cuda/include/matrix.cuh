@@ -1,16 +1,16 @@
 // Rows times a matrix in float32, plus an offset.
 
 #pragma once
-#include "include/common.cuh"
+#include "include/math.cuh"
 
-constexpr int MATRIX_ROWS = 8, MATRIX_THREADS = 4 * HEAD_DIM;  // rows at once, and threads of a block
-static_assert(HEAD_DIM % 16 == 0, "a quarter of a column is whole vectors");
+constexpr int MATRIX_ROWS = 8, MATRIX_THREADS = 4 * Config::HEAD_DIM;  // rows at once, and threads of a block
+static_assert(Config::HEAD_DIM % 16 == 0, "a quarter of a column is whole vectors");
 
-// A block has a matrix [HEAD_DIM, HEAD_DIM], in registers, a quarter of a column a thread, and gridDim.x-th of `all` rows. `begin` is called
+// A block has a matrix [Config::HEAD_DIM, Config::HEAD_DIM], in registers, a quarter of a column a thread, and gridDim.x-th of `all` rows. `begin` is called
 // when the matrix is asked for, `next` before every few rows with the first and their number; `load` and `store` are given a row and a channel.
 template <class Begin, class Next, class Load, class Store>
 DEV void times_matrix(const float* matrix, const float* offset, int all, Begin begin, Next next, Load load, Store store) {
-  constexpr int D = HEAD_DIM;
+  constexpr int D = Config::HEAD_DIM;
   __shared__ __align__(16) float x[MATRIX_ROWS][D], part[4][MATRIX_ROWS][D];
   const int i = threadIdx.x % D, slice = threadIdx.x / D;
   float m[D / 4];

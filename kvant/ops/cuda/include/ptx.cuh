@@ -39,12 +39,12 @@ template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
   return z;
 }
 // One more, and how many there were: what this block wrote before is seen by who counts after it.
-DEV int arrive(int* counter) { int n; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(n) : "l"(counter) : "memory"); return n; }
-DEV void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
-DEV void prefetch_far(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
-DEV u32 times_pair(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
+DEV int atomic_add_acq_rel(int* counter) { int n; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(n) : "l"(counter) : "memory"); return n; }
+DEV void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
+DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
+DEV u32 mul_fp16x2(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 
-DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
+DEV u32 and_xor(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
   u32 y;
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(y) : "r"(w), "r"(mask), "r"(rest));
   return y;
@@ -54,7 +54,7 @@ DEV u32 pick(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
 
 // c += a b for a [16, 16] and b [16, 8] of fp16. With lane = 4 g + t: a0 is (row g, columns 2t, 2t + 1), a1 row g + 8, a2 and
 // a3 the same eight columns on; b0 is (rows 2t, 2t + 1, column g), b1 eight rows on; c is (g, 2t), (g, 2t + 1), (g + 8, ...).
-DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+DEV void mma_fp16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -66,13 +66,13 @@ DEV void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  /
 }
 // Four tiles of 8 rows of 8 fp16 from shared memory, as mma takes them: lane i has the address of row i % 8 of tile i / 8, and gets
 // columns 2t, 2t + 1 of row g of each.
-DEV void load_tiles(u32* x, const void* row) {
+DEV void ldmatrix_x4(u32* x, const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"((u32)__cvta_generic_to_shared(row))
                : "memory");
 }
-DEV u32 transpose8(u32 x) {
+DEV u32 transpose_8x8(u32 x) {
   u32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
@@ -80,7 +80,7 @@ DEV u32 transpose8(u32 x) {
 
 // c += a b for a [16, 32] of unsigned and b [32, 8] of signed bytes, exact. As above with four columns a register: a0 is (row g,
 // columns 4t to 4t + 3), a2 sixteen columns on; b0 is (rows 4t to 4t + 3, column g), b1 sixteen rows on.
-DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+DEV void mma_u8s8(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));

@@ -1,54 +1,56 @@
-// What kernels that store new tokens share: rows, from what comes in to what is stored, and the full-precision windows.
-//
-// Eight lanes have a row, D / 8 neighbouring channels each; `j` is a lane's number among them. Constants beside those of common.cu:
-// SINK, RING, RING_TOKENS, WINDOW_TOKENS, WINDOW_TYPE.
+// Rows of new tokens: a row is one head's key or value vector of one token, [D]. Eight lanes hold a row in registers, LANE_CHANNELS
+// neighbouring channels each; `j` is a lane's number among the eight.
 
 #pragma once
 #include "include/common.cuh"
 #include "include/tokens.cuh"
 
-constexpr int D = HEAD_DIM, OWN = D / 8;
+constexpr int D = Config::HEAD_DIM, LANE_CHANNELS = D / 8;
+constexpr bool POWER_OF_TWO_CHANNELS = (LANE_CHANNELS & (LANE_CHANNELS - 1)) == 0;
 
-template <int TYPE> DEV void load_row(float* x, const void* p, s64 place) {
-  if constexpr (TYPE == 2) {
-    u32 w[OWN];
-    load_words<OWN>(w, (const u8*)p + place * 4);
+// Loads LANE_CHANNELS numbers of an ElementType from element `at` on.
+template <int TYPE> DEV void load_row(float* x, const void* p, s64 at) {
+  if constexpr (TYPE == ElementType::FP32) {
+    u32 w[LANE_CHANNELS];
+    load_words<LANE_CHANNELS>(w, (const u8*)p + at * 4);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] = __uint_as_float(w[i]);
+    for (int i = 0; i < LANE_CHANNELS; i++) x[i] = __uint_as_float(w[i]);
   } else {
-    u32 w[OWN / 2];
-    load_words<OWN / 2>(w, (const u8*)p + place * 2);
+    u32 w[LANE_CHANNELS / 2];
+    load_words<LANE_CHANNELS / 2>(w, (const u8*)p + at * 2);
 #pragma unroll
-    for (int i = 0; i < OWN / 2; i++) x[2 * i] = low<TYPE>(w[i]), x[2 * i + 1] = high<TYPE>(w[i]);
+    for (int i = 0; i < LANE_CHANNELS / 2; i++) x[2 * i] = low<TYPE>(w[i]), x[2 * i + 1] = high<TYPE>(w[i]);
   }
 }
 
-// As kvant.transforms.hadamard does it, sum for sum: passes of sums and differences, then one multiplication.
-template <int ORDER> DEV void hadamard(float* x, const float* signs, float by, int j, float* scratch) {
+// x = H diag(signs) x * factor for blocks of ORDER channels, with the sums in the order of kvant.transforms.hadamard: log2(ORDER) passes of
+// sums and differences (a, b) -> (a + b, a - b), then one multiplication. Pairs inside a lane's channels are in registers, others are a
+// shuffle away. Where a lane's channels are no power of two, passes go through `scratch` [D] in shared memory.
+template <int ORDER> DEV void apply_hadamard(float* x, const float* signs, float factor, int j, float* scratch) {
   if (signs)
 #pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] *= signs[j * OWN + i];
-  if constexpr ((OWN & (OWN - 1)) == 0) {
+    for (int i = 0; i < LANE_CHANNELS; i++) x[i] *= signs[j * LANE_CHANNELS + i];
+  if constexpr (POWER_OF_TWO_CHANNELS) {
 #pragma unroll
     for (int half = 1; half < ORDER; half *= 2) {
-      if (half < OWN) {
+      if (half < LANE_CHANNELS) {
 #pragma unroll
-        for (int i = 0; i < OWN; i++)
+        for (int i = 0; i < LANE_CHANNELS; i++)
           if (!(i & half)) {
-            const float first = x[i], second = x[(i + half) % OWN];
-            x[i] = first + second, x[(i + half) % OWN] = first - second;
+            const float first = x[i], second = x[(i + half) % LANE_CHANNELS];
+            x[i] = first + second, x[(i + half) % LANE_CHANNELS] = first - second;
           }
       } else {
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-          const float other = __shfl_xor_sync(FULL, x[i], half / OWN);
-          x[i] = fmaf(x[i], j & half / OWN ? -1.f : 1.f, other);
+        for (int i = 0; i < LANE_CHANNELS; i++) {
+          const float other = __shfl_xor_sync(FULL, x[i], half / LANE_CHANNELS);
+          x[i] = fmaf(x[i], j & half / LANE_CHANNELS ? -1.f : 1.f, other);
         }
       }
     }
-  } else {  // blocks do not end where lanes do: through shared memory
+  } else {
 #pragma unroll
-    for (int i = 0; i < OWN; i++) scratch[j * OWN + i] = x[i];
+    for (int i = 0; i < LANE_CHANNELS; i++) scratch[j * LANE_CHANNELS + i] = x[i];
     for (int half = 1; half < ORDER; half *= 2) {
       __syncwarp();
       for (int i = j; i < D / 2; i += 8) {
@@ -59,28 +61,29 @@ template <int ORDER> DEV void hadamard(float* x, const float* signs, float by, i
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < OWN; i++) x[i] = scratch[j * OWN + i];
+    for (int i = 0; i < LANE_CHANNELS; i++) x[i] = scratch[j * LANE_CHANNELS + i];
     __syncwarp();
   }
 #pragma unroll
-  for (int i = 0; i < OWN; i++) x[i] *= by;
+  for (int i = 0; i < LANE_CHANNELS; i++) x[i] *= factor;
 }
 
-// Where a new token lies in the windows, or -1: they have the sinks, and the last tokens in a ring.
-template <class A> DEV s64 window_place(const A& a, int token) {
+// The place of a new token in the overlay [rows, OVERLAY_TOKENS], or -1 where the overlay does not hold it. It holds the first SINK tokens of
+// a sequence, and the last RING_TOKENS ones in a ring of RING places.
+template <class A> DEV s64 overlay_place(const A& a, int token) {
   const int b = sequence_of(a, token);
   const s64 length = a.seq_lens[b], position = length - (a.query_start_loc[b + 1] - token);
-  if (position >= SINK && position < length - RING_TOKENS) return -1;
-  return a.overlay_rows[b] * WINDOW_TOKENS + (position < SINK ? position : SINK + (position - SINK) % RING);
+  if (position >= Config::SINK && position < length - Config::RING_TOKENS) return -1;
+  return a.overlay_rows[b] * Config::OVERLAY_TOKENS + (position < Config::SINK ? position : Config::SINK + (position - Config::SINK) % Config::RING);
 }
 
-// Keeps a row of a new token in a window, where it has a place there.
-template <class A> DEV void store_window(const A& a, void* window, const float* x, int token, int head, int j) {
-#if WINDOW_TOKENS
-  const s64 at = window_place(a, token);
-  if (at < 0) return;
-  u32* p = (u32*)((u16*)window + (at * KV_HEADS + head) * D + j * OWN);
+// Stores a row of a new token in the overlay of its stream, where the overlay holds the token.
+template <class A> DEV void store_overlay(const A& a, void* overlay, const float* x, int token, int head, int j) {
+  if constexpr (Config::OVERLAY_TOKENS > 0) {
+    const s64 at = overlay_place(a, token);
+    if (at < 0) return;
+    u32* p = (u32*)((u16*)overlay + (at * Config::KV_HEADS + head) * D + j * LANE_CHANNELS);
 #pragma unroll
-  for (int i = 0; i < OWN / 2; i++) p[i] = WINDOW_TYPE == 0 ? bf16_pair(x[2 * i], x[2 * i + 1]) : fp16_pair(x[2 * i], x[2 * i + 1]);
-#endif
+    for (int i = 0; i < LANE_CHANNELS / 2; i++) p[i] = pair_of<Config::OVERLAY_TYPE>(x[2 * i], x[2 * i + 1]);
+  }
 }

@@ -1,43 +1,105 @@
-// Which units of work are a block's: over all (sequence, head)s laid end to end. Arguments are those that a kernel has a `work_of`.
+// Tile scheduler of a persistent grid: which work tiles a CTA attends to.
 //
+// The work of a batch is a line of units: of every sequence, of every head tile, the units that `sequence_work(a, b).units` counts, end to
+// end. The line is cut into equal parts, one for each CTA, so that a part may begin and end inside a (sequence, head tile): split-KV. Where
+// several CTAs share one, the last of them to finish merges their partial outputs.
+//
+// A kernel gives its arguments (`batch` and what sequence_work reads) and a function sequence_work(arguments, sequence).
 
 #pragma once
-#include "include/common.cuh"
+#include "include/math.cuh"
 
-// Units are dealt to blocks as evenly as can be: the first `more` blocks have `each` + 1, the others `each`.
-struct Deal {
-  int each, more;
-  DEV int start(int block) const { return block * each + min(block, more); }
-  DEV int block(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
-};
-
-DEV int sum_of(int x) { return __reduce_add_sync(FULL, x); }
-DEV int quotient(int x, int by) {  // exact; a division of integers takes several times as long
+DEV int warp_sum_int(int x) { return __reduce_add_sync(FULL, x); }
+// x / by, exact; an integer division takes several times as long.
+DEV int quotient(int x, int by) {
   const int near = (int)__fdividef((float)x, (float)by), rest = x - near * by;
   return near + (rest >= by) - (rest < 0);
 }
-DEV int parts_of(int units, float share) { return max(1, (int)((float)units * share)); }
 
-// The sequence b that a unit is of, and the units of all heads of the sequences before it. `own` are those of the lane-th sequence.
-template <int HEADS, class A> DEV void find(const A& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
-  b = before = 0;
-  for (int base = 0; base < a.batch; base += 32) {
-    int units = own;
-    if (base) units = base + lane < a.batch ? work_of(a, base + lane).units : 0;
-    if (split && base + lane < a.batch) units = parts_of(units, share);
-    int sum = units;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const int x = __shfl_up_sync(FULL, sum, o);
-      if (lane >= o) sum += x;
+// Part of the line of units that a CTA works on, one (sequence, head tile) at a time.
+struct WorkTile {
+  int unit, end;  // the next unit of the line, and the end of this CTA's part
+  int b, before;  // the sequence, and the units of all head tiles of the sequences before it
+  int units;      // of one (sequence, head tile)
+  int head_tile;  // KV head * QUERY_TILES + tile of its query heads
+  int start;      // first unit of the (sequence, head tile) on the line
+  int from, to;   // this CTA's units of it: [from, to) of [0, units)
+
+  DEV bool whole() const { return from == 0 && to == units; }  // no other CTA has a part of it
+};
+
+// HEADS head tiles a sequence; a CTA with fewer than MIN_UNITS units is not worth its merge.
+template <int HEADS, int MIN_UNITS> struct TileScheduler {
+  int own;         // units of the lane-th sequence
+  int parts;       // of the line: a CTA takes parts blockIdx.x, blockIdx.x + gridDim.x, ...
+  bool split;      // CTAs outnumber (sequence, head tile)s three to one: each of those is cut into equal parts, and a unit is one of them
+  float share;     // parts over units
+  int each, more;  // the first `more` parts have each + 1 units, the others `each`
+
+  template <class A> DEV TileScheduler(const A& a, int lane) {
+    own = lane < a.batch ? sequence_work(a, lane).units : 0;
+    int all = own;
+    for (int i = lane + 32; i < a.batch; i += 32) all += sequence_work(a, i).units;
+    all = warp_sum_int(all) * HEADS;
+    parts = min((int)gridDim.x, max(1, all / MIN_UNITS));
+    split = parts >= 3 * a.batch * HEADS;
+    share = __fdividef((float)parts, (float)all);
+    each = 1, more = 0;
+    if (split) {
+      parts = lane < a.batch ? split_units(own) : 0;
+      for (int i = lane + 32; i < a.batch; i += 32) parts += split_units(sequence_work(a, i).units);
+      parts = warp_sum_int(parts) * HEADS;
+    } else {
+      each = all / parts, more = all % parts;
     }
-    const u32 beyond = __ballot_sync(FULL, before + sum * HEADS > unit);
-    if (beyond) {
-      const int found = __ffs(beyond) - 1;
-      b = base + found;
-      before += __shfl_sync(FULL, sum - units, found) * HEADS;
-      return;
-    }
-    before += __shfl_sync(FULL, sum, 31) * HEADS;
   }
-}
+  DEV int split_units(int units) const { return max(1, (int)((float)units * share)); }
+  DEV int begin_of(int part) const { return part * each + min(part, more); }
+  // The part that a unit belongs to.
+  DEV int part_of(int unit) const {
+    if (split) return unit;
+    return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each;
+  }
+
+  // The beginning of a part: finds its sequence by a prefix sum over the sequences' units, 32 at a time.
+  template <class A> DEV WorkTile first_tile(const A& a, int part, int lane) const {
+    WorkTile tile;
+    tile.unit = begin_of(part);
+    tile.end = begin_of(part + 1);
+    tile.b = tile.before = 0;
+    for (int base = 0; base < a.batch; base += 32) {
+      int units = own;
+      if (base) units = base + lane < a.batch ? sequence_work(a, base + lane).units : 0;
+      if (split && base + lane < a.batch) units = split_units(units);
+      int sum = units;
+#pragma unroll
+      for (int o = 1; o < 32; o <<= 1) {
+        const int x = __shfl_up_sync(FULL, sum, o);
+        if (lane >= o) sum += x;
+      }
+      const u32 beyond = __ballot_sync(FULL, tile.before + sum * HEADS > tile.unit);
+      if (beyond) {
+        const int found = __ffs(beyond) - 1;
+        tile.b = base + found;
+        tile.before += __shfl_sync(FULL, sum - units, found) * HEADS;
+        break;
+      }
+      tile.before += __shfl_sync(FULL, sum, 31) * HEADS;
+    }
+    return tile;
+  }
+  // The (sequence, head tile) at tile.unit, of a sequence with so many units.
+  DEV void enter(WorkTile& tile, int sequence_units) const {
+    tile.units = split ? split_units(sequence_units) : sequence_units;
+    tile.head_tile = quotient(tile.unit - tile.before, tile.units);
+    tile.start = tile.before + tile.head_tile * tile.units;
+    tile.from = tile.unit - tile.start, tile.to = min(tile.end, tile.start + tile.units) - tile.start;
+  }
+  DEV void advance(WorkTile& tile) const {
+    tile.unit = tile.start + tile.to;
+    if (tile.unit == tile.before + tile.units * HEADS) tile.before = tile.unit, tile.b++;
+  }
+  // Of a (sequence, head tile): the parts that share it, first to last.
+  DEV int first_part(const WorkTile& tile) const { return part_of(tile.start); }
+  DEV int last_part(const WorkTile& tile) const { return part_of(tile.start + tile.units - 1); }
+};

@@ -1,24 +1,13 @@
-// Stores new tokens where keys are coded per channel over groups of tokens: first the groups that they complete, whose older tokens
-// come from the window's tail; then, token by token, values and windows.
-//
-// Constants beside those of common.cu: KEY_TYPE, VALUE_TYPE (of the input), KEY_GROUP, KEY_PLANES (of the codes), KEY_BITS, KEY_META_OFFSET, BOOSTED (channels
-// with two high bits more), HIGH_OFFSET, INDEX_OFFSET, VALUE_PLANES, VALUE_BITS, VALUE_GROUPS, VALUE_ORDER_GROUPS (that the order of the codes looks at), VALUE_META_TYPE, VALUE_META_OFFSET, ORIGIN, SINK,
-// KEY_RECENT, KEY_FLUSH, KEY_RING, KEY_WINDOW, VALUE_RING, VALUE_RING_TOKENS, VALUE_WINDOW, WINDOW_TYPE, WARPS, SPARE (groups that a sequence's tail may complete).
+// Appends new tokens where keys are coded per channel over groups of tokens. kvant_append_groups first codes the groups of keys that the new
+// tokens complete, whose older tokens come from the overlay; then kvant_append_tokens stores values and the overlay, token by token.
 
-#include "include/common.cuh"
+#pragma once
+#include "include/rounding.cuh"
 #include "include/tokens.cuh"
 
-constexpr int D = HEAD_DIM, THREADS = WARPS * 32;
+constexpr int D = Config::HEAD_DIM, THREADS = Config::WARPS * 32, KEY_GROUP = Config::KEY_GROUP;
 
-struct Arguments {
-  const void *key, *value;  // [tokens, KV_HEADS, D], in the space of attention
-  u8* pages;
-  const s64 *table, *query_start_loc, *seq_lens, *overlay_rows, *exact_key;
-  void *window_key, *window_value;
-  int tokens, batch, half_batch, table_width;  // half_batch is the largest power of two below the batch, or 0
-};
-
-// A plane of codes: BITS bits from bit SHIFT of the code on, from byte OFFSET of the run on.
+// A plane of codes: BITS bits from bit SHIFT of the code on, from byte OFFSET of the page of a head on.
 template <int BITS_, int SHIFT_, int OFFSET_> struct Plane {
   static constexpr int BITS = BITS_, SHIFT = SHIFT_, OFFSET = OFFSET_;
 };
@@ -26,155 +15,170 @@ template <class... P> struct Planes {
   template <class F> DEV static void each(F f) { (f(P{}), ...); }
 };
 
-template <int TYPE> DEV float rounded(float x) { return TYPE == 0 ? bf16_low(bf16_pair(x, 0.f)) : fp16_low(fp16_pair(x, 0.f)); }
-template <int TYPE> DEV u32 bits_of(float x) { return (TYPE == 0 ? bf16_pair(x, 0.f) : fp16_pair(x, 0.f)) & 0xffffu; }
-
-struct Scale {
+struct Scale {  // x ~ code * scale + least
   float scale, least;
 };
-// As kvant.codecs computes them from a range. LIMIT: the largest number of the type.
+// The scale of numbers in [least, most] with codes 0 to top, as kvant.codecs computes it.
 template <int TYPE> DEV Scale scale_of(float least, float most, float top) {
-  constexpr float TINY = TYPE == 0 ? 1.17549435e-38f : 6.103515625e-05f, LIMIT = TYPE == 0 ? 3.3895313892515355e38f : 65504.f;
-  least = rounded<TYPE>(fminf(fmaxf(least, -LIMIT), LIMIT));
-  return {rounded<TYPE>(fminf(fmaxf(__fdiv_rn(most - least, top), TINY), LIMIT)), least};
+  least = round_to<TYPE>(fminf(fmaxf(least, -LARGEST<TYPE>), LARGEST<TYPE>));
+  return {round_to<TYPE>(fminf(fmaxf(__fdiv_rn(most - least, top), TINY<TYPE>), LARGEST<TYPE>)), least};
 }
 DEV int code_of(float x, Scale s, float top) { return (int)fminf(fmaxf(rintf(__fdiv_rn(x - s.least, s.scale)), 0.f), top); }
 
-DEV int packed_end(int n) { return min(n, SINK) + max(0, n - SINK - KEY_RECENT) / KEY_FLUSH * KEY_FLUSH; }
-// Groups are numbered from here on for a sequence: no two of them have the same number, and the grid does not depend on what is completed.
-DEV int first_unit(const Arguments& a, int b) { return (int)(a.query_start_loc[b] / KEY_GROUP) + b * SPARE; }
+// The place of a position in an overlay row: sinks first, then a ring.
+template <class S> DEV int overlay_token(int position) { return position < Config::SINK ? position : Config::SINK + (position - Config::SINK) % S::RING; }
 
-// --- keys -------------------------------------------------------------------------------------------------------------
+// The page of a head that holds a position of sequence b.
+DEV u8* page_head_of(const AppendGroupsArguments& a, int b, int position, int head) {
+  const s64 page = a.block_table[(s64)b * a.table_width + (position - Config::ORIGIN) / Config::PAGE_TOKENS];
+  return a.pages + (page * Config::KV_HEADS + head) * Config::PAGE_HEAD_BYTES;
+}
 
-struct GroupShared {
+// --- keys ---------------------------------------------------------------------------------------------------------------------
+
+// The position before which the keys of a sequence of n tokens are packed: sinks, and whole flushes behind them that leave KEY_RECENT tokens.
+DEV int packed_end(int n) { return min(n, Config::SINK) + max(0, n - Config::SINK - Config::KEY_RECENT) / Config::KEY_FLUSH * Config::KEY_FLUSH; }
+
+// The first of the work units of a sequence, one for each group that its new tokens may complete. The numbers of two sequences do not meet,
+// and the grid does not depend on which groups are really completed.
+DEV int first_unit(const AppendGroupsArguments& a, int b) { return (int)(a.query_start_loc[b] / KEY_GROUP) + b * Config::SPARE_GROUPS; }
+
+struct GroupShared {  // by channel
   float scale[D], least[D], top[D];
-  double strength[BOOSTED ? D : 1];
-  u8 chosen[D], channels[D];
+  double magnitude[Config::BOOSTED ? D : 1];  // sum over the group, for the choice of boosted channels
+  u8 chosen[D], channels[D];                  // whether a channel is boosted; boosted channels in rising order
 };
 
-#if BOOSTED
-// Marks the channels with the largest sums of magnitudes, the first ones where they are equal, and lists them in order.
-DEV void choose(GroupShared& sh) {
+// Marks the BOOSTED channels with the largest sums of magnitudes, of equal ones the first.
+DEV void choose_boosted(GroupShared& sh) {
   for (int c = threadIdx.x; c < D; c += THREADS) {
     int rank = 0;
-    for (int i = 0; i < D; i++) rank += sh.strength[i] > sh.strength[c] || (sh.strength[i] == sh.strength[c] && i < c);
-    sh.chosen[c] = rank < BOOSTED;
+    for (int i = 0; i < D; i++) rank += sh.magnitude[i] > sh.magnitude[c] || (sh.magnitude[i] == sh.magnitude[c] && i < c);
+    sh.chosen[c] = rank < Config::BOOSTED;
   }
   __syncthreads();
 }
-#endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_groups(const Arguments a) {
-  DYNAMIC_SHARED(dynamic);
-  __shared__ __align__(16) GroupShared sh;
-  u16* x = (u16*)dynamic;  // [KEY_GROUP, D]: keys as the window holds them, then codes
-  const int unit = blockIdx.x, head = blockIdx.y;
-  const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_unit(a, i) <= unit; });
-  const int total = (int)a.seq_lens[b], start = (int)a.query_start_loc[b], before = total - ((int)a.query_start_loc[b + 1] - start);
-  const int position = max(max(SINK, packed_end(before)), (int)a.exact_key[b]) + (unit - first_unit(a, b)) * KEY_GROUP;
-  if (position + KEY_GROUP > packed_end(total)) return;
-  const u16* tail = (const u16*)a.window_key;
+// Loads a group [KEY_GROUP, D] of keys from `position` on in the type of the overlay: old tokens from its ring, new ones from the input. The first
+// new token of sequence b is `start` of the input, at position `before`.
+DEV void load_group(const AppendGroupsArguments& a, u16* x, int b, int head, int position, int start, int before) {
+  const u16* overlay = (const u16*)a.overlay_key;
   for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) {
     const int at = position + i / D;
-    if (at < before) x[i] = tail[((a.overlay_rows[b] * KEY_WINDOW + SINK + (at - SINK) % KEY_RING) * KV_HEADS + head) * D + i % D];
-    else x[i] = (u16)bits_of<WINDOW_TYPE>(load_number<KEY_TYPE>(a.key, ((s64)(start + at - before) * KV_HEADS + head) * D + i % D));
+    if (at < before)
+      x[i] = overlay[((a.overlay_rows[b] * Config::Key::OVERLAY_TOKENS + Config::SINK + (at - Config::SINK) % Config::Key::RING) * Config::KV_HEADS + head) * D + i % D];
+    else x[i] = (u16)bits_of<Config::OVERLAY_TYPE>(load_number<Config::Key::IN_TYPE>(a.key, ((s64)(start + at - before) * Config::KV_HEADS + head) * D + i % D));
   }
   __syncthreads();
+}
 
-  const int in_page = (position - ORIGIN) % PAGE, group = in_page / KEY_GROUP;
-  u8* run = a.pages + (a.table[(s64)b * a.table_width + (position - ORIGIN) / PAGE] * KV_HEADS + head) * RUN;
+// Computes and stores the scales of the group's channels, and which of them are boosted to 4 bits.
+DEV void scale_group(GroupShared& sh, const u16* x, u8* page_head, int group) {
   for (int c = threadIdx.x; c < D; c += THREADS) {
-    float least = low<WINDOW_TYPE>(x[c]), most = least;
-    double strength = 0.;  // exact, so in any order the same
+    float least = low<Config::OVERLAY_TYPE>(x[c]), most = least;
+    double magnitude = 0.;  // exact, so that the order of the sum does not matter
     for (int i = 0; i < KEY_GROUP; i++) {
-      const float y = low<WINDOW_TYPE>(x[i * D + c]);
+      const float y = low<Config::OVERLAY_TYPE>(x[i * D + c]);
       least = fminf(least, y), most = fmaxf(most, y);
-      if (BOOSTED) strength += fabsf(y);
+      if (Config::BOOSTED) magnitude += fabsf(y);
     }
     sh.least[c] = least, sh.scale[c] = most;
-    if (BOOSTED) sh.strength[BOOSTED ? c : 0] = strength;
+    if (Config::BOOSTED) sh.magnitude[Config::BOOSTED ? c : 0] = magnitude;
   }
   __syncthreads();
-#if BOOSTED
-  choose(sh);
-#endif
+  if constexpr (Config::BOOSTED > 0) choose_boosted(sh);
   for (int c = threadIdx.x; c < D; c += THREADS) {
-    float top = (1 << KEY_BITS) - 1;
-#if BOOSTED
-    int row = 0;
-    for (int i = 0; i < c; i++) row += sh.chosen[i];
-    if (sh.chosen[c]) sh.channels[row] = (u8)c, top = 15.f;
-    run[INDEX_OFFSET + group * D + c] = (u8)(sh.chosen[c] ? row : min(BOOSTED, 255));
-#endif
-    const Scale s = scale_of<1>(sh.least[c], sh.scale[c], top);
-    sh.scale[c] = s.scale, sh.least[c] = s.least, sh.top[c] = top;
-    u16* meta = (u16*)(run + KEY_META_OFFSET) + group * 2 * D;
-    meta[c] = (u16)bits_of<1>(s.scale), meta[D + c] = (u16)bits_of<1>(s.least);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) {
-    const int c = i % D;
-    x[i] = (u16)code_of(low<WINDOW_TYPE>(x[i]), {sh.scale[c], sh.least[c]}, sh.top[c]);
-  }
-  __syncthreads();
-  KEY_PLANES::each([&](auto plane) {
-    using P = decltype(plane);
-    constexpr int PER = 16 / P::BITS, WORDS = D * P::BITS / 64;  // codes of half a word; words of a lane and tile
-    u32* words = (u32*)(run + P::OFFSET) + in_page / 16 * 32 * WORDS;
-    for (int i = threadIdx.x; i < KEY_GROUP / 16 * 32 * WORDS; i += THREADS) {
-      const int word = i % WORDS, lane = i / WORDS % 32, tile = i / WORDS / 32;
-      u32 packed = 0;
-#pragma unroll
-      for (int slot = 0; slot < PER; slot++) {
-        const int place = word * PER + slot, row = place / (D / 8), channel = lane % 4 * (D / 4) + 2 * (place % (D / 8));
-        const u16* code = x + (tile * 16 + row * 8 + lane / 4) * D + channel;
-        constexpr u32 MASK = (1u << P::BITS) - 1;
-        packed |= ((u32)code[0] >> P::SHIFT & MASK) << slot * P::BITS | ((u32)code[1] >> P::SHIFT & MASK) << (16 + slot * P::BITS);
-      }
-      words[i] = packed;
+    float top = (1 << Config::Key::BITS) - 1;
+    if constexpr (Config::BOOSTED > 0) {
+      int row = 0;
+      for (int i = 0; i < c; i++) row += sh.chosen[i];
+      if (sh.chosen[c]) sh.channels[row] = (u8)c, top = 15.f;
+      page_head[Config::INDEX_OFFSET + group * D + c] = (u8)(sh.chosen[c] ? row : min(Config::BOOSTED, 255));
     }
-  });
-#if BOOSTED
+    const Scale s = scale_of<ElementType::FP16>(sh.least[c], sh.scale[c], top);
+    sh.scale[c] = s.scale, sh.least[c] = s.least, sh.top[c] = top;
+    u16* scales = (u16*)(page_head + Config::Key::SCALE_OFFSET) + group * 2 * D;  // [2, D]: scales, minima
+    scales[c] = (u16)bits_of<ElementType::FP16>(s.scale), scales[D + c] = (u16)bits_of<ElementType::FP16>(s.least);
+  }
+  __syncthreads();
+}
+
+// Stores one plane of the codes x [KEY_GROUP, D] of a group that begins at token `in_page` of the page, in fragment order (page_codes.cuh).
+template <class P> DEV void store_key_plane(const u16* x, u8* page_head, int in_page) {
+  constexpr int PER = 16 / P::BITS, WORDS = D * P::BITS / 64;  // codes of half a word; words of a lane and tile
+  u32* words = (u32*)(page_head + P::OFFSET) + in_page / 16 * 32 * WORDS;
+  for (int i = threadIdx.x; i < KEY_GROUP / 16 * 32 * WORDS; i += THREADS) {
+    const int word = i % WORDS, lane = i / WORDS % 32, tile = i / WORDS / 32;
+    u32 packed = 0;
+#pragma unroll
+    for (int slot = 0; slot < PER; slot++) {
+      const int place = word * PER + slot, row = place / (D / 8), channel = lane % 4 * (D / 4) + 2 * (place % (D / 8));
+      const u16* code = x + (tile * 16 + row * 8 + lane / 4) * D + channel;
+      constexpr u32 MASK = (1u << P::BITS) - 1;
+      packed |= ((u32)code[0] >> P::SHIFT & MASK) << slot * P::BITS | ((u32)code[1] >> P::SHIFT & MASK) << (16 + slot * P::BITS);
+    }
+    words[i] = packed;
+  }
+}
+
+// Stores the two high bits of the codes of boosted channels, [KEY_GROUP, BOOSTED / 4] bytes.
+template <int BOOSTED> DEV void store_high_bits(const GroupShared& sh, const u16* x, u8* page_head, int in_page) {
   for (int i = threadIdx.x; i < KEY_GROUP * (BOOSTED / 4); i += THREADS) {
     const int token = i / (BOOSTED / 4), first = i % (BOOSTED / 4) * 4;
     u32 packed = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) packed |= ((u32)x[token * D + sh.channels[first + e]] >> 2 & 3u) << 2 * e;
-    run[HIGH_OFFSET + in_page * (BOOSTED / 4) + i] = (u8)packed;
+    page_head[Config::HIGH_OFFSET + in_page * (BOOSTED / 4) + i] = (u8)packed;
   }
-#endif
 }
 
-// --- values and windows -------------------------------------------------------------------------------------------------
+// Grid: (work units, KV_HEADS). A CTA codes one group of one head, if the new tokens complete it.
+extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_groups(const AppendGroupsArguments a) {
+  DYNAMIC_SHARED(dynamic);
+  __shared__ __align__(16) GroupShared sh;
+  u16* x = (u16*)dynamic;  // [KEY_GROUP, D]: keys as the overlay holds them, then codes
+  const int unit = blockIdx.x, head = blockIdx.y;
+  const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_unit(a, i) <= unit; });
+  const int total = (int)a.seq_lens[b], start = (int)a.query_start_loc[b], before = total - ((int)a.query_start_loc[b + 1] - start);
+  const int position = max(max(Config::SINK, packed_end(before)), (int)a.key_ring_start[b]) + (unit - first_unit(a, b)) * KEY_GROUP;
+  if (position + KEY_GROUP > packed_end(total)) return;
+  load_group(a, x, b, head, position, start, before);
 
-template <int TYPE> DEV void store_window(void* window, s64 place, float x) { ((u16*)window)[place] = (u16)bits_of<TYPE>(x); }
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_tokens(const Arguments a) {
-  __shared__ u8 codes[WARPS][D];
-  constexpr int COUNT = D / 32, WIDTH = D / VALUE_GROUPS;  // channels lane, lane + 32, ...; channels of a scale
-  static_assert(WIDTH == 16 || WIDTH % 32 == 0, "a warp's lanes are whole groups, or two of them");
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const s64 job = (s64)blockIdx.x * WARPS + warp;
-  const int head = (int)(job % KV_HEADS), token = (int)(job / KV_HEADS);
-  if (token >= a.tokens) return;
-  const int b = sequence_of(a, token);
-  const int length = (int)a.seq_lens[b], position = length - (int)(a.query_start_loc[b + 1] - token);
-  float x[COUNT];
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    const int c = lane + 32 * i;
-    x[i] = load_number<VALUE_TYPE>(a.value, ((s64)token * KV_HEADS + head) * D + c);
-    if (position < SINK || position >= length - KEY_RING) {
-      const s64 row = (a.overlay_rows[b] * KEY_WINDOW + (position < SINK ? position : SINK + (position - SINK) % KEY_RING)) * KV_HEADS + head;
-      store_window<WINDOW_TYPE>(a.window_key, row * D + c, load_number<KEY_TYPE>(a.key, ((s64)token * KV_HEADS + head) * D + c));
-    }
-    if (position < SINK || position >= length - VALUE_RING_TOKENS) {
-      const s64 row = (a.overlay_rows[b] * VALUE_WINDOW + (position < SINK ? position : SINK + (position - SINK) % VALUE_RING)) * KV_HEADS + head;
-      store_window<WINDOW_TYPE>(a.window_value, row * D + c, x[i]);
-    }
+  const int in_page = (position - Config::ORIGIN) % Config::PAGE_TOKENS;
+  u8* page_head = page_head_of(a, b, position, head);
+  scale_group(sh, x, page_head, in_page / KEY_GROUP);
+  for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) {
+    const int c = i % D;
+    x[i] = (u16)code_of(low<Config::OVERLAY_TYPE>(x[i]), {sh.scale[c], sh.least[c]}, sh.top[c]);
   }
-  if (position < ORIGIN) return;  // no page has it
+  __syncthreads();
+  Config::Key::CodePlanes::each([&](auto plane) { store_key_plane<decltype(plane)>(x, page_head, in_page); });
+  if constexpr (Config::BOOSTED > 0) store_high_bits<Config::BOOSTED>(sh, x, page_head, in_page);
+}
 
+// --- values and the overlay ---------------------------------------------------------------------------------------------------
+
+// Stores one plane of a token's value codes [D], a byte each in shared memory, in fragment order (page_codes.cuh). Channels are ordered
+// within VALUE_ORDER_GROUPS parts of the vector.
+template <class P> DEV void store_value_plane(const u8* codes, u8* page_head, int tile, int inside, int lane) {
+  constexpr int PER = 8 / P::BITS, BYTES = D * P::BITS / 64, WORDS = BYTES;  // codes of a byte; bytes of the token and a g; words of a lane
+  constexpr int PART = D / Config::VALUE_ORDER_GROUPS, SHARE = PART / 8;
+  for (int i = lane; i < 8 * BYTES; i += 32) {
+    const int g = i / BYTES, byte = inside / 8 * BYTES + i % BYTES;  // of the lane's half words
+    u32 packed = 0;
+#pragma unroll
+    for (int slot = 0; slot < PER; slot++) {
+      const int element = i % BYTES * PER + slot, channel = element / SHARE * PART + g * SHARE + element % SHARE;
+      packed |= ((u32)codes[channel] >> P::SHIFT & ((1u << P::BITS) - 1)) << slot * P::BITS;
+    }
+    page_head[P::OFFSET + (((tile * 8 + g) * 4 + inside / 2 % 4) * WORDS + byte / 2) * 4 + inside % 2 * 2 + byte % 2] = (u8)packed;
+  }
+}
+
+// Scales and codes of a token's values x: a lane has channels lane, lane + 32, ... Codes go to shared memory, scales to the page.
+DEV void encode_values(const float* x, u8* codes, u8* page_head, int scale_place, int lane) {
+  constexpr int COUNT = D / 32, WIDTH = D / Config::VALUE_GROUPS, TYPE = Config::Value::SCALE_TYPE;  // channels of a lane, and of a scale
+  static_assert(WIDTH == 16 || WIDTH % 32 == 0, "a warp's lanes are whole groups, or two of them");
   float least[COUNT], most[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
@@ -183,35 +187,50 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) kvant_append_tokens(con
     for (int o = 1; o < (WIDTH < 32 ? WIDTH : 32); o <<= 1)
       least[i] = fminf(least[i], __shfl_xor_sync(FULL, least[i], o)), most[i] = fmaxf(most[i], __shfl_xor_sync(FULL, most[i], o));
   }
-  const int in_page = (position - ORIGIN) % PAGE, tile = in_page / 16, inside = in_page % 16;
-  u8* run = a.pages + (a.table[(s64)b * a.table_width + (position - ORIGIN) / PAGE] * KV_HEADS + head) * RUN;
-  const int lane_order = in_page % 8 * (PAGE / 8) + tile * 2 + inside / 8;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     float low_end = least[i], high_end = most[i];
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
       if (32 * k / WIDTH == 32 * i / WIDTH) low_end = fminf(low_end, least[k]), high_end = fmaxf(high_end, most[k]);
-    constexpr float TOP = (1 << VALUE_BITS) - 1;
-    const Scale s = scale_of<VALUE_META_TYPE>(WIDTH < 32 ? least[i] : low_end, WIDTH < 32 ? most[i] : high_end, TOP);
+    constexpr float TOP = (1 << Config::Value::BITS) - 1;
+    const Scale s = scale_of<TYPE>(WIDTH < 32 ? least[i] : low_end, WIDTH < 32 ? most[i] : high_end, TOP);
     const int c = lane + 32 * i;
-    codes[warp][c] = (u8)code_of(x[i], s, TOP);
-    if (c % WIDTH == 0)
-      ((u32*)(run + VALUE_META_OFFSET))[c / WIDTH * PAGE + lane_order] = bits_of<VALUE_META_TYPE>(s.scale) | bits_of<VALUE_META_TYPE>(s.least) << 16;
+    codes[c] = (u8)code_of(x[i], s, TOP);
+    if (c % WIDTH == 0) ((u32*)(page_head + Config::Value::SCALE_OFFSET))[c / WIDTH * Config::PAGE_TOKENS + scale_place] = bits_of<TYPE>(s.scale) | bits_of<TYPE>(s.least) << 16;
   }
-  __syncwarp();
-  VALUE_PLANES::each([&](auto plane) {
-    using P = decltype(plane);
-    constexpr int PER = 8 / P::BITS, BYTES = D * P::BITS / 64, WORDS = BYTES, SHARE = D / VALUE_ORDER_GROUPS / 8;  // bytes of a token and g
-    for (int i = lane; i < 8 * BYTES; i += 32) {
-      const int g = i / BYTES, byte = inside / 8 * BYTES + i % BYTES;  // of the lane's and half's
-      u32 packed = 0;
+}
+
+// Grid: one dimension. A warp takes a token of a head.
+extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_tokens(const AppendGroupsArguments a) {
+  using Key = Config::Key;
+  using Value = Config::Value;
+  __shared__ u8 codes[Config::WARPS][D];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const s64 job = (s64)blockIdx.x * Config::WARPS + warp;
+  const int head = (int)(job % Config::KV_HEADS), token = (int)(job / Config::KV_HEADS);
+  if (token >= a.tokens) return;
+  const int b = sequence_of(a, token);
+  const int length = (int)a.seq_lens[b], position = length - (int)(a.query_start_loc[b + 1] - token);
+  float x[D / 32];  // channels lane, lane + 32, ...
 #pragma unroll
-      for (int slot = 0; slot < PER; slot++) {
-        const int element = i % BYTES * PER + slot, channel = element / SHARE * (D / VALUE_ORDER_GROUPS) + g * SHARE + element % SHARE;
-        packed |= ((u32)codes[warp][channel] >> P::SHIFT & ((1u << P::BITS) - 1)) << slot * P::BITS;
-      }
-      run[P::OFFSET + (((tile * 8 + g) * 4 + inside / 2 % 4) * WORDS + byte / 2) * 4 + inside % 2 * 2 + byte % 2] = (u8)packed;
+  for (int i = 0; i < D / 32; i++) {
+    const int c = lane + 32 * i;
+    x[i] = load_number<Value::IN_TYPE>(a.value, ((s64)token * Config::KV_HEADS + head) * D + c);
+    if (position < Config::SINK || position >= length - Key::RING) {
+      const s64 row = (a.overlay_rows[b] * Key::OVERLAY_TOKENS + overlay_token<Key>(position)) * Config::KV_HEADS + head;
+      store_number<Config::OVERLAY_TYPE>(a.overlay_key, row * D + c, load_number<Key::IN_TYPE>(a.key, ((s64)token * Config::KV_HEADS + head) * D + c));
     }
-  });
+    if (position < Config::SINK || position >= length - Value::RING_TOKENS) {
+      const s64 row = (a.overlay_rows[b] * Value::OVERLAY_TOKENS + overlay_token<Value>(position)) * Config::KV_HEADS + head;
+      store_number<Config::OVERLAY_TYPE>(a.overlay_value, row * D + c, x[i]);
+    }
+  }
+  if (position < Config::ORIGIN) return;  // the overlay alone has it
+
+  const int in_page = (position - Config::ORIGIN) % Config::PAGE_TOKENS, tile = in_page / 16, inside = in_page % 16;
+  u8* page_head = page_head_of(a, b, position, head);
+  encode_values(x, codes[warp], page_head, in_page % 8 * (Config::PAGE_TOKENS / 8) + tile * 2 + inside / 8, lane);
+  __syncwarp();
+  Value::CodePlanes::each([&](auto plane) { store_value_plane<decltype(plane)>(codes[warp], page_head, tile, inside, lane); });
 }

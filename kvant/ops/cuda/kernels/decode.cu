@@ -1,514 +1,216 @@
-// Decode attention, 5 of 5: paged, over packed codes, in one launch, split along the sequence, windows and merge included. The
-// text before it is common.cu, softmax.cu, queries.cu, groups.cu, attend.cu and deal.cu; for vector quantization, indices.cu and lookup.cu too.
+// Decode attention over pages of codes: paged, split along the sequence (split-KV), overlay and merge included, in one launch.
 //
-// S^T = K Q^T and O^T = V^T P^T: tokens (then channels) fill the 16 rows of the tensor core's product, the query heads of a KV
-// head its 8 columns. The page lies in the order of the lanes (kvant/layout.py), so a lane reads its own share and nothing is
-// shuffled. Scales touch scores and probabilities, never elements.
+//   for every work tile of the CTA: a part of one sequence for one tile of query heads
+//     load the query, S = Q K^T and O += P V over overlay and pages by every warp, merge the warps, write a partial result or finish
 //
-// Scores: codes as bytes times queries as two signed bytes (128 high + low, in neighbouring columns), exact in integers. A lane
-// then holds the scores of query head t (t + 4, ...) for tokens g and g + 8 of every tile of 16.
-// Outputs: codes as fp16 times probabilities as fp16. Up to four query heads leave half of the columns idle, so two tiles share
-// them: PAIRED.
-//
-// Work is cut into equal parts, one for each block, over all (sequence, head)s laid end to end; a unit is a page, or one or two
-// tiles of the full-precision windows. Where a (sequence, head) is shared by several blocks, the last to finish merges.
-//
-// Constants beside those of common.cu: GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES,
-// KEY_PLANES and VALUE_CODES, KEY_META, VALUE_META (0 scale and minimum, 1 scale and integer zero, 2 scale), their types and
-// offsets, VALUE_FLAG (a negative scale says that the mean was taken off a value), SINK, RECENT, WINDOW_TOKENS (full-precision tokens of a sequence), WINDOW_TYPE, WINDOW_TILES (of windows that a warp attends to at once), WINDOWS_LAST (whether after pages), UNIT
-// (what they count, in pages), MIXED (what a page counts whose tokens are partly in windows), QUERY_TYPE, WARP_BYTES (of dynamic shared memory), DUAL and INVERSE (0 nothing, 1 Hadamard of order ..._ORDER,
-// 2 a matrix, in kernels of their own before and after, 3 a matrix in this one, where both share their place), PREPARED (whether a kernel before makes the queries' bytes too), TURNED (positions of a block to whose start keys are turned back, 0 where
-// they are not; queries are then turned by kvant_turn before, of TURN_WARPS and TURN_BLOCKS, as TURN_PARTS numbers of fp16), SOFTCAP, STAGES, WARPS, MIN_BLOCKS, BULK,
-// INDEXED (whether streams are indices of centroids, which have no scales: indices.cu), KEY_BOOK and VALUE_BOOK, KEY_BOOK_HEADS and VALUE_BOOK_HEADS
-// (1 where heads share them).
+// S^T = K Q^T and O^T = V^T P^T, see include/decode_shapes.cuh. Codes are operands as they are stored: scales touch scores and probabilities, never elements.
+// How a page is attended to is the codec's: Config::PageAttention, a type of codecs/*_pages.cuh, whose header a program includes before this file.
 
-#include "include/copies.cuh"
-#include "include/scheduler.cuh"
-#include "include/online_softmax.cuh"
-#include "include/queries.cuh"
-#include "kernels/rotate_queries.cuh"
-#include "codecs/product_vq_page.cuh"
-#include "codecs/channel.cuh"
-#include "include/attend.cuh"
+#pragma once
+#include "include/output.cuh"
+#include "include/overlay.cuh"
+#include "include/page_ring.cuh"
 
-// --- a block --------------------------------------------------------------------------------------------------------------
+using PageAttention = Config::PageAttention;
 
-struct Shared {
-#if !PREPARED
-  Prepared query;
-#endif
-  float m[WARPS][4 * OWN], l[WARPS][4 * OWN], flags[WARPS][4 * OWN];
+// --- shared memory ----------------------------------------------------------------------------------------------------------
+
+// The matrix of queries, or of outputs, behind the pages of all warps.
+struct SharedMatrix {
+  u8* bytes;
+  int head;         // whose matrix is there, or -1
+  int output_head;  // whose matrix the outputs of this work tile are multiplied by
+
+  DEV void open(u8* memory, const DecodeArguments& a) {
+    bytes = memory;
+    if constexpr (FUSED_QUERIES || FUSED_OUTPUTS) {
+      head = (FUSED_QUERIES ? a.matrix_heads : a.output_matrix_heads) == 1 ? 0 : -1;  // one for all heads is copied now
+      if (head == 0) copy_matrix(bytes, FUSED_QUERIES ? a.query_matrix : a.output_matrix, 0);
+    }
+  }
+  DEV void copy_query_matrix(const DecodeArguments& a, int which) {
+    if (head != which) copy_matrix(bytes, a.query_matrix, head = which);
+  }
+  DEV void copy_output_matrix(const DecodeArguments& a, int kv_head) {
+    output_head = kv_head % a.output_matrix_heads;
+    if (FUSED_QUERIES || head != output_head) copy_matrix(bytes, a.output_matrix, output_head), head = FUSED_QUERIES ? -1 : output_head;
+  }
+};
+
+// --- the query --------------------------------------------------------------------------------------------------------------
+
+// A query whose operand a kernel before this one made; with RoPE blocks, one operand for each.
+struct OperandQuery {
+  struct Shared {};
+  const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
+
+  DEV void request(const DecodeArguments&, const TileRows&) {}
+  DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const TileRows& rows) {
+    operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
+  }
+  template <class Pages> DEV void load(Pages& pages, Shared&, const DecodeArguments& a, int lane) const {
+    if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
+  }
+  // The operand of a RoPE block; the next one is prefetched.
+  template <class Pages> DEV void load_block(Pages& pages, const DecodeArguments& a, int block, int lane) const {
+    constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
+    pages.load_query(operands[block], lane, a.scale);
+    if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
+  }
+  // Overlay tokens [at, last), those of one RoPE block at a time.
+  DEV void attend(Shared&, const DecodeArguments& a, const TileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+    if constexpr (ROPE_BLOCK > 0) {
+      for (int first = at; first < last;) {
+        const int until = min(last, rope_block_end(a, first));
+        const int block = rope_block_of(a, first), slot = overlay_slot(block, rope_block_of(a, w.n - 1));
+        const float* queries = a.query_rows + (((s64)rows.b * HEAD_TILES + rows.head_tile) * OVERLAY_SLOTS + slot) * TILE_HEADS * D;
+        attend_overlay(a, at, first, until, overlay_row, rows.head, lane, operands[block], queries, softmax);
+        first = until;
+      }
+    } else {
+      attend_overlay(a, at, at, last, overlay_row, rows.head, lane, *operands, a.query_rows + rows.query * D, softmax);
+    }
+  }
+};
+
+// A query that the CTA transforms itself, into shared memory.
+struct CtaQuery {
+  using Shared = PageAttention::Shared;
+  static constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one writes the rows
+  RawQuery raw;
+
+  DEV static int matrix_of(const DecodeArguments& a, const TileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
+  DEV void request(const DecodeArguments& a, const TileRows& rows) {
+    if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
+  }
+  DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const TileRows& rows) {
+    if constexpr (FUSED_QUERIES) matrix.copy_query_matrix(a, matrix_of(a, rows));
+    if (AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
+    load_shared_query(sh, a, raw, matrix.bytes, rows.query, rows.count);
+  }
+  template <class Pages> DEV void load(Pages& pages, Shared& sh, const DecodeArguments& a, int lane) const { pages.load_query(sh, lane, a.scale); }
+  DEV void attend(Shared& sh, const DecodeArguments& a, const TileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+    attend_overlay(a, at, at, last, overlay_row, rows.head, lane, sh, sh.rows, softmax);
+  }
+};
+using Query = Select<Config::QUERY_KERNEL, OperandQuery, CtaQuery>;
+
+struct Shared : Query::Shared, MergeBuffers {
   u64 barrier[WARPS][STAGES];
-  Work work[WARPS];  // here, not in registers
-};
-constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a (sequence, head): outputs, their log-sum-exp, flags
-
-constexpr bool MERGED_FLAGS = VALUE_FLAG && INVERSE != 3;  // whether means are added when all parts are there, or by every block
-constexpr int OUTPUT_ROW = D + 4;  // floats of a query head's outputs in shared memory: rows start in different banks
-
-// The output of a query head, by a warp: sums of values times weights, and of weights relative to 2^m.
-struct Output {
-  float x[FOURS][4], m, l, flags;
-
-  // The block's own, from what its warps left in shared memory.
-  DEV void gather(const Shared& sh, const float* outputs, int stride, int h, int lane) {
-    m = minus_infinity(), l = flags = 0.f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) m = fmaxf(m, sh.l[i][h] > 0.f ? sh.m[i][h] : minus_infinity());
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {  // without branches: what a warp without tokens left is zeros
-      const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
-      l += by * sh.l[i][h], flags += by * sh.flags[i][h];
-      add(outputs + i * stride + h * OUTPUT_ROW, by, lane);
-    }
-  }
-  DEV void add(const float* row, float by, int lane) {
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) {
-      float y[4] = {0.f, 0.f, 0.f, 0.f};
-      if (4 * (lane + 32 * j) < D) load_four<2>(y, row, 4 * (lane + 32 * j));
-#pragma unroll
-      for (int i = 0; i < 4; i++) x[j][i] = fmaf(by, y[i], x[j][i]);
-    }
-  }
-  // As a part among others: outputs, then by query head log-sum-exps and flags.
-  DEV void store(float* part, int h, int lane) const {
-    const float back = l > 0.f ? 1.f / l : 0.f;
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) {
-      const float y[4] = {x[j][0] * back, x[j][1] * back, x[j][2] * back, x[j][3] * back};
-      if (4 * (lane + 32 * j) < D) store_four<2>(part, h * D + 4 * (lane + 32 * j), y);
-    }
-    store_sum(part, h, lane);
-    if (lane == 0) part[TILE_HEADS * (D + 1) + h] = flags * back;
-  }
-  DEV void store_sum(float* part, int h, int lane) const {
-    if (lane == 0) part[TILE_HEADS * D + h] = l > 0.f ? m + log2_(l) : minus_infinity();
-  }
-  // All parts, of blocks first to last. A block's lies in its second slot where it began with this (sequence, head) or before it, which only the first one did.
-  DEV void merge(const float* partial, int first, int last, int h, int lane) {
-    constexpr int SOME = 16 / FOURS;  // rows that are asked for at once: one after another, they would be most of a short attention's time
-    m = minus_infinity(), l = flags = 0.f;
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
-    const auto part = [&](int block) { return partial + (s64)(block * 2 + (block == first)) * PARTIAL; };
-    for (int base = first; base <= last; base += SOME) {
-      const int block = base + lane;
-      float4 y[SOME][FOURS];
-      float own = minus_infinity(), mark = 0.f;
-      if (lane < SOME && block <= last) {
-        own = __ldcg(part(block) + TILE_HEADS * D + h);
-        if (MERGED_FLAGS) mark = __ldcg(part(block) + TILE_HEADS * (D + 1) + h);
-      }
-#pragma unroll
-      for (int k = 0; k < SOME; k++)
-#pragma unroll
-        for (int j = 0; j < FOURS; j++) {
-          y[k][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (base + k <= last && 4 * (lane + 32 * j) < D) y[k][j] = __ldcg((const float4*)(part(base + k) + h * D) + lane + 32 * j);
-        }
-      const float top = fmaxf(m, row_max(own)), fade = m > -1e29f ? exp2_(m - top) : 0.f, by = own > -1e29f ? exp2_(own - top) : 0.f;
-      m = top, l = fmaf(l, fade, row_sum(by)), flags *= fade;
-      if (MERGED_FLAGS) flags += row_sum(by * mark);
-#pragma unroll
-      for (int j = 0; j < FOURS; j++) {
-        x[j][0] *= fade, x[j][1] *= fade, x[j][2] *= fade, x[j][3] *= fade;
-#pragma unroll
-        for (int k = 0; k < SOME; k++) {
-          const float weight = __shfl_sync(FULL, by, k);
-          x[j][0] = fmaf(weight, y[k][j].x, x[j][0]), x[j][1] = fmaf(weight, y[k][j].y, x[j][1]);
-          x[j][2] = fmaf(weight, y[k][j].z, x[j][2]), x[j][3] = fmaf(weight, y[k][j].w, x[j][3]);
-        }
-      }
-    }
-  }
-  // The mean of values, in their own space.
-  template <bool FLAGS> DEV void normalise(const Arguments& a, int head, int lane) {
-    const float by = l > 0.f ? 1.f / l : 0.f;
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) {
-      const int e = 4 * (lane + 32 * j);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        x[j][i] *= by;
-        if (FLAGS && e < D) x[j][i] = fmaf(flags * by, a.mean[head * D + e + i], x[j][i]);
-      }
-    }
-  }
-#if INVERSE == 3
-  // For the matrix: as fp16 in two parts, once a power of two brings it to magnitudes of at most one, then that power. In the place of a row of a warp's outputs.
-  DEV void spread(const Arguments& a, float* row, int head, int lane) {
-    normalise<VALUE_FLAG>(a, head, lane);
-    float top = 1e-30f;
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) top = fmaxf(top, largest(x[j]));
-    top = row_max(top);
-    const float by = below_one(top);
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) {
-      const float y[4] = {x[j][0] * by, x[j][1] * by, x[j][2] * by, x[j][3] * by};
-      const u32 w[2] = {fp16_pair(y[0], y[1]), fp16_pair(y[2], y[3])};
-      const u32 rest[2] = {fp16_pair(y[0] - fp16_low(w[0]), y[1] - fp16_high(w[0])), fp16_pair(y[2] - fp16_low(w[1]), y[3] - fp16_high(w[1]))};
-      if (4 * (lane + 32 * j) < D) store_words<2>((u8*)row + 8 * (lane + 32 * j), w), store_words<2>((u8*)row + 2 * D + 8 * (lane + 32 * j), rest);
-    }
-    if (lane == 0) row[D] = from_below_one(top);
-  }
-#endif
-  // Into the space of outputs, and out.
-  DEV void finish(const Arguments& a, s64 query, int head, int lane) {
-    normalise<MERGED_FLAGS>(a, head, lane);
-    if constexpr (INVERSE == 1) hadamard<INVERSE_ORDER>(x, lane);
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) {
-      const int e = 4 * (lane + 32 * j);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (INVERSE == 1 && a.inverse_signs && e < D) x[j][i] *= a.inverse_signs[e + i];
-      if (INVERSE == 3 && e < D) add_offset(a, head, e, x[j]);
-      if (e < D) store_four<INVERSE == 2 ? 2 : QUERY_TYPE>(a.out, query * D + e, x[j]);
-    }
-    finish_sum(a, query, lane);
-  }
-  DEV void finish_sum(const Arguments& a, s64 query, int lane) const {
-    if (a.lse && lane == 0) a.lse[query] = l > 0.f ? (m + log2_(l)) * 0.69314718055994531f : minus_infinity();
-  }
-  DEV static void add_offset(const Arguments& a, int head, int e, float* y) {
-    float more[4] = {0.f, 0.f, 0.f, 0.f};
-    if (a.inverse_offset) load_four<2>(more, a.inverse_offset, head % a.inverse_heads * D + e);
-#pragma unroll
-    for (int i = 0; i < 4; i++) y[i] += more[i];
-  }
+  SequenceWork work[WARPS];  // here, not in registers
 };
 
-#if INVERSE == 3
-// Rows that Output::spread made by the matrix in shared memory, and to where `store` puts them; both parts of eight rows are one product's.
-template <class Store> DEV void multiply_outputs(const float* rows, const u8* matrix, float power, int count, Store store) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int r = 0; r < (TILE_HEADS + 7) / 8; r++) {
-    const float* row = rows + min(g + 8 * r, count - 1) * OUTPUT_ROW;
-    const float by = row[D] * power;
-    u32 x[2][D / 8];
-#pragma unroll
-    for (int part = 0; part < 2; part++) load_words<D / 8>(x[part], (const u8*)row + part * 2 * D + t * (D / 2));
-    times_shared(x, matrix, [&](int tile, const float (*c)[4]) {
-      float y[4] = {(c[0][0] + c[0][2]) * by, (c[0][1] + c[0][3]) * by, (c[1][0] + c[1][2]) * by, (c[1][1] + c[1][3]) * by};
-      if (g + 8 * r < count) store(g + 8 * r, tile * 16 + 4 * t, y);
-    });
+// --- overlay and pages --------------------------------------------------------------------------------------------------------
+
+// Tokens [begin(i), end(i)) of unit i of the overlay: sinks first, then the recent ones.
+struct OverlayUnits {
+  static constexpr int TOKENS = 16 * OVERLAY_TILES;
+  const volatile SequenceWork& w;
+  DEV int begin(int i) const { return i >= w.sink_units ? w.recent_begin + (i - w.sink_units) * TOKENS : w.low + i * TOKENS; }
+  DEV int end(int i) const { return min(begin(i) + TOKENS, i >= w.sink_units ? w.n : w.sink_end); }
+};
+
+// A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
+template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, const Q& query, const TileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
+                      OnlineSoftmax& softmax) {
+  [[maybe_unused]] int rope_block = -1;
+  for (int page = range.page; page < range.page_end; page++) {
+    ring.stage = ring.read % STAGES;
+    pages.enter(ring, page + 1 < range.page_end);
+#pragma unroll 1
+    for (int tile = 0; tile < PAGE_TILES; tile += CHUNK_TILES) {
+      const int at = Config::ORIGIN + (packed.page + page) * Config::PAGE_TOKENS + tile * 16;
+      if (PAGE_TILES > CHUNK_TILES && (at + 16 * CHUNK_TILES <= packed.begin || at >= packed.end)) continue;
+      const auto attend = [&](int first, int last, bool final) { pages.attend(a, packed, rows.head, tile, at, first, last, lane, final, softmax); };
+      if constexpr (ROPE_BLOCK > 0) {
+        for (int first = max(at, packed.begin), end = min(at + 16 * CHUNK_TILES, packed.end); first < end;) {
+          const int last = min(end, rope_block_end(a, first));
+          if (rope_block_of(a, first) != rope_block) {
+            rope_block = rope_block_of(a, first);
+            query.load_block(pages, a, rope_block, lane);
+          }
+          attend(first, last, last == end);
+          first = last;
+        }
+      } else {
+        attend(packed.begin, packed.end, true);
+      }
+    }
+    ring.refill(page, range, lane);
   }
 }
-#endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode(const Arguments a) {
-  DYNAMIC_SHARED(dynamic);
+// --- the kernel -----------------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode(const DecodeArguments a) {
+  constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one transforms queries
+  DYNAMIC_SHARED(dynamic);  // [WARPS, WARP_BYTES]: a warp's pages in flight, then its outputs [TILE_HEADS, OUTPUT_ROW]; then a matrix or codebooks
   __shared__ __align__(16) Shared sh;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  u8* stages = dynamic + warp * WARP_BYTES;
-  float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, OUTPUT_ROW], each warp's where its pages were
-  constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
-  static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= 4 * OWN * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
-
+  static_assert(Config::WARP_BYTES >= STAGES * PAGE_HEAD_BYTES && Config::WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   begin_copies(sh.barrier[warp], STAGES, lane);
-  u8* matrix = dynamic + WARPS * WARP_BYTES;  // of queries, or of outputs
-#if DUAL == 3 || INVERSE == 3
-  int there = (DUAL == 3 ? a.matrix_heads : a.inverse_heads) == 1 ? 0 : -1;  // the head whose matrix is there: of queries, if they have one
-  if (there == 0) ask_for_matrix(matrix, DUAL == 3 ? a.dual_matrix : a.inverse_matrix, 0);
-#endif
-  if (DUAL != 2) await_kernel();
-  start_dependents();  // outputs by a matrix, or the next call
-  int booked = -1;  // whose codebooks are in shared memory
+  SharedMatrix matrix;
+  matrix.open(dynamic + WARPS * Config::WARP_BYTES, a);
+  if (!AFTER_KERNEL) wait_prior_grid();
+  launch_dependent_grids();  // the transform of outputs, or the next call
+  int codebook_head = -1;    // whose codebooks are in shared memory
 
-  // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
-  // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
-  const int own = lane < a.batch ? work_of(a, lane).units : 0;
-  int all = own;
-  for (int i = lane + 32; i < a.batch; i += 32) all += work_of(a, i).units;
-  all = sum_of(all) * HEADS;
-  int blocks = min((int)gridDim.x, max(1, all / (WARPS * 2)));  // two pages a warp, or it is not worth a block
-  const bool split = blocks >= 3 * a.batch * HEADS;
-  const float share = __fdividef((float)blocks, (float)all);
-  Deal deal = {1, 0};
-  if (split) {
-    blocks = lane < a.batch ? parts_of(own, share) : 0;
-    for (int i = lane + 32; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
-    blocks = sum_of(blocks) * HEADS;
-  } else {
-    deal = {all / blocks, all % blocks};
-  }
-  const u32 room = held_address(stages), barriers = held_address(sh.barrier[warp]);
-  u32 read = 0;  // runs of this warp
-  for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
-  int now = deal.start(part), b, before;
-  const int end = deal.start(part + 1);
-  find<HEADS>(a, now, split, share, own, lane, b, before);
-  while (now < end) {
-    const Work found = work_of(a, b);
-    if (lane == 0) sh.work[warp] = found;
-    const int units = split ? parts_of(found.units, share) : found.units;
-    const int virtual_head = quotient(now - before, units), head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
-    const int start = before + virtual_head * units;
-    const int from = now - start, to = min(end, start + units) - start;
-    int page_from = max(from - found.units_windows * UNIT, 0), page_to = min(max(to - found.units_windows * UNIT, 0), found.weight);
-    int window_from = (from + UNIT - 1) / UNIT, window_to = min(found.units_windows, (to + UNIT - 1) / UNIT);
-    if (split) {  // the same share of both; where one part ends, the next one begins
-      const float each = __fdividef(1.f, (float)units);
-      const auto portion = [&](int i, int whole) { return i == units ? whole : (int)((float)(i * whole) * each); };
-      page_from = portion(from, found.weight), page_to = portion(to, found.weight);
-      window_from = portion(from, found.units_windows), window_to = portion(to, found.units_windows);
-    }
-    // A warp's share of the block's windows and pages: windows in turn, so that the first `more` warps have one more than the others, which
-    // have `each`; pages in one stretch, fewer where it has more of the windows.
-    const int own_windows = max(0, window_to - window_from), own_pages = max(0, page_to - page_from);
-    const int each = own_windows / WARPS, more = own_windows % WARPS, level = own_windows * UNIT;
-    int quota = (level + own_pages + WARPS - 1) / WARPS;  // of units
-    if (own_pages <= (WARPS - more) * UNIT) quota = each * UNIT + quotient(own_pages + WARPS - more - 1, WARPS - more);
-    const int less = max(0, quota - (each + 1) * UNIT), usual = quota - each * UNIT;  // pages of warps with one more, and of the others
-    page_from += min(warp, more) * less + max(0, warp - more) * usual;
-    page_to = min(page_to, page_from + (warp < more ? less : usual));
-    page_from = page_at(page_from, found.pages, found.mixed), page_to = page_at(page_to, found.pages, found.mixed);
-    const volatile Work& w = sh.work[warp];
-    __syncwarp();
+  const TileScheduler<HEAD_TILES, 2 * WARPS> scheduler(a, lane);  // two pages a warp
+  PageRing ring;
+  ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
+  for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
+    for (WorkTile tile = scheduler.first_tile(a, part, lane); tile.unit < tile.end; scheduler.advance(tile)) {
+      // schedule: this warp's pages and overlay tiles
+      const SequenceWork found = sequence_work(a, tile.b);
+      if (lane == 0) sh.work[warp] = found;
+      scheduler.enter(tile, found.units);
+      const WarpRange range = warp_range(found, tile, scheduler.split, warp);
+      const volatile SequenceWork& w = sh.work[warp];
+      const OverlayUnits overlay = {w};
+      const s64 overlay_row = found.overlay_row;
+      __syncwarp();
 
-    // the first copies are on their way while the query is prepared
-    const s64* table = a.table + (s64)b * a.table_width + found.page;
-    const u8* own_runs = a.pages + head * RUN;
-    u32 next[STAGES + 1];  // pages, asked for all at once
-#pragma unroll
-    for (int i = 0; i <= STAGES; i++) next[i] = page_from + i < page_to ? (u32)table[page_from + i] : 0u;
-    const int query_head = head * GROUP + query_tile * TILE_HEADS;
-    const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
-    const s64 query = (s64)b * KV_HEADS * GROUP + query_head;
-#if !PREPARED
-    const int which = DUAL == 3 ? head % a.matrix_heads : 0;
-    Asked asked;
-    if (DUAL != 2) asked.load(a, which, query, count);
-#endif
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) {
-      const u32 stage = (read + i) % STAGES;
-      if (page_from + i < page_to) copy_run(room + stage * RUN, own_runs + (u64)next[i] * (KV_HEADS * RUN), barriers + stage * 8, lane);
-      else no_copy();
-    }
-    u32 coming = next[STAGES];  // the page to be copied when one has been read
-#if INDEXED
-    if (booked < 0 || (KEY_BOOK_HEADS * VALUE_BOOK_HEADS > 1 && booked != head)) {
-      KeyBook::load_book<WARPS * 32>(dynamic, a.key_books + (KEY_BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
-      ValueBook::load_book<WARPS * 32>(dynamic, a.value_books + (VALUE_BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
-      booked = head;
+      // query: the first pages are on their way while it is loaded
+      const TileRows rows(tile);
+      ring.list(a.block_table + (s64)tile.b * a.block_table_width + found.page, a.pages + rows.head * PAGE_HEAD_BYTES, range);
+      Query query;
+      query.request(a, rows);
+      ring.fill(range, lane);
+      PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
+      if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves
+        for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) prefetch_overlay(a, overlay.begin(i), overlay.end(i), overlay_row, rows.head, lane);
+      if (AFTER_KERNEL) wait_prior_grid();  // nothing that was read so far is written by the kernel before
+      query.finish(sh, a, matrix, rows);
+      if constexpr (FUSED_OUTPUTS) matrix.copy_output_matrix(a, rows.head);
+
+      // tiles: S = Q K^T, P = softmax S, O += P V
+      OnlineSoftmax softmax;
+      softmax.clear();
+      const auto attend_overlay_units = [&]() {
+        if constexpr (OVERLAY)
+          for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) {
+            const int at = overlay.begin(i), last = overlay.end(i);
+            query.attend(sh, a, rows, w, at, last, overlay_row, lane, softmax);
+          }
+      };
+      if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_units(), scale_accumulators(softmax);
+      PageAttention pages;
+      query.load(pages, sh, a, lane);
+      const PackedRange packed(w, found.overlay_row);
+      pages.begin(ring, dynamic, range.page < range.page_end, lane);
+      attend_pages(a, ring, pages, query, rows, range, packed, lane, softmax);
+      unscale_accumulators(softmax, lane & 3);
+      if (Config::OVERLAY_LAST) attend_overlay_units();
+
+      // merge: the warps of the CTA, then the CTAs that share the (sequence, head tile)
+      store_warp(softmax, sh, (float*)(dynamic + warp * Config::WARP_BYTES), warp, lane);
+      if (FUSED_OUTPUTS) await_copies();
+      __syncthreads();
+      finish_cta(a, sh, (float*)dynamic, matrix.bytes, matrix.output_head, rows, tile.whole(), a.partial + ((s64)part * 2 + (tile.from == 0)) * PARTIAL);
+      if (!tile.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(tile), scheduler.last_part(tile));
+      fence_copies();  // outputs were written where pages will be copied to
       __syncthreads();
     }
-#endif
-#if WINDOW_TOKENS
-    constexpr int TOKENS = 16 * WINDOW_TILES;
-    const s64 owner = found.owner;
-    const auto tile_at = [&](int i) { return i >= w.units_first ? w.second + (i - w.units_first) * TOKENS : w.low + i * TOKENS; };
-    const auto tile_end = [&](int i) { return min(tile_at(i) + TOKENS, i >= w.units_first ? w.n : w.first_end); };
-    // Where queries are turned, windows are on their way while those are waited for. Elsewhere asking for windows took longer than it saved, as far as it was measured:
-    // not for keys of groups.
-    if (TURNED || KEY_GROUP)
-      for (int i = window_from + warp; i < window_to; i += WARPS) ask_for_window(a, tile_at(i), tile_end(i), owner, head, lane);
-#endif
-    if (DUAL == 2) await_kernel();  // what was read so far, the kernel of the queries does not write
-#if PREPARED
-    const Turned* turned = a.turned + ((s64)b * HEADS + virtual_head) * a.blocks;
-#else
-#if DUAL == 3
-    if (there != which) ask_for_matrix(matrix, a.dual_matrix, there = which);
-#endif
-    if (DUAL == 2) asked.load(a, which, query, count);
-    prepare(sh.query, a, asked, matrix, query, count);
-#endif
-#if INVERSE == 3
-    const int by = head % a.inverse_heads;  // whose matrix outputs are multiplied by
-    if (DUAL == 3 || there != by) ask_for_matrix(matrix, a.inverse_matrix, by), there = DUAL == 3 ? -1 : by;
-#endif
-    State st;
-    st.clear();
-    const auto attend_windows = [&]() {
-#if WINDOW_TOKENS
-      for (int i = window_from + warp; i < window_to; i += WARPS) {
-        const int at = tile_at(i), last = tile_end(i);
-#if TURNED
-        for (int some = at; some < last;) {  // tokens of one block of positions at a time
-          const int until = min(last, block_end(a, some));
-          const int block = block_of(a, some), slot = turned_slot(block, block_of(a, w.n - 1));
-          const float* rows = a.turned_rows + (((s64)b * HEADS + virtual_head) * TURNED_SLOTS + slot) * TILE_HEADS * D;
-          attend_window(a, at, some, until, owner, head, lane, turned[block], rows, st);
-          some = until;
-        }
-#elif PREPARED
-        attend_window(a, at, at, last, owner, head, lane, *turned, a.turned_rows + query * D, st);
-#else
-        attend_window(a, at, at, last, owner, head, lane, sh.query, sh.query.rows, st);
-#endif
-      }
-#endif
-    };
-    if (WINDOW_TOKENS && !WINDOWS_LAST) attend_windows(), enter_pages(st);
-    Query q;
-#if TURNED
-    constexpr int LAST_LINE = (sizeof(Turned) + 127) / 128;
-    int block = -1;
-#elif PREPARED
-    load_query(q, *turned, lane, a.scale);
-#else
-    load_query(q, sh.query, lane, a.scale);
-#endif
-    const int packed = w.packed, packed_end = w.packed_end, first_page = w.page;
-#if KEY_GROUP
-    const int keys = w.keys, values = w.values;
-#endif
-#if !KEY_GROUP && !INDEXED
-    KeyWords<CHUNK> key_words;
-    if (PIPELINED && page_from < page_to) {
-      await_run(barriers + read % STAGES * 8, read / STAGES & 1);
-      key_words.load({room + read % STAGES * RUN}, 0, lane);
-    }
-#endif
-    for (int page = page_from; page < page_to; page++) {
-      const u32 stage = read % STAGES;
-#if KEY_GROUP || INDEXED
-      await_run(barriers + stage * 8, read / STAGES & 1);
-      const Run run = stages + stage * RUN;
-      read++;
-#else
-      if (!PIPELINED) await_run(barriers + stage * 8, read / STAGES & 1);
-      const Run run = {room + stage * RUN};
-      read++;
-      Coming coming_page = {{room + read % STAGES * RUN}, barriers + read % STAGES * 8, read / STAGES & 1, true, true};
-      if (PIPELINED) coming_page.ready = page + 1 >= page_to || has_run(coming_page.barrier, coming_page.parity);
-#endif
-#if KEY_GROUP
-      q.entered = -1;
-#endif
-#pragma unroll 1
-      for (int tile = 0; tile < TILES; tile += CHUNK) {
-        const int at = ORIGIN + (first_page + page) * PAGE + tile * 16;
-        if (TILES > CHUNK && (at + 16 * CHUNK <= packed || at >= packed_end)) continue;
-#if TURNED
-        for (int some = max(at, packed), end = min(at + 16 * CHUNK, packed_end); some < end;) {  // tokens of one block of positions at a time
-          const int until = min(end, block_end(a, some));
-          if (block_of(a, some) != block) {
-            block = block_of(a, some);
-            load_query(q, turned[block], lane, a.scale);
-            if (block + 1 < a.blocks && lane <= LAST_LINE) prefetch((const u8*)(turned + block + 1) + min(lane * 128, (int)sizeof(Turned) - 4));
-          }
-#if INDEXED
-          attend_page(run, tile, at, some, until, lane, q, st, a.cap, dynamic);
-#else
-          coming_page.wanted = until == end;
-          attend_page(key_words, coming_page, run, tile, at, some, until, lane, q, st, a.cap);
-#endif
-          some = until;
-        }
-#elif KEY_GROUP
-        if (at + 16 * CHUNK <= min(keys, values) || keys == values) {
-          attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap);
-        } else {
-#pragma unroll 1
-          for (int i = 0; i < CHUNK; i += MIXED_TILES)
-            if (at + 16 * (i + MIXED_TILES) > packed && at + 16 * i < packed_end)
-              attend_mixed(a, run, tile + i, at + 16 * i, packed, packed_end, keys, values, owner, head, lane, q, st);
-        }
-#elif INDEXED
-        attend_page(run, tile, at, packed, packed_end, lane, q, st, a.cap, dynamic);
-#else
-        attend_page(key_words, coming_page, run, tile, at, packed, packed_end, lane, q, st, a.cap);
-#endif
-      }
-      __syncwarp();
-      if (page + STAGES < page_to) {
-        copy_run(room + stage * RUN, own_runs + (u64)coming * (KV_HEADS * RUN), barriers + stage * 8, lane);
-        if (page + STAGES + 1 < page_to) coming = (u32)table[page + STAGES + 1];
-      } else no_copy();
-    }
-
-    leave_pages(st, t);
-    if (WINDOWS_LAST) attend_windows();
-
-    // a warp's lanes together
-#pragma unroll
-    for (int h = 0; h < OWN; h++)
-#pragma unroll
-      for (int o = 4; o < 32; o <<= 1) {
-        st.l[h] += __shfl_xor_sync(FULL, st.l[h], o);
-        st.z[h] += __shfl_xor_sync(FULL, st.z[h], o);
-        if (VALUE_FLAG) st.flags[h] += __shfl_xor_sync(FULL, st.flags[h], o);
-      }
-#if INDEXED
-#pragma unroll
-    for (int n = 0; n < OWN; n++)
-      if (4 * n + t < TILE_HEADS)
-#pragma unroll
-        for (int k = 0; k < ACC_STEPS; k++) {
-          const float* x = st.acc[n][k];
-          ((float4*)(outputs + warp * OUTPUT_STRIDE + (4 * n + t) * OUTPUT_ROW + g * (D / 8)))[k] = make_float4(x[0], x[1], x[2], x[3]);
-        }
-#else
-#pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
-      const auto& x = st.acc[n];
-#pragma unroll
-      for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
-        const int h = PAIRED ? 0 : (2 * n + j) % OWN;
-        if (4 * h + t < TILE_HEADS) {
-          float* o = outputs + warp * OUTPUT_STRIDE + (4 * h + t) * OUTPUT_ROW;
-#pragma unroll
-          for (int k = 0; k < D / 16; k++)
-            *(float2*)(o + value_channel(g, 2 * k)) = {(PAIRED ? x[k][0] + x[k][1] : x[k][j]) + st.z[h], (PAIRED ? x[k][2] + x[k][3] : x[k][j + 2]) + st.z[h]};
-        }
-      }
-    }
-#endif
-    if (g == 0)
-#pragma unroll
-      for (int h = 0; h < OWN; h++) sh.m[warp][4 * h + t] = st.m[h], sh.l[warp][4 * h + t] = st.l[h], sh.flags[warp][4 * h + t] = st.flags[h];
-    if (INVERSE == 3) await_copies();
-    __syncthreads();
-
-    // a block's warps together, then blocks: a warp has some query heads
-    const bool whole = from == 0 && to == units;
-    float* partial = a.partial + ((s64)part * 2 + (from == 0)) * PARTIAL;
-    Output out;
-    for (int h = warp; h < count; h += WARPS) {
-      out.gather(sh, outputs, OUTPUT_STRIDE, h, lane);
-#if INVERSE == 3
-      out.spread(a, outputs + h * OUTPUT_ROW, head, lane);
-      if (whole) out.finish_sum(a, query + h, lane);
-      else out.store_sum(partial, h, lane);
-#else
-      if (whole) out.finish(a, query + h, head, lane);
-      else out.store(partial, h, lane);
-#endif
-    }
-#if INVERSE == 3
-    __syncthreads();
-    multiply_outputs(outputs, matrix, matrix_power(a.inverse_matrix, a.inverse_heads, by), count, [&](int h, int e, float* y) {
-      if (whole) Output::add_offset(a, head, e, y), store_four<QUERY_TYPE>(a.out, (query + h) * D + e, y);
-      else store_four<2>(partial, h * D + e, y);
-    });
-    if (!whole) __syncthreads();
-#endif
-    if (!whole && warp < count) {
-      const int first = split ? start : deal.block(start), last = split ? start + units - 1 : deal.block(start + units - 1);
-      int* counter = a.arrived + (b * HEADS + virtual_head) * min(WARPS, TILE_HEADS) + warp;
-      int before_this = 0;
-      __syncwarp();
-      if (lane == 0) before_this = arrive(counter);
-      if (__shfl_sync(FULL, before_this, 0) == last - first) {
-        if (lane == 0) *counter = 0;
-        __syncwarp();
-        for (int h = warp; h < count; h += WARPS) out.merge(a.partial, first, last, h, lane), out.finish(a, query + h, head, lane);
-      }
-    }
-    fence_copies();  // the stages were written as memory and will be copied to
-    __syncthreads();
-    now = start + to;
-    if (now == before + units * HEADS) before = now, b++;
-  }
-  }
-  if (DUAL == 2) await_kernel();  // a block without work, too: the kernel after this one waits for no other
-  if (DUAL == 3 || INVERSE == 3) await_copies();
+  if (AFTER_KERNEL) wait_prior_grid();  // a CTA without work, too: the kernel after this one waits for no other
+  if (FUSED_QUERIES || FUSED_OUTPUTS) await_copies();
 }

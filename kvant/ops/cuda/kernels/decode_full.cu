@@ -8,15 +8,14 @@
 //
 // Of bfloat16, probabilities are two numbers, the larger and what it lacks: with up to four query heads, in columns 0 to 3 and 4 to 7 (HALVED).
 //
-// A unit of work is a tile of 16 tokens; a warp copies its keys and its values apart, each RUN bytes, STAGES of them in flight.
-//
-// Constants beside those of common.cu: PAGE_RUN (bytes of one page and head; RUN is a tile's keys or values), VALUE_OFFSET (of values in
-// it), NUMBERS (their type), GROUP (query heads of a KV head), TILE_HEADS (of them, a block's), QUERY_TILES, SOFTCAP, STAGES, WARPS, WARP_BYTES, MIN_BLOCKS, BULK.
+// A unit of work is a tile of 16 tokens; a warp copies its keys and its values apart, each TILE_BYTES bytes, STAGES of them in flight.
 
 #include "include/copies.cuh"
 #include "include/scheduler.cuh"
 
-constexpr int D = HEAD_DIM, TILES = PAGE / 16, HEADS = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
+constexpr int TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES, KV_HEADS = Config::KV_HEADS, GROUP = Config::GROUP, QUERY_TILES = Config::QUERY_TILES;
+constexpr int TILE_BYTES = Config::TILE_BYTES, PAGE_HEAD_BYTES = Config::PAGE_HEAD_BYTES, NUMBERS = Config::ELEMENT_TYPE;
+constexpr int D = Config::HEAD_DIM, TILES = Config::PAGE_TOKENS / 16, HEAD_TILES = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
 constexpr bool HALVED = TILE_HEADS <= 4;
 constexpr int COLUMN_TILES = (TILE_HEADS + 7) / 8, COLUMNS = 8 * COLUMN_TILES;
 constexpr int LOW = NUMBERS == 0 && !HALVED;  // whether what probabilities lack is a product of its own
@@ -24,25 +23,13 @@ constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a 
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
 DEV constexpr int head_of(int column) { return HALVED ? column % 4 : column; }
 
-struct Arguments {
-  const void* query;
-  void* out;
-  float* lse;
-  const u8* pages;
-  const s64 *table, *lengths;
-  float* partial;
-  int* arrived;
-  float scale, cap;  // scale: to powers of two; with a cap, 2 log2(e) / cap times as much
-  int batch, table_width, window;
-};
-
-struct Work {  // of one sequence: tokens [low, n) in `tiles` tiles from `first` on
+struct SequenceWork {  // of one sequence: tokens [low, n) in `tiles` tiles from `first` on
   int n, low, first, tiles, units;
 };
-DEV Work work_of(const Arguments& a, int b) {
-  Work w;
-  w.n = (int)a.lengths[b];
-  w.low = a.window > 0 ? max(0, w.n - a.window) : 0;
+DEV SequenceWork sequence_work(const DecodeFullArguments& a, int b) {
+  SequenceWork w;
+  w.n = (int)a.seq_lens[b];
+  w.low = a.sliding_window > 0 ? max(0, w.n - a.sliding_window) : 0;
   w.first = w.low / 16;
   w.tiles = w.n > w.low ? (w.n - 1) / 16 - w.first + 1 : 0;
   w.units = max(1, w.tiles);
@@ -100,7 +87,7 @@ struct Transposed {
       }
     }
   }
-  DEV void keep(int at, int first, int last, int t) {  // past the ends a page may hold anything
+  DEV void mask(int at, int first, int last, int t) {  // past the ends a page may hold anything
 #pragma unroll
     for (int r = 0; r < 4; r++)
       if (at + row(r, t) < first || at + row(r, t) >= last)
@@ -109,17 +96,16 @@ struct Transposed {
   }
 };
 
-DEV float capped(float x, float m, float cap) {  // a score in powers of two, less m
-#if SOFTCAP
-  return fmaf(cap, 1.f - __fdividef(2.f, 1.f + exp2_(fminf(x, 80.f))), -m);
-#else
-  return x - m;
-#endif
+DEV float soft_cap(float x, float m, float cap) {  // a score in powers of two, less m
+  if constexpr (Config::SOFTCAP)
+    return fmaf(cap, 1.f - __fdividef(2.f, 1.f + exp2_(fminf(x, 80.f))), -m);
+  else
+    return x - m;
 }
 
-// --- what a warp knows of the softmax -----------------------------------------------------------------------------------
+// --- online softmax of a warp ---------------------------------------------------------------------------------------------
 
-struct State {
+struct OnlineSoftmax {
   float m[COLUMN_TILES][2], l[COLUMN_TILES][2];  // of the lane's columns 2 t and 2 t + 1; m is the same in all lanes of a column
   float acc[COLUMN_TILES][D / 16][4];
   bool fresh;
@@ -136,7 +122,7 @@ struct State {
     fresh = true;
   }
   // s are scores in powers of two, less m. Where one is beyond the headroom m is set anew; most of the time nothing happens.
-  DEV void settle(float s[COLUMN_TILES][4]) {
+  DEV void update(float s[COLUMN_TILES][4]) {
     float top = minus_infinity();
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
@@ -151,17 +137,17 @@ struct State {
 #pragma unroll
         for (int o = 4; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
         x -= REFERENCE;
-        const float by = fresh ? x : fmaxf(x, 0.f), fade = fresh ? 1.f : exp2_(-by);
-        m[n][e] += by, l[n][e] *= fade, s[n][e] -= by, s[n][e + 2] -= by;
+        const float by = fresh ? x : fmaxf(x, 0.f), factor = fresh ? 1.f : exp2_(-by);
+        m[n][e] += by, l[n][e] *= factor, s[n][e] -= by, s[n][e + 2] -= by;
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) acc[n][k][e] *= fade, acc[n][k][e + 2] *= fade;
+        for (int k = 0; k < D / 16; k++) acc[n][k][e] *= factor, acc[n][k][e + 2] *= factor;
       }
     fresh = false;
   }
 };
 
 // Probabilities of a tile as second operands: tokens 2 t, 2 t + 1 (and 8 on) of column g.
-struct Probabilities {
+struct Probs {
   u32 p[1 + LOW][COLUMN_TILES][2];
   DEV void set(const float s[COLUMN_TILES][4], int t) {
 #pragma unroll
@@ -170,8 +156,8 @@ struct Probabilities {
       for (int r = 0; r < 2; r++) {
         const float x = s[n][2 * r], y = s[n][2 * r + 1];
         const u32 high = NUMBERS == 0 ? bf16_pair(x, y) : fp16_pair(x, y), low = NUMBERS == 0 ? bf16_pair(x - bf16_low(high), y - bf16_high(high)) : 0u;
-        p[0][n][r] = transpose8(NUMBERS == 0 && HALVED && t >= 2 ? low : high);
-        if constexpr (LOW) p[1][n][r] = transpose8(low);
+        p[0][n][r] = transpose_8x8(NUMBERS == 0 && HALVED && t >= 2 ? low : high);
+        if constexpr (LOW) p[1][n][r] = transpose_8x8(low);
       }
   }
 };
@@ -181,22 +167,22 @@ struct Probabilities {
 // The parts of a warp's tiles [tile, end), keys and values in turn, on their way to shared memory.
 struct Ahead {
   int tile, end, value, stage;
-  const s64* table;
-  const u8* run;
+  const s64* block_table;
+  const u8* page_head;
   s64 next;  // page that comes after
 
   DEV void begin(const s64* pages, int from, int to) {
-    table = pages, tile = from, end = to, value = 0;
-    run = nullptr;
-    next = from < to ? table[from / TILES] : 0;
+    block_table = pages, tile = from, end = to, value = 0;
+    page_head = nullptr;
+    next = from < to ? block_table[from / TILES] : 0;
   }
   DEV void copy(const u8* pages, int head, u32 room, u32 barriers, int lane) {
     if (tile < end) {
-      if (!value && (!run || tile % TILES == 0)) {
-        run = pages + (next * KV_HEADS + head) * PAGE_RUN;
-        next = (tile / TILES + 1) * TILES < end ? table[tile / TILES + 1] : 0;
+      if (!value && (!page_head || tile % TILES == 0)) {
+        page_head = pages + (next * KV_HEADS + head) * PAGE_HEAD_BYTES;
+        next = (tile / TILES + 1) * TILES < end ? block_table[tile / TILES + 1] : 0;
       }
-      copy_run(room + stage * RUN, run + (value ? VALUE_OFFSET : 0) + tile % TILES * RUN, barriers + stage * 8, lane);
+      copy_stage<TILE_BYTES>(room + stage * TILE_BYTES, page_head + (value ? Config::VALUE_OFFSET : 0) + tile % TILES * TILE_BYTES, barriers + stage * 8, lane);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       tile += value, value ^= 1;
     } else no_copy();
@@ -213,7 +199,7 @@ struct Shared {
 
 // The parts of blocks first to last, weighted by their log-sum-exps. A block's part lies in its second slot where it began with this
 // (sequence, head): only the first one did.
-DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 query, int count) {
+DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int last, s64 query, int count) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const auto part = [&](int block) { return a.partial + ((s64)block * 2 + (block == first)) * PARTIAL; };
   for (int h = warp; h < count; h += WARPS) {
@@ -244,52 +230,89 @@ DEV void merge_parts(const Arguments& a, Shared& sh, int first, int last, s64 qu
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decode_full(const Arguments a) {
+// --- schedule ---------------------------------------------------------------------------------------------------------------
+
+// The line of units (scheduler.cuh), cut as TileScheduler cuts it. This kernel keeps the schedule in variables of its own: over
+// TileScheduler, outputs at head_dim 192 in fp16 were wrong on an H200 now and then, by up to 7e-3, for a reason that was not found.
+struct EvenSplit {
+  int each, more;  // the first `more` parts have each + 1 units, the others `each`
+  DEV int begin_of(int part) const { return part * each + min(part, more); }
+  DEV int part_of(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
+};
+// Parts that a (sequence, head tile) of so many units is cut into; share: parts over units.
+DEV int split_units(int units, float share) { return max(1, (int)((float)units * share)); }
+
+// The sequence b of a unit, and the units of all head tiles of the sequences before it, by a prefix sum over 32 sequences at a time.
+// own: units of the lane-th sequence.
+DEV void find_sequence(const DecodeFullArguments& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
+  b = before = 0;
+  for (int base = 0; base < a.batch; base += 32) {
+    int units = own;
+    if (base) units = base + lane < a.batch ? sequence_work(a, base + lane).units : 0;
+    if (split && base + lane < a.batch) units = split_units(units, share);
+    int sum = units;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const int x = __shfl_up_sync(FULL, sum, o);
+      if (lane >= o) sum += x;
+    }
+    const u32 beyond = __ballot_sync(FULL, before + sum * HEAD_TILES > unit);
+    if (beyond) {
+      const int found = __ffs(beyond) - 1;
+      b = base + found;
+      before += __shfl_sync(FULL, sum - units, found) * HEAD_TILES;
+      return;
+    }
+    before += __shfl_sync(FULL, sum, 31) * HEAD_TILES;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode_full(const DecodeFullArguments a) {
   DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) Shared sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  u8* stages = dynamic + warp * WARP_BYTES;
+  u8* stages = dynamic + warp * Config::WARP_BYTES;
   float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, D], each warp's where its tiles were
-  constexpr int OUTPUT_STRIDE = WARP_BYTES / 4;
-  static_assert(WARP_BYTES >= STAGES * RUN && WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its tiles, then its outputs");
+  constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;
+  static_assert(Config::WARP_BYTES >= STAGES * TILE_BYTES && Config::WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its tiles, then its outputs");
   begin_copies(sh.barrier[warp], STAGES, lane);
 
-  // Which part of all units is this block's. Where there are several blocks for every (sequence, head), each of those is cut into
+  // Which part of all units is this block's. Where there are several parts for every (sequence, head), each of those is cut into
   // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
-  const int own = lane < a.batch ? work_of(a, lane).units : 0;
+  const int own = lane < a.batch ? sequence_work(a, lane).units : 0;
   int all = own;
-  for (int i = lane + 32; i < a.batch; i += 32) all += work_of(a, i).units;
-  all = sum_of(all) * HEADS;
-  int blocks = min((int)gridDim.x, max(1, all / (WARPS * 4)));  // four tiles a warp, or it is not worth a block
-  const bool split = blocks >= 3 * a.batch * HEADS;
-  const float share = (float)blocks / (float)all;
-  Deal deal = {all / blocks, all % blocks};
+  for (int i = lane + 32; i < a.batch; i += 32) all += sequence_work(a, i).units;
+  all = warp_sum_int(all) * HEAD_TILES;
+  int parts = min((int)gridDim.x, max(1, all / (WARPS * 4)));  // four tiles a warp, or it is not worth a block
+  const bool split = parts >= 3 * a.batch * HEAD_TILES;
+  const float share = (float)parts / (float)all;
+  EvenSplit even = {all / parts, all % parts};
   if (split) {
-    blocks = 0;
-    for (int i = lane; i < a.batch; i += 32) blocks += parts_of(work_of(a, i).units, share);
-    blocks = sum_of(blocks) * HEADS;
-    deal = {1, 0};
+    parts = 0;
+    for (int i = lane; i < a.batch; i += 32) parts += split_units(sequence_work(a, i).units, share);
+    parts = warp_sum_int(parts) * HEAD_TILES;
+    even = {1, 0};
   }
   Ahead ahead;
   ahead.stage = 0;
   int stage = 0, parity = 0;
-  const u32 room = held_address(stages), barriers = held_address(sh.barrier[warp]);
-  const auto await = [&] { await_run(barriers + stage * 8, parity); };
-  for (int part = blockIdx.x; part < blocks; part += gridDim.x) {
-    int now = deal.start(part), b, before;
-    const int end = deal.start(part + 1);
-    find<HEADS>(a, now, split, share, own, lane, b, before);
+  const u32 room = shared_address_register(stages), barriers = shared_address_register(sh.barrier[warp]);
+  const auto await = [&] { await_stage<STAGES>(barriers + stage * 8, parity); };
+  for (int part = blockIdx.x; part < parts; part += gridDim.x) {
+    int now = even.begin_of(part), b, before;
+    const int end = even.begin_of(part + 1);
+    find_sequence(a, now, split, share, own, lane, b, before);
     while (now < end) {
-      const Work w = work_of(a, b);
-      const int units = split ? parts_of(w.units, share) : w.units;
-      const int virtual_head = (now - before) / units, head = virtual_head / QUERY_TILES, query_tile = virtual_head % QUERY_TILES;
-      const int start = before + virtual_head * units;
+      const SequenceWork w = sequence_work(a, b);
+      const int units = split ? split_units(w.units, share) : w.units;
+      const int head_tile = (now - before) / units, head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
+      const int start = before + head_tile * units;
       const int from = now - start, to = min(end, start + units) - start;
       int tile = split ? (int)((s64)from * w.tiles / units) : from, tile_end = split ? (int)((s64)to * w.tiles / units) : min(to, w.tiles);
       const int own = tile_end - tile;  // this block's; then this warp's
       tile_end = w.first + tile + (warp + 1) * own / WARPS, tile += w.first + warp * own / WARPS;
 
-      ahead.begin(a.table + (s64)b * a.table_width, tile, tile_end);  // the first copies are on their way while queries are read
+      ahead.begin(a.block_table + (s64)b * a.block_table_width, tile, tile_end);  // the first copies are on their way while queries are read
       __syncwarp();
       const auto copy = [&] { ahead.copy(a.pages, head, room, barriers, lane); };
 #pragma unroll
@@ -302,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
         for (int j = 0; j < D / 32; j++) load_words<4>(q[n] + 4 * j, (const u8*)a.query + ((query + min(head_of(8 * n + g), count - 1)) * D + 32 * j + 8 * t) * 2);
-      State st;
-      st.clear();
+      OnlineSoftmax softmax;
+      softmax.clear();
 #pragma unroll 1
       for (; tile < tile_end; tile++) {
         const int at = tile * 16;
@@ -315,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         };
         await();
         Rows keys;
-        keys.load(room + stage * RUN, g, t);
+        keys.load(room + stage * TILE_BYTES, g, t);
         consumed();
         float s[COLUMN_TILES][4];
 #pragma unroll
@@ -323,27 +346,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
           float c[2][4] = {};  // two chains of products, each half as long
 #pragma unroll
           for (int k = 0; k < D / 16; k++)
-            mma_of<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
+            mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            s[n][i] = capped((c[0][i] + c[1][i]) * a.scale, st.m[n][i & 1], a.cap);
+            s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
             const int position = at + i / 2 * 8 + g;
             if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
           }
         }
-        st.settle(s);
+        softmax.update(s);
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) st.l[n][i & 1] += s[n][i] = exp2_(s[n][i]);
-        Probabilities p;
+          for (int i = 0; i < 4; i++) softmax.l[n][i & 1] += s[n][i] = exp2_(s[n][i]);
+        Probs p;
         p.set(s, t);
 
         await();
         Transposed values;
-        values.load(room + stage * RUN, g, t);
+        values.load(room + stage * TILE_BYTES, g, t);
         consumed();
-        if (partly) values.keep(at, w.low, w.n, t);
+        if (partly) values.mask(at, w.low, w.n, t);
         const auto& v = values.v;
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
@@ -352,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
 #pragma unroll
           for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-            for (int i = 0; i <= LOW; i++) mma_of<NUMBERS>(st.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
+            for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
         }
       }
 
@@ -363,11 +386,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         for (int e = 0; e < 2; e++) {
           const int column = 8 * n + 2 * t + e;
 #pragma unroll
-          for (int o = 4; o < 32; o <<= 1) st.l[n][e] += __shfl_xor_sync(FULL, st.l[n][e], o);
-          if (g == 0) sh.m[warp][column] = st.m[n][e], sh.l[warp][column] = st.l[n][e];
+          for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
+          if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
 #pragma unroll
           for (int k = 0; k < D / 16; k++) {
-            float x = st.acc[n][k][e], y = st.acc[n][k][e + 2];
+            float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
             if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
             if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
           }
@@ -407,13 +430,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
         else mine[i] = x;
       }
 
-      // blocks together
+      // parts together
       if (!whole) {
-        const int first = deal.block(start), last = deal.block(start + units - 1);
+        const int first = even.part_of(start), last = even.part_of(start + units - 1);
         __syncthreads();
         if (threadIdx.x == 0) {
-          int* counter = a.arrived + b * HEADS + virtual_head;
-          sh.last = arrive(counter) == last - first;
+          int* counter = a.arrivals + b * HEAD_TILES + head_tile;
+          sh.last = atomic_add_acq_rel(counter) == last - first;
           if (sh.last) *counter = 0;
         }
         __syncthreads();
@@ -422,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) kvant_decod
       fence_copies();  // the stages were written as memory and will be copied to
       __syncthreads();
       now = start + to;
-      if (now == before + units * HEADS) before = now, b++;
+      if (now == before + units * HEAD_TILES) before = now, b++;
     }
   }
 }

@@ -3,28 +3,49 @@
 #pragma once
 #include "include/ptx.cuh"
 
+static void begin_copy(const Copy& copy) { memset(copy.to, 0xff, copy.bytes); }
+static void end_copy(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
+static void end_groups(size_t but) {  // all that are closed but the last so many
+  auto& groups = current->copies;
+  for (; groups.size() - 1 > but; groups.erase(groups.begin()))
+    for (const Copy& copy : groups.front()) end_copy(copy);
+}
+DEV void copy16(void* to, const void* from) {
+  current->copies.back().push_back({(u8*)to, (const u8*)from, 16});
+  begin_copy(current->copies.back().back());
+}
+DEV void await_copies() { current->copies.push_back({}), end_groups(0); }
+DEV bool stage_ready(u32, u32) { return false; }
+DEV void wait_prior_grid() {}
+DEV void launch_dependent_grids() {}
+DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
+DEV u32 shared_address_register(const void* p) { return shared_address(p); }
+template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
+DEV void fence_copies() {}
+DEV void begin_copies(u64*, int, int) {}
+
 #if BULK
-DEV void copy_run(u32 to, const u8* from, u32 barrier, int lane) {
+template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
   if (lane == 0) {
     if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
-    begin_copy(emulated_runs[barrier] = {emulated_dynamic + to, from, RUN});
+    begin_copy(emulated_runs[barrier] = {emulated_dynamic + to, from, BYTES});
   }
   __syncwarp();
 }
 DEV void no_copy() {}
-DEV void await_run(u32 barrier, u32) {
+template <int STAGES> DEV void await_stage(u32 barrier, u32) {
   __syncwarp();
   const auto found = emulated_runs.find(barrier);
   if (found != emulated_runs.end()) end_copy(found->second), emulated_runs.erase(found);
   __syncwarp();
 }
 #else
-DEV void copy_run(u32 to, const u8* from, u32, int lane) {
-  for (int o = lane * 16; o < RUN; o += 512) copy16(emulated_dynamic + to + o, from + o);
+template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
+  for (int o = lane * 16; o < BYTES; o += 512) copy16(emulated_dynamic + to + o, from + o);
   current->copies.push_back({});
 }
 DEV void no_copy() { current->copies.push_back({}); }
-DEV void await_run(u32, u32) {
+template <int STAGES> DEV void await_stage(u32, u32) {
   end_groups(STAGES - 1);
   __syncwarp();
 }

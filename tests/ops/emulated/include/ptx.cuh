@@ -196,11 +196,11 @@ template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
 }
 template <int TYPE> u32 pair_min(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fminf(a, b); }); }
 template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fmaxf(a, b); }); }
-DEV void prefetch(const void* p) { (void)*(const volatile u8*)p; }  // what is wanted must be there
-DEV void prefetch_far(const void* p) { prefetch(p); }
-DEV int arrive(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
-DEV u32 times_pair(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
-DEV u32 pick(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
+DEV void prefetch_l1(const void* p) { (void)*(const volatile u8*)p; }  // what is wanted must be there
+DEV void prefetch_l2(const void* p) { prefetch_l1(p); }
+DEV int atomic_add_acq_rel(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
+DEV u32 mul_fp16x2(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
+DEV u32 and_xor(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
 struct Fragments { u32 a[4], b[2]; };
 template <class Number> struct Product { Fragments f; Number c[4]; };
@@ -228,7 +228,7 @@ static void product(int what, Number* c, const Fragments& f, OfA of_a, OfB of_b)
   });
   memcpy(c, sums.c, sizeof sums.c);
 }
-DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+DEV void mma_fp16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const auto half = [](u32 x, int e) { return half_to_float(x >> 16 * e & 0xffff); };
   product<double, 16, 2>(7, c, {{a0, a1, a2, a3}, {b0, b1}}, half, half);
 }
@@ -236,12 +236,12 @@ DEV void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const auto half = [](u32 x, int e) { return __uint_as_float((x >> 16 * e) << 16); };
   product<double, 16, 2>(10, c, {{a0, a1, a2, a3}, {b0, b1}}, half, half);
 }
-DEV void mma_bytes(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+DEV void mma_u8s8(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const auto code = [](u32 x, int e) { return (int)(u8)(x >> 8 * e); };
   const auto number = [](u32 x, int e) { return (int)(int8_t)(x >> 8 * e); };
   product<int, 32, 4>(8, c, {{a0, a1, a2, a3}, {b0, b1}}, code, number);
 }
-DEV void load_tiles(u32* x, const void* row) {
+DEV void ldmatrix_x4(u32* x, const void* row) {
   struct Tiles { u32 x[4]; };
   const Tiles found = lanes_together<Tiles>(11, row, [](const void* const* in, Tiles* out) {
     for (int lane = 0; lane < 32; lane++)
@@ -249,39 +249,14 @@ DEV void load_tiles(u32* x, const void* row) {
   });
   memcpy(x, found.x, sizeof found.x);
 }
-DEV u32 transpose8(u32 x) {
+DEV u32 transpose_8x8(u32 x) {
   return lanes_together<u32>(9, x, [](const u32* in, u32* out) {
     const auto at = [&](int row, int column) { return in[row * 4 + column / 2] >> column % 2 * 16 & 0xffff; };
     for (int lane = 0; lane < 32; lane++) out[lane] = at(lane % 4 * 2, lane / 4) | at(lane % 4 * 2 + 1, lane / 4) << 16;
   });
 }
 
-// --- the functions of copies.cu: a copy arrives when it is awaited, and until then nobody finds anything there ------------------------
-
-#ifdef STAGES
-static std::map<u32, Copy> emulated_runs;  // by barrier, that have not been awaited
-
-static void begin_copy(const Copy& copy) { memset(copy.to, 0xff, copy.bytes); }
-static void end_copy(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
-static void end_groups(size_t but) {  // all that are closed but the last so many
-  auto& groups = current->copies;
-  for (; groups.size() - 1 > but; groups.erase(groups.begin()))
-    for (const Copy& copy : groups.front()) end_copy(copy);
-}
-DEV void copy16(void* to, const void* from) {
-  current->copies.back().push_back({(u8*)to, (const u8*)from, 16});
-  begin_copy(current->copies.back().back());
-}
-DEV void await_copies() { current->copies.push_back({}), end_groups(0); }
-DEV bool has_run(u32, u32) { return false; }
-DEV void await_kernel() {}
-DEV void start_dependents() {}
-DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
-DEV u32 held_address(const void* p) { return shared_address(p); }
-template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
-DEV void fence_copies() {}
-DEV void begin_copies(u64*, int, int) {}
-#endif
+static std::map<u32, Copy> emulated_runs;  // copies to shared memory that have not been awaited, by barrier
 
 // --- launching --------------------------------------------------------------------------------------------------------
 
@@ -348,8 +323,6 @@ static void launch(void (*kernel)(const void*), int x, int y, int threads, int d
       memset(dynamic.data(), 0xff, dynamic.size());  // as good as anything
       emulated_block = {(u32)i, (u32)j};
       run_block(threads);
-#ifdef STAGES
       if (!emulated_runs.empty()) stop("a run was copied that nobody awaited");
-#endif
     }
 }

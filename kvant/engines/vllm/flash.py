@@ -1,0 +1,79 @@
+"""FlashAttention as vLLM brings it: for prompts without a history, and for prefill over a history."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from kvant.ops import flash
+from kvant.serving.varlen_prefill import VarlenAttention
+
+Tensor = torch.Tensor
+
+
+@functools.cache
+def _varlen() -> Any:
+    """FlashAttention for sequences of different lengths as vLLM brings it, or None where it does not."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+@functools.cache
+def _version() -> int | None:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version()  # type: ignore[no-any-return]
+
+
+def varlen() -> VarlenAttention | None:
+    """vLLM's FlashAttention for prompts without a history, or None where vLLM brings none."""
+    return None if _varlen() is None else _causal
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, softcap: float | None
+) -> Tensor:
+    return _varlen()(  # type: ignore[no-any-return]
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        softcap=softcap or 0.0,
+        fa_version=_version(),
+    )
+
+
+def with_lse() -> flash.Flash | None:
+    """vLLM's FlashAttention with log-sum-exp, for prefill over a history; None where vLLM brings none. It is called in the model's
+    own type: builds of it need not have another."""
+    return None if _varlen() is None else flash.Flash(_attend_with_lse, None, softcap=True)
+
+
+def _attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _varlen()(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=flash.bounds(q),
+        cu_seqlens_k=flash.bounds(k),
+        max_seqlen_q=len(q),
+        max_seqlen_k=len(k),
+        softmax_scale=scale,
+        causal=causal,
+        softcap=softcap or 0.0,
+        return_softmax_lse=True,
+        fa_version=_version(),
+    )
+    return out, flash.by_row(lse, len(q))

@@ -1,0 +1,170 @@
+/* Dense float arithmetic: exponential, dot products, rows times a matrix; and numbers as two limbs of seven bits. */
+
+#define LIMIT 8128.0f /* 64 * 127: the largest number that two limbs of up to 64 hold, about */
+#define CHUNK 4       /* queries that are attended from at once */
+#define MOST_ROWS 8   /* that are multiplied by a matrix at once */
+#define AHEAD 8       /* tokens that are fetched ahead of the one that is read from the window */
+
+/* A function whose first argument is a constant of its own, for a number from 1 to CHUNK. */
+#define FOR_COUNT(count, function, ...)          \
+  switch (count) {                               \
+    case 1: function(1, __VA_ARGS__); break;     \
+    case 2: function(2, __VA_ARGS__); break;     \
+    case 3: function(3, __VA_ARGS__); break;     \
+    default: function(4, __VA_ARGS__);           \
+  }
+
+/* e^x for x up to 0, to 4e-6 of it; e^-64 below -64. */
+INLINE vf exponential(vf x) {
+  x = highest(x, splat(-64.0f));
+  const vf rounded = fused(x, splat(1.44269504f), splat(12582912.0f)); /* its last bits are the power of two */
+  const vf f = fused(rounded - splat(12582912.0f), splat(-0.693147181f), x);
+  vf y = fused(splat(8.3333333e-3f), f, splat(4.1666667e-2f));
+  y = fused(y, f, splat(1.6666667e-1f));
+  y = fused(y, f, splat(0.5f));
+  y = fused(y, f, splat(1.0f));
+  y = fused(y, f, splat(1.0f));
+  return (vf)((vi)y + ((vi)rounded << 23));
+}
+
+/* Numbers as two limbs: x ~ scale * (128 high + low). Returns the scale. `sum` is of the numbers as the limbs hold them, so that
+ * what rounds them off meets elements about their middle and not about zero. */
+INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, float *sum) {
+  const int whole = count / LANE_COUNT * LANE_COUNT;
+  vf tops = splat(0.0f);
+  for (int i = 0; i < whole; i += LANE_COUNT) tops = highest(magnitude(load_floats(x + i)), tops);
+  float most = top_of(tops);
+  for (int i = whole; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+  *sum = 0.0f;
+  if (!(most > 0x1p-100f)) { /* nothing, or next to it */
+    memset(high, 0, (size_t)count);
+    memset(low, 0, (size_t)count);
+    return 0.0f;
+  }
+  const float times = LIMIT / most;
+  vi totals = {};
+  for (int i = 0; i < whole; i += LANE_COUNT) {
+    const vi v = __builtin_convertvector(fused(load_floats(x + i), splat(times), splat(16384.5f)), vi) - 16384;
+    const vi h = (v + 64) >> 7;
+    const vc upper = __builtin_convertvector(h, vc), lower = __builtin_convertvector(v - (h << 7), vc);
+    memcpy(high + i, &upper, sizeof upper);
+    memcpy(low + i, &lower, sizeof lower);
+    totals += v;
+  }
+  float total = total_of(floats(totals)); /* less than 2^24, so it is exact */
+  for (int i = whole; i < count; i++) {
+    const int v = (int)(x[i] * times + 16384.5f) - 16384, h = (v + 64) >> 7;
+    high[i] = (int8_t)h;
+    low[i] = (int8_t)(v - 128 * h);
+    total += (float)v;
+  }
+  *sum = total * (most / LIMIT);
+  return most / LIMIT;
+}
+
+INLINE void fetch(const void *from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at);
+}
+
+/* Product of two vectors of floats. */
+INLINE float product(const float *x, const float *y, int dim) {
+  vf sum = splat(0.0f);
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT) sum = fused(load_floats(x + c), load_floats(y + c), sum);
+  float out = total_of(sum);
+  for (; c < dim; c++) out += x[c] * y[c];
+  return out;
+}
+
+/* Products of a vector with ROWS rows that are 256 apart: to out[row]. */
+INLINE void row_products(const int ROWS, const float *x, const float *rows, int dim, float *out) {
+  vf sum[CHUNK];
+  for (int r = 0; r < ROWS; r++) sum[r] = splat(0.0f);
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT)
+    for (int r = 0; r < ROWS; r++) sum[r] = fused(load_floats(x + c), load_floats(rows + 256 * r + c), sum[r]);
+  for (int r = 0; r < ROWS; r++) out[r] = total_of(sum[r]);
+  for (; c < dim; c++)
+    for (int r = 0; r < ROWS; r++) out[r] += x[c] * rows[256 * r + c];
+}
+
+/* y += the weighted sum of such rows. */
+INLINE void add_rows(const int ROWS, float *y, const float *weight, const float *rows, int dim) {
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT) {
+    vf sum = load_floats(y + c);
+    for (int r = 0; r < ROWS; r++) sum = fused(splat(weight[r]), load_floats(rows + 256 * r + c), sum);
+    store_floats(y + c, sum);
+  }
+  for (; c < dim; c++)
+    for (int r = 0; r < ROWS; r++) y[c] += weight[r] * rows[256 * r + c];
+}
+
+/* y += factor * x. */
+INLINE void add_times(float *y, float factor, const float *x, int dim) {
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT)
+    store_floats(y + c, fused(splat(factor), load_floats(x + c), load_floats(y + c)));
+  for (; c < dim; c++) y[c] += factor * x[c];
+}
+
+/* Numbers of any type to floats. */
+INLINE void load_row(const void *source, int64_t at, int type, int dim, float *out) {
+  if (type == FLOAT32) {
+    memcpy(out, (const float *)source + at, sizeof(float) * (size_t)dim);
+    return;
+  }
+  const uint16_t *p = (const uint16_t *)source + at;
+  int c = 0;
+  for (; c + LANE_COUNT <= dim; c += LANE_COUNT) store_floats(out + c, load_halves(p + c, type));
+  for (; c < dim; c++) out[c] = widen_one(p[c], type);
+}
+
+/* y = x M for up to MOST_ROWS rows x, a matrix [dim, dim], and VECTORS vectors of columns from `first` on; rows of y are `stride`
+ * apart. */
+INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, const float *matrix, int dim, int first, float *y,
+                           int64_t stride) {
+  vf sum[MOST_ROWS][4];
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < VECTORS; k++) sum[r][k] = splat(0.0f);
+  for (int d = 0; d < dim; d++) {
+    const float *row = matrix + (int64_t)d * dim + first;
+    vf numbers[4];
+    for (int k = 0; k < VECTORS; k++) numbers[k] = load_floats(row + k * LANE_COUNT);
+    for (int r = 0; r < ROWS; r++)
+      for (int k = 0; k < VECTORS; k++) sum[r][k] = fused(splat(x[r * dim + d]), numbers[k], sum[r][k]);
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < VECTORS; k++) store_floats(y + r * stride + first + k * LANE_COUNT, sum[r][k]);
+}
+
+/* The same for columns up to `end`. */
+INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
+  int e = 0;
+  if (LANE_COUNT == 16 && ROWS > CHUNK)
+    for (; e + 3 * LANE_COUNT <= end; e += 3 * LANE_COUNT) matrix_columns(ROWS, 3, x, matrix, dim, e, y, stride);
+  if (LANE_COUNT == 16 && ROWS <= CHUNK)
+    for (; e + 4 * LANE_COUNT <= end; e += 4 * LANE_COUNT) matrix_columns(ROWS, 4, x, matrix, dim, e, y, stride);
+  for (; e + 2 * LANE_COUNT <= end; e += 2 * LANE_COUNT) matrix_columns(ROWS, 2, x, matrix, dim, e, y, stride);
+  for (; e + LANE_COUNT <= end; e += LANE_COUNT) matrix_columns(ROWS, 1, x, matrix, dim, e, y, stride);
+  for (; e < end; e++)
+    for (int r = 0; r < ROWS; r++) {
+      float sum = 0.0f;
+      for (int d = 0; d < dim; d++) sum += x[r * dim + d] * matrix[(int64_t)d * dim + e];
+      y[r * stride + e] = sum;
+    }
+}
+
+/* The same for any number of rows: of eight at once, where registers hold their sums, the matrix is read less often. */
+static void times_matrix(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
+  for (int r = 0; r < rows;) {
+    const int left = rows - r;
+    if (LANE_COUNT != 8 && left >= MOST_ROWS) {
+      times_matrix_of(MOST_ROWS, x + r * dim, matrix, dim, end, y + r * stride, stride);
+      r += MOST_ROWS;
+      continue;
+    }
+    FOR_COUNT(left, times_matrix_of, x + r * dim, matrix, dim, end, y + r * stride, stride)
+    r += left < CHUNK ? left : CHUNK;
+  }
+}

@@ -1,0 +1,192 @@
+/* Codes of one token. The arithmetic is the reference's, operation by operation, so that the bytes are the same but where a sum of
+ * many numbers is rounded in another order. */
+
+/* Writes a token's codes, one byte each, into the planes of its page. */
+static void write_codes(const Stream *s, int keys, uint8_t *page_head, int token, const uint8_t *codes) {
+  for (int i = 0; i < s->sections; i++) {
+    const Section *section = &s->section[i];
+    const int bits = section->bits, bytes = section->width * bits / 8, mask = (1 << bits) - 1;
+    uint8_t *base = page_head + section->offset;
+    for (int byte = 0; byte < bytes; byte++) {
+      const uint8_t *c = codes + section->first + byte;
+      int x = 0;
+      for (int shift = 0; shift < 8; shift += bits, c += bytes) x |= (*c >> section->shift & mask) << shift;
+      base[keys ? key_place(bytes, token, byte) : value_place(bytes, token, byte)] = (uint8_t)x;
+    }
+  }
+}
+
+INLINE void write_meta(const Stream *s, uint8_t *page_head, int page_tokens, int meta, int name, int token, float x) {
+  ((uint16_t *)(page_head + s->meta_offset))[(int64_t)(meta * s->names + name) * page_tokens + token] = narrow_one(x, s->meta_type);
+}
+
+INLINE float smallest_of(int type) { return type == FLOAT16 ? 0x1p-14f : 0x1p-126f; }
+INLINE float largest_of(int type) { return type == FLOAT16 ? 65504.0f : 0x1.fep127f; }
+INLINE float between(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
+/* Clips numbers at a quantile of their magnitudes. */
+static void clip(const FusedTransform *transform, int dim, float *x) {
+  if (transform->clip_rank < 0) return;
+  float top[256]; /* the largest magnitudes, descending */
+  const int kept = dim - transform->clip_rank;
+  int count = 0;
+  for (int c = 0; c < dim; c++) {
+    const float size = fabsf(x[c]);
+    if (count == kept && !(size > top[count - 1])) continue;
+    int at = count < kept ? count++ : count - 1;
+    for (; at > 0 && top[at - 1] < size; at--) top[at] = top[at - 1];
+    top[at] = size;
+  }
+  const float below = top[kept - 1], above = top[kept > 1 ? kept - 2 : 0], share = transform->clip_share;
+  const float limit = share < 0.5f ? below + share * (above - below) : above - (above - below) * (1.0f - share);
+  for (int c = 0; c < dim; c++) x[c] = between(x[c], -limit, limit);
+}
+
+/* Codes of a group for a range; the scale and the minimum or zero as they are stored. */
+INLINE void affine_range(const Stream *s, const float *x, int count, int top, float low, float high, float *codes, float *scale,
+                         float *more) {
+  const float last = (float)top;
+  const int type = s->meta_type;
+  if (s->kind == SCALE_MIN) low = rounded_one(low, type);
+  float step = (high - low) / last;
+  step = rounded_one(step < smallest_of(type) ? smallest_of(type) : step, type);
+  *scale = step;
+  if (s->kind == SCALE_MIN) {
+    *more = low;
+    for (int c = 0; c < count; c++) codes[c] = between(rintf((x[c] - low) / step), 0.0f, last);
+  } else {
+    const float zero = rounded_one(between(rintf(-low / step), -32768.0f, 32768.0f), type);
+    *more = zero;
+    for (int c = 0; c < count; c++) codes[c] = between(rintf(x[c] / step) + zero, 0.0f, last);
+  }
+}
+
+INLINE float affine_error(const Stream *s, const float *x, const float *codes, int count, float scale, float more) {
+  float sum = 0.0f;
+  for (int c = 0; c < count; c++) {
+    const float missed = (s->kind == SCALE_MIN ? codes[c] * scale + more : (codes[c] - more) * scale) - x[c];
+    sum += missed * missed;
+  }
+  return sum;
+}
+
+static void encode_affine(const Stream *s, const FusedTransform *transform, int keys, uint8_t *page_head, int page_tokens, int token, int dim, float *x) {
+  float best[256], tried[256];
+  uint8_t codes[256];
+  clip(transform, dim, x);
+  for (int i = 0; i < s->spans; i++) {
+    const Span *span = &s->span[i];
+    const int first = span->first, count = span->end - first, top = (1 << span->bits) - 1;
+    const float *own = x + first;
+    float low = own[0], high = own[0], scale, more;
+    for (int c = 1; c < count; c++) {
+      low = own[c] < low ? own[c] : low;
+      high = own[c] > high ? own[c] : high;
+    }
+    affine_range(s, own, count, top, low, high, best, &scale, &more);
+    if (transform->search > 1) {
+      const float middle = (high + low) / 2, half = (high - low) / 2;
+      float least = affine_error(s, own, best, count, scale, more);
+      for (int j = 1; j < transform->search; j++) {
+        const float reach = half * (float)(1.0 - (1.0 - 0.7) * j / (transform->search - 1));
+        float other, offset;
+        affine_range(s, own, count, top, middle - reach, middle + reach, tried, &other, &offset);
+        const float error = affine_error(s, own, tried, count, other, offset);
+        if (!(error < least)) continue;
+        least = error, scale = other, more = offset;
+        memcpy(best, tried, sizeof(float) * (size_t)count);
+      }
+    }
+    for (int c = 0; c < count; c++) codes[first + c] = (uint8_t)best[c];
+    write_meta(s, page_head, page_tokens, span->meta, 0, token, scale);
+    write_meta(s, page_head, page_tokens, span->meta, 1, token, more);
+  }
+  write_codes(s, keys, page_head, token, codes);
+}
+
+INLINE float banded_code(float x, float scale, const Span *span, float top) {
+  return between(rintf(x / scale / span->step + top / 2), 0.0f, top);
+}
+
+/* The scale, a multiple of the root mean square, with the least weighted squared error, which goes to `least`. */
+static float banded_scale(const Stream *s, const FusedTransform *transform, int head, int dim, const float *x, float *least) {
+  const float *weights = transform->weights ? transform->weights + (int64_t)head * dim : NULL;
+  float squares = 0.0f, chosen = 1.0f;
+  int count = 0;
+  for (int i = 0; i < s->spans; i++)
+    for (int c = s->span[i].first; c < s->span[i].end; c++, count++) squares += x[c] * x[c];
+  const float rms = sqrtf(squares / (float)count);
+  *least = INFINITY;
+  for (int j = 0; j < transform->search; j++) {
+    const float factor = transform->search == 1 ? 1.0f : (float)(0.6 + (1.4 - 0.6) * j / (transform->search - 1));
+    const float scale = rounded_one(between(rms * factor, smallest_of(s->meta_type), largest_of(s->meta_type)), s->meta_type);
+    float error = 0.0f;
+    for (int i = 0; i < s->spans; i++) {
+      const Span *span = &s->span[i];
+      const float top = (float)((1 << span->bits) - 1);
+      float own = 0.0f;
+      for (int c = span->first; c < span->end; c++) {
+        const float missed = x[c] - scale * (span->step * (banded_code(x[c], scale, span, top) - top / 2));
+        own += missed * missed * (weights ? weights[c] : 1.0f);
+      }
+      error += own;
+    }
+    if (error < *least) *least = error, chosen = scale;
+  }
+  return chosen;
+}
+
+static void encode_banded(const Stream *s, const FusedTransform *transform, int keys, uint8_t *page_head, int page_tokens, int head, int token, int dim,
+                          float *x) {
+  const float *weights = transform->weights ? transform->weights + (int64_t)head * dim : NULL;
+  float error, sign = 1.0f, scale = banded_scale(s, transform, head, dim, x, &error);
+  if (transform->flag_mean) {
+    float centred[256], less;
+    for (int c = 0; c < dim; c++) centred[c] = x[c] - transform->flag_mean[(int64_t)head * dim + c];
+    const float other = banded_scale(s, transform, head, dim, centred, &less);
+    if (less < error) {
+      memcpy(x, centred, sizeof(float) * (size_t)dim);
+      scale = other, sign = -1.0f;
+    }
+  }
+  uint8_t codes[256];
+  float reached = 0.0f, wanted = 0.0f;
+  for (int i = 0; i < s->spans; i++) {
+    const Span *span = &s->span[i];
+    const float top = (float)((1 << span->bits) - 1);
+    float own = 0.0f;
+    for (int c = span->first; c < span->end; c++) {
+      const float code = banded_code(x[c], scale, span, top);
+      codes[c] = (uint8_t)code;
+      own += (weights ? weights[c] : 1.0f) * x[c] * (span->step * (code - top / 2));
+    }
+    reached += own;
+  }
+  if (transform->unbiased) {
+    for (int c = 0; c < dim; c++) wanted += (weights ? weights[c] : 1.0f) * (x[c] * x[c]);
+    const float product = reached * scale;
+    scale *= between(wanted / (product < 0x1p-126f ? 0x1p-126f : product), 0.8f, 1.6f);
+  }
+  scale = between(scale, smallest_of(s->meta_type), largest_of(s->meta_type));
+  write_meta(s, page_head, page_tokens, 0, 0, token, scale * sign);
+  write_codes(s, keys, page_head, token, codes);
+}
+
+static void encode_levels(const Stream *s, const FusedTransform *transform, int keys, uint8_t *page_head, int page_tokens, int token, int dim,
+                          const float *x) {
+  uint8_t codes[256];
+  double squares = 0.0;
+  for (int c = 0; c < dim; c++) squares += (double)x[c] * (double)x[c];
+  const double length = sqrt(squares), most = largest_of(s->meta_type);
+  const float norm = rounded_one((float)(length < most ? length : most), s->meta_type);
+  const float unit = norm < smallest_of(s->meta_type) ? smallest_of(s->meta_type) : norm;
+  const int edges = (1 << s->span[0].bits) - 1;
+  for (int c = 0; c < dim; c++) {
+    const float number = x[c] / unit;
+    int code = 0;
+    for (int i = 0; i < edges; i++) code += transform->edges[i] < number;
+    codes[c] = (uint8_t)code;
+  }
+  write_meta(s, page_head, page_tokens, 0, 0, token, norm);
+  write_codes(s, keys, page_head, token, codes);
+}

@@ -1,0 +1,38 @@
+/* The overlay: tokens that are kept in full precision beside the pages, the sinks and a ring of the last tokens. */
+
+INLINE int64_t packed_end(const Stream *s, int64_t n) {
+  const int64_t waiting = n - s->sink - s->recent;
+  return (n < s->sink ? n : s->sink) + (waiting > 0 ? waiting / s->flush * s->flush : 0);
+}
+
+/* Positions that are read from the overlay: [0, sinks) and [recent, length); the others are read from pages. */
+INLINE void overlay_bounds(const Decode *call, const Stream *s, int64_t b, int64_t *sinks, int64_t *recent) {
+  const int64_t n = call->batch->seq_lens[b];
+  *sinks = 0;
+  *recent = n;
+  if (!s->overlay_tokens) return;
+  int64_t from = packed_end(s, n);
+  if (from < s->ring_start[b]) from = s->ring_start[b];
+  if (from < s->sink) from = s->sink;
+  *recent = from < n ? from : n;
+  *sinks = call->batch->sinks[b] < n ? call->batch->sinks[b] : n;
+}
+
+INLINE int64_t overlay_index(const Stream *s, int64_t position) {
+  return position < s->sink || !s->ring ? position : s->sink + (position - s->sink) % s->ring;
+}
+
+INLINE int64_t overlay_offset(const Decode *call, const Stream *s, int64_t b, int head, int64_t position) {
+  return ((call->batch->overlay_rows[b] * s->overlay_tokens + overlay_index(s, position)) * call->heads + head) * call->dim;
+}
+
+/* Loads up to CHUNK overlay tokens, as floats, to rows 256 apart; prefetches those AHEAD of them and before `end`. Returns how many. */
+INLINE int load_overlay(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, int64_t end, float *out) {
+  const int width = call->overlay_type == FLOAT32 ? 4 : 2, count = end - position < CHUNK ? (int)(end - position) : CHUNK;
+  for (int r = 0; r < count; r++) {
+    if (position + r + AHEAD < end)
+      fetch((const char *)s->overlay + overlay_offset(call, s, b, head, position + r + AHEAD) * width, (int64_t)call->dim * width);
+    load_row(s->overlay, overlay_offset(call, s, b, head, position + r), call->overlay_type, call->dim, out + 256 * r);
+  }
+  return count;
+}

@@ -1,0 +1,105 @@
+/* Query operands: rotated and transformed queries, in floats and as limbs for the integer dot products. */
+
+/* Query operand: the vector in floats, and per span as two signed bytes, q ~ scale * (128 high + low). */
+typedef struct {
+  const float *vector;
+  const int8_t *high, *low;
+  const float *scale, *sum; /* of every span: what a unit of the integers is worth, and the sum of the query's numbers */
+  const float *mean_logit;  /* q . mu of the removed key mean; q . mean of tokens whose scale is negative */
+} QueryOperand;
+
+INLINE QueryOperand operand_at(const Decode *call, const float *p) {
+  const int dim = call->dim, spans = call->key.spans;
+  const int8_t *limbs = (const int8_t *)(p + dim + 2 + 2 * spans);
+  return (QueryOperand){p, limbs, limbs + dim, p + dim + 2, p + dim + 2 + spans, p + dim};
+}
+
+/* Rotates a vector back by the angles of a RoPE block: (u, v) -> (u cos + v sin, v cos - u sin). */
+INLINE void unrotate(float *x, const float *cosine, const float *sine, int half) {
+  int c = 0;
+  for (; c + LANE_COUNT <= half; c += LANE_COUNT) {
+    const vf u = load_floats(x + c), v = load_floats(x + c + half), a = load_floats(cosine + c), b = load_floats(sine + c);
+    store_floats(x + c, u * a + v * b);
+    store_floats(x + c + half, v * a - u * b);
+  }
+  for (; c < half; c++) {
+    const float u = x[c], v = x[c + half];
+    x[c] = u * cosine[c] + v * sine[c];
+    x[c + half] = v * cosine[c] - u * sine[c];
+  }
+}
+
+/* Products of the queries of a chunk with every centroid, side by side: [spaces, 2^bits, CHUNK], or [centers, CHUNK]. */
+INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
+  const Stream *s = &call->key;
+  const int64_t size = CHUNK * (s->centers ? s->centers : (int64_t)(call->dim / s->extra) << s->book_bits);
+  return call->tables + (row * ((call->group + CHUNK - 1) / CHUNK) + chunk / CHUNK) * size;
+}
+
+/* Channels of a query that a RoPE block reads: only those that are stored, where none of its tokens is read from the overlay. */
+INLINE int channels_read(const Decode *call, int64_t b, int block) {
+  const Stream *s = &call->key;
+  if (!call->rope_block || s->kind != SCALE_ALONE || s->mean) return call->dim;
+  int64_t sinks, recent;
+  overlay_bounds(call, s, b, &sinks, &recent);
+  const int64_t begin = (call->rope_first / call->rope_block + block) * call->rope_block - call->rope_first;
+  return begin < sinks || begin + call->rope_block > recent ? call->dim : s->span[s->spans - 1].end;
+}
+
+/* Fills the rest of a query operand, whose vector [dim] is there: q . mu of the removed key mean and of the flagged mean, limbs, and
+ * the products with centroids. */
+INLINE void make_operand(const Decode *call, int64_t row, int g, const float *rotated, float *p) {
+  const Stream *s = &call->key;
+  const int dim = call->dim, head = (int)(row % call->heads), lane = g % CHUNK;
+  const float *vector = p;
+  p[dim] = call->use_mean_logit ? product(rotated, call->mean_logit + (int64_t)head * dim, dim) : 0.0f;
+  p[dim + 1] = s->mean ? product(vector, s->mean + (int64_t)head * dim, dim) : 0.0f;
+  float *scale = p + dim + 2, *sum = scale + s->spans;
+  int8_t *high = (int8_t *)(sum + s->spans), *low = high + dim;
+  for (int i = 0; i < s->spans; i++) {
+    const int first = s->span[i].first, count = s->span[i].end - first;
+    scale[i] = to_limbs(vector + first, count, high + first, low + first, &sum[i]);
+  }
+  if (s->centers) {
+    float *table = lookup_tables(call, row, g - lane);
+    for (int j = 0; j < s->centers; j++) table[(int64_t)j * CHUNK + lane] = product(vector, center_at(s, head, j, dim), dim);
+  }
+  if (s->kind == CENTROIDS) {
+    const int length = s->extra, spaces = dim / length;
+    float *table = lookup_tables(call, row, g - lane);
+    for (int space = 0; space < spaces; space++) {
+      const float *book = book_of(s, head, space, length);
+      for (int j = 0; j < 1 << s->book_bits; j++) {
+        float dot = 0.0f;
+        for (int i = 0; i < length; i++) dot += vector[space * length + i] * book[(int64_t)j * length + i];
+        table[(((int64_t)space << s->book_bits) + j) * CHUNK + lane] = dot;
+      }
+    }
+  }
+}
+
+/* Operands of all queries of a (sequence, head), for `blocks` RoPE blocks from `block` on, to p: [blocks, group, operand_stride]. */
+static void make_operands(const Decode *call, int64_t row, int block, int blocks, float *p, float *scratch) {
+  const int dim = call->dim, group = call->group, half = call->rope_half;
+  const int64_t b = row / call->heads, head = row % call->heads;
+  for (int i = 0, rows; i < blocks * group; i += rows, p += rows * call->operand_stride) {
+    rows = blocks * group - i < MOST_ROWS ? blocks * group - i : MOST_ROWS;
+    int end = 0;
+    for (int r = 0; r < rows; r++) {
+      const int own = block + (i + r) / group, read = channels_read(call, b, own);
+      const int64_t angles = (int64_t)own * half;
+      if (read > end) end = read;
+      load_row(call->query, (row * group + (i + r) % group) * dim, call->type, dim, scratch + r * dim);
+      if (call->rope_block) unrotate(scratch + r * dim, call->cosine + angles, call->sine + angles, half);
+      if (!call->dual) memcpy(p + r * call->operand_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
+    }
+    if (call->dual)
+      times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, end, p, call->operand_stride);
+    for (int r = 0; r < rows; r++) make_operand(call, row, (i + r) % group, scratch + r * dim, p + r * call->operand_stride);
+  }
+}
+
+/* Task: the operands of one (sequence, head), where keys are stored rotated and one operand serves all positions. */
+static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
+  make_operands(call, task, 0, 1, call->operands + task * call->group * call->operand_stride, scratch);
+}

@@ -1,0 +1,255 @@
+/* S = Q K^T for the packed keys of a page. */
+
+/* Scales of a span of LANE_COUNT tokens. Adds the code-independent part of S to `total`: (scale * center + min) * sum(q), or with a zero
+ * point scale * (center - zero) * sum(q); and q . mean where the scale is negative. */
+INLINE vf begin_span(const int QUERIES, const Stream *s, int i, const uint8_t *page_head, int page_tokens, int token, const QueryOperand *query,
+                     vf *total) {
+  const Span *span = &s->span[i];
+  if (s->kind >= CHANNEL) {
+    for (int g = 0; g < QUERIES; g++) total[g] += splat(query[g].sum[i]);
+    return splat(1.0f);
+  }
+  const vf scale = meta_vector(s, page_head, page_tokens, span->meta, 0, token);
+  const vf size = magnitude(scale);
+  vf more = size * splat(span->center);
+  if (s->kind == SCALE_MIN) more += meta_vector(s, page_head, page_tokens, span->meta, 1, token);
+  if (s->kind == SCALE_ZERO) more -= size * meta_vector(s, page_head, page_tokens, span->meta, 1, token);
+  for (int g = 0; g < QUERIES; g++) {
+    total[g] = fused(more, splat(query[g].sum[i]), total[g]);
+    if (s->mean && i == 0) total[g] += choose(scale < splat(0.0f), splat(query[g].mean_logit[1]), splat(0.0f));
+  }
+  return size;
+}
+
+/* Adds <query limbs, codes> of four channels; a lane is a token. */
+INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, const QueryOperand *query, int channel, int wide,
+                         vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+  for (int g = 0; g < QUERIES; g++) {
+    for (int k = 0; k < VECTORS; k++) high[k][g] = dot4(high[k][g], codes[k], word(query[g].high + channel), wide);
+    for (int k = 0; k < VECTORS; k++) low[k][g] = dot4(low[k][g], codes[k], word(query[g].low + channel), wide);
+  }
+}
+
+/* Adds the products of a whole section: a byte is read once for all of its codes, and the one `ahead` of it is fetched. */
+INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
+                             int64_t ahead, const QueryOperand *query, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << BITS) - 1));
+  for (int c = 0; c < bytes; c += 4) {
+    vu packed[4];
+    for (int k = 0; k < VECTORS; k++) {
+      packed[k] = load_bytes(base[k] + c * LANES);
+      __builtin_prefetch(base[k] + c * LANES + ahead);
+    }
+    for (int slot = 0; slot < 8 / BITS; slot++) {
+      vu codes[4];
+      for (int k = 0; k < VECTORS; k++) codes[k] = packed[k] >> (uint32_t)(slot * BITS) & mask;
+      add_products(QUERIES, VECTORS, codes, query, first + slot * bytes + c, BITS == 8, high, low);
+    }
+  }
+}
+
+/* Adds the products of those channels of a section that are in a span. */
+INLINE void part_products(const int QUERIES, const int VECTORS, const Section *section, const Span *span, const uint8_t *const *base,
+                          int64_t ahead, const QueryOperand *query, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+  const int bits = section->bits, bytes = section->width * bits / 8;
+  const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << bits) - 1));
+  for (int shift = 0, start = section->first; shift < 8; shift += bits, start += bytes) {
+    const vu by = (vu){} + (uint32_t)shift;
+    const int from = start > span->first ? start : span->first;
+    const int to = start + bytes < span->end ? start + bytes : span->end;
+    for (int c = from; c < to; c += 4) {
+      vu codes[4];
+      for (int k = 0; k < VECTORS; k++) {
+        codes[k] = load_bytes(base[k] + (c - start) * LANES) >> by & mask;
+        if (!shift) __builtin_prefetch(base[k] + (c - start) * LANES + ahead);
+      }
+      add_products(QUERIES, VECTORS, codes, query, c, bits == 8, high, low);
+    }
+  }
+}
+
+/* Scores of VECTORS * LANE_COUNT tokens of a page from `token` on: scores[query * stride + token]. */
+INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens,
+                 int token, const QueryOperand *query, float *scores, int stride) {
+  vf total[4][CHUNK];
+  for (int k = 0; k < VECTORS; k++)
+    for (int g = 0; g < QUERIES; g++) total[k][g] = splat(0.0f);
+  for (int i = 0; i < s->spans; i++) {
+    const Span *span = &s->span[i];
+    vf size[4];
+    for (int k = 0; k < VECTORS; k++) size[k] = begin_span(QUERIES, s, i, page_head, page_tokens, token + k * LANE_COUNT, query, total[k]);
+    for (int j = 0; j < s->sections; j++) {
+      const Section *section = &s->section[j];
+      const int first = section->first, end = first + section->width, bytes = section->width * section->bits / 8;
+      if (end <= span->first || span->end <= first) continue;
+      const uint8_t *base[4];
+      vi high[4][CHUNK], low[4][CHUNK];
+      for (int k = 0; k < VECTORS; k++) {
+        base[k] = page_head + section->offset + key_place(bytes, token + k * LANE_COUNT, 0);
+        for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
+      }
+      switch (span->first <= first && end <= span->end ? section->bits : 0) {
+        case 2: section_products(QUERIES, VECTORS, 2, first, bytes, base, ahead, query, high, low); break;
+        case 4: section_products(QUERIES, VECTORS, 4, first, bytes, base, ahead, query, high, low); break;
+        default: part_products(QUERIES, VECTORS, section, span, base, ahead, query, high, low);
+      }
+      for (int g = 0; g < QUERIES; g++) {
+        const vf unit = splat(section->alpha * query[g].scale[i]);
+        for (int k = 0; k < VECTORS; k++)
+          total[k][g] = fused(size[k] * unit, floats((high[k][g] << 7) + low[k][g]), total[k][g]);
+      }
+    }
+  }
+  for (int k = 0; k < VECTORS; k++)
+    for (int g = 0; g < QUERIES; g++) store_floats(scores + g * stride + token + k * LANE_COUNT, total[k][g]);
+}
+
+/* As many vectors at a time as registers allow. */
+INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to, const QueryOperand *query,
+                  float *scores, int stride) {
+  const int most = LANE_COUNT == 8 ? (QUERIES == 1 ? 2 : 1) : QUERIES == 1 ? 4 : 2;
+  int token = from / LANE_COUNT * LANE_COUNT;
+  for (; token + most * LANE_COUNT <= page_tokens && token < to; token += most * LANE_COUNT)
+    tile(QUERIES, most, s, page_head, ahead, page_tokens, token, query, scores, stride);
+  for (; token < to; token += LANE_COUNT) tile(QUERIES, 1, s, page_head, ahead, page_tokens, token, query, scores, stride);
+}
+
+static void code_scores(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
+                        const QueryOperand *query, float *scores, int stride) {
+  FOR_COUNT(queries, tiles, s, page_head, ahead, page_tokens, from, to, query, scores, stride)
+}
+
+/* S += sum over boosted channels of 4 * q * scale * high bits. A byte holds the high bits of four channels of a token. */
+static void boosted_scores(int queries, const Stream *s, const uint8_t *page_head, int dim, int group, int from, int to, const QueryOperand *query,
+                           const float *scales, float *scores, int stride) {
+  const int words = (s->extra + 15) / 16, bytes = s->extra / 4;
+  const uint8_t *index = page_head + s->index_offset + (int64_t)group * dim;
+  int8_t high[CHUNK][256], low[CHUNK][256];
+  float unit[CHUNK], unused;
+  for (int g = 0; g < queries; g++) {
+    float numbers[256] = {0};
+    for (int c = 0; c < dim; c++) {
+      const int i = index[c], j = i % 16;
+      if (i < s->extra) numbers[i / 16 * 16 + j % 4 * 4 + j / 4] = 4.0f * query[g].vector[c] * scales[c];
+    }
+    unit[g] = to_limbs(numbers, 16 * words, high[g], low[g], &unused);
+  }
+  const vu mask = (vu){} + 0x03030303u;
+  for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT)
+    for (int w = 0; w < words; w++) {
+      uint32_t lanes[LANE_COUNT] = {0};
+      const int count = bytes - 4 * w < 4 ? bytes - 4 * w : 4;
+      for (int lane = 0; lane < LANE_COUNT; lane++)
+        memcpy(&lanes[lane], page_head + s->high_offset + (int64_t)(token + lane) * bytes + 4 * w, (size_t)count);
+      vu packed;
+      memcpy(&packed, lanes, sizeof packed);
+      for (int g = 0; g < queries; g++) {
+        vi up = {}, down = {};
+        for (int slot = 0; slot < 4; slot++) {
+          const vu codes = packed >> (uint32_t)(2 * slot) & mask;
+          up = dot4(up, codes, word(high[g] + 16 * w + 4 * slot), 0);
+          down = dot4(down, codes, word(low[g] + 16 * w + 4 * slot), 0);
+        }
+        float *at = scores + g * stride + token;
+        store_floats(at, fused(splat(unit[g]), floats((up << 7) + down), load_floats(at)));
+      }
+    }
+}
+
+/* Keys with scales per channel: S = sum_c (q_c scale_c) code_c + q . min, with the scales of a group of tokens multiplied into the
+ * query. */
+static void channel_scores(int queries, const Stream *s, const uint8_t *page_head, int page_tokens, int dim, int from, int to,
+                           const QueryOperand *query, float *scores, int stride) {
+  const int size = s->group_tokens;
+  for (int group = from / size; group * size < to; group++) {
+    int8_t limbs[CHUNK][2 * 256];
+    float metas[512], scales[256], least[256], numbers[256], scale[CHUNK], sum[CHUNK];
+    QueryOperand own[CHUNK];
+    load_row(page_head + s->meta_offset, 2 * (int64_t)group * dim, s->meta_type, 2 * dim, metas);
+    for (int c = 0; c < dim; c++) {
+      scales[c] = metas[2 * c];
+      least[c] = metas[2 * c + 1];
+    }
+    for (int g = 0; g < queries; g++) {
+      for (int c = 0; c < dim; c++) numbers[c] = query[g].vector[c] * scales[c];
+      sum[g] = product(query[g].vector, least, dim);
+      float unused;
+      scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim, &unused);
+      own[g] = (QueryOperand){query[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], query[g].mean_logit};
+    }
+    const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
+    code_scores(queries, s, page_head, 0, page_tokens, first, last, own, scores, stride);
+    if (s->kind == BOOSTED) boosted_scores(queries, s, page_head, dim, group, first, last, query, scales, scores, stride);
+  }
+}
+
+/* Keys with levels from a table: S = norm * sum_c q_c level[code_c]. A lane is a token. */
+INLINE void level_tiles(const int QUERIES, const Stream *s, const uint8_t *page_head, int page_tokens, int dim, int from, int to,
+                        const QueryOperand *query, float *scores, int stride) {
+  for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
+    vf sum[CHUNK];
+    for (int g = 0; g < QUERIES; g++) sum[g] = splat(0.0f);
+    for (int c = 0; c < dim; c++) {
+      vu index = {};
+      for (int j = 0; j < s->sections; j++) {
+        const Section *section = &s->section[j];
+        const int bytes = section->width * section->bits / 8, byte = c % bytes;
+        const vu packed = load_bytes(page_head + section->offset + key_place(bytes, token, byte / 4 * 4));
+        const uint32_t shift = (uint32_t)(byte % 4 * 8 + c / bytes * section->bits);
+        index |= (packed >> shift & (uint32_t)((1 << section->bits) - 1)) << (uint32_t)section->shift;
+      }
+      const vf level = lookup(s->levels, (vi)index);
+      for (int g = 0; g < QUERIES; g++) sum[g] = fused(splat(query[g].vector[c]), level, sum[g]);
+    }
+    const vf norm = meta_vector(s, page_head, page_tokens, 0, 0, token);
+    for (int g = 0; g < QUERIES; g++) store_floats(scores + g * stride + token, sum[g] * norm);
+  }
+}
+
+static void level_scores(int queries, const Stream *s, const uint8_t *page_head, int page_tokens, int dim, int from, int to, const QueryOperand *query,
+                         float *scores, int stride) {
+  FOR_COUNT(queries, level_tiles, s, page_head, page_tokens, dim, from, to, query, scores, stride)
+}
+
+/* Scores of tokens [from, to) of a page. */
+static void page_scores(const Decode *call, int queries, const uint8_t *page_head, int64_t ahead, int64_t row, int chunk, int from,
+                        int to, const QueryOperand *query, float *scores, int stride) {
+  const Stream *s = &call->key;
+  const int head = (int)(row % call->heads);
+  const int dim = call->dim;
+  if (s->kind <= SCALE_ALONE) {
+    code_scores(queries, s, page_head, ahead, call->page_tokens, from, to, query, scores, stride);
+    if (s->centers) {
+      const float *table = lookup_tables(call, row, chunk);
+      for (int token = from; token < to; token++) {
+        const float *own = table + (int64_t)center_of(s, page_head, token) * CHUNK;
+        for (int g = 0; g < queries; g++) scores[g * stride + token] += own[g];
+      }
+    }
+  } else if (s->kind == CHANNEL || s->kind == BOOSTED) {
+    channel_scores(queries, s, page_head, call->page_tokens, dim, from, to, query, scores, stride);
+  } else if (s->kind == LEVELS) {
+    level_scores(queries, s, page_head, call->page_tokens, dim, from, to, query, scores, stride);
+  } else if (s->kind == CENTROIDS) {
+    const float *table = lookup_tables(call, row, chunk);
+    const int spaces = dim / s->extra;
+    uint16_t index[128 * 128];
+    centroids_of(s, page_head, from, to, spaces, index);
+    for (int token = from; token < to; token++) {
+      const uint16_t *own = index + (token - from) * spaces;
+      v4 sum = {};
+      for (int space = 0; space < spaces; space++) {
+        v4 products;
+        memcpy(&products, table + (((int64_t)space << s->book_bits) + own[space]) * CHUNK, sizeof products);
+        sum += products;
+      }
+      for (int g = 0; g < queries; g++) scores[g * stride + token] = sum[g];
+    }
+  } else {
+    float key[256];
+    for (int token = from; token < to; token++) {
+      token_row(s, 1, page_head, call->page_tokens, head, token, dim, key);
+      for (int g = 0; g < queries; g++) scores[g * stride + token] = product(query[g].vector, key, dim);
+    }
+  }
+}

@@ -1,0 +1,236 @@
+/* Decode attention of one split of a sequence, and the merge of splits. Codes are summed as integers against queries and
+ * probabilities that are split into two limbs of seven bits; scales touch the sums alone. The same numbers are added in the same order
+ * whatever the number of threads. */
+
+/* S += q . mu, which removing the key mean took off every logit. */
+INLINE void add_mean_logit(const Decode *call, int queries, const QueryOperand *query, int count, float *at, int stride) {
+  for (int g = 0; call->use_mean_logit && g < queries; g++, at += stride) {
+    const float mean_logit = query[g].mean_logit[0];
+    int t = 0;
+    for (; t + LANE_COUNT <= count; t += LANE_COUNT) store_floats(at + t, load_floats(at + t) + splat(mean_logit));
+    for (; t < count; t++) at[t] += mean_logit;
+  }
+}
+
+/* The tokens [begin, end) of sequence b that a task attends to. */
+typedef struct {
+  int64_t b, begin, end;
+  int head, split, stride; /* stride: from a query's scores to the next one's */
+  int block;               /* first RoPE block of the split */
+  const float *operands;   /* the queries, of that block and the next ones */
+} SplitTokens;
+
+INLINE const uint8_t *page_head_at(const Decode *call, const SplitTokens *part, int64_t position) {
+  const int64_t page = call->batch->table[part->b * call->batch->width + (position - call->origin) / call->page_tokens];
+  return call->pages + (page * call->heads + part->head) * call->page_head_bytes;
+}
+
+/* First position after the page that `position` is in. */
+INLINE int64_t end_of_page(const Decode *call, int64_t position) {
+  return ((position - call->origin) / call->page_tokens + 1) * call->page_tokens + call->origin;
+}
+
+/* Prefetches the page at `position`, if it is in this split, while `page_head` is read. Returns the distance in bytes from `page_head` to
+ * it where the reader of codes is to prefetch them line by line: all at once would wait for each other. */
+INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Stream *s, const uint8_t *page_head, int64_t position, int64_t recent) {
+  const int size = call->page_tokens;
+  if (position >= part->end || position >= recent) return 0;
+  const uint8_t *next = page_head_at(call, part, position);
+  if (s->kind <= SCALE_ALONE) {
+    fetch(next + s->meta_offset, (int64_t)s->metas * s->names * size * 2);
+    return next - page_head;
+  }
+  for (int j = 0; j < s->sections; j++) fetch(next + s->section[j].offset, (int64_t)s->section[j].width * s->section[j].bits * size / 8);
+  return 0;
+}
+
+/* S = Q K^T of a chunk of queries: scores[query * stride + position - begin]. */
+static void split_scores(const Decode *call, const SplitTokens *part, int chunk, int queries, float *scores) {
+  const int dim = call->dim, group = call->group, size = call->page_tokens, stride = part->stride;
+  const int64_t b = part->b, row = b * call->heads + part->head;
+  float rows[CHUNK * 256] __attribute__((aligned(64)));
+  int64_t sinks, recent;
+  overlay_bounds(call, &call->key, b, &sinks, &recent);
+  for (int64_t position = part->begin; position < part->end;) {
+    /* positions [position, to) of one RoPE block, in one page or in the overlay */
+    int64_t to = part->end, index = chunk;
+    if (call->rope_block) {
+      const int64_t block = (position + call->rope_first) / call->rope_block;
+      index += (block - call->rope_first / call->rope_block - part->block) * group;
+      if ((block + 1) * call->rope_block - call->rope_first < to) to = (block + 1) * call->rope_block - call->rope_first;
+    }
+    QueryOperand query[CHUNK];
+    for (int g = 0; g < queries; g++) query[g] = operand_at(call, part->operands + (index + g) * call->operand_stride);
+    float *at = scores + (position - part->begin);
+    if (position < sinks || position >= recent) {
+      if (position < sinks && sinks < to) to = sinks;
+      const int count = (int)(to - position);
+      for (int i = 0, got; i < count; i += got) {
+        got = load_overlay(call, &call->key, b, part->head, position + i, to, rows);
+        for (int g = 0; g < queries; g++) FOR_COUNT(got, row_products, query[g].vector, rows, dim, at + g * stride + i)
+      }
+      add_mean_logit(call, queries, query, count, at, stride);
+      position = to;
+      continue;
+    }
+    if (recent < to) to = recent;
+    if (end_of_page(call, position) < to) to = end_of_page(call, position);
+    const int from = (int)((position - call->origin) % size), count = (int)(to - position);
+    const uint8_t *page_head = page_head_at(call, part, position);
+    const int64_t ahead = chunk ? 0 : fetch_page(call, part, &call->key, page_head, to, recent);
+    position = to;
+    if (count == size) { /* a whole page: straight to the scores */
+      page_scores(call, queries, page_head, ahead, row, chunk, 0, size, query, at, stride);
+      add_mean_logit(call, queries, query, count, at, stride);
+      continue;
+    }
+    float own[CHUNK * 128] __attribute__((aligned(64)));
+    page_scores(call, queries, page_head, ahead, row, chunk, from, from + count, query, own, 128);
+    for (int g = 0; g < queries; g++) memcpy(at + g * stride, own + g * 128 + from, sizeof(float) * (size_t)count);
+    add_mean_logit(call, queries, query, count, at, stride);
+  }
+}
+
+/* P = exp(S - max S) in place, S scaled and capped. Leaves max S and sum P. */
+INLINE void softmax_weights(const Decode *call, float *x, int count, float *top, float *sum) {
+  const int whole = (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
+  if (call->softcap > 0.0f)
+    for (int t = 0; t < count; t++) x[t] = call->softcap * tanhf(x[t] * call->scale / call->softcap);
+  for (int t = count; t < whole; t++) x[t] = -INFINITY;
+  const vf scale = splat(call->softcap > 0.0f ? 1.0f : call->scale);
+  vf most = splat(-INFINITY), total = splat(0.0f);
+  for (int t = 0; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t) * scale, most);
+  *top = top_of(most);
+  for (int t = 0; t < whole; t += LANE_COUNT) {
+    const vf p = exponential(fused(load_floats(x + t), scale, splat(-*top)));
+    store_floats(x + t, p);
+    total += p;
+  }
+  *sum = total_of(total);
+}
+
+/* O = P V over a split: out[query * dim + channel]. */
+static void split_values(const Decode *call, const SplitTokens *part, int queries, const float *weights, float *out) {
+  const Stream *s = &call->value;
+  const int dim = call->dim, size = call->page_tokens, stride = part->stride;
+  float rows[CHUNK * 256] __attribute__((aligned(64)));
+  int64_t sinks, recent;
+  overlay_bounds(call, s, part->b, &sinks, &recent);
+  ValueSums sums;
+  for (int g = 0; g < queries; g++) {
+    memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
+    for (int m = 0; m < s->metas; m++) sums.scale[m][g] = sums.more[m][g] = splat(0.0f);
+    sums.flagged[g] = splat(0.0f);
+  }
+  for (int64_t position = part->begin; position < part->end;) {
+    int64_t to = part->end;
+    const float *weight = weights + (position - part->begin);
+    if (position < sinks || position >= recent) {
+      if (position < sinks && sinks < to) to = sinks;
+      for (int got; position < to; position += got, weight += got) {
+        got = load_overlay(call, s, part->b, part->head, position, to, rows);
+        for (int g = 0; g < queries; g++) FOR_COUNT(got, add_rows, out + g * dim, weight + g * stride, rows, dim)
+      }
+      continue;
+    }
+    if (recent < to) to = recent;
+    if (end_of_page(call, position) < to) to = end_of_page(call, position);
+    const int from = (int)((position - call->origin) % size), last = from + (int)(to - position);
+    const uint8_t *page_head = page_head_at(call, part, position);
+    const int64_t ahead = fetch_page(call, part, s, page_head, to, recent);
+    position = to;
+    page_values(call, queries, page_head, ahead, part->head, from, last, weight - from, stride, out, &sums);
+  }
+  for (int g = 0; g < queries; g++) {
+    float *x = out + g * dim;
+    if (s->kind <= SCALE_ALONE)
+      for (int i = 0; i < s->spans; i++) {
+        const Span *span = &s->span[i];
+        const float add = total_of(sums.scale[span->meta][g] * span->center + sums.more[span->meta][g]);
+        int c = span->first;
+        for (; c + LANE_COUNT <= span->end; c += LANE_COUNT) store_floats(x + c, load_floats(x + c) + splat(add));
+        for (; c < span->end; c++) x[c] += add;
+      }
+    if (s->mean) add_times(x, total_of(sums.flagged[g]), s->mean + (int64_t)part->head * dim, dim);
+  }
+}
+
+/* Tokens of a split of a sequence of n: longer splits where there are enough of them for all threads. */
+INLINE int64_t split_tokens(const Decode *call, int64_t n) {
+  int64_t tokens = call->split_tokens;
+  while (tokens < call->longest_split && n - call->origin >= 16 * tokens) tokens *= 2;
+  return tokens;
+}
+
+/* Task: one (sequence, head, split). Leaves O = P V, max S and sum P of every query. */
+static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
+  const int dim = call->dim, group = call->group;
+  SplitTokens part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
+  part.b = task / call->splits / call->heads;
+  const int64_t n = call->batch->seq_lens[part.b], size = split_tokens(call, n);
+  part.begin = part.split ? call->origin + part.split * size : 0;
+  part.end = call->origin + (part.split + 1) * size;
+  if (part.end > n) part.end = n;
+  if (call->sliding_window && part.begin < n - call->sliding_window) part.begin = n - call->sliding_window;
+  part.stride = (int)size + call->origin + 128;
+  float *scores = scratch + 64, *out = scores + (int64_t)CHUNK * part.stride, *own = out + CHUNK * 2 * dim;
+  const int64_t row = part.b * call->heads + part.head;
+  part.operands = call->operands + row * group * call->operand_stride;
+  if (call->rope_block && part.begin < part.end) {
+    part.block = (int)((part.begin + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
+    const int last = (int)((part.end - 1 + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
+    make_operands(call, row, part.block, last - part.block + 1, own, scores);
+    part.operands = own;
+  }
+  for (int chunk = 0; chunk < group; chunk += CHUNK) {
+    const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
+    float *partial = call->partial + ((row * call->splits + part.split) * group + chunk) * (dim + 2);
+    for (int g = 0; g < queries; g++) { /* a split without tokens: max S = -inf, sum P = 0 */
+      partial[g * (dim + 2) + dim] = -INFINITY;
+      partial[g * (dim + 2) + dim + 1] = 0.0f;
+    }
+    if (part.begin >= part.end) continue;
+    split_scores(call, &part, chunk, queries, scores);
+    for (int g = 0; g < queries; g++) {
+      float *own = partial + g * (dim + 2) + dim;
+      softmax_weights(call, scores + g * part.stride, (int)(part.end - part.begin), own, own + 1);
+    }
+    split_values(call, &part, queries, scores, out);
+    for (int g = 0; g < queries; g++) memcpy(partial + g * (dim + 2), out + g * dim, sizeof(float) * (size_t)dim);
+  }
+}
+
+/* Task: one (sequence, head). O = sum_i exp(m_i - m) O_i / sum_i exp(m_i - m) l_i over splits in their order, then out of the basis of
+ * the stored values. */
+static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
+  const int dim = call->dim, group = call->group, head = (int)(task % call->heads);
+  for (int chunk = 0; chunk < group; chunk += CHUNK) {
+    const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
+    float *out = scratch, *back = scratch + CHUNK * dim;
+    for (int g = 0; g < queries; g++) {
+      const float *first = call->partial + (task * call->splits * group + chunk + g) * (dim + 2);
+      float *sum = out + g * dim, top = -INFINITY, total = 0.0f;
+      for (int i = 0; i < call->splits; i++) top = fmaxf(top, first[(int64_t)i * group * (dim + 2) + dim]);
+      memset(sum, 0, sizeof(float) * (size_t)dim);
+      for (int i = 0; i < call->splits; i++) {
+        const float *part = first + (int64_t)i * group * (dim + 2);
+        if (!(part[dim + 1] > 0.0f)) continue;
+        const float times = expf(part[dim] - top);
+        total += times * part[dim + 1];
+        add_times(sum, times, part, dim);
+      }
+      const float times = total > 0.0f ? 1.0f / total : 0.0f;
+      for (int c = 0; c < dim; c++) sum[c] *= times;
+      if (call->lse) call->lse[task * group + chunk + g] = total > 0.0f ? top + logf(total) : -INFINITY;
+    }
+    if (call->inverse) {
+      times_matrix(queries, out, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, dim, back, dim);
+      out = back;
+    }
+    for (int g = 0; g < queries; g++)
+      for (int c = 0; c < dim; c++) {
+        const float offset = call->inverse_offset ? call->inverse_offset[(int64_t)(head % call->offset_heads) * dim + c] : 0.0f;
+        store_one(call->out, (task * group + chunk + g) * dim + c, call->type, out[g * dim + c] + offset);
+      }
+  }
+}

@@ -1,0 +1,134 @@
+"""The matrices that kernels/append_tiles.cu multiplies tiles by, as the fragments of its tensor-core products."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple, Self
+
+import torch
+
+from kvant.layout import Layout, StreamName
+from kvant.ops.cuda.append_plan import MATRIX_PARTS
+from kvant.ops.cuda.transform_kv import matrix_in
+from kvant.ops.fused import FusedTransform, TransformKind, fuse, matrix_of
+from kvant.ops.types import Derived, LayerStore
+from kvant.transforms.hadamard import walsh_hadamard
+
+Tensor = torch.Tensor
+
+
+class TileMatrix(NamedTuple):
+    """What tiles of a stream are multiplied by, and what is left to do after it. Where the stream is banded, channels are in the
+    order in which lanes hold them."""
+
+    matrix: (
+        Tensor  # int32 [1 or heads, parts, ...]: pairs of 16-bit numbers, the largest part last, in the order of use
+    )
+    unit: float = 1.0  # power of two that a banded stream's entries are multiples of
+    order: int = 1  # of a Hadamard, whose factor is left to do
+    mean: Tensor | None = None  # float32 [heads, head_dim], subtracted after it
+    weights: Tensor | None = None  # float32 [heads, head_dim], of errors
+    flag_mean: Tensor | None = None  # float32 [heads, head_dim], subtracted from rows whose scale is stored negative
+
+
+@dataclasses.dataclass
+class AppendTransforms(Derived):
+    """The transforms of a store's streams as the append kernels apply them."""
+
+    forward: dict[StreamName, FusedTransform]  # with the mean after the Hadamard
+    affine: dict[tuple[StreamName, torch.dtype], TileMatrix] = dataclasses.field(default_factory=dict)
+    banded: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        names: tuple[StreamName, ...] = ("key", "value")
+        device = store.pages.device
+        return cls(
+            {name: _mean_after(fuse(store.stream(name).transforms, "forward", store.layout, device)) for name in names}
+        )
+
+
+def _mean_after(forward: FusedTransform) -> FusedTransform:
+    """The same with the mean subtracted after the Hadamard: H (x - mu) = H x - H mu."""
+    if forward.mean is None or forward.kind is TransformKind.NONE:
+        return forward
+    mean = forward.mean.double() if forward.tensor is None else forward.mean.double() * forward.tensor
+    return dataclasses.replace(forward, mean=walsh_hadamard(mean, forward.order).float().contiguous())
+
+
+def affine_tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype) -> TileMatrix:
+    """The matrix of an affine stream, in parts of the type of its rows; made once for a store."""
+    made = store.derive(AppendTransforms)
+    if (name, dtype) not in made.affine:
+        made.affine[name, dtype] = _affine_tile_matrix(store, name, dtype, made.forward[name])
+    return made.affine[name, dtype]
+
+
+def _affine_tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype, forward: FusedTransform) -> TileMatrix:
+    layout, device, hadamard = store.layout, store.pages.device, forward.kind is TransformKind.HADAMARD
+    matrix = forward.tensor
+    if hadamard:  # as entries of +-1, which one part holds; the factor is left to the kernel
+        dual = matrix_of(store.stream(name).transforms, "dual", layout, device).tensor  # as forward, without a mean
+        matrix = None if dual is None else dual.sign()
+    assert matrix is not None
+    rest, parts = matrix.double().to(device), list[Tensor]()
+    for _ in range(1 if hadamard else MATRIX_PARTS[dtype]):
+        parts.insert(0, rest.to(dtype))
+        rest = rest - parts[0].double()
+    rows, columns = fragment_index(name, layout.head_dim)
+    mean = forward.mean if forward.offset is None else -forward.offset.expand(layout.heads, -1).contiguous()
+    return TileMatrix(_fragments(torch.stack(parts, 1), rows, columns), order=forward.order, mean=mean)
+
+
+def banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+    """The matrix of a banded stream, as two parts of float16; made once for a store."""
+    made = store.derive(AppendTransforms)
+    if name not in made.banded:
+        made.banded[name] = _banded_tile_matrix(store, name)
+    return made.banded[name]
+
+
+def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+    layout, device, stream = store.layout, store.pages.device, store.stream(name)
+    forward = matrix_in(store, name)
+    assert forward.tensor is not None
+    matrix = forward.tensor.double().to(device)
+    unit = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
+    high = (matrix / unit).half()
+    parts = torch.stack(((matrix / unit - high.double()).half(), high), 1)
+    rows, columns = fragment_index(name, layout.head_dim, layout.head_dim // (8 if stream.rope is None else 2))
+    order = _lane_order(layout) if name == "key" else torch.arange(layout.head_dim)
+    offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
+    mean, weights, flag_mean = (
+        None if x is None else x.to(device)[:, order.to(device)].contiguous()
+        for x in (offset, stream.codec.tensors.weights, stream.codec.tensors.mean)
+    )
+    return TileMatrix(_fragments(parts, rows, order[columns]), unit, mean=mean, weights=weights, flag_mean=flag_mean)
+
+
+def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Entries [heads, parts, rows, columns] of a 16-bit type at these places, two to an int32."""
+    device = parts.device
+    return parts[:, :, rows.to(device), columns.to(device)].contiguous().view(torch.int32)
+
+
+def fragment_index(name: StreamName, dim: int, apart: int = 2) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the matrix entries in the order of include/tile_transform.cuh: [m, q, lane, i, j, e]. m, q count tiles of
+    16 rows and columns, i and j registers, e halves of a word. Of keys, i is which of two products and j which register, whose rows
+    are `apart`: 2 for neighbouring words, head_dim / 8 for words m and m + head_dim / 16 of a lane's quarter, head_dim / 2 for
+    channels that RoPE rotates together. Of values, i is which columns and j which rows of the product."""
+    count = dim // 16
+    m, q, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
+    g, t = lane // 4, lane % 4
+    if name == "value":
+        return t * (dim // 4) + i * (dim // 8) + 2 * m + e, g * (dim // 8) + 2 * q + j
+    share, step = (dim // 8 if apart == dim // 2 else dim // 4), (4 if apart == 2 else 2)
+    return t * share + j * apart + step * m + e, g // 2 * (dim // 4) + 4 * q + 2 * i + g % 2
+
+
+def _lane_order(layout: Layout) -> Tensor:
+    """Channels of the keys as four lanes hold them: each its quarter of every band, band after band."""
+    bands = layout.format("key").bands
+    quarters = [torch.arange(band.first, band.end).view(4, band.width // 4) for band in bands]
+    return torch.cat(quarters, 1).flatten()

@@ -1,0 +1,153 @@
+"""The kernels that append token-wise codes, kernels/append.cu and kernels/append_tiles.cu: which layouts they serve, their constants
+and their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from kvant.codecs.format import ScaleKind, StreamFormat
+from kvant.layout import Layout, StreamName
+from kvant.ops.cuda import nvrtc, refusals
+from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointer
+from kvant.ops.cuda.bands import all_bands, code_bands, code_offsets
+from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config
+
+WARPS = 8  # of a CTA of kvant_append
+TILE_WARPS = 4  # of a CTA of kvant_append_tiles
+TILE_DIMS = (64, 96, 128)  # head dims of affine tiles: more do not fit into registers
+BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is whole bytes
+MATRIX_PARTS = {torch.bfloat16: 3, torch.float16: 2}  # 16-bit matrices whose sum is as exact as one of float32
+
+AppendArguments = Arguments(
+    "AppendArguments",
+    key=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM]"),
+    value=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM]"),
+    key_mean=optional("const float", "[KV_HEADS, HEAD_DIM], subtracted after the Hadamard or the matrix"),
+    value_mean=optional("const float", "[KV_HEADS, HEAD_DIM]"),
+    key_signs=optional("const float", "[HEAD_DIM], multiplied by before the Hadamard"),
+    value_signs=optional("const float", "[HEAD_DIM]"),
+    key_weights=optional("const float", "[KV_HEADS, HEAD_DIM], of the errors of banded codes"),
+    value_weights=optional("const float", "[KV_HEADS, HEAD_DIM]"),
+    key_flag_mean=optional("const float", "[KV_HEADS, HEAD_DIM], subtracted from rows whose scale is stored negative"),
+    value_flag_mean=optional("const float", "[KV_HEADS, HEAD_DIM]"),
+    key_matrix=optional("const u32", "[1 or KV_HEADS, parts, ...], in the order of append_tiles.cu"),
+    value_matrix=optional("const u32", "[1 or KV_HEADS, parts, ...]"),
+    pages=pointer("u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
+    slot_mapping=pointer("const s64", "[tokens], page * PAGE_TOKENS + place; -1 is padding"),
+    query_start_loc=pointer("const s64", "[batch + 1], first new token of a sequence"),
+    seq_lens=pointer("const s64", "[batch], tokens of a sequence with its new ones"),
+    overlay_rows=pointer("const s64", "[batch], row of the overlays"),
+    overlay_key=pointer("void", "[rows, OVERLAY_TOKENS, KV_HEADS, HEAD_DIM]"),
+    overlay_value=pointer("void", "[rows, OVERLAY_TOKENS, KV_HEADS, HEAD_DIM]"),
+    cosine=optional("const float", "[RoPE blocks, HEAD_DIM / 2], by which tiles unrotate keys"),
+    sine=optional("const float", "[RoPE blocks, HEAD_DIM / 2]"),
+    key_matrix_unit=float32("what the entries of a banded stream's matrix are multiples of"),
+    value_matrix_unit=float32("the same of values"),
+    key_clip_share=float32(
+        "a row is clipped so far between two of its magnitudes: from that which clip_drop others exceed up"
+    ),
+    value_clip_share=float32("the same of values"),
+    key_clip_drop=int32("magnitudes above the clip; 0 clips nothing"),
+    value_clip_drop=int32("the same of values"),
+    key_matrix_stride=int32("16-byte words from a head's matrix to the next; 0 where heads share one"),
+    value_matrix_stride=int32("the same of values"),
+    rope_first=int32("RoPE position of a sequence's first token"),
+    rope_blocks=int32("RoPE blocks of the table"),
+    tokens=int32("new tokens"),
+    batch=int32("sequences"),
+    half_batch=int32("largest power of two below the batch, or 0: where a binary search begins"),
+)
+
+
+def refuse_layout(layout: Layout) -> str | None:
+    """Why the kernels cannot write the codes of a layout, or None."""
+    for name, stream in layout.formats.items():
+        if not stream.is_tokenwise:
+            return f"it writes token-wise codes, and the {name}s are coded by {stream.codec}"
+        for bits in stream.widths - {2, 3, 4, 8}:
+            return f"it writes codes of 2, 3, 4 or 8 bits, and the {name}s have {bits}"
+    return refusals.refuse_layout(layout)
+
+
+def is_banded(stream: StreamFormat) -> bool:
+    """Whether codes are levels around zero under a scale alone (codecs/encode_banded.cuh), not affine."""
+    return stream.scales is not None and stream.scales.kind is ScaleKind.ALONE
+
+
+def tileable(layout: Layout) -> bool:
+    """Whether tiles of 16 tokens can be written, if they come in 16 bits: every lane then has whole words of codes."""
+    dim, formats = layout.head_dim, list(layout.formats.values())
+    if any(3 in stream.widths for stream in formats):
+        return False  # two planes
+    if all(is_banded(stream) for stream in formats):
+        return dim in BAND_DIMS
+    if any(is_banded(stream) or not stream.is_tokenwise for stream in formats):
+        return False
+    return dim in TILE_DIMS and all(dim * bits % 128 == 0 for stream in formats for bits in stream.widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendPlan:
+    """The kernels for one layout and way to call them. Orders are those of Hadamard transforms, 1 where there is none."""
+
+    layout: Layout
+    types: tuple[str, str]  # of the keys and values that come in
+    orders: tuple[int, int]
+    means: tuple[bool, bool] = (False, False)  # whether one is subtracted
+    parts: tuple[int, int] = (0, 0)  # 16-bit matrices that the kernel multiplies by, 0 where there is none
+    rope_block: int = 0  # positions of a RoPE block, to whose start the kernel unrotates keys; 0 where it does not
+
+    @functools.cached_property
+    def tiled(self) -> bool:
+        """Whether there is a kernel for tiles of 16 tokens, too."""
+        if not tileable(self.layout) or "float32" in self.types:
+            return False
+        return all(self.parts) or not is_banded(self.layout.format("key"))
+
+    @property
+    def _wide(self) -> bool:
+        """Whether a tile needs more than 96 registers."""
+        encodings = [stream.encoding for stream in self.layout.formats.values()]
+        return any(encoding.clip or encoding.search > 1 for encoding in encodings) or any(self.parts)
+
+    @functools.cached_property
+    def text(self) -> str:
+        config: dict[str, object] = {
+            **page_config(self.layout),
+            **overlay_config(self.layout),
+            "WARPS": WARPS,
+            "TILE_WARPS": TILE_WARPS,
+            "TILE_CTAS": (16 if self._wide else 20) // TILE_WARPS,
+            "CLIP": int(any(stream.encoding.clip for stream in self.layout.formats.values())),
+            "Key": self._stream("key", 0),
+            "Value": self._stream("value", 1),
+        }
+        file = "kernels/append_tiles.cu" if self.tiled else "kernels/append.cu"
+        return nvrtc.program(file, config=config, arguments=[AppendArguments])
+
+    def _stream(self, name: StreamName, i: int) -> dict[str, object]:
+        stream = self.layout.format(name)
+        first = stream.stored_bands[0]
+        offset, high_offset = code_offsets(self.layout, name, first)
+        return {
+            "IN_TYPE": ELEMENT_TYPES[self.types[i]],
+            "HADAMARD": self.orders[i],
+            "HADAMARD_SCALE": self.orders[i] ** -0.5,
+            "MEAN": int(self.means[i]),
+            "MATRIX_PARTS": self.parts[i],
+            "ROPE_BLOCK": self.rope_block if name == "key" else 0,
+            "BANDED": int(is_banded(stream)),
+            "CodeBands": code_bands(self.layout, name),
+            "AllBands": all_bands(self.layout, name),
+            "BITS": first.bits,
+            "OFFSET": offset,
+            "HIGH_OFFSET": high_offset,
+            "SEARCH": stream.encoding.search,
+            "UNBIASED": int(stream.encoding.unbiased),
+            "WEIGHTED": int(stream.encoding.weighted),
+            "FLAG": int(stream.mean_flag),
+            **scale_config(self.layout, name),
+        }

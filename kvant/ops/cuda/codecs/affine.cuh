@@ -1,0 +1,104 @@
+// Codes with one scale per token (or per group of channels of a token), in fragment order: how lanes read them as MMA operands.
+//
+// Tokens fill the 16 rows of the A operand. With lane = 4 g + t, a lane holds rows g and g + 8. Pages lie in the order of lanes
+// (kvant/layout.py): a lane reads its own words, nothing is shuffled.
+
+#pragma once
+#include "include/math.cuh"
+
+// The planes of the codes of the keys.
+template <class... P> struct KeyPlanes {
+  static constexpr int REGISTERS = (0 + ... + P::REGISTERS), WORDS = (0 + ... + P::WORDS);
+};
+
+// --- codes of keys: bytes ---------------------------------------------------------------------------------------------
+
+// One bit plane of one band of channels: WIDTH channels from FIRST on, codes of BITS bits from byte OFFSET of the page of a head on. A code
+// counts WEIGHT / 2^20; codes of three bits are two planes, of weights 1 and 4. Registers of its query operand begin at BEFORE.
+//
+// A lane's share of a tile of 16 tokens is two rows (tokens g and g + 8) of WIDTH / 4 channels. A word, read as bytes, is four series of
+// codes: two of channels 2 pair and two of channels 2 pair + 1. One mask gives four codes as bytes, an operand of mma_u8s8. Codes at an odd
+// place count 2^BITS times as much after the mask; the query is divided by that instead, which saves half of the shifts.
+template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFORE_> struct KeyPlane {
+  static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_, BEFORE = BEFORE_;
+  static constexpr float WEIGHT = WEIGHT_ / 1048576.f, TOP = (1 << BITS) - 1;
+  static constexpr int WORDS = WIDTH * BITS / 64;             // of a lane and tile
+  static constexpr int ROW_BYTES = WIDTH * BITS / 64;         // of a row and half
+  static constexpr int ROW_WORDS = (ROW_BYTES + 1) / 2, PER = 8 / BITS;
+  static constexpr int REGISTERS = (ROW_WORDS * PER + 1) / 2 * 2;  // of a row: an MMA takes two at a time
+  static constexpr bool SHIFTED = BITS >= 4;                  // every place is shifted down, so that no query loses precision
+
+  DEV static constexpr int raised(int i) { return SHIFTED ? 0 : i % PER % 2 * BITS; }  // log2 of what codes of register i count too much
+  DEV static constexpr int shift(int i) { return SHIFTED ? i % PER * BITS : i % PER / 2 * 2 * BITS; }
+
+  DEV static u32 row_word(const u32* w, int row, int k) {  // a row of an odd number of bytes starts inside a word
+    const int byte = row * ROW_BYTES + 2 * k;
+    if (byte % 2 == 0) return w[byte / 2];
+    return __byte_perm(w[byte / 2], byte / 2 + 1 < WORDS ? w[byte / 2 + 1] : 0u, 0x6341);
+  }
+  DEV static u32 get(const u32* w, int row, int i) {  // register i of a row
+    if (i >= ROW_WORDS * PER) return 0u;
+    const u32 x = row_word(w, row, i / PER);
+    if (BITS == 8) return x;
+    return (x >> shift(i)) & ((u32)(TOP * (1 << raised(i))) * 0x01010101u);
+  }
+  // The channel of a byte of register i in lane t, or -1.
+  DEV static int channel(int i, int byte, int t) {
+    const int pair = i / PER * (16 / BITS) + (byte & 1) * PER + i % PER;
+    return pair < WIDTH / 8 && i < ROW_WORDS * PER ? FIRST + t * (WIDTH / 4) + 2 * pair + (byte >> 1) : -1;
+  }
+};
+
+// --- codes of values: pairs of fp16 -------------------------------------------------------------------------------------
+
+// A code c of B bits at bit p of a half word becomes the fp16 number 1024 + c 2^p by one lop3 with 0x6400, for every p inside the mantissa, so
+// most pairs need no shift. Where the mantissa does not reach a place in the word, one shift serves several places.
+template <int B> DEV constexpr int bit_of(int place) { return place % (16 / B) * B; }  // of a place, inside its half
+template <int B> DEV constexpr int position(int place) {  // p of a place
+  const int bit = bit_of<B == 3 ? 2 : B>(place);
+  if (B == 2) return bit < 4 ? bit + 4 : bit <= 8 ? bit : bit - 6;
+  if (B == 3) return bit % 4 + 4;
+  return bit < 8 ? bit : bit - 6;  // four bits: 0, 4, 2, 6; eight: 0, 2
+}
+// Without 1024: a masked code at bit p of a half word is the (subnormal) fp16 number c 2^(p - 24), which tensor cores multiply exactly.
+template <int B> DEV constexpr int bare_position(int place) {
+  const int bit = bit_of<B == 3 ? 2 : B>(place);
+  return B == 3 ? bit % 4 + 4 : bit + B <= 10 ? bit : bit - 6;
+}
+DEV u32 moved(u32 w, int right) { return right > 0 ? w >> right : w << -right; }
+
+// Codes of BITS bits from byte OFFSET of the page of a head on; the high plane of three-bit codes from HIGH on. Levels are STEP / 2^20 apart,
+// over the scale. BARE: as fp16 numbers c 2^(p - 24), without 1024; for channel-wise keys and for values with several scales a token.
+template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ = false> struct ValueCodes {
+  static constexpr bool BARE = BARE_;
+  static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, HIGH = HIGH_;
+  static constexpr int PAIRS = WIDTH / 8, LOW_BITS = BITS == 3 ? 2 : BITS, PER = 16 / LOW_BITS;
+  static constexpr int WORDS = WIDTH * LOW_BITS / 64;  // of a lane and tile
+  static constexpr int HIGH_WORDS = BITS == 3 ? WIDTH / 64 : 1;
+  static constexpr float TOP = (1 << BITS) - 1, STEP = STEP_ / 1048576.f;
+  u32 w[WORDS], h[HIGH_WORDS];
+
+  DEV static constexpr int power(int element) { return BARE ? bare_position<BITS>(element) : position<BITS>(element); }
+  DEV static constexpr float unit(int element) { return (float)(1 << power(element)) * (BARE ? 5.9604644775390625e-8f : 1.f); }  // that a code counts
+
+  template <class PageHead> DEV void load(PageHead page_head, int tile, int lane) {
+    load_words<WORDS>(w, page_head + OFFSET + (tile * 32 + lane) * WORDS * 4);
+    if constexpr (BITS == 3) {
+      static_assert(WIDTH % 64 == 0, "a lane has whole words");
+      load_words<HIGH_WORDS>(h, page_head + HIGH + (tile * 32 + lane) * HIGH_WORDS * 4);
+    }
+  }
+  // Codes of two neighbouring tokens of a channel as fp16: 1024 + c 2^p in the low half, -(1024 + (TOP - c) 2^p) =
+  // c 2^p - 1024 - TOP 2^p in the high half. The two offsets have opposite signs, so their sum over a sequence stays small.
+  DEV u32 get(int second, int element) const {
+    const int place = second * PAIRS + element, p = power(element);
+    const u32 mask = (u32)((1 << BITS) - 1) << p;
+    const u32 rest = BARE ? 0u : 0x64006400u ^ (0x8000u | mask) << 16;
+    if constexpr (BITS == 3) {
+      const u32 part = and_xor(moved(w[place / PER], bit_of<2>(place) - p), 0x00030003u << p, rest);
+      return and_xor(moved(h[place / 16], place % 16 - p - 2), 0x00040004u << p, part);
+    } else {
+      return and_xor(moved(w[place / PER], bit_of<LOW_BITS>(place) - p), mask * 0x10001u, rest);
+    }
+  }
+};

@@ -1,0 +1,200 @@
+// Values with scales per token: O^T += V^T P^T over codes as fp16 numbers. Scales touch P, never the elements of V.
+
+#pragma once
+#include "include/overlay.cuh"
+
+// Values with one scale (and minimum or zero point) a token: V = scale * code + rest. P is multiplied by scale * norm, z collects P * rest.
+template <int N> struct TokenValues {
+  float scale[N][2], rest[N][2], flag[N][2];
+
+  // Returns the largest scale that the lane sees.
+  template <class PageHead> DEV float load(PageHead page_head, int tile, int lane) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      Scales value[2];
+      load_scales<Value::SCALE_KIND, Value::SCALE_TYPE>(value, page_head + Value::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float v = Value::SCALE_KIND == ScaleKind::SCALE ? fabsf(value[r].scale) * Values::STEP : value[r].scale;
+        scale[i][r] = v;
+        if (Value::SCALE_KIND == ScaleKind::SCALE_MIN) rest[i][r] = fmaf(Values::TOP * 0.5f, v, value[r].zero);
+        if (Value::SCALE_KIND == ScaleKind::SCALE_ZERO) rest[i][r] = v * (Values::TOP * 0.5f - value[r].zero);
+        flag[i][r] = Value::FLAG && __float_as_int(value[r].scale) < 0 ? 1.f : 0.f;
+        largest = fmaxf(largest, v);
+      }
+    }
+    return largest;
+  }
+  // Masks tokens outside [first, last); `at` is the first token of the tiles. Returns the largest scale that is left.
+  DEV float mask(int at, int first, int last, int lane) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int position = at + i * 16 + r * 8 + (lane >> 2);
+        if (position < first || position >= last) scale[i][r] = rest[i][r] = flag[i][r] = 0.f;
+        largest = fmaxf(largest, scale[i][r]);
+      }
+    return largest;
+  }
+  // O^T += V^T P^T, for P in x.
+  template <class PageHead> DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], PageHead page_head, int tile, int lane) const {
+    const int g = lane >> 2;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int n = 0; n < LANE_HEADS; n++) {
+          if (Value::SCALE_KIND != ScaleKind::SCALE) softmax.z[n] = fmaf(x[i][n][r], rest[i][r], softmax.z[n]);
+          if (Value::FLAG) softmax.flags[n] = fmaf(x[i][n][r], flag[i][r], softmax.flags[n]);
+          x[i][n][r] *= scale[i][r] * softmax.norm;
+        }
+    Probs<N> p;
+    p.set(x);
+#pragma unroll
+    for (int i = 0; i < p.STEPS; i++)
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) mma_fp16(softmax.bias[n], 0xE4006400u, 0xE4006400u, 0xE4006400u, 0xE4006400u, p.p[i][n][0], p.p[i][n][1]);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      Values codes;
+      codes.load(page_head, tile + i, lane);
+      u32 b[COLUMN_TILES][2];
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) b[n][r] = own_columns(p.of(i, n, r), i, g);
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) mma_fp16(softmax.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
+      }
+    }
+  }
+};
+
+// Values with a scale and a minimum for each of VALUE_GROUPS groups of channels. P is multiplied by a group's scales where it lies as a B operand,
+// tokens 2t and 2t + 1 a register; P times the minima is one more MMA, whose row g is group g.
+template <int N> struct GroupValues {
+  static constexpr int STEPS = Probs<N>::STEPS;
+  u32 scale[VALUE_GROUPS][STEPS][2], least[N][2];
+
+  DEV static const u8* place(const u8* page_head, int group, int tile, int token) {  // of rows token and token + 8
+    return page_head + Value::SCALE_OFFSET + (group * Config::PAGE_TOKENS + token * (Config::PAGE_TOKENS / 8) + tile * 2) * 4;
+  }
+  DEV static int shift(int step, int lane) {  // tile whose probabilities the lane's column has
+    return PAIRED ? min(2 * step + (lane >> 2 & 1), N - 1) : step;
+  }
+  DEV float largest() const {
+    u32 x = 0u;
+#pragma unroll
+    for (int j = 0; j < VALUE_GROUPS; j++)
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) x = pair_max<1>(x, pair_max<1>(scale[j][i][0], scale[j][i][1]));
+    return fmaxf(fp16_low(x), fp16_high(x));
+  }
+  DEV float load(const u8* page_head, int tile, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int j = 0; j < VALUE_GROUPS; j++)
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        const uint2 x = *(const uint2*)place(page_head, j, tile + shift(i, lane), 2 * t), y = *(const uint2*)place(page_head, j, tile + shift(i, lane), 2 * t + 1);
+        scale[j][i][0] = __byte_perm(x.x, y.x, 0x5410), scale[j][i][1] = __byte_perm(x.y, y.y, 0x5410);
+      }
+#pragma unroll
+    for (int i = 0; i < N; i++) {  // row g: group g; rows of no group are not looked at
+      const int group = min(g, VALUE_GROUPS - 1);
+      const uint2 x = *(const uint2*)place(page_head, group, tile + i, 2 * t), y = *(const uint2*)place(page_head, group, tile + i, 2 * t + 1);
+      least[i][0] = __byte_perm(x.x, y.x, 0x7632), least[i][1] = __byte_perm(x.y, y.y, 0x7632);
+    }
+    return largest();
+  }
+  DEV static u32 kept(int position, int first, int last) {  // mask of two tokens
+    return (position >= first && position < last ? 0xffffu : 0u) | (position + 1 >= first && position + 1 < last ? 0xffff0000u : 0u);
+  }
+  DEV float mask(int at, int first, int last, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int position = at + r * 8 + 2 * (lane & 3);
+#pragma unroll
+      for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int j = 0; j < VALUE_GROUPS; j++) scale[j][i][r] &= kept(position + shift(i, lane) * 16, first, last);
+#pragma unroll
+      for (int i = 0; i < N; i++) least[i][r] &= kept(position + i * 16, first, last);
+    }
+    return largest();
+  }
+  DEV void accumulate(OnlineSoftmax& softmax, float x[N][LANE_HEADS][2], const u8* page_head, int tile, int lane) const {
+    const int g = lane >> 2;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) x[i][n][0] *= softmax.norm, x[i][n][1] *= softmax.norm;
+    Probs<N> p;
+    p.set(x);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      Values codes;
+      codes.load(page_head, tile + i, lane);
+      u32 own[COLUMN_TILES][2];
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) {
+        own[n][0] = own_columns(p.of(i, n, 0), i, g), own[n][1] = own_columns(p.of(i, n, 1), i, g);
+        mma_fp16(softmax.bias[n], least[i][0], 0u, least[i][1], 0u, own[n][0], own[n][1]);
+      }
+#pragma unroll
+      for (int j = 0; j < VALUE_GROUPS; j++) {
+        u32 b[COLUMN_TILES][2];
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) b[n][r] = mul_fp16x2(own[n][r], scale[j][PAIRED ? i / 2 : i][r]);
+#pragma unroll
+        for (int k = j * GROUP_SHARE / 2; k < (j + 1) * GROUP_SHARE / 2; k++) {
+          const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
+#pragma unroll
+          for (int n = 0; n < COLUMN_TILES; n++) mma_fp16(softmax.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
+        }
+      }
+    }
+  }
+};
+
+template <bool SEVERAL, int N> struct ValuesOf { using type = TokenValues<N>; };
+template <int N> struct ValuesOf<true, N> { using type = GroupValues<N>; };
+template <int N> using PageValues = typename ValuesOf<(VALUE_GROUPS > 1), N>::type;
+
+// --- a chunk of a page ----------------------------------------------------------------------------------------------------
+
+// Tokens outside [first, last) get S = minus infinity: past its ends a page may hold anything.
+template <int N> DEV void mask_scores(float s[N][LANE_HEADS][2], int at, int first, int last, int lane) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int position = at + i * 16 + r * 8 + (lane >> 2);
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) s[i][n][r] = position < first || position >= last ? minus_infinity() : s[i][n][r];
+    }
+}
+
+// Attends to one chunk of at most 64 tokens of a page: S by scores(s), softmax update, O += P V. before_values() runs between the last two.
+template <class PageHead, class Scores, class Before> DEV void attend_chunk(PageHead page_head, int tile, int at, int first, int last, int lane, OnlineSoftmax& softmax, Scores scores, Before before_values) {
+  float s[CHUNK_TILES][LANE_HEADS][2];
+  scores(s);
+  PageValues<CHUNK_TILES> values;
+  float largest = values.load(page_head, tile, lane);
+  if (at < first || at + 16 * CHUNK_TILES > last) {
+    largest = values.mask(at, first, last, lane);
+    mask_scores<CHUNK_TILES>(s, at, first, last, lane);
+  }
+  softmax.update<CHUNK_TILES>(s, largest);
+  before_values();
+  values.accumulate(softmax, s, page_head, tile, lane);
+}

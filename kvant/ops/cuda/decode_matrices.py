@@ -1,0 +1,69 @@
+"""What decode derives from a layer's store: transforms of queries and outputs in the orders of its kernels, and codebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import torch
+
+from kvant.ops.cuda.fragments import fused_fragments, high_batch_fragments, matrix_fragments, rotate_fragments
+from kvant.ops.fused import FusedTransform, TransformKind, fuse, matrix_of, mean_logit_vector
+from kvant.ops.types import Derived, LayerStore
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTransforms(Derived):
+    """How queries enter the space of the stored keys and outputs leave that of the stored values. A matrix of the queries is in
+    the order of the kernel that applies it: kvant_rotate_queries where keys are stored unrotated by RoPE blocks, otherwise
+    kvant_transform_queries."""
+
+    dual: FusedTransform
+    inverse: FusedTransform
+    high_batch: Tensor | None = None  # the queries' matrix for kvant_rotate_queries_high_batch
+    fused_dual: Tensor | None = None  # the queries' matrix for the decode kernel itself
+    fused_inverse: Tensor | None = None  # the outputs' matrix for the decode kernel itself
+    value_mean: Tensor | None = None  # float32 [heads, head_dim]: was taken off values whose scale is stored negative
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        layout, device = store.layout, store.pages.device
+        high_batch, fused_dual, fused_inverse = None, None, None
+        if store.key.rope is not None:
+            if len(store.key.rope.inv_freq) % 2:
+                raise ValueError(
+                    f"the CUDA kernel rotates channels in twos, and rope rotates {len(store.key.rope.inv_freq)} pairs of them"
+                )
+            matrix = matrix_of(store.key.transforms, "dual", layout, device).tensor
+            if matrix is None:
+                matrix = torch.eye(layout.head_dim, dtype=torch.float32, device=device)[None]
+            mean_logit = mean_logit_vector(store)
+            dual = FusedTransform(TransformKind.MATRIX, 1, rotate_fragments(layout, matrix, mean_logit))
+            if layout.head_dim % 32 == 0:
+                high_batch = high_batch_fragments(layout, matrix, mean_logit)
+        else:
+            dual = fuse(store.key.transforms, "dual", layout, device)
+            if dual.kind is TransformKind.MATRIX:
+                assert dual.tensor is not None
+                fused_dual = fused_fragments(dual.tensor)
+                dual = dataclasses.replace(dual, tensor=matrix_fragments(dual.tensor))
+        inverse = fuse(store.value.transforms, "inverse", layout, device)
+        if inverse.kind is TransformKind.MATRIX and layout.head_dim <= 128:
+            assert inverse.tensor is not None
+            fused_inverse = fused_fragments(inverse.tensor)
+        return cls(dual, inverse, high_batch, fused_dual, fused_inverse, store.value.codec.tensors.mean)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codebooks(Derived):
+    """Contiguous copies of the codebooks of product quantization: fp16 [heads or 1, 1, centroids, dim], or None."""
+
+    key: Tensor | None
+    value: Tensor | None
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        books = [stream.codec.tensors.codebooks for stream in (store.key, store.value)]
+        return cls(*(None if book is None else book.clone(memory_format=torch.contiguous_format) for book in books))

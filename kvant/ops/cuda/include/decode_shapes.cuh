@@ -1,0 +1,80 @@
+// Shapes of decode attention, derived from Config.
+//
+// S^T = K Q^T and O^T = V^T P^T: tokens (then channels) fill the 16 rows of an MMA, the query heads of a KV head its 8 columns. With
+// lane = 4 g + t, a lane holds rows g and g + 8 and columns 2t and 2t + 1 of an accumulator.
+
+#pragma once
+#include "codecs/affine.cuh"
+#include "codecs/product_vq.cuh"
+#include "include/copies.cuh"
+#include "include/hadamard.cuh"
+
+using Key = Config::Key;
+using Value = Config::Value;
+using Keys = Key::Operand;   // KeyPlanes<...> or CentroidKeys<...>: what registers of the query operand are multiplied by
+using Values = Value::Codes;  // ValueCodes<...> or CentroidValues<...>
+
+constexpr int D = Config::HEAD_DIM, TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES;
+constexpr bool PQ = Config::PQ, SOFTCAP = Config::SOFTCAP;
+constexpr int ROPE_BLOCK = Config::ROPE_BLOCK, PAGE_HEAD_BYTES = Config::PAGE_HEAD_BYTES, VALUE_GROUPS = Config::VALUE_GROUPS;
+constexpr bool CHANNELWISE = Config::KEY_GROUP > 0;  // keys are coded per channel over groups of tokens
+constexpr bool FUSED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::FUSED_MATRIX;
+constexpr bool FUSED_OUTPUTS = Config::OUTPUT_TRANSFORM == OutputTransform::FUSED_MATRIX;
+constexpr bool OVERLAY = Config::OVERLAY_TOKENS > 0;
+
+constexpr int PAGE_TILES = Config::PAGE_TOKENS / 16;           // of 16 tokens
+constexpr int CHUNK_TILES = PAGE_TILES < 4 ? PAGE_TILES : 4;   // that a warp attends to at once
+constexpr int OVERLAY_TILES = Config::OVERLAY_TILES;           // of the overlay that a warp attends to at once
+constexpr int HEAD_TILES = Config::KV_HEADS * Config::QUERY_TILES;
+constexpr int LANE_HEADS = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
+constexpr bool PAIRED = LANE_HEADS == 1;                       // up to four query heads leave half of the columns of P V idle: two tiles share them
+constexpr int COLUMN_TILES = LANE_HEADS == 4 ? 2 : 1;          // tiles of 8 columns of P V
+constexpr int ACC_TILES = PQ ? LANE_HEADS : COLUMN_TILES, ACC_STEPS = PQ ? D / 32 : D / 16;  // accumulators of P V: [ACC_TILES][ACC_STEPS][4]
+constexpr float QUERY_TOP = 16250.f;                           // largest query as 128 high + low in signed bytes: 128 * 127 less rounding
+constexpr int GROUP_SHARE = D / VALUE_GROUPS / 8;              // channels of a lane in each group of channels with a scale
+DEV constexpr int value_channel(int g, int element) { return element / GROUP_SHARE * (D / VALUE_GROUPS) + g * GROUP_SHARE + element % GROUP_SHARE; }
+
+// A page head in shared memory by its 32-bit address: the compiler adds the base of a pointer to every offset anew.
+struct SharedBytes {
+  u32 at;
+  DEV SharedBytes operator+(int by) const { return {at + by}; }
+};
+template <int N> DEV void load_words(u32* w, SharedBytes p) {
+  constexpr int EACH = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < N; i += EACH) load_shared<EACH>(w + i, p.at + 4 * i);
+}
+
+// Scale and minimum (or zero point) of a token.
+struct Scales {
+  float scale, zero;
+};
+// Of rows g and g + 8 of a tile, which lie side by side: `place` counts tokens.
+template <int KIND, int TYPE, class Section> DEV void load_scales(Scales* out, Section section, int place) {
+  if constexpr (KIND == ScaleKind::NONE) {
+    out[0] = out[1] = {1.f, 0.f};
+  } else if constexpr (KIND == ScaleKind::SCALE) {
+    u32 x;
+    load_words<1>(&x, section + place * 2);
+    out[0].scale = low<TYPE>(x), out[1].scale = high<TYPE>(x);
+  } else {
+    u32 x[2];
+    load_words<2>(x, section + place * 4);
+    out[0].scale = low<TYPE>(x[0]), out[0].zero = high<TYPE>(x[0]);
+    out[1].scale = low<TYPE>(x[1]), out[1].zero = high<TYPE>(x[1]);
+  }
+}
+
+// --- RoPE blocks ----------------------------------------------------------------------------------------------------------
+
+// Where keys are stored unrotated to the start of their RoPE block (ROPE_BLOCK > 0), every RoPE block has a query operand of its own, rotated
+// back by the same angle.
+constexpr int ROPE_TOKENS = ROPE_BLOCK ? ROPE_BLOCK : 1;
+// RoPE blocks that the overlay may reach into: the first ones, and the last ones counted from the block of the last token.
+constexpr int SINK_ROPE_BLOCKS = Config::SINK ? (Config::SINK + ROPE_TOKENS - 2) / ROPE_TOKENS + 1 : 0;
+constexpr int OVERLAY_SLOTS = SINK_ROPE_BLOCKS + (Key::RECENT + ROPE_TOKENS - 2) / ROPE_TOKENS + 1;
+DEV int overlay_slot(int block, int last) { return block < SINK_ROPE_BLOCKS ? block : SINK_ROPE_BLOCKS + last - block; }
+
+// The RoPE block of a token, counted from the one of the first token, and the token after its last one.
+template <class A> DEV int rope_block_of(const A& a, int token) { return ROPE_BLOCK ? (token + a.first_position) / ROPE_TOKENS - a.first_position / ROPE_TOKENS : 0; }
+template <class A> DEV int rope_block_end(const A& a, int token) { return ((token + a.first_position) / ROPE_TOKENS + 1) * ROPE_TOKENS - a.first_position; }

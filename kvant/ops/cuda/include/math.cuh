@@ -1,0 +1,127 @@
+// Numbers and words: 16-bit floats, loads and stores of several elements, reductions over the lanes of a warp.
+//
+// A TYPE is an ElementType of kvant/ops/cuda/config.py: 0 bfloat16, 1 float16, 2 float32.
+
+#pragma once
+#include "include/ptx.cuh"
+
+// One of two types.
+template <bool FIRST, class A, class B> struct SelectType { using type = A; };
+template <class A, class B> struct SelectType<false, A, B> { using type = B; };
+template <bool FIRST, class A, class B> using Select = typename SelectType<FIRST, A, B>::type;
+
+// --- 16-bit floats --------------------------------------------------------------------------------------------------
+
+DEV float bf16_low(u32 x) { return __uint_as_float(x << 16); }
+DEV float bf16_high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+
+// The low and the high half of a word as floats; a word of two 16-bit floats.
+template <int TYPE> DEV float low(u32 x) { return TYPE == 0 ? bf16_low(x) : fp16_low(x); }
+template <int TYPE> DEV float high(u32 x) { return TYPE == 0 ? bf16_high(x) : fp16_high(x); }
+template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_pair(x, y) : fp16_pair(x, y); }
+template <int TYPE> DEV u32 to_fp16(u32 x) { return TYPE == 1 ? x : fp16_pair(bf16_low(x), bf16_high(x)); }
+
+DEV float minus_infinity() { return __int_as_float(0xff800000); }
+
+template <int TYPE> DEV float load_number(const void* p, s64 i) {
+  if (TYPE == 2) return ((const float*)p)[i];
+  const u32 x = ((const u16*)p)[i];
+  return low<TYPE>(x);
+}
+template <int TYPE> DEV void store_number(void* p, s64 i, float x) {
+  if (TYPE == 2) ((float*)p)[i] = x;
+  else ((u16*)p)[i] = (u16)(TYPE == 0 ? bf16_pair(x, 0.f) : fp16_pair(x, 0.f));
+}
+
+// C += A B on the tensor cores, A and B in bfloat16 (TYPE 0) or float16 (TYPE 1). Shapes and lanes as mma_fp16.
+template <int TYPE> DEV void mma_16bit(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if constexpr (TYPE == 0) mma_bf16(c, a0, a1, a2, a3, b0, b1);
+  else mma_fp16(c, a0, a1, a2, a3, b0, b1);
+}
+
+// --- words ------------------------------------------------------------------------------------------------------------
+
+// N words from p, in the widest loads that N allows; p is aligned to them.
+template <int N> DEV void load_words(u32* w, const u8* p) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      const uint4 v = ((const uint4*)p)[i];
+      w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+    }
+  } else if constexpr (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      const uint2 v = ((const uint2*)p)[i];
+      w[2 * i] = v.x, w[2 * i + 1] = v.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) w[i] = ((const u32*)p)[i];
+  }
+}
+template <int N> DEV void store_words(u8* p, const u32* w) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) ((uint4*)p)[i] = {w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]};
+  } else if constexpr (N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) ((uint2*)p)[i] = {w[2 * i], w[2 * i + 1]};
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) ((u32*)p)[i] = w[i];
+  }
+}
+
+// Elements i to i + 3 of an array of TYPE, i a multiple of 4, in registers as they lie in memory.
+template <int TYPE> struct Quad {
+  u32 w[TYPE == 2 ? 4 : 2];
+
+  DEV void clear() {
+#pragma unroll
+    for (int k = 0; k < (TYPE == 2 ? 4 : 2); k++) w[k] = 0u;
+  }
+  DEV void load(const void* p, s64 i) { load_words<TYPE == 2 ? 4 : 2>(w, (const u8*)p + i * (TYPE == 2 ? 4 : 2)); }
+  DEV float get(int k) const { return TYPE == 2 ? __uint_as_float(w[TYPE == 2 ? k : 0]) : k % 2 ? high<TYPE>(w[k / 2]) : low<TYPE>(w[k / 2]); }
+};
+template <int TYPE> DEV void load_four(float* x, const void* p, s64 i) {
+  Quad<TYPE> four;
+  four.load(p, i);
+#pragma unroll
+  for (int k = 0; k < 4; k++) x[k] = four.get(k);
+}
+template <int TYPE> DEV void store_four(void* p, s64 i, const float* x) {
+  if constexpr (TYPE == 2) *(float4*)((float*)p + i) = make_float4(x[0], x[1], x[2], x[3]);
+  else {
+    const u32 w[2] = {pair_of<TYPE>(x[0], x[1]), pair_of<TYPE>(x[2], x[3])};
+    store_words<2>((u8*)p + i * 2, w);
+  }
+}
+
+// --- reductions over lanes ---------------------------------------------------------------------------------------------
+
+DEV float warp_sum(float x) {
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
+  return x;
+}
+DEV float warp_max(float x) {
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
+  return x;
+}
+
+DEV float max_abs(const float* x) { return fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))); }  // of four numbers
+// The power of two that scales magnitudes of at most `top` to below one, and its inverse.
+DEV float scale_below_one(float top) { return __uint_as_float((253u - (__float_as_uint(top) >> 23)) << 23); }
+DEV float unscale_below_one(float top) { return __uint_as_float(((__float_as_uint(top) >> 23) + 1u) << 23); }
+
+// Over the four lanes t = 0..3 of a row g of an MMA accumulator.
+DEV float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(FULL, x, 1));
+  return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
+}
+DEV float quad_sum(float x) {
+  x += __shfl_xor_sync(FULL, x, 1);
+  return x + __shfl_xor_sync(FULL, x, 2);
+}

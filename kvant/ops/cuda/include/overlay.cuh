@@ -1,0 +1,191 @@
+// Attention over the overlay: the sinks and the ring of recent tokens that are kept in full precision, as A operands of 16-bit MMAs.
+
+#pragma once
+#include "include/query.cuh"
+
+// P of N tiles, s[i][head][row] of the lane's heads, as B operands: transposed to columns of heads. PAIRED: of two tiles at a time.
+template <int N> struct Probs {
+  static constexpr int STEPS = PAIRED ? (N + 1) / 2 : N;  // products that share a set
+  u32 p[STEPS][COLUMN_TILES][2];
+
+  DEV void set(const float s[N][LANE_HEADS][2]) {
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float x = PAIRED ? s[2 * i * PAIRED + i * !PAIRED][0][r] : s[i][2 * n * !PAIRED][r];
+          const float y = PAIRED ? (2 * i + 1 < N ? s[(2 * i + 1) % N][0][r] : 0.f) : s[i][(2 * n + 1) % LANE_HEADS][r];
+          p[i][n][r] = transpose_8x8(fp16_pair(x, y));
+        }
+  }
+  DEV u32 of(int tile, int n, int r) const { return p[PAIRED ? tile / 2 : tile][n][r]; }
+};
+
+// Where a row of the overlay [rows, tokens, KV_HEADS, D] holds a position, in elements: sinks in order, then the ring.
+DEV s64 overlay_offset(int position, s64 overlay_row, int head, int ring, int tokens) {
+  const int place = position < Config::SINK ? position : Config::SINK + (position - Config::SINK) % ring;
+  return ((overlay_row * tokens + place) * Config::KV_HEADS + head) * D;
+}
+
+// K of N tiles of tokens from `from` on as A operands. Tokens outside [first, last) are not in the overlay; the nearest that is stands for them.
+template <int N> struct OverlayKeys {
+  u32 k[N][2][D / 8];
+  DEV void load(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int position = max(first, min(from + i * 16 + r * 8 + (lane >> 2), last - 1));
+        load_words<D / 8>(k[i][r], (const u8*)a.overlay_key + (overlay_offset(position, overlay_row, head, Key::RING, Key::OVERLAY_TOKENS) + (lane & 3) * (D / 4)) * 2);
+      }
+  }
+};
+
+// Prefetches K and V of tokens [from, last), at most 16 OVERLAY_TILES, to L2: a lane a token.
+DEV void prefetch_overlay(const DecodeArguments& a, int from, int last, s64 overlay_row, int head, int lane) {
+  if (from + lane >= last || lane >= 16 * OVERLAY_TILES) return;
+  const u8* key = (const u8*)a.overlay_key + overlay_offset(from + lane, overlay_row, head, Key::RING, Key::OVERLAY_TOKENS) * 2;
+  const u8* value = (const u8*)a.overlay_value + overlay_offset(from + lane, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS) * 2;
+#pragma unroll
+  for (int o = 0; o < 2 * D; o += 128) prefetch_l2(key + o), prefetch_l2(value + o);
+}
+
+// S = Q K^T of N tiles of tokens from `from` on; minus infinity outside [first, last). Q [TILE_HEADS, D] in float32 is split into two numbers of the
+// overlay's type, high + low; fp16 is scaled to a largest magnitude of 256 first. PAIRED: odd columns hold the low part.
+template <int N, class From>  // From: SharedQuery or QueryOperand
+DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, int from, int first, int last, int lane, const From& sh, const float* rows, const OnlineSoftmax& softmax, float s[N][LANE_HEADS][2]) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head
+    const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
+    float c[N][4] = {};
+    float by = column < TILE_HEADS ? 1.f : 0.f;
+    if (Config::OVERLAY_TYPE == 1) by *= 256.f / sh.peak_of(min(column, TILE_HEADS - 1));
+    const float odd = PAIRED && (g & 1) ? 1.f : 0.f;
+#pragma unroll
+    for (int e = 0; e < D / 8; e += 2) {
+      const float4 x = *(const float4*)(row + 2 * e);
+      float y[4] = {x.x * by, x.y * by, x.z * by, x.w * by};
+#pragma unroll
+      for (int part = 0; part < (PAIRED ? 1 : 2); part++) {
+        u32 q[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float less = PAIRED ? odd : (float)part;
+          const u32 first = pair_of<Config::OVERLAY_TYPE>(y[2 * j], y[2 * j + 1]);
+          q[j] = pair_of<Config::OVERLAY_TYPE>(fmaf(-less, low<Config::OVERLAY_TYPE>(first), y[2 * j]), fmaf(-less, high<Config::OVERLAY_TYPE>(first), y[2 * j + 1]));
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) mma_16bit<Config::OVERLAY_TYPE>(c[i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[0], q[1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
+      const int h = PAIRED ? 0 : (2 * n + j) % LANE_HEADS, own = min(4 * h + t, TILE_HEADS - 1);
+      const float back = Config::OVERLAY_TYPE == 1 ? sh.peak_of(own) * (a.scale / 256.f) : a.scale, mean_logit = SOFTCAP || ROPE_BLOCK ? sh.mean_logit[own] : 0.f;
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int position = from + i * 16 + r * 8 + g;
+          const float x = soft_cap((PAIRED ? c[i][2 * r] + c[i][2 * r + 1] : c[i][2 * r + j]) * back + mean_logit, softmax.m[h], a.cap);
+          s[i][h][r] = position >= first && position < last ? x : minus_infinity();
+        }
+    }
+  }
+}
+
+// P of N tiles as B operands in the overlay's type: fp16, or bfloat16 in two parts, high + low. PAIRED: the odd columns hold the low part.
+template <int N> struct OverlayProbs {
+  static constexpr int PARTS = Config::OVERLAY_TYPE == 0 && !PAIRED ? 2 : 1;
+  u32 p[N][COLUMN_TILES][PARTS][2];
+
+  DEV void set(const float s[N][LANE_HEADS][2], int g) {
+    if constexpr (Config::OVERLAY_TYPE == 1) {
+      Probs<N> both;
+      both.set(s);
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) p[i][n][0][0] = own_columns(both.of(i, n, 0), i, g), p[i][n][0][1] = own_columns(both.of(i, n, 1), i, g);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const float x = s[i][2 * n % LANE_HEADS][r], y = s[i][(2 * n + 1) % LANE_HEADS][r];
+            const u32 first = bf16_pair(x, y);
+            if (PAIRED) p[i][n][0][r] = transpose_8x8(bf16_pair(x, x - bf16_low(first)));
+            else p[i][n][0][r] = transpose_8x8(first), p[i][n][PARTS - 1][r] = transpose_8x8(bf16_pair(x - bf16_low(first), y - bf16_high(first)));
+          }
+    }
+  }
+};
+
+// V of a tile as the transposed A operand. Tokens outside [first, last): the nearest that is in the overlay, with P = 0.
+struct OverlayValues {
+  u32 v[4][D / 16];
+  DEV void load(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const int position = max(first, min(from + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
+      const s64 row = overlay_offset(position, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS);
+#pragma unroll
+      for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, (const u8*)a.overlay_value + (row + value_channel(g, j * GROUP_SHARE)) * 2);
+    }
+  }
+  template <int PARTS> DEV void add(float* c, int k, const u32 (*p)[2]) const {  // the k-th 16 channels
+    const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
+    const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) mma_16bit<Config::OVERLAY_TYPE>(c, a0, a1, a2, a3, p[part][0], p[part][1]);
+  }
+};
+
+// Attends to tokens [first, last) of OVERLAY_TILES tiles of the sequence from `from` on: S, softmax update, O += P V.
+template <class From>  // From: SharedQuery or QueryOperand
+DEV void attend_overlay(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane, const From& sh, const float* rows, OnlineSoftmax& softmax) {
+  OverlayKeys<OVERLAY_TILES> keys;
+  keys.load(a, from, first, last, overlay_row, head, lane);
+  OverlayValues v[OVERLAY_TILES];  // loaded before P is known; together with K where registers are enough
+  const auto load_values = [&]() {
+#pragma unroll
+    for (int i = 0; i < OVERLAY_TILES; i++) v[i].load(a, from + i * 16, first, last, overlay_row, head, lane);
+  };
+  float s[OVERLAY_TILES][LANE_HEADS][2];
+  if (OVERLAY_TILES == 1 && PAIRED) load_values();
+  overlay_scores<OVERLAY_TILES>(keys, a, from, first, last, lane, sh, rows, softmax, s);
+  if (OVERLAY_TILES > 1 || !PAIRED) load_values();
+  softmax.update<OVERLAY_TILES>(s, 0.f);
+  if constexpr (PQ) {
+#pragma unroll
+  for (int i = 0; i < OVERLAY_TILES; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) {
+        u32 b[2];
+        expand_probs(b, s[i][n][r], lane >> 2);
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+          const u32 *x = v[i].v[2 * r] + 2 * k, *y = v[i].v[2 * r + 1] + 2 * k;
+          mma_fp16(softmax.acc[n][k], to_fp16<Config::OVERLAY_TYPE>(x[0]), to_fp16<Config::OVERLAY_TYPE>(x[1]), to_fp16<Config::OVERLAY_TYPE>(y[0]), to_fp16<Config::OVERLAY_TYPE>(y[1]), b[0], b[1]);
+        }
+      }
+  } else {
+  OverlayProbs<OVERLAY_TILES> p;
+  p.set(s, lane >> 2);
+#pragma unroll
+  for (int i = 0; i < OVERLAY_TILES; i++)
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) v[i].add<p.PARTS>(softmax.acc[n][k], k, p.p[i][n]);
+  }
+}

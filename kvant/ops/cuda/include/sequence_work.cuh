@@ -1,0 +1,113 @@
+// Which tokens of a sequence are in the overlay and which in pages, and how many units of work (scheduler.cuh) they are.
+
+#pragma once
+#include "include/decode_shapes.cuh"
+#include "include/scheduler.cuh"
+
+// Of one sequence: tokens [low, sink_end) and [recent_begin, n) are read from the overlay, [packed, packed_end) from pages.
+struct SequenceWork {
+  int n;    // tokens
+  int low;  // first token inside the sliding window
+  int sink_end, recent_begin;
+  int packed, packed_end;
+  int page, pages;  // first page that holds tokens to attend to, and how many do
+  int sink_units;     // groups of OVERLAY_TILES tiles of the overlay: of the sinks,
+  int overlay_units;  // and of all its tokens
+  int units;          // of work; a page counts one, a group of overlay tiles OVERLAY_UNITS
+  int keys, values;   // packed tokens from here on have their keys, or their values, in the overlay; only with channel-wise keys
+  int overlay_row;
+  int mixed, weight;  // the last pages, some of whose tokens are in the overlay, count MIXED_PAGE_UNITS each; the units of all pages
+};
+
+// The first of the last tokens of a stream that the overlay's ring holds, where the keys of a group are packed together.
+DEV int ring_begin(int n, int ring_start, int recent, int flush) {
+  return min(n, max(min(n, Config::SINK) + max(0, n - Config::SINK - recent) / flush * flush, max(ring_start, Config::SINK)));
+}
+// The same where tokens are packed one by one.
+DEV int overlay_start(int n, int key_ring_start, int value_ring_start) {
+  return min(n, max(min(n, Config::SINK) + max(0, n - Config::SINK - Key::RECENT), max(max(key_ring_start, value_ring_start), Config::SINK)));
+}
+
+template <class A> DEV SequenceWork sequence_work(const A& a, int b) {
+  constexpr int PAGE = Config::PAGE_TOKENS, ORIGIN = Config::ORIGIN;
+  SequenceWork w;
+  w.n = (int)a.seq_lens[b];
+  w.low = a.sliding_window > 0 ? max(0, w.n - a.sliding_window) : 0;
+  int sinks = 0, recent = w.n;
+  w.overlay_row = OVERLAY ? (int)a.overlay_rows[b] : 0;
+  if constexpr (CHANNELWISE) {
+    sinks = min((int)a.sinks[b], w.n);
+    w.keys = ring_begin(w.n, (int)a.key_ring_start[b], Key::RECENT, Key::FLUSH);
+    w.values = ring_begin(w.n, (int)a.value_ring_start[b], Value::RECENT, Value::FLUSH);
+    recent = max(w.keys, w.values);
+  } else if constexpr (OVERLAY) {
+    sinks = min((int)a.sinks[b], w.n);
+    recent = overlay_start(w.n, (int)a.key_ring_start[b], (int)a.value_ring_start[b]);
+  }
+  w.packed = max(max(sinks, w.low), ORIGIN);
+  w.packed_end = recent;
+  w.page = (w.packed - ORIGIN) / PAGE;
+  w.pages = w.packed < recent ? (recent - 1 - ORIGIN) / PAGE - w.page + 1 : 0;
+  w.sink_end = sinks;
+  w.recent_begin = max(recent, w.low);
+  constexpr int TOKENS = 16 * OVERLAY_TILES;
+  w.sink_units = (max(0, sinks - w.low) + TOKENS - 1) / TOKENS;
+  w.overlay_units = w.sink_units + (w.n - w.recent_begin + TOKENS - 1) / TOKENS;
+  w.mixed = 0;
+  if constexpr (CHANNELWISE) {
+    const int apart = max(w.packed, min(w.keys, w.values));
+    if (w.pages && apart < recent) w.mixed = (recent - 1 - ORIGIN) / PAGE - (apart - ORIGIN) / PAGE + 1;
+  }
+  w.weight = w.pages + w.mixed * (Config::MIXED_PAGE_UNITS - 1);
+  w.units = max(1, w.overlay_units * Config::OVERLAY_UNITS + w.weight);
+  return w;
+}
+// Maps a number of units of pages to the page that they end before.
+DEV int page_at_unit(int units, int pages, int mixed) {
+  const int plain = pages - mixed;
+  return Config::MIXED_PAGE_UNITS == 1 || units <= plain ? units : plain + (units - plain + Config::MIXED_PAGE_UNITS - 1) / Config::MIXED_PAGE_UNITS;
+}
+
+// A warp's part of a work tile.
+struct WarpRange {
+  int page, page_end;        // pages, counted from SequenceWork::page
+  int overlay, overlay_end;  // units of the overlay of the whole CTA: a warp takes overlay + warp, overlay + warp + WARPS, ...
+};
+// A CTA's warps take the units of the overlay in turn, so that the first `more` of them have one more than the others, which have `each`. Pages
+// are one stretch for each warp, shorter where it has more of the overlay.
+template <class Tile> DEV WarpRange warp_range(const SequenceWork& w, const Tile& tile, bool split, int warp) {
+  constexpr int UNITS = Config::OVERLAY_UNITS;
+  const int from = tile.from, to = tile.to;
+  WarpRange range;
+  range.page = max(from - w.overlay_units * UNITS, 0), range.page_end = min(max(to - w.overlay_units * UNITS, 0), w.weight);
+  range.overlay = (from + UNITS - 1) / UNITS, range.overlay_end = min(w.overlay_units, (to + UNITS - 1) / UNITS);
+  if (split) {  // every part has the same share of both
+    const float each = __fdividef(1.f, (float)tile.units);
+    const auto portion = [&](int i, int whole) { return i == tile.units ? whole : (int)((float)(i * whole) * each); };
+    range.page = portion(from, w.weight), range.page_end = portion(to, w.weight);
+    range.overlay = portion(from, w.overlay_units), range.overlay_end = portion(to, w.overlay_units);
+  }
+  const int overlay = max(0, range.overlay_end - range.overlay), pages = max(0, range.page_end - range.page);
+  const int each = overlay / WARPS, more = overlay % WARPS, level = overlay * UNITS;
+  int quota = (level + pages + WARPS - 1) / WARPS;  // units of a warp
+  if (pages <= (WARPS - more) * UNITS) quota = each * UNITS + quotient(pages + WARPS - more - 1, WARPS - more);
+  const int less = max(0, quota - (each + 1) * UNITS), usual = quota - each * UNITS;  // pages of warps with one more unit, and of the others
+  range.page += min(warp, more) * less + max(0, warp - more) * usual;
+  range.page_end = min(range.page_end, range.page + (warp < more ? less : usual));
+  range.page = page_at_unit(range.page, w.pages, w.mixed), range.page_end = page_at_unit(range.page_end, w.pages, w.mixed);
+  return range;
+}
+
+// The packed tokens of a sequence, in registers while a warp attends to its pages.
+struct PackedRange {
+  int begin, end;    // tokens
+  int page;          // the first page
+  int keys, values;  // as SequenceWork's, with channel-wise keys
+  int overlay_row;
+
+  DEV PackedRange(const volatile SequenceWork& w, int row) {
+    begin = w.packed, end = w.packed_end, page = w.page;
+    if constexpr (CHANNELWISE) keys = w.keys, values = w.values;
+    overlay_row = row;
+  }
+};

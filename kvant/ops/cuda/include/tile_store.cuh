@@ -1,0 +1,148 @@
+// Stores of a tile: codes to words of the page in registers (page_codes.cuh says where they lie), and rows to the overlay.
+
+#pragma once
+#include "include/page_codes.cuh"
+#include "include/tile_rows.cuh"
+
+DEV constexpr u32 ones(int count, int apart) {  // `count` set bits, `apart` bits apart
+  u32 x = 0;
+  for (int i = 0; i < count; i++) x |= 1u << (i * apart);
+  return x;
+}
+
+// Stores the held rows of tokens that the overlay holds. `slot` is the owned token's.
+template <class S> DEV void store_overlay(const TileRows<S>& tile, const AppendArguments& a, int first, int head, s64 slot) {
+  constexpr int N = TileRows<S>::N, ROWS = TileRows<S>::ROWS, SHARE = TileRows<S>::SHARE;
+  const s64 mine = slot >= 0 ? overlay_place(a, first + tile.owned_token()) : -1;
+  if (!__any_sync(FULL, mine >= 0)) return;
+  s64 at[ROWS];
+  tile.broadcast_rows(mine, at);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    if (at[r] >= 0) {
+      u32 w[N / 2];
+#pragma unroll
+      for (int i = 0; i < N / 2; i++) w[i] = pair_of<Config::OVERLAY_TYPE>(tile.x[r][2 * i] * tile.FACTOR, tile.x[r][2 * i + 1] * tile.FACTOR);
+      u16* to = (u16*)S::overlay(a) + (at[r] * Config::KV_HEADS + head) * D;
+      if constexpr (S::BANDED) S::AllBands::each([&](auto band) {
+        using B = decltype(band);
+        store_words<B::WIDTH / SHARE / 2>((u8*)(to + B::FIRST + tile.share() * (B::WIDTH / SHARE)), w + B::FIRST / SHARE / 2);
+      });
+      else store_words<N / 2>((u8*)(to + tile.share() * N), w);
+    }
+}
+
+// Words of codes from a coder for the low halves and one for the high halves: of keys, even and odd channels of one row, of values, two rows.
+// bits(x) is the code on top of base(), which is subtracted once a word.
+template <class S, int WORDS, class Coder> DEV void code_words(u32* w, const Coder& low_, const Coder& high_, const float* x_low, const float* x_high) {
+  constexpr int PER = 16 / S::BITS;
+  constexpr u32 HALF = 0xFFFFu / ((1 << S::BITS) - 1);  // a one at every place of a half
+#pragma unroll
+  for (int k = 0; k < WORDS; k++) {
+    w[k] = 0u - low_.base() * HALF - (high_.base() * HALF << 16);
+#pragma unroll
+    for (int s = 0; s < PER; s++) {
+      const int i = k * PER + s;
+      w[k] += low_.bits(x_low[S::KEY ? 2 * i : i]) << (s * S::BITS);
+      w[k] += high_.bits(x_high[S::KEY ? 2 * i + 1 : i]) << (16 + s * S::BITS);
+    }
+  }
+}
+
+template <class S> constexpr int ROW_WORDS = D * S::BITS / 128;  // of a lane: one token's keys, or two tokens' values
+
+// The words of lane (g, t) of the tile of a slot; second: tokens 8 to 15 of the tile.
+template <class S> DEV u32* lane_words(u8* page_head, s64 slot, int g, int t, int second) {
+  return (u32*)(page_head + S::OFFSET) + ((PagePlace(slot).tile * 8 + g) * 4 + t) * (2 * ROW_WORDS<S>) + second * ROW_WORDS<S>;
+}
+
+// --- keys ---------------------------------------------------------------------------------------------------------------------
+
+// Stores affine codes of keys. coder(r) codes the held row r.
+template <class S, class F> DEV void store_keys(const TileRows<S>& tile, const AppendArguments& a, int first, int head, F coder) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const s64 slot = tile_slot(a, first, tile.token(r));
+    u32 w[ROW_WORDS<S>];
+    code_words<S, ROW_WORDS<S>>(w, coder(r), coder(r), tile.x[r], tile.x[r]);
+    if (slot >= 0) store_words<ROW_WORDS<S>>((u8*)lane_words<S>(page_head_of(a, slot, head), slot, (int)(slot % 8), tile.t, (int)(slot % 16 / 8)), w);
+  }
+}
+
+// Stores the codes of a band B of the held key row r. A row of an odd number of bytes ends inside a word, which it shares with the other row.
+template <class S, class B, class Coder> DEV void store_key_band(const TileRows<S>& tile, const AppendArguments& a, s64 slot, int head, int r, const Coder& coder) {
+  constexpr int PER = 16 / B::BITS, PAIRS = B::WIDTH / 8, BYTES = B::WIDTH * B::BITS / 64, COUNT = (BYTES + 1) / 2, FROM = B::FIRST / 4;
+  u32 w[COUNT];
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) {
+    constexpr u32 FILLED = ones(BYTES % 2 ? PER / 2 : PER, B::BITS), WHOLE = ones(PER, B::BITS);
+    const u32 base = coder.base() * (k == COUNT - 1 ? FILLED : WHOLE);
+    w[k] = 0u - base - (base << 16);
+#pragma unroll
+    for (int s = 0; s < PER; s++) {
+      const int i = k * PER + s;
+      if (i < PAIRS) {
+        w[k] += coder.bits(tile.x[r][FROM + 2 * i]) << (s * B::BITS);
+        w[k] += coder.bits(tile.x[r][FROM + 2 * i + 1]) << (16 + s * B::BITS);
+      }
+    }
+  }
+  if (slot < 0) return;
+  u8* to = page_head_of(a, slot, head) + B::OFFSET + ((PagePlace(slot).tile * 8 + slot % 8) * 4 + tile.t) * (4 * BYTES);
+  const int second = (int)(slot % 16 / 8);
+  if constexpr (BYTES % 2 == 0) {
+    store_words<COUNT>(to + second * (2 * BYTES), w);
+  } else {
+#pragma unroll
+    for (int i = 0; i < BYTES; i++) {
+      const int byte = second * BYTES + i;
+      to[byte / 2 * 4 + byte % 2] = (u8)(w[i / 2] >> (i % 2 * 8)), to[byte / 2 * 4 + byte % 2 + 2] = (u8)(w[i / 2] >> (16 + i % 2 * 8));
+    }
+  }
+}
+
+// --- values -------------------------------------------------------------------------------------------------------------------
+
+DEV bool shares_words(s64 one, s64 two) { return one >= 0 && one % 2 == 0 && two == one + 1; }  // an even slot and the next one
+
+template <class S> DEV u32* pair_words(const TileRows<S>& tile, const AppendArguments& a, int head, s64 slot) {
+  return lane_words<S>(page_head_of(a, slot, head), slot, tile.g, (int)(slot % 8 / 2), (int)(slot % 16 / 8));
+}
+// Stores one of the two tokens of w: half 0 is the low one.
+template <class S> DEV void store_half(const TileRows<S>& tile, const AppendArguments& a, int head, s64 slot, const u32* w, int half) {
+  u16* to = (u16*)pair_words(tile, a, head, slot) + slot % 2;
+#pragma unroll
+  for (int i = 0; i < ROW_WORDS<S>; i++) to[2 * i] = (u16)(w[i] >> (16 * half));
+}
+// Stores the words w [2][ROW_WORDS] of the four held tokens where a pair of them does not share words of the page: a sequence may begin at an
+// odd slot, and then a lane's second token shares its words with the next lane's first one.
+template <class S> DEV void store_odd_pairs(const TileRows<S>& tile, const AppendArguments& a, int first, int head, const s64* slot, const u32 (*w)[ROW_WORDS<S>]) {
+  const int lane = tile.lane;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    u32 crossed[ROW_WORDS<S>];  // this lane's second token and the next lane's first one
+#pragma unroll
+    for (int i = 0; i < ROW_WORDS<S>; i++) {
+      const u32 next = __shfl_sync(FULL, tile.t == 0 ? w[1][i] : w[k][i], (lane & 28) + (lane + 1) % 4);
+      crossed[i] = __byte_perm(w[k][i], next, 0x5432);
+    }
+    const s64 one = slot[2 * k], two = slot[2 * k + 1];
+    if (shares_words(one, two)) continue;
+    if (shares_words(two, tile_slot(a, first, tile.token(2 * k) + 2))) store_words<ROW_WORDS<S>>((u8*)pair_words(tile, a, head, two), crossed);
+    else if (two >= 0) store_half(tile, a, head, two, w[k], 1);
+    if (one >= 0 && !shares_words(tile_slot(a, first, tile.token(2 * k) - 1), one)) store_half(tile, a, head, one, w[k], 0);
+  }
+}
+// Stores codes of values. coder(r) codes the held row r.
+template <class S, class F> DEV void store_values(const TileRows<S>& tile, const AppendArguments& a, int first, int head, F coder) {
+  s64 slot[4];
+  u32 w[2][ROW_WORDS<S>];
+#pragma unroll
+  for (int r = 0; r < 4; r++) slot[r] = tile_slot(a, first, tile.token(r));
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    code_words<S, ROW_WORDS<S>>(w[k], coder(2 * k), coder(2 * k + 1), tile.x[2 * k], tile.x[2 * k + 1]);
+    if (shares_words(slot[2 * k], slot[2 * k + 1])) store_words<ROW_WORDS<S>>((u8*)pair_words(tile, a, head, slot[2 * k]), w[k]);
+  }
+  if (__any_sync(FULL, !shares_words(slot[0], slot[1]) || !shares_words(slot[2], slot[3]))) store_odd_pairs(tile, a, first, head, slot, w);
+}

@@ -1,0 +1,117 @@
+"""Which layouts the CUDA kernels can read, as statements about stored formats: a reason why not, or None."""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.codecs.format import ScaleKind, StreamFormat
+from kvant.layout import Layout, StreamName
+from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, shared_memory
+from kvant.ops.fused import refuse_rope
+
+MAX_HEAD_DIM = 256
+MAX_BOOSTED = 64  # boosted channels: a lane holds the high bits of a token's share of them in one word
+MAX_SCALE_GROUPS = 8  # groups of channels of a token's values that have a scale each
+INDEX_BITS = (8, 9, 10, 12)  # widths of the indices of product quantization
+INDEX_LANES: dict[StreamName, int] = {"key": 4, "value": 8}  # lanes that share the sub-vectors of a token
+
+
+def refuse(layout: Layout, device: torch.device) -> str | None:
+    """Why the decode kernel cannot serve a layout on a device, or None."""
+    reason = refuse_machine(device, refuse_layout(layout))
+    if reason is not None:
+        return reason
+    room, books = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES, codebook_bytes(layout)
+    if room < 0:
+        return f"two pages of {layout.page_head_bytes} bytes a head are more than this GPU's shared memory holds"
+    if room < sum(books):
+        return f"codebooks of {sum(books)} bytes and two pages are more than this GPU's shared memory holds"
+    return None
+
+
+def refuse_machine(device: torch.device, reason: str | None) -> str | None:
+    """Why no kernel runs on a device; else the given reason, for which its layout is refused, if there is one."""
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device.type}"
+    reason = reason or nvrtc.missing()
+    if reason is None and torch.cuda.get_device_capability(device) < (8, 0):
+        reason = "it needs a GPU of compute capability 8.0 or newer"
+    return reason
+
+
+def refuse_layout(layout: Layout) -> str | None:
+    """The part of `refuse` that does not look at the machine."""
+    key, dim = layout.format("key"), layout.head_dim
+    pq = all(stream.is_pq for stream in layout.formats.values())
+    for name, stream in layout.formats.items():
+        if stream.is_pq:
+            reason = _refuse_indices(stream, name) if pq else f"of both streams, only the {name}s are vector-quantized"
+        elif stream.is_tokenwise:
+            reason = _refuse_tokenwise(stream, name, key.is_channelwise)
+        elif name == "key" and stream.is_channelwise:
+            reason = None
+        else:
+            reason = f"it reads token-wise affine codes and keys coded per channel, and the {name}s are coded by {stream.codec}"
+        if reason is not None:
+            return reason
+    if layout.order != "fragment" and not pq:
+        return f"it reads pages in fragment order: {layout.order_reason or 'the layout is plain'}"
+    if not key.is_channelwise and layout.recipe.key.window != layout.recipe.value.window:
+        return "keys and values have different windows"
+    if dim > MAX_HEAD_DIM:
+        return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
+    return refuse_rope(layout) or (_refuse_channelwise(layout) if key.is_channelwise else None)
+
+
+def _refuse_tokenwise(stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
+    """Why codes with scales per token cannot be read. Values beside channel-wise keys may have several scales a token."""
+    if not stream.uniform:
+        return f"it reads evenly spaced levels, and those of the {name}s are not"
+    if stream.scale_groups > 1 and not (channelwise_keys and name == "value"):
+        return f"it reads one scale a token, and the {name}s have {stream.scale_groups}"
+    if name == "key" and stream.mean_flag:
+        return "it reads keys that keep their mean, and theirs may be taken off token by token"
+    if name == "value" and len(stream.bands) > 1:
+        return "it reads values of one width, and they have bands"
+    return None
+
+
+def _refuse_channelwise(layout: Layout) -> str | None:
+    """Why keys with one scale per channel of a group of tokens, or the values beside them, cannot be read."""
+    key, value, dim = layout.format("key"), layout.format("value"), layout.head_dim
+    assert key.scales is not None and value.scales is not None
+    if layout.recipe.key.rope != "post":
+        return "it reads keys that are coded per channel as they come, and they are stored unrotated"
+    if key.group_tokens < 16:
+        return f"it reads groups of at least 16 tokens, and those of the keys have {key.group_tokens}"
+    if dim % 32:
+        return f"it reads keys that are coded per channel in tiles of 32 channels, and the head dim is {dim}"
+    if key.scales.dtype != "float16":
+        return f"it reads the scales of channels as float16, and they are {key.scales.dtype}"
+    if key.boosted > MAX_BOOSTED:
+        return f"it reads the high bits of at most {MAX_BOOSTED} channels, and {key.boosted} are boosted"
+    for name, stream in layout.formats.items():
+        if 3 in stream.widths and dim % 64:
+            return f"it reads codes of 3 bits of a multiple of 64 channels, and the {name}s have {dim}"
+    groups = value.scale_groups
+    if groups == 1:
+        return None
+    if value.scales.dtype != "float16" or value.scales.kind is not ScaleKind.MIN:
+        return "of values with several scales it reads scales and minima as float16, and theirs are others"
+    if groups > MAX_SCALE_GROUPS or layout.scale_groups("value") != groups:
+        return f"it reads at most {MAX_SCALE_GROUPS} scales a token, each of a multiple of 16 channels, and the values have {groups}"
+    return None
+
+
+def _refuse_indices(stream: StreamFormat, name: StreamName) -> str | None:
+    """Why indices of product quantization cannot be read."""
+    book, lanes = stream.codebook, INDEX_LANES[name]
+    assert book is not None
+    if book.bits not in INDEX_BITS:
+        return f"it reads indices of 8, 9, 10 or 12 bits, and those of the {name}s have {book.bits}"
+    if book.per == "space":
+        return f"it holds one codebook a head in shared memory, and the {name}s have one for each of {book.vectors} sub-vectors"
+    if book.vectors % lanes or stream.head_dim % 32:
+        return f"the {book.vectors} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
+    return None

@@ -1,0 +1,109 @@
+"""One forward pass of a server: which of its tokens are written when, and which are decodes.
+
+Sequences with one new token come first and are decodes; the others are prefills. The order in which a layer works on them
+follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, which overwrite the ring of
+recent tokens. And a server may let a sequence share a page that another one writes in this very step, so all pages are written
+before anything is read. Hence the order: first pages and overlays of decodes and of prefills without history, and the pages alone of
+the other prefills; then attention; then the overlays of those other prefills. Each append is given a range of consecutive tokens, so
+that as few tokens as possible are packed and not stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+
+from kvant.ops import PagedBatch
+from kvant.serving.overlay import OverlayMatch, OverlayRows
+
+Tensor = torch.Tensor
+
+
+class Part(NamedTuple):
+    """Consecutive sequences of a step, and the range of their new tokens. Tokens with slot -1 are not written."""
+
+    tokens: slice
+    batch: PagedBatch
+
+
+@dataclasses.dataclass
+class Step:
+    """One forward pass. Tokens of decodes come first; the rest are those of prefills."""
+
+    tokens: int
+    batch: PagedBatch  # all sequences
+    appends: list[Part]  # written before attention, pages and overlays
+    decodes: int  # number of sequences with one new token
+    match: OverlayMatch | None
+    overlay: OverlayRows | None
+    prefill: PagedBatch | None = None  # the other sequences; their seq_lens and query_start_loc lie on the host
+    history: bool = False  # whether any of the prefills has tokens from before this step
+    last: Part | None = None  # prefills whose overlays are written after attention
+
+    @functools.cached_property
+    def decoding(self) -> PagedBatch:
+        """The decodes alone."""
+        b, n = self.batch, self.decodes
+        ring_start = {name: ring_start[:n] for name, ring_start in b.ring_start.items()}
+        return PagedBatch(
+            b.block_table[:n],
+            b.seq_lens[:n],
+            b.slot_mapping[:n],
+            b.query_start_loc[: n + 1],
+            b.overlay_rows[:n],
+            b.sinks[:n],
+            ring_start,
+        )
+
+    def split(self, host_starts: Tensor, host_lens: Tensor, ring: bool) -> None:
+        """Fills in what concerns prefills. `host_starts` is query_start_loc of all sequences and `host_lens` seq_lens of the
+        prefills, both int64 on the host. `ring`: the recipe keeps recent tokens in full precision."""
+        batch, first, count = self.batch, self.decodes, len(host_starts) - 1
+        query_start_loc = host_starts[first:] - host_starts[first]
+        older = host_lens > query_start_loc.diff()
+        self.history = bool(older.any())
+        self.prefill = batch._replace(
+            block_table=batch.block_table[first:],
+            seq_lens=host_lens,
+            slot_mapping=batch.slot_mapping[int(host_starts[first]) :],
+            query_start_loc=query_start_loc,
+            overlay_rows=batch.overlay_rows[first:],
+            sinks=batch.sinks[first:],
+            ring_start={name: ring_start[first:] for name, ring_start in batch.ring_start.items()},
+        )
+        if not (self.history and ring):
+            return
+        places = older.nonzero()[:, 0] + first
+        low, high = int(places[0]), int(places[-1]) + 1
+        part = part_of(batch, host_starts, low, high)
+        around = ((0, low), (high, count))
+        self.appends = [part_of(batch, host_starts, i, j) for i, j in around if host_starts[i] < host_starts[j]]
+        self.last = part
+        if len(places) < high - low:  # prefills without history lie between those with one
+            mask = torch.zeros(part.tokens.stop - part.tokens.start, dtype=torch.bool)
+            for b in places.tolist():
+                begin, end = int(host_starts[b]), int(host_starts[b + 1])
+                mask[begin - part.tokens.start : end - part.tokens.start] = True
+            mask = mask.to(batch.slot_mapping.device)
+            both = (torch.where(here, part.batch.slot_mapping, -1) for here in (~mask, mask))
+            between, last = (Part(part.tokens, part.batch._replace(slot_mapping=slots)) for slots in both)
+            self.appends.append(between)
+            self.last = last
+
+
+def part_of(batch: PagedBatch, host: Tensor, first: int, last: int) -> Part:
+    """Sequences [first, last) of a batch; `host` is its query_start_loc on the host."""
+    tokens, at = slice(int(host[first]), int(host[last])), slice(first, last)
+    part = batch._replace(
+        block_table=batch.block_table[at],
+        seq_lens=batch.seq_lens[at],
+        slot_mapping=batch.slot_mapping[tokens],
+        query_start_loc=batch.query_start_loc[first : last + 1] - tokens.start,
+        overlay_rows=batch.overlay_rows[at],
+        sinks=batch.sinks[at],
+        ring_start={name: ring_start[at] for name, ring_start in batch.ring_start.items()},
+    )
+    return Part(tokens, part)

@@ -1,0 +1,87 @@
+"""Warm-up: runs every operation once before the first request, on pages that are thrown away.
+
+Kernels are compiled when they are first used, which takes seconds, and a server's own warm-up reaches few of them. Warm-up also
+measures the memory that operations allocate while they run, which a server has to leave free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kvant.ops import Implementation, LayerStore, PagedBatch
+from kvant.ops.memory import allocated_by
+from kvant.ops.registry import Op
+from kvant.ops.types import empty_overlay
+
+Tensor = torch.Tensor
+HISTORY = (
+    16384 + 64
+)  # tokens: more than prefill unpacks at a time. Appends of many tokens use another kernel than those of few
+
+
+class LargestStep(NamedTuple):
+    """Bounds of a server's steps: sequences, tokens of one sequence, new tokens of a step."""
+
+    sequences: int
+    tokens: int
+    new: int
+
+
+def warm_up(
+    ops: Mapping[Op, Implementation],
+    store: LayerStore,
+    query_heads: int,
+    dtype: torch.dtype,
+    largest: LargestStep,
+    softcap: float | None = None,
+    history: int = HISTORY,
+    reads: bool = True,
+) -> int:
+    """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, and prefills new tokens after
+    that history. Returns the bytes that operations allocate, 0 on a CPU."""
+    layout, device, history = store.layout, store.pages.device, max(history, largest.new)
+    pages = -(-(history + largest.new) // layout.page_tokens)
+    width = max(pages, -(-largest.tokens // layout.page_tokens))
+    scratch = dataclasses.replace(
+        store,
+        pages=torch.zeros(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
+        overlays={name: empty_overlay(layout, name, 1, device).zero_() for name in layout.recipe.streams},
+        derived={},
+    )
+
+    def batch(first: int, last: int, count: int = 1) -> PagedBatch:
+        """Sequences in the same pages, whose tokens [first, last) are new."""
+        slot_mapping = torch.arange(first, last, device=device).repeat(count)
+        table = torch.zeros(count, width, dtype=torch.int64, device=device)
+        table[:, :pages] = torch.arange(pages, device=device)
+        seq_lens, overlay_rows = (
+            torch.full((count,), last, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+        )
+        query_start_loc = torch.arange(count + 1, device=device) * (last - first)
+        ring_start = {name: overlay_rows.clone() for name in layout.recipe.streams}
+        sinks = torch.full_like(seq_lens, min(last, layout.recipe.key.window.sink))
+        return PagedBatch(table, seq_lens, slot_mapping, query_start_loc, overlay_rows, sinks, ring_start)
+
+    def rows(count: int, heads: int) -> Tensor:
+        return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
+
+    options: dict[str, float | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
+    needed = [0]
+    for first, last in ((0, history), (history, history + 1)):
+        x = rows(last - first, layout.heads)
+        needed.append(allocated_by(partial(ops["append"].run, scratch, x, x, batch(first, last)), device))
+    if not reads:
+        return max(needed)
+    for count in sorted({1, largest.sequences}):  # low and high batch sizes may use different kernels
+        decodes = batch(history, history + 1, count)
+        decode = partial(ops["decode"].run, scratch, rows(count, query_heads), decodes, **options)
+        needed.append(allocated_by(decode, device))
+    x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(history, history + largest.new)
+    more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
+    needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))
+    return max(needed)

@@ -1,0 +1,282 @@
+"""Random schedules of a paged server with two tenants, and what attention reads while one runs.
+
+A `Schedule` is drawn once: which sequences a step has, their tokens, block tables and new tokens. The scheduler does as
+little of what vLLM's does as makes trouble: prefixes of full blocks are shared within a tenant as soon as somebody is to write
+them, prompts come in chunks, sequences are preempted, finished and begun again, blocks are recycled at random, drafts are
+rejected, and a sequence may have a block before it needs it, as with asynchronous scheduling.
+
+`reads` then runs `OverlayRows` over a schedule. Pages and overlays hold a number in place of a vector: the token's own, made of
+tenant, token and position. So a read is right if and only if the number is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kvant.layout import Layout
+from kvant.ops.reference import overlay_index
+from kvant.recipe import Recipe, Stream, Window
+from kvant.recipes import get
+from kvant.serving.overlay import OverlayRows, with_rollback
+
+PAGE = 64
+Number = Callable[[str, int, int], int]  # of tenant, token and position
+
+
+class Part(NamedTuple):
+    """One sequence of one step."""
+
+    request: int
+    tenant: str
+    tokens: tuple[int, ...]  # all, the new ones included
+    table: tuple[int, ...]
+    before: int  # tokens that the step finds in the cache
+    hit: int  # of these, the first ones that another request computed, or this one before it was preempted
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    blocks: int
+    drafts: int
+    steps: list[list[Part]]
+
+    def only(self, tenant: str) -> Schedule:
+        """The same steps for one tenant's sequences, at the same places in memory, as if the others had never come."""
+        steps = [[part for part in step if part.tenant == tenant] for step in self.steps]
+        return dataclasses.replace(self, steps=[step for step in steps if step])
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    number: int
+    tenant: str
+    tokens: list[int]
+    table: list[int] = dataclasses.field(default_factory=list)
+    done: int = 0  # tokens in the cache
+    drafts: int = 0  # of these, the last ones that may be rejected
+    hit: int = 0  # of these, the first ones that came from blocks that were known
+
+
+class Pool:
+    """Blocks, and which of them hold which tokens of which tenant."""
+
+    def __init__(self, blocks: int, draw: random.Random) -> None:
+        self.free = list(range(blocks - 1, 0, -1))  # block 0 is nobody's
+        self.known: dict[
+            tuple[str, tuple[int, ...]], int
+        ] = {}  # tenant, all tokens to the end of a full block -> the block
+        self.users: Counter[int] = Counter()
+        self.draw = draw
+
+    def take(self) -> int | None:
+        idle = [key for key, block in self.known.items() if not self.users[block]]
+        if idle and (not self.free or self.draw.random() < 0.2):
+            self.free.append(self.known.pop(self.draw.choice(idle)))  # evicted
+        return self.free.pop() if self.free else None
+
+    def share(self, request: Request) -> None:
+        """Takes up the blocks of a prefix that is known; at least one token is left to compute."""
+        for end in range(PAGE, len(request.tokens), PAGE):
+            block = self.known.get((request.tenant, tuple(request.tokens[:end])))
+            if block is None:
+                break
+            request.table.append(block)
+            self.users[block] += 1
+        request.done = request.hit = PAGE * len(request.table)
+
+    def grow(self, request: Request, length: int) -> bool:
+        while len(request.table) * PAGE < length:
+            block = self.take()
+            if block is None:
+                return False
+            request.table.append(block)
+            self.users[block] += 1
+        return True
+
+    def publish(self, request: Request, length: int) -> None:
+        for end in range(PAGE, length + 1, PAGE):
+            self.known.setdefault((request.tenant, tuple(request.tokens[:end])), request.table[end // PAGE - 1])
+
+    def drop(self, request: Request) -> None:
+        kept = set(self.known.values())
+        for block in reversed(request.table):
+            self.users[block] -= 1
+            if not self.users[block] and block not in kept:
+                self.free.append(block)
+        request.table, request.done, request.drafts = [], 0, 0
+
+
+def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 40, skipped: float = 0.1) -> Schedule:
+    """At most `most` sequences in a step, of which each is left out with probability `skipped`. Prompts are multiples of a page
+    more often than chance would have it."""
+    draw = random.Random(seed)
+    pool = Pool(blocks, draw)
+    room = (blocks - 1) * PAGE
+    longest = min(200, room - 1 - drafts)
+    prefixes = [
+        (tenant, [draw.randrange(1000) for _ in range(draw.choice((PAGE, 2 * PAGE, draw.randrange(1, longest))))])
+        for tenant in ("A", "B", "A", "B")
+    ]
+    running: list[Request] = []
+    waiting: list[Request] = []
+    out: list[list[Part]] = []
+    count = 0
+    while len(out) < steps:
+        while len(running) + len(waiting) < most and draw.random() < 0.6:
+            tenant, prefix = draw.choice(prefixes)
+            if draw.random() < 0.5:
+                prefix = [draw.randrange(1000) for _ in prefix]  # one that nobody has computed yet ...
+            for _ in range(draw.choice((1, 2, 3))):  # ... for several, who share it while it is written
+                tail = [draw.randrange(1000) for _ in range(draw.choice((1, PAGE, draw.randrange(1, 90))))]
+                waiting.append(Request(count, tenant, (prefix + tail)[:longest]))
+                count += 1
+        for end in ("preempted", "finished"):
+            if running and draw.random() < (0.08 if end == "preempted" else 0.25):
+                request = running.pop(draw.randrange(len(running)))
+                pool.drop(request)
+                if end == "preempted":
+                    waiting.append(request)
+        while waiting and len(running) < most:
+            running.append(waiting.pop(0))
+        draw.shuffle(running)
+        budget = draw.choice((70, 300, 500))
+        step: list[Part] = []
+        for request in sorted(running, key=lambda request: not request.table):  # who is new comes last, as in vLLM
+            if budget <= 0 or draw.random() < skipped:
+                continue
+            if not request.table:
+                pool.share(request)
+            if request.drafts:  # some are rejected; other tokens come in their place
+                request.done -= draw.randrange(request.drafts + 1)
+                del request.tokens[request.done :]
+            request.drafts = 0
+            before = request.done
+            if before < len(request.tokens):
+                new = min(len(request.tokens) - before, budget, draw.choice((1, 7, PAGE, 150)))
+            else:
+                request.drafts = draw.randrange(drafts + 1) if draw.random() < 0.7 else 0
+                new = 1 + request.drafts
+                request.tokens += [draw.randrange(1000) for _ in range(new)]
+            if len(request.tokens) > room or not pool.grow(request, before + new):
+                del request.tokens[max(before, 1) :]
+                pool.drop(request)
+                running.remove(request)
+                if len(request.tokens) < room:
+                    waiting.append(request)
+                continue
+            if draw.random() < 0.1:
+                pool.grow(request, len(request.table) * PAGE + 1)  # ahead of time
+            budget -= new
+            pool.publish(request, before + new - request.drafts)
+            request.done = before + new
+            tokens, table = tuple(request.tokens[: before + new]), tuple(request.table)
+            step.append(Part(request.number, request.tenant, tokens, table, before, request.hit))
+        if step:
+            draw.shuffle(step)
+            out.append(step)
+    return Schedule(blocks, drafts, out)
+
+
+def windowed(sink: int, recent: int) -> Recipe:
+    int4 = get("int4")
+    stream = Stream(int4.key.codec, (), Window(sink, recent))
+    return dataclasses.replace(int4, key=stream, value=stream)
+
+
+class Read(NamedTuple):
+    """What one sequence of one step read of its tokens."""
+
+    part: Part
+    length: int
+    numbers: tuple[float, ...]  # of its first `length` tokens
+    exact: tuple[bool, ...]  # which came from the overlay
+    sinks: int  # that its row holds
+    since: int  # the first token that the ring of its row has ever held
+
+    @property
+    def right(self) -> bool:
+        """Whether it read its own tokens, and no others'."""
+        tenant, tokens = self.part.tenant, self.part.tokens
+        return self.numbers == tuple(float(plain_number(tenant, tokens[p], p)) for p in range(self.length))
+
+
+def plain_number(tenant: str, token: int, position: int) -> int:
+    return (position * 1000 + token) * 2 + (tenant == "B")
+
+
+def reads(
+    schedule: Schedule,
+    sink: int,
+    recent: int,
+    rows: int,
+    number: Number = plain_number,
+    late: bool = True,
+    device: str = "cpu",
+) -> list[Read]:
+    """Runs the steps as the backend does: pages first, with the windows of decodes and of prompts that begin; then late sinks;
+    then attention; then the windows of chunks that continue a prompt."""
+    recipe = with_rollback(windowed(sink, recent), schedule.drafts)
+    layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
+    shape = 1, rows + 1, max(1, sink + window.ring), 1, 2  # two numbers: a GPU copies rows of 16 bytes
+    overlay = torch.full(shape, float("nan"), dtype=torch.float64, device=device)
+    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts)
+    pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
+    out: list[Read] = []
+
+    def write(part: Part, row: int, numbers: torch.Tensor) -> None:
+        n = len(part.tokens)
+        position = torch.arange(part.before, n)
+        kept = (position < sink) | (position >= n - window.ring)
+        overlay[0, row, overlay_index(window, position[kept]).to(device), 0] = numbers[kept, None].to(device)
+
+    def read(part: Part, b: int, length: int) -> None:
+        held, since = int(found.sinks[b]), int(found.ring_start[b])
+        at = torch.arange(length)
+        exact = (at < min(held, length)) | (at >= max(sink, since, length - recent))
+        numbers = pages[torch.tensor(part.table)[at // PAGE] * PAGE + at % PAGE]
+        numbers[exact] = overlay[0, int(found.overlay_rows[b]), overlay_index(window, at[exact]).to(device), 0, 0].cpu()
+        out.append(Read(part, length, tuple(numbers.tolist()), tuple(exact.tolist()), held, since))
+
+    for step in schedule.steps:
+        width = max(len(part.table) for part in step)
+        table = torch.tensor([[*part.table, *[0] * (width - len(part.table))] for part in step])
+        lengths = torch.tensor([len(part.tokens) for part in step])
+        counts = lengths - torch.tensor([part.before for part in step])
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+        fresh = [
+            torch.tensor(
+                [number(part.tenant, part.tokens[p], p) for p in range(part.before, len(part.tokens))]
+            ).double()
+            for part in step
+        ]
+        slots = torch.cat(
+            [
+                torch.tensor(part.table)[p // PAGE] * PAGE + p % PAGE
+                for part in step
+                for p in (torch.arange(part.before, len(part.tokens)),)
+            ]
+        )
+        found = windows.step(*(x.to(device) for x in (table, lengths, starts, slots)), late)
+        assert len(set(found.overlay_rows.tolist())) == len(step), "two sequences have one row"
+        assert int(found.overlay_rows.max()) < rows
+        pages[slots] = torch.cat(fresh)
+        continued = [part.before > 0 and len(part.tokens) - part.before > 1 for part in step]
+        for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
+            if not last:
+                write(part, row, numbers)
+        windows.finish_sinks(0, found)
+        for b, (part, last) in enumerate(zip(step, continued, strict=True)):
+            if last:
+                read(part, b, part.before)
+            elif part.before:
+                read(part, b, len(part.tokens))
+        for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
+            if last:
+                write(part, row, numbers)
+    return out

@@ -1,0 +1,143 @@
+"""Rows of windows are found by physical blocks alone, whatever a scheduler does (tests/serving/schedules.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvant.layout import Layout, StreamName
+from kvant.ops.types import empty_overlay
+from kvant.serving.overlay import OverlayRows, with_rollback
+from tests.serving.schedules import PAGE, Part, Read, Schedule, draw_schedule, reads, windowed
+
+NAMES: tuple[StreamName, StreamName] = ("key", "value")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def missing(found: list[Read], sink: int) -> dict[str, int]:
+    """Of reads that were all right, how many had less in full precision than a cache of one sequence would."""
+    assert found and all(read.right for read in found)
+    return {
+        "reads": len(found),
+        "sinks": sum(read.sinks < min(sink, read.length) for read in found),
+        "recent": sum(read.since > read.part.hit for read in found),
+        "hits": sum(read.part.hit > 0 for read in found),
+    }
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("sink", "recent", "drafts"), [(4, 24, 0), (4, 24, 3), (64, 100, 0), (1, 0, 0), (0, 17, 5), (4, 3, 8)]
+)
+def test_whatever_a_scheduler_does(seed: int, sink: int, recent: int, drafts: int) -> None:
+    """With rows to spare, no sequence that is in every step loses its window."""
+    seen = missing(reads(draw_schedule(seed, 60, drafts, 12, skipped=0), sink, recent, rows=400), sink)
+    assert seen["hits"] and not seen["recent"], seen
+    # sinks behind a prefix that a chunk of the same step continues to write come a step later
+    assert seen["sinks"] <= seen["reads"] // 20, seen
+
+
+def test_sinks_of_the_same_step_may_wait_for_the_next() -> None:
+    schedule = draw_schedule(1, 60, 0, 12, skipped=0)
+    seen, waiting = (missing(reads(schedule, 64, 16, rows=400, late=late), 64) for late in (True, False))
+    assert seen["sinks"] < waiting["sinks"] < waiting["reads"] // 5, (seen, waiting)
+    assert not seen["recent"] and not waiting["recent"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_few_rows(seed: int) -> None:
+    """With no more rows than sequences, windows may be lost, but none is ever another's."""
+    seen = missing(reads(draw_schedule(seed, 24, 3, 5), 4, 24, rows=5), 4)
+    assert seen["recent"] < seen["reads"] // 2, seen
+
+
+# --- single cases, each of which was once read wrong ---------------------------------------------------------------
+
+
+def run(steps: list[list[tuple[str, int, int, list[int]]]], sink: int, recent: int, drafts: int = 0) -> list[Read]:
+    """Steps of (text, tokens before, tokens after, block table). A text's tokens are its own; texts that begin with the same
+    letter have the same first 64 tokens. The last token of a text with ! is a draft that will be rejected."""
+
+    def tokens(text: str, count: int) -> tuple[int, ...]:
+        name = text.removesuffix("!")
+        found = [ord(name[0] if p < PAGE else name[-1]) * 1000 + p for p in range(count)]
+        return (*found[:-1], -1) if text != name else tuple(found)
+
+    parts = [
+        [Part(0, text, tokens(text, after), tuple(table), before, 0) for text, before, after, table in step]
+        for step in steps
+    ]
+    return reads(Schedule(8, drafts, parts), sink, recent, rows=6, number=lambda tenant, token, position: token)
+
+
+def own(read: Read) -> bool:
+    return read.numbers == tuple(map(float, read.part.tokens[: read.length]))
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 24), (4, 0)])
+def test_a_recycled_block_is_not_matched_in_the_step_that_writes_it(sink: int, recent: int) -> None:
+    """p ends with block 1. q begins to write the block, and r shares it with q, all in one step."""
+    found = run([[("p", 0, 64, [1])], [("q", 0, 64, [1]), ("qr", 64, 65, [1, 2])]], sink, recent)
+    assert [read.part.tenant for read in found] == ["qr"] and all(map(own, found))
+
+
+def test_as_many_drafts_as_recent_tokens() -> None:
+    """Two drafts are rejected; the recent window of two tokens is still that of the tokens before."""
+    found = run([[("p", 0, 10, [1])], [("p", 10, 13, [1])], [("p", 11, 12, [1])]], 0, 2, drafts=2)
+    assert all(map(own, found))
+    assert found[-1].exact[-2:] == (True, True), "the window is exact"
+
+
+def test_a_row_of_another_sequence_is_not_found_through_a_block_of_its_last_one() -> None:
+    """p and then z have the same row. Block 1 still names it when r shares the block and is given z's last one."""
+    steps = [[("p", 0, 64, [1])]]
+    steps += [[(text, 0, 64, [block])] for text, block in (("a", 3), ("b", 4), ("c", 5), ("d", 6), ("e", 7))]
+    steps += [[("z", 0, 63, [2])], [("z", 63, 66, [2, 3])]]  # row of p
+    found = run([*steps, [("pr", 64, 65, [1, 3])]], 0, 24, drafts=2)
+    assert all(map(own, found))
+
+
+def test_sinks_that_are_written_after_attention_are_not_copied_before_it() -> None:
+    """q continues its prompt, and r shares the block that this chunk completes: q's last sinks come after attention."""
+    found = run([[("p", 0, 64, [3])], [("q", 0, 57, [1])], [("q", 57, 64, [1]), ("qr", 64, 65, [1, 2])]], 64, 8)
+    assert all(map(own, found))
+
+
+def test_a_rejected_draft_is_not_read_by_who_shares_its_block() -> None:
+    """p's token 63 was a draft. It is written anew in the step in which r shares the block."""
+    steps = [[("p", 0, 62, [1])], [("p!", 62, 64, [1])], [("p", 63, 64, [1]), ("pr", 64, 65, [1, 2])]]
+    found = run(steps, 0, 8, drafts=1)
+    assert own(found[-1]) and own(found[-2])
+
+
+def test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts() -> None:
+    """Twice two drafts are rejected; then the sequence is preempted and begins again behind its full block."""
+    steps = [[("p", 0, 64, [1])], [("p", 64, 67, [1, 2])], [("p", 65, 66, [1, 2])], [("p", 64, 66, [1, 2])]]
+    assert all(map(own, run(steps, 0, 2, drafts=2)))
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_on_a_gpu(drafts: int) -> None:
+    """The same, without waiting for the device: there, a fixed number of sinks is copied in a step."""
+    seen = missing(reads(draw_schedule(0, 60, drafts, 12, skipped=0), 4, 24, rows=400, device="cuda"), 4)
+    assert seen["hits"] and not seen["recent"] and seen["sinks"] <= seen["reads"] // 20, seen
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_does_not_wait_for_the_gpu() -> None:
+    layout = Layout.of(with_rollback(windowed(4, 24), 2), 1, 16, PAGE, dtype="bfloat16")
+    windows = OverlayRows(layout, 8, {name: empty_overlay(layout, name, 9, "cuda")[None] for name in NAMES}, drafts=2)
+    table, lengths = torch.tensor([[1, 2], [3, 4]], device="cuda"), torch.tensor([70, 3], device="cuda")
+    starts, slots = torch.tensor([0, 70, 73], device="cuda"), torch.arange(64, 137, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        windows.step(table, lengths, starts, slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,45 @@
+"""Warm-up calls every operation as a step of vLLM does, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kvant import recipes
+from kvant.bench.synthetic import Shape, fitted
+from kvant.layout import Layout
+from kvant.ops import OPS, LayerStore, choose
+from kvant.serving.overlay import without_windows
+from kvant.serving.warmup import LargestStep, warm_up
+from tests.calibrate.synthetic import rope_of
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "oscar", "kvant-2", "vecinfer-2"])
+@pytest.mark.parametrize("windows", [True, False])
+def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -> None:
+    recipe = recipes.get(name) if windows else without_windows(recipes.get(name))
+    layout = Layout.of(recipe, 2, 64, dtype="float32")
+    tensors = fitted(recipe, Shape(1, 1, 4, 2, 64, "float32"), "cpu")
+    store = LayerStore.allocate(layout, 0, 0, "cpu", tensors, rope_of(64) if recipe.wants_rope else None)
+    called = list[tuple[str, int, bool]]()
+
+    def heard(op: Any) -> Any:
+        found = choose(op, layout, torch.device("cpu"), None)
+
+        def run(store: LayerStore, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            out = found.run(store, x, *rest, **options)
+            called.append((op, len(x), not isinstance(out, torch.Tensor) or bool(torch.isfinite(out).all())))
+            return out
+
+        return dataclasses.replace(found, run=run)
+
+    largest = LargestStep(sequences=3, tokens=1000, new=70)
+    assert warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150) == 0
+    expected = [("append", 150), ("append", 1), ("decode", 1), ("decode", 3), ("prefill", 70)]
+    assert called == [(*call, True) for call in expected]
+    warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150, reads=False)
+    assert [call[:2] for call in called[len(expected) :]] == expected[:2]
+    assert store.pages.numel() == 0 and not store.derived

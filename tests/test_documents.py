@@ -1,0 +1,38 @@
+"""The documents are readable in a terminal and in a diff: no line is longer than 100 columns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = 100
+URL = re.compile(r"https?://\S+")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_lines_have_at_most_100_columns(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    long = [f"{path.name}:{at}: {len(line)}" for at, line in enumerate(lines, 1) if len(URL.sub("", line)) > COLUMNS]
+    assert not long, long
+
+
+def test_documents_are_found() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "design.md", "glossary.md"} <= {
+        path.name for path in DOCUMENTS
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    """To a file of the repository, and where a heading is named, to a heading of it."""
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]+)?\)", path.read_text(encoding="utf-8")):
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), f"{path.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor[1:] in slugs, f"{path.name} links to {target}{anchor}"
