@@ -259,7 +259,7 @@ class Cache(Serving, transformers.Cache):
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": group.sliding_window}
         index = group.layers.index(layer)
         rows = query.shape[0] if step.same is None else len(step.batch.seq_lens)
-        first = None if step.same is None else sorted(set(step.same))  # rows that differ
+        first = None if step.same is None else sorted(set(step.same))  # the first row of each set of equal rows
         q, k, v = (flatten(x if first is None else x[first], step.padding_mask) for x in (query, key, value))
         if columns == 1 and step.padding_mask is None:
             group.paged.append(index, k, v, step.batch, q)

@@ -1,4 +1,5 @@
-"""Appends new tokens of any number in one launch. Token-wise codes are written by kernels/append.cu or, for prompts, by
+"""Appends any number of new tokens: one launch, after one of transform_kv for each stream that is unrotated or has a matrix
+that the kernel does not apply itself. Token-wise codes are written by kernels/append.cu or, for prompts, by
 kernels/append_tiles.cu; product quantization by append_pq, keys that are coded in groups of tokens by append_groups."""
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def decode_with_lse(
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
     dtype = str(query.dtype).removeprefix("torch.")
-    # Kernels read matrices before they wait for the kernel before them, which may have made them.
+    # An early start is safe only if an earlier call made the matrices: kernels read them before their wait.
     early = DecodeTransforms in store.derived
     transforms, books = store.derive(DecodeTransforms), store.derive(Codebooks)
     dual, inverse = transforms.dual, transforms.inverse
@@ -203,7 +203,9 @@ def _decode(
         return torch.empty_like(query), lse
     by_matrix = made.inverse[0] == MATRIX and not made.fused_outputs
     out = torch.empty(query.shape, dtype=torch.float32 if by_matrix else dtype, device=query.device)
-    parts = 2 * (kernel.blocks + kernel.blocks // 3)  # a CTA has at most two; a few more where work is cut per head
+    parts = 2 * (
+        kernel.blocks + kernel.blocks // 3
+    )  # two slots a part; when split, every (sequence, head tile) has one at least
     size = parts * made.tile_heads * (made.layout.head_dim + 4)
     partial = torch.empty(size, dtype=torch.float32, device=query.device)
     # Taken now: in a captured graph it may be a launch, and none may come between the kernel that makes the query operands and

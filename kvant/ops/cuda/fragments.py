@@ -67,7 +67,7 @@ def rotate_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) 
 def high_batch_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
     """Operand of kvant_rotate_queries_high_batch, int32 [1 or heads, pairs of tiles, head_dim / 16, 2 parts, 32 lanes, 4]:
     `rotated_columns` as fp16 in two parts. Its rows are in the order in which lanes hold channels
-    (kernels/rotate_queries_high_batch.cuh). Its columns are such that a lane makes neighbouring words: one whole register of every
+    (kernels/rotate_queries_high_batch.cu). Its columns are such that a lane makes neighbouring words: one whole register of every
     four, and half a register of the two that may be left."""
     product, picked = rotated_columns(layout, matrix, mean_logit)
     dim, count = layout.head_dim, picked // 16

@@ -23,7 +23,7 @@ template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFOR
   static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_, BEFORE = BEFORE_;
   static constexpr float WEIGHT = WEIGHT_ / 1048576.f, TOP = (1 << BITS) - 1;
   static constexpr int WORDS = WIDTH * BITS / 64;             // of a lane and tile
-  static constexpr int ROW_BYTES = WIDTH * BITS / 64;         // of a row and half
+  static constexpr int ROW_BYTES = WIDTH * BITS / 64;         // bytes of a token in each 16-bit half of the words of a lane
   static constexpr int ROW_WORDS = (ROW_BYTES + 1) / 2, PER = 8 / BITS;
   static constexpr int REGISTERS = (ROW_WORDS * PER + 1) / 2 * 2;  // of a row: an MMA takes two at a time
   static constexpr bool SHIFTED = BITS >= 4;                  // every place is shifted down, so that no query loses precision

@@ -78,7 +78,7 @@ struct AffinePages {
   SharedBytes page_head;      // the page that is attended to
   SharedBytes next;           // the page after it,
   u32 barrier, parity;        // the barrier that it arrives at,
-  bool ready;                 // whether it has arrived, or none follows
+  bool ready;                 // whether it has arrived, or none follows: its keys are then loaded from a stale stage and not used
 
   DEV static void load_codebooks(int&, u8*, const DecodeArguments&, int) {}
   template <class From> DEV void load_query(From& from, int lane, float scale) { ::load_query(q, from, lane, scale); }

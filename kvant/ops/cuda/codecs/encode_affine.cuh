@@ -53,7 +53,7 @@ constexpr float ROUNDER = 12582912.f;  // 1.5 * 2^23: x + ROUNDER has no bits be
 //
 // EXACT: the quotient is rounded as a division rounds it, because it may lie close to halfway between two codes.
 //
-// Otherwise, for numbers of few bits whose quotients lie exactly halfway or far from it, three or four FMAs do it, clamping included, because
+// Otherwise, for 16-bit inputs, whose x / scale is exactly a half or clearly not one, three or four FMAs do it, clamping included, because
 // minimum and maximum run at half rate. With UNIT = 2^(BITS + 1), the saturating FMA holds u = 1 - (TOP - code) / UNIT in [0, 1], which
 // clamps the code at TOP; subtracting REST = (UNIT - TOP) / UNIT, again saturating, clamps it at 0. Between 0.5 and 1 floats are
 // UNIT / 2^24 of a code apart, which rounds away the error of the reciprocal at exact halves. An integer zero point is added after

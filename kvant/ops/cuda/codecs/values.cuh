@@ -3,7 +3,9 @@
 #pragma once
 #include "include/overlay.cuh"
 
-// Values with one scale (and minimum or zero point) a token: V = scale * code + rest. P is multiplied by scale * norm, z collects P * rest.
+// Values with one scale (and minimum or zero point) a token: V = scale * (code - TOP / 2) + rest. The accumulators end up with centred
+// codes (unscale_accumulators), so rest = scale * (TOP / 2 - zero), or min + scale * TOP / 2. P is multiplied by scale * norm, z collects
+// P * rest.
 template <int N> struct TokenValues {
   float scale[N][2], rest[N][2], flag[N][2];
 

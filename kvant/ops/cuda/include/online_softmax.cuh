@@ -1,7 +1,7 @@
-// Online softmax of a warp: running maximum, sum and output of its tokens, one query tile.
+// Online softmax of a warp: reference m, sum l and output O of its tokens, for one tile of query heads.
 //
 // P = 2^(S - m), l = sum P, O^T = V^T P^T. Unlike in FlashAttention m does not follow the maximum: it is set so that the first scores are at most
-// 2^REFERENCE, and moves only when one is beyond 2^HEADROOM, so that rescaling is rare. P stays inside fp16.
+// REFERENCE (P at most 2^REFERENCE), and moves only when a score exceeds HEADROOM, so that rescaling is rare. P stays inside fp16.
 
 #pragma once
 #include "include/decode_shapes.cuh"
@@ -21,7 +21,7 @@ struct OnlineSoftmax {
   float z[LANE_HEADS];      // sum of P times what all channels of a token's value have in common (minimum or zero point)
   float flags[LANE_HEADS];  // sum of P over tokens whose value had its mean subtracted
   float acc[ACC_TILES][ACC_STEPS][4];  // O^T, unnormalised, times norm
-  float bias[COLUMN_TILES][4];         // sum of P times the 1024 of the codes; with several scales a token, P times the minima, row g: group g
+  float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row g: group g
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
   float limit;                         // scores above it move m: minus infinity before the first score, then HEADROOM
 
@@ -122,7 +122,7 @@ DEV void scale_accumulators(OnlineSoftmax& softmax) {
       softmax.acc[n][k][0] *= x, softmax.acc[n][k][1] *= x, softmax.acc[n][k][2] *= y, softmax.acc[n][k][3] *= y;
     }
 }
-// And back: removes the 1024 of the codes (bias), divides by 2^p * norm. What all channels have in common stays in softmax.z.
+// And back: removes the 1024 of the codes (bias), takes TOP / 2 off every code, divides by 2^p * norm. What all channels have in common stays in softmax.z.
 DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
   if constexpr (!PQ) {
   const float back = 1.f / softmax.norm;

@@ -53,8 +53,8 @@ struct Output {
   DEV void store_sum(float* part, int h, int lane) const {
     if (lane == 0) part[TILE_HEADS * D + h] = l > 0.f ? m + log2_(l) : minus_infinity();
   }
-  // Merges the partial results of parts first to last, weighted by 2^(lse_i - max lse). A part's result lies in its second slot where the part began with this
-  // (sequence, head tile) or before it, which only the first one did.
+  // Merges the partial results of parts first to last, weighted by 2^(lse_i - max lse). A part has two slots: slot 1 for the
+  // (sequence, head tile) whose beginning it contains, as only the first of its parts does; else slot 0.
   DEV void merge(const float* partial, int first, int last, int h, int lane) {
     constexpr int SOME = 16 / LANE_QUADS;  // rows that are loaded at once: one after another they would take most of the time of a short attention
     m = minus_infinity(), l = flags = 0.f;

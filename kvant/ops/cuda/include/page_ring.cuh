@@ -6,7 +6,7 @@
 struct PageRing {
   u8* bytes;           // [STAGES, PAGE_HEAD_BYTES] of this warp
   u32 room, barriers;  // addresses in shared memory, of the ring and of a barrier for each stage
-  u32 read;            // page heads that this warp has waited for
+  u32 read;            // page heads that this warp has entered since the kernel began
   u32 stage;           // of the page that is attended to
   const s64* table;    // of the work tile: page numbers,
   const u8* pages;     // and the head's part of page 0
@@ -37,7 +37,8 @@ struct PageRing {
       else no_copy();
     }
   }
-  // All lanes have read the page: the one STAGES later takes its place.
+  // All lanes have read the page: the one STAGES later takes its place. Reads that __syncwarp orders need no proxy fence before the copy
+  // overwrites what they read; generic writes to a stage do (fence_copies).
   DEV void refill(int page, const WarpRange& range, int lane) {
     __syncwarp();
     if (page + STAGES < range.page_end) {

@@ -1,5 +1,5 @@
-// What the kernels say in PTX. Compiled by NVRTC: no host headers, so the few conversions needed are written here too. Nothing else
-// is; tests/ops/emulated has the same functions for a CPU.
+// Instructions in PTX; this file and copies.cuh have all of it. NVRTC compiles without host headers, so conversions of 16-bit numbers
+// are here, too. tests/ops/emulated/include has the same functions for a CPU.
 
 #pragma once
 
@@ -38,7 +38,7 @@ template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
   else asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
-// One more, and how many there were: what this block wrote before is seen by who counts after it.
+// Adds one and returns the old count, with acquire-release order: who counts last sees what all others wrote before they counted.
 DEV int atomic_add_acq_rel(int* counter) { int n; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(n) : "l"(counter) : "memory"); return n; }
 DEV void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor

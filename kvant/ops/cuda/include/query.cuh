@@ -15,7 +15,7 @@ constexpr int OPERAND_REGISTERS = Keys::REGISTERS ? Keys::REGISTERS : 1;  // of 
 // product quantization: fp16 numbers. One for each (sequence, head tile), and for each RoPE block where there are any.
 struct QueryOperand {
   u32 f[LANE_HEADS][OPERAND_REGISTERS][32];                   // by lane
-  float top[4 * LANE_HEADS];                                  // by query head: the largest magnitude, over the largest weight of a plane
+  float top[4 * LANE_HEADS];                                  // by query head: max |q|; of rotated queries, divided by the largest weight of a plane
   float sum[4 * LANE_HEADS], bias[4 * LANE_HEADS];            // sum_c q_c, and that of centred levels
   float mean_logit[4 * LANE_HEADS];                           // q . mu, which removing the key mean took off every logit
   float peak[4 * LANE_HEADS];                                 // the largest magnitude of all channels, where the overlay reaches into the RoPE block
@@ -179,7 +179,8 @@ struct RawRows {
 };
 using RawQuery = Select<FUSED_QUERIES, RawFragments, RawRows>;
 
-// log2-scaled q . mu of a head: what removing the key mean took off every logit. Only a soft cap needs it; without one softmax cancels it.
+// log2-scaled q . mu of a head: what removing the key mean took off every logit. A soft cap needs it, and so do RoPE blocks,
+// between which it differs (QueryFragment); elsewhere softmax cancels it.
 template <class A> DEV float load_mean_logit(const A& a, s64 query, int h, int heads) {
   return SOFTCAP && a.mean_logit && h < heads ? a.mean_logit[query + h] * a.scale : 0.f;
 }

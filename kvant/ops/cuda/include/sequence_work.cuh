@@ -16,7 +16,8 @@ struct SequenceWork {
   int units;          // of work; a page counts one, a group of overlay tiles OVERLAY_UNITS
   int keys, values;   // packed tokens from here on have their keys, or their values, in the overlay; only with channel-wise keys
   int overlay_row;
-  int mixed, weight;  // the last pages, some of whose tokens are in the overlay, count MIXED_PAGE_UNITS each; the units of all pages
+  int mixed;          // pages at the end with some tokens in the overlay; they count MIXED_PAGE_UNITS each
+  int weight;         // units of all pages
 };
 
 // The first of the last tokens of a stream that the overlay's ring holds, where the keys of a group are packed together.
@@ -62,7 +63,7 @@ template <class A> DEV SequenceWork sequence_work(const A& a, int b) {
   w.units = max(1, w.overlay_units * Config::OVERLAY_UNITS + w.weight);
   return w;
 }
-// Maps a number of units of pages to the page that they end before.
+// The first page after so many units of pages.
 DEV int page_at_unit(int units, int pages, int mixed) {
   const int plain = pages - mixed;
   return Config::MIXED_PAGE_UNITS == 1 || units <= plain ? units : plain + (units - plain + Config::MIXED_PAGE_UNITS - 1) / Config::MIXED_PAGE_UNITS;

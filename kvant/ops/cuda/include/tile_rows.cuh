@@ -3,7 +3,7 @@
 //   read    lane (g, t) reads tokens g and g + 8, D / 4 channels each, as READ_WORDS words of two 16-bit numbers a token
 //   held    lane (g, t) holds ROWS rows of N channels, where the page wants their codes: of keys tokens g and g + 8, the t-th quarter of
 //           the channels; of values tokens 2t, 2t + 1, 2t + 8 and 2t + 9, the g-th eighth
-//   owned   every token is owned by lanes that compute its scale. Of keys lane (g, t) owns token g + 8 (t / 2); of values, token
+//   owned   every token is owned by lanes that compute its scale (where AS_READ, by the lanes that hold it). Of keys lane (g, t) owns token g + 8 (t / 2); of values, token
 //           8 (lane / 16) + 2 t + (lane / 8) % 2
 //
 // For streams of bands, channels are in the order in which lanes hold them: a lane's share of the first band, of the second, and so on.
@@ -21,7 +21,7 @@ template <class S> struct TileRows {
   static constexpr int ROWS = SHARE / 2, N = D / SHARE;  // rows of a lane, and channels of each
   // Ranges of rows are read off the 16-bit numbers as they come: nothing is done to them before they are coded.
   static constexpr bool AS_READ = S::HADAMARD == 1 && !S::MATRIX_PARTS && !S::MEAN && S::SEARCH == 1 && !Config::CLIP;
-  // A row is FACTOR * x: without a mean, the factor of the Hadamard is left to the scale.
+  // A row is FACTOR * x: without a mean, the factor of the Hadamard is applied in range() and in the coder.
   static constexpr float FACTOR = S::MEAN || S::BANDED ? 1.f : S::HADAMARD_SCALE;
 
   int lane, g, t;

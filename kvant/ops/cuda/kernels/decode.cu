@@ -144,7 +144,7 @@ template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& rin
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode(const DecodeArguments a) {
   constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one transforms queries
-  DYNAMIC_SHARED(dynamic);  // [WARPS, WARP_BYTES]: a warp's pages in flight, then its outputs [TILE_HEADS, OUTPUT_ROW]; then a matrix or codebooks
+  DYNAMIC_SHARED(dynamic);  // [WARPS, WARP_BYTES]: a warp's pages, later overwritten by its outputs [TILE_HEADS, OUTPUT_ROW]; behind all warps a matrix or codebooks
   __shared__ __align__(16) Shared sh;
   static_assert(Config::WARP_BYTES >= STAGES * PAGE_HEAD_BYTES && Config::WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves
         for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) prefetch_overlay(a, overlay.begin(i), overlay.end(i), overlay_row, rows.head, lane);
-      if (AFTER_KERNEL) wait_prior_grid();  // nothing that was read so far is written by the kernel before
+      if (AFTER_KERNEL) wait_prior_grid();  // pages and lengths read so far were complete: the kernel before started this one after its own wait
       query.finish(sh, a, matrix, rows);
       if constexpr (FUSED_OUTPUTS) matrix.copy_output_matrix(a, rows.head);
 
@@ -211,6 +211,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       fence_copies();  // outputs were written where pages will be copied to
       __syncthreads();
     }
-  if (AFTER_KERNEL) wait_prior_grid();  // a CTA without work, too: the kernel after this one waits for no other
+  if (AFTER_KERNEL) wait_prior_grid();  // every CTA waits, also one without work: the next kernel waits for this one alone
   if (FUSED_QUERIES || FUSED_OUTPUTS) await_copies();
 }

@@ -14,7 +14,7 @@ constexpr int ROTATE_THREADS = Config::ROTATE_WARPS * 32, EACH = Keys::REGISTERS
 constexpr int SPECIAL = 2 * Keys::REGISTERS, IN_ORDER = SPECIAL + 1, ROTATE_TILES = IN_ORDER + D / 8;
 // A warp's part of the matrix stays in its registers where they have room (HELD), else it is read anew for every product. Products of high and low parts have
 // accumulators of their own (APART) where registers are left, so that MMAs do not wait for each other.
-constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 TURN_PARTS registers
+constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 PARTS registers each
 constexpr bool HELD = FRAGMENTS <= 32;
 constexpr int APART = PARTS == 2 && FRAGMENTS == 16 ? 3 : 1;
 struct Fragment {
