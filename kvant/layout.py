@@ -9,7 +9,8 @@ Codes of 1, 2, 4 or 8 bits lie in their section as a little-endian bit stream; o
 
 plain     token after token, channel after channel.
 fragment  the order in which the lanes of a warp feed the tensor core (keys mma.m16n8k32 of bytes, values mma.m16n8k16), so
-          that a lane's share of a tile of 16 tokens is contiguous and needs no shuffle. Keys: the low half of a word holds even channels, the high one odd ones;
+          that a lane's share of a tile of 16 tokens is contiguous and needs no shuffle. Keys: the low half of a word holds
+          even channels, the high half odd ones;
           lane (g, t) holds tokens g and g + 8, channels t * D/4 onwards. Values: the halves hold two neighbouring tokens of one
           channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Where a token's channels have several
           scales, that holds for the channels of each, so that 16 rows of a product have one scale. Scales lie in the same
