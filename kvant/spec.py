@@ -22,6 +22,17 @@ def discover(package: str) -> None:
         importlib.import_module(f"{package}.{info.name}")
 
 
+def split_names(text: str) -> list[str]:
+    """The items of a comma-separated list of names with options: "a:x=1,y=2,b" -> ["a:x=1,y=2", "b"]."""
+    out: list[str] = []
+    for item in text.split(","):
+        if out and "=" in item and ":" not in item:
+            out[-1] += f",{item}"
+        elif item.strip():
+            out.append(item.strip())
+    return out
+
+
 class Expected(NamedTuple):
     """A calibrated tensor as a part needs it. All of them are floating-point numbers and finite.
 

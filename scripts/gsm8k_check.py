@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -22,90 +21,37 @@ import torch
 
 from kvant import models, recipes
 from kvant.cli.common import say, write_json
-from kvant.engines import graphs
 from kvant.engines.hf import Cache
+from kvant.eval.asking import Prompts, Sampling, ask
 from kvant.eval.check import examine
+from kvant.eval.tasks.gsm8k import GSM8K, last_number
 
 RECIPES = [
     *("full", "int8", "kvant-4", "kvant-2", "kivi-k4v4", "kvant-4:k.bits=3", "kvant-4:v.bits=2", "kvant-4:bits=3"),
     *("kvant-2:recent=0", "kivi-k2v2", "kvant-2:sink=0,recent=0", "kvant-2:k.bits=2/2/0,recent=0", "int8:v.bits=2"),
     *("kvant-4:k.bits=2", "kvant-4:bits=2", "int8:k.bits=4", "saw-int4-kv", "int4", "saw-int4", "turboquant-4"),
 ]
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def last_number(text: str) -> float | None:
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
-def read_questions(path: str, limit: int | None) -> list[tuple[str, float]]:
-    """Questions and the numbers that answer them."""
-    out = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            row = json.loads(line)
-            number = last_number(row["answer"].split("####")[-1])
-            if number is None:
-                raise ValueError(f"--questions {path!r}: a solution has no number: {row['answer'][-60:]!r}")
-            out.append((row["question"], number))
-    return out[:limit]
-
-
-def encode(tokenizer: Any, questions: list[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask of prompts, padded on the left."""
-    rows = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for question in questions
-    ]
-    width = max(map(len, rows))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-@torch.inference_mode()
-def ask(
-    model: Any, tokenizer: Any, recipe: Any, artifact: Any, questions: list[str], args: argparse.Namespace
-) -> list[str]:
-    """Answers to all questions, as many at a time as there is memory for."""
-    answers: list[str] = []
-    batch = args.batch
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-    while len(answers) < len(questions):
-        ids, mask = encode(tokenizer, questions[len(answers) : len(answers) + batch], model.device)
-        try:
-            cache = Cache(model, recipe, artifact=artifact)
-            if args.graph and graphs.refuse(model, cache) is None:
-                out = cache.generate(model, ids, mask, graph=True, **options)
-            else:
-                out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-        except torch.OutOfMemoryError:
-            if batch == 1:
-                raise
-            batch //= 2
-            torch.cuda.empty_cache()
-            say(f"out of memory: {batch} questions at a time")
-            continue
-        answers += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-        del cache
-    return answers
-
-
-def measure(model: Any, tokenizer: Any, name: str, questions: list[tuple[str, float]], args: Any) -> dict[str, Any]:
+def measure(model: Any, prompts: Prompts, task: GSM8K, name: str, args: Any) -> dict[str, Any]:
     """One row: the recipe's verdict and its score."""
     recipe = recipes.get(name)
     begin = time.perf_counter()
-    checked = examine(model, tokenizer, [recipe], fit=True)
+    checked = examine(model, prompts.tokenizer, [recipe], fit=True)
     (found,) = checked.verdicts
     checking = time.perf_counter() - begin
     begin = time.perf_counter()
-    answers = ask(model, tokenizer, recipe, checked.artifacts[recipe.name], [q for q, _ in questions], args)
+    artifact = checked.artifacts[recipe.name]
+
+    def make_cache() -> Cache:
+        return Cache(model, recipe, artifact=artifact)
+
+    found_answers = ask(
+        model, prompts, task, make_cache, batch=args.batch, sampling=Sampling(), graph=args.graph, say=say
+    )
+    answers = [answer.text for answer in found_answers]
     numbers = [last_number(answer) for answer in answers]
-    right = [number == expected for number, (_, expected) in zip(numbers, questions, strict=True)]
+    right = [answer.score == 1.0 for answer in found_answers]
     share = sum(right) / len(right)
     return {
         "recipe": name,
@@ -162,15 +108,17 @@ def main() -> None:
     names = recipes.split(args.recipe)
     for name in names:
         recipes.get(name)  # a mistake shows before the work starts
-    questions = read_questions(args.questions, args.limit)
+    task = GSM8K(path=args.questions, new_tokens=args.max_new_tokens)
+    questions = task.questions(args.limit, 0, len)
     model, tokenizer = models.load(args.model, args.dtype, args.device, say)
+    prompts = Prompts(tokenizer, questions)
     data: dict[str, Any] = {"model": args.model, "max_new_tokens": args.max_new_tokens, "rows": []}
     if Path(args.out).exists():
         data = json.loads(Path(args.out).read_text())
     for name in names:
         if any(row["recipe"] == name and row["questions"] == len(questions) for row in data["rows"]):
             continue
-        row = measure(model, tokenizer, name, questions, args)
+        row = measure(model, prompts, task, name, args)
         data["rows"] = [old for old in data["rows"] if old["recipe"] != name] + [row]
         write_json(args.out, data)
         kl, top1, score = row["kl"], row["top1"], row["gsm8k"]

@@ -7,6 +7,7 @@ import math
 import pkgutil
 
 from kvant.recipe import Recipe
+from kvant.spec import split_names
 
 DEFAULT = "kvant-2"  # of commands: the best there is at its bits; fitted to a model, once
 PLAIN = "kivi-k4v4"  # of a cache that is given neither a recipe nor an artifact: it needs no fit, and no mean hurts it
@@ -59,12 +60,7 @@ def split(text: str) -> list[str]:
     """A comma-separated list of recipes, where the commas between one recipe's fields do not count; `all` is all."""
     if text.strip() == "all":
         return names()
-    out: list[str] = []
-    for item in text.split(","):
-        if out and "=" in item and ":" not in item:
-            out[-1] += f",{item}"
-        elif item.strip():
-            out.append(item.strip())
+    out = split_names(text)
     if not out:
         raise ValueError(f"expected one or more recipes, got {text!r}; known: {', '.join(_RECIPES)}")
     return out

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvant.spec import parse_value
+from kvant.spec import parse_value, split_names
 
 TASKS: dict[str, type[Task]] = {}
 MARGIN = 32  # tokens of a prompt's length that the chat template may take
@@ -82,12 +82,7 @@ class Task:
 
 def split(text: str) -> list[str]:
     """A comma-separated list of tasks, where the commas between one task's options do not count."""
-    out: list[str] = []
-    for item in text.split(","):
-        if out and "=" in item and ":" not in item:
-            out[-1] += f",{item}"
-        elif item.strip():
-            out.append(item.strip())
+    out = split_names(text)
     if not out:
         raise ValueError(f"expected one or more tasks, got {text!r}; known: {known()}")
     return out

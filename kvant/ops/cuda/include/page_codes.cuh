@@ -10,7 +10,7 @@
 // written; the two tokens of a pair of values share words, not bytes.
 
 #pragma once
-#include "include/common.cuh"
+#include "codecs/affine.cuh"
 
 // The page of a head that holds a slot.
 template <class A> DEV u8* page_head_of(const A& a, s64 slot, int head) {

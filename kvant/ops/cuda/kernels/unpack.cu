@@ -5,7 +5,7 @@
 
 #pragma once
 #include "include/bands.cuh"
-#include "include/common.cuh"
+#include "codecs/affine.cuh"
 
 using Stream = Config::Stream;
 constexpr int D = Config::HEAD_DIM;
