@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from kvant.engines.hf import Cache
+from kvant.eval.profile import Profile
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
@@ -82,6 +83,7 @@ class Result:
     seconds: float
     layers: list[float] = dataclasses.field(default_factory=list)  # attn_rel_mse of each layer
     logits: list[float] = dataclasses.field(default_factory=list)  # with `profile`: logit error of each layer
+    profile: Profile | None = None  # with `profile`
 
 
 class AttentionError:
