@@ -36,6 +36,7 @@ from kvant.layout import Layout, Order
 from kvant.ops import Implementation, choose
 from kvant.ops.reference import restored
 from kvant.ops.registry import Op
+from kvant.ops.types import LayerStore, PagedBatch
 from kvant.recipe import Recipe
 from kvant.rope import Rope, ropes_of
 from kvant.shape import ModelShape
@@ -344,9 +345,13 @@ class Cache(Serving, transformers.Cache):
 
     def keys_as_read(self, layer: int) -> Tensor:
         """A layer's keys as attention now reads them, in the model's space: float32 [batch, tokens, heads, head_dim]."""
+        store, batch = self.store_of(layer)
+        return restored(store, "key", batch)
+
+    def store_of(self, layer: int) -> tuple[LayerStore, PagedBatch]:
+        """A layer's storage, and the sequences of the batch as they are in it."""
         group = self.state.group_of[layer]
-        paged = group.paged
-        return restored(paged.stores[group.layers.index(layer)], "key", paged.batch(group.sequences))
+        return group.paged.stores[group.layers.index(layer)], group.paged.batch(group.sequences)
 
     def implementation(self, op: Op, device: torch.device) -> str:
         """Name of the implementation of an operation on a device."""
