@@ -22,7 +22,7 @@ Choices, where the text is open:
 - Sink tokens are never coded, so neither they nor their queries count in the moments.
 - Queries are measured over all positions that will be served, not only those of the calibration text.
 - A head dim that is not a power of two has Hadamard blocks of the largest power of two that divides it; the
-  eigenvectors are dealt to the blocks in turn.
+  eigenvectors are assigned to the blocks in turn (round robin).
 - C_SQ, which table 4's text mentions, is not defined in the paper.
 """
 

@@ -32,7 +32,9 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why it cannot append to a layout on a device, or None."""
     for name, stream in layout.recipe.streams.items():
         if stream.corrector is not None:
-            return f"it reads only keys and values, and the {name}s' {type(stream.corrector).__name__} needs queries"
+            return (
+                f"it reads only keys and values, and the {name}s' {type(stream.corrector).__name__} learns from queries"
+            )
     return plan.refuse(layout, device)
 
 
