@@ -39,8 +39,8 @@ register("prefill", "lookup", refuse, rank=-1)(reference.prefill)
 
 
 def score_table(q: Tensor, codebooks: Tensor) -> Tensor:
-    """table[b, h, g, m, c] = <sub-vector m of q[b, h, g], centroid c>: [b, heads, group, head_dim] and codebooks [heads or 1, subvectors
-    or 1, centroids, dim] -> [b, heads, group, subvectors, centroids]."""
+    """table[b, h, g, m, c] = <sub-vector m of q[b, h, g], centroid c>: [b, heads, group, head_dim] and codebooks
+    [heads or 1, subvectors or 1, centroids, dim] -> [b, heads, group, subvectors, centroids]."""
     parts = q.unflatten(-1, (-1, codebooks.shape[-1]))
     books = codebooks.to(q.dtype)
     books = books.expand(q.shape[1], parts.shape[-2], *books.shape[2:])

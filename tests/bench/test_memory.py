@@ -74,7 +74,7 @@ def test_every_cache_has_the_largest_batch_that_fits(
     assert all(0 < each["error"] < 2e-3 for each in found[1:-2])
     said = " ".join(capsys.readouterr().out.split())
     assert "ran without a graph: model and cache must lie on one CUDA device" in said
-    assert ("read by the model" if prefill else "none was read") in said
+    assert ("prefilled by the model" if prefill else "not prefilled") in said
 
 
 @pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "kitty"])
