@@ -398,8 +398,8 @@ def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monke
     monkeypatch.setattr(serve, "_on_cpu", lambda: False)
     args = argparse.Namespace(model=served, recipe="int2:sink=4,recent=60", layers=None, artifact=[], host="127.0.0.1")
     args.unfit_anyway = True
-    assert serve.window_bytes(served, {"recipe": "int2:sink=4,recent=60"}) == 4 * 2 * 2 * 64 * 64 * 2
-    assert serve.window_bytes(served, {"recipe": "int2"}) == 0
+    assert serve.overlay_bytes(served, {"recipe": "int2:sink=4,recent=60"}) == 4 * 2 * 2 * 64 * 64 * 2
+    assert serve.overlay_bytes(served, {"recipe": "int2"}) == 0
     for room, expected in ((4 << 30, "256"), (100 * 4 * 2 * 2 * 64 * 64 * 2, "100"), (1, "16")):
         monkeypatch.setattr(serve, "WINDOWS", room)
         command = serve.command_for(args, [])
