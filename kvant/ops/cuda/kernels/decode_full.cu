@@ -232,8 +232,7 @@ DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int la
 
 // --- schedule ---------------------------------------------------------------------------------------------------------------
 
-// The line of units (scheduler.cuh), cut as TileScheduler cuts it. This kernel keeps the schedule in variables of its own: over
-// TileScheduler, outputs at head_dim 192 in fp16 were wrong on an H200 now and then, by up to 7e-3, for a reason that was not found.
+// The line of units (scheduler.cuh), cut as TileScheduler cuts it.
 struct EvenSplit {
   int each, more;  // the first `more` parts have each + 1 units, the others `each`
   DEV int begin_of(int part) const { return part * each + min(part, more); }
@@ -331,8 +330,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       for (; tile < tile_end; tile++) {
         const int at = tile * 16;
         const bool partly = at < w.low || at + 16 > w.n;
-        const auto consumed = [&] {  // by all lanes: what comes STAGES later may take its place
-          __syncwarp();
+        const auto consumed = [&] {  // what comes STAGES later takes its place
+          release_stage();
           stage = stage + 1 == STAGES ? 0 : stage + 1, parity ^= stage == 0;
           copy();
         };

@@ -22,6 +22,7 @@ DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dyn
 DEV u32 shared_address_register(const void* p) { return shared_address(p); }
 template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
 DEV void fence_copies() {}
+DEV void release_stage() { __syncwarp(); }
 DEV void begin_copies(u64*, int, int) {}
 
 #if BULK
