@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for
@@ -23,6 +24,7 @@ from kvant.cli.common import (
     tell_reference,
     write_json,
 )
+from kvant.cli.html import add_html_options, shape_of, target_of
 from kvant.cli.tasks import add_task_options, run_tasks
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", type=int, default=8, metavar="B", help="segments that form one batch (default 8)")
     add_artifact_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results here")
+    add_html_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
     check_writable(args.json, "--json")
+    page = target_of(args)
     if args.chunk < 1 or args.batch < 1:
         raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
     text = read_text(args.text)
@@ -113,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
         )
     report = {
         "model": args.model,
+        "shape": shape_of(model),
+        "text": Path(args.text).name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "context": args.context,
@@ -124,6 +130,10 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         write_json(args.json, report)
+    if page is not None:
+        from kvant.report import report_of
+
+        page.write(report_of(report, "results"))
     columns = [("recipe", "left"), ("bits", "right"), ("KL", "right"), ("± se", "right"), ("top-1", "right")]
     columns += [("perplexity", "right"), ("attention error", "right"), ("seconds", "right")]
     rows = [
