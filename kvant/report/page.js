@@ -1,7 +1,7 @@
 "use strict";
 // Draws the figures of the page. Their data is JSON in the page: `figures` for plotly, `profiles` for the heat maps by layer and head.
 (() => {
-  const PRINTED = { width: 670, height: 900, points: 380 }; // pixels: what fits a sheet of A4 or letter; two charts of points do
+  const PRINTED = { width: 670, height: 780, points: 380 }; // pixels: what fits a sheet of A4 or letter; two charts of points do
   const CONFIG = {
     responsive: true, displaylogo: false, scrollZoom: false,
     modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]], // on hover
@@ -86,14 +86,14 @@
     const update = (first) => {
       fill(choice("recipe"), chosen().recipes.map((each, i) => [String(i), each.recipe]));
       const recipe = chosen().recipes[choice("recipe").value];
-      fill(choice("by"), [["heads", "KV head"], ["by_length", "length"]].filter(([by]) => Object.keys(recipe[by]).length));
+      fill(choice("by"), [["heads", "KV head"], ["by_length", "length of context"]].filter(([by]) => Object.keys(recipe[by]).length));
       const by = choice("by").value;
       fill(choice("metric"), Object.keys(recipe[by]).map((each) => [each, profiles.metrics[each] || each]));
       const metric = choice("metric").value;
       const rows = by === "heads" ? recipe[by][metric] : recipe[by][metric][0].map((_, l) => recipe[by][metric].map((row) => row[l]));
       const columns = by === "heads" ? rows[0].map((_, h) => String(h)) : recipe.lengths;
       const scale = profiles.scales[choice("text").value][by][metric]; // the same for all recipes, so that they can be compared
-      const word = by === "heads" ? "KV head" : "tokens";
+      const word = by === "heads" ? "KV head" : "tokens:";
       const trace = {
         ...scale, type: "heatmap", xgap: 1, ygap: 1, hoverinfo: "text", x: columns.map((_, i) => i),
         z: rows.map((row) => row.map((e) => (e !== null && e > 0 ? Math.log10(e) : null))),
@@ -102,11 +102,11 @@
       };
       const small = { font: { size: 13 }, standoff: 8 };
       const layout = structuredClone(figures.profile.layout);
-      Object.assign(layout.xaxis, { tickvals: trace.x, ticktext: columns, title: { ...small, text: by === "heads" ? "KV head" : "length, tokens" } });
+      Object.assign(layout.xaxis, { tickvals: trace.x, ticktext: columns, title: { ...small, text: by === "heads" ? "KV head" : "length of context, tokens" } });
       Object.assign(layout.yaxis, { title: { ...small, text: "layer" }, dtick: rows.length <= 16 ? 1 : 4 });
       layout.height = Math.max(260, 90 + 14 * rows.length);
       document.getElementById("profile-title").textContent =
-        `${recipe.recipe}: ${profiles.metrics[metric] || metric}, by layer and ${by === "heads" ? "KV head" : "length"}` +
+        `${recipe.recipe}: ${profiles.metrics[metric] || metric}, by layer and ${by === "heads" ? "KV head" : "length of context"}` +
         (profiles.texts.length > 1 ? ` (${chosen().text})` : "");
       if (first) draw(grid, { data: [trace], layout });
       else Plotly.react(grid, [trace], layout, { ...CONFIG, displayModeBar: false });

@@ -91,9 +91,12 @@ def _listed(names: Iterable[str]) -> str:
 def about(text: Text) -> str:
     """How a text was measured, in words."""
     a, parts = text.about, []
+    chat = a.get("kind") == "chat"
     if "tokens" in a:
-        parts.append(f"{a['tokens']:,} tokens scored")
-    if "context" in a:
+        parts.append(f"{a['tokens']:,} tokens {'of answers ' if chat else ''}scored")
+    if chat and "chats" in a:
+        parts.append(f"{a['chats']:,} chats of {a.get('mean_length', 0):,.0f} tokens on average")
+    elif "context" in a:
         parts.append(f"contexts of {a['context']:,} tokens")
     parts += [str(a[key]) for key in ("dtype", "device") if a.get(key)]
     if a.get("offset"):
@@ -209,7 +212,7 @@ def _tasks(page: Page, report: Report) -> None:
         sampling = task.about.get("sampling") or {}
         how = "greedy" if not sampling.get("temperature") else f"temperature {sampling['temperature']}"
         where = [str(task.about[key]) for key in ("dtype", "device") if key in task.about]
-        caption = ", ".join([f"{task.full.questions:,} questions", how, *where]) + "."
+        caption = ", ".join([tables.count(task.full.questions), how, *where]) + "."
         page.chart(section, Chart(f"task-{i}", task.name, caption, figure, height), keys)
         page.tables.append(tables.task(task))
 

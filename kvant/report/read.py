@@ -13,11 +13,11 @@ from kvant.shape import ModelShape
 
 FULL, AGAIN = "full cache", "full cache again"  # kvant.eval.scoring's names of the two runs of the full cache
 METRICS = {  # of a profile: what a heat map is called
-    "attention_kl": "KL of the attention weights",
-    "key_error": "relative error of keys",
-    "value_error": "relative error of values",
-    "logit_error": "squared error of logits",
-    "output_error": "relative error of attention outputs",
+    "attention_kl": "KL of attention weights",
+    "key_error": "squared error of keys over their energy",
+    "value_error": "squared error of values over their energy",
+    "logit_error": "squared error of logits over their variance",
+    "output_error": "squared error of attention outputs over their energy",
 }
 Grid = list[list[float | None]]
 
@@ -167,13 +167,15 @@ def report_of(data: Mapping[str, Any], source: str) -> Report:
     if model is not None and not isinstance(model, str):
         raise ValueError(f"{source}: model must be a name, got {model!r}")
     texts, tasks = [], []
-    if isinstance(data.get("results"), list):
+    if isinstance(data.get("texts"), list):
+        for i, each in enumerate(data["texts"]):
+            where = f"{source}: texts[{i}]"
+            if not isinstance(each, dict) or not isinstance(each.get("results"), list):
+                raise ValueError(f"{where}: expected an object with results")
+            common = {key: data[key] for key in ABOUT if key in data}
+            texts.append(_text({**common, **each}, where, f"text {i + 1}"))
+    elif isinstance(data.get("results"), list):  # of a version that wrote one text
         texts.append(_text(data, source, source))
-    for i, each in enumerate(data.get("texts") or ()):
-        where = f"{source}: texts[{i}]"
-        if not isinstance(each, dict) or not isinstance(each.get("results"), list):
-            raise ValueError(f"{where}: expected an object with results")
-        texts.append(_text({**data, **each}, where, f"text {i + 1}"))
     if isinstance(data.get("scores"), list):
         tasks = _tasks(data, source)
     if not any(text.results for text in texts) and not tasks:
@@ -261,7 +263,19 @@ def _apart(parts: Iterable[Any]) -> list[Any]:
     return out
 
 
-ABOUT = ("text_sha256", "kind", "context", "prompt", "chunk", "tokens", "offset", "dtype", "device")
+ABOUT = (
+    "text_sha256",
+    "kind",
+    "chats",
+    "mean_length",
+    "context",
+    "prompt",
+    "chunk",
+    "tokens",
+    "offset",
+    "dtype",
+    "device",
+)
 
 
 def _text(data: Mapping[str, Any], where: str, unnamed: str) -> Text:
@@ -306,9 +320,8 @@ def _profile(data: Any, where: str) -> Profile | None:
 
 
 def _bucket(length: Any) -> str:
-    if isinstance(length, (list, tuple)) and len(length) == 2:
-        return f"{length[0]:,}–{length[1]:,}"
-    return f"{length:,}" if isinstance(length, int) else str(length)
+    """The name of a bucket of context lengths, of which a profile has the upper end."""
+    return f"up to {length:,}" if isinstance(length, int) else str(length)
 
 
 def _grid(grid: Any, where: str) -> Grid:

@@ -75,6 +75,10 @@ def speed(found: Speed) -> str:
     return table(f"Decode attention of one layer, {found.label}", ["cache", "by", "µs", "times full"], rows)
 
 
+def count(questions: int) -> str:
+    return f"{questions:,} question{'' if questions == 1 else 's'}"
+
+
 def task(found: Task) -> str:
     rows = []
     for s in found.scores:
@@ -84,7 +88,7 @@ def task(found: Task) -> str:
             against = [f"{100 * s.difference:+.1f}", interval, str(s.wins), str(s.losses)]
         rows.append([s.recipe, f"{s.bits:.2f}", f"{100 * s.score:.1f}", *against, f"{s.tokens:,}", str(s.batch)])
     columns = ["cache", "bits", "score, %", "against full", "95 % interval", "wins", "losses", "tokens", "batch"]
-    return table(f"{found.name}: {found.full.questions:,} questions", columns, rows)
+    return table(f"{found.name}: {count(found.full.questions)}", columns, rows)
 
 
 def memory(rows: Iterable[Memory], title: str) -> str:

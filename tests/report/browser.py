@@ -43,6 +43,7 @@ class Browser:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self.loaded = False
+        self.scheme: list[dict[str, str]] = []
         to_child, self.write = os.pipe()
         self.read, from_child = os.pipe()
         options = [
@@ -125,13 +126,17 @@ class Browser:
 
     def open(self, path: Path, width: int = 1200, height: int = 900, dark: bool = False) -> None:
         self.loaded = False
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", media="screen", features=scheme)
+        self.scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.medium("screen")
         self.resize(width, height)
         self.call("Page.navigate", url=path.resolve().as_uri())
         until = time.monotonic() + 60
         while not self.loaded:
             self.receive(max(0.1, until - time.monotonic()))
+
+    def medium(self, name: str) -> None:
+        """screen, print, or nothing for what is being done."""
+        self.call("Emulation.setEmulatedMedia", media=name, features=self.scheme)
 
     def resize(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -154,7 +159,7 @@ class Browser:
 
     def pdf(self) -> bytes:
         """The page as it is printed, on A4."""
-        self.call("Emulation.setEmulatedMedia", media="")
+        self.medium("")
         found = self.call(
             "Page.printToPDF", printBackground=False, preferCSSPageSize=False, paperWidth=8.27, paperHeight=11.69
         )
