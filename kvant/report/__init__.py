@@ -7,7 +7,7 @@ context, `charts` describes figures to plotly, `tables` are the same numbers as 
 from __future__ import annotations
 
 from kvant.report.page import render, require_plotly
-from kvant.report.read import Report, Speed, bench_of, combine, load, report_of
+from kvant.report.read import Report, Speed, bench_of, combine, load, only, report_of
 from kvant.report.served import Request
 
-__all__ = ["Report", "Request", "Speed", "bench_of", "combine", "load", "render", "report_of", "require_plotly"]
+__all__ = ["Report", "Request", "Speed", "bench_of", "combine", "load", "only", "render", "report_of", "require_plotly"]

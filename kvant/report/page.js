@@ -11,7 +11,7 @@
   const charts = [];
 
   // Labels of points. Each gets the place beside its point where it leaves the plot and other labels alone and covers the fewest
-  // points; where there is none, its name is only told on hover.
+  // points and not the front; where there is none, its name is only told on hover.
   const SIDES = [
     ["bottom left", -1, 1], ["top right", 1, -1], ["middle right", 1, 0], ["middle left", -1, 0],
     ["bottom right", 1, 1], ["top left", -1, -1], ["top center", 0, -1], ["bottom center", 0, 1],
@@ -27,6 +27,16 @@
     const place = (x, y) => [xaxis.d2p(x), yaxis.d2p(y)];
     const dots = chart.data.filter((trace) => trace.mode === "markers" && trace.x.length)
       .flatMap((trace) => trace.x.map((x, i) => place(x, trace.y[i])));
+    const line = chart.data.find((trace) => trace.mode === "lines");
+    const corners = line.x.flatMap((x, i) => { // of the front
+      if (i === 0) return [place(x, line.y[0])];
+      const turn = line.line.shape === "hv" ? [x, line.y[i - 1]] : [line.x[i - 1], line.y[i]];
+      return [place(...turn), place(x, line.y[i])];
+    });
+    const edges = corners.slice(1).map(([x, y], i) => ({
+      left: Math.min(x, corners[i][0]) - 1, right: Math.max(x, corners[i][0]) + 1,
+      top: Math.min(y, corners[i][1]) - 1, bottom: Math.max(y, corners[i][1]) + 1,
+    }));
     const trace = chart.data[at];
     const taken = [], texts = [], sides = [];
     const mirror = chart.layout.meta.beyond === "right" ? -1 : 1; // the first sides are those beyond the front
@@ -43,11 +53,12 @@
         const box = { left, top, right: left + width, bottom: top + height };
         if (box.left < 0 || box.right > xaxis._length + 8 || box.top < -8 || box.bottom > yaxis._length + 4) continue;
         if (taken.some((other) => touch(box, other))) continue;
-        const covered = dots.filter(([px, py]) =>
+        const crossed = edges.some((edge) => touch(box, edge)) ? 0.5 : 0;
+        const covered = crossed + dots.filter(([px, py]) =>
           !(px === x && py === y) && touch(box, { left: px - 5, right: px + 5, top: py - 5, bottom: py + 5 })).length;
         if (best === null || covered < best.covered) best = { side, box, covered };
       }
-      if (best !== null && best.covered > 2) best = null;
+      if (best !== null && best.covered >= 2) best = null;
       texts.push(best === null ? "" : label);
       sides.push(best === null ? "top right" : best.side);
       if (best !== null) taken.push(best.box);

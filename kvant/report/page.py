@@ -110,8 +110,8 @@ SCALE = (
 FRONT_KEYS = (
     (BLUE, "", "on the Pareto front: no recipe is better on both axes"),
     (GREY, "hollow", "other recipes"),
-    (GREY, "square", "the unquantized cache"),
 )
+REFERENCE_KEY = (GREY, "square", "the unquantized cache, which was not measured: its KL is 0 by definition")
 
 
 def _quality(
@@ -136,8 +136,12 @@ def _quality(
         caption += f"KL: {about(text)}." if about(text) else ""
         caption += _left_out(text, missing) + _zeros(points)
         figure = charts.scatter(points, where, "{:.3f} bits", memory=memory)
-        page.chart(section, Chart(f"quality-{i}", f"KL against bits, {text.name}", caption, figure, 500), FRONT_KEYS)
+        page.chart(section, Chart(f"quality-{i}", f"KL against bits, {text.name}", caption, figure, 500), _keys(points))
         page.tables.append(tables.quality(text, points, memory, request.context))
+
+
+def _keys(points: Sequence[Point]) -> Sequence[tuple[str, str, str]]:
+    return [*FRONT_KEYS, REFERENCE_KEY] if any(point.reference for point in points) else FRONT_KEYS
 
 
 def _zeros(points: Sequence[Point]) -> str:
@@ -186,7 +190,7 @@ def _speed(page: Page, report: Report) -> None:
             )
             shown = caption + _zeros(points)
             title = f"KL against speed, {text.name}, {speed.label}"
-            page.chart(section, Chart(f"speed-{j}-{i}", title, shown, figure, 500), FRONT_KEYS)
+            page.chart(section, Chart(f"speed-{j}-{i}", title, shown, figure, 500), _keys(points))
         page.tables.append(tables.speed(speed))
     if not section.body:
         section.body.append('<p class="caption">No recipe was both timed and evaluated on a text: see the tables.</p>')

@@ -161,6 +161,7 @@ def report_of(data: Mapping[str, Any], source: str) -> Report:
     """What `kvant eval --json` wrote: of one text, of several, or of tasks. `source` names it in errors."""
     if "work" in data:
         raise ValueError(f"{source}: this is a file of kvant bench; give it with --bench")
+    data = _listed(data)
     if not any(isinstance(data.get(key), list) for key in ("results", "texts", "scores")):
         raise ValueError(f"{source}: expected a file of kvant eval --json, with results, texts or scores")
     model = data.get("model")
@@ -181,6 +182,23 @@ def report_of(data: Mapping[str, Any], source: str) -> Report:
     if not any(text.results for text in texts) and not tasks:
         raise ValueError(f"{source}: there is no result in it")
     return Report(model, _shape(data.get("shape"), source), tuple(texts), tuple(tasks))
+
+
+def _listed(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The files of results/, which name texts and tasks by keys, as kvant eval writes them."""
+    texts, tasks = data.get("texts"), data.get("tasks")
+    out = dict(data)
+    if isinstance(texts, dict):
+        out["texts"] = [
+            {"text": name, "text_sha256": each.get("sha256"), **each} if isinstance(each, dict) else each
+            for name, each in texts.items()
+        ]
+    if isinstance(tasks, dict) and "scores" not in data:
+        rows = [(name, row) for name, some in tasks.items() for row in (some if isinstance(some, list) else [some])]
+        out["scores"] = [{**row, "task": name} if isinstance(row, dict) else row for name, row in rows]
+    if "name" in data:
+        out.setdefault("model", data["name"])
+    return out
 
 
 def bench_of(data: Mapping[str, Any], source: str) -> tuple[Speed, ...]:
@@ -234,6 +252,22 @@ def combine(reports: Sequence[tuple[str, Report]], model: str | None = None) -> 
     )
 
 
+def only(report: Report, names: Sequence[str]) -> Report:
+    """A report of some recipes, with the full cache of tasks. Texts and tasks without any of them are left out."""
+    kept = {*names, FULL, AGAIN}
+    texts = [
+        dataclasses.replace(text, results=tuple(r for r in text.results if r.recipe in kept)) for text in report.texts
+    ]
+    tasks = [
+        dataclasses.replace(task, scores=tuple(s for s in task.scores if s.recipe in kept)) for task in report.tasks
+    ]
+    return dataclasses.replace(
+        report,
+        texts=tuple(text for text in texts if text.results),
+        tasks=tuple(task for task in tasks if any(s.recipe not in (FULL, AGAIN) for s in task.scores)),
+    )
+
+
 def _served(shape: ModelShape) -> tuple[Any, ...]:
     return shape.layers, shape.heads, shape.head_dim
 
@@ -279,7 +313,7 @@ ABOUT = (
 
 
 def _text(data: Mapping[str, Any], where: str, unnamed: str) -> Text:
-    name = data.get("text") or data.get("name")
+    name = data.get("text")
     about = {key: data[key] for key in ABOUT if key in data}
     results = tuple(_result(each, f"{where}: results[{i}]") for i, each in enumerate(data["results"]))
     return Text(Path(name).name if isinstance(name, str) else Path(unnamed).stem, about, results)

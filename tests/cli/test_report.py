@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvant import models
+from kvant import models, recipes
 from kvant.report import page as pages
 from tests.cli.test_cli import run, text, tiny  # noqa: F401
 from tests.report import samples
@@ -40,18 +40,47 @@ def test_files_become_one_page(files: dict[str, str], tmp_path: Path, capsys: py
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [], "no temporary file is left"
 
 
-def test_a_model_is_named_where_files_name_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quality, target = str(samples.QUALITY), tmp_path / "report.html"
-    code, _, err = run(capsys, "report", quality, "--model", "smollm2", "--html", str(target))
+def test_the_results_of_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "report.html"
+    code, _, err = run(capsys, "report", str(samples.QUALITY), "--html", str(target))
     assert code == 0, err
     page = Page(target.read_text())
-    assert "Memory of 1 request of 8,192 tokens" in page.tables
-    rows = page.tables["Quality on quality"]
-    assert len(rows) == 1 + len(json.loads(samples.QUALITY.read_text())["results"])
+    assert "Memory of 1 request of 8,192 tokens" in page.tables, "the name is one of kvant plan's"
+    rows = page.tables["Quality on prose"]
+    assert len(rows) == 1 + len(json.loads(samples.QUALITY.read_text())["texts"]["prose"]["results"])
     assert "cannot be counted here: oscar+20000" in page.words, "rows of another position or calibration are no recipes"
-    code, _, err = run(capsys, "report", quality, "--html", str(target))
+
+
+def test_some_recipes_only(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "report.html"
+    code, _, err = run(capsys, "report", str(samples.QUALITY), "--recipe", "all", "--html", str(target))
     assert code == 0, err
-    assert "KV cache recipes on unnamed model" in Page(target.read_text()).words
+    rows = Page(target.read_text()).tables["Quality on prose"]
+    assert sorted(row[0] for row in rows[1:]) == sorted(recipes.names())
+    given = ["--recipe", "int4,oscar", "--html", str(target)]
+    code, _, err = run(capsys, "report", files["text"], files["task"], *given)
+    assert code == 0, err
+    tables = Page(target.read_text()).tables
+    assert [row[0] for row in tables["Quality on wikitext2.test.txt"]] == ["recipe", "oscar", "int4"]
+    assert [row[0] for row in tables["gsm8k: 100 questions"]] == ["cache", "full cache", "full cache again", "int4"]
+    assert not any(caption.startswith("needle") for caption in tables), "neither of them answered it"
+
+
+def test_a_model_is_named_where_files_name_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = samples.text_results()
+    del data["model"], data["shape"]
+    (tmp_path / "text.json").write_text(json.dumps(data))
+    given = ["report", str(tmp_path / "text.json"), "--html", str(tmp_path / "report.html")]
+    code, _, err = run(capsys, *given)
+    assert code == 0, err
+    page = Page((tmp_path / "report.html").read_text())
+    assert "KV cache recipes on unnamed model" in page.words
+    assert not any(caption.startswith("Memory") for caption in page.tables)
+    code, _, err = run(capsys, *given, "--model", "smollm2")
+    assert code == 0, err
+    page = Page((tmp_path / "report.html").read_text())
+    assert "KV cache recipes on smollm2" in page.words
+    assert "Memory of 1 request of 8,192 tokens" in page.tables
 
 
 @pytest.mark.parametrize(
@@ -65,6 +94,7 @@ def test_a_model_is_named_where_files_name_none(tmp_path: Path, capsys: pytest.C
         ("report {text} --html {out}/no/report.html", "--html"),
         ("report {text} --html {out} --requests 0", "--request-context and --requests must be positive, got 8192 and 0"),
         ("report {text} --html {out} --model qwen3-8b", "--model 'qwen3-8b': the results are of 'smollm2'"),
+        ("report {text} --html {out} --recipe int4,int5", "--recipe: the results have no int5; they have "),
         ("report {text}", "--html"),
         ("report --html {out}", "FILE"),
         ("eval --model {tiny} --recipe int4 --text {text} --bench {bench}", "--bench: only for a page; give --html FILE too"),

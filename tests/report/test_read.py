@@ -36,6 +36,18 @@ def test_results_of_one_text_as_older_files_have_them() -> None:
     assert both.texts == report.texts, "a file of one text has it twice"
 
 
+def test_files_of_results_name_texts_and_tasks_by_keys() -> None:
+    rows = samples.task_results()["scores"]
+    data = {"name": "smollm2-135m", "texts": {"prose": samples.text_results()["texts"][0]}}
+    data["tasks"] = {"gsm8k": [row | {"task": "gsm8k:path=x"} for row in rows[:4]], "needle": rows[4:]}
+    report = report_of(data, "r.json")
+    assert (report.model, [text.name for text in report.texts]) == ("smollm2-135m", ["wikitext2.test.txt"])
+    assert [(task.name, len(task.scores)) for task in report.tasks] == [("gsm8k", 4), ("needle", 3)]
+    data["tasks"] = {"gsm8k": 5}
+    with pytest.raises(ValueError, match=r"r.json: scores\[0\]: expected an object, got int"):
+        report_of(data, "r.json")
+
+
 def test_models_are_not_mixed() -> None:
     text, task = report_of(samples.text_results(), "a"), samples.task_results()
     with pytest.raises(ValueError, match=r"different models .* a has smollm2, b has qwen3-8b; make a page for each"):
