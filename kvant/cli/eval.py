@@ -24,6 +24,7 @@ from kvant.cli.common import (
     tell_reference,
     write_json,
 )
+from kvant.cli.html import add_html_options, shape_of, target_of
 from kvant.cli.tasks import add_task_options, run_tasks
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def add(commands: Any) -> None:
     )
     add_artifact_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results here")
+    add_html_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -151,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
     check_writable(args.json, "--json")
+    page = target_of(args)
     if args.chunk < 1 or args.batch < 1:
         raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
     texts = scored_texts(args)
@@ -167,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
         tell_reference(model, Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset))
     common = {
         "model": args.model,
+        "shape": shape_of(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "chunk": args.chunk,
         "offset": args.offset,
@@ -192,8 +196,13 @@ def run(args: argparse.Namespace) -> int:
         measured = {"tokens": scored.text.tokens, "mean_length": scored.text.length}
         found = [dataclasses.asdict(result) for result in results]
         entries.append({"text": scored.name, **scored.facts, **measured, "results": found})
+        report = {**common, **(entries[0] if len(texts) == 1 else {}), "texts": entries}
         if args.json:  # after every text, so that an interrupted run keeps what it has
-            write_json(args.json, {**common, **(entries[0] if len(texts) == 1 else {}), "texts": entries})
+            write_json(args.json, report)
+        if page is not None:
+            from kvant.report import report_of
+
+            page.write(report_of(report, "results"))
         print_results(results, scored)
         tell_what_is_not_packed(chosen, scored.text)
         if args.profile:
