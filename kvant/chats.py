@@ -29,7 +29,7 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Chats:
-    """Chats of a file. `digest` is the SHA-256 of its text."""
+    """Chats of a file. `digest` names them: a SHA-256 that is not that of a plain text of the same bytes."""
 
     chats: list[list[Message]]
     where: list[str]
@@ -52,11 +52,19 @@ class Chats:
             places.append(place)
         if not chats:
             raise ValueError(f"{source}: expected at least one chat a line, got an empty file")
-        return Chats(chats, places, hashlib.sha256(text.encode()).hexdigest())
+        return Chats(chats, places, hashlib.sha256(b"chats\n" + text.encode()).hexdigest())
+
+    def check(self, tokenizer: Any) -> None:
+        """Refuses a tokenizer that cannot encode chats."""
+        source = self.where[0].rpartition(", line ")[0]
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"{source}: the model's tokenizer has no chat template, which chats are put through")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"{source}: chats need a fast tokenizer, which says where in a text a token stands")
 
     def encode(self, tokenizer: Any) -> Iterator[Encoded]:
         """One chat after another through the tokenizer's chat template."""
-        check(tokenizer, self.where[0].rpartition(", line ")[0])
+        self.check(tokenizer)
         for chat, place in zip(self.chats, self.where, strict=True):
             yield encode(tokenizer, chat, place)
 
@@ -72,14 +80,6 @@ def _messages(found: Any, place: str) -> list[Message]:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise ValueError(f"{place}: message {number} has no role and content that are both strings")
     return found
-
-
-def check(tokenizer: Any, source: str) -> None:
-    """Refuses a tokenizer that cannot encode chats."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(f"{source}: the model's tokenizer has no chat template, which chats are put through")
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"{source}: chats need a fast tokenizer, which says where in a text a token stands")
 
 
 def encode(tokenizer: Any, messages: list[Message], where: str) -> Encoded:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.common import read_text, say
+from kvant.cli.common import read_source, say
 
 if TYPE_CHECKING:
     from kvant.artifact import Artifact
+    from kvant.chats import Chats
     from kvant.recipe import Recipe
 
 
@@ -24,8 +25,20 @@ def add_artifact_options(parser: argparse.ArgumentParser) -> None:
         help="what kvant calibrate wrote; may be repeated (default: a kept one, or one is made and kept)",
     )
     parser.add_argument(
-        "--calibration-text", metavar="FILE", help="text for an artifact that has to be made (default: the model's own)"
+        "--calibration-text",
+        metavar="FILE",
+        help="text, or chats (.jsonl), for an artifact that has to be made (default: the model's own)",
     )
+
+
+def check_template(model: str, text: Any) -> None:
+    """Refuses chats where the tokenizer of a model has no template for them, before the model is loaded."""
+    from kvant.chats import Chats
+
+    if isinstance(text, Chats):
+        from kvant import models
+
+        text.check(models.tokenizer_of(model, say))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +73,7 @@ def find_or_make(
     from kvant.calibrate.builtin import builtin_path, cached_builtin, fits_in_seconds
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]
-    text = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
+    text = None if args.calibration_text is None else read_source(args.calibration_text, "--calibration-text")
     found: dict[str, Found] = {}
     missing: dict[Path, list[Recipe]] = {}
     for recipe in chosen:
@@ -92,7 +105,10 @@ def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]
 
 
 def _make(
-    missing: Mapping[Path, list[Recipe]], text: str | None, source: str | None, load: Callable[[], tuple[Any, Any]]
+    missing: Mapping[Path, list[Recipe]],
+    text: str | Chats | None,
+    source: str | None,
+    load: Callable[[], tuple[Any, Any]],
 ) -> dict[str, Found]:
     """Calibrates what is missing, by the directory that it is to be kept in: recipes of one directory are fitted alike."""
     from kvant.calibrate.run import calibrate_all
