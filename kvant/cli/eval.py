@@ -200,9 +200,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:  # after every text, so that an interrupted run keeps what it has
             write_json(args.json, report)
         if page is not None:
-            from kvant.report import report_of
-
-            page.write(report_of(report, "results"))
+            page.write(report)
         print_results(results, scored)
         tell_what_is_not_packed(chosen, scored.text)
         if args.profile:

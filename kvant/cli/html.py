@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,11 @@ class Target:
     request: Request
     speeds: tuple[Speed, ...]
 
-    def write(self, report: Report) -> None:
-        from kvant.report import render
+    def write(self, results: Report | Mapping[str, Any]) -> None:
+        """Writes the page of a report, or of what a command writes as JSON."""
+        from kvant.report import Report, render, report_of
 
+        report = results if isinstance(results, Report) else report_of(results, "results")
         page = render(dataclasses.replace(report, speeds=self.speeds), self.request)
         with replacing(Path(self.path)) as temporary:
             temporary.write_text(page, encoding="utf-8")

@@ -99,9 +99,7 @@ def run_tasks(args: argparse.Namespace) -> int:
             )
         print_scores(found)
         if page is not None:  # after every task: an interrupted run leaves a page of those that are complete
-            from kvant.report import report_of
-
-            page.write(report_of(report, "results"))
+            page.write(report)
     return 0
 
 
