@@ -89,8 +89,9 @@ def examine(names: Sequence[str] | None = None, head_dim: int = 128) -> dict[str
                         serves.append(recipe.name)
                     else:
                         refused[recipe.name] = reason
+                name, about = implementation.name, implementation.about
                 found.append(
-                    {"op": op, "name": implementation.name, "device": device, "serves": serves, "refused": refused}
+                    {"op": op, "name": name, "device": device, "serves": serves, "refused": refused, "about": about}
                 )
     taken = []
     for recipe, device, op in itertools.product(chosen if names else (), devices, OPS):
@@ -161,4 +162,7 @@ def run(args: argparse.Namespace) -> int:
         ("refuses", "left"),
     ]
     print_table("", columns, rows)
+    for op, name, about in dict.fromkeys((e["op"], e["name"], e["about"]) for e in found["implementations"]):
+        if about:
+            print(f"{op} by {name}: {about}")
     return 0

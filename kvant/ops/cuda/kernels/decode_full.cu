@@ -15,9 +15,9 @@
 // A unit of the scheduler is a token tile: 16 tokens of a KV head. A warp copies its keys and its values separately, TILE_BYTES each.
 
 #include "include/copies.cuh"
-#include "include/scheduler.cuh"
+#include "include/head_tile_rows.cuh"
 
-constexpr int TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES, KV_HEADS = Config::KV_HEADS, GROUP = Config::GROUP, QUERY_TILES = Config::QUERY_TILES;
+constexpr int TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES, KV_HEADS = Config::KV_HEADS, QUERY_TILES = Config::QUERY_TILES;
 constexpr int TILE_BYTES = Config::TILE_BYTES, PAGE_HEAD_BYTES = Config::PAGE_HEAD_BYTES, NUMBERS = Config::ELEMENT_TYPE;
 constexpr int D = Config::HEAD_DIM, TILES = Config::PAGE_TOKENS / 16, HEAD_TILES = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
 constexpr bool HALVED = TILE_HEADS <= 4;
@@ -219,19 +219,6 @@ struct TileRing {
 
 // --- the query --------------------------------------------------------------------------------------------------------------
 
-// The rows of global memory that a (sequence, head tile) is about.
-struct HeadTileRows {
-  int head, count;  // KV head; query heads
-  s64 query;        // the first of them among all queries
-
-  DEV HeadTileRows(const WorkTile& work) {
-    head = work.head_tile / QUERY_TILES;
-    const int query_tile = work.head_tile % QUERY_TILES;
-    count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
-    query = (s64)work.b * KV_HEADS * GROUP + head * GROUP + query_tile * TILE_HEADS;
-  }
-};
-
 // Second operand of S^T = K Q^T: column g, channels in the order of `Rows`. Columns without a query head repeat the last one.
 struct Query {
   u32 x[COLUMN_TILES][D / 8];
@@ -402,10 +389,10 @@ DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int la
 }
 
 // The last CTA to arrive merges the parts [first, last] of the (sequence, head tile).
-DEV void arrive(const DecodeFullArguments& a, Shared& sh, const WorkTile& work, int first, int last, const HeadTileRows& rows) {
+DEV void arrive(const DecodeFullArguments& a, Shared& sh, int first, int last, const HeadTileRows& rows) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    int* counter = a.arrivals + work.b * HEAD_TILES + work.head_tile;
+    int* counter = a.arrivals + rows.b * HEAD_TILES + rows.head_tile;
     sh.last = atomic_add_acq_rel(counter) == last - first;
     if (sh.last) *counter = 0;
   }
@@ -438,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
 
       // query: the first tiles are on their way while it is loaded
       const HeadTileRows rows(work);
-      ring.begin(a, work.b, rows.head, tile, end, lane);
+      ring.begin(a, rows.b, rows.head, tile, end, lane);
       Query query;
       query.load(a, rows, g, t);
 
@@ -451,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       store_warp(sh, softmax, outputs, warp, g, t);
       __syncthreads();
       merge_warps(a, sh, outputs, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL, rows.query, rows.count);
-      if (!work.whole()) arrive(a, sh, work, scheduler.first_part(work), scheduler.last_part(work), rows);
+      if (!work.whole()) arrive(a, sh, scheduler.first_part(work), scheduler.last_part(work), rows);
       fence_copies();  // outputs were written where tiles will be copied to
       __syncthreads();
     }
