@@ -100,7 +100,7 @@ def plan(
     tensor_parallel  devices that share the KV heads; where there are more devices than heads, each holds one.
     dtype            of the model (default: that of its config), which is also the dtype of overlays.
     """
-    shape, name = _shape(model)
+    shape, name = _named_shape(model)
     recipe = recipes.get(recipe)
     memory = parse_bytes(memory)
     for label, value in (("context", context), ("tensor_parallel", tensor_parallel)):
@@ -148,7 +148,12 @@ def _kind(layout: Layout, layers: int, memory: int, context: int, smaller: int =
     )
 
 
-def _shape(model: Any) -> tuple[ModelShape, str]:
+def shape_of(model: Any) -> ModelShape:
+    """The shape of a name of PRESETS, or of a transformers model or config."""
+    return _named_shape(model)[0]
+
+
+def _named_shape(model: Any) -> tuple[ModelShape, str]:
     if isinstance(model, ModelShape):
         return model, "given"
     if isinstance(model, str):

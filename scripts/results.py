@@ -1,11 +1,15 @@
-"""Measures recipes on SmolLM2 and writes results/quality.json and the tables of docs/results.md.
+"""Measures recipes on a model and writes results/MODEL.json and the tables of docs/results.md and docs/ablations.md.
 
-    .venv/bin/python scripts/results.py --text wikitext2.test.txt --calibration-text wikitext2.valid.txt [--device cuda]
-    .venv/bin/python scripts/results.py --recipe saw-int4,oscar ...     only these; other rows stay
-    .venv/bin/python scripts/results.py --long --context 8192 --prompt 4096 --tokens 8192 --text war_and_peace.txt ...
-    .venv/bin/python scripts/results.py                                 only renders the tables
+    python scripts/results.py --model smollm2 --prose wikitext2.test.txt --calibration-text wikitext2.valid.txt
+    python scripts/results.py --model DIR --name qwen2.5-coder-1.5b --device cuda --dtype bfloat16 --prose wikitext2.test.txt \\
+        --gsm8k gsm8k.test.jsonl --calibration-text wikitext2.valid.txt [--part texts|ablations|gsm8k|needles] [--recipe R,...]
+    python scripts/results.py --merge FILE...      adds rows that --out wrote, and renders the tables
+    python scripts/results.py                      only renders the tables
 
-A recipe may carry "@P" (calibrated for positions below P) and "+N" (read at positions moved by N).
+Texts are prose (--prose), chat (questions and worked answers of --gsm8k as conversations of four turns, put through the model's
+template; the answers are scored) and code (modules of Python's standard library). A recipe is calibrated once and read on all of
+them. Rows of a part that are there already are measured again only with --again. Several parts may run at the same time on one
+GPU, each with an --out of its own.
 """
 
 from __future__ import annotations
@@ -13,172 +17,351 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib.util
 import json
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from results_tables import LONG, NEEDLES, ROOT, SMOLLM2, TASK_RECIPES, Spec, ablation_rows, needle, render, tables_of
+
 from kvant import models, recipes
+from kvant.artifact import Artifact
 from kvant.calibrate.run import calibrate
+from kvant.chats import Chats
 from kvant.cli.common import read_text, say, write_json
+from kvant.codecs.boosted import Boosted
 from kvant.engines.hf import Cache
-from kvant.eval import Segments, evaluate
+from kvant.eval import evaluate, tasks
+from kvant.eval.asking import Prompts, Sampling
+from kvant.eval.scoring import score_task
+from kvant.eval.segments import ChatSegments, Segments
 from kvant.layout import Layout
+from kvant.recipe import Recipe
 
-ROOT = Path(__file__).parent.parent
-FIGURES = ROOT / "results" / "quality.json"
-PAGE = ROOT / "docs" / "results.md"
-ABLATIONS = {
-    "kvant's parts": [
-        *("kvant-2", "kvant-2:rope_block=512", "kvant-2:rope_block=1024", "kvant-2:search=9"),
-        *("kvant-2:search=9,rope=post", "kvant-2:search=9,k.mean=false", "kvant-2:search=9,share=0"),
-        *("kvant-2:search=9,k.bits=2,k.bands=one", "kvant-2:search=9,k.bits=3/2/1"),
-        *("kvant-2:search=9,k.hadamard=false", "kvant-2:search=9,k.unbiased=false", "kvant-2:search=9,levels=lloyd"),
-        *("kvant-2:search=9,recent=16", "kvant-2:search=9,recent=256", "kvant-2:search=9,sink=0"),
-        *("oscar:sink=4,recent=64", "oscar:sink=4,recent=256"),
-        *("kvant-4", "kvant-4:search=1", "kvant-4:sink=4"),
-        *("saw-int4-kv", "saw-int4-kv:zero=float,search=5", "saw-int4-kv:sink=4"),
-    ],
-    "Zero points": ["int4", "int4:zero=float", "saw-int4", "saw-int4:zero=float"],
-    "OSCAR's parts": [
-        "oscar",
-        "oscar:k.clip=0.96,v.clip=0.92",
-        "oscar:clip=1",
-        "oscar:target=none",
-        "oscar:hadamard=none",
-        "oscar:per_head=true",
-        "oscar:sink=0,recent=0",
-    ],
-    "Positions": [
-        *("oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"),
-        *("kvant-2", "kvant-2+20000", "kvant-4@32768", "kvant-4@32768+20000"),
-    ],
-    "SQuat beside KIVI with the same group and residual": [
-        "kivi-k2v2:group=32,k.flush=32,v.recent=32",
-        "squat",
-        "squat-pre",
-    ],
-    "Vector quantization and the first token": [
-        *("vecinfer-4", "million-4", "vecinfer-2", "million-2"),
-        *("vecinfer-4:sink=0", "million-4:sink=0", "vecinfer-2:sink=0", "million-2:sink=0"),
-    ],
-    "SAW-INT4's centroids": [
-        "saw-int4-kmeans:centroids=16,zero=float",
-        "saw-int4-kmeans:zero=float",
-        "saw-int4-kmeans-rot:zero=float",
-        "saw-int4-hessian:zero=float",
-        "saw-int4-hessian-kv:zero=float",
-    ],
-}
-
-LONG = ["saw-int4", "kvant-2:search=9", "oscar:sink=4,recent=64"]
+CODE = ("argparse", "ast", "asyncio.base_events", "collections", "datetime", "decimal", "inspect", "tarfile", "typing")
+CODEBOOKS = ("vecinfer", "million", "saw-int4-kmeans")  # fitted on more tokens
+TURNS = 4  # questions of a conversation
 
 
-def measure(name: str, model: Any, tokenizer: Any, segments: Segments, text: str | None, tokens: int) -> dict[str, Any]:
-    """One row: quality, bits, and what the calibration took."""
-    plain, _, offset = name.partition("+")
-    plain, _, positions = plain.partition("@")
-    recipe = recipes.get(plain)
-    begin, artifact = time.perf_counter(), None
-    if recipe.calibrated:
-        limit = int(positions) if positions else None
-        artifact = calibrate(model, tokenizer, recipe, text, tokens=tokens, max_position=limit)
-    calibration = time.perf_counter() - begin
-    (found,) = evaluate(
-        model,
-        [recipe],
-        segments,
-        batch=len(segments.ids),
-        make_cache=lambda chosen: Cache(model, chosen, artifact=artifact, first_position=int(offset or 0)),
-        offset=int(offset or 0),
-    )
-    row = dataclasses.asdict(found)
-    row["recipe"] = name
-    row["tokens"] = segments.tokens
-    row["bits"] = {str(dim): bits_at(recipe, dim) for dim in (64, 128)}
-    row["calibration_tokens"] = tokens if recipe.calibrated else 0
-    row["calibration_seconds"] = calibration
-    return row
+@dataclasses.dataclass(frozen=True)
+class RandomlyBoosted(Boosted):
+    """Kitty's control: every channel has a random score, and the channels with the largest scores are boosted."""
+
+    def choose(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[2], x.shape[3])
+        scores = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(x.device)
+        chosen = scores.argsort(dim=-1, descending=True)[..., : self.boosted(x.shape[-1])]
+        return torch.zeros(shape, dtype=torch.bool, device=x.device).scatter(-1, chosen, True).expand(len(x), -1, -1)
 
 
-def bits_at(recipe: Any, head_dim: int) -> list[float]:
+def recipe_of(spec: Spec) -> Recipe:
+    recipe = recipes.get(spec.recipe)
+    if not spec.random:
+        return recipe
+    codec = recipe.key.codec
+    assert isinstance(codec, Boosted), spec
+    key = dataclasses.replace(recipe.key, codec=RandomlyBoosted(codec.boost, codec.group, codec.meta))
+    return dataclasses.replace(recipe, name=f"{recipe.name}~random", key=key)
+
+
+class Texts:
+    """Texts that are read, and those that recipes are calibrated on."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any) -> None:
+        prose = read_text(args.prose, "--prose")
+        self.scored: dict[str, Any] = {"prose": self._segments(tokenizer, prose, args)}
+        self.facts = {"prose": {"sha256": hashlib.sha256(prose.encode()).hexdigest()}}
+        self.calibration = {
+            None: read_text(args.calibration_text, "--calibration-text") if args.calibration_text else None
+        }
+        if args.gsm8k:
+            lines = [json.loads(line) for line in Path(args.gsm8k).read_text(encoding="utf-8").splitlines()]
+            half = len(lines) // 2
+            chats = Chats.parse(conversations(lines[:half]), "gsm8k")
+            self.scored["chat"] = ChatSegments.of(chats.encode(tokenizer), args.tokens)
+            self.facts["chat"] = {"sha256": chats.digest}
+            code = source_of(CODE)
+            self.scored["code"] = self._segments(tokenizer, code, args)
+            self.facts["code"] = {"sha256": hashlib.sha256(code.encode()).hexdigest(), "python": sys.version.split()[0]}
+            others = Chats.parse(conversations(lines[half:]), "gsm8k")
+            self.calibration["chat"] = torch.tensor(others.ids(tokenizer))
+            self.calibration["code"] = source_of(
+                ("doctest", "optparse", "pickle", "subprocess", "unittest.mock", "zipfile")
+            )
+
+    @staticmethod
+    def _segments(tokenizer: Any, text: str, args: argparse.Namespace) -> Segments:
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        return Segments.over(ids, args.context, args.tokens, args.prompt)
+
+
+def conversations(lines: list[dict[str, str]]) -> str:
+    """Questions and their worked solutions as chats of TURNS turns: JSON lines."""
+    out = []
+    for first in range(0, len(lines) - TURNS + 1, TURNS):
+        messages = []
+        for line in lines[first : first + TURNS]:
+            worked, _, number = re.sub(r"<<.*?>>", "", line["answer"]).partition("\n#### ")
+            messages.append({"role": "user", "content": line["question"]})
+            messages.append({"role": "assistant", "content": f"{worked}\nThe answer is {number.strip()}."})
+        out.append(json.dumps({"messages": messages}))
+    return "\n".join(out)
+
+
+def source_of(modules: tuple[str, ...]) -> str:
+    """The source of modules of the standard library."""
+    out = []
+    for name in modules:
+        found = importlib.util.find_spec(name)
+        assert found is not None and found.origin is not None, name
+        out.append(Path(found.origin).read_text(encoding="utf-8"))
+    return "\n\n".join(out)
+
+
+class Bench:
+    """A model, its texts, and the artifacts that were fitted so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model, self.tokenizer = models.load(args.model, args.dtype, args.device, say)
+        self.texts = Texts(args, self.tokenizer)
+        self.artifacts: dict[Any, Artifact | None] = {}
+        self.seconds: dict[Any, float] = {}
+
+    def artifact(self, spec: Spec) -> tuple[Recipe, Artifact | None]:
+        recipe = recipe_of(spec)
+        key = dataclasses.replace(spec, offset=0)
+        if key not in self.artifacts:
+            begin = time.perf_counter()
+            self.artifacts[key] = None
+            if recipe.calibrated:
+                text = self.texts.calibration[spec.text]
+                tokens = spec.tokens or self.tokens_for(spec.recipe)
+                self.artifacts[key] = calibrate(
+                    self.model, self.tokenizer, recipe, text, tokens=tokens, max_position=spec.positions, resume=False
+                )
+            self.seconds[key] = time.perf_counter() - begin
+        return recipe, self.artifacts[key]
+
+    def tokens_for(self, recipe: str) -> int:
+        return self.args.codebook_tokens if recipe.startswith(CODEBOOKS) else self.args.calibration_tokens
+
+    def rows(self, names: list[str], kind: str) -> list[dict[str, Any]]:
+        """Quality on a text, bits, and what the calibration took. The recipes share the full cache's pass over the text."""
+        specs = {name: Spec.parse(name) for name in names}
+        (offset,) = {spec.offset for spec in specs.values()}
+        fitted = {name: self.artifact(spec) for name, spec in specs.items()}
+        found = evaluate(
+            self.model,
+            [dataclasses.replace(recipe, name=name) for name, (recipe, _) in fitted.items()],
+            self.texts.scored[kind],
+            batch=self.args.batch,
+            make_cache=lambda named: Cache(
+                self.model, fitted[named.name][0], artifact=fitted[named.name][1], first_position=offset
+            ),
+            offset=offset,
+        )
+        out = []
+        for result in found:
+            spec, (recipe, _) = specs[result.recipe], fitted[result.recipe]
+            row = dataclasses.asdict(result)
+            row.pop("profile", None)
+            row |= {
+                "tokens": self.texts.scored[kind].tokens,
+                "bits": {str(dim): bits_at(recipe, dim) for dim in (64, 128)},
+                "calibration_tokens": (spec.tokens or self.tokens_for(spec.recipe)) if recipe.calibrated else 0,
+                "calibration_seconds": self.seconds[dataclasses.replace(spec, offset=0)],
+                "device": self.model.device.type,
+            }
+            out.append(row)
+        return out
+
+
+def bits_at(recipe: Recipe, head_dim: int) -> list[float]:
     """Bits per element of a page, and of a sequence of 32k tokens with its full-precision windows."""
     layout = Layout.of(recipe, 1, head_dim)
     return [layout.bits_per_element(), layout.bits_per_element(32768)]
 
 
-def table(rows: dict[str, dict[str, Any]], names: list[str], whole: bool = False) -> str:
-    """A Markdown table of at most 100 columns. The whole one has bits at head_dim 128 and perplexity too."""
-    headings = ["recipe", "bits (64)", "at 32k", "KL", "± se", "top-1", "attention error"]
-    if whole:
-        headings = ["recipe", "bits (64)", "at 32k", "bits (128)", "at 32k", "KL", "± se", "top-1", "PPL", "attention"]
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+def measure_texts(bench: Bench, data: dict[str, Any], names: list[str], kinds: list[str], save: Any) -> None:
+    """Rows of several texts. A recipe that cannot be measured is reported, and costs no other its row."""
+
+    def add(kind: str, some: list[str]) -> None:
+        into = data["texts"][kind]
+        begin = time.perf_counter()
+        rows = bench.rows(some, kind)
+        into["results"] = [other for other in into["results"] if other["recipe"] not in some] + rows
+        save()
+        took = time.perf_counter() - begin
+        for row in rows:
+            say(
+                f"{kind}: {row['recipe']}: KL {row['kl']:.5f} ± {row['kl_se']:.5f}, top-1 {row['top1']:.1%} ({took:.1f} s)"
+            )
+
+    for kind in kinds:
+        into = data.setdefault("texts", {}).setdefault(kind, {"results": []})
+        into |= bench.texts.facts[kind] | {"tokens": bench.texts.scored[kind].tokens}
+        if kind != "chat":
+            into |= {"context": bench.args.context, "prompt": bench.args.prompt}
+    for some in grouped(names):
+        for kind in kinds:
+            have = {row["recipe"] for row in data["texts"][kind]["results"]}
+            left = some if bench.args.again else [name for name in some if name not in have]
+            try:
+                if left:
+                    add(kind, left)
+            except Exception as error:
+                say(f"{kind}: {', '.join(left)}: {type(error).__name__}: {error}; one by one")
+                for name in left:
+                    try:
+                        add(kind, [name])
+                    except Exception as again:
+                        say(f"{kind}: {name}: not measured: {type(again).__name__}: {again}")
+
+
+def grouped(names: list[str]) -> list[list[str]]:
+    """Names in threes, those with the same offset of positions together."""
+    by_offset: dict[int, list[str]] = {}
     for name in names:
-        if name not in rows:
-            lines.append(f"| `{name}` | not measured {'| ' * (len(headings) - 1)}|")
-            continue
-        row = rows[name]
-        cells = [f"{bits:.3f}" for dim in (("64", "128") if whole else ("64",)) for bits in row["bits"][dim]]
-        cells += [f"{max(0.0, row['kl']):.4f}", f"{row['kl_se']:.4f}", f"{row['top1']:.1%}"]
-        cells += [f"{row['ppl']:.2f}"] if whole else []
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {row['attn_rel_mse']:.4f} |")
-    return "\n".join(lines)
+        by_offset.setdefault(Spec.parse(name).offset, []).append(name)
+    return [some[first : first + 3] for some in by_offset.values() for first in range(0, len(some), 3)]
 
 
-def render(data: dict[str, Any]) -> None:
-    """Puts the tables between their markers in docs/results.md."""
-    rows = {row["recipe"]: row for row in data["results"]}
-    # a recipe that was not measured yet is replaced by its form without sinks, where that was
-    found = [name if name in rows or f"{name}:sink=0" not in rows else f"{name}:sink=0" for name in recipes.names()]
-    everything = sorted(found, key=lambda name: rows[name]["kl"] if name in rows else float("inf"))
-    tables = {
-        "all": table(rows, everything, whole=True),
-        **{title: table(rows, names) for title, names in ABLATIONS.items()},
-    }
-    long = {row["recipe"]: row for row in data.get("long", {}).get("results", [])}
-    tables["long"] = table(long, LONG)
-    text = PAGE.read_text()
-    for title, body in tables.items():
-        begin, end = f"<!-- table: {title} -->", "<!-- end -->"
-        if begin not in text:
-            raise ValueError(f"docs/results.md has no marker {begin}")
-        head, rest = text.split(begin, 1)
-        text = f"{head}{begin}\n{body}\n{end}{rest.split(end, 1)[1]}"
-    PAGE.write_text(text)
+def measure_task(bench: Bench, data: dict[str, Any], label: str, names: list[str], batch: int, save: Any) -> None:
+    """A task for several recipes, with the full cache twice; answers are not part of the results."""
+    task = tasks.get(label)
+    args = bench.args
+
+    def count(text: str) -> int:
+        return len(bench.tokenizer(text, verbose=False)["input_ids"])
+
+    limit = args.limit if label.startswith("gsm8k") else args.needles
+    prompts = Prompts(bench.tokenizer, task.questions(limit, 0, count))
+    found = {name: bench.artifact(Spec.parse(name)) for name in names}
+    short = label.partition(":path=")[0]
+    rows: list[dict[str, Any]] = data.setdefault("tasks", {}).setdefault(short, [])
+    begin = time.perf_counter()
+
+    def done(score: Any) -> None:
+        row = dataclasses.asdict(score)
+        row.pop("answers")
+        rows[:] = [other for other in rows if other["recipe"] != row["recipe"]] + [row]
+        save()
+        took = time.perf_counter() - begin
+        say(f"{short}: {score.recipe}: {100 * score.score:.1f} ({100 * score.difference:+.1f}), {took:.0f} s so far")
+
+    score_task(
+        bench.model,
+        prompts,
+        task,
+        [found[name][0] for name in names],
+        {found[name][0].name: found[name][1] for name in names},
+        batch=batch,
+        sampling=Sampling(),
+        graph=bench.model.device.type == "cuda",
+        say=say,
+        done=done,
+    )
+
+
+def of_eval(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """A report of `kvant eval --task` as rows of the results: without the answers."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for score in report["scores"]:
+        label = score["task"].partition(":path=")[0]
+        found.setdefault(label, []).append({key: value for key, value in score.items() if key != "answers"})
+    return {"name": name, "dtype": report["dtype"], "tasks": found}
+
+
+def merge(files: list[str], name: str) -> None:
+    """Adds the rows of other files to those of results/: what --out wrote, or `kvant eval --task --json`."""
+    for file in files:
+        new = json.loads(Path(file).read_text())
+        if "scores" in new:
+            new = of_eval(new, name)
+        path = ROOT / "results" / f"{new['name']}.json"
+        data = json.loads(path.read_text()) if path.exists() else {}
+        data |= {key: value for key, value in new.items() if key not in ("texts", "tasks", "long")}
+        for kind, more in new.get("texts", {}).items():
+            into = data.setdefault("texts", {}).setdefault(kind, {"results": []})
+            fresh = {row["recipe"] for row in more["results"]}
+            kept = [row for row in into["results"] if row["recipe"] not in fresh]
+            into |= {**more, "results": kept + more["results"]}
+        for label, rows in new.get("tasks", {}).items():
+            old = data.setdefault("tasks", {}).setdefault(label, [])
+            fresh = {row["recipe"] for row in rows}
+            data["tasks"][label] = [row for row in old if row["recipe"] not in fresh] + rows
+            data["tasks"][label].sort(key=lambda row: not row["recipe"].startswith("full cache"))
+        write_json(str(path), data)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", help="recipes to measure (default: all, and the ablations)")
-    parser.add_argument("--text", help="text to measure on; without it, only the tables are rendered")
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a directory")
+    parser.add_argument("--name", default=SMOLLM2, help="of the model in results/")
+    parser.add_argument("--weights", help="where the weights are from, in words, for the results")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--part", default="texts,ablations", help="texts, ablations, long, gsm8k, needles (default: the first two)"
+    )
+    parser.add_argument("--recipe", help="recipes to measure (default: those of the part)")
+    parser.add_argument("--kinds", help="of texts (default: all that are given; ablations: prose)")
+    parser.add_argument("--prose", help="text to measure on; without it, only the tables are rendered")
+    parser.add_argument("--gsm8k", help="GSM8K's test set: for chats, and for its task")
     parser.add_argument("--calibration-text", help="text to calibrate on (default: the model's own)")
     parser.add_argument("--calibration-tokens", type=int, default=8192)
+    parser.add_argument("--codebook-tokens", type=int, default=32768, help="for codebooks and centroids")
     parser.add_argument("--tokens", type=int, default=12288)
     parser.add_argument("--context", type=int, default=1536)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--long", action="store_true", help="the table of long contexts, e.g. with --context 8192")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=16, help="segments of a batch")
+    parser.add_argument("--limit", type=int, help="questions of gsm8k")
+    parser.add_argument("--needles", type=int, default=32, help="questions of a kind of needle and length")
+    parser.add_argument("--kind", default="needle,needle-multikey", help="kinds of needles")
+    parser.add_argument("--again", action="store_true", help="measure rows that are there")
+    parser.add_argument("--out", help="write rows to this file instead of results/")
+    parser.add_argument("--merge", nargs="+", metavar="FILE", help="files that --out or kvant eval --task --json wrote")
     args = parser.parse_args()
-    data: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {"results": []}
-    if args.text:
-        model, tokenizer = models.load("smollm2", "float32", args.device, say)
-        text = read_text(args.text)
-        calibration = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
-        segments = Segments.over(tokenizer(text, verbose=False)["input_ids"], args.context, args.tokens, args.prompt)
-        extra = [name for names in ABLATIONS.values() for name in names]
-        everything = LONG if args.long else list(dict.fromkeys([*recipes.names(), *extra]))
-        chosen = recipes.split(args.recipe) if args.recipe else everything
-        into = data.setdefault("long", {"results": []}) if args.long else data
-        into["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        into |= {"context": args.context, "prompt": args.prompt, "tokens": segments.tokens}
-        for name in chosen:
-            say(f"measuring {name}")
-            row = measure(name, model, tokenizer, segments, calibration, args.calibration_tokens)
-            into["results"] = [other for other in into["results"] if other["recipe"] != name] + [row]
-            write_json(str(FIGURES), data)
-            say(f"{name}: KL {row['kl']:.5f} ± {row['kl_se']:.5f}")
-    render(data)
+    if args.merge:
+        merge(args.merge, args.name)
+    if args.prose:
+        path = Path(args.out) if args.out else ROOT / "results" / f"{args.name}.json"
+        data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        data |= {"name": args.name, "dtype": args.dtype} | ({"weights": args.weights} if args.weights else {})
+        bench = Bench(args)
+
+        def save() -> None:
+            write_json(str(path), data)
+
+        for part in args.part.split(","):
+            chosen = recipes.split(args.recipe) if args.recipe else None
+            if part == "texts":
+                kinds = args.kinds.split(",") if args.kinds else list(bench.texts.scored)
+                measure_texts(bench, data, chosen or recipes.names(), kinds, save)
+            elif part == "ablations":
+                measure_texts(bench, data, chosen or ablation_rows(args.name), ["prose"], save)
+            elif part == "long":
+                measure_texts(bench, data.setdefault("long", {}), chosen or LONG, ["prose"], save)
+            elif part == "gsm8k":
+                measure_task(bench, data, f"gsm8k:path={args.gsm8k}", chosen or TASK_RECIPES, args.limit or 1319, save)
+            elif part == "needles":
+                for kind in args.kind.split(","):
+                    for length in NEEDLES:
+                        together = max(1, min(args.needles, 2**19 // length))
+                        measure_task(bench, data, needle(kind, length), chosen or TASK_RECIPES, together, save)
+            else:
+                raise ValueError(f"unknown part {part!r}: texts, ablations, long, gsm8k or needles")
+    if not args.out:
+        for file in sorted((ROOT / "results").glob("*.json")):
+            data = json.loads(file.read_text())
+            if "texts" in data:
+                for title in render(tables_of(data["name"], data)):
+                    say(f"no marker in the documents for the table {title!r}")
     return 0
 
 

@@ -6,12 +6,10 @@ import contextlib
 import warnings
 from typing import Any
 
-import torch
-
 from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.calibrate.artifact_paths import artifact_path, cached
-from kvant.calibrate.run import calibrate
+from kvant.calibrate.run import Source, calibrate
 from kvant.engines.fingerprint import fingerprint
 from kvant.progress import Progress, default_progress
 from kvant.recipe import Recipe
@@ -21,7 +19,7 @@ def artifact_for(
     model: Any,
     tokenizer: Any,
     recipe: str | Recipe = recipes.DEFAULT,
-    text: str | torch.Tensor | None = None,
+    text: Source | None = None,
     *,
     progress: Progress | None = None,
 ) -> Artifact | None:

@@ -6,11 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-import torch
-
 from kvant import models
 from kvant.artifact import FILE, Artifact
-from kvant.calibrate.run import text_digest
+from kvant.calibrate.run import Source, text_digest
 from kvant.recipe import Recipe
 from kvant.version import VERSION
 
@@ -20,7 +18,7 @@ def root() -> Path:
     return models.cache_dir() / "artifacts"
 
 
-def artifact_path(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Path:
+def artifact_path(named: str, recipe: Recipe, text: Source | None = None) -> Path:
     """The directory of a cached artifact. `named` is the model's fingerprint. The path also depends on the version of kvant, on
     the fields of the recipe that decide the fit, and on the text where one was given."""
     fits = hashlib.sha256(json.dumps([VERSION, recipe.fits], sort_keys=True).encode()).hexdigest()
@@ -28,7 +26,7 @@ def artifact_path(named: str, recipe: Recipe, text: str | torch.Tensor | None = 
     return root() / named[:16] / f"{fits[:16]}{own}"
 
 
-def cached(named: str, recipe: Recipe, text: str | torch.Tensor | None = None) -> Artifact | None:
+def cached(named: str, recipe: Recipe, text: Source | None = None) -> Artifact | None:
     """The cached artifact of a recipe, or None. It may have been fitted for a recipe that differs only in windows."""
     path = artifact_path(named, recipe, text)
     return Artifact.load(path).serving(recipe) if (path / FILE).exists() else None

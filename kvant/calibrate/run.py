@@ -17,6 +17,7 @@ from kvant.calibrate import text as texts
 from kvant.calibrate.capture import Plan, gather
 from kvant.calibrate.checkpoint import Checkpoint, Unfinished
 from kvant.calibrate.fitting import fit_layer
+from kvant.chats import Chats
 from kvant.codecs.affine import Affine
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import folded
@@ -26,6 +27,7 @@ from kvant.recipe import Recipe
 from kvant.version import VERSION
 
 Tensor = torch.Tensor
+Source = str | Tensor | Chats  # of what is read: a text, its token ids, or chats
 TOKENS = 8192  # OSCAR calibrates on 8,878
 EXCERPT_TOKENS = 1024
 
@@ -34,7 +36,7 @@ def calibrate(
     model: Any,
     tokenizer: Any,
     recipe: str | Recipe,
-    text: str | Tensor | None = None,
+    text: Source | None = None,
     *,
     tokens: int | None = None,
     max_position: int | None = None,
@@ -47,8 +49,8 @@ def calibrate(
     """Fits a recipe to a model.
 
     model, tokenizer  a transformers model that the engine serves, and its tokenizer (None where `text` is token ids).
-    text              what the model reads while it is measured: a string, or token ids [n]; without it, a text that the
-                      model writes itself.
+    text              what the model reads while it is measured: a string, token ids [n], or `kvant.chats.Chats`, which go
+                      through the tokenizer's chat template; without it, a text that the model writes itself.
     tokens            number of tokens to read (default 8192, or all of a shorter text), spread evenly over the text.
     max_position      positions [0, max_position) will be served; statistics cover all of them (default: as many as the
                       model allows).
@@ -79,7 +81,7 @@ def calibrate_all(
     model: Any,
     tokenizer: Any,
     chosen: Sequence[Recipe],
-    text: str | Tensor | None = None,
+    text: Source | None = None,
     *,
     tokens: int | None = None,
     max_position: int | None = None,
@@ -195,7 +197,7 @@ def _check(recipe: Recipe) -> None:
 def _excerpts(
     model: Any,
     tokenizer: Any,
-    text: str | Tensor | None,
+    text: Source | None,
     tokens: int | None,
     length: int,
     seed: int,
@@ -207,20 +209,26 @@ def _excerpts(
         report = None if progress is None else lambda done, total: progress("sampling", done, total)
         excerpts = texts.sample(model, tokenizer, tokens or TOKENS, length, seed, report, checkpoint)
         return excerpts, {"text": "written by the model", "text_sha256": texts.digest(excerpts)}
-    if isinstance(text, str):
+    if isinstance(text, str | Chats):
         if tokenizer is None:
-            raise ValueError("text is a string: a tokenizer is needed, or token ids in its place")
-        ids = texts.encode(tokenizer, text)
+            what = "a string" if isinstance(text, str) else "chats"
+            raise ValueError(f"text is {what}: a tokenizer is needed, or token ids in its place")
+        if isinstance(text, str):
+            ids = texts.encode(tokenizer, text)
+        else:
+            ids = torch.tensor(text.ids(tokenizer), dtype=torch.int32)
     else:
         ids = text.cpu().flatten()
     if len(ids) < 2 or (tokens or 0) > len(ids):
         raise ValueError(f"the text has {len(ids)} tokens, expected at least {max(2, tokens or 0)}")
     excerpts = texts.cut(ids, min(len(ids), tokens or TOKENS), length)
-    return excerpts, {"text": "given", "text_sha256": text_digest(text)}
+    return excerpts, {"text": "chats" if isinstance(text, Chats) else "given", "text_sha256": text_digest(text)}
 
 
-def text_digest(text: str | Tensor) -> str:
+def text_digest(text: Source) -> str:
     """SHA-256 of a given text."""
+    if isinstance(text, Chats):
+        return text.digest
     return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else texts.digest([text.cpu().flatten()])
 
 

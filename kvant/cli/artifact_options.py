@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.common import read_text, say
+from kvant.cli.common import read_source, say
 
 if TYPE_CHECKING:
     from kvant.artifact import Artifact
+    from kvant.chats import Chats
     from kvant.recipe import Recipe
 
 
@@ -27,8 +28,18 @@ def add_artifact_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration-text",
         metavar="FILE",
-        help="text to fit an artifact on, where none is cached (default: text that the model writes)",
+        help="text, or chats (.jsonl), to fit an artifact on, where none is cached (default: text that the model writes)",
     )
+
+
+def check_template(model: str, text: Any) -> None:
+    """Refuses chats where the tokenizer of a model has no template for them, before the model is loaded."""
+    from kvant.chats import Chats
+
+    if isinstance(text, Chats):
+        from kvant import models
+
+        text.check(models.tokenizer_of(model, say))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +74,7 @@ def find_or_make(
     from kvant.calibrate.builtin import builtin_path, cached_builtin, fits_in_seconds
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]
-    text = None if args.calibration_text is None else read_text(args.calibration_text, "--calibration-text")
+    text = None if args.calibration_text is None else read_source(args.calibration_text, "--calibration-text")
     found: dict[str, LocatedArtifact] = {}
     missing: dict[Path, list[Recipe]] = {}
     for recipe in chosen:
@@ -95,7 +106,10 @@ def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]
 
 
 def _make(
-    missing: Mapping[Path, list[Recipe]], text: str | None, source: str | None, load: Callable[[], tuple[Any, Any]]
+    missing: Mapping[Path, list[Recipe]],
+    text: str | Chats | None,
+    source: str | None,
+    load: Callable[[], tuple[Any, Any]],
 ) -> dict[str, LocatedArtifact]:
     """Fits the missing artifacts, by the directory in which they are cached. Recipes with the same directory share one fit."""
     from kvant.calibrate.run import calibrate_all

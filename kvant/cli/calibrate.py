@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.common import add_model_options, load_model, read_text, say, stages
+from kvant.cli.artifact_options import check_template
+from kvant.cli.common import add_model_options, load_model, read_source, say, stages
 
 
 def add(commands: Any) -> None:
@@ -20,7 +21,9 @@ def add(commands: Any) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that needs calibration")
-    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text (default: the model writes one itself)")
+    parser.add_argument(
+        "--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl); default: the model writes one itself"
+    )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="tokens to read (default 8192, or all of a shorter text)"
     )
@@ -44,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = recipes.get(args.recipe)
     if not recipe.calibrated:
         raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
-    text = None if args.text is None else read_text(args.text)
+    text = None if args.text is None else read_source(args.text)
     check_directory(args.out)
+    check_template(args.model, text)
     model, tokenizer = load_model(args)
     from kvant.calibrate.run import calibrate
 

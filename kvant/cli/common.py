@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvant.files import replacing
 from kvant.progress import default_progress
+
+if TYPE_CHECKING:
+    from kvant.chats import Chats
 
 DEFAULT_RECIPE = "kvant-2"  # kvant.recipes.DEFAULT, repeated here so that help texts need no import of torch
 DEVICES = ("auto", "cpu", "cuda")
@@ -93,6 +96,16 @@ def read_text(path: str, option: str = "--text") -> str:
         raise ValueError(f"{option} {path!r}: expected a UTF-8 text: {error}") from error
     except OSError as error:
         raise ValueError(f"{option} {path!r}: cannot be read: {error.strerror or error}") from error
+
+
+def read_source(path: str, option: str = "--text") -> str | Chats:
+    """A text that an option names, or chats where the file's name ends in .jsonl."""
+    text = read_text(path, option)
+    if Path(path).suffix.lower() != ".jsonl":
+        return text
+    from kvant.chats import Chats
+
+    return Chats.parse(text, f"{option} {path}")
 
 
 def print_table(

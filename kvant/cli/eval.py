@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for
@@ -17,16 +18,19 @@ from kvant.cli.common import (
     packed_tokens,
     print_table,
     progress,
-    read_text,
+    read_source,
     say,
     shown_kl,
     tell_reference,
     write_json,
 )
+from kvant.cli.html import add_html_options, shape_of, target_of
 from kvant.cli.tasks import add_task_options, run_tasks
 
 if TYPE_CHECKING:
+    from kvant.eval.segments import Text
     from kvant.eval.teacher import Result
+    from kvant.recipe import Recipe
 
 
 def add(commands: Any) -> None:
@@ -35,16 +39,29 @@ def add(commands: Any) -> None:
         help="measure quality against the full cache",
         description="With --text: teacher-forced over segments of a text, next-token KL, top-1 agreement and perplexity of each "
         "recipe. With --task: answers that the model writes, scored, beside the full cache. Examples: kvant eval --recipe "
-        "saw-int4,int4 --text book.txt; kvant eval --recipe kvant-2 --task gsm8k,needle:length=8192",
+        "saw-int4,int4 --text book.txt,chats.jsonl; kvant eval --recipe kvant-2 --task gsm8k,needle:length=8192",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R[,R...]", help="recipes, or all")
-    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text")
-    add_task_options(parser)
-    parser.add_argument("--context", type=int, default=1536, metavar="N", help="tokens per segment (default 1536)")
-    parser.add_argument("--tokens", type=int, default=1024, metavar="T", help="tokens to score in all (default 1024)")
     parser.add_argument(
-        "--prompt", type=int, metavar="P", help="tokens per segment that are prefilled (default a third)"
+        "--text",
+        action="append",
+        metavar="FILE[,FILE...]",
+        help="UTF-8 texts, or chats: a .jsonl file with messages a line, of which the assistant's answers are scored; a table "
+        "for each; may be repeated",
+    )
+    add_task_options(parser)
+    parser.add_argument(
+        "--context", type=int, default=1536, metavar="N", help="tokens per segment of a text (default 1536)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1024, metavar="T", help="tokens to score of each text (default 1024)"
+    )
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        metavar="P",
+        help="tokens per segment of a text that are prefilled (default a third); of a chat, what is before the first answer",
     )
     parser.add_argument(
         "--chunk", type=int, default=1, metavar="C", help="tokens fed at a time; 1 (default) is decode, token by token"
@@ -55,18 +72,74 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="also print attention and logit errors layer by layer, to see a fragile one",
+        help="also print attention KL and errors of keys, values, logits and outputs, by layer and by length of context",
     )
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="add N to all positions (default 0)")
-    parser.add_argument("--batch", type=int, default=8, metavar="B", help="segments that form one batch (default 8)")
+    parser.add_argument(
+        "--batch", type=int, default=8, metavar="B", help="segments or chats that form one batch (default 8)"
+    )
     add_artifact_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results here")
+    add_html_options(parser)
     parser.set_defaults(run=run)
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:
     """A long text's token ids, without the warning that it is longer than the model's context."""
     return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def text_names(asked: Sequence[str]) -> list[str]:
+    """Files that --text names: repeated, or with commas between them. A file whose name has commas is taken whole."""
+    out = []
+    for names in asked:
+        out += [names] if Path(names).exists() else [name for name in names.split(",") if name]
+    if not out:
+        raise ValueError("--text: expected one or more files")
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """One text of --text: what is scored of it, and how the report and the table describe it."""
+
+    name: str
+    text: Text
+    facts: dict[str, Any]
+    title: str
+
+
+def scored_texts(args: argparse.Namespace) -> list[Scored]:
+    """What is scored of every text. The weights are not read: wrong files are refused before that."""
+    from kvant import models
+    from kvant.chats import Chats
+    from kvant.eval.asking import context_of
+    from kvant.eval.segments import ChatSegments, Segments
+
+    sources = [(name, read_source(name)) for name in text_names(args.text)]
+    tokenizer = models.tokenizer_of(args.model, say)
+    if args.calibration_text is not None:
+        calibration = read_source(args.calibration_text, "--calibration-text")
+        if isinstance(calibration, Chats):
+            calibration.check(tokenizer)
+    longest = context_of(models.config_of(args.model, say))
+    out = []
+    for name, source in sources:
+        if isinstance(source, Chats):
+            chats = ChatSegments.of(source.encode(tokenizer), args.tokens, longest)
+            facts = {"kind": "chat", "text_sha256": source.digest, "chats": len(chats.rows)}
+            title = f"{name}: {len(chats.rows)} chats of {chats.length} tokens on average, {chats.tokens} tokens of answers scored"
+            out.append(Scored(name, chats, facts, title))
+        else:
+            segments = Segments.over(tokenize(tokenizer, source), args.context, args.tokens, args.prompt)
+            facts = {"kind": "text", "text_sha256": hashlib.sha256(source.encode()).hexdigest()}
+            facts |= {"context": args.context, "prompt": segments.prompt}
+            title = (
+                f"{name}: {len(segments.ids)} segments of {args.context} tokens, {segments.prompt} of them prompt, "
+                f"{segments.tokens} scored"
+            )
+            out.append(Scored(name, segments, facts, title))
+    return out
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,50 +153,66 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
     check_writable(args.json, "--json")
+    page = target_of(args)
     if args.chunk < 1 or args.batch < 1:
         raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
-    text = read_text(args.text)
+    texts = scored_texts(args)
     model, tokenizer = load_model(args)
     from kvant.engines.hf import Cache, ModelShape
-    from kvant.eval import Segments, evaluate
+    from kvant.eval import evaluate
     from kvant.layout import Layout
 
-    segments = Segments.over(tokenize(tokenizer, text), args.context, args.tokens, args.prompt)
     shape = ModelShape.of(model)
     for recipe in chosen:
         Layout.of(recipe, shape.heads, shape.head_dim)  # refuses what the model cannot take, before the work starts
     artifacts = artifacts_for(model, tokenizer, chosen, args)
     for recipe in chosen:
         tell_reference(model, Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset))
-    say(
-        f"{len(segments.ids)} segments of {args.context} tokens, {segments.prompt} of them prompt, {segments.tokens} scored"
-    )
-    with progress("evaluating") as advance:
-        results = evaluate(
-            model,
-            chosen,
-            segments,
-            args.chunk,
-            args.batch,
-            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset),
-            progress=advance,
-            stepwise=args.stepwise,
-            offset=args.offset,
-            profile=args.profile,
-        )
-    report = {
+    common = {
         "model": args.model,
+        "shape": shape_of(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "context": args.context,
-        "prompt": segments.prompt,
         "chunk": args.chunk,
-        "tokens": segments.tokens,
         "offset": args.offset,
-        "results": [dataclasses.asdict(result) for result in results],
     }
-    if args.json:
-        write_json(args.json, report)
+    entries: list[dict[str, Any]] = []
+    for scored in texts:
+        say(scored.title)
+        with progress("evaluating") as advance:
+            results = evaluate(
+                model,
+                chosen,
+                scored.text,
+                args.chunk,
+                args.batch,
+                make_cache=lambda recipe: Cache(
+                    model, recipe, artifact=artifacts[recipe.name], first_position=args.offset
+                ),
+                progress=advance,
+                stepwise=args.stepwise,
+                offset=args.offset,
+                profile=args.profile,
+            )
+        measured = {"tokens": scored.text.tokens, "mean_length": scored.text.length}
+        found = [dataclasses.asdict(result) for result in results]
+        entries.append({"text": scored.name, **scored.facts, **measured, "results": found})
+        report = {**common, **(entries[0] if len(texts) == 1 else {}), "texts": entries}
+        if args.json:  # after every text, so that an interrupted run keeps what it has
+            write_json(args.json, report)
+        if page is not None:
+            from kvant.report import report_of
+
+            page.write(report_of(report, "results"))
+        print_results(results, scored)
+        tell_what_is_not_packed(chosen, scored.text)
+        if args.profile:
+            for result in results:
+                print_profile(result)
+    return 0
+
+
+def print_results(results: Sequence[Result], scored: Scored) -> None:
+    """One text's table."""
     columns = [("recipe", "left"), ("bits", "right"), ("KL", "right"), ("± se", "right"), ("top-1", "right")]
     columns += [("perplexity", "right"), ("attention error", "right"), ("seconds", "right")]
     rows = [
@@ -139,31 +228,45 @@ def run(args: argparse.Namespace) -> int:
         ]
         for r in results
     ]
-    print_table(
-        "", columns, rows, f"{segments.tokens} tokens; bits with windows and partly filled pages at this context"
-    )
-    length = segments.ids.shape[1] - 1  # tokens that the last scored one reads, itself included
+    where = "the chats' mean length" if scored.text.ragged else "this context"
+    caption = f"{scored.text.tokens} tokens; bits with windows and partly filled pages at {where}"
+    print_table(scored.title, columns, rows, caption)
+
+
+def tell_what_is_not_packed(chosen: Sequence[Recipe], text: Text) -> None:
+    """Says so where scored tokens read nothing packed: a recipe loses nothing on them, whatever it would lose later."""
+    lengths = text.lengths
+    longest = max(lengths)
+    remedy = "longer chats" if text.ragged else "a longer --context"
     for recipe in chosen:
-        if not packed_tokens(recipe, length):
-            say(f"{recipe.name}: {nothing_packed(recipe, length)}; its KL is not meaningful, use a longer --context")
-    if args.profile:
-        print_profile(results)
-    return 0
+        early = sum(count for n, count in lengths.items() if not packed_tokens(recipe, n))
+        if early == text.tokens:
+            say(f"{recipe.name}: {nothing_packed(recipe, longest)}; its KL is not meaningful, use {remedy}")
+        elif early:
+            say(f"{recipe.name}: {early / text.tokens:.0%} of the scored tokens read nothing packed; use {remedy}")
 
 
-def print_profile(results: Sequence[Result]) -> None:
-    """Errors of every layer, three recipes a table, so that it fits a terminal."""
-    for some in (results[first : first + 3] for first in range(0, len(results), 3)):
-        columns: list[tuple[str, str]] = [("layer", "right")]
-        for result in some:
-            columns += [(f"{result.recipe} attention", "right"), ("logits", "right")]
-        rows = [
-            [str(layer), *(text for r in some for text in (f"{r.layers[layer]:.5f}", f"{r.logits[layer]:.4f}"))]
-            for layer in range(len(some[0].layers))
-        ]
-        print_table(
-            "",
-            columns,
-            rows,
-            "attention: error of the outputs over their energy; logits: squared error, as attention weighs it",
-        )
+def print_profile(result: Result) -> None:
+    """Errors of one recipe by layer, and by length of context."""
+    from kvant.eval.profile import METRICS
+
+    profile = result.profile
+    assert profile is not None
+    headings = ("attention KL", "keys", "values", "logits", "attention output")
+    columns = [(heading, "right") for heading in headings]
+    rows = [
+        [str(layer), *(f"{profile.layers[metric][layer]:.3g}" for metric in METRICS)]
+        for layer in range(len(result.layers))
+    ]
+    caption = "attention KL: full cache || recipe; the others: squared error over energy, logits without their mean"
+    print_table(f"{result.recipe} by layer", [("layer", "right"), *columns], rows, caption)
+    rows = [
+        [f"{end:,}", *(f"{sum(x := profile.by_length[metric][i]) / len(x):.3g}" for metric in METRICS)]
+        for i, end in enumerate(profile.lengths)
+    ]
+    print_table(
+        f"{result.recipe} by length of context",
+        [("tokens, up to", "right"), *columns],
+        rows,
+        "mean over layers; --json has layers and KV heads",
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import artifacts_for
 from kvant.cli.common import check_writable, load_model, print_table, say, stages, write_json
+from kvant.cli.html import shape_of, target_of
 
 if TYPE_CHECKING:
     from kvant.eval.scoring import Score
@@ -39,6 +40,7 @@ def run_tasks(args: argparse.Namespace) -> int:
     chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
     wanted = [tasks.get(name) for name in tasks.split(args.task)]
     check_writable(args.json, "--json")
+    page = target_of(args)
     if args.batch < 1 or (args.limit is not None and args.limit < 1):
         raise ValueError(f"--batch and --limit must be positive, got {args.batch} and {args.limit}")
     sampling = Sampling(args.samples, args.temperature, args.seed)
@@ -68,6 +70,7 @@ def run_tasks(args: argparse.Namespace) -> int:
     artifacts = artifacts_for(model, tokenizer, chosen, args)
     report: dict[str, Any] = {
         "model": args.model,
+        "shape": shape_of(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "sampling": dataclasses.asdict(sampling),
@@ -95,6 +98,10 @@ def run_tasks(args: argparse.Namespace) -> int:
                 done=done,
             )
         print_scores(found)
+        if page is not None:  # after every task: an interrupted run leaves a page of those that are complete
+            from kvant.report import report_of
+
+            page.write(report_of(report, "results"))
     return 0
 
 

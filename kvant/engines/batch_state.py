@@ -127,7 +127,11 @@ class BatchState:
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: PackedLayer) -> None:
         """Makes room for a forward pass's tokens in every group, from what its first layer is given. Where it fails, `abort`
-        leaves all groups as they were."""
+        leaves all groups as they were.
+
+        mask  attention mask of SDPA, bool [batch, 1, columns, all columns], or the padding mask of the new columns alone,
+              bool [batch, columns]; None where every column is a token.
+        """
         batch_size, _, columns, _ = query.shape
         if self.batch_size == -1:
             self.created = True
@@ -138,7 +142,9 @@ class BatchState:
             self.batch_size = batch_size
         if batch_size != self.batch_size:
             raise ValueError(f"the cache holds {self.batch_size} sequences, the model was called with {batch_size}")
-        new = padding_of(mask, columns, self.columns_begun, self.padding_mask, layer.sliding_window)
+        new = mask
+        if mask is not None and mask.ndim != 2:
+            new = padding_of(mask, columns, self.columns_begun, self.padding_mask, layer.sliding_window)
         same = self._same_rows(query, key, value, new) if columns > 1 and batch_size > 1 else None
         rows = range(batch_size) if same is None else sorted(set(same))
         counts = [columns if new is None else int(new[row].sum()) for row in rows]

@@ -14,7 +14,7 @@ import dataclasses
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from kvant.layout import Layout, Order
 from kvant.ops import Implementation, choose
 from kvant.ops.reference import restored
 from kvant.ops.registry import Op
+from kvant.ops.types import LayerStore, PagedBatch
 from kvant.recipe import Recipe
 from kvant.rope import Rope, ropes_of
 from kvant.shape import ModelShape
@@ -280,11 +281,77 @@ class Cache(Serving, transformers.Cache):
             self.on_attend(layer, query, key, value, out)
         return out
 
+    def fill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        layers: Iterable[tuple[Tensor, Tensor]],
+        *,
+        salt: str = "",
+    ) -> None:
+        """Stores prompts that were prefilled elsewhere: by another process, or once for several caches. The cache then holds what
+        its own prefill would have stored, and `generate` continues from it.
+
+        input_ids, attention_mask  [batch, columns], padding to the left; None where no column is padding.
+        layers                     keys and values of every layer as attention gets them (keys after RoPE), in the type of
+                                   the model: [batch, heads, columns, head_dim] each.
+        """
+        if self.recipe.wants_queries:
+            raise ValueError(
+                f"recipe {self.recipe.name} needs the prompt's queries: let the model read the prompt itself"
+            )
+        padding_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        with self.ownership.claimed():
+            self.settle()
+            if self.state.batch_size > 0:
+                raise ValueError(f"the cache holds {self.state.batch_size} sequences: reset it first")
+            count = 0
+            try:
+                for key, value in layers:
+                    if count == len(self.layers) or key.shape[::2] != input_ids.shape or value.shape != key.shape:
+                        raise ValueError(
+                            f"expected keys and values of {len(self.layers)} layers, [batch, heads, columns, head_dim] for tokens "
+                            f"of shape {list(input_ids.shape)}; got {list(key.shape)} and {list(value.shape)} for layer {count}"
+                        )
+                    self._store(count, key, value, padding_mask)
+                    count += 1
+                if count != len(self.layers):
+                    raise ValueError(f"expected keys and values of {len(self.layers)} layers, got those of {count}")
+            except BaseException:
+                self.abort()
+                raise
+            self.state.commit()
+            self._finish(input_ids, attention_mask, salt)
+        self.ownership.release()
+
+    def _store(self, layer: int, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> None:
+        """Appends a layer's keys and values without attending."""
+        self.update(key, value, layer)
+        if not self.groups:
+            self._initialize(key)
+        if self.layers[layer].columns > self.state.columns_begun:  # the first layer
+            self.state.begin(key, key, value, padding_mask, self.layers[layer])
+        group = self.state.group_of[layer]
+        step = group.step
+        assert step is not None
+        index = group.layers.index(layer)
+        first = None if step.same is None else sorted(set(step.same))
+        k, v = (flatten(x if first is None else x[first], step.padding_mask) for x in (key, value))
+        group.paged.append(index, k, v, step.batch)
+        step.written += 1
+        for row, source in enumerate(step.same or ()):
+            if source != row:
+                group.paged.copy_row(index, group.sequences[source], group.sequences[row])
+
     def keys_as_read(self, layer: int) -> Tensor:
         """A layer's keys as attention now reads them, in the model's space: float32 [batch, tokens, heads, head_dim]."""
+        store, batch = self.store_of(layer)
+        return restored(store, "key", batch)
+
+    def store_of(self, layer: int) -> tuple[LayerStore, PagedBatch]:
+        """A layer's storage, and the sequences of the batch as they are in it."""
         group = self.state.group_of[layer]
-        paged = group.paged
-        return restored(paged.stores[group.layers.index(layer)], "key", paged.batch(group.sequences))
+        return group.paged.stores[group.layers.index(layer)], group.paged.batch(group.sequences)
 
     def implementation(self, op: Op, device: torch.device) -> str:
         """Name of the implementation of an operation on a device."""

@@ -3,9 +3,11 @@
 import warnings
 from typing import Any
 
-from kvant.eval.teacher import Result, Segments, evaluate
+from kvant.eval.profile import Profile
+from kvant.eval.segments import ChatSegments, Segments
+from kvant.eval.teacher import Result, evaluate
 
-__all__ = ["Result", "Segments", "evaluate"]
+__all__ = ["ChatSegments", "Profile", "Result", "Segments", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:

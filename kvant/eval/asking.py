@@ -1,8 +1,8 @@
 """Free-running generation: a model answers questions from a cache, and the answers are scored.
 
-Prompts go through the tokenizer's chat template where it has one. Questions of similar length share a batch, padded on the left;
-a batch that does not fit into memory is halved. Answers are stored as they are generated (`Journal`), so that an interrupted run
-can be continued.
+Prompts go through the tokenizer's chat template where it has one. They are prefilled once for all recipes (`PromptStates`), except
+for recipes that need the prompt's queries. Questions of similar length share a batch, padded on the left; a batch that does not fit
+into memory is halved. Answers are stored as they are generated (`Journal`), so that an interrupted run can be continued.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from kvant.engines import graphs
+from kvant.eval.prompt_states import PromptStates, padded
 from kvant.eval.tasks import Question, Task
 from kvant.files import cache_dir, collect, replacing
 
@@ -47,8 +48,20 @@ class Sampling:
     @property
     def options(self) -> dict[str, Any]:
         if self.temperature == 0.0:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": 1.0, "top_k": 0}
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "repetition_penalty": 1.0,
+        }
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """The next token of every row of logits [rows, vocabulary]: int64 [rows, 1]."""
+        if self.temperature == 0.0:
+            return logits.argmax(-1, keepdim=True)
+        return torch.multinomial(torch.softmax(logits.float() / self.temperature, -1), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +117,15 @@ def ask(
     *,
     batch: int,
     sampling: Sampling,
+    states: PromptStates | None = None,
     graph: bool = False,
     journal: Journal | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Answer]:
     """Answers to all questions, in their order, one sample after another. `make_cache` gives an empty cache for a batch; None
-    takes transformers' own full cache. `graph` decodes in a CUDA graph where the cache can."""
+    takes transformers' own full cache. With `states` the prompts' prefill is taken from there; without, every batch is prefilled
+    by the model through its cache. `graph` decodes in a CUDA graph where the cache can."""
     tokenizer = prompts.tokenizer
     wanted = [(i, sample) for sample in range(sampling.samples) for i in range(len(prompts.ids))]
     found: dict[tuple[int, int], Answer] = {} if journal is None else journal.read(prompts.questions)
@@ -119,7 +134,7 @@ def ask(
     while left:
         some = left[:batch]
         try:
-            texts = _generate(model, tokenizer, prompts, some, make_cache, sampling, graph)
+            texts = _generate(model, tokenizer, prompts, some, make_cache, sampling, states, graph)
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise
@@ -145,6 +160,7 @@ def _generate(
     some: Sequence[tuple[int, int]],
     make_cache: Callable[[], Any] | None,
     sampling: Sampling,
+    states: PromptStates | None,
     graph: bool,
 ) -> list[tuple[str, int]]:
     """Answers of a batch, and their tokens."""
@@ -156,10 +172,17 @@ def _generate(
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     new = max(prompts.questions[i].max_new_tokens for i, _ in some)
     torch.manual_seed(_seed(sampling.seed, some))
-    options = {"max_new_tokens": new, "pad_token_id": pad, **sampling.options}
     cache = DynamicCache() if make_cache is None else make_cache()
-    if graph and make_cache is not None and graphs.refuse(model, cache) is None:
+    if states is not None:
+        first = _fill(cache, ids, mask, [i for i, _ in some], states, sampling)
+        ids, mask, new = torch.cat((ids, first), 1), torch.nn.functional.pad(mask, (0, 1), value=1), new - 1
+    options = {"max_new_tokens": new, "pad_token_id": pad, **sampling.options}
+    if not new:
+        out = ids
+    elif graph and make_cache is not None and graphs.refuse(model, cache) is None:
         out = cache.generate(model, ids, mask, graph=True, **options)
+    elif states is not None and make_cache is not None:
+        out = cache.generate(model, ids, mask, **options)
     else:
         out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     ends = _ends(model, tokenizer)
@@ -170,6 +193,20 @@ def _generate(
         said = row if stop is None else row[:stop]
         answers.append((tokenizer.decode(said, skip_special_tokens=True), len(said) + (stop is not None)))
     return answers
+
+
+def _fill(
+    cache: Any, ids: Tensor, mask: Tensor, prompts: Sequence[int], states: PromptStates, sampling: Sampling
+) -> Tensor:
+    """Stores the prompts in a cache and returns the first token of every answer: int64 [rows, 1]."""
+    found = states.of(prompts)
+    batch = [found[i] for i in prompts]
+    if isinstance(cache, DynamicCache):
+        for layer, (key, value) in enumerate(padded(batch)):
+            cache.update(key, value, layer)
+    else:
+        cache.fill(ids, mask, padded(batch))
+    return sampling.pick(torch.stack([state.logits for state in batch]))
 
 
 def _seed(seed: int, some: Sequence[tuple[int, int]]) -> int:

@@ -15,6 +15,7 @@ from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache
 from kvant.eval.asking import Answer, Journal, Prompts, Sampling, ask
 from kvant.eval.paired import Comparison, compare
+from kvant.eval.prompt_states import PromptStates
 from kvant.eval.tasks import Task, digest
 from kvant.layout import Layout
 from kvant.recipe import Recipe
@@ -75,6 +76,7 @@ def score_task(
     out: list[Score] = []
     full: list[float] = []
     journals: list[Journal] = []
+    states = PromptStates(model, prompts.ids)
     named, asked = fingerprint(model), digest(prompts.questions)
     for run in runs_of(recipes, batch):
         artifact = None if run.recipe is None else artifacts[run.recipe.name]
@@ -92,6 +94,7 @@ def score_task(
             None if run.recipe is None else _maker(model, run.recipe, artifact),
             batch=run.batch,
             sampling=sampling,
+            states=None if run.recipe is not None and run.recipe.wants_queries else states,
             graph=graph,
             journal=journals[-1],
             progress=lambda n, total, stage=f"{task.label}, {run.label}": progress(stage, n, total),  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Teacher-forced evaluation: every recipe reads the same text, and is compared with the full cache token by token.
 
-Segments are spread evenly over the text. The first tokens of a segment are prefilled and not scored. Each later token is
+The first tokens of a segment are prefilled and not scored (segments.py says which texts there are). Each later token is
 fed through the recipe's packed cache, `chunk` tokens at a time, and its next-token distribution is compared with that of
 transformers' own full cache on the same tokens. A chunk of 1 is decode. Since the text is known, decode is computed for a
 block of tokens at once (kvant.ops.replay), with the same result as one by one; `stepwise` really goes one by one.
@@ -21,51 +21,19 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from kvant.engines.hf import Cache
+from kvant.engines.hf import Cache, ModelShape
+from kvant.eval.profile import Profile, Sums
+from kvant.eval.segments import Batch, Segments, Text
+from kvant.ops.types import one_sequence
 from kvant.recipe import Recipe
+
+__all__ = ["AttentionError", "Result", "Segments", "evaluate"]
 
 Tensor = torch.Tensor
 AT_ONCE = (
     3  # recipes compared with one pass of the full cache; each also holds exact keys and values, for AttentionError
 )
 BLOCK = 64  # tokens per segment whose reference distributions are held at a time, at least
-
-
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """Segments of a text. ids is int64 [segments, prompt + scored + 1]; the last column is only a target."""
-
-    ids: Tensor
-    prompt: int
-
-    @property
-    def scored(self) -> int:
-        """Tokens per segment whose prediction is scored."""
-        return self.ids.shape[1] - 1 - self.prompt
-
-    @property
-    def tokens(self) -> int:
-        return self.scored * len(self.ids)
-
-    @staticmethod
-    def over(ids: Sequence[int], context: int, tokens: int, prompt: int | None = None) -> Segments:
-        """As many segments as it takes to score at least `tokens` tokens, spread evenly over the text."""
-        prompt = context // 3 if prompt is None else prompt
-        if context < 2:
-            raise ValueError(f"context must be at least 2 tokens, got {context}")
-        if not 1 <= prompt < context:
-            raise ValueError(
-                f"prompt must be at least 1 and shorter than the context of {context} tokens, got {prompt}"
-            )
-        if tokens < 1:
-            raise ValueError(f"tokens must be positive, got {tokens}")
-        if len(ids) < context + 1:
-            raise ValueError(f"the text has {len(ids)} tokens, a context of {context} needs at least {context + 1}")
-        count = math.ceil(tokens / (context - prompt))
-        length = prompt + math.ceil(tokens / count) + 1
-        room = len(ids) - length
-        starts = [round(room * i / max(1, count - 1)) for i in range(count)]
-        return Segments(torch.tensor([list(ids[start : start + length]) for start in starts]), prompt)
 
 
 @dataclasses.dataclass
@@ -81,22 +49,26 @@ class Result:
     attn_rel_mse: float
     seconds: float
     layers: list[float] = dataclasses.field(default_factory=list)  # attn_rel_mse of each layer
-    logits: list[float] = dataclasses.field(default_factory=list)  # with `profile`: logit error of each layer
+    logits: list[float] = dataclasses.field(
+        default_factory=list
+    )  # with `profile`: logit error of each layer, as attention weighs it
+    profile: Profile | None = None  # with `profile`
 
 
 class AttentionError:
-    """Compares a cache's attention outputs with exact attention over the same queries, keys and values."""
+    """Compares a cache's attention outputs with exact attention over the same queries, keys and values.
 
-    def __init__(self, cache: Cache, scales: list[float], profile: bool = False) -> None:
-        self.cache, self.scales, self.profile = cache, scales, profile
-        self.logit_error = torch.zeros(len(cache.shape.layers), dtype=torch.float64)
-        self.compared = torch.zeros(len(cache.shape.layers), dtype=torch.float64)
+    total    sums over all batches, of one recipe
+    batch    the rows that the cache reads; `asked` [rows, columns] are the queries that count in the forward pass at hand, None
+             where none do
+    """
+
+    def __init__(self, cache: Cache, scales: list[float], total: Errors, batch: Batch) -> None:
+        self.cache, self.scales, self.total, self.batch = cache, scales, total, batch
         self.sliding_windows = cache.shape.layers
         self.keys: list[list[Tensor]] = [[] for _ in self.sliding_windows]
         self.values: list[list[Tensor]] = [[] for _ in self.sliding_windows]
-        self.error = torch.zeros(len(self.sliding_windows), dtype=torch.float64)
-        self.energy = torch.zeros(len(self.sliding_windows), dtype=torch.float64)
-        self.measuring = False
+        self.asked: Tensor | None = None
         self.seconds = 0.0
         cache.on_attend = self
 
@@ -104,40 +76,73 @@ class AttentionError:
         begin = time.perf_counter()
         self.keys[layer].append(key)
         self.values[layer].append(value)
-        if self.measuring:
+        if self.asked is not None:
             keys, values = torch.cat(self.keys[layer], 2), torch.cat(self.values[layer], 2)
             self.keys[layer], self.values[layer] = [keys], [values]
-            fresh, total = query.shape[2], keys.shape[2]
-            at = torch.arange(total, device=query.device)
-            keep = at <= at[-fresh:, None]
-            sliding_window = self.sliding_windows[layer]
-            if sliding_window is not None:
-                keep &= at > at[-fresh:, None] - sliding_window
-            exact = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=keep, scale=self.scales[layer], enable_gqa=True
-            ).transpose(1, 2)
-            self.error[layer] += (out - exact).double().square().sum().cpu()
-            self.energy[layer] += exact.double().square().sum().cpu()
-            if self.profile:
-                self._add_logit_error(layer, query[:, :, -1], keys, keep[-1])
+            self._compare(layer, query, keys, values, out, self.asked)
         self.seconds += time.perf_counter() - begin
 
-    def _add_logit_error(self, layer: int, query: Tensor, keys: Tensor, keep: Tensor) -> None:
-        """Adds sum_n p_n (e_n - mean e)^2 for the last query: e_n is the error of its logit for token n, p_n its attention
-        weight, and mean e = sum_n p_n e_n, which the softmax cancels."""
-        grouped = query.float().unflatten(1, (keys.shape[1], -1))  # [batch, heads, queries per head, head_dim]
-        packed = self.cache.keys_as_read(layer)[:, : keys.shape[2]]
-        exact = torch.einsum("bhgd,bhnd->bhgn", grouped, keys.float()) * self.scales[layer]
-        missed = torch.einsum("bhgd,bnhd->bhgn", grouped, packed) * self.scales[layer] - exact
-        weights = exact.masked_fill(~keep, float("-inf")).softmax(-1)
-        missed = torch.where(keep, missed, 0.0)
-        missed = missed - (weights * missed).sum(-1, keepdim=True)
-        self.logit_error[layer] += (weights * missed.square()).sum(-1).double().mean().cpu()
-        self.compared[layer] += 1
+    def _compare(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, asked: Tensor) -> None:
+        """query [rows, query heads, new columns, head_dim], keys and values [rows, heads, columns, head_dim], out
+        [rows, new columns, query heads, head_dim]."""
+        fresh, total = query.shape[2], keys.shape[2]
+        at = torch.arange(total, device=query.device)
+        keep = at <= at[-fresh:, None]
+        sliding_window = self.sliding_windows[layer]
+        if sliding_window is not None:
+            keep &= at > at[-fresh:, None] - sliding_window
+        if self.batch.real is not None:
+            keep = keep & self.batch.real[:, None, None, :total]
+        exact = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=keep, scale=self.scales[layer], enable_gqa=True
+        ).transpose(1, 2)
+        error = (out - exact)[asked].double().square().sum(-1)  # [queries that count, query heads]
+        energy = exact[asked].double().square().sum(-1)
+        self.total.error[layer] += error.sum().cpu()
+        self.total.energy[layer] += energy.sum().cpu()
+        if self.total.profile is not None:
+            length = self.batch.positions(total - fresh, total)[asked] + 1
+            for name, x in (("output_error", error), ("output_energy", energy)):
+                self.total.profile.add(name, layer, length, x.unflatten(1, (keys.shape[1], -1)).sum(-1))
+            self._profile(self.total.profile, layer, query, keys, values, asked)
+
+    def _profile(self, profile: Sums, layer: int, query: Tensor, keys: Tensor, values: Tensor, asked: Tensor) -> None:
+        """Compares keys, values and logits sequence by sequence."""
+        fresh, total = query.shape[2], keys.shape[2]
+        real = self.batch.real
+        new = None if real is None else real[:, total - fresh : total]
+        decoded = self.cache.as_decoded or (fresh == 1 and (new is None or bool(new.all())))
+        store, stored = self.cache.store_of(layer)
+        positions = self.batch.positions(total - fresh, total)
+        for row in range(len(query)):
+            columns = asked[row].nonzero()[:, 0]
+            if not len(columns):
+                continue
+            tokens = slice(0, total) if real is None else real[row, :total]
+            profile.compare(
+                layer,
+                store,
+                one_sequence(stored, row),
+                query[row, :, columns].transpose(0, 1),
+                keys[row, :, tokens].transpose(0, 1),
+                values[row, :, tokens].transpose(0, 1),
+                positions[row, columns],
+                before=None if decoded else total - fresh if real is None else int(real[row, : total - fresh].sum()),
+                scale=self.scales[layer],
+                sliding_window=self.sliding_windows[layer],
+            )
+
+
+class Errors:
+    """Sums of a recipe's attention errors over all batches; error and energy of the outputs by layer."""
+
+    def __init__(self, layers: int, heads: int, profile: bool) -> None:
+        self.error, self.energy = (torch.zeros(layers, dtype=torch.float64) for _ in range(2))
+        self.profile = Sums(layers, heads) if profile else None
 
     @property
-    def relative(self) -> list[float]:
-        return (self.error / self.energy).tolist()
+    def relative(self) -> Tensor:
+        return self.error / self.energy
 
 
 def attention_scales(model: Any) -> list[float]:
@@ -153,18 +158,17 @@ def attention_scales(model: Any) -> list[float]:
 class _Scores:
     """Sums over all scored tokens of one recipe."""
 
-    def __init__(self) -> None:
-        self.kl: list[Tensor] = []  # [segments of the batch, tokens] each
+    def __init__(self, errors: Errors) -> None:
+        self.errors = errors
+        self.kl: list[Tensor] = []  # [tokens] each
         self.nll = 0.0
         self.equal = 0
         self.tokens = 0
         self.seconds = 0.0
         self.bpe = 0.0
-        self.attention: list[list[float]] = []
-        self.logits: list[list[float]] = []
 
     def add(self, logits: Tensor, reference: Tensor, targets: Tensor) -> None:
-        """logits [segments, tokens, vocabulary]; reference: log-probabilities of the full cache."""
+        """logits [tokens, vocabulary]; reference: log-probabilities of the full cache."""
         found = torch.log_softmax(logits.float(), -1)
         self.kl.append((reference.exp() * (reference - found)).sum(-1).cpu())
         self.nll -= float(found.gather(-1, targets[..., None]).double().sum())
@@ -172,8 +176,8 @@ class _Scores:
         self.tokens += targets.numel()
 
     def result(self, name: str) -> Result:
-        kl = torch.cat([part.flatten() for part in self.kl]).double()
-        layers = torch.tensor(self.attention, dtype=torch.float64).mean(0)
+        kl = torch.cat(self.kl).double()
+        layers, profile = self.errors.relative, self.errors.profile
         return Result(
             recipe=name,
             bpe=self.bpe,
@@ -184,7 +188,8 @@ class _Scores:
             attn_rel_mse=float(layers.mean()),
             seconds=self.seconds,
             layers=layers.tolist(),
-            logits=torch.tensor(self.logits, dtype=torch.float64).mean(0).tolist() if self.logits else [],
+            logits=[] if profile is None else profile.weighted_logits,
+            profile=None if profile is None else profile.profile(),
         )
 
 
@@ -192,7 +197,7 @@ class _Scores:
 def evaluate(
     model: Any,
     recipes: Sequence[Recipe],
-    segments: Segments,
+    segments: Text,
     chunk: int = 1,
     batch: int = 8,
     make_cache: Callable[[Recipe], Cache] | None = None,
@@ -202,61 +207,67 @@ def evaluate(
     profile: bool = False,
     together: int = AT_ONCE,
 ) -> list[Result]:
-    """Scores recipes against the full cache on the same tokens. `progress` is called with (done, total) tokens.
+    """Scores recipes against the full cache on the same tokens: `Segments` of a text, or the answers of `ChatSegments`. `progress`
+    is called with (done, total) tokens.
 
     `offset` adds a constant to every position. RoPE is relative, so the full cache gives the same distributions; a recipe
-    that was fitted to keys at other positions may not. `profile` also compares the logits of some queries, layer by layer.
-    `together` recipes share one pass of the full cache.
+    that was fitted to keys at other positions may not. `profile` also compares keys, values and attention probabilities.
+    `together` recipes share one pass of the full cache. With `stepwise`, chats are read one at a time: a batch of them has padding,
+    which decode of one token does not.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be positive, got {chunk}")
     if offset < 0:
         raise ValueError(f"offset must be at least 0, got {offset}")
 
-    def feed(cache: Any, ids: Tensor, start: int, stop: int, **options: Any) -> Tensor:
-        position = torch.arange(offset + start, offset + stop, device=ids.device).expand(len(ids), -1)
-        return model(ids[:, start:stop], position_ids=position, past_key_values=cache, **options).logits
+    def feed(cache: Any, rows: Batch, start: int, stop: int, **options: Any) -> Tensor:
+        if rows.real is not None:
+            options["attention_mask"] = rows.real[:, :stop].long()
+        position = rows.positions(start, stop) + offset
+        return model(rows.ids[:, start:stop], position_ids=position, past_key_values=cache, **options).logits
 
     make_cache = make_cache or (lambda recipe: Cache(model, recipe, first_position=offset))
-    scores = [_Scores() for _ in recipes]
+    shape = ModelShape.of(model)
+    scores = [_Scores(Errors(len(shape.layers), shape.heads, profile)) for _ in recipes]
     total = segments.tokens * len(recipes)
     done = 0
     scales = attention_scales(model)
     compare_every = 16 if chunk == 1 and stepwise else 1  # attention outputs are compared at every n-th step
     at_once = chunk == 1 and not stepwise
+    batch = 1 if chunk == 1 and stepwise and segments.ragged else batch
     chunk = BLOCK if at_once else chunk
     block = math.ceil(BLOCK / chunk) * chunk
-    rounds = itertools.product(range(0, len(segments.ids), batch), range(0, len(recipes), together))
-    for first, some in rounds:
-        ids = segments.ids[first : first + batch].to(model.device)
+    for rows, some in itertools.product(segments.batches(batch), range(0, len(recipes), together)):
+        rows = rows.to(model.device)
+        prompt, columns = rows.prompt, rows.ids.shape[1]
         running: list[tuple[Cache, AttentionError, _Scores]] = []
         for recipe, score in zip(recipes[some : some + together], scores[some : some + together], strict=True):
             cache = make_cache(recipe)
-            meter = AttentionError(cache, scales, profile)
+            meter = AttentionError(cache, scales, score.errors, rows)
             begin = time.perf_counter()
-            feed(cache, ids, 0, segments.prompt, logits_to_keep=1)
+            feed(cache, rows, 0, prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - meter.seconds
             cache.as_decoded = at_once
             running.append((cache, meter, score))
         reference = DynamicCache(config=model.config)
-        feed(reference, ids, 0, segments.prompt, logits_to_keep=1)
-        for start in range(segments.prompt, ids.shape[1] - 1, block):
-            stop = min(start + block, ids.shape[1] - 1)
-            expected = feed(reference, ids, start, stop).float().log_softmax(-1)
+        feed(reference, rows, 0, prompt, logits_to_keep=1)
+        for start in range(prompt, columns - 1, block):
+            stop = min(start + block, columns - 1)
+            expected = feed(reference, rows, start, stop).float().log_softmax(-1)
             for cache, meter, score in running:
                 for at in range(start, stop, chunk):
                     until = min(at + chunk, stop)
-                    meter.measuring = (at - segments.prompt) // chunk % compare_every == 0
+                    asked = rows.targets(at, until)
+                    compared = (at - prompt) // chunk % compare_every == 0 and bool(asked.any())
+                    meter.asked = asked if compared else None
                     begin, metered = time.perf_counter(), meter.seconds
-                    logits = feed(cache, ids, at, until)
+                    logits = feed(cache, rows, at, until)
                     score.seconds += time.perf_counter() - begin - (meter.seconds - metered)
-                    score.add(logits, expected[:, at - start : until - start], ids[:, at + 1 : until + 1])
-                    done += (until - at) * len(ids)
+                    targets = rows.ids[:, at + 1 : until + 1]
+                    score.add(logits[asked], expected[:, at - start : until - start][asked], targets[asked])
+                    done += int(asked.sum())
                     if progress is not None:
                         progress(done, total)
-        for cache, meter, score in running:
-            score.bpe = cache.layout.bits_per_element(ids.shape[1] - 1)
-            score.attention.append(meter.relative)
-            if profile:
-                score.logits.append((meter.logit_error / meter.compared).tolist())
+        for cache, _, score in running:
+            score.bpe = cache.layout.bits_per_element(segments.length)
     return [score.result(recipe.name) for recipe, score in zip(recipes, scores, strict=True)]

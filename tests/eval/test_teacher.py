@@ -131,11 +131,12 @@ def test_a_profile_shows_the_fragile_layer() -> None:
     segments = Segments.over(prompt(1, 120)[0].tolist(), context=90, tokens=60, prompt=30)
     (result,) = evaluate(model, [recipes.get("int4")], segments, profile=True)
     assert len(result.logits) == len(result.layers) == len(model.model.layers)
-    assert result.logits[1] > 20 * result.logits[0] > 0
+    assert result.logits[1] > 5 * result.logits[0] > 0
     (exact,) = evaluate(model, [recipes.get("full")], segments, profile=True)
     assert max(exact.logits) < 1e-6
     (without,) = evaluate(model, [recipes.get("int4")], segments)
     assert without.logits == []
+    assert without.profile is None
 
 
 def test_the_old_name_of_segments_works_and_warns() -> None:
