@@ -1,4 +1,4 @@
-"""Calibration artifacts: the tensors that a recipe was fitted with, in one safetensors file that says what it is."""
+"""Calibration artifacts: the fitted tensors of a recipe for one model, in one self-describing safetensors file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ Tensor = torch.Tensor
 FORMAT = "kvant-artifact-2"
 UNSEALED = "kvant-artifact-1"  # written before headers had a seal; still read
 FILE = "artifact.safetensors"
-SCHEME = (
-    2  # of the fingerprints that name models (engines.fingerprint); an artifact that does not say has the first one
-)
-ORTHOGONAL = 1e-2  # the largest entry of U^T U - 1 that is taken for rounding
-CONDITION = 1e9  # ||A|| ||A^-1|| beyond which a matrix is taken for one that has no inverse
+SCHEME = 2  # version of the fingerprints that name models (engines.fingerprint); an artifact without one has version 1
+ORTHOGONAL = 1e-2  # largest entry of U^T U - 1 of a matrix that counts as orthogonal
+CONDITION = 1e9  # condition number ||A|| ||A^-1|| above which a matrix counts as singular
 _UNREADABLE = (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 
@@ -48,14 +46,14 @@ class Artifact:
         )
 
     def serving(self, recipe: Recipe) -> Artifact:
-        """The same tensors for another recipe that was fitted alike: one that differs in windows, say."""
+        """The same tensors for another recipe whose fit is the same, for example one that differs only in windows."""
         if recipe.fits != self.recipe.fits:
             raise ValueError(f"the artifact was fitted for recipe {self.recipe.name}, not for {recipe.name}")
         return dataclasses.replace(self, recipe=recipe)
 
     @property
     def digest(self) -> str:
-        """Names the tensors and what they were fitted for: two artifacts with the same digest are interchangeable."""
+        """Digest of the tensors and of what they were fitted for: artifacts with the same digest are interchangeable."""
         shape = [self.recipe.fits, self.heads, self.head_dim, self.layers]
         digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
         for name, tensor in sorted(self._flat().items()):
@@ -67,7 +65,7 @@ class Artifact:
         return {f"layers.{i}.{name}": t.cpu() for i, layer in self.tensors.items() for name, t in layer.items()}
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes the artifact whole or not at all; what was there before stays until then."""
+        """Writes the artifact atomically; an existing file is replaced when the new one is complete."""
         self.check_tensors()
         target = Path(directory) / FILE
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,12 +115,12 @@ class Artifact:
         return artifact
 
     def check_tensors(self) -> None:
-        """Refuses tensors that nothing can be served with: not finite, of another shape, or a matrix that has no inverse,
-        though one is needed. Layers and tensors that are missing are refused by whoever needs them."""
+        """Refuses tensors that cannot be used: not finite, of another shape, or a singular matrix where an inverse is needed.
+        Missing layers and tensors are refused later, by the part that needs them."""
         tensors = [tensor for layer in self.tensors.values() for tensor in layer.values()]
         state = [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
         if getattr(self, "_sound", None) == state:
-            return  # a cache is made for every request: once is enough
+            return  # checked before; a server makes a cache for every request
         expected: dict[str, Expected] = {}
         for stream, parts in ((name, stream.parts) for name, stream in self.recipe.streams.items()):
             for place, part in parts.items():
@@ -133,12 +131,14 @@ class Artifact:
                 wrong = _wrong(tensor, expected.get(name))
                 if wrong is not None:
                     raise ValueError(f"layer {layer}, {name}: {wrong}")
-        object.__setattr__(self, "_sound", state)  # no field: a copy with other tensors is looked at anew
+        object.__setattr__(
+            self, "_sound", state
+        )  # not a dataclass field, so that a copy with other tensors is checked again
 
     def check(self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None) -> None:
         """Refuses a recipe or a model that the artifact was not fitted for. What a recipe does not need from it, and
         what does not decide the fit (windows, a fixed clip in place of the fitted one), may differ. The model's
-        fingerprint is looked at where both sides know one."""
+        fingerprint is compared where both are known."""
         self.check_tensors()
         if not recipe.calibrated:
             raise ValueError(f"recipe {recipe.name} takes no artifact, got one of recipe {self.recipe.name}")
@@ -161,8 +161,8 @@ class Artifact:
             return
         if self.source.get("fingerprint_scheme", 1) != SCHEME:
             raise ValueError(
-                "the artifact was fitted by another version of kvant, which named models in another way, so that nobody can "
-                "tell whether it is of this model; calibrate again"
+                "the artifact was fitted by another version of kvant, whose fingerprints of models differ, so that it cannot be "
+                "verified for this model; calibrate again"
             )
         if fitted_to != fingerprint:
             raise ValueError(
@@ -172,7 +172,7 @@ class Artifact:
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[str, str, dict[str, Any]]:
-    """An artifact's digest, the name of its recipe, and its source, without its tensors, which nobody has looked at then."""
+    """An artifact's digest, the name of its recipe, and its source. The tensors are neither read nor checked."""
     file = _file(path)
     try:
         with safe_open(file, framework="pt") as opened:
@@ -209,7 +209,8 @@ def _checked_header(opened: Any) -> dict[str, str]:
 
 
 def _wrong(tensor: Tensor, expected: Expected | None) -> str | None:
-    """Why a calibrated tensor cannot be used, or None. Of a tensor that its recipe does not know, numbers alone are looked at."""
+    """Why a calibrated tensor cannot be used, or None. For a tensor that the recipe does not declare,
+    only the numbers are checked."""
     shape = list(tensor.shape)
     if expected is not None and shape != list(expected.shape):
         return f"expected the shape {list(expected.shape)}, got {shape}"
@@ -243,5 +244,5 @@ def _wrong(tensor: Tensor, expected: Expected | None) -> str | None:
 
 
 def _seal(header: dict[str, str]) -> str:
-    """Names everything that a header says but the seal itself."""
+    """Digest of everything in a header except the seal itself."""
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Bands of channels: what a transform sorts by importance and a codec gives different widths."""
+"""Bands of channels: a transform sorts channels by importance into bands, and a codec gives each band its code width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and where those that nobody asked for are kept."""
+"""Atomic writes, and the directory of kvant's cached files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-STALE = 24 * 3600  # seconds after which a temporary file's writer is taken for dead
+STALE = 24 * 3600  # seconds after which a temporary file is assumed to be abandoned
 _TEMPORARY = re.compile(r"\.(?P<name>.+)-[0-9a-f]{16}")
 
 
 def cache_dir() -> Path:
-    """Where fetched models, kept artifacts and compiled kernels live."""
+    """The directory of downloaded models, cached artifacts and compiled kernels."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvant"
 
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A path to write to, which becomes the target when all is written and on the disk; until then, and where anything
-    fails, what was there before stays. The new file has the permissions of the one that it replaces. A directory, a FIFO or a
+    """A temporary path to write to, which is renamed to the target when everything is written and synced. Until then, and
+    if anything fails, the target is unchanged. The new file has the permissions of the one that it replaces. A directory, a FIFO or a
     device is not replaced."""
     check_replaceable(target, "output")
     collect(target.parent, target.name)
@@ -41,8 +41,8 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def collect(directory: Path, name: str | None = None) -> None:
-    """Removes temporary files that killed processes have left in a directory: those of one target, or without a name those
-    of all, which is for directories that are kvant's own."""
+    """Removes temporary files that killed processes have left in a directory: those of one target, or without a name
+    those of all targets, for directories that only kvant writes to."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(directory)):
             found = _TEMPORARY.fullmatch(entry.name)
@@ -69,11 +69,11 @@ def kind(mode: int) -> str:
 
 
 def check_replaceable(target: Path, what: str) -> None:
-    """Refuses a target that is there and is no regular file: a FIFO or a device is not replaced by a file."""
+    """Refuses a target that exists and is not a regular file: a FIFO or a device is not replaced by a file."""
     try:
         mode = os.stat(target).st_mode
     except OSError:
-        return  # nothing is there; or what keeps us from looking will keep us from writing, with its own words
+        return  # it does not exist; or it cannot be examined, and then writing will raise the error
     if not stat.S_ISREG(mode):
         raise ValueError(f"{what} {str(target)!r}: expected a file, got {kind(mode)}")
 
@@ -90,7 +90,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Makes sure that a file, or a directory's entries, are on the disk."""
+    """fsync of a file or of a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -48,11 +48,11 @@ def smollm2_directory(say: Any = None) -> Path:
         converted = work / "converted"
         _convert(work / _GGUF, converted)
         try:
-            os.rename(converted, target)  # whole or not at all
+            os.rename(converted, target)  # atomic
         except OSError:
-            if not (target / "config.json").exists():  # another process may have been faster
+            if not (target / "config.json").exists():  # another process was faster
                 raise
-    say(f"kept in {target}")
+    say(f"cached in {target}")
     return target
 
 
@@ -99,7 +99,7 @@ def _load_gguf(file: Path, dtype: str) -> tuple[Any, Any]:
         raise ModuleNotFoundError(f"model {str(file)!r} is a GGUF file, which needs the gguf package: pip install gguf")
     transformers.utils.logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    with _quiet_where_nobody_looks():
+    with _no_bar_without_terminal():
         model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):  # the weights are plain now
@@ -109,8 +109,8 @@ def _load_gguf(file: Path, dtype: str) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _quiet_where_nobody_looks() -> Iterator[None]:
-    """transformers draws a bar while it dequantizes a GGUF file, which is for a terminal only."""
+def _no_bar_without_terminal() -> Iterator[None]:
+    """Hides the progress bar that transformers shows while it dequantizes a GGUF file, unless stderr is a terminal."""
     from transformers import modeling_gguf_pytorch_utils as module
 
     bar = getattr(module, "tqdm", None)

@@ -1,4 +1,4 @@
-"""How much fits: bytes of a cache before there is one, from a model's config and a recipe alone.
+"""Capacity planning: bytes of a cache, computed from a model's config and a recipe alone.
 
 The answer is what a `kvant.Cache(model, recipe, max_tokens=context, max_sequences=requests)` allocates, to the byte. It is of one
 device; with tensor parallelism every device holds its share of the KV heads. Weights and activations are not in it.
@@ -53,12 +53,12 @@ def parse_bytes(text: str | int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a kind of cache can hold in the given memory of one device."""
+    """What one kind of cache holds in the given memory of one device."""
 
     recipe: str
     bits: float  # per cached number, of a full page
-    bytes_per_token: float  # of all layers, windows not counted
-    sequence_bytes: int  # windows and what correctors remember, of one sequence
+    bytes_per_token: float  # of all layers, without overlay rows
+    sequence_bytes: int  # overlay rows and corrector states of one sequence
     request_bytes: int  # of one request of `context` tokens
     tokens: int  # longest sequence that fits alone
     requests: int  # of `context` tokens that fit together
@@ -67,7 +67,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A recipe beside a 16-bit and an 8-bit cache."""
+    """A recipe compared with a 16-bit and an 8-bit cache."""
 
     model: str
     memory: int
@@ -98,7 +98,7 @@ def plan(
     model            a name of PRESETS, a ModelShape, or a transformers model or config.
     context          tokens of a request, prompt and answer.
     tensor_parallel  devices that share the KV heads; where there are more devices than heads, each holds one.
-    dtype            of the model (default: what its config says), which windows are kept in.
+    dtype            of the model (default: that of its config), which is also the dtype of overlays.
     """
     shape, name = _named_shape(model)
     recipe = recipes.get(recipe)

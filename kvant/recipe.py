@@ -63,7 +63,7 @@ class Stream(Spec):
     """What happens to the keys, or to the values.
 
     corrector  codes groups of tokens with an eye on the request's queries; its state belongs to the sequence.
-    rope       "post" stores keys as they come, rotated by RoPE. "pre" stores them as they are before RoPE: they are rotated
+    rope       "post" stores keys after RoPE. "pre" stores them before RoPE: they are rotated
                back by their position before the transforms and rotated again after decoding. "block" unrotates them
                to the start of their block of `rope_block` positions only, so that keys look alike at every position and a
                query has to be rotated once a block. A token's position is its place among the sequence's tokens.
@@ -97,7 +97,7 @@ class Stream(Spec):
 
     @property
     def effective_rope_block(self) -> int:
-        """Positions of a block to whose start keys are unrotated; 0 where they are stored as they come."""
+        """Positions of a block to whose start keys are unrotated; 0 where they are stored after RoPE."""
         return {"post": 0, "pre": 1, "block": self.rope_block}[self.rope]
 
     @property

@@ -1,4 +1,4 @@
-"""Rotary position embedding, for what has to rotate keys and queries to other positions."""
+"""Rotary position embedding (RoPE), to rotate keys and queries to other positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Rope:
     """The rotation of the half-split kind (channel i is paired with i + rotated / 2), as Llama, Qwen, Mistral and Gemma use it.
 
     inv_freq has one entry per pair; channels past the rotated ones are left alone. `first` is the position of a sequence's
-    first token, for who counts its tokens.
+    first token.
     """
 
     inv_freq: Tensor  # [rotated / 2]

@@ -1,4 +1,4 @@
-"""What a cache has to know of a model, read from its config."""
+"""The shape of a model that a cache needs, read from its config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 SERVED_LAYERS = ("full_attention", "sliding_attention")
-WITH_SINKS = (  # types of models with a learned logit a head that takes part in the softmax and has no value
+WITH_SINKS = (  # model types with attention sinks that are learned: one extra logit per head in the softmax, without a value
     "deepseek_v4",
     "flint",
     "gpt_oss",
@@ -22,9 +22,9 @@ WITH_SINKS = (  # types of models with a learned logit a head that takes part in
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What a cache has to know of a model."""
+    """Layers, KV heads and head dim of a model, as a cache needs them."""
 
-    layers: tuple[int | None, ...]  # a layer's sliding window, or None where it sees everything
+    layers: tuple[int | None, ...]  # sliding window of every layer, or None for full attention
     heads: int  # KV heads
     head_dim: int
     dtype: str
@@ -41,7 +41,7 @@ class ModelShape:
         config = config.get_text_config(decoder=True)
         if getattr(config, "model_type", None) in WITH_SINKS or _has_sinks(model_or_config):
             raise ValueError(
-                f"cannot serve {name}: its attention has learned sinks, which the softmax would have to know"
+                f"cannot serve {name}: its attention has learned sinks, which kvant's softmax does not include"
             )
         if getattr(config, "kv_lora_rank", None):
             raise ValueError(
@@ -69,7 +69,7 @@ class ModelShape:
 
 
 def _has_sinks(model_or_config: Any) -> bool:
-    """Whether an attention layer of a model has learned sinks; a config alone does not say."""
+    """Whether an attention layer of a model has learned sinks, which the config does not show."""
     if not isinstance(model_or_config, torch.nn.Module):
         return False
     return any(isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model_or_config.modules())

@@ -1,7 +1,7 @@
-"""Specs: frozen dataclasses that say what a part of a recipe is, and survive a trip through JSON.
+"""Specs: frozen dataclasses that describe a part of a recipe and round-trip through JSON.
 
 A spec holds numbers and names only; tensors live in the objects that a spec is bound to. Every concrete spec registers
-itself under its class name, so a new codec or transform is readable from JSON because it exists.
+itself under its class name, so that a new codec or transform can be read from JSON without further registration.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Expected(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Base of everything that a recipe is made of."""
+    """Base of all parts of a recipe."""
 
     registry: ClassVar[dict[str, type[Spec]]] = {}
     calibrated: ClassVar[bool] = False  # whether it needs tensors from an artifact
@@ -59,7 +59,7 @@ class Spec:
         Spec.registry[cls.__name__] = cls
 
     def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
-        """The tensors that it needs of an artifact for one layer, by name."""
+        """The tensors that this part needs from an artifact for one layer, by name."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Whether a recipe fits a model: what was measured, what it is called, and where it is kept.
+"""Verdicts on whether a recipe fits a model: measurements, thresholds, and storage.
 
-A verdict is a JSON file beside the model's artifacts, ARTIFACTS/<model's fingerprint>/verdicts/<recipe>-<artifact>.json. It
-counts for the version of kvant and for the text that it was measured with; any other is as good as none. docs/check.md says
+A verdict is a JSON file beside the model's artifacts, ARTIFACTS/<model's fingerprint>/verdicts/<recipe>-<artifact>.json. It is
+valid for the version of kvant and the text that it was measured with; others are ignored. docs/check.md says
 what the thresholds mean and why they are what they are.
 """
 
@@ -20,11 +20,11 @@ from kvant.version import VERSION
 
 Word = Literal["good", "usable", "unfit", "unknown"]
 FORMAT = "kvant-verdict-1"
-_LARGEST = 1 << 20  # bytes of a file that is read as a verdict
+_LARGEST = 1 << 20  # largest file that is read as a verdict, in bytes
 
 
 class Threshold(NamedTuple):
-    """A recipe has to be at least as good as this in both."""
+    """Limits that a recipe has to meet, both of them."""
 
     kl: float  # nats, mean over the scored tokens
     top1: float  # share of tokens whose likeliest successor is that of the full cache
@@ -35,7 +35,7 @@ USABLE = Threshold(kl=0.25, top1=0.75)
 
 
 def word_for(kl: float, top1: float) -> Word:
-    """good, usable or unfit; a KL that is no number is unfit."""
+    """good, usable or unfit; a KL that is NaN is unfit."""
     for word, threshold in (("good", GOOD), ("usable", USABLE)):
         if kl <= threshold.kl and top1 >= threshold.top1:
             return word  # type: ignore[return-value]
@@ -44,7 +44,7 @@ def word_for(kl: float, top1: float) -> Word:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a recipe did to a model on the built-in text, read through the packed cache.
+    """A verdict on a recipe for a model, measured on the built-in text through the packed cache.
 
     recipe        its name, as it was asked for.
     fingerprint   of the model.
@@ -55,8 +55,8 @@ class Verdict:
     packed        how many packed tokens a scored token reads, on average. 0: all of them were in the windows, and nothing was
                   measured; the verdict is then "unknown".
     tokens        tokens that were scored.
-    noise         KL of the unquantized recipe `full`, which does the same in another order; None where it was not measured.
-    why           in plain words, where something could be seen; "" where not.
+    noise         KL of the unquantized recipe `full`, which differs only in the order of sums; None where it was not measured.
+    why           the reason in plain words, where one was found; else "".
     """
 
     recipe: str
@@ -87,7 +87,7 @@ class Verdict:
         return f"{self.recipe}: {self.word}, KL {max(self.kl, 0.0):.4f}, top-1 {self.top1:.1%}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the verdict itself under "verdict"; numbers that are none are null."""
+        """Plain data, with the verdict itself under "verdict"; NaN is null."""
         data = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}
         return {"verdict": self.word, **data}
 
@@ -111,7 +111,7 @@ class Verdict:
 
 
 def directory(named: str) -> Path:
-    """Where the verdicts on a model are kept, by its fingerprint."""
+    """The directory of the verdicts on a model with this fingerprint."""
     return cache_dir() / "artifacts" / named[:16] / "verdicts"
 
 
@@ -120,7 +120,7 @@ def _file(named: str, recipe_digest: str, artifact: str) -> Path:
 
 
 def keep(verdict: Verdict) -> Path:
-    """Writes a verdict whole or not at all."""
+    """Writes a verdict atomically."""
     target = _file(verdict.fingerprint, verdict.recipe_digest, verdict.artifact)
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as temporary:
@@ -130,7 +130,7 @@ def keep(verdict: Verdict) -> Path:
 
 def verdict(named: str, recipe: Recipe, artifact: str = "") -> Verdict | None:
     """The verdict on a recipe, by the model's fingerprint and the digest of the artifact where the recipe has one; None where
-    none is kept that counts."""
+    no valid one is stored."""
     found = _read(_file(named, recipe.digest, artifact))
     mine = (named, recipe.digest, artifact)
     if found is None or (found.fingerprint, found.recipe_digest, found.artifact) != mine:
@@ -139,14 +139,14 @@ def verdict(named: str, recipe: Recipe, artifact: str = "") -> Verdict | None:
 
 
 def verdicts(named: str) -> list[Verdict]:
-    """All verdicts on a model that count, fewest bits first."""
+    """All valid verdicts on a model, fewest bits first."""
     found = [_read(path) for path in sorted(directory(named).glob("*.json"))]
     mine = [each for each in found if each is not None and each.fingerprint == named]
     return sorted(mine, key=lambda each: (each.bpe, each.kl))
 
 
 def _read(path: Path) -> Verdict | None:
-    """A file that cannot be read is no verdict: the next check writes it anew."""
+    """Reads a verdict. A file that cannot be read is ignored: the next check rewrites it."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(_LARGEST + 1)
@@ -160,16 +160,16 @@ def _read(path: Path) -> Verdict | None:
 
 
 def names_that_fit(named: str) -> list[str]:
-    """Recipes that are kept as good for a model, fewest bits first."""
+    """Recipes whose stored verdict for a model is good, fewest bits first."""
     return list(dict.fromkeys(each.recipe for each in verdicts(named) if each.word == "good"))
 
 
 class Unfit(ValueError):
-    """A recipe that would make the model useless, refused."""
+    """Raised for a recipe that is unfit for the model."""
 
 
 def refuse_unfit(found: Verdict, anyway: str, fitting: str = "") -> None:
-    """Raises where a verdict says unfit. `anyway` is how to have it all the same; `fitting` names what fits."""
+    """Raises where a verdict says unfit. `anyway`: the option that overrides this; `fitting`: recipes that fit."""
     if found.word != "unfit":
         return
     names = fitting or ", ".join(names_that_fit(found.fingerprint))

@@ -268,10 +268,21 @@ def measure_task(bench: Bench, data: dict[str, Any], label: str, names: list[str
     )
 
 
-def merge(files: list[str]) -> None:
-    """Adds the rows of other files to those of results/."""
+def of_eval(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """A report of `kvant eval --task` as rows of the results: without the answers."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for score in report["scores"]:
+        label = score["task"].partition(":path=")[0]
+        found.setdefault(label, []).append({key: value for key, value in score.items() if key != "answers"})
+    return {"name": name, "dtype": report["dtype"], "tasks": found}
+
+
+def merge(files: list[str], name: str) -> None:
+    """Adds the rows of other files to those of results/: what --out wrote, or `kvant eval --task --json`."""
     for file in files:
         new = json.loads(Path(file).read_text())
+        if "scores" in new:
+            new = of_eval(new, name)
         path = ROOT / "results" / f"{new['name']}.json"
         data = json.loads(path.read_text()) if path.exists() else {}
         data |= {key: value for key, value in new.items() if key not in ("texts", "tasks", "long")}
@@ -314,10 +325,10 @@ def main() -> int:
     parser.add_argument("--kind", default="needle,needle-multikey", help="kinds of needles")
     parser.add_argument("--again", action="store_true", help="measure rows that are there")
     parser.add_argument("--out", help="write rows to this file instead of results/")
-    parser.add_argument("--merge", nargs="+", metavar="FILE", help="files that --out wrote")
+    parser.add_argument("--merge", nargs="+", metavar="FILE", help="files that --out or kvant eval --task --json wrote")
     args = parser.parse_args()
     if args.merge:
-        merge(args.merge)
+        merge(args.merge, args.name)
     if args.prose:
         path = Path(args.out) if args.out else ROOT / "results" / f"{args.name}.json"
         data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -341,7 +352,8 @@ def main() -> int:
             elif part == "needles":
                 for kind in args.kind.split(","):
                     for length in NEEDLES:
-                        measure_task(bench, data, needle(kind, length), chosen or TASK_RECIPES, args.needles, save)
+                        together = max(1, min(args.needles, 2**19 // length))
+                        measure_task(bench, data, needle(kind, length), chosen or TASK_RECIPES, together, save)
             else:
                 raise ValueError(f"unknown part {part!r}: texts, ablations, long, gsm8k or needles")
     if not args.out:

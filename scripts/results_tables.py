@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / "results.md", ROOT / "docs" / "ablations.md"]
 SMOLLM2, QWEN = "smollm2-135m", "qwen2.5-coder-1.5b"
 HEAD_DIMS = {SMOLLM2: 64, QWEN: 128}
-TASK_RECIPES = ["int8", "kvant-4", "kvant-2", "oscar", "kitty-pro", "kivi-k2v2-sink", "saw-int4"]
+TASK_RECIPES = ["full", "int8", "kvant-4", "kvant-2", "oscar", "kitty-pro", "kivi-k2v2-sink", "saw-int4"]
 NEEDLES = [4096, 8192, 16384, 28000]
 LONG = ["saw-int4", "kvant-2:search=9", "oscar:sink=4,recent=64"]
 

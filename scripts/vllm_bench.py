@@ -123,16 +123,16 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
 
         kvant.engines.vllm.register()  # where kvant is on the path and not installed, vLLM does not find it
         recipe = recipes.get(cache)
-        given: dict[str, Any] = {"recipe": cache, "spare_windows": args.spare_windows}
+        given: dict[str, Any] = {"recipe": cache, "spare_overlay_rows": args.spare_overlay_rows}
         if recipe.calibrated:
             given["artifact"] = artifact_for(recipe, model, folder / "artifact")
         options["attention_config"] = {"backend": "CUSTOM"}
         options["additional_config"] = {"kvant": given}
         layout = Layout.of(recipe, model["num_key_value_heads"], model["head_dim"], dtype=model["torch_dtype"])
-        windows = args.layers * (args.max_num_seqs + args.spare_windows + 1) * layout.overlay_bytes
-        if windows >= memory:
+        overlays = args.layers * (args.max_num_seqs + args.spare_overlay_rows + 1) * layout.overlay_bytes
+        if overlays >= memory:
             raise SystemExit(
-                f"{cache}: the windows of {args.max_num_seqs} sequences take more than --kv-gib {args.kv_gib}"
+                f"{cache}: the overlays of {args.max_num_seqs} sequences take more than --kv-gib {args.kv_gib}"
             )
     if args.eager or args.tiny:
         options["enforce_eager"] = True
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
-    parser.add_argument("--spare-windows", type=int, default=0)
+    parser.add_argument("--spare-overlay-rows", "--spare-windows", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")

@@ -1,1 +1,1 @@
-"""How fast: attention, append and prefill over packed pages, measured after they were checked."""
+"""Benchmarks of attention, append, prefill and generation. Every operation is checked against the reference before it is timed."""

@@ -1,4 +1,4 @@
-"""Appending new tokens: bytes read and written a second, against a plain copy in the same run."""
+"""Benchmark of append: bytes read and written per second, compared with a plain copy in the same run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvant.ops import LayerStore, choose, reference
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-LIMIT = 2e-3  # of the decoded tokens, relative to what the reference wrote
-CHECKED = 2048  # tokens that the reference is asked for
+LIMIT = 2e-3  # largest relative difference of decoded tokens from those that the reference wrote
+CHECKED = 2048  # tokens that are compared with the reference
 
 
 @dataclasses.dataclass
@@ -26,14 +26,14 @@ class Result:
     implementation: str
     shape: dict[str, Any]
     error: float
-    differing: float  # share of bytes that are not the reference's
+    differing: float  # share of bytes that differ from the reference's
     moved_bytes: int  # read and written by one call
     seconds: float = 0.0
     low: float = 0.0  # quartiles of the seconds
     high: float = 0.0
     bandwidth: float = 0.0  # bytes a second
     copy_bandwidth: float = 0.0
-    share: float = 0.0  # of the copy's bandwidth
+    share: float = 0.0  # bandwidth relative to the copy's
 
 
 def difference(found: LayerStore, expected: LayerStore, tokens: int) -> tuple[float, float]:
@@ -50,8 +50,8 @@ def difference(found: LayerStore, expected: LayerStore, tokens: int) -> tuple[fl
 
 
 def check(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None) -> tuple[float, float]:
-    """As `difference`, of one sequence's tokens appended by an implementation and by the reference; refuses to go on where
-    it is too large. Fresh pages are 0xFF on both sides."""
+    """`difference` between an implementation's and the reference's append of one sequence. Raises where it is too large. Pages are
+    filled with 0xFF before."""
     layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     tokens = min(CHECKED, shape.context * shape.batch)
     key, value = _tokens(shape, tokens, device)
@@ -71,8 +71,8 @@ def check(recipe: Recipe, shape: Shape, device: torch.device, implementation: st
     found = difference(stores[0], stores[1], max(0, recipe.key.window.packed_end(tokens) - layout.recipe.origin))
     if not found[0] <= LIMIT:
         raise ValueError(
-            f"{chosen.name} appends to recipe {recipe.name} what decodes with a relative difference of {found[0]:.2e} from "
-            f"the reference, more than {LIMIT}: not timed"
+            f"{chosen.name} appends recipe {recipe.name} with a relative difference of the decoded tokens of {found[0]:.2e} "
+            f"from the reference, more than {LIMIT}: not timed"
         )
     return found
 
@@ -85,14 +85,14 @@ def _tokens(shape: Shape, tokens: int, device: torch.device) -> tuple[Tensor, Te
 def prepare(
     recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None
 ) -> tuple[Result, list[Call]]:
-    """What appends `context` tokens to each of `batch` empty sequences, checked; calls do the same on different memory."""
+    """Checks append, and returns calls that append `context` tokens to each of `batch` empty sequences, each on other memory."""
     error, differing = check(recipe, shape, device, implementation)
     layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     chosen = choose("append", layout, device, implementation)
     cache = make_cache(recipe, shape, device, [shape.context] * shape.batch)
     seqs = [cache.new() for _ in range(shape.batch)]
     batch = cache.extend(seqs, [shape.context] * shape.batch)
-    order = torch.randperm(cache.pool.total, device=device)  # pages lie anywhere
+    order = torch.randperm(cache.pool.total, device=device)  # pages in random order
     size = layout.page_tokens
     batch = batch._replace(
         block_table=order[batch.block_table],
@@ -118,7 +118,7 @@ def prepare(
 def measure(
     recipes: Sequence[Recipe], shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
 ) -> list[Result]:
-    """Appends with every recipe, side by side, and next to a large copy."""
+    """Times append of every recipe, and a large copy, in the same run."""
     works = [prepare(recipe, shape, device, implementation) for recipe in recipes]
     times = all_times({result.recipe: calls for result, calls in works}, device, repeat)
     copy = copy_bandwidth(device, repeat)
@@ -136,7 +136,7 @@ def _token_bytes(layout: Layout) -> list[int]:
 
 
 def copy_bandwidth(device: torch.device, repeat: int = 20) -> float:
-    """Bytes a second of a large copy, read and written."""
+    """Bytes per second, read and written, of a large copy."""
     size = (1 << 30) if device.type == "cuda" else (1 << 26)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

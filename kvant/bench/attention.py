@@ -1,6 +1,6 @@
-"""Decode attention over packed pages against the best unquantized attention at hand, in the same run.
+"""Benchmark of decode attention over packed pages, compared with the fastest unquantized attention in the same run.
 
-First the error against the reference in float64 on the same bytes, with memory poisoned; a time is only given for what passed.
+The error is first measured against the reference in float64 on the same bytes, with poisoned memory. Only what passes is timed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-LIMIT = 2e-3  # relative error that an implementation may have
+LIMIT = 2e-3  # largest relative error of an implementation
 OWN = "kvant full, paged"  # the recipe `full`, by our own kernel
-CHECKED = 4  # sequences that the reference is asked for
+CHECKED = 4  # sequences that are compared with the reference
 Attend = Callable[[Shape, torch.device], tuple[Call, float]]  # attention over a full cache, and its error
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -37,30 +37,30 @@ class Result:
     implementation: str
     shape: dict[str, Any]
     error: float
-    packed_bytes: int  # read by one call: whole pages, and windows; or keys and values
+    packed_bytes: int  # bytes that one call reads: whole pages and overlay; or unquantized keys and values
     bpe: float = 0.0
     seconds: float = 0.0
     low: float = 0.0  # quartiles of the seconds
     high: float = 0.0
-    disturbed: int = 0  # runs that other processes got in the way of
+    disturbed: int = 0  # runs during which other processes took a core
     bandwidth: float = 0.0  # bytes a second
     baseline: str = ""  # the fastest attention over a full cache
-    times: float = 0.0  # faster than the baseline
-    limit: float = 0.0  # times the baseline, if bytes alone counted
-    share: float = 0.0  # of the limit
+    times: float = 0.0  # speed relative to the baseline
+    limit: float = 0.0  # bytes of the baseline / bytes of this
+    share: float = 0.0  # times / limit
 
 
 @dataclasses.dataclass
 class Work:
-    """What has been checked and can be timed: calls do the same on different memory."""
+    """Checked work that can be timed: its calls do the same on different memory."""
 
     result: Result
     calls: list[Call]
-    full: bool = False  # a kernel for attention over a full cache, to be compared with
+    full: bool = False  # attention over a full cache: a baseline
 
 
 def read_bytes(filled: Filled) -> int:
-    """Bytes that one decode has to read: whole pages, and of each stream the tokens that it keeps in full precision."""
+    """Bytes that one decode has to read: whole pages, and the overlay tokens of each stream."""
     layout, total = filled.cache.layout, 0
     size = torch.finfo(getattr(torch, layout.overlay_dtype)).bits // 8
     windows = [stream.window for stream in layout.recipe.streams.values()]
@@ -78,7 +78,7 @@ def read_bytes(filled: Filled) -> int:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory is NaN in here: torch fills what it allocates while it is deterministic."""
+    """Context in which newly allocated memory is NaN: torch fills it in deterministic mode."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -104,7 +104,7 @@ def queries(shape: Shape, device: torch.device) -> Tensor:
 
 
 def checked(filled: Filled, query: Tensor, chosen: Implementation, options: dict[str, float]) -> float:
-    """As `error_of`; refuses to go on where it is too large."""
+    """`error_of`. Raises where the error is above LIMIT."""
     error = error_of(chosen.run, filled.store, query, filled.batch, **options)
     return within_limit(error, chosen, filled.cache.layout)
 
@@ -119,7 +119,7 @@ def within_limit(error: float, chosen: Implementation, layout: Layout) -> float:
 
 
 def packed(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None = None) -> Work:
-    """Decode from a recipe's pages."""
+    """Checked decode from a recipe's pages."""
     filled = fill(recipe, shape, device)
     layout = filled.cache.layout
     chosen = choose("decode", layout, device, implementation)
@@ -136,15 +136,15 @@ def packed(recipe: Recipe, shape: Shape, device: torch.device, implementation: s
 
 
 def full(shape: Shape, device: torch.device, paged: bool = True) -> list[Work]:
-    """Attention over unquantized keys and values, contiguous, by torch; on a GPU with `paged` over pages too, by the kernel for the
-    recipe `full` and by vLLM where it is installed.
+    """The baselines: attention over unquantized keys and values, contiguous, by torch. On a GPU with `paged` also over pages, by
+    our kernel for the recipe `full` and by vLLM's FlashAttention where vLLM is installed.
 
-    On a GPU, by backend of its SDPA, in the model's type, the query heads of a KV head being rows of one query, so that every
-    backend reads keys and values once. On a CPU that too, with grouped heads and with keys and values that were repeated for
-    every query head beforehand, in every type; and as two matrix products.
+    On a GPU: every backend of torch's SDPA, in the model's dtype. The query heads of a KV head are rows of one query, so that
+    every backend reads keys and values once. On a CPU, in every dtype: the same; with grouped heads (enable_gqa); with keys and
+    values repeated for every query head beforehand; and two matrix products.
     """
     kinds: dict[str, tuple[str, Attend]] = {}
-    others: dict[str, str] = {}  # who made what is not torch's
+    others: dict[str, str] = {}  # implementations that are not torch's, by name
     if device.type == "cuda":
         for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
             kinds[f"sdpa {name}"] = shape.dtype, functools.partial(_rows, backend=backend)
@@ -196,7 +196,7 @@ def _tensors(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor
 
 
 def _error(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
-    """Of the first sequence, relative to float64."""
+    """Relative error of the first sequence against float64."""
     q, k, v = (x[:1].double() for x in (query, key, value))
     expected = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
     return float((found[:1].reshape(expected.shape).double() - expected).norm() / expected.norm())
@@ -223,7 +223,7 @@ def vllm_flash() -> functools.partial[Any] | None:
 
 
 def _paged(shape: Shape, device: torch.device, run: Callable[..., Tensor], page: int = 64) -> tuple[Call, float]:
-    """Pages in random order."""
+    """FlashAttention over pages in random order."""
     query, *both = _tensors(shape, device)
     pages = -(-shape.context // page)
     table = torch.randperm(shape.batch * pages, device=device).view(shape.batch, pages)
@@ -256,14 +256,14 @@ def full_layout(shape: Shape, device: torch.device) -> Layout:
 
 
 def own(shape: Shape, device: torch.device) -> Implementation | None:
-    """What decodes the recipe `full` faster than the reference does, or None."""
+    """The implementation, other than the reference, that decodes the recipe `full`; None where there is none."""
     layout = full_layout(shape, device)
     name, _ = explain("decode", layout, device)
     return None if name in (None, "reference") else choose("decode", layout, device, name)
 
 
 def _own(shape: Shape, device: torch.device, chosen: Implementation) -> tuple[Call, float]:
-    """The recipe `full`, pages in random order."""
+    """Decode of the recipe `full`, pages in random order."""
     query, key, value = _tensors(shape, device)
     layout, at = full_layout(shape, device), torch.arange(shape.context, device=device)
     pages, size = layout.pages_for(shape.context), layout.page_tokens
@@ -312,7 +312,7 @@ def _matmul(shape: Shape, device: torch.device) -> tuple[Call, float]:
 def measure(
     recipes: Sequence[Recipe], shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
 ) -> list[Result]:
-    """Decode from every recipe's pages and attention over full caches, side by side."""
+    """Times decode from every recipe's pages, and attention over full caches, in the same run."""
     works = [packed(recipe, shape, device, implementation) for recipe in recipes] + full(shape, device)
     with torch.inference_mode():
         times = all_times({work.result.name: work.calls for work in works}, device, repeat)
@@ -320,7 +320,7 @@ def measure(
 
 
 def compared(works: Sequence[Work], times: Mapping[str, Times]) -> list[Result]:
-    """The results with their times, and with what they are compared to."""
+    """Fills in the times of the results and compares them with the fastest baseline."""
     best = min((work.result for work in works if work.full), key=lambda result: times[result.name].median)
     out = []
     for work in works:

@@ -1,7 +1,7 @@
-"""Decode speed of one real model from caches side by side: transformers' own, llama.cpp's where it is installed, and ours.
+"""Decode speed of one real model with several caches: transformers' caches, llama.cpp's where it is installed, and kvant's.
 
-Every cache is filled with the same tokens once; then all of them read the same next tokens, a few each in turn, so that their
-contexts stay equal and what the machine does meanwhile meets all alike.
+Every cache is filled with the same tokens once. Then all caches decode the same next tokens, a few steps each in turn, so that
+their contexts stay equal and other load on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvant.bench.timing import Run, compared, timed
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-LLAMA_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}  # ggml's numbers of them
+LLAMA_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}  # ggml's type numbers
 
 
 class Reader(Protocol):
-    """A model that reads tokens into one cache."""
+    """A model with one cache, to which tokens are fed."""
 
     name: str
     by: str
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Reads more tokens, and has the logits after the last one."""
+        """Feeds more tokens to the model, up to the logits of the last one."""
 
     @property
     def nbytes(self) -> int:
@@ -41,21 +41,21 @@ class Reader(Protocol):
 @dataclasses.dataclass
 class Result:
     name: str
-    by: str  # what attends
+    by: str  # implementation of attention
     context: int
     prompt_seconds: float
     tokens_per_second: float = 0.0
-    low: float = 0.0  # quartiles of it
+    low: float = 0.0  # quartiles of tokens_per_second
     high: float = 0.0
-    disturbed: int = 0  # steps that other processes got in the way of
-    times: float = 0.0  # as fast as DynamicCache
+    disturbed: int = 0  # steps during which other processes took a core
+    times: float = 0.0  # speed relative to DynamicCache
     append: float | None = None  # shares of a step
     decode: float | None = None
     cache_bytes: int = 0
 
 
 class OfTransformers:
-    """The model through transformers, with a cache of its own."""
+    """The model in transformers, with one of its caches."""
 
     def __init__(self, model: Any, name: str, cache: Any) -> None:
         self.model, self.name, self.cache, self.by = model, name, cache, "sdpa"
@@ -71,7 +71,7 @@ class OfTransformers:
 
 
 def _nbytes(found: Any) -> int:
-    """Bytes of all tensors in nested containers, and in the tensors of quanto, which wrap others."""
+    """Bytes of all tensors in nested containers, including those that quanto's tensors wrap."""
     if isinstance(found, torch.Tensor):
         inner = [getattr(found, name) for name in ("_data", "_scale", "_shift") if hasattr(found, name)]
         return sum(map(_nbytes, inner)) if inner else found.nbytes
@@ -81,7 +81,7 @@ def _nbytes(found: Any) -> int:
 
 
 class Packed(OfTransformers):
-    """The model through transformers, with a recipe's cache; counts the time in its operations."""
+    """The model in transformers, with a recipe's cache; measures the time in append and decode."""
 
     def __init__(self, model: Any, recipe: Recipe, artifact: Artifact | None, implementation: str | None) -> None:
         from kvant.engines.hf import Cache
@@ -113,7 +113,7 @@ class Packed(OfTransformers):
 
 
 class OfLlama:
-    """The model through llama.cpp, from a GGUF file."""
+    """The model in llama.cpp, from a GGUF file."""
 
     by = "llama.cpp"
 
@@ -130,7 +130,7 @@ class OfLlama:
             n_threads_batch=threads,
             type_k=LLAMA_TYPES[kind],
             type_v=LLAMA_TYPES[kind],
-            flash_attn=True,  # what it needs to read a quantized cache
+            flash_attn=True,  # llama.cpp needs it for a quantized cache
             verbose=False,
         )
 
@@ -139,7 +139,7 @@ class OfLlama:
 
     @property
     def nbytes(self) -> int:
-        return 0  # it does not say
+        return 0  # llama.cpp does not report it
 
 
 def contenders(
@@ -150,7 +150,7 @@ def contenders(
     context: int,
     gguf: Callable[[], Path] | None,
 ) -> tuple[list[Reader], dict[str, str]]:
-    """DynamicCache first; and what is not here, with the reason."""
+    """All readers, DynamicCache first, and the missing ones with the reason."""
     from transformers import DynamicCache, QuantizedCache
 
     found: list[Reader] = [OfTransformers(model, "DynamicCache", DynamicCache(config=model.config))]
@@ -181,7 +181,7 @@ def measure(
     repeat: int,
     say: Callable[[str], None],
 ) -> list[Result]:
-    """Steps after contexts of so many tokens: `repeat` times `new_tokens` of every reader in turn."""
+    """Times decode steps after each of `contexts` tokens: `repeat` rounds, in each `new_tokens` steps of every reader."""
     results = []
     at = 0
     for context in sorted(contexts):

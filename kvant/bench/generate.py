@@ -1,6 +1,6 @@
-"""Generation through transformers: a model of Qwen3's kind with random weights, prompts of random tokens, greedy steps.
+"""Benchmark of generation in transformers: a Qwen3 model with random weights, prompts of random tokens, greedy steps.
 
-First append and decode are checked against the reference on pages of the same shape, as when they are timed themselves.
+Append and decode are first checked against the reference on pages of the same shape, as in their own benchmarks.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kvant.ops import choose
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-CHECKED = (4, 2048)  # sequences and tokens of each that are checked, at most
+CHECKED = (4, 2048)  # most sequences, and tokens of each, that are checked
 
 
 @dataclasses.dataclass
 class Result:
-    recipe: str  # or transformers, its own cache and attention
+    recipe: str  # or "transformers": its own cache and attention
     implementations: dict[str, str]
     shape: dict[str, Any]
     layers: int
     new_tokens: int
     prefill_seconds: float
-    tokens_per_second: float  # of all sequences together, once the prompt has been read
+    tokens_per_second: float  # of all sequences together, after the prefill
     cache_bytes: int
-    error: float = 0.0  # of decode, against the reference in float64
+    error: float = 0.0  # relative error of decode against the reference in float64
 
 
 def make_model(shape: Shape, layers: int, device: torch.device, vocabulary: int = 32_000) -> Any:
-    """A Qwen3 of this shape; everything but the attention is as wide as the heads are together."""
+    """A Qwen3 model of this shape; hidden size heads * head_dim, intermediate size 3 times that."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     hidden = shape.heads * shape.head_dim
@@ -60,14 +60,14 @@ def make_model(shape: Shape, layers: int, device: torch.device, vocabulary: int 
 def measure(
     model: Any, recipe: Recipe | None, shape: Shape, new_tokens: int, implementation: str | None = None
 ) -> Result:
-    """One prompt and `new_tokens` steps; without a recipe, with transformers' own cache."""
+    """Times one prefill and `new_tokens` steps; without a recipe, with transformers' own cache."""
     from transformers import DynamicCache
 
     from kvant.engines.hf import Cache
 
     if recipe is not None and recipe.calibrated:
         raise ValueError(
-            f"recipe {recipe.name} is fitted to a model, and random weights are none: name one that needs no artifact"
+            f"recipe {recipe.name} needs calibration, which is not possible on random weights: name one that needs no artifact"
         )
     error = 0.0 if recipe is None else check(recipe, shape, model.device, implementation)
     layers = model.config.num_hidden_layers
@@ -96,7 +96,7 @@ def measure(
 
 
 def check(recipe: Recipe, shape: Shape, device: torch.device, implementation: str | None) -> float:
-    """The error of decode on a small part of the work; append has then been checked too."""
+    """Checks append and decode on a small part of the work; returns the error of decode."""
     small = dataclasses.replace(shape, batch=min(shape.batch, CHECKED[0]), context=min(shape.context, CHECKED[1]))
     append.check(recipe, small, device, implementation)
     filled = fill(recipe, small, device)

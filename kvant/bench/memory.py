@@ -1,13 +1,13 @@
-"""Decoding with equal memory: the largest batch that each kind of cache holds, and the tokens that a model then writes.
+"""Benchmark of decode with equal memory: the largest batch that each cache holds, and the tokens per second at that batch.
 
-A model of Qwen3's kind with random weights reads no prompts, unless it is asked to: one sequence of random keys and values is
-appended to a cache by the cache itself, and its bytes are copied to all sequences and layers, so that pages, windows and
-lengths are those of prompts that had been read. On a GPU a step of the whole model is replayed from a CUDA graph; where that
-cannot be, steps run eagerly and the result says why.
+The model is a Qwen3 with random weights. By default prompts are not prefilled: one sequence of random keys and values is
+appended to a cache, and its bytes are copied to all sequences and layers, so that pages, overlays and lengths are those of
+prefilled prompts. On a GPU a step of the whole model is replayed from a CUDA graph; where it cannot be captured, steps run
+eagerly and the result says why.
 
-The full cache is the strongest that is at hand: transformers' StaticCache, written in place, attended to by the faster of
-torch's fused kernels, query heads of a KV head being rows of one query, so that every key and value is read once. No mask: all
-of the buffer is read, which the last step does anyway. StaticCache and DynamicCache as transformers runs them stand beside it.
+The baseline `full` is the fastest full cache that we could build: transformers' StaticCache, written in place, and the faster of
+torch's fused kernels, with the query heads of a KV head as rows of one query, so that every key and value is read once. It has no
+mask: the whole buffer is read, as in the last step. StaticCache and DynamicCache are also measured as transformers runs them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
 VOCABULARY = 151_936  # Qwen3's
-UNTIMED = 3  # steps: those before a graph is captured, and the first of it
-PATIENCE = 10.0  # seconds after which no more steps are made, once one is timed
-PREFILL_TOKENS = 16_384  # of all sequences that are read at once
+UNTIMED = 3  # first steps that are not timed: before the capture of a graph, and its first replay
+PATIENCE = 10.0  # seconds after which no further step is timed
+PREFILL_TOKENS = 16_384  # tokens of all sequences that are prefilled at a time
 ROWS = "kvant_bench_rows"
 BACKENDS = {"sdpa cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION}
 Step = Callable[[Tensor], Tensor]  # tokens [batch] -> logits [batch, vocabulary]
@@ -45,33 +45,33 @@ Step = Callable[[Tensor], Tensor]  # tokens [batch] -> logits [batch, vocabulary
 @dataclasses.dataclass
 class Result:
     cache: str  # a recipe; full; or a cache of transformers
-    by: str  # what attends
+    by: str  # implementation of attention
     graph: bool
     reason: str  # why there is no graph
     batch: int
-    largest: bool  # whether it is the largest batch that fits; otherwise it is that of the full cache
-    memory: int  # that was given
-    cache_bytes: int  # of it that the batch takes
+    largest: bool  # True: the largest batch that fits; False: the batch of the full cache
+    memory: int  # bytes that the cache may take
+    cache_bytes: int  # bytes that the cache of this batch takes
     prompt: int
     new_tokens: int
     layers: int
     shape: dict[str, Any]
-    filled: str  # how the prompt came into the cache
-    error: float = 0.0  # of decode, against the reference in float64
+    filled: str  # how the cache was filled
+    error: float = 0.0  # relative error of decode against the reference in float64
     step: float = 0.0  # seconds, median
     low: float = 0.0  # quartiles
     high: float = 0.0
-    steps: int = 0  # that were timed
+    steps: int = 0  # number of timed steps
     tokens_per_second: float = 0.0
-    times: float = 0.0  # those of the full cache at its own batch
+    times: float = 0.0  # tokens/s relative to the full cache at its largest batch
     failed: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is measured: `context` tokens in the cache, then `new_tokens` steps, in `memory` bytes."""
+    """The work: `new_tokens` decode steps after `context` tokens, with a cache of at most `memory` bytes."""
 
-    shape: Shape  # its batch is of no account
+    shape: Shape  # its `batch` is not used
     layers: int
     new_tokens: int
     memory: int
@@ -99,8 +99,8 @@ class Work:
 def measure(
     model: Any, recipes: list[Recipe], work: Work, say: Callable[[str], None], done: Callable[[list[Result]], None]
 ) -> list[Result]:
-    """The full cache, transformers' own, and every recipe. One that fails is named and the others go on; `done` is told all
-    results so far as each comes."""
+    """Measures the full cache, transformers' caches, and every recipe. A failure is recorded in the result and the others still run.
+    `done` is called after each measurement with all results so far."""
     work.check()
     device = model.device
     results: list[Result] = []
@@ -118,7 +118,7 @@ def measure(
     )
 
     def full(name: str, rows: str | None = None, why: str = "") -> None:
-        why = why or ("" if device.type == "cuda" else "graphs are of CUDA devices")
+        why = why or ("" if device.type == "cuda" else "CUDA graphs need a CUDA device")
         result = blank(name, rows or "transformers", not why, why, most, True, cache_bytes=most * work.full_request)
         result.error = error if rows else 0.0
         result.filled = result.filled if work.prefill else "random"
@@ -151,10 +151,10 @@ def _run(
         full = next((r for r in results if r.cache == "full"), result)
         result.times = result.tokens_per_second / full.tokens_per_second if full.tokens_per_second else 0.0
         said = f"{result.tokens_per_second:.1f} tokens/s, {result.step * 1e3:.2f} ms a step"
-    except (RuntimeError, ValueError, MemoryError) as error:  # of a GPU too
+    except (RuntimeError, ValueError, MemoryError) as error:  # RuntimeError includes CUDA errors
         result.failed = said = f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"
     say(f"{result.cache}: {said} ({time.perf_counter() - started:.1f} s in all)")
-    gc.collect()  # caches and layers know each other
+    gc.collect()  # caches and layers refer to each other
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
@@ -165,13 +165,13 @@ def _run(
 def _timed(
     job: Callable[[], contextlib.AbstractContextManager[Step]], batch: int, count: int, device: torch.device
 ) -> Times:
-    """A function of its own, so that nothing holds the cache after it."""
+    """A separate function, so that no local variable keeps the cache alive after it."""
     with torch.inference_mode(), job() as step:
         return steps_of(step, batch, count, device)
 
 
 def steps_of(step: Step, batch: int, count: int, device: torch.device) -> Times:
-    """Seconds of a greedy step; the first ones do not count."""
+    """Seconds of a greedy step; the first UNTIMED steps are not counted."""
     tokens = torch.randint(0, 1000, (batch,), device=device)
     marks: list[Any] = []
     begun = time.perf_counter()
@@ -207,7 +207,7 @@ def _recipe(
     results: list[Result],
     done: Callable[[list[Result]], None],
 ) -> None:
-    """A recipe at the largest batch that fits, and at that of a full cache."""
+    """Measures a recipe at the largest batch that fits, and at the batch of the full cache."""
     device, shape = model.device, work.shape
     order = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device).order
     kind = plan(model, recipe, work.memory, work.tokens, order=order).recipe
@@ -223,7 +223,7 @@ def _recipe(
         )
         result.error, result.failed = error, failed
         if failed or not batch:
-            result.failed = failed or f"{kind.request_bytes} bytes a sequence do not fit"
+            result.failed = failed or f"{kind.request_bytes} bytes per sequence do not fit"
             results.append(result)
             done(results)
             continue
@@ -232,7 +232,7 @@ def _recipe(
 
 @contextlib.contextmanager
 def _packed(model: Any, recipe: Recipe, work: Work, batch: int, result: Result) -> Iterator[Step]:
-    """Steps from a recipe's cache; completes the result's account of how."""
+    """A decode step with a recipe's cache. Fills in the fields of `result` that say how it runs."""
     from kvant.engines import graphs
 
     cache = filled(model, recipe, work, batch)
@@ -252,7 +252,7 @@ def _packed(model: Any, recipe: Recipe, work: Work, batch: int, result: Result) 
 
 
 def filled(model: Any, recipe: Recipe, work: Work, batch: int) -> Any:
-    """A cache as it is once prompts have been read, with room for new tokens. Pages lie in random order."""
+    """A cache as after a prefill of the prompts, with room for new tokens. Pages are in random order."""
     from kvant.artifact import Artifact
     from kvant.engines.hf import Cache
 
@@ -299,7 +299,7 @@ def filled(model: Any, recipe: Recipe, work: Work, batch: int) -> Any:
 
 
 def _read(model: Any, cache: Any, batch: int, context: int) -> None:
-    """Prompts of random tokens through the model, some columns at a time."""
+    """Prefills prompts of random tokens, some columns at a time."""
     tokens = torch.randint(0, 1000, (batch, context), device=model.device)
     for part in tokens.split(max(1, PREFILL_TOKENS // batch), 1):
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -309,7 +309,7 @@ def _read(model: Any, cache: Any, batch: int, context: int) -> None:
 
 
 def _fastest(shape: Shape, device: torch.device) -> tuple[str, float]:
-    """The fastest of torch's kernels for attention over a full cache, as `bench attention` finds it, and its error."""
+    """The fastest of torch's kernels for attention over a full cache, as in `bench attention`, and its error."""
     if device.type != "cuda":
         return "sdpa", 0.0
     works = attention.full(shape, device, paged=False)
@@ -337,7 +337,7 @@ def _rows(by: str) -> Callable[..., tuple[Tensor, None]]:
 
 @contextlib.contextmanager
 def _transformers(model: Any, name: str, work: Work, batch: int, rows: str | None, graph: bool) -> Iterator[Step]:
-    """Steps from a cache of transformers; `rows` names the kernel that attends in place of its own."""
+    """A decode step with a cache of transformers; `rows` names the kernel that replaces transformers' attention."""
     from transformers import DynamicCache, StaticCache
     from transformers.modeling_utils import AttentionInterface
 
@@ -359,7 +359,7 @@ def _transformers(model: Any, name: str, work: Work, batch: int, rows: str | Non
             layer.values.normal_()
             layer.cumulative_length.fill_(shape.context)
     if rows is not None:
-        AttentionInterface.register(ROWS, _rows(rows))  # it has no masks
+        AttentionInterface.register(ROWS, _rows(rows))  # this function takes no mask
         config._attn_implementation = ROWS
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     positions = torch.full_like(tokens, shape.context - 1)

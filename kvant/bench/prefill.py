@@ -1,4 +1,4 @@
-"""Prefill of new tokens over a packed history: time and memory, against fused attention over the same tokens unquantized."""
+"""Benchmark of prefill over a packed history: time and memory, compared with fused attention over unquantized tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Result:
     new_tokens: int
     error: float
     seconds: float
-    workspace: int  # bytes beyond inputs and outputs, at most; 0 where it is not counted
+    workspace: int  # peak bytes beyond inputs and outputs; 0 where it is not measured
     baseline_seconds: float
-    times: float  # faster than the baseline
+    times: float  # speed relative to the baseline
 
 
 def measure(
@@ -41,7 +41,7 @@ def measure(
     repeat: int = 20,
     new_tokens: int = 512,
 ) -> Result:
-    """`new_tokens` more tokens of every sequence of `context` tokens."""
+    """Checks and times prefill of `new_tokens` tokens of every sequence, after `context` tokens."""
     filled = fill(recipe, shape, device)
     cache, tokens = filled.cache, shape.batch * new_tokens
     chosen = choose("prefill", cache.layout, device, implementation)
@@ -54,7 +54,7 @@ def measure(
     )
     run = functools.partial(chosen.run, filled.store, query, key, value, batch, scale=shape.head_dim**-0.5)
     found = run()
-    last = slice(new_tokens - 8, new_tokens)  # the last rows of the first sequence are enough for the reference
+    last = slice(new_tokens - 8, new_tokens)  # only these rows of the first sequence are compared with the reference
     row = one_sequence(batch, 0)._replace(query_start_loc=torch.tensor([0, new_tokens], device=device))
     part = slice(0, new_tokens)
     expected = reference.prefill(

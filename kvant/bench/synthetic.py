@@ -1,4 +1,4 @@
-"""Work to measure on: random keys and values of a model's shape, in a real cache, pages in random order."""
+"""Synthetic work for benchmarks: random keys and values of a model's shape, in a real cache with pages in random order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One layer's work."""
+    """The shape of one layer's attention: heads, batch and context."""
 
     batch: int
     context: int
@@ -51,13 +51,13 @@ class Shape:
 
 
 def vectors(tokens: int, heads: int, dim: int, device: torch.device | str, shift: float = 0.0) -> Tensor:
-    """Random keys or values with channels of different widths, as models have them: float32 [tokens, heads, head_dim]."""
+    """Random keys or values whose channels differ in scale, as in models: float32 [tokens, heads, head_dim]."""
     widths = torch.linspace(0.3, 2.0, dim, device=device)
     return torch.randn(tokens, heads, dim, device=device) * widths + shift
 
 
 def fitted(recipe: Recipe, shape: Shape, device: torch.device | str) -> dict[str, Tensor]:
-    """What calibration on such vectors gives; nothing for a recipe that needs none."""
+    """Calibrated tensors of a recipe, fitted on such vectors; empty for a recipe that needs none."""
     if not recipe.calibrated:
         return {}
     tokens, heads, dim = 512, shape.kv_heads, shape.head_dim
@@ -87,7 +87,7 @@ def moments(x: Tensor) -> Moments:
 
 
 def make_cache(recipe: Recipe, shape: Shape, device: torch.device | str, tokens: abc.Sequence[int]) -> PagedCache:
-    """An empty cache of one layer with room for sequences of that many tokens."""
+    """An empty cache of one layer with room for sequences of `tokens` tokens each."""
     layout = Layout.of(recipe, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     pages = sum(max(1, layout.pages_for(n)) for n in tokens)
     rope = Rope(10_000.0 ** -(torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim))
@@ -110,7 +110,7 @@ class Filled:
 
 
 def fill(recipe: Recipe, shape: Shape, device: torch.device | str, lengths: list[int] | None = None) -> Filled:
-    """Sequences of random tokens, appended by the cache itself, then their pages shuffled."""
+    """A cache with sequences of random tokens, whose pages are then shuffled."""
     lengths = lengths or [shape.context] * shape.batch
     cache = make_cache(recipe, shape, device, lengths)
     seqs = [cache.new() for _ in lengths]
@@ -127,7 +127,7 @@ def fill(recipe: Recipe, shape: Shape, device: torch.device | str, lengths: list
 
 
 def copies(filled: Filled, total: int) -> list[LayerStore]:
-    """The store and as many copies of it as take `total` bytes, so that no cache holds them all."""
+    """The store and copies of it, `total` bytes together, so that they do not all fit into the L2 cache."""
     store = filled.store
     count = min(64, max(1, -(-total // max(1, store.nbytes))))
     out = [store]

@@ -1,8 +1,8 @@
 """Medians of repeated runs: CUDA events around replays of a graph, or a clock on a CPU.
 
-On a CPU everything that is compared is run in turn, so that what the machine does meanwhile meets all of it alike. A run during
-which a thread of ours waited for a core that another process had is disturbed: it is done again while there is patience, and does
-not count where everything that is compared has enough runs that were not.
+On a CPU the runs of everything that is compared alternate, so that other load on the machine affects all of it alike. A run is
+disturbed if a thread of ours waited for a core that another process had. Disturbed runs are repeated, up to PATIENCE times the
+wanted number of runs. They are left out if everything that is compared has enough undisturbed runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 Call = Callable[[], object]
-L2_FACTOR = 4  # buffers that are used in turn are this many times the L2 cache
-PATIENCE = 4  # times the wanted runs that are made, at most, to find undisturbed ones
-DISTURBED = 0.02  # share of a run that threads may have waited for a core
+L2_FACTOR = 4  # the buffers that calls cycle through are together this many times the L2 cache
+PATIENCE = 4  # at most this many times the wanted runs are made to get undisturbed ones
+DISTURBED = 0.02  # a run is disturbed if threads waited for a core for more than this share of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Times:
     median: float
     low: float
     high: float
-    runs: int = 0  # that count
-    disturbed: int = 0  # that were disturbed, whether they count or not
+    runs: int = 0  # runs that are counted
+    disturbed: int = 0  # disturbed runs, counted or not
 
     @staticmethod
     def of(runs: Sequence[float], disturbed: int = 0) -> Times:
@@ -39,7 +39,7 @@ class Times:
         return Times(median, low, high, len(runs), disturbed)
 
 
-Run = tuple[float, float]  # seconds, and those that threads waited for a core meanwhile
+Run = tuple[float, float]  # seconds, and seconds that threads waited for a core during it
 
 
 def quiet(runs: Sequence[Run]) -> list[float]:
@@ -48,8 +48,8 @@ def quiet(runs: Sequence[Run]) -> list[float]:
 
 
 def compared(runs: Mapping[str, Sequence[Run]]) -> dict[str, Times]:
-    """Times of things that ran in turn: of undisturbed runs where everything has some, of all runs otherwise, so that like
-    is compared with like."""
+    """Times of calls whose runs alternated: from undisturbed runs if every call has some, otherwise from all runs, so that all
+    calls are treated alike."""
     enough = all(len(quiet(found)) >= min(3, len(found)) for found in runs.values())
     return {
         name: Times.of(quiet(found) if enough else [s for s, _ in found], len(found) - len(quiet(found)))
@@ -58,19 +58,19 @@ def compared(runs: Mapping[str, Sequence[Run]]) -> dict[str, Times]:
 
 
 def waiting() -> float:
-    """Seconds that the threads of this process have waited for a core, all together; 0 where Linux does not tell."""
+    """Seconds that the threads of this process have waited for a core, summed (Linux schedstat); 0 where it is not available."""
     total = 0
     for path in glob.glob("/proc/self/task/*/schedstat"):
         try:
             with open(path) as file:
                 total += int(file.read().split()[1])
-        except (OSError, IndexError):  # a thread that has just ended
+        except (OSError, IndexError):  # the thread has just ended
             continue
     return total / 1e9
 
 
 def timed(call: Call) -> Run:
-    """Seconds of one run on a CPU, and those that threads waited meanwhile."""
+    """Seconds of one run on a CPU, and seconds that threads waited for a core during it."""
     before = waiting()
     start = time.perf_counter()
     call()
@@ -79,7 +79,7 @@ def timed(call: Call) -> Run:
 
 
 def in_turn(calls: Mapping[str, Call], repeat: int) -> dict[str, Times]:
-    """Times on a CPU of several things that are run in turn, after one run of each that does not count."""
+    """Times on a CPU of several calls, whose runs alternate, after one untimed run of each."""
     for call in calls.values():
         call()
     runs: dict[str, list[Run]] = {name: [] for name in calls}
@@ -96,23 +96,23 @@ def in_turn(calls: Mapping[str, Call], repeat: int) -> dict[str, Times]:
 def all_times(
     calls: Mapping[str, Sequence[Call]], device: torch.device, repeat: int = 20, graph: bool = True
 ) -> dict[str, Times]:
-    """Times of several things, each given as calls that do the same work on different memory: in turn on a CPU, one after
-    another on a GPU, which is nobody else's."""
+    """Times of several things, each given as calls that do the same work on different memory. On a CPU their runs alternate; on a
+    GPU, which no other process uses, they are timed one after another."""
     if device.type == "cuda":
         return {name: cuda_times(each, device, repeat, graph) for name, each in calls.items()}
     return in_turn({name: each[0] for name, each in calls.items()}, repeat)
 
 
 def buffer_bytes(device: torch.device) -> int:
-    """Bytes that calls in turn have to touch before one comes back to what it has read."""
+    """Bytes that calls have to read before the first memory is read again, so that it is no longer in the L2 cache."""
     if device.type != "cuda":
         return 0
     return L2_FACTOR * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def cuda_times(calls: Sequence[Call], device: torch.device, repeat: int = 20, graph: bool = True) -> Times:
-    """Seconds of one call on a GPU. All calls are captured in one graph, so that the time between launches is the GPU's own;
-    what cannot be captured raises. Without `graph` they are launched one by one, which does for long ones."""
+    """Seconds of one call on a GPU. All calls are captured in one CUDA graph, so that launches cost no time of the host; a call
+    that cannot be captured raises. Without `graph` calls are launched one by one, which is accurate enough for long ones."""
     calls = list(calls) * max(1, -(-8 // len(calls)))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -1,4 +1,4 @@
-"""What operations are told of a batch of sequences, as tensors on the device."""
+"""Describes a batch of sequences for operations: a PagedBatch of tensors on the device."""
 
 from __future__ import annotations
 

@@ -46,6 +46,6 @@ def artifact_for(
             found.save(path)
         except OSError as error:
             warnings.warn(
-                f"the artifact could not be kept in {path} and serves this process alone: {error}", stacklevel=2
+                f"the artifact could not be cached in {path} and serves this process alone: {error}", stacklevel=2
             )
     return found

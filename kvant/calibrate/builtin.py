@@ -54,5 +54,5 @@ def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress |
     try:
         made.save(path)
     except OSError as error:
-        warnings.warn(f"the artifact could not be kept in {path}: {error}", stacklevel=2)
+        warnings.warn(f"the artifact could not be cached in {path}: {error}", stacklevel=2)
     return made

@@ -1,7 +1,7 @@
-"""The command line. Every module of this package that defines `add` is a command, found because it exists.
+"""The command line. Every module of this package that defines `add` is a command; there is no list of commands.
 
 A user's mistake ends in one line on stderr and exit code 2; anything else is a bug and keeps its traceback. Ctrl-C ends in one
-line and exit code 130. Command modules import torch, transformers and rich late, so that help and version take no time.
+line and exit code 130. Command modules import torch, transformers and rich late, so that --help and --version are fast.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, rest = parser().parse_known_args(argv)
         if rest and not hasattr(args, "passes_on"):
             parser().error(f"unrecognized arguments: {' '.join(rest)}")
-        args.rest = rest  # for a command that hands them on
+        args.rest = rest  # for a command that passes them to another program
         label = f"kvant {args.command}"
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader has what it wanted, as in `kvant recipes | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail again at exit
+    except BrokenPipeError:  # the reader closed the pipe, as in `kvant recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output must not raise again at exit
         return 141
     except KeyboardInterrupt as interrupt:
         told = " ".join(str(interrupt).split())
-        start = "\n" if sys.stderr.isatty() else ""  # behind the ^C that a terminal shows
+        start = "\n" if sys.stderr.isatty() else ""  # after the ^C that a terminal echoes
         print(f"{start}{label}: interrupted{f'; {told}' if told else ''}", file=sys.stderr)
         return 130
     except Exception as error:
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _mistake(error: Exception) -> bool:
-    """Whether an error is for the user to mend."""
+    """Whether an error is a user's mistake, and not a bug."""
     if isinstance(error, (ValueError, OSError, ModuleNotFoundError)):
         return True
-    cache = sys.modules.get("kvant.cache")  # where it was never imported, the error is not its own
+    cache = sys.modules.get("kvant.cache")  # where it was not imported, the error is not from there
     return cache is not None and isinstance(error, cache.PoolFull)

@@ -1,4 +1,4 @@
-"""Finding a calibrated recipe's artifact, or making it: for commands that serve or measure recipes."""
+"""Finds the artifact of a calibrated recipe, or fits it: for commands that serve or measure recipes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def add_artifact_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="what kvant calibrate wrote; may be repeated (default: a kept one, or one is made and kept)",
+        help="directory that kvant calibrate wrote; may be repeated (default: the cached artifact; if there is none, it is "
+        "fitted and cached)",
     )
     parser.add_argument(
         "--calibration-text",
         metavar="FILE",
-        help="text, or chats (.jsonl), for an artifact that has to be made (default: the model's own)",
+        help="text, or chats (.jsonl), to fit an artifact on, where none is cached (default: text that the model writes)",
     )
 
 
@@ -42,8 +43,8 @@ def check_template(model: str, text: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """An artifact for a recipe, and its directory; None where it could not be written to one."""
+class LocatedArtifact:
+    """An artifact and its directory, which is None where the artifact could not be written to disk."""
 
     artifact: Artifact
     path: Path | None
@@ -52,8 +53,8 @@ class Found:
 def artifacts_for(
     model: Any, tokenizer: Any, chosen: Sequence[Recipe], args: argparse.Namespace
 ) -> Mapping[str, Artifact | None]:
-    """An artifact for every recipe, by name; None where it needs none. One that was given and fits is taken, then one that was
-    kept; what is still missing is calibrated, said aloud, and kept."""
+    """An artifact for every recipe, by the recipe's name; None for a recipe that is not calibrated. In this order: an artifact
+    given by --artifact that fits, a cached one, one that is fitted now (with a message on stderr) and cached."""
     from kvant.engines.fingerprint import fingerprint
     from kvant.engines.hf import ModelShape
 
@@ -65,16 +66,16 @@ def artifacts_for(
 
 def find_or_make(
     named: str, shape: Any, chosen: Sequence[Recipe], args: argparse.Namespace, load: Callable[[], tuple[Any, Any]]
-) -> dict[str, Found]:
-    """An artifact for every recipe, all of which are calibrated, by name. `named` is the model's fingerprint; `load` gives model
-    and tokenizer, and is called where something has to be fitted."""
+) -> dict[str, LocatedArtifact]:
+    """An artifact for every recipe, by the recipe's name. All recipes are calibrated. `named` is the model's fingerprint; `load`
+    returns model and tokenizer, and is called only where something has to be fitted."""
     from kvant.artifact import Artifact
     from kvant.calibrate.artifact_paths import artifact_path, cached
     from kvant.calibrate.builtin import builtin_path, cached_builtin, fits_in_seconds
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]
     text = None if args.calibration_text is None else read_source(args.calibration_text, "--calibration-text")
-    found: dict[str, Found] = {}
+    found: dict[str, LocatedArtifact] = {}
     missing: dict[Path, list[Recipe]] = {}
     for recipe in chosen:
         fitting = _first_that_fits(given, recipe, shape, named)
@@ -82,9 +83,9 @@ def find_or_make(
         if fitting is not None:
             found[recipe.name] = fitting
         elif (old := cached(named, recipe, text)) is not None:
-            found[recipe.name] = Found(old, path)
+            found[recipe.name] = LocatedArtifact(old, path)
         elif text is None and (old := cached_builtin(named, recipe)) is not None:
-            found[recipe.name] = Found(old, builtin_path(named, recipe))
+            found[recipe.name] = LocatedArtifact(old, builtin_path(named, recipe))
         elif text is None and fits_in_seconds(recipe):
             found[recipe.name] = _make_at_once(named, recipe, load)
         else:
@@ -94,14 +95,14 @@ def find_or_make(
     return found
 
 
-def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]]) -> Found:
-    """Fits what needs only means, on the built-in text."""
+def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]]) -> LocatedArtifact:
+    """Fits a recipe that learns only means, on the built-in text."""
     from kvant.artifact import FILE
     from kvant.calibrate.builtin import builtin_path, fit_builtin
 
     say(f"fitting {recipe.name} to the model, which takes seconds")
     artifact, path = fit_builtin(*load(), recipe), builtin_path(named, recipe)
-    return Found(artifact, path if (path / FILE).exists() else None)
+    return LocatedArtifact(artifact, path if (path / FILE).exists() else None)
 
 
 def _make(
@@ -109,8 +110,8 @@ def _make(
     text: str | Chats | None,
     source: str | None,
     load: Callable[[], tuple[Any, Any]],
-) -> dict[str, Found]:
-    """Calibrates what is missing, by the directory that it is to be kept in: recipes of one directory are fitted alike."""
+) -> dict[str, LocatedArtifact]:
+    """Fits the missing artifacts, by the directory in which they are cached. Recipes with the same directory share one fit."""
     from kvant.calibrate.run import calibrate_all
     from kvant.cli.common import stages
 
@@ -119,7 +120,7 @@ def _make(
     model, tokenizer = load()
     with stages() as progress:
         made = calibrate_all(model, tokenizer, [alike[0] for alike in missing.values()], text, progress=progress)
-    found: dict[str, Found] = {}
+    found: dict[str, LocatedArtifact] = {}
     refused: OSError | None = None
     for (path, alike), artifact in zip(missing.items(), made, strict=True):
         place: Path | None = path
@@ -127,14 +128,16 @@ def _make(
             artifact.save(path)
         except OSError as error:
             place, refused = None, error
-        found |= {recipe.name: Found(artifact.serving(recipe), place) for recipe in alike}
+        found |= {recipe.name: LocatedArtifact(artifact.serving(recipe), place) for recipe in alike}
     directory = next(iter(missing)).parent
-    say(f"kept in {directory}" if refused is None else f"not kept, {directory} cannot be written to: {refused}")
+    say(f"cached in {directory}" if refused is None else f"not cached, {directory} cannot be written to: {refused}")
     return found
 
 
-def _first_that_fits(given: Sequence[tuple[Artifact, Path]], recipe: Recipe, shape: Any, named: str) -> Found | None:
-    """The first of the given artifacts that a recipe can use; if there is but one recipe's worth, its refusal is the user's."""
+def _first_that_fits(
+    given: Sequence[tuple[Artifact, Path]], recipe: Recipe, shape: Any, named: str
+) -> LocatedArtifact | None:
+    """The first of the given artifacts that a recipe can use, or None where none was given. Raises where none of them fits."""
     refusals = []
     for artifact, path in given:
         try:
@@ -142,7 +145,7 @@ def _first_that_fits(given: Sequence[tuple[Artifact, Path]], recipe: Recipe, sha
         except ValueError as error:
             refusals.append(str(error))
         else:
-            return Found(artifact, path)
+            return LocatedArtifact(artifact, path)
     if refusals:
         raise ValueError(f"--artifact: none fits recipe {recipe.name}: {'; '.join(refusals)}")
     return None

@@ -1,4 +1,4 @@
-"""kvant artifacts: what commands have fitted and kept."""
+"""kvant artifacts: lists, shows and removes cached artifacts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "artifacts",
-        help="list, show and remove kept artifacts",
-        description="Artifacts that commands and kvant.artifact_for have fitted and kept in the user's cache directory. An ID is "
+        help="list, show and remove cached artifacts",
+        description="Artifacts that commands and kvant.artifact_for have fitted and stored in the user's cache directory. An ID is "
         "the beginning of an artifact's digest, or its directory.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_list)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    show = actions.add_parser("show", help="all that an artifact says of itself")
+    show = actions.add_parser("show", help="print an artifact's metadata")
     show.add_argument("id", metavar="ID")
     show.add_argument("--json", action="store_true", help="print JSON")
     show.set_defaults(run=run_show)
     remove = actions.add_parser("remove", help="remove one, or all")
     remove.add_argument("id", metavar="ID", nargs="?")
-    remove.add_argument("--all", action="store_true", help="remove all that are kept")
+    remove.add_argument("--all", action="store_true", help="remove all cached artifacts")
     remove.set_defaults(run=run_remove)
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedArtifact:
-    """An artifact's file as its header describes it. `problem` says why it cannot be used, where it cannot."""
+    """A cached artifact, as the header of its file describes it. `problem`: why it cannot be used, or None."""
 
     id: str
     model: str
@@ -50,7 +50,7 @@ class CachedArtifact:
 
 
 def cached_artifacts() -> list[CachedArtifact]:
-    """All that are kept, newest first. Headers are read, tensors are not."""
+    """All cached artifacts, newest first. Only headers are read, no tensors."""
     from kvant.artifact import FILE
     from kvant.calibrate.artifact_paths import root
 
@@ -91,8 +91,10 @@ def _one(asked: str) -> CachedArtifact:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise ValueError(f"ID {asked!r}: no such artifact is kept; kvant artifacts lists those that are")
-    raise ValueError(f"ID {asked!r} could be {', '.join(f'{e.id} in {e.path}' for e in found)}: name the directory")
+        raise ValueError(f"ID {asked!r}: no such artifact is cached; kvant artifacts lists those that are")
+    raise ValueError(
+        f"ID {asked!r} is ambiguous: it could be {', '.join(f'{e.id} in {e.path}' for e in found)}: name the directory"
+    )
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -103,7 +105,7 @@ def run_list(args: argparse.Namespace) -> int:
     if not kept:
         from kvant.calibrate.artifact_paths import root
 
-        print(f"no artifacts are kept in {root()}")
+        print(f"no artifacts are cached in {root()}")
         return 0
     from kvant.layout import human_bytes
 
@@ -147,6 +149,6 @@ def run_remove(args: argparse.Namespace) -> int:
     for found in cached_artifacts() if args.all else [_one(args.id)]:
         shutil.rmtree(found.path)
         with contextlib.suppress(OSError):
-            Path(found.path).parent.rmdir()  # of the model, where it was the last one
+            Path(found.path).parent.rmdir()  # the model's directory, if it is empty now
         print(f"removed {found.id} of recipe {found.recipe}: {found.path}")
     return 0

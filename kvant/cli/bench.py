@@ -1,4 +1,4 @@
-"""kvant bench: how fast packed pages are read and written, against the best unquantized kernel at hand."""
+"""kvant bench: how fast packed pages are read and written, compared with the fastest unquantized kernel of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvant.cli.artifact_options import add_artifact_options, artifacts_for
 from kvant.cli.common import check_writable, print_table, processor, say, write_json
 
 RECIPES = "saw-int4,kvant-4,oscar,kvant-2"
-IN_MEMORY = "saw-int4,oscar,kvant-2,kitty-pro"  # generate with equal memory
+IN_MEMORY = "saw-int4,oscar,kvant-2,kitty-pro"  # recipes of generation with equal memory
 MEMORY = "24GiB"
 CPU_SHAPES = ((9, 3, 64), (32, 8, 128))  # query heads, KV heads, head dim: SmolLM2-135M's and Qwen3-8B's
 
@@ -20,14 +20,14 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure speed",
-        description="Checks an operation against the reference on the same bytes, then times it and the best unquantized "
-        "kernels of torch in the same run. On a CPU all of them run in turn, and generation is that of a real model.",
+        description="Checks an operation against the reference on the same bytes, then times it and torch's fastest unquantized "
+        "kernels in the same run. On a CPU their runs alternate, and generation uses a real model.",
     )
     parser.add_argument("work", choices=sorted(WORK), help="what to measure")
     parser.add_argument(
         "--recipe",
         metavar="R[,R...]",
-        help=f"recipes, or all (default {RECIPES}; {IN_MEMORY} in generation with equal memory)",
+        help=f"recipes, or all (default {RECIPES}; for generation with equal memory {IN_MEMORY})",
     )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (default 2)")
@@ -35,32 +35,32 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--context",
         metavar="L[,L...]",
-        help="tokens a sequence, one for each --batch or for all (default 8192; on a CPU attention 16384, append 1 and 2048, "
-        "generate 4096 and 8192)",
+        help="tokens per sequence: one number for each --batch, or one for all (default 8192; on a CPU attention 16384, "
+        "append 1 and 2048, generate 4096 and 8192)",
     )
     parser.add_argument(
         "--new-tokens",
         type=int,
         metavar="N",
-        help="prefill, generate: new tokens of a sequence (default 512; 128 with equal memory; 4 in a run of generation with a real "
-        "model)",
+        help="prefill, generate: new tokens of a sequence (default 512; 128 with equal memory; 4 per timed run of "
+        "generation with a real model)",
     )
     parser.add_argument(
         "--model",
         metavar="M",
-        help="generate: a real model (default smollm2 on a CPU; random weights of a shape on a GPU, or where one is given)",
+        help="generate: a real model (default: smollm2 on a CPU; random weights on a GPU, or where options give a shape)",
     )
     parser.add_argument("--layers", type=int, help="generate with random weights: layers (default 36)")
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="generate with random weights: memory of the cache, in which every kind has the largest batch that fits "
+        help="generate with random weights: memory for the cache; every cache runs with the largest batch that fits "
         f"(default {MEMORY} on a GPU, where no --batch is given)",
     )
     parser.add_argument(
         "--prefill",
         action="store_true",
-        help="generate with equal memory: let the model read the prompts (default: random keys and values are put into the caches)",
+        help="generate with equal memory: prefill the prompts with the model (default: fill caches with random keys and values)",
     )
     parser.add_argument("--heads", type=int, help="query heads (default 32; on a CPU 9/3 x 64 and 32/8 x 128)")
     parser.add_argument("--kv-heads", type=int, help="KV heads (default 8)")
@@ -68,11 +68,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 elsewhere"
     )
-    parser.add_argument("--implementation", metavar="NAME", help="default: the best that serves the recipe")
+    parser.add_argument(
+        "--implementation", metavar="NAME", help="name of an implementation (default: the best that serves the recipe)"
+    )
     parser.add_argument(
         "--folded",
         action="store_true",
-        help="attention, append, prefill: recipes as a model is served whose weights have the value transforms in them "
+        help="attention, append, prefill: measure recipes without value transforms, as for a model with folded weights "
         "(kvant.engines.fold)",
     )
     parser.add_argument(
@@ -94,7 +96,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _shapes(args: argparse.Namespace) -> list[Any]:
-    """The work that options describe."""
+    """The shapes that the options describe."""
     from kvant.bench.synthetic import Shape
 
     cpu = args.device == "cpu"
@@ -104,7 +106,7 @@ def _shapes(args: argparse.Namespace) -> list[Any]:
     count = max(len(batches), len(contexts))
     if {len(batches), len(contexts)} - {1, count}:
         raise ValueError(
-            f"--batch and --context must name as many numbers, or one; got {len(batches)} and {len(contexts)}"
+            f"--batch and --context must have the same number of entries, or one; got {len(batches)} and {len(contexts)}"
         )
     given = args.heads, args.kv_heads, args.head_dim
     heads = [(args.heads or 32, args.kv_heads or 8, args.head_dim or 128)]
@@ -143,10 +145,14 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
     if args.folded:
         if args.work == "generate":
-            raise ValueError("--folded is for attention, append and prefill: it changes what the model's weights are")
+            raise ValueError(
+                "--folded is for attention, append and prefill: a model's generation would need folded weights"
+            )
         chosen = [_folded(recipe) for recipe in chosen]
     if args.memory and (args.work != "generate" or args.batch or args.model):
-        raise ValueError("--memory is for generate, with random weights and no --batch: the batch is what fits")
+        raise ValueError(
+            "--memory is for generate with random weights and without --batch: the batch is the largest that fits"
+        )
     device, before = torch.device(args.device), torch.get_num_threads()
     shapes = _shapes(args)
     torch.manual_seed(0)
@@ -160,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, device: Any, results: list[dict[str, Any]]) -> None:
-    """The report, where one is asked for."""
+    """Writes the JSON report, if --json is given."""
     import torch
 
     report = {"work": args.work, "device": _machine(device), "torch": torch.__version__, "results": results}
@@ -187,7 +193,7 @@ def _machine(device: Any) -> str:
 
 
 def _table(title: str, columns: str, rows: Iterable[list[str]], caption: str) -> None:
-    """Columns are named in one line; those that begin with < are text."""
+    """Prints a table. `columns`: headings separated by " | "; those that begin with < are left-aligned."""
     names = columns.split(" | ")
     sides = [(name.removeprefix("<"), "left" if name.startswith("<") else "right") for name in names]
     print_table(title, sides, list(rows), caption)
@@ -220,8 +226,8 @@ def _attention(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], 
         ]
         columns = "<cache | <by | error | us | quartiles | GB/s | times full | limit"
         caption = (
-            f"error: relative to float64 on the same bytes; times full: as fast as {found[0].baseline}, the fastest over a full "
-            "cache; limit: if bytes alone counted"
+            f"error: relative to float64 on the same bytes; times full: speed relative to {found[0].baseline}, the fastest over a "
+            "full cache; limit: ratio of the bytes read"
         )
         _table(f"decode attention, one layer, {shape}", columns, rows, caption)
     return results
@@ -249,7 +255,7 @@ def _append(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], dev
             for each in found
         ]
         columns = "<recipe | <by | error | other bytes | us | quartiles | GB/s | share of a copy"
-        caption = "error: what is decoded, relative to what the reference wrote; GB/s: read and written"
+        caption = "error: of the decoded tokens, relative to those that the reference wrote; GB/s: read and written"
         _table(f"append, one layer, {shape}", columns, rows, caption)
     return results
 
@@ -288,12 +294,12 @@ def _generate(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], d
         return _equal_memory(args, recipes, shapes, device)
     shaped = any((args.heads, args.kv_heads, args.head_dim, args.layers))
     if args.model or not (shaped or device.type == "cuda"):
-        return _real(args, recipes, sorted({shape.context for shape in shapes}), device)
+        return _real_model(args, recipes, sorted({shape.context for shape in shapes}), device)
     return _random(args, recipes, shapes if shaped or device.type == "cuda" else shapes[:1], device)
 
 
 def _random(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
-    """A model of a given shape."""
+    """Generation with random weights of a given shape."""
     from kvant.bench import generate
     from kvant.layout import human_bytes
 
@@ -322,7 +328,7 @@ def _random(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], dev
 
 
 def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
-    """A model of a given shape, and the largest batch that each cache holds in the same memory."""
+    """Generation with random weights of a given shape, with the largest batch that each cache holds in the same memory."""
     from kvant.bench import generate, memory
     from kvant.layout import human_bytes
     from kvant.plan import parse_bytes
@@ -359,7 +365,7 @@ def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any
         f"fits: the largest batch in {human_bytes(room)}; times: tokens/s over those of full, an unquantized cache that is written "
         "in place and read by the fastest of torch's kernels; DynamicCache, StaticCache: as transformers runs them. Decode of "
         f"recipes is within {max(errors, default=0.0):.1e} of float64 on the same bytes. Prompts: "
-        + ("read by the model" if args.prefill else "random keys and values put into the caches, none was read")
+        + ("prefilled by the model" if args.prefill else "random keys and values, not prefilled")
     )
     columns = "<cache | <by | fits | batch | size | ms a step | tokens/s | times"
     heads = f"{shape.heads}/{shape.kv_heads} x {shape.head_dim}"
@@ -375,8 +381,8 @@ def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any
     return found
 
 
-def _real(args: argparse.Namespace, recipes: list[Any], contexts: list[int], device: Any) -> list[dict[str, Any]]:
-    """A real model, next to other caches."""
+def _real_model(args: argparse.Namespace, recipes: list[Any], contexts: list[int], device: Any) -> list[dict[str, Any]]:
+    """Generation with a real model, compared with other caches."""
     import torch
 
     from kvant import models
@@ -387,9 +393,11 @@ def _real(args: argparse.Namespace, recipes: list[Any], contexts: list[int], dev
     from kvant.shape import ModelShape
 
     if device.type != "cpu":
-        raise ValueError("bench generate --model runs on a CPU; on a GPU random weights of a shape are measured")
+        raise ValueError(
+            "bench generate --model runs on a CPU only; on a GPU leave --model out to measure random weights"
+        )
     if args.batch not in (None, "1"):
-        raise ValueError(f"bench generate --model reads one sequence, got --batch {args.batch}")
+        raise ValueError(f"bench generate --model takes one sequence, got --batch {args.batch}")
     name, new_tokens = args.model or models.SMOLLM2, args.new_tokens or 4
     model, tokenizer = models.load(name, args.dtype, args.device, say)
     shape = ModelShape.of(model)
@@ -421,7 +429,7 @@ def _real(args: argparse.Namespace, recipes: list[Any], contexts: list[int], dev
             if each.context == context
         ]
         columns = "<cache | <by | prompt, s | tokens/s | quartiles | times | append | decode | size"
-        caption = "times: as fast as DynamicCache; append, decode: share of a step in them"
+        caption = "times: speed relative to DynamicCache; append, decode: their share of a step"
         if any(isinstance(reader, caches.OfLlama) for reader in readers):
             caption += "; llama.cpp's weights are of 4 bits, the others' " + shape.dtype
         _table(f"generation, {name}, {context} tokens, {args.threads} threads", columns, rows, caption)

@@ -1,4 +1,4 @@
-"""kvant calibrate: what a recipe has to learn from a model before it serves it, in one artifact."""
+"""kvant calibrate: fits a recipe to a model and writes the artifact."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="fit a recipe to a model",
-        description="Measures a model on a text and writes what the recipe learns from it to DIR/artifact.safetensors. Ctrl-C "
-        "keeps what was done: the same command goes on from there. Example: kvant calibrate --recipe oscar --out fitted",
+        description="Measures a model on a text, fits the recipe's calibrated tensors and writes them to DIR/artifact.safetensors. "
+        "Ctrl-C writes a checkpoint: the same command continues from there. Example: kvant calibrate --recipe oscar --out fitted",
     )
     add_model_options(parser)
-    parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that is fitted offline")
+    parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that needs calibration")
     parser.add_argument(
         "--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl); default: the model writes one itself"
     )
@@ -33,9 +33,9 @@ def add(commands: Any) -> None:
         metavar="P",
         help="positions that will be served (default: all that the model allows)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all random draws (default 0)")
     parser.add_argument(
-        "--out", required=True, metavar="DIR", help="directory of the artifact; replaced whole or not at all"
+        "--out", required=True, metavar="DIR", help="directory of the artifact; an existing one is replaced atomically"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_directory(path: str) -> None:
-    """Refuses an output directory that could not be written to, before the work starts."""
+    """Refuses an output directory that cannot be written to, before the work starts."""
     if Path(path).exists() and not Path(path).is_dir():
         raise ValueError(f"--out {path!r}: expected a directory, got a file")
     try:

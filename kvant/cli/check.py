@@ -1,4 +1,4 @@
-"""kvant check: which recipes fit a model, before anything is served from them."""
+"""kvant check: measures which recipes fit a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvant.cli.common import add_model_options, load_model, print_table, say, sh
 if TYPE_CHECKING:
     from kvant.eval.check import Checked
 
-UNFIT = 1  # exit status where a recipe that was named is unfit
+UNFIT = 1  # exit status if a recipe that --recipe names is unfit
 
 
 def add(commands: Any) -> None:
@@ -19,28 +19,32 @@ def add(commands: Any) -> None:
         "check",
         help="which recipes fit a model",
         description="Reads a built-in text through each recipe's packed cache and through the full one, and says whether the recipe "
-        "fits the model: good, usable or unfit (docs/check.md has the thresholds). Verdicts are kept; kvant serve and kvant generate "
-        "go by them. Exit status 1 where a recipe that --recipe names is unfit.",
+        "fits the model: good, usable or unfit (docs/check.md has the thresholds). Verdicts are stored; kvant serve "
+        "and kvant generate use them. Exit status 1 if a recipe that --recipe names is unfit.",
     )
     add_model_options(parser)
     parser.add_argument(
         "--recipe",
         metavar="R[,R...]",
-        help="recipes, or all (default: those that have fast kernels here and need no long fit)",
+        help="recipes, or all (default: those with fast kernels on this machine that need no long fit)",
     )
     parser.add_argument(
-        "--artifact", action="append", default=[], metavar="DIR", help="what kvant calibrate wrote; may be repeated"
+        "--artifact",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="directory that kvant calibrate wrote; may be repeated",
     )
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="also fit recipes for which that takes minutes, on a built-in text, and keep the artifacts",
+        help="also fit recipes whose fit takes minutes, on a built-in text, and cache the artifacts",
     )
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens to read (default 1024); verdicts on fewer are not kept"
+        "--tokens", type=int, metavar="N", help="tokens to read (default 1024); verdicts on fewer are not stored"
     )
     parser.add_argument(
-        "--choose", action="store_true", help="only say which recipe is taken where none is named, and why"
+        "--choose", action="store_true", help="only print which recipe is the default for this model, and why"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -53,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
     asked = None if args.recipe is None else [recipes.get(name) for name in recipes.split(args.recipe)]
     if args.choose and (asked or args.artifact or args.fit or args.tokens):
         raise ValueError(
-            "--choose takes neither --recipe nor --artifact, --fit or --tokens: it is what happens without them"
+            "--choose takes neither --recipe nor --artifact, --fit or --tokens: it prints the default without them"
         )
     if args.fit and asked is None:
-        raise ValueError("--fit: name the recipes that are to be fitted with --recipe")
+        raise ValueError("--fit needs --recipe: name the recipes to fit")
     given = [Artifact.load(path) for path in args.artifact]
     model, tokenizer = load_model(args)
     if args.choose:
@@ -97,7 +101,7 @@ def choose(model: Any, tokenizer: Any, args: argparse.Namespace) -> int:
 
 
 def print_verdicts(found: Checked) -> None:
-    """A table, best first, then why recipes fail and which were not looked at."""
+    """Prints a table, best first, then why recipes are unfit and which were not checked."""
     order = {"good": 0, "usable": 1, "unfit": 2, "unknown": 3}
     ordered = sorted(
         found.verdicts, key=lambda each: (order[each.word], each.kl if each.kl == each.kl else float("inf"))

@@ -1,4 +1,4 @@
-"""What commands share: options of a model, tables, progress, files written whole or not at all."""
+"""Shared by commands: options of a model, tables, progress, files that are written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvant.progress import default_progress
 if TYPE_CHECKING:
     from kvant.chats import Chats
 
-DEFAULT_RECIPE = "kvant-2"  # kvant.recipes.DEFAULT, for help texts, which do without torch
+DEFAULT_RECIPE = "kvant-2"  # kvant.recipes.DEFAULT, repeated here so that help texts need no import of torch
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -38,7 +38,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def pick_device(asked: str) -> str:
-    """cpu or cuda, of what --device says."""
+    """cpu or cuda, for a value of --device."""
     import torch
 
     if asked not in DEVICES:
@@ -50,7 +50,7 @@ def pick_device(asked: str) -> str:
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and tokenizer that a command's options name; which device and type they are on is told."""
+    """Loads the model and tokenizer that the options name, and prints their device and dtype on stderr."""
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be positive, got {args.threads}")
     import torch
@@ -68,7 +68,7 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def say(text: str) -> None:
-    """Tells a person what is going on; never mixed into results."""
+    """Prints a message for the user on stderr; results go to stdout."""
     print(f"kvant: {text}", file=sys.stderr, flush=True)
 
 
@@ -76,12 +76,12 @@ class Advance(Protocol):
     def __call__(self, done: int, total: int) -> None: ...
 
 
-stages = default_progress  # for work of several stages
+stages = default_progress  # progress of work with several stages
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Advance]:
-    """Progress of work of one stage."""
+    """Progress of work with one stage."""
     with stages() as advance:
         yield lambda done, total: advance(title, done, total)
 
@@ -111,7 +111,7 @@ def read_source(path: str, option: str = "--text") -> str | Chats:
 def print_table(
     title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], caption: str = ""
 ) -> None:
-    """A table that fits a terminal; columns are (heading, "left" or "right")."""
+    """Prints a table that fits the terminal; columns are (heading, "left" or "right")."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -128,7 +128,7 @@ def print_table(
 
 
 def shown_kl(kl: float) -> float:
-    """A KL for people: it cannot be negative, so that what is a little below zero is rounding."""
+    """A KL for display: a KL is not negative, so values slightly below zero are rounding and become 0."""
     return 0.0 if -1e-4 < kl < 0.0 else kl
 
 
@@ -142,24 +142,24 @@ def against_16_bit(times_smaller: float) -> str:
 
 
 def packed_tokens(recipe: Any, tokens: int) -> int:
-    """Of a sequence's tokens, how many are read from packed pages, of keys or of values; the rest is still in a window."""
+    """Number of a sequence's tokens whose key or value is read from packed pages; the others are in full precision."""
     from kvant.recipe import spans
 
     return sum(span.stop - span.start for span in spans(recipe, tokens) if "packed" in (span.key, span.value))
 
 
 def nothing_packed(recipe: Any, tokens: int) -> str:
-    """Why a short sequence says nothing of a recipe."""
+    """Why a short sequence shows nothing about a recipe: all of its tokens are in full precision."""
     windows = [stream.window for stream in recipe.streams.values()]
     sink, recent = windows[0].sink, max(window.ring for window in windows)
     return (
-        f"nothing has been packed yet: all {tokens} tokens are in the window of {sink} first and {recent} last tokens that is "
-        "kept in full precision"
+        f"nothing has been packed yet: all {tokens} tokens are in the window of {sink} first and {recent} last tokens in full "
+        "precision"
     )
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Refuses an output file that could not be written, before the work starts."""
+    """Refuses an output file that cannot be written, before the work starts."""
     if path is None:
         return
     parent = Path(path).resolve().parent
@@ -170,13 +170,13 @@ def check_writable(path: str | None, option: str) -> None:
 
 
 def write_json(path: str, data: Any) -> None:
-    """Writes a report whole or not at all."""
+    """Writes a JSON file atomically."""
     with replacing(Path(path)) as temporary:
         temporary.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def processor() -> str:
-    """What the CPU calls itself."""
+    """The CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -186,7 +186,7 @@ def processor() -> str:
 
 
 def tell_reference(model: Any, cache: Any) -> None:
-    """Says so where a cache on a CPU is read by the plain reference, and why; on a GPU the choice itself warns."""
+    """Prints a message where a cache on a CPU is read by the slow reference, with the reasons. On a GPU `ops.choose` warns."""
     from kvant.ops import explain
 
     if model.device.type == "cpu":

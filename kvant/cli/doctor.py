@@ -1,4 +1,4 @@
-"""kvant doctor: what this machine can run, and why not what it cannot."""
+"""kvant doctor: what this machine can run, and the reasons for what it cannot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from kvant.cli.common import print_table, processor
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "doctor", help="say what this machine can run", description="Says what this machine can run."
+        "doctor",
+        help="show what this machine can run",
+        description="Shows what this machine can run, and why not the rest.",
     )
-    parser.add_argument("--recipe", metavar="R[,R...]", help="say what serves these, and why nothing better does")
     parser.add_argument(
-        "--head-dim", type=int, default=128, metavar="N", help="of the model to be served (default 128)"
+        "--recipe", metavar="R[,R...]", help="show which implementation serves these, and why better ones refuse"
     )
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="head dim of the model (default 128)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -50,7 +52,7 @@ def _vllm() -> str | None:
 
 
 def compiled() -> dict[str, Any]:
-    """The CPU, and what the compiled operations make of it."""
+    """The CPU's model, and the instruction sets of the compiled operations."""
     from kvant.ops.cpu import library
 
     kinds = library.kinds()
@@ -59,8 +61,8 @@ def compiled() -> dict[str, Any]:
 
 
 def examine(names: Sequence[str] | None = None, head_dim: int = 128) -> dict[str, Any]:
-    """Versions, devices, engines, and every implementation of every operation with its refusals per recipe; of recipes that
-    are named, what is taken, too."""
+    """Versions, devices, engines, and every implementation of every operation with its refusals per recipe. For the recipes in
+    `names`, also which implementation is chosen."""
     import torch
 
     from kvant import models, recipes
@@ -87,8 +89,9 @@ def examine(names: Sequence[str] | None = None, head_dim: int = 128) -> dict[str
                         serves.append(recipe.name)
                     else:
                         refused[recipe.name] = reason
+                name, about = implementation.name, implementation.about
                 found.append(
-                    {"op": op, "name": implementation.name, "device": device, "serves": serves, "refused": refused}
+                    {"op": op, "name": name, "device": device, "serves": serves, "refused": refused, "about": about}
                 )
     taken = []
     for recipe, device, op in itertools.product(chosen if names else (), devices, OPS):
@@ -159,4 +162,7 @@ def run(args: argparse.Namespace) -> int:
         ("refuses", "left"),
     ]
     print_table("", columns, rows)
+    for op, name, about in dict.fromkeys((e["op"], e["name"], e["about"]) for e in found["implementations"]):
+        if about:
+            print(f"{op} by {name}: {about}")
     return 0

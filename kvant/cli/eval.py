@@ -1,4 +1,4 @@
-"""kvant eval: what recipes cost in quality, on the same tokens, through the real packed cache."""
+"""kvant eval: the quality of recipes, on the same tokens, through the real packed cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvant generate: a model answers from a packed cache; with several recipes, side by side with the full one."""
+"""kvant generate: generates from a packed cache; with several recipes, compares them with the full cache."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="generate text from a packed cache",
-        description="Generates from a packed cache; words appear as they come. With several recipes, compares them with the "
+        description="Generates from a packed cache and streams the text. With several recipes, compares them with the "
         'full cache in a table. Example: kvant generate --prompt "Why is the sky blue?"',
     )
     add_model_options(parser)
     parser.add_argument(
         "--recipe",
         metavar="R[,R...]",
-        help="a recipe, or several to compare (default: the best that kvant check finds good without a long fit)",
+        help="a recipe, or several to compare (default: the best recipe whose verdict for this model is good, else kivi-k4v4)",
     )
-    parser.add_argument("--prompt", help="what to ask; needed without --chat")
+    parser.add_argument("--prompt", help="the prompt; required without --chat")
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="go on asking: a line of standard input is a message, an answer re-uses all pages",
+        help="a conversation: every line of standard input is a message; pages of earlier messages are reused",
     )
     parser.add_argument(
         "--raw", action="store_true", help="feed the prompt as it is, without the model's chat template"
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
-    parser.add_argument("--max-cache-tokens", type=int, metavar="N", help="size of the cache; without it, it grows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    parser.add_argument("--max-cache-tokens", type=int, metavar="N", help="size of the cache (default: it grows)")
     parser.add_argument(
-        "--unfit-anyway", action="store_true", help="answer also from a recipe that the model does not survive"
+        "--unfit-anyway", action="store_true", help="generate even if the recipe's verdict for this model is unfit"
     )
     add_artifact_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -67,30 +67,31 @@ def add(commands: Any) -> None:
 
 @dataclasses.dataclass
 class Answer:
-    """What one recipe generated, and what its cache took."""
+    """The text that one recipe generated, and the size of its cache."""
 
     recipe: str
     text: str
     tokens: list[int]
     bpe: float
     cache_bytes: int
-    times_smaller: float  # than a 16-bit cache of the same text
+    times_smaller: float  # compared with a 16-bit cache of the same text
     tokens_per_second: float
-    packed_tokens: int  # in packed pages; the rest is in the window
+    packed_tokens: int  # tokens in packed pages; the others are in full precision
     kl: float | None = None
     top1: float | None = None
 
 
 class Words:
-    """A streamer: hands on the answer's text token by token, and looks at the time. The first call is the prompt's, the second
-    one the prefill's token, the rest are decoded. White space around the answer is left out."""
+    """A streamer for transformers: writes the answer's text token by token and records the time of each. The first call is for
+    the prompt, the second for the token of the prefill, the others for decoded tokens. White space around the answer is
+    dropped."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object] | None) -> None:
         self.tokenizer, self.write = tokenizer, write
         self.times: list[float] = []
-        self.tokens: list[int] = []  # since the last line end
-        self.shown = 0  # characters of them that were handed on
-        self.held = ""  # white space that is handed on when a word follows
+        self.tokens: list[int] = []  # tokens since the last line end
+        self.shown = 0  # characters of their text that were written
+        self.held = ""  # white space that is written when a word follows
         self.begun = False
 
     def __enter__(self) -> Words:
@@ -98,7 +99,7 @@ class Words:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None and self.begun and self.write is not None:
-            self.write("\n")  # what is said of the error starts a line of its own
+            self.write("\n")  # the error message starts on a new line
 
     def put(self, value: Any) -> None:
         self.times.append(time.perf_counter())
@@ -109,7 +110,7 @@ class Words:
         if text.endswith("\n"):
             self._hand_on(text[self.shown :])
             self.tokens, self.shown = [], 0
-        else:  # a character at the end that still lacks bytes is decoded as U+FFFD
+        else:  # an incomplete UTF-8 character at the end is decoded as U+FFFD
             self._show_until(text, len(text.rstrip("\ufffd")))
 
     def end(self) -> None:
@@ -139,18 +140,18 @@ class Words:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, of the median step: what other programs do now and then is not the cache's."""
+        """Tokens per second of the median step, so that interruptions by other processes do not count."""
         tokens = self.times[1:]
         return 1 / statistics.median(b - a for a, b in itertools.pairwise(tokens)) if len(tokens) > 1 else float("nan")
 
 
 def out(text: str) -> None:
-    """Onto standard output at once, a terminal or a pipe."""
+    """Writes to standard output and flushes."""
     print(text, end="", flush=True)
 
 
 def out_in_a_line(text: str) -> None:
-    """As `out`, with line ends as spaces."""
+    """As `out`, with line ends replaced by spaces."""
     if text == "\n":
         out(text)
         return
@@ -158,7 +159,7 @@ def out_in_a_line(text: str) -> None:
 
 
 def encode(tokenizer: Any, messages: list[str], raw: bool) -> Any:
-    """Token ids [1, n] of messages of user and assistant in turn, in the model's chat template if it has one."""
+    """Token ids [1, n] of alternating messages of user and assistant, in the model's chat template if it has one."""
     if raw or not tokenizer.chat_template:
         return tokenizer("".join(messages), return_tensors="pt")["input_ids"]
     chat = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(messages)]
@@ -176,7 +177,7 @@ def answer(
     args: argparse.Namespace,
     write: Callable[[str], object] | None,
 ) -> Answer:
-    """One recipe's answer; `write` gets its words as they come."""
+    """Generates one recipe's answer; `write` is called with its text as it is generated."""
     import torch
 
     from kvant.engines.hf import Cache
@@ -240,7 +241,7 @@ def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, 
         text = given.pop() if given else sys.stdin.readline()
         if not text:
             if person:
-                print()  # behind the prompt's sign
+                print()  # end the line of the prompt sign
             break
         if not text.strip():
             continue
@@ -268,7 +269,7 @@ def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, 
 
 
 def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], artifacts: Any) -> None:
-    """Fills in KL and top-1 agreement: every recipe reads the full cache's own answer, token by token."""
+    """Fills in KL and top-1 agreement: every recipe is fed the full cache's answer, token by token."""
     import torch
 
     from kvant.engines.hf import Cache
@@ -291,7 +292,7 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], arti
 
 
 def named(args: argparse.Namespace) -> list[Recipe] | None:
-    """The recipes that --recipe names; None where it was left out."""
+    """The recipes that --recipe names; None without --recipe."""
     from kvant import recipes
 
     return None if args.recipe is None else [recipes.get(name) for name in recipes.split(args.recipe)]
@@ -300,9 +301,9 @@ def named(args: argparse.Namespace) -> list[Recipe] | None:
 def decide(
     model: Any, tokenizer: Any, asked: list[Recipe] | None, args: argparse.Namespace
 ) -> tuple[list[Recipe], Mapping[str, Artifact | None]]:
-    """Which recipes answer, and from which artifacts: the one place where this is decided. One that is asked for alone is checked
-    once, and refused where it is unfit; several are there to be compared. Where none is asked for, the first answer comes at
-    once: from the best recipe that is known to be good for the model, or from one that needs neither a fit nor a check."""
+    """Chooses the recipes and their artifacts. A single recipe is checked once, and refused where it is unfit; several are compared
+    and not checked. Without --recipe nothing is measured, so that the answer starts at once: the choice is the best recipe
+    with a stored verdict good for this model, or one that needs neither a fit nor a check."""
     from kvant import recipes
     from kvant.artifact import Artifact
     from kvant.engines.fingerprint import fingerprint
@@ -316,8 +317,8 @@ def decide(
             return [choice.recipe], {choice.recipe.name: choice.artifact}
         plain = recipes.plain(ModelShape.of(model).head_dim)
         say(
-            f"{plain.name}: needs no fit, and no mean of the keys hurts it; kvant check --model {args.model} --choose finds out, "
-            "once, whether fewer bits are good for this model"
+            f"{plain.name}: needs no fit and tolerates large key means; kvant check --model {args.model} --choose measures, once, "
+            "whether a recipe with fewer bits is good for this model"
         )
         return [plain], {plain.name: None}
     chosen = asked or [Artifact.load(args.artifact[0]).recipe]
@@ -366,12 +367,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cached(found: Answer, prompt_tokens: int) -> int:
-    """Tokens that the cache holds: all but the last, which no token follows."""
+    """Tokens in the cache: all but the last one, which was not fed to the model."""
     return prompt_tokens + len(found.tokens) - 1
 
 
 def summary(found: Answer, recipe: Recipe, prompt_tokens: int) -> str:
-    """The line after an answer."""
+    """The line that is printed after an answer."""
     from kvant.layout import human_bytes
 
     rate = f" at {found.tokens_per_second:.1f}/s" if found.tokens_per_second == found.tokens_per_second else ""
@@ -383,7 +384,7 @@ def summary(found: Answer, recipe: Recipe, prompt_tokens: int) -> str:
 
 
 def print_answers(answers: list[Answer], chosen: list[Recipe], prompt_tokens: int, dtype: str) -> None:
-    """A table of several recipes' answers."""
+    """Prints a table that compares the recipes."""
     from kvant.layout import human_bytes
 
     columns = [("recipe", "left"), ("bits", "right"), ("cache", "right"), ("smaller", "right"), ("KL", "right")]

@@ -1,4 +1,4 @@
-"""kvant plan: what fits into memory, from a model's config alone."""
+"""kvant plan: how many tokens and requests fit into memory, from a model's config alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvant.cli.common import DEFAULT_RECIPE, print_table
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="say how many tokens and requests fit into memory",
-        description="Counts what fits into memory, beside a 16-bit and an 8-bit cache. Needs a model's config, no weights. "
+        help="compute how many tokens and requests fit into memory",
+        description="Computes how many tokens and requests fit into memory, compared with a 16-bit and an 8-bit cache. Needs only "
+        "the model's config, no weights. "
         "Example: kvant plan --model qwen3-8b --memory 24GiB",
     )
     parser.add_argument(
@@ -30,14 +31,18 @@ def add(commands: Any) -> None:
         "--memory",
         default="80GiB",
         metavar="SIZE",
-        help="for the cache, on one device, such as 24GiB or 24GB (default 80GiB)",
+        help="memory for the cache on one device, such as 24GiB or 24GB (default 80GiB)",
     )
     parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of a request (default 8192)")
     parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="T", help="devices that share the KV heads (default 1)"
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="T",
+        help="devices over which the KV heads are split (default 1)",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (default: its config's)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the model (default: that of its config)"
     )
     parser.add_argument("--presets", action="store_true", help="list the presets")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -45,7 +50,7 @@ def add(commands: Any) -> None:
 
 
 def find(name: str) -> Any:
-    """A preset, or the config of a model; weights are not read."""
+    """A preset, or the config of a model. No weights are read."""
     from kvant import models
     from kvant.plan import PRESETS
 
@@ -65,7 +70,7 @@ def find(name: str) -> Any:
 
 
 def _check_class(config: Any) -> None:
-    """Refuses what serving refuses for the sake of the model's class, which its shape does not show."""
+    """Refuses a model class that kvant cannot serve, which the shape alone does not show."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or ()

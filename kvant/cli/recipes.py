@@ -1,4 +1,4 @@
-"""kvant recipes: what there is, counted from the layout."""
+"""kvant recipes: lists the recipes, with bits counted from the page layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvant.cli.common import print_table
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "recipes", help="list the recipes", description="Lists the recipes with their bits, counted."
+        "recipes",
+        help="list the recipes",
+        description="Lists the recipes, with bits per number counted from the page layout.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         window = " ".join(f"{sink}/{recent}" for sink, recent in sorted(sides)) if sides != {(0, 0)} else "-"
         calibrated, shared = ("yes" if entry[key] else "no" for key in ("calibration", "prefix_safe"))
         rows.append([entry["name"], *bits, window, calibrated, shared, entry["summary"]])
-    caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; windows: sink/recent tokens in full"
+    caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; "
+    caption += "windows: sink/recent tokens in full precision"
     print_table("", columns, rows, caption)
     return 0

@@ -1,6 +1,6 @@
-"""kvant serve: vLLM's OpenAI-compatible server with kvant behind its attention.
+"""kvant serve: vLLM's OpenAI-compatible server with kvant as its attention backend.
 
-Everything that can be wrong with recipe, artifact and model is found before vLLM starts, and so before anything listens.
+Recipe, artifact and model are checked before vLLM starts, so that mistakes are reported before the server listens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifact_options import Found, add_artifact_options, find_or_make
+from kvant.cli.artifact_options import LocatedArtifact, add_artifact_options, find_or_make
 from kvant.cli.common import read_text, say
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from kvant.recipe import Recipe
 
 OURS = ("--attention-backend", "--additional-config", "--kv-cache-dtype", "--attention-config", "--model")
-KEY = "KVANT_API_KEY"  # an environment variable
+KEY = "KVANT_API_KEY"  # environment variable with the API key
 LOOPBACK = "127.0.0.1"
-CPU_CACHE = 4 << 30  # bytes of pages on a CPU where nobody says how many, or a quarter of the free memory
-WINDOWS = 4 << 30  # bytes of full-precision windows that are given where nobody says how many sequences there will be
-SEQUENCES = 16, 256  # that these are for, at least and at most
+CPU_CACHE = 4 << 30  # default bytes of pages on a CPU; at most a quarter of the free memory
+OVERLAYS = 4 << 30  # bytes of overlays for which --max-num-seqs is chosen where it is not given
+SEQUENCES = 16, 256  # smallest and largest --max-num-seqs that is chosen
 
 
 def add(commands: Any) -> None:
@@ -36,24 +36,26 @@ def add(commands: Any) -> None:
         "serve",
         help="serve a model with vLLM, OpenAI-compatible",
         description="Serves a model with vLLM's OpenAI-compatible server from a packed cache, on loopback unless --host says "
-        "otherwise. What is not listed here goes to vLLM as it is, for instance --port, --max-model-len, "
-        f"--tensor-parallel-size. A key that clients have to bring is taken from the environment variable {KEY}, or from a "
-        "file: the command line of a process is there for all to see.",
+        "otherwise. Other options are passed on to vLLM, for instance --port, --max-model-len, "
+        f"--tensor-parallel-size. An API key that clients must send is read from the environment variable {KEY} or from a "
+        "file, since other users can see the command line of a process.",
         usage="kvant serve M [--recipe R] [--layers JSON] [--artifact DIR] [--calibration-text FILE] [--unfit-anyway] "
         "[--api-key-file FILE] [vLLM's own options]",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="M", help="Hugging Face directory or id, or smollm2; before all options")
+    parser.add_argument(
+        "model", metavar="M", help="Hugging Face directory or id, or smollm2; must come before all options"
+    )
     parser.add_argument("--recipe", metavar="R", help="a recipe (default: the best that kvant check finds good)")
     parser.add_argument(
         "--layers", metavar="JSON", help='recipes for some of the layers, for instance {"0-1": "int8", "2-": "oscar"}'
     )
     add_artifact_options(parser)
     parser.add_argument(
-        "--unfit-anyway", action="store_true", help="serve also a recipe that the model does not survive"
+        "--unfit-anyway", action="store_true", help="serve the recipe even if its verdict for this model is unfit"
     )
     parser.add_argument(
-        "--api-key-file", metavar="FILE", help=f"file with the key that clients have to bring (default: {KEY}, or none)"
+        "--api-key-file", metavar="FILE", help=f"file with the API key that clients must send (default: {KEY}, or none)"
     )
     parser.add_argument("--host", default=LOOPBACK, help=f"address to listen on (default {LOOPBACK})")
     parser.set_defaults(run=run, passes_on=True)
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def api_key(file: str | None) -> str | None:
-    """The key that clients have to bring: from a file, or from the environment. None where there is none."""
+    """The API key that clients must send, from a file or from the environment; None where there is none."""
     if file is not None:
         key, place = read_text(file, "--api-key-file").strip(), f"--api-key-file {file!r}"
     else:
@@ -85,7 +87,7 @@ def api_key(file: str | None) -> str | None:
 
 
 def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = False) -> list[str]:
-    """The command line of vLLM's server, once everything was checked."""
+    """Checks everything and returns the command line of vLLM's server."""
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(
             "vLLM is not installed: pip install 'kvant[vllm]', or for CPUs ./scripts/setup --vllm"
@@ -99,12 +101,12 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
     versions.check(vllm.__version__)
     given = {each.split("=")[0].replace("_", "-") for each in rest if each.startswith("--")}
     for option in sorted(given):
-        if any(ours.startswith(option) for ours in OURS):  # vLLM takes the beginning of an option for the whole
-            raise ValueError(f"{option} is kvant's to choose; leave it out")
+        if any(ours.startswith(option) for ours in OURS):  # vLLM accepts abbreviated options
+            raise ValueError(f"{option} is set by kvant; leave it out")
         if option.startswith("--api-k"):
             raise ValueError(
-                f"{option} would show the key to everybody who lists processes: set the environment variable {KEY}, or name "
-                "a file with --api-key-file"
+                f"{option} would show the key to everybody who lists processes: set the environment variable {KEY}, or give a "
+                "file with --api-key-file"
             )
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
@@ -127,28 +129,28 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
         options += ["--served-model-name", args.model]
     cpu = _on_cpu()
     if cpu and "--dtype" not in given:
-        options += ["--dtype", "float32"]  # vLLM's 16-bit products need instructions that not every CPU has
+        options += ["--dtype", "float32"]  # vLLM's 16-bit matrix products need instructions that not every CPU has
     if (
         cpu
         and not given & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
         and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    ):  # vLLM would take 0.92 of all memory, and end where so much is not free
+    ):  # vLLM would take 0.92 of all memory, and fail where that is not free
         size = min(CPU_CACHE, _free_memory() // 4)
-        say(f"--kv-cache-memory-bytes {size}: {human_bytes(size)} of memory are for the cache's pages")
+        say(f"--kv-cache-memory-bytes {size}: {human_bytes(size)} of memory for pages")
         options += ["--kv-cache-memory-bytes", str(size)]
-    window = window_bytes(source, kvant)
+    window = overlay_bytes(source, kvant)
     if (
         not cpu and window and "--max-num-seqs" not in given
-    ):  # vLLM's own default may be 1024, and every one has a window
-        count = min(max(WINDOWS // window, SEQUENCES[0]), SEQUENCES[1])
-        say(f"--max-num-seqs {count}: windows of full-precision tokens take {human_bytes(window)} a sequence")
+    ):  # vLLM's default may be 1024, and every sequence has an overlay row
+        count = min(max(OVERLAYS // window, SEQUENCES[0]), SEQUENCES[1])
+        say(f"--max-num-seqs {count}: the overlay of full-precision tokens takes {human_bytes(window)} per sequence")
         options += ["--max-num-seqs", str(count)]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", source, *options, *rest]
 
 
 def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision: str | None = None) -> list[str]:
-    """Refuses what cannot be served; returns the directories of the artifacts that the recipes need, found or made. The model is
-    loaded only where one has to be made, or where its files do not tell its name."""
+    """Refuses what cannot be served; returns the directories of the artifacts that the recipes need. The model is loaded only where
+    an artifact has to be fitted, or where its fingerprint cannot be computed from its files."""
     import transformers
 
     from kvant import models
@@ -179,7 +181,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     def named() -> str:
         found = None if directory is None else fingerprint_of_files(directory)
         if found is None:
-            say("the model's files do not tell which model it is: it is loaded to see")
+            say("the model's fingerprint cannot be computed from its files: loading the model")
             found = fingerprint(load()[0])
         return found
 
@@ -202,7 +204,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
 
 
 def default_recipe(args: argparse.Namespace, named: Callable[[], str], load: Callable[[], tuple[Any, Any]]) -> str:
-    """The recipe that is served where none is named: the artifact's, or the best that is good for the model."""
+    """The recipe to serve without --recipe: the artifact's, or the best whose verdict for the model is good."""
     from kvant.artifact import Artifact
     from kvant.engines.vllm import options
     from kvant.eval.choose import cached_choice, choose_recipe
@@ -217,7 +219,7 @@ def default_recipe(args: argparse.Namespace, named: Callable[[], str], load: Cal
 def require_fit(
     recipe: Recipe, artifact: Artifact | None, named: Callable[[], str], load: Callable[[], tuple[Any, Any]]
 ) -> None:
-    """Refuses a recipe that the model does not survive. The model is loaded where there is no verdict yet."""
+    """Refuses a recipe that is unfit for the model. The model is loaded where there is no verdict yet."""
     from kvant import recipes
     from kvant.engines.vllm import options
     from kvant.eval import choose
@@ -233,24 +235,24 @@ def require_fit(
 
 
 def _where_to_fit(config: Any) -> tuple[str, str]:
-    """Device and type that a model is measured in: the GPU that will serve it, in the 16 bits that it is stored in."""
+    """Device and dtype for calibration and check: the GPU that will serve the model, in the checkpoint's 16-bit type."""
     if _on_cpu():
         return "cpu", "float32"
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return "cuda", stored if stored in ("bfloat16", "float16") else "bfloat16"
 
 
-def _handed_over(found: Found) -> str:
-    """The directory in which vLLM's processes find an artifact."""
+def _handed_over(found: LocatedArtifact) -> str:
+    """The directory from which vLLM's processes load an artifact."""
     path = found.path
-    if path is None:  # it could not be kept
+    if path is None:  # it could not be cached
         path = found.artifact.save(tempfile.mkdtemp(prefix="kvant-artifact-")).parent
         say(f"written to {path} for this server")
     return str(Path(path).absolute())
 
 
-def window_bytes(source: str, kvant: dict[str, Any]) -> int:
-    """What a sequence's full-precision windows take in all layers."""
+def overlay_bytes(source: str, kvant: dict[str, Any]) -> int:
+    """Bytes of a sequence's overlay rows in all layers."""
     import transformers
 
     from kvant.engines.vllm import options
@@ -263,7 +265,7 @@ def window_bytes(source: str, kvant: dict[str, Any]) -> int:
 
 
 def _recipes(shape: Any, kvant: dict[str, Any]) -> tuple[Recipe, ...]:
-    """One for each layer."""
+    """The recipe of every layer."""
     from kvant.engines.vllm import options
 
     return options.per_layer(kvant.get("recipe"), kvant.get("layers"), len(shape.layers))
@@ -282,7 +284,7 @@ def _ranges(text: str | None) -> dict[str, str]:
 
 
 def _value(rest: Sequence[str], option: str) -> str | None:
-    """What an option that goes to vLLM is set to."""
+    """The value of an option among those for vLLM; None where it is not given."""
     for place, each in enumerate(rest):
         name, found, value = each.partition("=")
         if name == option:
@@ -291,9 +293,9 @@ def _value(rest: Sequence[str], option: str) -> str | None:
 
 
 def _free_memory() -> int:
-    """Bytes of memory that a process may take, as vLLM counts them where it does."""
+    """Bytes of free memory, counted by vLLM where it has a function for that."""
     try:
-        from vllm.utils.cpu_resource_utils import get_memory_node_info  # knows of a container's limit
+        from vllm.utils.cpu_resource_utils import get_memory_node_info  # respects a container's memory limit
     except ImportError:
         import psutil  # type: ignore[import-untyped]
 

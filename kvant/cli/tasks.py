@@ -1,4 +1,4 @@
-"""kvant eval --task: what recipes score on tasks, beside the full cache, on the same questions."""
+"""kvant eval --task: task scores of recipes and of the full cache, on the same questions."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         "passage, passage-count, or your FILE.jsonl with prompt and answer; options as in needle:length=8192",
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="questions of a task (default: all; 20 of a generated one)"
+        "--limit", type=int, metavar="N", help="questions per task (default: all; 20 of a generated task)"
     )
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers a question (default 1)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers per question (default 1)")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy (default)"
+        "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (default)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of generated questions and of sampling")
-    parser.add_argument(
-        "--no-graph", action="store_true", help="on a GPU: do not decode in CUDA graphs (slower, as transformers does)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of generated questions and of sampling")
+    parser.add_argument("--no-graph", action="store_true", help="on a GPU: decode without CUDA graphs (slower)")
 
 
 def run_tasks(args: argparse.Namespace) -> int:
@@ -106,7 +104,7 @@ def run_tasks(args: argparse.Namespace) -> int:
 
 
 def print_scores(scores: list[Score]) -> None:
-    """One task's table. Differences are in points of a hundred."""
+    """Prints the table of one task. Differences are in percentage points."""
     columns = [("recipe", "left"), ("bits", "right"), ("score, %", "right"), ("against full", "right")]
     columns += [("95 % interval", "right"), ("wins", "right"), ("losses", "right"), ("tokens", "right")]
     rows = []

@@ -1,4 +1,4 @@
-"""Codecs: numbers to codes and back. Every module here is found because it exists."""
+"""Codecs: numbers to codes and back. Every module of this package is imported, so that its specs register."""
 
 from kvant.codecs.base import DTYPES, BoundCodec, Codec, Field, Parts
 from kvant.codecs.format import Band, Codebook, LayerTensors, ScaleKind, Scales, StreamFormat

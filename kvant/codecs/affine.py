@@ -1,4 +1,4 @@
-"""Token-wise affine quantization: every token's head vector has its own scale and zero point."""
+"""Token-wise affine quantization: a scale and a zero point for every token's head vector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvant.codecs.base import DTYPES, Codec, Field, Parts, Tensor
 from kvant.codecs.format import Band, Encoding, LayerTensors, ScaleKind, Scales, StreamFormat
 from kvant.spec import Expected
 
-NARROWEST = 0.7  # part of a group's range that `search` tries last
+NARROWEST = 0.7  # smallest range that `search` tries, as a share of the group's range
 
 
 def magnitude_quantile(x: Tensor, quantile: float) -> Tensor:
@@ -34,8 +34,8 @@ class Affine(Codec):
            (SAW-INT4 equations 3 and 4).
     clip   a token's values are clipped at this quantile of their magnitudes over the whole head (OSCAR A.5), before the
            groups are formed; 1 clips nothing, 0 takes the ratio that kvant calibrate finds for each layer.
-    search how many ranges are tried for a group, from its whole range down to 0.7 of it about its middle; the one with the
-           least squared error is kept. 1 keeps the whole range.
+    search number of ranges tried for a group, from its whole range down to 0.7 of it about its middle; the one with the
+           least squared error is used. 1: the whole range.
     meta   16-bit type of scale and zero. Codes are computed from the rounded scale and zero, so that rounding them
            costs a clamp at the ends of the range and nothing in between.
     """
@@ -65,7 +65,7 @@ class Affine(Codec):
         return {"clip": Expected((), "ratio")} if self.calibrated else {}
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> Affine:
-        """The codec with the layer's own clip ratio."""
+        """The codec with the layer's clip ratio."""
         self.fields(head_dim)
         if not self.calibrated or tensors is None:
             return self
@@ -102,7 +102,7 @@ class Affine(Codec):
         return LayerTensors(clip=self.clip)
 
     def encode(self, x: Tensor) -> Parts:
-        assert self.clip > 0.0, "a calibrated clip is bound first"
+        assert self.clip > 0.0, "encode needs a bound codec: the clip ratio is calibrated"
         x = x.float()
         tokens, heads, dim = x.shape
         if self.clip < 1.0:
@@ -129,12 +129,13 @@ class Affine(Codec):
         return {"codes": codes, "scale": scale.to(dtype), name: offset.to(dtype)}
 
     def _coded(self, x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scale and minimum (or zero) of groups [..., channels] for a range; numbers that the stored types hold."""
+        """Codes, scale and minimum (or zero) of groups [..., channels] for the range [low, high]; scale and minimum are rounded to
+        the stored type."""
         dtype = DTYPES[self.meta]
         top = (1 << self.bits) - 1
         if self.zero == "float":
             low = low.to(dtype).float()
-        # a constant group has scale 0; the smallest normal number keeps the division finite and the code 0
+        # A constant group would have scale 0; the smallest normal number keeps the division finite and the code 0.
         scale = ((high - low) / top).clamp_min(torch.finfo(dtype).tiny).to(dtype).float()
         if self.zero == "float":
             codes = ((x - low[..., None]) / scale[..., None]).round()

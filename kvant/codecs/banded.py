@@ -1,4 +1,4 @@
-"""Token-wise codes of several widths under one scale: channels that matter more have more bits, some have none."""
+"""Token-wise codes with one scale per token and bands of channels of different width; a band may have no bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from kvant.codecs.format import Band, Encoding, LayerTensors, ScaleKind, Scales,
 from kvant.codecs.lloyd_max import lloyd_max_levels
 from kvant.spec import Expected
 
-NORMAL = 1 << 20  # dimensions in which a coordinate of a random unit vector, times their root, is a normal number
-STEPS = {1: 1.5957691, 2: 0.9956868, 3: 0.5860194, 4: 0.3352006}  # uniform levels of least squared error for one
-STRETCH = (0.8, 1.6)  # of a scale, at most
-SMALLEST, LARGEST = 0.6, 1.4  # multiples of the root mean square that the scale is searched in
+NORMAL = 1 << 20  # dimensions at which sqrt(dim) times a coordinate of a random unit vector is nearly a normal number
+# bits -> step of the uniform levels with the least squared error for a normal number
+STEPS = {1: 1.5957691, 2: 0.9956868, 3: 0.5860194, 4: 0.3352006}
+STRETCH = (0.8, 1.6)  # smallest and largest factor by which `unbiased` changes a scale
+SMALLEST, LARGEST = 0.6, 1.4  # range of the scale search, as multiples of the root mean square
 
 
 @functools.lru_cache(maxsize=16)
@@ -35,16 +36,18 @@ def normal_levels(bits: int, kind: str) -> tuple[float, ...]:
 class Banded(Codec):
     """x_c ~ scale * level_b[code_c] with b the bits of channel c's band; channels without bits are read as zero.
 
-    bits     of the first quarter of the channels, the next half and the last quarter: "4/2/0"; or one number for all.
-    levels   "uniform", of the step with the least error for normal numbers, or "lloyd", the best levels there are.
-    search   how many scales are tried for a token, as multiples 0.6 to 1.4 of its root mean square; the one with the least
-             weighted squared error is kept. 1 keeps the root mean square itself.
-    weighted whether an error counts by the variance of the queries in its channel, which calibration measures.
-    unbiased whether the scale that is stored is then stretched until the token's weighted product with its own code is that
-             with itself, channels without bits included. The nearest levels are too short on average, and queries that
-             read a token look like it, so that their logits would all be too small.
-    flag     whether a token may be coded with the mean of all tokens taken off: the sign of its scale then says so. It is
-             chosen token by token, by the error. A share `share` of a token's weight in it is what attention reads of it.
+    bits     width of a code in the first quarter of the channels, the next half and the last quarter: "4/2/0"; or one number
+             for all channels.
+    levels   "uniform": the step with the least error for normal numbers; "lloyd": Lloyd-Max levels of normal numbers.
+    search   number of scales tried for a token, as multiples 0.6 to 1.4 of its root mean square; the one with the least
+             weighted squared error is used. 1: the root mean square itself.
+    weighted whether a squared error is weighted by the queries' variance in its channel, which calibration measures.
+    unbiased whether the stored scale is then stretched so that <x, decoded x> = <x, x> in the weighted product, channels
+             without bits included. Rounding to the nearest level shrinks a vector on average, and a query that attends to a
+             token resembles its key: without the correction all large logits would be too small.
+    flag     whether the mean of all tokens may be removed from a token before coding; a negative scale marks this. It is
+             chosen for every token by the error. `share`: share of a token's weight in that mean that depends on the
+             attention to it.
     meta     16-bit type of the scale.
     """
 
@@ -75,7 +78,7 @@ class Banded(Codec):
         return self.flag and self.share > 0
 
     def bands(self, head_dim: int) -> tuple[tuple[int, int], ...]:
-        """(width, bits) of every band that is stored or left out, in order; neighbours of the same bits are one band."""
+        """(channels, bits) of every band in order, those with 0 bits included; neighbours with the same bits are one band."""
         bits = [int(width) for width in self.bits.split("/")]
         if len(bits) == 1:
             return ((head_dim, bits[0]),)
@@ -133,7 +136,7 @@ class Banded(Codec):
 
 
 class BoundBanded(BoundCodec):
-    """Banded codes with the weights of their channels and the mean of their tokens, whichever there are."""
+    """Banded codes with the channels' weights and the tokens' mean, either of which may be None."""
 
     def __init__(self, spec: Banded, head_dim: int, weights: Tensor | None, mean: Tensor | None) -> None:
         self.spec, self.head_dim = spec, head_dim
@@ -160,7 +163,7 @@ class BoundBanded(BoundCodec):
         return torch.tensor(normal_levels(bits, self.spec.levels), dtype=torch.float32, device=device)
 
     def _weights(self, device: torch.device) -> Tensor:
-        """What an error costs in every channel: [heads or 1, head_dim]."""
+        """Weight of a squared error in every channel: [heads or 1, head_dim]."""
         if self.weights is not None:
             return self.weights.to(device)
         return torch.ones(1, self.head_dim, dtype=torch.float32, device=device)
@@ -175,7 +178,7 @@ class BoundBanded(BoundCodec):
         return torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2)
 
     def _scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The best scale of every token [tokens, heads, 1], and the squared error it leaves."""
+        """The best scale of every token, [tokens, heads, 1], and its weighted squared error."""
         limits = torch.finfo(DTYPES[self.spec.meta])
         stored = torch.cat([x[..., at] for _, at, _ in self.bands], -1)
         rms = stored.square().mean(-1, keepdim=True).sqrt()
@@ -204,7 +207,7 @@ class BoundBanded(BoundCodec):
             x = torch.where(taken, centred, x)
             scale, sign = torch.where(taken, other, scale), torch.where(taken, -1.0, 1.0)
         parts: Parts = {}
-        reached = torch.zeros_like(scale)  # the weighted product of x and its code
+        reached = torch.zeros_like(scale)  # weighted product <x, decoded x> / scale
         weights = self._weights(x.device)
         for name, at, bits in self.bands:
             codes = self._codes(x[..., at], scale, bits)

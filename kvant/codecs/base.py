@@ -1,4 +1,4 @@
-"""What a codec is: numbers in, codes and scales out, and back. Bytes are the layout's business."""
+"""Base of codecs: numbers to codes and scales, and back. The layout decides where they are stored as bytes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Field:
     """One kind of number that a codec stores.
 
     code:  small integers that the dot products read, in the layout's order of codes.
-    index: integers that look something up (a centroid), tokens after one another whatever the layout's order.
+    index: integers that name an entry of a table (a centroid), token after token in every order of the layout.
     meta:  16-bit floats beside the codes (scale, zero), in the layout's order of tokens.
-    raw:   plain elements, tokens after one another.
+    raw:   unquantized elements, token after token.
     """
 
     name: str
     kind: Literal["code", "index", "meta", "raw"]
     bits: int
-    width: int  # elements a row
+    width: int  # elements of a row
     tokens: int = 1  # tokens that share a row
     dtype: str = "uint8"  # of the decoded tensor: an entry of DTYPES, uint8 or int32
 
@@ -46,19 +46,19 @@ class BoundCodec:
 
     @property
     def group_tokens(self) -> int:
-        """Tokens that are coded together; 1 where every token stands alone."""
+        """Tokens that are coded together; 1 for token-wise codecs."""
         return 1
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         raise NotImplementedError(f"{type(self).__name__} must say which fields it stores")
 
     def format(self, head_dim: int) -> StreamFormat:
-        """The stored form, which kernels are made for. Agrees with `fields`, which the layout places."""
+        """The stored form, as kernels read it. It describes the same fields as `fields`, which the layout places."""
         raise NotImplementedError(f"{type(self).__name__} must describe its stored form")
 
     @property
     def tensors(self) -> LayerTensors:
-        """What kernels are given of this layer beside the format."""
+        """Tensors and numbers of this layer that kernels need beside the format."""
         return LayerTensors()
 
     def encode(self, x: Tensor) -> Parts:
@@ -72,17 +72,18 @@ class BoundCodec:
 
 @dataclasses.dataclass(frozen=True)
 class Codec(BoundCodec, Spec):
-    """Base of all codec specs. One without calibrated tensors is its own bound form."""
+    """Base of all codec specs. A codec without calibrated tensors is also its bound form."""
 
     channelwise: ClassVar[bool] = (
-        False  # codes every channel for itself, so that a corrector may drive it block by block
+        False  # codes every channel separately, so that a corrector may code channels block by block
     )
-    ranked: ClassVar[bool] = False  # codes the tokens of a group by their saliency, which a corrector has to tell it
+    ranked: ClassVar[bool] = False  # needs the saliency of a group's tokens, which a corrector computes
 
     def bind(self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, dtype: str = "bfloat16") -> BoundCodec:
-        """The codec for one head dim, with its calibrated tensors if it has any. Refuses a head dim it cannot take.
+        """The codec for one head dim, with its calibrated tensors if it has any. Raises ValueError for a head dim that it does not
+        support.
 
-        Without `tensors` (None) it only knows its fields; a calibrated codec refuses a mapping that lacks what it needs.
+        Without `tensors` (None) only `fields` and `format` can be used; a calibrated codec refuses a mapping that lacks a tensor.
         """
         self.fields(head_dim)
         return self

@@ -17,8 +17,8 @@ class Boosted(Codec):
     """Per-channel INT2 over a group of tokens; of every group, a share of the channels in INT4.
 
     The page of the paper's section 4.1: the low two bits of all channels are one dense tensor, the high two bits of the
-    boosted channels another, and an index of one byte a channel says which row of the second a channel has, or that it
-    has none. Both tensors have two bits everywhere and are read from end to end; no element has a mask.
+    boosted channels another. One index byte per channel is the channel's row in the second tensor, or says that it has
+    none. Both tensors have two bits per element and are read from end to end, without a mask per element.
 
     boost  share of the channels that are boosted, rounded up to a multiple of 4 so that a token owns whole bytes.
     group  tokens that share a channel's scale and minimum, and the choice of boosted channels: those with the largest
@@ -67,7 +67,7 @@ class Boosted(Codec):
     def choose(self, x: Tensor) -> Tensor:
         """Which channels of every group are boosted: bool [groups, heads, head_dim] for [groups, tokens, heads,
         head_dim]."""
-        strength = x.double().abs().sum(1)  # exact for 16-bit inputs, so in any order the same
+        strength = x.double().abs().sum(1)  # exact for 16-bit inputs, so that the order of summation does not matter
         chosen = strength.argsort(dim=-1, descending=True, stable=True)[..., : self.boosted(x.shape[-1])]
         return torch.zeros_like(strength, dtype=torch.bool).scatter(-1, chosen, True)
 
@@ -94,7 +94,7 @@ class Boosted(Codec):
         tokens, heads, dim = parts["codes"].shape
         high = parts["high"].reshape(-1, self.group, heads, parts["high"].shape[-1])
         count = high.shape[-1]
-        # an index past the boosted channels reads the zeros behind them
+        # an index past the boosted channels reads the zeros that are appended to them
         high = torch.cat((high, torch.zeros_like(high[..., :1])), -1)
         index = parts["index"].long().clamp_max(count)[:, None].expand(-1, self.group, -1, -1)
         codes = parts["codes"].reshape(-1, self.group, heads, dim) | high.gather(-1, index) << 2

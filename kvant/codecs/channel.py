@@ -27,7 +27,7 @@ def affine_codes(x: Tensor, low: Tensor, high: Tensor, top: Tensor | int, meta: 
 
 
 def check_group(name: str, tokens: int) -> None:
-    """A group of tokens has to fill pages without a rest."""
+    """Refuses a number of tokens that does not divide a page."""
     if tokens not in (2, 4, 8, 16, 32, 64, 128):
         raise ValueError(f"{name} must be a power of two from 2 to 128 tokens, got {tokens}")
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 Tensor = torch.Tensor
 BOOK_DTYPE = torch.float16  # of centroids, as VecInfer counts them: 2^b x d x 2 bytes
-SCORES = {"cpu": 1 << 19}  # scores held at a time: what a core's cache takes
+SCORES = {"cpu": 1 << 19}  # scores that are computed at a time, so that they fit into a core's cache
 SCORES_ELSEWHERE = 1 << 25
 
 
@@ -16,7 +16,7 @@ def nearest(x: Tensor, books: Tensor, dtype: torch.dtype = torch.float64) -> Ten
 
     The least |x - c|^2 is the largest x.c - |c|^2 / 2: a product of matrices, a chunk of vectors at a time. With
     float32 vectors and 16-bit centroids the terms are exact in float64 and their sum is off by a few units in the
-    53rd bit, so the index is that of the true nearest, and does not depend on what else is in the batch.
+    53rd bit, so that the index is that of the true nearest and does not depend on the batch.
     """
     batch, n, _ = x.shape
     count = books.shape[1]

@@ -1,4 +1,4 @@
-"""The stored form of a stream, as its codec describes it: what a kernel has to know to read a page, without knowing codecs.
+"""The stored form of a stream, as its codec describes it: all that a kernel needs to read a page. Kernels do not see codecs.
 
 A decoded element of channel c is
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class ScaleKind(enum.Enum):
-    """How the offset of a decoded element comes from what is stored beside the codes."""
+    """How the offset of a decoded element is computed from the stored scales."""
 
     MIN = "min"  # x = scale * code + min
     ZERO = "zero"  # x = scale * (code - zero), zero an integer
@@ -35,7 +35,7 @@ class Scales:
     kind: ScaleKind
     fields: tuple[str, ...]  # names of their fields: the scale, then the minimum or the zero point
     dtype: str  # bfloat16 or float16
-    axis: Literal["token", "channel"]  # what a scale belongs to
+    axis: Literal["token", "channel"]  # a scale belongs to a token or to a channel
     groups: int = 1  # token: groups of channels, each with a scale; channel: sets of scales of a group of tokens
     tokens: int = 1  # tokens that share a scale; 1 on the token axis
 
@@ -68,16 +68,13 @@ class Codebook:
     vectors: int  # centroids of a head vector: head_dim / dim
     bits: int  # of an index; 0 where one centroid needs none
     centroids: int  # of one codebook
-    per: Literal["layer", "head", "space"]  # what has a codebook of its own; a space is a sub-vector's place in a head
+    per: Literal[
+        "layer", "head", "space"
+    ]  # one codebook per layer, per head, or per sub-space (a sub-vector's place) of every head
 
     def heads(self, heads: int) -> int:
         """Codebooks along the heads of a layer: one for each, or one for all."""
         return 1 if self.per == "layer" else heads
-
-    @property
-    def spaces(self) -> int:
-        """Codebooks along the sub-vectors of a head: one for each, or one for all."""
-        return self.vectors if self.per == "space" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +82,11 @@ class Encoding:
     """How codes are chosen. Decoding does not depend on it."""
 
     scale: Literal["range", "rms", "norm"] = (
-        "range"  # from: the least and largest value, the root mean square, the length
+        "range"  # computed from the smallest and largest value, the root mean square, or the norm
     )
     clip: bool = False  # a token's values are clipped at a quantile of their magnitudes first (LayerTensors.clip)
-    search: int = 1  # ranges or scales that are tried for a group of channels; the one with the least error is kept
-    weighted: bool = False  # errors count by the weight of their channel (LayerTensors.weights)
+    search: int = 1  # ranges or scales that are tried for a group of channels; the one with the least error is used
+    weighted: bool = False  # squared errors are weighted per channel (LayerTensors.weights)
     unbiased: bool = False  # the stored scale is stretched until <x, decoded x> = <x, x>, in the weighted product
 
 
@@ -98,15 +95,15 @@ class StreamFormat:
     """The stored form of one stream at one head dim. Two codecs with the same format have the same bytes in a page and are
     read by the same kernels."""
 
-    codec: str  # name of the codec, for messages alone
+    codec: str  # name of the codec, only for messages
     head_dim: int
     bands: tuple[Band, ...] = ()  # of codes, in the order of channels, covering all; none where elements have no codes
     scales: Scales | None = None  # None where there are none: raw elements, product quantization
     group_tokens: int = 1  # tokens that are coded together
-    mean_flag: bool = False  # a negative scale marks a token from which LayerTensors.mean was taken before coding
+    mean_flag: bool = False  # a negative scale marks a token from which LayerTensors.mean was subtracted before coding
     boosted: int = 0  # channels of a group of tokens whose codes have two more bits, in fields "high" and "index"
     codebook: Codebook | None = None
-    raw_dtype: str = ""  # of elements that are stored as they come; empty where they are coded
+    raw_dtype: str = ""  # dtype of unquantized elements; empty where elements are coded
     extras: tuple[str, ...] = ()  # further fields that decoding needs, which nothing here describes
     encoding: Encoding = Encoding()
 
@@ -131,17 +128,17 @@ class StreamFormat:
 
     @property
     def is_pq(self) -> bool:
-        """Product quantization: indices of centroids and nothing else."""
+        """Product quantization: only indices of centroids are stored."""
         return self.codebook is not None and not self.bands and not self.extras
 
     @property
     def is_residual(self) -> bool:
-        """A centroid of the whole head vector, and codes of what it leaves."""
+        """An index of a centroid of the whole head vector, and codes of the residual."""
         return self.codebook is not None and bool(self.bands) and not self.extras
 
     @property
     def is_tokenwise(self) -> bool:
-        """Codes with scales per token, and nothing else."""
+        """Only codes with scales per token are stored."""
         return self._coded and self.scales is not None and self.scales.axis == "token"
 
     @property
@@ -164,9 +161,9 @@ class StreamFormat:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTensors:
-    """What a bound codec holds of one layer beside its format: numbers that kernels are given, not compiled for."""
+    """Tensors of one layer that go with a format. Kernels get them as arguments; they are not compiled in."""
 
     clip: float = 1.0  # quantile of a token's magnitudes at which its values are clipped; 1 clips nothing
-    weights: Tensor | None = None  # float32 [heads, head_dim]: cost of a squared error in a channel
-    mean: Tensor | None = None  # float32 [heads, head_dim]: what a negative scale says was taken off a token
-    codebooks: Tensor | None = None  # [heads or 1, spaces or 1, centroids, dim]
+    weights: Tensor | None = None  # float32 [heads, head_dim]: weight of a squared error in a channel
+    mean: Tensor | None = None  # float32 [heads, head_dim]: subtracted from tokens whose scale is negative
+    codebooks: Tensor | None = None  # [heads or 1, subvectors or 1, centroids, dim]

@@ -1,4 +1,4 @@
-"""Scalar quantization of randomly rotated vectors: one norm a vector, and the best levels for its direction."""
+"""Scalar quantization of randomly rotated vectors: one norm per vector, and Lloyd-Max levels for its direction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _GAUSS = (  # nodes and weights of the eight-point Gauss-Legendre rule on [-1, 1
     (0.7966664774136267, 0.2223810344533745),
     (0.9602898564975363, 0.1012285362903763),
 )
-_PANEL = 0.75  # longest piece that the rule is used on, in standard deviations
+_PANEL = 0.75  # longest interval that the rule is applied to, in standard deviations
 _CONVERGED = 1e-12
 
 
 def _power(base: float, exponent: int) -> float:
-    """base ** exponent by products alone, which round the same on every machine; pow() does not."""
+    """base ** exponent by multiplications, which round the same on every machine; pow() does not."""
     out = 1.0
     while exponent:
         if exponent & 1:
@@ -67,7 +67,7 @@ def lloyd_max_levels(bits: int, dim: int) -> tuple[float, ...]:
     """
     assert dim >= 4, dim
     half = 1 << (bits - 1)
-    end = min(1.0, 9.0 / math.sqrt(dim))  # nothing is left past nine standard deviations
+    end = min(1.0, 9.0 / math.sqrt(dim))  # the mass beyond nine standard deviations is negligible
     levels = [(i + 0.5) / half * min(end, 3.0 / math.sqrt(dim)) for i in range(half)]
     while True:
         edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(levels)), end]

@@ -1,4 +1,4 @@
-"""GEAR's codec: quantization, plus a low-rank estimate of its error, plus a few outliers as they are."""
+"""GEAR's codec: quantization, plus a low-rank estimate of its error, plus a few unquantized outliers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
 @dataclasses.dataclass(frozen=True)
 class LowRank(Codec):
     """X ~ D + L + S over a block of tokens: D is affine quantization, S are the largest and smallest entries of every
-    channel (or token), kept in float16 with their places and left out of D's ranges, and L = A B^T is a low-rank
-    approximation of what D leaves, by power iteration.
+    channel (or token), stored in float16 with their indices and excluded from D's ranges, and L = A B^T is a low-rank
+    approximation of the error of D, by power iteration.
 
     axis      "channel": D has a scale per channel and group of tokens, S is taken per channel (keys); "token": D has a
               scale per token and group of channels, S is taken per token (values).
@@ -95,7 +95,7 @@ class LowRank(Codec):
         tokens, heads, dim = x.shape
         assert tokens % self.block == 0, (tokens, self.block)
         x = x.float().reshape(-1, self.block, heads, dim).transpose(1, 2)  # [blocks, heads, tokens, channels]
-        along = 2 if self.axis == "channel" else 3  # the dim that a vector of S runs along
+        along = 2 if self.axis == "channel" else 3  # the dim along which outliers are taken
         places = x.argsort(dim=along, stable=True)
         count = x.shape[along]
         ends = torch.cat((torch.arange(self.outliers), torch.arange(count - self.outliers, count))).to(x.device)
@@ -133,7 +133,7 @@ class LowRank(Codec):
         return self._rows(x).reshape(tokens, heads, dim)
 
     def _quantize(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [blocks, heads, tokens, channels]; scale and minimum with one entry in place of every group."""
+        """Codes [blocks, heads, tokens, channels]; scale and minimum have one entry per group."""
         shape = x.shape
         x, kept, along = self._grouped(x), self._grouped(kept), 3 if self.axis == "channel" else 4
         low = x.masked_fill(kept, float("inf")).amin(along, keepdim=True)
@@ -156,7 +156,7 @@ class LowRank(Codec):
         rest = rest.double()
         dim = rest.shape[-1]
         grid = torch.outer(torch.arange(1, dim + 1), torch.arange(1, self.rank + 1)).to(rest)
-        right = torch.cos(1.618 * grid).expand(*rest.shape[:2], dim, self.rank)  # any fixed start will do
+        right = torch.cos(1.618 * grid).expand(*rest.shape[:2], dim, self.rank)  # any fixed start works
         for _ in range(self.loops):
             left = torch.linalg.qr(rest @ right).Q
             right = rest.mT @ left

@@ -20,7 +20,7 @@ class ProductVQ(Codec):
 
     dim    channels of a sub-vector (the X of dXbY).
     bits   bits of an index (the Y): 2^bits centroids.
-    books  who has a codebook of its own: the "layer", each "head", or each sub-"space" of each head.
+    books  one codebook per "layer", per "head", or per sub-"space" (place of a sub-vector) of every head.
     """
 
     calibrated: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class ProductVQ(Codec):
         """Centroids of a codebook."""
         return 1 << self.bits
 
-    def spaces(self, head_dim: int) -> int:
+    def subvectors(self, head_dim: int) -> int:
         """Sub-vectors of a head vector."""
         if head_dim % self.dim:
             raise ValueError(f"dim must divide head_dim {head_dim}, got {self.dim}")
@@ -50,32 +50,32 @@ class ProductVQ(Codec):
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
         dtype = "uint8" if self.bits <= 8 else "int32"
-        return (Field("indices", "index", self.bits, self.spaces(head_dim), dtype=dtype),)
+        return (Field("indices", "index", self.bits, self.subvectors(head_dim), dtype=dtype),)
 
     def format(self, head_dim: int) -> StreamFormat:
-        book = Codebook("indices", self.dim, self.spaces(head_dim), self.bits, self.centroids, self.books)
+        book = Codebook("indices", self.dim, self.subvectors(head_dim), self.bits, self.centroids, self.books)
         return StreamFormat(type(self).__name__, head_dim, codebook=book)
 
     def book_shape(self, head_dim: int, heads: int) -> tuple[int, int, int, int]:
-        """Shape of a layer's codebooks: [heads or 1, spaces or 1, centroids, dim]."""
-        own_head = heads if self.books in ("head", "space") else 1
-        own_space = self.spaces(head_dim) if self.books == "space" else 1
-        return own_head, own_space, self.centroids, self.dim
+        """Shape of a layer's codebooks: [heads or 1, subvectors or 1, centroids, dim]."""
+        book_heads = heads if self.books in ("head", "space") else 1
+        book_subvectors = self.subvectors(head_dim) if self.books == "space" else 1
+        return book_heads, book_subvectors, self.centroids, self.dim
 
     def codebook_bytes(self, head_dim: int, heads: int) -> int:
-        """Bytes of a layer's codebooks. They are held once, whatever is cached, and are not in the bits per element."""
+        """Bytes of a layer's codebooks. They are stored once per model and are not counted in the bits per element."""
         return torch.Size(self.book_shape(head_dim, heads)).numel() * BOOK_DTYPE.itemsize
 
     def by_book(self, x: Tensor) -> Tensor:
-        """Sub-vectors by the codebook that codes them: [tokens, heads, head_dim] -> [books, vectors, dim]."""
+        """Groups sub-vectors by their codebook: [tokens, heads, head_dim] -> [books, vectors, dim]."""
         tokens, heads, head_dim = x.shape
-        spaces = self.spaces(head_dim)
-        x = x.reshape(tokens, heads, spaces, self.dim)
+        subvectors = self.subvectors(head_dim)
+        x = x.reshape(tokens, heads, subvectors, self.dim)
         if self.books == "layer":
-            return x.reshape(1, tokens * heads * spaces, self.dim)
+            return x.reshape(1, tokens * heads * subvectors, self.dim)
         if self.books == "head":
-            return x.transpose(0, 1).reshape(heads, tokens * spaces, self.dim)
-        return x.permute(1, 2, 0, 3).reshape(heads * spaces, tokens, self.dim)
+            return x.transpose(0, 1).reshape(heads, tokens * subvectors, self.dim)
+        return x.permute(1, 2, 0, 3).reshape(heads * subvectors, tokens, self.dim)
 
     def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
         return {"codebooks": Expected(self.book_shape(head_dim, heads), "nonzero")}
@@ -90,14 +90,14 @@ class ProductVQ(Codec):
         expected = self.book_shape(head_dim, books.shape[0] if books.ndim == 4 else 0)
         if books.shape != expected or books.dtype != BOOK_DTYPE:
             raise ValueError(
-                f"codebooks must be {BOOK_DTYPE} [heads or 1, spaces or 1, {self.centroids}, {self.dim}], one for each "
+                f"codebooks must be {BOOK_DTYPE} [heads or 1, subvectors or 1, {self.centroids}, {self.dim}], one for each "
                 f"{self.books}, got {books.dtype} {list(books.shape)}"
             )
         return BoundProductVQ(self, books)
 
 
 class BoundProductVQ(BoundCodec):
-    """Product VQ with one layer's codebooks, [heads or 1, spaces or 1, centroids, dim]."""
+    """Product VQ with one layer's codebooks, [heads or 1, subvectors or 1, centroids, dim]."""
 
     def __init__(self, spec: ProductVQ, codebooks: Tensor) -> None:
         self.spec, self.codebooks = spec, codebooks
@@ -114,22 +114,22 @@ class BoundProductVQ(BoundCodec):
 
     def encode(self, x: Tensor) -> Parts:
         tokens, heads, head_dim = x.shape
-        spec, spaces = self.spec, self.spec.spaces(head_dim)
+        spec, subvectors = self.spec, self.spec.subvectors(head_dim)
         indices = nearest(spec.by_book(x), self.codebooks.flatten(0, 1))
         if spec.books == "layer":
-            indices = indices.reshape(tokens, heads, spaces)
+            indices = indices.reshape(tokens, heads, subvectors)
         elif spec.books == "head":
-            indices = indices.reshape(heads, tokens, spaces).transpose(0, 1)
+            indices = indices.reshape(heads, tokens, subvectors).transpose(0, 1)
         else:
-            indices = indices.reshape(heads, spaces, tokens).permute(2, 0, 1)
+            indices = indices.reshape(heads, subvectors, tokens).permute(2, 0, 1)
         return {"indices": indices.to(torch.uint8 if spec.bits <= 8 else torch.int32)}
 
     def decode(self, parts: Parts) -> Tensor:
         indices = parts["indices"].long()
-        tokens, heads, spaces = indices.shape
-        own_heads, own_spaces, count, dim = self.codebooks.shape
+        tokens, heads, subvectors = indices.shape
+        book_heads, book_subvectors, count, dim = self.codebooks.shape
         device = indices.device
-        head = torch.arange(heads, device=device)[:, None] % own_heads
-        space = torch.arange(spaces, device=device) % own_spaces
-        row = (head * own_spaces + space) * count + indices  # [tokens, heads, spaces]
-        return self.codebooks.reshape(-1, dim)[row].float().reshape(tokens, heads, spaces * dim)
+        head = torch.arange(heads, device=device)[:, None] % book_heads
+        subvector = torch.arange(subvectors, device=device) % book_subvectors
+        row = (head * book_subvectors + subvector) * count + indices  # [tokens, heads, subvectors]
+        return self.codebooks.reshape(-1, dim)[row].float().reshape(tokens, heads, subvectors * dim)

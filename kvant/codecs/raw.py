@@ -1,4 +1,4 @@
-"""The codec of the unquantized cache: elements as they come, in a float type."""
+"""The codec of the unquantized cache: elements are stored in a float type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A centroid of the head vector, and what is left of it in token-wise integers."""
+"""The index of the nearest centroid of a head vector, and the residual in token-wise integers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvant.spec import Expected
 class ResidualKMeans(Codec):
     """x ~ c[j] + affine(x - c[j]), j = argmin |x - c[j]|^2 over the whole head vector (SAW-INT4 equations 5 and 6).
 
-    centroids  in a codebook. One takes no index: it only removes the mean. An index takes one byte, or two beyond 256
-               centroids, so that every byte belongs to one token.
-    books      who has a codebook of its own: the "layer" or each "head".
-    The rest is Affine's.
+    centroids  number of centroids in a codebook. A single one needs no index: it only removes the mean. An index takes
+               one byte, or two beyond 256 centroids, so that every byte belongs to one token.
+    books      one codebook per "layer" or per "head".
+    The other fields are those of Affine, for the residual.
     """
 
     calibrated: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class ResidualKMeans(Codec):
 
     @property
     def residual(self) -> Affine:
-        """The codec of what the centroid leaves."""
+        """The codec of the residual."""
         return Affine(bits=self.bits, group=self.group, zero=self.zero, meta=self.meta)
 
     def fields(self, head_dim: int) -> tuple[Field, ...]:
@@ -60,7 +60,7 @@ class ResidualKMeans(Codec):
         return dataclasses.replace(self.residual.format(head_dim), codec=type(self).__name__, codebook=book)
 
     def codebook_bytes(self, head_dim: int, heads: int) -> int:
-        """Bytes of a layer's centroids. They are held once, whatever is cached, and are not in the bits per element."""
+        """Bytes of a layer's centroids. They are stored once per model and are not counted in the bits per element."""
         return (heads if self.books == "head" else 1) * self.centroids * head_dim * BOOK_DTYPE.itemsize
 
     def expects(self, heads: int, head_dim: int) -> dict[str, Expected]:
@@ -105,7 +105,7 @@ class BoundResidualKMeans(BoundCodec):
         tokens, heads, dim = x.shape
         index = torch.zeros(tokens, heads, 1, dtype=torch.int64, device=x.device)
         if self.spec.centroids > 1:
-            own = len(self.book)  # the one book of a layer sees all heads at once
+            own = len(self.book)  # with one codebook per layer, all heads are searched together
             vectors = x.transpose(0, 1).reshape(own, heads * tokens // own, dim)
             index = nearest(vectors, self.book).reshape(heads, tokens).T[..., None]
         parts = self.spec.residual.encode(x - self._centroid(index))
@@ -123,5 +123,5 @@ class BoundResidualKMeans(BoundCodec):
         """int64 [tokens, heads, 1] -> float32 [tokens, heads, head_dim]."""
         own, count, dim = self.book.shape
         head = torch.arange(index.shape[1], device=index.device) % own
-        index = index[..., 0].clamp_max(count - 1)  # of a token that was never written, any byte
+        index = index[..., 0].clamp_max(count - 1)  # the index of a token that was never written is undefined
         return self.book.reshape(-1, dim)[head * count + index].float()

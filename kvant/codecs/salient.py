@@ -15,13 +15,13 @@ from kvant.codecs.format import Band, ScaleKind, Scales, StreamFormat
 @dataclasses.dataclass(frozen=True)
 class Salient(Codec):
     """Mixed precision by token. The low two bits of all tokens are one dense tensor, the high two bits of the salient
-    tokens another, and an index of one byte a token says which row of the second it has, or that it has none.
+    tokens another. One index byte per token is the token's row in the second tensor, or says that it has none.
 
     axis   "channel": a scale and a minimum for every channel, one pair for the salient tokens and one for the others
            (keys); "token": every channel is divided by the root of its largest magnitude in the group, then a scale and
            a minimum for every token (values; the paper's channel-separable tokenwise quantization).
     group  tokens that are ranked and coded together.
-    share  of the tokens that are salient; the same number in every group, so that a page has one size.
+    share  share of the tokens that are salient; the same number in every group, so that all pages have the same size.
     """
 
     axis: Literal["channel", "token"] = "channel"
@@ -76,7 +76,7 @@ class Salient(Codec):
         )
 
     def encode(self, x: Tensor, saliency: Tensor | None = None) -> Parts:
-        """[tokens, heads, head_dim]; saliency is [tokens, heads]. Without it all are alike and the first are taken."""
+        """[tokens, heads, head_dim]; saliency is [tokens, heads]. Without it the first tokens of a group are the salient ones."""
         tokens, heads, dim = x.shape
         assert tokens % self.group == 0, (tokens, self.group)
         x = x.float().reshape(-1, self.group, heads, dim).transpose(1, 2)  # [groups, heads, tokens, channels]
@@ -109,7 +109,9 @@ class Salient(Codec):
         tokens, heads, dim = parts["codes"].shape
         codes = self._unrows(parts["codes"])
         high = parts["high"].unflatten(-1, (self.salient, dim))
-        high = torch.cat((high, torch.zeros_like(high[:, :, :1])), 2)  # what an index past the salient tokens reads
+        high = torch.cat(
+            (high, torch.zeros_like(high[:, :, :1])), 2
+        )  # an index past the salient tokens reads these zeros
         index = parts["index"].long().clamp_max(self.salient)[..., None]  # [groups, heads, tokens, 1]
         codes = codes | high.gather(2, index.expand(-1, -1, -1, dim)) << 2
         if self.axis == "channel":

@@ -114,7 +114,7 @@ def padding_of(
 ) -> Tensor | None:
     """Padding mask of the new columns: bool [batch, columns], True where a column is a token; None where all are.
 
-    mask    attention mask of SDPA: bool [batch, 1, columns, before + columns]. One that is not causal but for padding is refused.
+    mask    attention mask of SDPA: bool [batch, 1, columns, before + columns]. One that is not causal apart from padding is refused.
     before  columns before the new ones; `past` is their padding mask, None where none of them is padding.
     """
     if mask is None:

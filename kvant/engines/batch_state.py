@@ -65,11 +65,11 @@ class BatchState:
     batch_size    rows; -1 while there are none
     columns       columns that all layers have; `columns_begun` also counts those of the forward pass under way
     padding_mask  bool [batch_size, columns_begun], True where a column is a token; None while no column is padding
-    token_ids     tokens of every sequence, where they were told
-    told_ids      tokens that `Cache.start` was told; the sequences may yet get some of them
+    token_ids     tokens of every sequence, where the caller passed them
+    told_ids      tokens that were passed to `Cache.start`; some of them may not be in the sequences yet
     salt          of the tenant whose tokens they are
     created       whether the forward pass under way has made the sequences
-    decoder       to which the batch belongs; None where it belongs to nobody
+    decoder       decoder of fixed steps that owns the batch; None where there is none
     """
 
     def __init__(self, layers: list[PackedLayer]) -> None:

@@ -1,17 +1,17 @@
-"""What names a model, so that an artifact or a snapshot made with one is not read with another.
+"""Fingerprints of models, so that an artifact or a snapshot of one model is not used with another.
 
 A fingerprint is a SHA-256 over the config and over every weight of the checkpoint: its name, its shape, and of up to 64 runs
 of 64 neighbouring elements spread over it
 
     the signs       which rounding to another floating type never changes, not even of numbers that become zero;
-    the values      rounded to bfloat16, where nearly all signs are alike: those of norms say nothing.
+    the values      rounded to bfloat16, where nearly all signs are equal, as in the weights of norms.
 
-What is promised: a checkpoint that is stored in bfloat16 or float16 has one fingerprint, whether it is loaded as float32,
+Guarantee: a checkpoint that is stored in bfloat16 or float16 has one fingerprint, whether it is loaded as float32,
 bfloat16 or float16. One that is stored in float32 has one fingerprint as float32 and as bfloat16. Loaded as float16 it may have
-another one, if it has norms that are no bfloat16 numbers: float32 -> float16 -> bfloat16 rounds twice. Nothing but signs can
-survive all three conversions: rounding may carry a number across every boundary but zero.
+another one, if it has norms that are no bfloat16 numbers: float32 -> float16 -> bfloat16 rounds twice. Only signs are
+the same after all three conversions: rounding may move a number across every boundary except zero.
 
-The same name can be read off the files of a checkpoint (`fingerprint_of_files`), a few kilobytes of every tensor.
+The same fingerprint can be computed from the files of a checkpoint (`fingerprint_of_files`), a few kilobytes of every tensor.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvant.artifact import SCHEME
 from kvant.files import open_regular
 
 Tensor = torch.Tensor
-RUNS, RUN = 64, 64  # elements of a tensor that are looked at
-ALIKE = 16  # where fewer than one sign in so many differs from the rest, values are looked at too
-LEAST, MOST = 2.0**-16, 65280.0  # magnitudes that all three types tell apart
+RUNS, RUN = 64, 64  # runs of a tensor that are hashed, and elements of a run
+ALIKE = 16  # values are hashed too where fewer than one sign in this many differs from the others
+LEAST, MOST = 2.0**-16, 65280.0  # range of magnitudes that all three types can represent
 MARK = "kvant_folded"  # in a config: what was folded into the weights, see fold.py
 VOLATILE = (
     "transformers_version",
@@ -72,7 +72,7 @@ def fingerprint(model: Any) -> str:
 
 def fingerprint_of_files(directory: str | os.PathLike[str]) -> str | None:
     """The fingerprint of the model that `AutoModelForCausalLM.from_pretrained(directory)` gives, without loading it. None where
-    the files do not tell: they are no safetensors, are quantized, or have other names than the model's weights."""
+    it cannot be computed: the files are no safetensors, are quantized, or have other names than the model's weights."""
     import transformers
 
     try:
@@ -83,7 +83,7 @@ def fingerprint_of_files(directory: str | os.PathLike[str]) -> str | None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         stored = _stored(Path(directory))
     except (OSError, ValueError, KeyError, TypeError, ImportError):
-        return None  # whoever loads the model meets the reason
+        return None  # loading the model will raise the error
     named, samples = [], []
     for name, (aliases, weight) in _weights(model).items():
         found = [stored[alias] for alias in aliases if alias in stored]

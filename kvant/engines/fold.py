@@ -1,10 +1,10 @@
 """Folding the value transforms of a recipe into a model's own weights, so that they cost nothing at serving time.
 
-Values reach the cache as v = x W_v, and what attention makes of them leaves through o W_o. A linear transform A of
-the values commutes with attention, so v A = x (W_v A), and o A^-1 W_o puts the output back: both products are done
-once, in the weights (OSCAR section 4). The folded model computes what it computed before with any cache; its config
-says what was folded (`kvant_folded`), and a `kvant.Cache` of the same recipe and artifact then takes values as they
-come. The mark also has the model's fingerprints before and after, so that artifacts of the model that it was fit it.
+Values reach the cache as v = x W_v, and the attention output o goes through o W_o. A linear transform A of
+the values commutes with attention, so v A = x (W_v A), and o A^-1 W_o undoes it in the output: both products are
+computed once, in the weights (OSCAR section 4). The folded model gives the same outputs with any cache; its config
+says what was folded (`kvant_folded`), and a `kvant.Cache` of the same recipe and artifact then applies no value
+transforms. The mark also has the model's fingerprints before and after, so that artifacts of the original model fit it.
 """
 
 from __future__ import annotations

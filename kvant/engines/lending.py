@@ -1,6 +1,6 @@
-"""A model's attention implementation is "kvant" while something needs it, and afterwards what it was before.
+"""Sets a model's attention implementation to "kvant" while a cache needs it, and restores it afterwards.
 
-Counted for every config: several caches may serve one model, and end in any order.
+Uses are counted per config: several caches may serve one model, and end in any order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class _Loan:
 
 
 _LOANS: dict[int, _Loan] = {}  # by id: configs have no hash
-_GUARD = threading.RLock()  # a finalizer may run in the middle of what it guards
+_GUARD = threading.RLock()  # reentrant: a finalizer may run inside a guarded section
 
 
 def borrow(config: Any) -> Callable[[], None]:
-    """Sets the attention implementation of a config, and of its text config, to "kvant". What comes back gives it back, to
-    be called once: where nobody else needs it any more, and nobody has set another one since."""
+    """Sets the attention implementation of a config, and of its text config, to "kvant". Returns a function that
+    undoes this, to be called once. It restores the old one when no other user is left and no one has set another since."""
     parts = {id(part): part for part in (config, config.get_text_config(decoder=True))}
     with _GUARD:
         loans = [_borrow(part) for part in parts.values()]
@@ -42,10 +42,10 @@ def borrow(config: Any) -> Callable[[], None]:
 
 def _borrow(config: Any) -> _Loan:
     loan = _LOANS.get(id(config))
-    if loan is None or loan.config() is not config:  # another config that is gone had this id
+    if loan is None or loan.config() is not config:  # this id belonged to another config, which was freed
         loan = _LOANS[id(config)] = _Loan(weakref.ref(config), config._attn_implementation)
     if config._attn_implementation != ATTENTION:
-        loan.before = config._attn_implementation  # set by someone while a cache was there
+        loan.before = config._attn_implementation  # it was set to another one while a cache existed
         _assign(config, ATTENTION)
     loan.users += 1
     return loan
@@ -64,7 +64,7 @@ def _give_back(loan: _Loan) -> None:
 
 
 def _assign(config: Any, name: str | None) -> None:
-    """Of this config alone: transformers' setter reaches into those nested in it, which may have others."""
+    """Sets it on this config alone: transformers' setter also changes nested configs, which may have others."""
     inner = _nested(config)
     before = [each._attn_implementation for each in inner]
     config._attn_implementation = name

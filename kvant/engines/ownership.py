@@ -1,8 +1,8 @@
-"""Which thread a cache belongs to, and for how long.
+"""Ownership of a cache by a thread.
 
-A generation is many calls (forward passes, crops, selections of beams) and a cache sees no end of it: whoever came in
-between would go on with another's sequences. So a cache belongs to the thread that wrote the sequences at hand, until that
-thread gives it up or ends.
+A generation is many calls (forward passes, crops, selections of beams) and the cache does not see where it
+ends: another thread that called it in between would continue the first one's sequences. So a cache belongs to the thread that
+wrote its current sequences, until that thread releases it or ends.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Iterator
 
 
 class Ownership:
-    """Of one cache. `claim` takes it for the calling thread, or says whose it is."""
+    """Ownership of one cache. `claim` takes it for the calling thread, or raises with the owner's name."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._thread: threading.Thread | None = None  # not its number, which another thread may get after it has ended
+        self._thread: threading.Thread | None = None  # not its id, which may be reused after the thread has ended
         self._generating = False  # inside of `cache.generate`, which holds the cache from start to finish
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The thread that has the cache; None where any may take it."""
+        """The thread that owns the cache; None where it is free."""
         thread = self._thread
         try:
             return thread if thread is not None and thread.is_alive() else None
-        except RuntimeError:  # what Python 3.13 says of a thread that was not started by it, and has ended
+        except RuntimeError:  # Python 3.13 raises this for a foreign thread that has ended
             return None
 
     def claim(self) -> bool:
-        """Takes the cache for this thread, and says whether it was free. RuntimeError where a living thread has it."""
+        """Takes the cache for this thread; returns whether it was free. RuntimeError where another living thread owns it."""
         me = threading.current_thread()
         with self._guard:
             owner = self.thread
@@ -46,7 +46,7 @@ class Ownership:
             return True
 
     def release(self) -> None:
-        """Gives up what this thread has: any may take the cache. Inside of `cache.generate` it stays where it is."""
+        """Releases the cache if this thread owns it. Inside `cache.generate` it has no effect."""
         with self._guard:
             if self._thread is threading.current_thread() and not self._generating:
                 self._thread = None
@@ -72,7 +72,7 @@ class Ownership:
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """A whole generation: the cache belongs to this thread until it ends, and to nobody afterwards."""
+        """A whole generation: the cache belongs to this thread until it ends, and is free afterwards."""
         with self.claimed(keep=True):
             self._generating = True
         try:

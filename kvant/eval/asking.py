@@ -2,7 +2,8 @@
 
 Prompts go through the tokenizer's chat template where it has one. They are prefilled once for all recipes (`PromptStates`), but for
 recipes that need the prompt's queries. Questions of similar length share a batch, padded on the left; a batch that does not fit into
-memory is halved. Answers are saved as they come (`Journal`), so that an interrupted run goes on.
+memory is halved. Answers are stored as they are generated (`Journal`), so that an interrupted
+run can be continued.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class Journal:
         self.path = cache_dir() / "answers" / f"{named}.json"
 
     def read(self, questions: Sequence[Question]) -> dict[tuple[int, int], Answer]:
-        """What was answered before; nothing where there is no file, or one that cannot be read."""
+        """The stored answers; none where there is no file, or one that cannot be read."""
         try:
             rows = json.loads(self.path.read_text(encoding="utf-8"))["answers"]
             place = {question.id: i for i, question in enumerate(questions)}
@@ -239,14 +240,14 @@ class Journal:
             return {}
 
     def write(self, found: dict[tuple[int, int], Answer]) -> None:
-        """Keeps the answers so far. A directory that cannot be written to costs the possibility to go on, nothing else."""
+        """Stores the answers so far. Where the directory cannot be written to, the run only cannot be continued later."""
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as temporary:
                 temporary.write_text(json.dumps({"answers": [dataclasses.asdict(a) for a in found.values()]}))
 
     def remove(self) -> None:
-        """The run is complete. Answers that nobody came back for are removed, too."""
+        """Removes the stored answers of this run, which is complete, and those of runs that were abandoned."""
         self.path.unlink(missing_ok=True)
         collect(self.path.parent)
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Whether recipes fit a model: a few hundred built-in tokens through the packed cache, against the full one.
+"""Checks whether recipes fit a model: reads a built-in text through the packed cache and compares with the full cache.
 
-It takes seconds on a GPU and a minute or two on two cores for a small model. A recipe that has to be fitted is fitted first where
-that takes seconds, which is where it needs only means; otherwise an artifact is looked for, and where there is none the recipe is
-left out, and named.
+It takes seconds on a GPU and a minute or two on two cores for a small model. A recipe that learns only
+means is fitted first, which takes seconds. For other calibrated recipes an artifact is needed; without one the recipe is left out
+and reported.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvant.recipe import Recipe, spans
 from kvant.verdicts import Verdict, keep, verdict, word_for
 
 Tensor = torch.Tensor
-TOKENS = 1024  # of the text that is read, at most
+TOKENS = 1024  # most tokens of the text that are read
 PROMPT = 3, 8  # the share of it that is prefilled and not scored
-AT_ONCE = 8  # recipes behind one reference: a short text's keys take little memory
+AT_ONCE = 8  # recipes that are measured with one pass of the full cache: a short text's keys take little memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def check(
     recipe: str | Recipe | Sequence[str | Recipe] | None = None,
     **options: Any,
 ) -> list[Verdict]:
-    """Whether recipes fit a model: a verdict (good, usable, unfit) on each, measured on a built-in text and kept.
+    """Whether recipes fit a model: a verdict (good, usable, unfit) on each, measured on a built-in text and stored.
 
     model, tokenizer  of transformers, loaded.
     recipe            one or several; without it, all that have fast kernels on the model's device and need no long fit.
@@ -75,11 +75,11 @@ def examine(
 ) -> Checked:
     """As `check`; also says what was left out and why.
 
-    artifacts  for recipes that are fitted offline: the first that fits is taken, then one that was kept.
+    artifacts  for calibrated recipes: the first that fits is used, else a cached one.
     fit        also fit what takes long, on the built-in text.
     tokens     of the built-in text that are read (default 1024, or all of it where it is shorter): more than the windows of
                every recipe, so that most of what is read is packed.
-    again      measure also where a verdict is kept.
+    again      measure even where a verdict is stored.
     """
     if tokens < 16:
         raise ValueError(f"tokens must be at least 16, got {tokens}")
@@ -116,7 +116,7 @@ def examine(
             seconds=round(result.seconds, 2),
         )
         out.append(new)
-        if tokens >= TOKENS:  # a shorter look is not what others should rely on
+        if tokens >= TOKENS:  # verdicts on less text are not stored
             _keep(new)
     return Checked([each for each in out if each is not None], left_out, found)
 
@@ -125,11 +125,11 @@ def _keep(found: Verdict) -> None:
     try:
         keep(found)
     except OSError as error:
-        warnings.warn(f"the verdict on {found.recipe} could not be kept: {error}", stacklevel=3)
+        warnings.warn(f"the verdict on {found.recipe} could not be stored: {error}", stacklevel=3)
 
 
 def fast_recipes(model: Any, shape: ModelShape | None = None) -> list[Recipe]:
-    """Recipes that do not take the plain reference on the model's device, but the unquantized one."""
+    """Recipes that have an implementation faster than the reference on the model's device, without the unquantized one."""
     shape = shape or ModelShape.of(model)
     out = []
     for name in recipes.names():
@@ -137,7 +137,7 @@ def fast_recipes(model: Any, shape: ModelShape | None = None) -> list[Recipe]:
         try:
             layout = Layout.of(recipe, shape.heads, shape.head_dim, dtype=shape.dtype, device=model.device)
         except ValueError:
-            continue  # the model's heads are not what it codes
+            continue  # the recipe does not support the model's head dim
         fast = all(explain(op, layout, model.device)[0] not in (None, "reference") for op in OPS)
         if fast and name != "full":
             out.append(recipe)
@@ -197,7 +197,7 @@ def _measure(
     segments = check_segment(model, tokenizer, tokens)
     asked = list(chosen)
     full = recipes.get("full")
-    noisy = model.dtype != torch.float32  # there, another order of the same sums shows
+    noisy = model.dtype != torch.float32  # in 16 bits another order of summation is visible
     if noisy and full not in asked:
         asked.append(full)
 
@@ -241,7 +241,7 @@ def _heads(model: Any) -> tuple[int, int]:
 
 
 def check_segment(model: Any, tokenizer: Any, tokens: int = TOKENS) -> Segments:
-    """The built-in text as one window, cut to what the model can read."""
+    """The built-in text as one segment, cut to the model's context."""
     ids = passages.encode(tokenizer, "check")
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
     ids = ids[: min(tokens, longest)]

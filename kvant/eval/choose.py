@@ -1,4 +1,4 @@
-"""Which recipe is taken where none is named, and which one is refused: for commands that answer or serve."""
+"""Chooses a recipe where none is named, and refuses unfit ones: for commands that generate or serve."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Refusal = Callable[[Recipe], str | None]
 
 
 def nothing_refused(recipe: Recipe) -> str | None:
-    """What can be served where everything can."""
+    """No refusal: every recipe can be served."""
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The recipe that is taken where none is named, its artifact, and why it is this one."""
+    """The recipe that is used where none is named, its artifact, and the reason."""
 
     recipe: Recipe
     artifact: Artifact | None
@@ -35,7 +35,7 @@ class Choice:
 
 
 def cached_choice(named: str, refusal: Refusal = nothing_refused) -> Choice | None:
-    """As `choose_recipe`, from what is kept of a model with this fingerprint; None where something has to be measured."""
+    """As `choose_recipe`, from stored verdicts on a model with this fingerprint; None where something has to be measured."""
     tried: list[Verdict] = []
     later = ""
     for recipe in map(recipes.get, recipes.LADDER):
@@ -65,8 +65,8 @@ def choose_recipe(
     progress: Progress | None = None,
 ) -> Choice:
     """The best recipe that is good for a model and needs no long fit: the first good one of `recipes.LADDER`, which has fewest
-    bits first. One that needs a long fit is taken only where its artifact is kept. What has no verdict yet is checked now, and
-    the verdict is kept. `refusal` says why a recipe cannot be served where it is wanted."""
+    bits first. One that needs a long fit is used only where its artifact is cached. A recipe without a verdict is checked now,
+    and the verdict is stored. `refusal` says why a recipe cannot be served where it is wanted."""
     named = fingerprint(model)
     tried: list[Verdict] = []
     later = ""
@@ -87,7 +87,7 @@ def choose_recipe(
 
 
 def _least_bad(named: str, tried: Sequence[Verdict]) -> Choice:
-    """Where nothing is good: what is usable, or nothing."""
+    """The choice where no recipe is good: the best usable one. Raises where there is none."""
     if not tried:
         raise ValueError(f"none of {', '.join(recipes.LADDER)} can be served here: name a recipe")
     best = min(tried, key=lambda each: each.kl if each.word == "usable" else float("inf"))
@@ -108,7 +108,7 @@ def _reason(found: Verdict, before: Sequence[Verdict], fitted_later: str) -> str
 def verdict_of(
     model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None = None, *, measure: bool = True
 ) -> Verdict | None:
-    """The verdict on a recipe with an artifact: one that is kept, or one that is measured now and kept."""
+    """The verdict on a recipe with an artifact: a stored one, or one that is measured now and stored."""
     if recipe.calibrated and artifact is None:
         artifact = cached_artifact(fingerprint(model), recipe)
         if artifact is None and not measure:
@@ -130,7 +130,7 @@ def require_fit(
     *,
     refusal: Refusal = nothing_refused,
 ) -> Verdict:
-    """Checks a recipe once, and raises `Unfit` where it would make the model useless, naming what fits."""
+    """Checks a recipe once, and raises `Unfit` where it is unfit, with the recipes that fit."""
     if say is not None and verdict_of(model, tokenizer, recipe, artifact, measure=False) is None:
         say(f"checking once whether {recipe.name} fits this model")
     found = verdict_of(model, tokenizer, recipe, artifact)

@@ -1,7 +1,7 @@
 """Task scores of recipes beside the full cache's, on the same questions.
 
 The full cache is transformers' own, and runs twice with different batch sizes: a different batch adds numbers in another order,
-and an answer that hangs on a near tie changes. What differs between these two runs is noise of the arithmetic, not of a recipe.
+and an answer that depends on a near tie changes. The difference between these two runs is noise of the arithmetic.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def score_task(
     say: Callable[[str], None] = lambda text: None,
     done: Callable[[Score], None] = lambda score: None,
 ) -> list[Score]:
-    """A row for every run. `done` is told each as it is complete. Answers of an interrupted call are taken up again."""
+    """A row for every run. `done` is called with each when it is complete. Stored answers of an interrupted call are
+    used."""
     out: list[Score] = []
     full: list[float] = []
     journals: list[Journal] = []

@@ -8,7 +8,7 @@ around a softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -59,6 +59,20 @@ def merge(a: Part | None, b: Part) -> Part:
     lse = torch.logaddexp(a.lse, b.lse)
     weights = [(part.lse - lse).exp().nan_to_num(0.0) for part in (a, b)]  # -inf - -inf: neither has a key for the row
     return Part(a.out * weights[0] + b.out * weights[1], lse)
+
+
+def over_spans(
+    spans: Iterable[tuple[int, int]], attend: Callable[[int, int], Part], own: Callable[[], Part] | None
+) -> Part:
+    """The loop of every prefill by blocks: attention to tokens [first, last) of the history for each span, merged; then to the new
+    tokens themselves, `own`, where the last span did not include them."""
+    total: Part | None = None
+    for first, last in spans:
+        total = merge(total, attend(first, last))
+    if own is not None:
+        total = merge(total, own())
+    assert total is not None
+    return total
 
 
 @register("prefill", "blocked", refuse, rank=5)
@@ -118,22 +132,23 @@ def _one(
         q, k, v = store.key.dual(q), store.key.forward(k), store.value.forward(v)
     q = q.permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
     fused = softcap is None and (sliding_window is None or sliding_window >= history + new)
-    total: Part | None = None
     origin = store.layout.recipe.origin
     low = 0 if sliding_window is None else max(0, history + 1 - sliding_window)
-    for place in range(max(0, low - origin) // size * size, max(1, history - origin), BLOCK_TOKENS):
-        if not history:
-            break
-        first, last = origin + place if place else 0, min(history, origin + place + BLOCK_TOKENS)
+    places = range(max(0, low - origin) // size * size, max(1, history - origin), BLOCK_TOKENS) if history else ()
+    spans = [(origin + at if at else 0, min(history, origin + at + BLOCK_TOKENS)) for at in places]
+
+    def attend(first: int, last: int) -> Part:
         keys, values = (read_block(store, name, row, history, first, last, read) for name in ("key", "value"))  # type: ignore[arg-type]
         if fused:
-            total = merge(total, _fused(q, keys, values, scale, causal=False))
-        else:
-            total = merge(total, _plain(q, keys, values, scale, softcap, sliding_window, history - first, mean_logit))
-    own = (
-        _fused(q, k, v, scale, causal=True) if fused else _plain(q, k, v, scale, softcap, sliding_window, 0, mean_logit)
-    )
-    out = merge(total, own).out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
+            return _fused(q, keys, values, scale, causal=False)
+        return _plain(q, keys, values, scale, softcap, sliding_window, history - first, mean_logit)
+
+    def own() -> Part:
+        if fused:
+            return _fused(q, k, v, scale, causal=True)
+        return _plain(q, k, v, scale, softcap, sliding_window, 0, mean_logit)
+
+    out = over_spans(spans, attend, own).out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
     if history:
         out = store.value.inverse(out)
     return out.reshape(new, query_heads, dim).to(query.dtype)

@@ -23,7 +23,7 @@ class TransformKind(enum.IntEnum):
     """How a kernel applies a fused transform. The numbers are those of the kernels."""
 
     NONE = 0
-    HADAMARD = 1  # x diag(signs) diag(H, ..., H), with a mean taken off first where there is one
+    HADAMARD = 1  # x diag(signs) diag(H, ..., H), after a mean was subtracted, where there is one
     MATRIX = 2  # x A + offset
 
 
@@ -40,7 +40,7 @@ class FusedTransform:
         None  # HADAMARD: signs, float32 [head_dim], or None; MATRIX: A, [1 or heads, head_dim, head_dim]
     )
     offset: Tensor | None = None  # MATRIX: added after it, [1 or heads, head_dim]
-    mean: Tensor | None = None  # taken off before a Hadamard or alone, float32 [heads, head_dim]
+    mean: Tensor | None = None  # subtracted first, before a Hadamard or alone: float32 [heads, head_dim]
 
 
 def fuse(

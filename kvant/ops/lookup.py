@@ -39,8 +39,8 @@ register("prefill", "lookup", refuse, rank=-1)(reference.prefill)
 
 
 def score_table(q: Tensor, codebooks: Tensor) -> Tensor:
-    """table[b, h, g, m, c] = <sub-vector m of q[b, h, g], centroid c>: [b, heads, group, head_dim] and codebooks [heads or 1, spaces
-    or 1, centroids, dim] -> [b, heads, group, spaces, centroids]."""
+    """table[b, h, g, m, c] = <sub-vector m of q[b, h, g], centroid c>: [b, heads, group, head_dim] and codebooks
+    [heads or 1, subvectors or 1, centroids, dim] -> [b, heads, group, subvectors, centroids]."""
     parts = q.unflatten(-1, (-1, codebooks.shape[-1]))
     books = codebooks.to(q.dtype)
     books = books.expand(q.shape[1], parts.shape[-2], *books.shape[2:])
@@ -48,7 +48,7 @@ def score_table(q: Tensor, codebooks: Tensor) -> Tensor:
 
 
 def look_up(table: Tensor, indices: Tensor) -> Tensor:
-    """Scores of tokens, [b, heads, group, tokens], from the table and their indices [b, tokens, heads, spaces]."""
+    """Scores of tokens, [b, heads, group, tokens], from the table and their indices [b, tokens, heads, subvectors]."""
     index = indices.permute(0, 2, 3, 1)[:, :, None].expand(-1, -1, table.shape[2], -1, -1)
     return table.gather(-1, index).sum(-2)
 

@@ -31,20 +31,21 @@ class Implementation:
     capturable: bool = (
         False  # whether it can run in a CUDA graph: shapes and addresses alone decide, nothing waits for the GPU
     )
+    about: str = ""  # what a user should know of it, such as which of its ways a call takes
 
 
 _FOUND: dict[tuple[Op, str], Implementation] = {}
 
 
 def register(
-    op: Op, name: str, refuse: Refusal, rank: int, checks: bool = False, capturable: bool = False
+    op: Op, name: str, refuse: Refusal, rank: int, checks: bool = False, capturable: bool = False, about: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that offers a function as an implementation of an operation."""
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
         if (op, name) in _FOUND:
             raise TypeError(f"two implementations of {op} are called {name}")
-        _FOUND[op, name] = Implementation(op, name, run, refuse, rank, checks, capturable)
+        _FOUND[op, name] = Implementation(op, name, run, refuse, rank, checks, capturable, about)
         return run
 
     return add

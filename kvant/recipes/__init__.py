@@ -1,4 +1,4 @@
-"""Recipes, one file per paper. A recipe is found because a module here defines it as a constant."""
+"""Recipes, one file per paper. Every constant of type Recipe in a module of this package is a recipe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pkgutil
 from kvant.recipe import Recipe
 from kvant.spec import split_names
 
-DEFAULT = "kvant-2"  # of commands: the best there is at its bits; fitted to a model, once
-PLAIN = "kivi-k4v4"  # of a cache that is given neither a recipe nor an artifact: it needs no fit, and no mean hurts it
-LADDER = (DEFAULT, "kvant-4", PLAIN, "int8")  # what is tried where no recipe is named, fewest bits first
+DEFAULT = "kvant-2"  # default of commands: the best quality at its bits; it is fitted to a model once
+PLAIN = "kivi-k4v4"  # default of kvant.Cache without recipe and artifact: it needs no fit and tolerates large key means
+LADDER = (DEFAULT, "kvant-4", PLAIN, "int8")  # candidates where no recipe is named, fewest bits first
 
 
 def _collect() -> dict[str, Recipe]:
@@ -49,7 +49,7 @@ def get(text: str | Recipe) -> Recipe:
 
 
 def plain(head_dim: int) -> Recipe:
-    """The recipe of a cache that is given neither a recipe nor an artifact: PLAIN, whose groups of value channels divide a head."""
+    """The recipe of a cache without recipe and artifact: PLAIN, with groups of value channels that divide the head dim."""
     recipe = get(PLAIN)
     group = recipe.value.codec.group  # type: ignore[attr-defined]
     fitting = math.gcd(group, head_dim)
@@ -57,7 +57,7 @@ def plain(head_dim: int) -> Recipe:
 
 
 def split(text: str) -> list[str]:
-    """A comma-separated list of recipes, where the commas between one recipe's fields do not count; `all` is all."""
+    """Splits a comma-separated list of recipes; commas between the fields of one recipe do not split. `all` means all recipes."""
     if text.strip() == "all":
         return names()
     out = split_names(text)

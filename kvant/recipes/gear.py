@@ -1,14 +1,15 @@
 """GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM (arXiv 2403.05527).
 
 KIVI's quantization at two bits with group 32, plus a low-rank estimate of each head's quantization error, plus the
-outliers as they are: X ~ D + L + S. Rank 2 and three power iterations, as SQuat's tables run it. `gear` has the
+outliers unquantized: X ~ D + L + S. Rank 2 and three power iterations, as SQuat's tables run it. `gear` has the
 outliers (one of each end of a channel's 128 tokens, or of a token's channels: 1.6 % at head_dim 128, the paper's 2 %);
 `gear-l` has none, which is the paper's GEAR-L and what its CUDA code, and so SQuat's tables, seem to be.
 
 Where we differ: a page has one size, so the low-rank factors belong to a block of 128 tokens rather than to the whole
-prompt and then to every buffer of new tokens. That costs more bits for B and estimates more of the error. Both streams
-wait in full precision until a block is whole, as the paper's streaming buffer does; SQuat's tables have a buffer of 32.
-Outliers are left out of the quantization's ranges and replaced when decoding, rather than quantized as zeros and added.
+prompt and then to every buffer of new tokens. That costs more bits for B and estimates more of the error. Both
+streams stay in full precision until a block is complete, as the paper's streaming buffer does; SQuat's tables have a
+buffer of 32. Outliers are left out of the quantization's ranges and replaced when decoding, rather than quantized as
+zeros and added.
 """
 
 from kvant.codecs.low_rank import LowRank

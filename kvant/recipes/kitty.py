@@ -4,12 +4,12 @@
 Keys per channel at two bits over groups of G = 128 tokens, in which the channels with the largest mean magnitude of the
 group (equation 2) have four: 12.5 % of them in `kitty`, 25 % in `kitty-pro`. The page is that of section 4.1: dense low
 bits, compact high bits of the boosted channels, and an index of one byte a channel. Values per token at two bits. The
-first S = 32 tokens stay in full precision, so the first page starts at token 32; keys wait in full precision until a
-group is whole, and the last R = 128 values always are (figure 1).
+first S = 32 tokens stay in full precision, so the first page starts at token 32; keys stay in full precision until a
+group is complete, and the last R = 128 values always do (figure 1).
 
 Where we differ: a token's value has one scale and minimum whatever the head dim (the paper's 128 is its head dim).
-Section 4.3 lets values wait in a buffer of G more tokens before they are coded, to code them less often; here they are
-coded at once and the last 128 read in full precision, which is figure 1. A group is coded before the token that
+Section 4.3 buffers values for G more tokens before they are coded, to code less often; here they are coded at once and
+the last 128 are read in full precision, as in figure 1. A group is coded before the token that
 completes it attends, not after.
 """
 

@@ -1,9 +1,10 @@
 """KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (arXiv 2402.02750), and the same with sink tokens.
 
-Keys are coded per channel over groups of G tokens, values per token over groups of G channels, both asymmetric with the
-minimum as zero point. Algorithm 1: keys wait in full precision until R of them are there and are then coded at once, so
-that between 0 and R - 1 keys are in full precision; of the values the last R always are. `kivi-k2v2` and `kivi-k4v4`
-have the paper's G = 32 and R = 128. What SQuat compares itself with is `kivi-k2v2:k.flush=32,v.recent=32`.
+Keys are coded per channel over groups of G tokens, values per token over groups of G channels, both asymmetric with
+the minimum as zero point. Algorithm 1: keys stay in full precision until there are R of them and are then coded
+together, so that 0 to R - 1 keys are in full precision; of the values the last R always are. `kivi-k2v2` and
+`kivi-k4v4` have the paper's G = 32 and R = 128. What SQuat compares itself with is
+`kivi-k2v2:k.flush=32,v.recent=32`.
 
 The -sink recipes are what Kitty's tables mark with an asterisk: the same, with the first 32 tokens in full precision.
 Kitty's paper does not say with which G and R it ran KIVI; ours are KIVI's own. `kivi-k2v2-sink:k.group=128,v.group=0`

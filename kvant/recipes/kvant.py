@@ -1,22 +1,24 @@
-"""kvant-4 and kvant-2: recipes of our own.
+"""kvant-4 and kvant-2: kvant's own recipes.
 
-**kvant-2** codes what attention reads. Keys are unrotated to the start of their block of 256 positions, so that they
-look alike wherever they stand; their mean is taken off; a basis in which they are white and in which queries have sorted
-variances (transforms.affine_map.Balance) puts what queries read most into the first channels. The first quarter of the
-channels has 4 bits, the next half 2, the last quarter none. One scale per token: the root mean square, stretched so that
-the token's product with itself, weighed by the queries' variances, is kept (codecs.banded). Values: part of the way to
-white, mixed, 2 bits, one scale, whose sign says whether the values' mean was taken off. 2.25 bits per element at head dim
-64, 2.125 at 128. `search=9` searches the scale for the least error first; it gains nothing once the scale is stretched.
+**kvant-2** spends its bits where queries have variance. Keys are unrotated to the start of their RoPE block of 256
+positions, so that their statistics do not depend on the position, and their mean is removed. They are then mapped to
+a basis in which they are white and in which the queries' variances are sorted (transforms.affine_map.Balance): the
+first channels matter most to the logits. The first quarter of the channels has 4 bits, the next half 2, the last
+quarter none. There is one scale per token: the root mean square, stretched so that <x, decoded x> = <x, x> in the
+product weighted by the queries' variances (codecs.banded). Values are partly whitened, mixed by a Hadamard matrix and
+have 2 bits and one scale, whose sign says whether the values' mean was removed. 2.25 bits per element at head dim 64,
+2.125 at 128. `search=9` first searches the scale with the least error; this gains nothing once the scale is
+stretched.
 
-Queries are unrotated once per block of positions, which costs head_dim / 256 of the products. `rope=post` codes
-keys as they come instead; statistics are then, as everybody's, measured over all positions that will be served.
+Queries are unrotated once per RoPE block, which costs head_dim / 256 of the products. `rope=post` codes keys after RoPE
+instead; statistics are then measured over all positions that will be served, as for the other recipes.
 
-**kvant-4** is SAW-INT4 with keys and values rotated, a float minimum, the keys' mean taken off, which costs nothing at
-decode, and the range of each token searched: the bytes and kernels of saw-int4-kv. `sink=4` makes it better still.
+**kvant-4** is SAW-INT4 with keys and values rotated, a float minimum, the keys' mean removed, which costs nothing at
+decode, and a searched range for each token. It has the bytes and kernels of saw-int4-kv. `sink=4` improves it further.
 
-A token counts in calibration partly by what attention reads of it: 0.7 + 0.3 min(a / mean a, 100) for keys, with a the
-sum of p^2 |v - o|^2 over the queries that find it coded, one half and the sum of p^2 for values; the first 16 tokens of
-a text not at all.
+In calibration a token is weighted partly by how much attention depends on it. Keys: 0.7 + 0.3 min(a / mean a, 100),
+with a the sum of p^2 |v - o|^2 over the queries that read the token packed. Values: one half, and one half of the sum
+of p^2. The first 16 tokens of a text have weight 0.
 """
 
 from kvant.codecs.affine import Affine

@@ -5,8 +5,8 @@ section 2.2, equation 2); no transforms; the last 128 tokens are read in full pr
 these recipes and VecInfer's of the same size differ by the smoothing and the Hadamard rotation of the keys alone.
 
 Where we differ: codebooks are shared by the sub-spaces and heads of a layer, as in VecInfer's; `books=space` gives
-every sub-space of every head its own, which is product quantization as first described. The first token is kept exact,
-as in our VecInfer recipes, which say why.
+every sub-space of every head its own, which is product quantization as first described. The first token is in full
+precision, as in our VecInfer recipes, which give the reason.
 """
 
 from typing import Literal

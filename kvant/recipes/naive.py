@@ -1,9 +1,10 @@
-"""The unquantized cache, and round-to-nearest over each token's head vector: what every method is compared with.
+"""The baselines of every method: the unquantized cache, and round-to-nearest over each token's head vector.
 
-`int4` is the naive INT4 of SAW-INT4 (appendix A.1, equations 3 and 4): one scale and one integer zero point for each token
-and head; `int3` and `int2` are the same equations. `zero=float` stores the minimum itself in place of the zero point, at
-the same bits and with less error; docs/results.md has both. `int8`, which no paper defines, has it, and keeps scale and
-minimum in float16: the eight bits of a bfloat16 would cost it half a step at the ends of its range.
+`int4` is the naive INT4 of SAW-INT4 (appendix A.1, equations 3 and 4): one scale and one integer zero point for each
+token and head; `int3` and `int2` are the same equations. `zero=float` stores the minimum itself in place of the zero
+point, at the same bits and with less error; docs/results.md has both. `int8`, which no paper defines, has it, and
+stores scale and minimum in float16: with the 8-bit mantissa of bfloat16 the ends of its range would be off by half a
+step.
 """
 
 from kvant.codecs.affine import Affine

@@ -1,6 +1,6 @@
 """QuaRot's cache at two bits: Hadamard rotation of keys and values, then token-wise asymmetric INT2.
 
-The baseline of the INT2 papers (OSCAR's tables call it QuaRot-INT2). `quarot-int2` has no windows; `quarot-int2-win` keeps
+The baseline of the INT2 papers (OSCAR's tables call it QuaRot-INT2). `quarot-int2` has no windows; `quarot-int2-win` has
 the windows that OSCAR uses, 64 sink and 256 recent tokens, so that the two differ by the rotation and the clip alone.
 """
 

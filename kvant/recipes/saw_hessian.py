@@ -7,10 +7,12 @@ eigenvalue with canonical signs. `saw-int4-hessian` rotates keys only, `saw-int4
 the paper's R16.
 
 Choices, where the text is open:
-- The moment is that of the queries before the Hadamard. Measured behind it, R would be H U, H H U = U, and the
-  Hadamard would be without effect. One transform holds both factors, so that it is measured on what enters it.
+- The moment is that of the queries before the Hadamard. Measured after it, R would be H U, H H U = U, and the
+  Hadamard would have no effect. One transform holds both factors, so that the moment is that of its input.
+- The paper has "decode-time query statistics". Our queries are those of a forward pass over the calibration text, as
+  in a prefill, at positions over all that will be served.
 - "For the Value Hessian computation, we use the same calibration pipeline, learned rotation and apply the transform
-  to V": we read it as the same pipeline run on the values, since a basis of the queries means nothing to them;
+  to V": we read it as the same pipeline run on the values, since the queries' basis has no relation to values;
   `v.target=queries` is the other reading.
 """
 

@@ -1,7 +1,7 @@
 """SAW-INT4's k-means variant (arXiv 2604.19157, appendix A.2 and table 9): centroid index and INT4 residual.
 
 Equations 5 and 6: each head vector is assigned to the nearest of C centroids learnt offline, for keys and values both,
-and what is left is stored as token-wise INT4. `saw-int4-kmeans` has no rotation ("KM w C=256" of table 2);
+and the residual is stored as token-wise INT4. `saw-int4-kmeans` has no rotation ("KM w C=256" of table 2);
 `saw-int4-kmeans-rot` rotates the keys, not the values ("C=256 BDR128 (K)" of table 9; "(K)" is the rotation's target
 alone, centroids are subtracted from both). `centroids=1`, `16` or `2048` are the paper's other sizes.
 

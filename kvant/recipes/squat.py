@@ -1,14 +1,14 @@
 """SQuat: Subspace-orthogonal KV Cache Quantization (arXiv 2503.24358).
 
-KIVI's codec at two bits with group 32 and residual 32, in which the keys' channels are coded block by block and the
-channels that are still free take up the error, so that what is left is nearly orthogonal to the subspace of the
-prompt's queries (equation 6 and algorithm 1; rank 5, lambda 0.001, two blocks: appendix E.2). `squat-pre` codes keys
-before RoPE and rotates them when they are read; its subspace is that of the queries before RoPE, which is where algorithm
-1 takes them (line 4: Q = X W^Q).
+KIVI's codec at two bits with group 32 and residual 32. The keys' channels are coded block by block; after each block,
+the channels that are not coded yet are changed to compensate its error, so that the error of the whole key is nearly
+orthogonal to the subspace of the prompt's queries (equation 6 and algorithm 1; rank 5, lambda 0.001, two blocks:
+appendix E.2). `squat-pre` codes keys before RoPE and rotates them when they are read; its subspace is that of the
+queries before RoPE, which is where algorithm 1 takes them (line 4: Q = X W^Q).
 
-Each sequence has its own subspace; `shared=true` uses the first sequence's for the whole batch, as the paper does. See
-correctors/subspace.py for when it is fitted. The subspace depends on the request, so that pages are not shared between
-requests. `weight=0` is KIVI bit for bit (with `squat-pre`: KIVI on keys before RoPE).
+Each sequence has its own subspace; `shared=true` uses the first sequence's for the whole batch, as the paper does.
+correctors/subspace.py says when it is fitted. The subspace depends on the request, so that pages are not shared
+between requests. `weight=0` is KIVI bit for bit (with `squat-pre`: KIVI on keys before RoPE).
 """
 
 import dataclasses

@@ -2,21 +2,22 @@
 
 Section 3.2: keys are divided channel by channel by lambda_i = sqrt(max|K_i|) (equations 3 and 4), rotated by a
 Hadamard matrix (equations 5 and 6), and stored as indices of the nearest centroids of their sub-vectors (equations 2
-and 8); values are stored so as they come. dXbY is sub-vectors of X channels with 2^Y centroids. The last 128 tokens
-are read in full precision ("the residual length for all methods is set to 128", section 4.1). Appendix B.1's Algorithm
-1, which turns the query into a lookup table, is the implementation called "lookup" (kvant/ops/lookup.py).
+and 8); values are stored in the same way without transforms. dXbY is sub-vectors of X channels with 2^Y centroids.
+The last 128 tokens are read in full precision ("the residual length for all methods is set to 128", section 4.1).
+Appendix B.1's Algorithm 1, which computes a lookup table from the query, is the implementation called "lookup"
+(kvant/ops/lookup.py).
 
 Choices where the text leaves one: Algorithm 1 and the size 2^b x d x 2 bytes of a codebook (section 2.2) have one
 codebook for all sub-spaces of a vector; we share it between the heads of a layer too (`books=head` or `books=space` do
 not), since a head alone gives too few vectors for 4,096 centroids. Centroids are float16. Lambda is per head and
 channel.
 
-Where we differ: the first token is kept exact (`sink=0` does not). A model's first token takes much of the attention and
-looks like no other. The paper's models begin every text with the same token, which k-means then codes exactly, as a
-cluster of equal vectors; a text that does not begin so has a first token that no codebook has seen. On SmolLM2 it alone
-doubles the KL of vecinfer-2 and decides whether million-2 is better. The Hadamard matrix has the order of the head dim
-up to 128 and is block-diagonal beyond (or where the head dim is no power of two); tokens are coded when they arrive and
-the window of 128 lies over them.
+Where we differ: the first token is in full precision (`sink=0` removes that). A text's first token gets much of the
+attention, and its vectors are unlike all others. The paper's models begin every text with the same token, so that
+k-means has a centroid for exactly its vectors; in a text that begins otherwise no centroid is near the first token.
+On SmolLM2 this token alone doubles the KL of vecinfer-2 and decides whether million-2 is better. The Hadamard matrix
+has the order of the head dim up to 128 and is block-diagonal beyond (or where the head dim is no power of two);
+tokens are coded when they arrive and the last 128 are read in full precision from the overlay.
 """
 
 from typing import Literal

@@ -5,7 +5,7 @@ tokenwise quantization; a token's saliency is its normalized attention score, th
 it. 40 % of the tokens are salient, the setting with which SQuat's tables give it KIVI's size.
 
 Where we differ: a page has one size, so every group of 128 tokens has the same number of salient ones, rather than the
-prompt as a whole, and tokens wait in full precision until a group is whole (the paper recompresses every 100 tokens,
+prompt as a whole, and tokens stay in full precision until a group is complete (the paper recompresses every 100 tokens,
 SQuat's tables every 32). Saliency is measured inside the group, see correctors/saliency.py; each KV head ranks its own
 tokens.
 """

@@ -60,7 +60,7 @@ def _with_windows(recipe: Recipe, windows: Mapping[StreamName, Window]) -> Recip
 class OverlayMatch(NamedTuple):
     """Overlay rows of a step's sequences: int64 [sequences] each."""
 
-    overlay_rows: Tensor  # padding gets the last row, which nobody reads
+    overlay_rows: Tensor  # padding gets the last row, which is never read
     sinks: Tensor  # sink tokens that the row holds once this step is written
     ring_start: Tensor  # the ring holds no token before this one
     source: Tensor  # [copies]: rows to which this very step writes sinks ...

@@ -1,4 +1,4 @@
-"""Transforms of head vectors. Every module here is found because it exists."""
+"""Transforms of head vectors. Every module of this package is imported, so that its specs register."""
 
 from kvant.spec import discover
 from kvant.transforms.base import BoundTransform, Transform

@@ -1,4 +1,4 @@
-"""Affine maps learnt from a model: a constant mean taken off, and a matrix that need not be orthogonal."""
+"""Affine maps fitted to a model: a mean that is removed, and a matrix that need not be orthogonal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvant.transforms.base import BoundTransform, Form, Tensor, Transform
 
 
 class BoundAffine(BoundTransform):
-    """x -> (x - mu) A, for every head its own."""
+    """x -> (x - mu) A, with mu and A per head."""
 
     def __init__(self, offset: Tensor | None, matrix: Tensor | None) -> None:
         self.offset = None if offset is None else offset.double()  # [heads, head_dim]
@@ -27,7 +27,7 @@ class BoundAffine(BoundTransform):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.double() if self.offset is None else x.double() - self.offset
-        if self.matrix is not None:  # float64, so that batching does not show
+        if self.matrix is not None:  # float64, so that the result does not depend on the batch
             wide = torch.einsum("...hd,hde->...he", wide, self.matrix)
         return wide.to(x.dtype)
 
@@ -52,9 +52,9 @@ class BoundAffine(BoundTransform):
 
 @dataclasses.dataclass(frozen=True)
 class _Learnt(Transform):
-    """Binds the tensors `offset` and `matrix`, whichever there are.
+    """Base of transforms with fitted tensors `offset`, `matrix`, or both.
 
-    share  of a token's weight in what is learnt that is what attention reads of it; the rest is the same for all.
+    share  share of a token's weight in the fit that depends on attention to it (0 to 1); the rest is equal for all tokens.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -95,21 +95,21 @@ class _Learnt(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Mean(_Learnt):
-    """x -> x - mu. In the keys it costs nothing at decode: q mu is the same for every token, and the softmax cancels it."""
+    """x -> x - mu. For keys this costs nothing at decode: q . mu is the same for every token, and cancels in the softmax."""
 
     names: ClassVar[tuple[str, ...]] = ("offset",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Balance(_Learnt):
-    """Keys -> (k - mu) A with all channels of unit variance, sorted into bands by what queries read of them.
+    """Keys -> (k - mu) A with all channels of unit variance, sorted into bands by the queries' variance in them.
 
     With Sigma the keys' covariance, S = Sigma^1/2 and C the queries' second moment, S C S = U diag(lambda) U^T: in the
     basis S^-1 U keys are white and queries have variances lambda, descending. The bands are the first quarter of these
     channels, the next half and the last quarter; in each, channels are scaled by lambda^1/4, mixed by a Hadamard matrix
-    and brought back to unit variance, so that within a band an error costs the same in every channel.
+    and scaled back to unit variance, so that within a band an error costs the same in every channel.
 
-    mean      whether mu, the keys' mean, is taken off.
+    mean      whether mu, the keys' mean, is removed.
     bands     "quarters" as above, or "one": all channels in one band, for codes of one width.
     hadamard  whether to mix within the bands.
     """
@@ -126,10 +126,10 @@ class Balance(_Learnt):
 
 @dataclasses.dataclass(frozen=True)
 class Spectral(_Learnt):
-    """Values -> v V D^-power H, where V D V^T is their covariance: part of the way to white, then mixed.
+    """Values -> v V D^-power H, where V D V^T is their covariance: partly whitened, then mixed by a Hadamard matrix.
 
-    power     1/4 weighs an error in a strong direction and in a weak one alike once it is coded; 0 is the plain
-              eigenbasis, 1/2 is white.
+    power     1/4: errors in strong and in weak directions have equal weight after coding; 0: the plain eigenbasis; 1/2:
+              white.
     """
 
     names: ClassVar[tuple[str, ...]] = ("matrix",)

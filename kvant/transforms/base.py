@@ -1,4 +1,4 @@
-"""What a transform is: an invertible affine map of a head vector, and what it does to queries and outputs.
+"""Base of transforms: an invertible affine map of a head vector, and the maps of queries and outputs that go with it.
 
 forward(x) = (x - mu) A is applied to keys and values before they are coded; dual(q) = q A^-T to queries, so that
 <dual(q), forward(k)> = <q, k> up to a constant per query that the softmax cancels; inverse(o) = o A^-1 + mu to outputs.
@@ -18,7 +18,8 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A transform that a kernel can apply without a matrix. One of these is there, or none, where it takes a matrix."""
+    """A transform that a kernel can apply without a matrix: at most one of mean, factors and order is set. Empty: it needs a
+    matrix."""
 
     mean: Tensor | None = None  # x -> x - mean, [heads, head_dim]
     factors: Tensor | None = None  # x -> x / factors, [heads, head_dim]
@@ -33,7 +34,7 @@ class BoundTransform:
 
     @property
     def form(self) -> Form:
-        """How a kernel can apply it without a matrix; an empty form where it cannot."""
+        """How a kernel can apply this transform without a matrix; an empty Form where it cannot."""
         return Form()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,8 +47,8 @@ class BoundTransform:
         raise NotImplementedError(f"{type(self).__name__} must map outputs back")
 
     def mean_logit(self, q: Tensor) -> Tensor | None:
-        """What <dual(q), forward(k)> is short of <q, k>, for every query [..., heads, queries per head]: q mu; None where
-        nothing is removed. It is the same for all keys, so only what comes between it and the softmax has to know."""
+        """q . mu = <q, k> - <dual(q), forward(k)> of every query: [..., heads, queries per head]; None where no mean is removed. It
+        is the same for all keys and cancels in the softmax; it matters only where logits are capped before the softmax."""
         return None
 
 
@@ -56,7 +57,7 @@ class Transform(Spec):
     """Base of all transform specs."""
 
     def check(self, head_dim: int) -> None:
-        """Refuses a head dim that the transform cannot take."""
+        """Raises ValueError for a head dim that the transform does not support."""
 
     def bind(
         self, head_dim: int, tensors: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"

@@ -1,4 +1,4 @@
-"""Block-diagonal Walsh-Hadamard rotation by a fast transform of our own."""
+"""Block-diagonal Walsh-Hadamard rotation by a fast Walsh-Hadamard transform."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvant.transforms.base import BoundTransform, Form, Tensor, Transform
 
 
 def walsh_hadamard(x: Tensor, order: int) -> Tensor:
-    """Orthonormal Walsh-Hadamard transform of every run of `order` elements of the last dim.
+    """Orthonormal Walsh-Hadamard transform of every block of `order` elements of the last dim.
 
     log2(order) passes of sums and differences. Every element is summed in the same order whatever the number of rows, so
     the result does not depend on how tokens are batched.
@@ -29,14 +29,14 @@ def walsh_hadamard(x: Tensor, order: int) -> Tensor:
 
 
 def random_signs(dim: int, seed: int) -> Tensor:
-    """+1 or -1 per channel, the same on every machine: drawn by a 64-bit mix of the seed and the channel's number."""
+    """+1 or -1 per channel, the same on every machine: from a 64-bit hash of the seed and the channel's index."""
     signs = []
     for channel in range(dim):
         z = (seed * 0x9E3779B97F4A7C15 + (channel + 1) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         signs.append(1.0 if (z >> 63) else -1.0)
-    return torch.tensor(signs, dtype=torch.float32)  # whatever torch's default is
+    return torch.tensor(signs, dtype=torch.float32)  # independent of torch's default dtype
 
 
 class BoundHadamard(BoundTransform):
@@ -63,7 +63,7 @@ class Hadamard(Transform):
     """x -> x diag(sign) diag(H_order, ..., H_order).
 
     order  size of a block, a power of two that divides the head dim; 0 is the largest such order up to 128.
-    seed   seed of a random sign per channel, applied first; none leaves the signs alone.
+    seed   seed of a random sign per channel, applied first; None: no signs.
     """
 
     order: int = 0

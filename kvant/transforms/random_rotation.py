@@ -14,7 +14,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def _mixed(seed: int, count: int) -> list[int]:
-    """`count` 64-bit numbers drawn by a mix of the seed and their place."""
+    """`count` 64-bit numbers: hashes of the seed and their index."""
     out = []
     for place in range(1, count + 1):
         z = (seed * 0xD1B54A32D192ED03 + place * 0x9E3779B97F4A7C15) & _MASK
@@ -25,7 +25,7 @@ def _mixed(seed: int, count: int) -> list[int]:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sum over the last dim by halves: a fixed order, where torch's own differs between machines."""
+    """Pairwise sum over the last dim, in a fixed order; the order of torch's sum differs between machines."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         folded = x[..., :half] + x[..., half : 2 * half]
@@ -39,8 +39,8 @@ def random_orthogonal(dim: int, seed: int) -> Tensor:
 
     Rows of nearly normal numbers (sums of the 16 four-bit digits of 64 random bits, which need no logarithm), made
     orthonormal one after another by the modified Gram-Schmidt process. Only sums, products, quotients and roots of
-    float64 in a fixed order, so the result depends on nothing but dim and seed; every row keeps its direction, so signs
-    need no convention.
+    float64 in a fixed order are used, so that the result depends only on dim and seed. Every row keeps its direction, so
+    that signs need no convention.
     """
     digits = [sum((z >> shift) & 15 for shift in range(0, 64, 4)) for z in _mixed(seed, dim * dim)]
     rows = torch.tensor(digits, dtype=torch.float64).reshape(dim, dim) - 120.0  # 16 digits of mean 7.5
@@ -56,7 +56,7 @@ class BoundRandomRotation(BoundTransform):
         self.matrix = matrix  # float64 [head_dim, head_dim]
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.double() @ self.matrix).to(x.dtype)  # float64, so that batching does not show
+        return (x.double() @ self.matrix).to(x.dtype)  # float64, so that the result does not depend on the batch
 
     def dual(self, q: Tensor) -> Tensor:
         return self.forward(q)  # orthogonal: A^-T = A
@@ -67,9 +67,9 @@ class BoundRandomRotation(BoundTransform):
 
 @dataclasses.dataclass(frozen=True)
 class RandomRotation(Transform):
-    """x -> x R with R drawn from the rotations of the head's space, one for all heads and layers.
+    """x -> x R with a random orthogonal R, the same for all heads and layers.
 
-    seed  of the rotation.
+    seed  seed of the rotation.
     """
 
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Rotations learnt from second moments: an eigenbasis composed with a Hadamard matrix and a permutation."""
+"""Rotations fitted to second moments: an eigenbasis composed with a Hadamard matrix and a permutation."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ def bit_reversal(size: int) -> Tensor:
 
 
 def interleave(dim: int, block: int) -> Tensor:
-    """Which of `dim` sorted directions goes to every place, where the places are blocks: int64 [dim].
+    """Permutation that assigns sorted directions to blocks in turn (round robin): int64 [dim], place -> direction.
 
-    Directions are dealt like cards, one to each block in turn, so that every block gets its share of the important
-    ones. With a single block nothing moves.
+    Every block so gets its share of the most important directions. With a single block it is the identity.
     """
     return torch.arange(dim).reshape(block, dim // block).T.flatten()
 
 
 class BoundRotation(BoundTransform):
-    """x -> x R for an orthogonal R, one for all heads or one each."""
+    """x -> x R for an orthogonal R, shared by all heads or per head."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix  # float64 [1 or heads, head_dim, head_dim]
@@ -50,8 +49,8 @@ class BoundRotation(BoundTransform):
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
-    """x @ matrix in float64, rounded to the type of x: rounding hides in which order a machine sums, so that a token's
-    bytes do not depend on its batch."""
+    """x @ matrix in float64, rounded to the dtype of x: the rounding absorbs differences in the order of summation, so that a
+    token's bytes do not depend on its batch."""
     if len(matrix) == 1:
         return (x.double() @ matrix[0]).to(x.dtype)
     return torch.einsum("...hgd,hde->...hge", x.double(), matrix).to(x.dtype)
@@ -67,16 +66,16 @@ class Rotation(Transform):
 
     target    whose second moment: queries (OSCAR's C_Q, pooled over the query heads of a KV head), attended (OSCAR's
               C_S, that of the attention outputs before the output projection), keys, values; none is no U, and needs no
-              calibration. It is always that of the vectors as they enter this transform, before H: the basis measured
-              behind a Hadamard is H U', H (H U') = U', and the two would cancel.
+              calibration. It is always the moment of the vectors that enter this transform, before H: the basis measured
+              after a Hadamard is H U', H (H U') = U', and the two would cancel.
     per_head  one basis for each KV head, or one for the layer from the moments pooled over its heads.
     hadamard  after U, before U, or none.
     order     size of a Hadamard block, a power of two that divides the head dim; 0 is the largest. Where H comes after
-              U and has several blocks (head dim 96 is 3 blocks of 32), the eigenvectors are dealt to the blocks in
+              U and has several blocks (head dim 96 is 3 blocks of 32), the eigenvectors are assigned to the blocks in
               turn, so that Lemma 1 of OSCAR still holds within a block and nearly between blocks.
     bitrev    whether to apply P, within each Hadamard block.
     damping   SAW-INT4's alpha: adds alpha times the mean of the diagonal to the diagonal before the decomposition. It
-              moves every eigenvalue by the same amount and no eigenvector; it is kept because the paper has it.
+              shifts every eigenvalue by the same amount and changes no eigenvector; the field exists because the paper has it.
     """
 
     target: Target = "queries"
@@ -134,7 +133,7 @@ class Rotation(Transform):
         if not self.calibrated:
             basis = torch.eye(head_dim, dtype=torch.float64, device=device)[None]
         elif tensors is None or "basis" not in tensors:
-            raise ValueError("a rotation learnt from a model needs the basis that kvant calibrate fits")
+            raise ValueError("this rotation needs the basis that kvant calibrate fits; the artifact has none for it")
         else:
             basis = tensors["basis"].to(device)
         if basis.shape[-2:] != (head_dim, head_dim):

@@ -1,4 +1,4 @@
-"""Channel-wise smoothing: every channel of a head divided by a factor of its own, and the query multiplied by it."""
+"""Channel-wise smoothing: every channel of a key is divided by a factor, and that of the query multiplied by it."""
 
 from __future__ import annotations
 

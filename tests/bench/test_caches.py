@@ -70,4 +70,4 @@ def test_the_command_measures_a_real_model(tmp_path: Path, capsys: pytest.Captur
     assert "generation, smollm2, 70 tokens, 1 threads" in out
     assert "llama.cpp: not installed: pip install llama-cpp-python" in out
     assert main(["bench", "generate", *options, "--batch", "2"]) == 2
-    assert "reads one sequence" in capsys.readouterr().err
+    assert "takes one sequence" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_every_cache_has_the_largest_batch_that_fits(
     assert all(0 < each["error"] < 2e-3 for each in found[1:-2])
     said = " ".join(capsys.readouterr().out.split())
     assert "ran without a graph: model and cache must lie on one CUDA device" in said
-    assert ("read by the model" if prefill else "none was read") in said
+    assert ("prefilled by the model" if prefill else "not prefilled") in said
 
 
 @pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "kitty"])
@@ -119,7 +119,7 @@ def test_a_cache_that_fails_is_named_and_the_others_go_on(
     [
         (["--memory", "1KiB", "--context", "150"], "holds no full cache of 278 tokens"),
         (["--memory", "1GiB", "--context", "150", "--new-tokens", "3"], "--new-tokens must be more than 3"),
-        (["--memory", "1GiB", "--batch", "3"], "--memory is for generate, with random weights and no --batch"),
+        (["--memory", "1GiB", "--batch", "3"], "--memory is for generate with random weights and without --batch"),
         (["--memory", "many", "--context", "150"], "memory must be a number of bytes"),
         (["--memory", "1GiB", "--context", "150,200"], "--memory takes one --context"),
     ],

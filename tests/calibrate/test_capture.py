@@ -196,7 +196,7 @@ def test_the_sample_is_uniform() -> None:
 
 
 def test_moments_cover_the_positions_that_will_be_served() -> None:
-    """Turned to a position of its own, every token counts once; the moments are those of the rotated vectors."""
+    """Rotated to a position of its own, every token counts once; the moments are those of the rotated vectors."""
     heads, groups, dim, tokens, end = 2, 2, 16, 64, 5000
     rope = rope_of(dim)
     q, k, v = draw(tokens, heads, groups, dim, rope)

@@ -34,7 +34,7 @@ def test_made_once_listed_shown_and_removed(
     tmp_path: Path,
 ) -> None:
     code, out, _ = run(capsys, "artifacts")
-    assert code == 0 and "no artifacts are kept" in out
+    assert code == 0 and "no artifacts are cached" in out
     model, tokenizer = models.load(tiny)
     narrow, wide = recipes.get(OSCAR), recipes.get("oscar:sink=4,recent=64")
     found = artifacts_for(model, tokenizer, [narrow, wide], options(text))
@@ -63,7 +63,7 @@ def test_made_once_listed_shown_and_removed(
     code, out, _ = run(capsys, "artifacts", "remove", first["id"])
     assert code == 0 and not Path(first["path"]).exists() and len(cached_artifacts()) == 1
     code, _, error = run(capsys, "artifacts", "remove", first["id"])
-    assert code == 2 and "no such artifact is kept" in error
+    assert code == 2 and "no such artifact is cached" in error
     code, _, error = run(capsys, "artifacts", "remove")
     assert code == 2 and "name one ID, or --all" in error
     code, _, _ = run(capsys, "artifacts", "remove", "--all")

@@ -69,7 +69,7 @@ def test_what_is_taken_without_a_recipe_is_said(biased: str, capsys: pytest.Capt
     ("arguments", "message"),
     [
         (["--choose", "--recipe", "int4"], "--choose takes neither --recipe"),
-        (["--fit"], "--fit: name the recipes that are to be fitted"),
+        (["--fit"], "--fit needs --recipe: name the recipes to fit"),
         (["--recipe", "int5"], "unknown recipe 'int5'"),
         (["--recipe", "int4", "--tokens", "2"], "tokens must be at least 16, got 2"),
         (["--artifact", "/nowhere"], "artifact '/nowhere': no such file or directory"),

@@ -29,14 +29,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def save_tokenizer(path: Path) -> None:
+def save_tokenizer(path: Path, **options: str) -> None:
     """A byte-level tokenizer of 260 tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", **options).save_pretrained(path)
 
 
 @pytest.fixture

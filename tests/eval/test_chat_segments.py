@@ -140,3 +140,15 @@ def test_chats_are_fed_in_chunks_too() -> None:
     assert together.kl == pytest.approx(alone.kl, rel=0.05)
     (decoded,) = evaluate(model, [recipes.get("int4")], segments())
     assert decoded.kl > alone.kl > 0, "tokens of a chunk see each other unpacked"
+
+
+def test_a_chat_that_comes_twice_in_a_batch_counts_twice() -> None:
+    """Equal rows of a batch are stored once."""
+    model = make_model("llama", initializer_range=0.1)
+    chat, other = encoded("." * 30 + "aaaa" + "..aa"), encoded("....aaa")
+    one, twice = (ChatSegments.of(chats) for chats in ([chat, other], [chat, chat, other, other]))
+    (alone,), (both,) = (evaluate(model, [recipes.get("int4")], text, profile=True) for text in (one, twice))
+    assert twice.tokens == 2 * one.tokens
+    assert both.kl == pytest.approx(alone.kl, rel=0.02)
+    assert both.profile is not None and alone.profile is not None
+    assert both.profile.layers["key_error"] == pytest.approx(alone.profile.layers["key_error"], rel=0.02)

@@ -120,7 +120,7 @@ def test_a_place_that_cannot_be_written_is_told_and_no_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="the verdict on int8 could not be kept"):
+    with pytest.warns(UserWarning, match="the verdict on int8 could not be stored"):
         assert check(biased, Bytes(), "int8")[0].recipe == "int8"
 
 

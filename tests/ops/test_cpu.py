@@ -374,8 +374,8 @@ def test_structures_are_those_of_the_header() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("int4", {"order": "plain"}, "order of lanes, and this one's is plain"),
-        ("int4", {"order": "fragment"}, "order of lanes, and this one's is fragment"),
+        ("int4", {"order": "plain"}, "order lanes, and this layout's is plain"),
+        ("int4", {"order": "fragment"}, "order lanes, and this layout's is fragment"),
         ("int4", {"head_dim": 320}, "head dims up to 256, got 320"),
         ("gear", {}, "LowRank"),
         ("zipcache", {}, "Salient"),

@@ -18,7 +18,7 @@ import torch
 from kvant.bench import attention
 from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
-from kvant.ops import blocked, flash, reference
+from kvant.ops import blocked, flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
@@ -588,6 +588,24 @@ def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytes
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         assert relative_error(found, expected) < 2e-3
+
+
+def test_the_way_of_a_prefill() -> None:
+    """What only a call knows decides, in one place; the rule is what `kvant doctor` prints."""
+    lengths, (bare, capped) = torch.tensor([1, 300]), (flash.Flash(plain), flash.Flash(plain, softcap=True))
+    fused, masked = cuda_prefill.Way
+    for found, expected in (
+        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, None), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, 300), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, 299), masked),
+        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, 3.0, None), masked),
+        (cuda_prefill.way_of(capped, torch.bfloat16, lengths, 3.0, None), fused),
+        (cuda_prefill.way_of(capped, torch.float32, lengths, None, None), masked),
+        (cuda_prefill.way_of(capped, torch.float16, lengths[:0], None, 5), fused),
+    ):
+        assert found is expected
+    (chosen,) = (i for i in implementations("prefill") if i.name == "cuda")
+    assert "sliding window" in chosen.about
 
 
 def same_pages(one: PagedCache, two: PagedCache) -> None:

@@ -94,6 +94,15 @@ def test_every_shape(group: int, dim: int) -> None:
         check(*filled(group, dim, dtype, [1, 63, 300]), group, limit)
 
 
+@needs_compiler
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("group", "dim", "dtype"), [(7, 192, "float16"), (3, 96, "bfloat16")])
+def test_bulk_copies_wait_for_loads(group: int, dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that copies in bulk (sm_90): the emulator stops where a stage is copied to whose loads a lane has not fenced."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    check(*filled(group, dim, dtype, [1, 300]), group, dict(KINDS)[dtype])
+
+
 @pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.usefixtures("device")

@@ -2,8 +2,8 @@
 
     LLM(model, attention_backend="CUSTOM", additional_config={"kvant": {"recipe": "saw-int4"}})
 
-vLLM calls the two entry points below in every one of its processes, while it is still starting: they import little. A vLLM of
-an unknown version is refused when the backend is first looked at, so that nobody else is bothered.
+vLLM calls the two entry points below in each of its processes while it starts, so they import little. An unknown version of vLLM
+is refused when the backend is first used, so that engines that do not use kvant still start.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def register() -> None:
 
 
 def platform() -> str | None:
-    """Entry point of `vllm.platform_plugins`: vLLM's platform for CPUs takes its own attention backend whatever was asked for;
-    ours takes what was asked for. None where vLLM does not run on a CPU."""
+    """Entry point of `vllm.platform_plugins`. vLLM's CPU platform ignores attention_backend and uses its own backend; kvant's
+    platform uses the backend that was requested. None where vLLM does not run on a CPU."""
     from vllm.platforms import cpu_platform_plugin
 
     found = cpu_platform_plugin()

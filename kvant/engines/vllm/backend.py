@@ -1,4 +1,4 @@
-"""The attention backend that vLLM calls: kvant's operations on pages that vLLM hands out."""
+"""The attention backend that vLLM calls: kvant's operations on pages that vLLM allocates."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ versions.check(vllm.__version__)
 
 
 class KvantBackend(AttentionBackend):
-    """What vLLM asks of a backend. Layers that are served alike have a subclass of their own, which knows their page."""
+    """The interface that vLLM calls. Each group of layers with the same recipe and layout has a subclass, which has its page size."""
 
     accept_output_buffer: bool = True
-    forward_includes_kv_cache_update: bool = True  # what is written first depends on the step
+    forward_includes_kv_cache_update: bool = True  # whether append or attention runs first depends on the step
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-    token_bytes: ClassVar[int | None] = None  # of one token and head
+    token_bytes: ClassVar[int | None] = None  # bytes of one token and head
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks it up among its own names
+        return "CUSTOM"  # vLLM accepts only names of its own list
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
@@ -51,7 +51,7 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return True  # a layout that does not fit says so itself
+        return True  # Layout.of refuses a head size that does not fit, with the reason
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -71,7 +71,7 @@ class KvantBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        return (KVCacheLayout.LBHNC,)  # the bytes of one block and head are one run
+        return (KVCacheLayout.LBHNC,)  # the bytes of one block and head are contiguous
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -89,7 +89,7 @@ class KvantBackend(AttentionBackend):
 
 
 def backend_for(layers: LayerGroup) -> type[KvantBackend]:
-    """The backend of layers that are served alike. vLLM tells backends apart by their names."""
+    """The backend class of a group of layers. vLLM distinguishes backends by their names."""
     recipe = layers.layout.recipe
     name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
     members = {"token_bytes": layers.token_bytes, "__module__": __name__, "__qualname__": name}
@@ -97,7 +97,7 @@ def backend_for(layers: LayerGroup) -> type[KvantBackend]:
 
 
 def spec_of_0_26(layer: Any, token_bytes: int, vllm_config: Any) -> Any:
-    """vLLM 0.26 asks the layer, not the backend, for its page; it knows of pages that count bytes for each token and head."""
+    """The KV cache spec of a layer for vLLM 0.26, which asks the layer and not the backend; it counts bytes per token and head."""
     from vllm.v1.kv_cache_interface import TQFullAttentionSpec
 
     return TQFullAttentionSpec(
@@ -143,16 +143,16 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self.softcap = logits_soft_cap or None
         self.config = get_current_vllm_config()
         self.layers: LayerGroup | None = None
-        self.place = -1  # of this layer among its `layers`
+        self.place = -1  # index of this layer in its `layers`
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """The first layer whose weights are there finds all layers, and storage for them."""
+        """The first layer whose weights are loaded binds all layers: layouts, overlays, operations."""
         if self.layers is None:
             bind_layers(self.config)
         assert self.layers is not None
 
     def _store(self, kv_cache: Tensor) -> LayerStore:
-        """This layer's store, with the pages that vLLM has for it now."""
+        """This layer's store, over the pages that vLLM passes."""
         assert self.layers is not None
         store = self.layers.stores[self.place]
         if store.pages.data_ptr() != kv_cache.data_ptr() or len(store.pages) != len(kv_cache):
@@ -174,7 +174,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None:  # vLLM measures how much memory a step needs
+        if attn_metadata is None:  # vLLM's profile run, which measures the memory of a step
             if self.layers is not None and self.layers.workspace:
                 torch.empty(self.layers.workspace, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
@@ -208,7 +208,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
 
 
 def bind_layers(config: Any) -> None:
-    """Gives every attention layer of a model its storage, and the backend that knows its page."""
+    """Gives every attention layer of a model its store, and the backend with its page size."""
     context = config.compilation_config.static_forward_context
     attention = {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), KvantImpl)}
     for layers in bind(config, attention):

@@ -36,28 +36,28 @@ def check_block(size: int) -> None:
 
 
 def check_config(config: Any) -> int:
-    """Refuses what kvant cannot serve of a vLLM configuration; returns how many drafts a step may take back."""
+    """Refuses a vLLM configuration that kvant cannot serve; returns the largest number of draft tokens of a step."""
     parallel, drafting = config.parallel_config, config.speculative_config
     if config.cache_config.cache_dtype != "auto":
         raise ValueError(
             f"kvant packs the cache itself: kv_cache_dtype must be auto, got {config.cache_config.cache_dtype}"
         )
-    if config.cache_config.user_specified_block_size:  # vLLM may choose its own later, when it has asked the backend
+    if config.cache_config.user_specified_block_size:  # otherwise vLLM chooses one later, with the backend's help
         check_block(config.cache_config.block_size)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"kvant does not serve {name} > 1: the overlay of a sequence lies on one rank")
+            raise ValueError(f"kvant does not serve {name} > 1: the overlay of a sequence is on one rank")
     if getattr(parallel, "enable_dbo", False):
         raise ValueError(
-            "kvant does not serve enable_dbo: two halves of a batch would look for their overlay rows apart"
+            "kvant does not serve enable_dbo: the two halves of a batch would be matched to overlay rows separately"
         )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise ValueError(
-            "kvant does not serve enable_sleep_mode: what it keeps beside the weights would not wake up again"
+            "kvant does not serve enable_sleep_mode: its overlays and calibrated tensors would not be restored"
         )
     if config.kv_transfer_config is not None:
         raise ValueError(
-            "kvant does not serve KV connectors: the overlay of a sequence would not travel with its pages"
+            "kvant does not serve KV connectors: they would transfer the pages of a sequence without its overlay"
         )
     if drafting is None:
         return 0
@@ -69,8 +69,8 @@ def check_config(config: Any) -> int:
 
 
 def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
-    """Storage for a model's attention layers, by vLLM's names of them. Called once, when the weights are loaded and before vLLM
-    measures how much memory is left, so that overlays are counted."""
+    """Allocates overlays and chooses operations for a model's attention layers, which are named as in vLLM. Called once, after the
+    weights are loaded and before vLLM measures the free memory, so that overlays are counted."""
     drafts = check_config(config)
     model = config.model_config
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
@@ -79,7 +79,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     named, reason = fingerprint()
     if named is None and any("fingerprint" in each.source for each in chosen.artifacts):
         logger.warning_once(
-            "kvant cannot tell whether the artifact was fitted to the model %s: %s. It is taken at its word.",
+            "kvant cannot verify that the artifact was fitted to the model %s: %s. It is used unverified.",
             model.model,
             reason,
         )
@@ -87,7 +87,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     heads = shard_heads(total, world, rank)
     device = torch.device(config.device_config.device)
     rows = config.scheduler_config.max_num_seqs
-    rows += max(4, rows // 4) if chosen.spare_windows is None else chosen.spare_windows
+    rows += max(4, rows // 4) if chosen.spare_overlay_rows is None else chosen.spare_overlay_rows
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, layer in attention.items():
         index = extract_layer_index(name)
@@ -100,7 +100,9 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         options.check(recipe)
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
         options.judge(chosen, recipe, artifact, named, logger.warning_once)
-        recipe = fold.served(recipe, artifact, model.hf_config)  # a folded model's values come as they are stored
+        recipe = fold.served(
+            recipe, artifact, model.hf_config
+        )  # a folded model computes values that are already transformed
         dtype = str(model.dtype).removeprefix("torch.")
         recipe = with_rollback(recipe, drafts)
         layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype, device=device)
@@ -123,26 +125,28 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
             softcap = attention[names[0]].impl.softcap
             group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap)
-            if group.ring:  # prefills with a history are written without overlays first
+            if group.ring:  # prefills with a history first append without overlays
                 warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
             seconds = time.perf_counter() - begin
             if not rank:
                 logger.info(
-                    "kvant's kernels are there after %.1f s, and need %s", seconds, human_bytes(group.workspace)
+                    "kvant compiled and warmed up its kernels in %.1f s; they need %s of workspace",
+                    seconds,
+                    human_bytes(group.workspace),
                 )
         out.append(group)
     return out
 
 
 def _fingerprint(config: Any) -> tuple[str | None, str]:
-    """Of the model that vLLM has loaded, read off its files; None where they do not tell, and why."""
+    """Fingerprint of the model that vLLM has loaded, from its files. Where they do not give one: None, and the reason."""
     model = config.model_config
     if config.load_config.load_format == "dummy":
         return None, "its weights are not loaded from files"
     directory = models.directory_of(model.model, model.revision)
     if directory is None:
-        return None, "there are no files of it"
-    return fingerprint_of_files(directory), f"the files in {directory} do not tell"
+        return None, "its files were not found"
+    return fingerprint_of_files(directory), f"the files in {directory} do not determine it"
 
 
 def _tell(group: LayerGroup, artifact: Artifact | None, rows: int, rank: int) -> None:

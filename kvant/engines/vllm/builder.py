@@ -1,4 +1,4 @@
-"""vLLM's metadata of a step -> kvant's Step. A block of vLLM is a page of kvant."""
+"""Converts vLLM's attention metadata of a step to kvant's Step. A block of vLLM is a page of kvant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass
 class KvantMetadata(Step, AttentionMetadata):
-    """A Step as vLLM hands it to every layer."""
+    """A Step, as the metadata that vLLM passes to every layer."""
 
 
 class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
@@ -40,7 +40,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         for store in (
             *layers.stores,
             *layers.pages_only,
-        ):  # drop the pages of the cache with which vLLM measured memory
+        ):  # drop the pages with which vLLM profiled memory
             store.pages = store.pages.new_empty(0, *store.pages.shape[1:])
         self.overlay: OverlayRows | None = None
         self.graphs = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
@@ -93,7 +93,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         return step
 
     def _split(self, step: Step, host: Tensor, m: Any) -> None:
-        """Adds what concerns prefills."""
+        """Adds the prefills' part of a step."""
         lens = getattr(m, "seq_lens_cpu_upper_bound", None)
         if self.device.type == "cpu" or lens is None or self.layers.drafts:  # drafts make the bound inexact
             lens = m.seq_lens.cpu()
@@ -121,13 +121,13 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
             kept[: len(x), : x.shape[1]] = x
             return kept[: len(x)]
         kept[: len(x)] = x
-        # A graph reads as many sequences and tokens as it was captured with: those that are not there now must do nothing.
+        # A graph reads as many sequences and tokens as it was captured with: the padding must have no effect.
         rest = kept[len(x) :]
         rest.copy_(x[-1]) if name == "query_start_loc" else rest.fill_(-1 if name == "slot_mapping" else 0)
         return kept[: len(x)]
 
     def _room(self, name: str) -> tuple[int, ...]:
-        """Shape that holds the largest step."""
+        """Shape of this tensor in the largest step."""
         config = self.vllm_config
         largest = getattr(config.compilation_config, "max_cudagraph_capture_size", None) or 0
         sequences = max(config.scheduler_config.max_num_seqs, largest) + 1

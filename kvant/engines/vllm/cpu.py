@@ -1,4 +1,4 @@
-"""vLLM on a CPU, with the attention backend that was asked for."""
+"""vLLM's CPU platform with a selectable attention backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class KvantCpuPlatform(CpuPlatform):
-    """As vLLM's own, but attention_backend="CUSTOM" is honoured."""
+    """vLLM's CPU platform, except that attention_backend="CUSTOM" selects kvant."""
 
     @classmethod
     def get_attn_backend_cls(

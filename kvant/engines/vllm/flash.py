@@ -1,4 +1,4 @@
-"""FlashAttention as vLLM brings it: for prompts without a history, and for prefill over a history."""
+"""The FlashAttention that is part of vLLM: for prompts without a history, and for prefill over a history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 @functools.cache
 def _varlen() -> Any:
-    """FlashAttention for sequences of different lengths as vLLM brings it, or None where it does not."""
+    """vLLM's FlashAttention for sequences of different lengths, or None where this vLLM has none."""
     try:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
     except ImportError:
@@ -31,7 +31,7 @@ def _version() -> int | None:
 
 
 def varlen() -> VarlenAttention | None:
-    """vLLM's FlashAttention for prompts without a history, or None where vLLM brings none."""
+    """vLLM's FlashAttention for prompts without a history, or None where this vLLM has none."""
     return None if _varlen() is None else _causal
 
 
@@ -54,8 +54,8 @@ def _causal(
 
 
 def with_lse() -> flash.Flash | None:
-    """vLLM's FlashAttention with log-sum-exp, for prefill over a history; None where vLLM brings none. It is called in the model's
-    own type: builds of it need not have another."""
+    """vLLM's FlashAttention with log-sum-exp, for prefill over a history; None where this vLLM has none. It is called in the
+    model's dtype, since a build may lack kernels for others."""
     return None if _varlen() is None else flash.Flash(_attend_with_lse, None, softcap=True)
 
 

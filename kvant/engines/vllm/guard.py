@@ -1,7 +1,7 @@
-"""A key for every path of vLLM's server.
+"""API key authentication for every path of vLLM's server.
 
-vLLM asks for its key under some prefixes such as /v1 only: /invocations computes completions, /metrics tells of others' requests,
-and neither wants it. `kvant serve` puts this in front of all of them where there is a key; /health alone is left open.
+vLLM checks its API key only under some prefixes such as /v1. Other paths are open: /invocations computes completions, and /metrics
+shows figures about other users' requests. `kvant serve` with a key adds this middleware, which checks all paths except /health.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-KEY = "VLLM_API_KEY"  # an environment variable; vLLM knows it too
-OPEN = ("/health",)
-PATH = f"{__name__}.Guard"  # for --middleware
+KEY = "VLLM_API_KEY"  # environment variable with the API key; vLLM reads the same one
+OPEN = ("/health",)  # paths that need no key
+PATH = f"{__name__}.Guard"  # argument of vLLM's --middleware
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware that answers 401 to who does not bring the key as `Authorization: Bearer KEY`."""
+    """ASGI middleware that answers 401 to requests without the header `Authorization: Bearer KEY`."""
 
     def __init__(self, app: App, key: str | None = None) -> None:
         key = os.environ.get(KEY) if key is None else key
@@ -47,7 +47,7 @@ class Guard:
 
     def _lets_in(self, scope: Any) -> bool:
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
-            return True  # browsers ask without a key whether they may ask with one
+            return True  # CORS preflight requests carry no key
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
             return True
         found = [value for name, value in scope["headers"] if name.lower() == b"authorization"]

@@ -1,16 +1,17 @@
-"""What a user tells kvant through vLLM's additional_config, and what of it cannot be served.
+"""The options that a user passes to kvant in vLLM's additional_config, and what cannot be served inside vLLM.
 
-{"kvant": {"recipe": NAME, "artifact": DIR or [DIR, ...], "layers": {"0-1": NAME, "2-": NAME}, "spare_windows": N,
+{"kvant": {"recipe": NAME, "artifact": DIR or [DIR, ...], "layers": {"0-1": NAME, "2-": NAME}, "spare_overlay_rows": N,
  "implementation": NAME, "unfit_anyway": BOOL}}
 
-Whether a recipe fits the model is what `kvant check` measures and keeps. An engine that is started by itself measures nothing: it
-refuses a recipe that is known to be unfit, and warns of one that nobody has checked.
+`kvant check` measures whether a recipe fits a model and stores the verdict. An engine that is started without `kvant serve`
+measures nothing: it refuses a recipe whose stored verdict is unfit, and warns of a recipe that has no verdict.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,8 @@ from kvant import recipes, verdicts
 from kvant.artifact import Artifact
 from kvant.recipe import Recipe
 
-KEYS = ("recipe", "artifact", "layers", "spare_windows", "implementation", "unfit_anyway")
+KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "implementation", "unfit_anyway")
+OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
@@ -27,35 +29,42 @@ _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 class Options:
     """A recipe for every layer of the model, and the artifacts that they need.
 
-    spare_windows   how many windows are kept beyond one for each sequence that vLLM may run: for prefix hits on sequences that
-                    are gone.
-    implementation  as in ops.choose: kernels by their name, in place of the best ones.
-    unfit_anyway    serve a recipe also where a verdict says that it makes the model useless.
+    spare_overlay_rows  overlay rows beyond one for each sequence that vLLM may run. They hold the overlay of finished sequences,
+                        for prefix hits (default: a quarter of max_num_seqs, at least 4).
+    implementation      name of the kernels to use instead of the best ones, as in ops.choose.
+    unfit_anyway        serve a recipe even if its verdict for this model is unfit.
     """
 
     layers: tuple[Recipe, ...]
     artifacts: tuple[Artifact, ...] = ()
-    spare_windows: int | None = None
+    spare_overlay_rows: int | None = None
     implementation: str | None = None
     unfit_anyway: bool = False
 
     @staticmethod
     def of(additional: Any, layers: int, named: Callable[[], str | None] = lambda: None) -> Options:
-        """Reads vLLM's additional_config for a model of so many layers. `named` gives the model's fingerprint where it is known:
-        without a recipe, one that is kept as good for the model is taken."""
+        """Reads vLLM's additional_config for a model with this number of layers. `named` returns the model's fingerprint, or None
+        where it is unknown; where no recipe is given, a recipe whose stored verdict for that model is good is used."""
         given = additional.get("kvant") if isinstance(additional, Mapping) else None
         if not isinstance(given, Mapping):
             raise ValueError(
                 'attention backend CUSTOM is kvant: it needs additional_config={"kvant": {"recipe": NAME}}, '
                 f"got {additional!r}"
             )
-        unknown = sorted(set(given) - set(KEYS))
+        unknown = sorted(set(given) - {*KEYS, OLD_SPARE})
         if unknown:
             raise ValueError(f"additional_config['kvant'] has {', '.join(unknown)}; known: {', '.join(KEYS)}")
         paths = given.get("artifact") or []
-        spare = given.get("spare_windows")
+        spare = given.get("spare_overlay_rows")
+        if OLD_SPARE in given:
+            if "spare_overlay_rows" in given:
+                raise ValueError(f"spare_overlay_rows and its old name {OLD_SPARE} are both given")
+            warnings.warn(
+                f"{OLD_SPARE} of additional_config is now called spare_overlay_rows", DeprecationWarning, stacklevel=2
+            )
+            spare = given[OLD_SPARE]
         if spare is not None and (type(spare) is not int or spare < 0):
-            raise ValueError(f"spare_windows must be a number from 0, got {spare!r}")
+            raise ValueError(f"spare_overlay_rows must be a number from 0, got {spare!r}")
         anyway = given.get("unfit_anyway", False)
         if not isinstance(anyway, bool):
             raise ValueError(f"unfit_anyway must be true or false, got {anyway!r}")
@@ -69,14 +78,14 @@ class Options:
     def artifact(
         self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None
     ) -> Artifact | None:
-        """The artifact that a recipe needs: the first given one that fits, and is of the model with this fingerprint where
-        that is known."""
+        """The artifact that a recipe needs: the first of those given that fits the recipe, and the model with this fingerprint
+        where that is known."""
         if not recipe.calibrated:
             return None
         if not self.artifacts:
             raise ValueError(
                 f"recipe {recipe.name} is fitted offline: it needs an artifact made by kvant calibrate, as "
-                f'additional_config={{"kvant": {{"recipe": "{recipe.name}", "artifact": DIR}}}}; kvant serve finds or makes one'
+                f'additional_config={{"kvant": {{"recipe": "{recipe.name}", "artifact": DIR}}}}; kvant serve finds or fits one'
             )
         refusals = []
         for artifact in self.artifacts:
@@ -90,8 +99,8 @@ class Options:
 
 
 def default_recipe(artifacts: tuple[Artifact, ...], named: str | None) -> str:
-    """The recipe where none is named: the artifact's, or one that is kept as good for the model. No recipe fits every model, so
-    that there is no other default."""
+    """The recipe to use where none is given: the artifact's, or one whose stored verdict for the model is good. There is no other
+    default, since no recipe fits every model."""
     if len(artifacts) == 1:
         return artifacts[0].recipe.name
     known = {"", *(artifact.digest for artifact in artifacts)}
@@ -107,8 +116,8 @@ def default_recipe(artifacts: tuple[Artifact, ...], named: str | None) -> str:
 def judge(
     options: Options, recipe: Recipe, artifact: Artifact | None, named: str | None, warn: Callable[[str], None]
 ) -> None:
-    """Refuses a recipe that is kept as unfit for the model with this fingerprint, and warns of one that was never checked. One that
-    serves only some of the layers is not judged: a verdict is of a whole model."""
+    """Refuses a recipe whose stored verdict for the model with this fingerprint is unfit, and warns of one that has no verdict. A
+    recipe for only some of the layers is not judged: a verdict holds for a whole model."""
     if options.unfit_anyway or len(set(options.layers)) > 1 or recipe == recipes.get("full"):
         return
     found = None
@@ -116,15 +125,15 @@ def judge(
         found = verdicts.verdict(named, recipe, "" if artifact is None else artifact.digest)
     if found is None:
         warn(
-            f"nobody has checked whether recipe {recipe.name} fits this model: kvant check --model M --recipe {recipe.name} does, "
-            "and kvant serve does it by itself"
+            f"recipe {recipe.name} has not been checked on this model: run kvant check --model M --recipe {recipe.name}; "
+            "kvant serve runs this check itself"
         )
         return
     verdicts.refuse_unfit(found, 'additional_config={"kvant": {..., "unfit_anyway": true}}')
 
 
 def per_layer(default: str | None, ranges: Mapping[str, str] | None, layers: int) -> tuple[Recipe, ...]:
-    """The recipe of every layer, from ranges of layers such as "3", "0-1" and "2-"; what they leave out has the default."""
+    """The recipe of every layer, from ranges of layers such as "3", "0-1" and "2-". Layers in no range have the default."""
     if default is None and not ranges:
         raise ValueError("a recipe is needed, for all layers or for ranges of them")
     found: list[Recipe | None] = [None] * layers
@@ -135,7 +144,7 @@ def per_layer(default: str | None, ranges: Mapping[str, str] | None, layers: int
         first = int(match[1])
         last = first if match[2] is None else int(match[3]) if match[3] else layers - 1
         if not first <= last < layers:
-            raise ValueError(f"layers: {text!r} is no range of the model's layers 0 to {layers - 1}")
+            raise ValueError(f"layers: {text!r} is not a range of the model's layers 0 to {layers - 1}")
         for layer in range(first, last + 1):
             if found[layer] is not None:
                 raise ValueError(f"layers: layer {layer} is named twice")
@@ -152,11 +161,11 @@ def refusal(recipe: Recipe) -> str | None:
     for name, stream in recipe.streams.items():
         if stream.groupwise:
             return (
-                f"its {name}s are coded in groups of {stream.codec.group_tokens} tokens, and an unfinished group belongs to a "
-                "sequence, which vLLM's blocks do not know; kvant generate and kvant.Cache serve it"
+                f"its {name}s are coded in groups of {stream.codec.group_tokens} tokens, and the unfinished group of a sequence has "
+                "no place in vLLM's blocks; kvant generate and kvant.Cache serve this recipe"
             )
     if recipe.key.window.sink > PAGE_TOKENS:
-        return f"its {recipe.key.window.sink} sink tokens do not lie in one block of {PAGE_TOKENS} tokens"
+        return f"its {recipe.key.window.sink} sink tokens do not fit into one block of {PAGE_TOKENS} tokens"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Operations for CPUs, written in C (native/) and compiled when kvant is installed. Every module here registers itself."""
+"""Operations for CPUs, written in C (native/) and compiled when kvant is installed. Every module here registers its operation."""
 
 from kvant.spec import discover
 

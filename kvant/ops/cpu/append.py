@@ -1,4 +1,4 @@
-"""Appending by native/append.h: one call for any number of new tokens."""
+"""Append by native/append.h: one call for any number of new tokens."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ from kvant.ops.registry import register
 from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
-CALL = structures.Append.batch.offset  # from here on, the structure is filled anew at every call
-TOPS = 128  # floats that native/search.h keeps of a stretch of centroids, at most
+CALL = structures.Append.batch.offset  # offset of the fields that every call sets
+TILE_MAX = 128  # floats of scratch that native/search.h needs, at least: maxima of 8 vectors x 16 lanes
 SHORT_ROPE_TABLE = 2  # Append.refused: nothing was written, since the RoPE table ends before the last position
 ALONE, ALONE_SEARCH = (
     64,
     2,
-)  # tokens times heads below which a second thread costs more than it gives; with a search in codebooks
-EXACT = 2.0**-45  # relative size of what may be lost where a float64 matrix is handed over in float32
+)  # tokens * heads below which one thread is faster than several; the second where codebooks are searched
+EXACT = 2.0**-45  # largest relative rounding with which a float64 matrix may be passed as float32
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why it cannot append to a layout on a device, or None."""
     for name, stream in layout.recipe.streams.items():
         if stream.corrector is not None:
-            return f"it looks at keys and values alone, and the {name}s' {type(stream.corrector).__name__} learns from queries"
+            return (
+                f"it reads only keys and values, and the {name}s' {type(stream.corrector).__name__} learns from queries"
+            )
     return plan.refuse(layout, device)
 
 
 @dataclasses.dataclass
 class CpuAppend(Derived):
-    """A store's layer as the compiled append reads it, but for what changes from call to call."""
+    """A layer's store in the form that the compiled append reads, without the fields that every call sets."""
 
     call: structures.Append
-    kept: list[object]  # that the call points to
+    kept: list[object]  # tensors that `call` points to, which must stay alive
     rope_table: tuple[Tensor, Tensor] | None = None
-    scratch: int = 0  # floats that a thread needs
+    scratch: int = 0  # floats of scratch memory per thread
     memory: library.Memory = dataclasses.field(default_factory=library.Memory)
-    alone: int = ALONE  # tokens times heads below which one thread runs
+    alone: int = ALONE  # tokens * heads below which one thread runs
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -66,7 +68,7 @@ class CpuAppend(Derived):
             call.key_transform.rope_half = len(rope.inv_freq)
         formats = layout.formats.values()
         made.scratch = max(
-            form.group_tokens * layout.head_dim if form.codebook is None else max(form.codebook.centroids, TOPS)
+            form.group_tokens * layout.head_dim if form.codebook is None else max(form.codebook.centroids, TILE_MAX)
             for form in formats
         )
         if any(form.codebook is not None for form in formats):
@@ -74,7 +76,7 @@ class CpuAppend(Derived):
         return made
 
     def extend_rope_table(self, store: LayerStore, tokens: int) -> None:
-        """Makes the RoPE table reach the positions of so many tokens."""
+        """Extends the RoPE table to the positions of a sequence of `tokens` tokens."""
         transform = self.call.key_transform
         self.rope_table = rope_table(store, blocks_of(tokens, transform.rope_first, transform.rope_block))
         transform.cosine, transform.sine = (x.data_ptr() for x in self.rope_table)
@@ -82,7 +84,7 @@ class CpuAppend(Derived):
 
 
 def _transform(store: LayerStore, name: StreamName) -> tuple[structures.FusedTransform, list[Tensor]]:
-    """How a stream's vectors are transformed and coded; and the tensors that it points to."""
+    """How a stream's vectors are transformed and coded, and the tensors that the structure points to."""
     layout, stream = store.layout, store.stream(name)
     fused = fuse(stream.transforms, "forward", layout, store.pages.device, torch.float64)
     out = structures.FusedTransform(order=1, clip_rank=-1, search=1)
@@ -101,7 +103,7 @@ def _transform(store: LayerStore, name: StreamName) -> tuple[structures.FusedTra
     if fused.kind is TransformKind.MATRIX:
         assert fused.tensor is not None
         single = fused.tensor.float()
-        # a fitted matrix has float32 entries, but for rounding in the fusion: in float32 it is half of the bytes to read
+        # The entries of a fitted matrix are float32 numbers, up to rounding in `fuse`: as float32 it is half as large to read.
         out.single = bool((single.double() - fused.tensor).abs().max() <= EXACT * fused.tensor.abs().max())
         out.matrix, out.matrix_heads = keep(single if out.single else fused.tensor), len(single)
         if fused.offset is not None:
@@ -125,10 +127,10 @@ def _transform(store: LayerStore, name: StreamName) -> tuple[structures.FusedTra
 
 
 def _search(out: structures.FusedTransform, books: Tensor, keep: Callable[[Tensor], int]) -> None:
-    """What a search for the centroid with the largest x . c - |c|^2 / 2 reads: the channels of all centroids, then -|c|^2 / 2,
+    """Sets the tables in which native/search.h looks for the largest x . c - |c|^2 / 2: transposed centroids, then -|c|^2 / 2,
     [..., dim + 1, centroids], in float64 and in float32."""
     columns = torch.cat((books, books.square().sum(-1, keepdim=True) / -2), -1).mT
-    out.columns, out.quick = keep(columns), keep(columns.float())
+    out.columns_f64, out.columns_f32 = keep(columns), keep(columns.float())
 
 
 def _readable(name: StreamName, x: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def append(
     query: Tensor | None = None,
     limit: float = math.inf,
 ) -> bool:
-    """As the reference's `append`. False where a number is beyond the limit, and nothing was written."""
+    """As the reference's `append`. Returns False, and writes nothing, where a number is NaN or beyond the limit."""
     if not len(key):
         return True
     made = store.derive(CpuAppend)

@@ -17,20 +17,22 @@ from kvant.ops.types import Derived, LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
 SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
-CALL = structures.Decode.batch.offset  # of what is another at every call
-CHUNK = 4  # queries that native/splits.h attends from at once
+CALL = structures.Decode.batch.offset  # offset of the fields that every call sets
+CHUNK = 4  # queries of a KV head that native/splits.h computes together
 
 
 @dataclasses.dataclass
 class CpuDecode(Derived):
-    """A store's layer as the compiled decode reads it, but for what changes from call to call."""
+    """A layer's store in the form that the compiled decode reads, without the fields that every call sets."""
 
     call: structures.Decode
-    kept: list[object]  # that the call points to
+    kept: list[object]  # tensors that `call` points to, which must stay alive
     memory: library.Memory = dataclasses.field(default_factory=library.Memory)
-    has_mean_logit: bool = False  # whether a mean was taken off the keys
-    block: int = 0  # positions of a RoPE block, for each of which queries are rotated; 0 where keys are stored rotated
-    table_floats: int = 0  # products of one query with all centroids of the keys
+    has_mean_logit: bool = False  # whether the keys' mean was removed
+    block: int = (
+        0  # positions of a RoPE block, for each of which queries are unrotated; 0 where keys are stored after RoPE
+    )
+    table_floats: int = 0  # floats of the table of products of one query with all centroids of the keys
     rope_table: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -42,7 +44,7 @@ class CpuDecode(Derived):
         kept: list[object] = [*key_kept, *value_kept]
         call.page_head_bytes, call.origin = layout.page_head_bytes, layout.recipe.origin
         call.overlay_type = TYPES[layout.overlay_dtype]
-        # of one query, a Hadamard transform is as quick as a matrix
+        # Transforms are applied as matrices: for one query a fast Hadamard transform would not be faster.
         dual = matrix_of(store.key.transforms, "dual", layout, device)
         inverse = matrix_of(store.value.transforms, "inverse", layout, device)
         kept += [dual, inverse]
@@ -71,7 +73,7 @@ class CpuDecode(Derived):
 
 
 def split_tokens(tokens: int) -> int:
-    """Tokens of a split of a sequence: its own length alone decides, so that outputs do not depend on the other sequences."""
+    """Tokens of a split of a sequence. It depends only on the sequence's length, so that outputs do not depend on the batch."""
     size = SPLIT_TOKENS
     while size < LONGEST_SPLIT and tokens >= 16 * size:
         size *= 2
@@ -81,7 +83,7 @@ def split_tokens(tokens: int) -> int:
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why it cannot decode from a layout on a device, or None."""
     if layout.recipe.key.rope != "post" and layout.format("key").codebook is not None:
-        return "it has one table of products with centroids for all positions, and the keys are unrotated by blocks of them"
+        return "it computes one table of products with centroids for all positions, and these keys are stored relative to RoPE blocks"
     return plan.refuse(layout, device)
 
 
@@ -94,8 +96,7 @@ def decode_with_lse(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
-    [sequences, query heads]."""
+    """As the reference's `decode`; also returns the log-sum-exp of every query's scores, float32 [sequences, query heads]."""
     layout, made = store.layout, store.derive(CpuDecode)
     check_queries(query, layout, TYPES)
     sequences, query_heads, dim = query.shape
@@ -112,10 +113,12 @@ def decode_with_lse(
     splits = max(1, *(-(-(n - origin) // split_tokens(n - origin)) for n in seq_lens))
     stride = -(-(dim + 2 + 2 * call.key.spans + dim // 2) // 16) * 16
     rows = sequences * query_heads
-    tables = sequences * layout.heads * -(-group // CHUNK) * CHUNK * made.table_floats  # of CHUNK queries side by side
+    tables = (
+        sequences * layout.heads * -(-group // CHUNK) * CHUNK * made.table_floats
+    )  # [chunks of queries, centroids, CHUNK]
     each = 64 + CHUNK * (LONGEST_SPLIT + origin + 128 + 2 * dim)
     shared = rows * stride  # query operands
-    if made.block:  # a split makes the operands of its own RoPE blocks
+    if made.block:  # a split computes the operands of its RoPE blocks
         shared, each = 0, each + ((LONGEST_SPLIT + origin) // made.block + 2) * group * stride
     lasting = shared + tables + rows * splits * (dim + 2)
     work = library.workspace(lasting + torch.get_num_threads() * each)

@@ -1,4 +1,4 @@
-"""The compiled module: whether it is there, what it can run here, and on which threads."""
+"""The compiled module: whether it is there, which instruction sets it can run on this machine, and its threads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def module() -> ModuleType | str:
     try:
         found = importlib.import_module("kvant.ops.cpu._native")
     except ImportError as error:
-        return f"{NOT_BUILT} is missing ({error}); it is built when kvant is installed and a C compiler is there"
-    files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))  # none beside an installed wheel
+        return f"{NOT_BUILT} is missing ({error}); it is built when kvant is installed on a machine with a C compiler"
+    files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))  # an installed wheel has none
     if (
         files
         and getattr(found, "sources", str)()
@@ -44,7 +44,7 @@ def module() -> ModuleType | str:
 
 
 def missing() -> str | None:
-    """Why nothing compiled can run here, or None."""
+    """Why the compiled operations cannot run on this machine, or None."""
     found = module()
     return found if isinstance(found, str) else None
 
@@ -57,7 +57,7 @@ def kinds() -> list[str]:
 
 @functools.cache
 def isa() -> int:
-    """Number of the instruction set to use: the best, or the one that KVANT_CPU_ISA names."""
+    """Index in `kinds()` of the instruction set to use: the best, or the one that KVANT_CPU_ISA names."""
     wanted = os.environ.get(ISA)
     if not wanted:
         return 0
@@ -68,7 +68,7 @@ def isa() -> int:
 
 @functools.cache
 def parallel() -> int:
-    """Address of the entry point of torch's OpenMP runtime; 0 where it brings none that we know."""
+    """Address of GOMP_parallel in torch's OpenMP runtime; 0 where it is not found."""
     if sys.platform != "linux":
         return 0
     with open("/proc/self/maps") as maps:
@@ -82,7 +82,7 @@ def parallel() -> int:
 
 
 class _Workspace(threading.local):
-    """Memory that calls of one thread use again: fresh pages cost more than a short attention."""
+    """Scratch memory that calls of one thread reuse: page faults of new memory take longer than a short attention."""
 
     floats = torch.empty(0)
 
@@ -91,7 +91,7 @@ _WORKSPACE = _Workspace()
 
 
 class _LastBatch(threading.local):
-    """What a thread was last asked about: all layers of a step are."""
+    """The last batch of a thread, since all layers of a step pass the same one."""
 
     batch: PagedBatch | None = None
     made = structures.Batch()
@@ -101,10 +101,10 @@ _LAST = _LastBatch()
 
 
 def batch_address(batch: PagedBatch) -> int:
-    """Where the addresses of a batch's tensors are, until another one is asked for by this thread."""
+    """Address of the `Batch` structure of a batch. It is valid until this thread passes another batch."""
     if _LAST.batch is not batch:
         made = structures.Batch(width=batch.block_table.shape[1], count=len(batch.seq_lens))
-        made.table, made.seq_lens, made.overlay_rows = (
+        made.block_table, made.seq_lens, made.overlay_rows = (
             x.data_ptr() for x in (batch.block_table, batch.seq_lens, batch.overlay_rows)
         )
         made.sinks, made.slot_mapping, made.query_start_loc = (
@@ -116,7 +116,7 @@ def batch_address(batch: PagedBatch) -> int:
 
 
 def workspace(floats: int) -> torch.Tensor:
-    """At least so many floats, with anything in them; until the next call of this thread."""
+    """Scratch memory of at least `floats` floats, uninitialized, valid until the next call of this thread."""
     if len(_WORKSPACE.floats) < floats:
         with torch.inference_mode(False):
             _WORKSPACE.floats = torch.empty(floats + floats // 4)
@@ -124,7 +124,7 @@ def workspace(floats: int) -> torch.Tensor:
 
 
 class Memory:
-    """Where a store's pages and windows lie; looked up again when they have moved."""
+    """Cached addresses of a store's pages and overlays; refreshed when the tensors are other ones."""
 
     pages: torch.Tensor | None = None
     key: torch.Tensor | None = None
@@ -132,7 +132,7 @@ class Memory:
     places: tuple[int, int, int]
 
     def of(self, store: LayerStore) -> tuple[int, int, int]:
-        """Of pages, keys' and values' windows."""
+        """Addresses of pages, key overlay and value overlay."""
         pages, key, value = store.pages, store.overlays["key"], store.overlays["value"]
         if pages is not self.pages or key is not self.key or value is not self.value:
             self.pages, self.key, self.value = pages, key, value
@@ -143,7 +143,7 @@ class Memory:
 def run(
     name: str, call: ctypes.Structure, tasks: int, scratch: torch.Tensor | None, stride: int, threads: int = 0
 ) -> None:
-    """Runs an operation on torch's threads, or on so many of them."""
+    """Runs an operation on `threads` threads (default: as many as torch uses). `stride`: floats of scratch per thread."""
     found = module()
     assert not isinstance(found, str), found
     at = 0 if scratch is None else scratch.data_ptr()

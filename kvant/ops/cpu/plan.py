@@ -1,4 +1,4 @@
-"""Streams of a layout as the compiled operations see them, and the layouts that they cannot serve."""
+"""Describes the streams of a layout for the compiled operations, and says which layouts they cannot serve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvant.ops.types import LayerStore
 
 Tensor = torch.Tensor
 LARGEST_DIM = 256
-LEVELS = 16  # entries of a table of levels, at most
+LEVELS = 16  # entries of the largest table of levels
 KINDS = {ScaleKind.MIN: Kind.SCALE_MIN, ScaleKind.ZERO: Kind.SCALE_ZERO, ScaleKind.ALONE: Kind.SCALE_ALONE}
 
 
@@ -25,7 +25,7 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
 
 
 def refuse_layout(layout: Layout) -> str | None:
-    """The part of `refuse` that does not look at the machine."""
+    """The part of `refuse` that does not depend on the machine."""
     if layout.head_dim > LARGEST_DIM or layout.head_dim % 2:
         return f"it takes even head dims up to {LARGEST_DIM}, got {layout.head_dim}"
     for name, form in layout.formats.items():
@@ -35,11 +35,11 @@ def refuse_layout(layout: Layout) -> str | None:
         if form.is_pq or form.is_raw:
             continue
         if layout.order != "lanes":
-            return f"it reads pages in the order of lanes, and this one's is {layout.order}"
+            return f"it reads pages in the order lanes, and this layout's is {layout.order}"
         if not (form.is_tokenwise or form.is_channelwise or form.is_residual):
-            return f"it does not know the codec of the {name}s, {form.codec}"
+            return f"it cannot read the format of the {name}s, that of {form.codec}"
         if not form.uniform and form.encoding.scale != "norm":
-            return f"it sums codes of uniform levels, and those of the {name}s are from a table"
+            return f"it needs uniform levels, and those of the {name}s are from a table"
         width = form.head_dim // form.scale_groups
         if form.scale_groups > structures.MAX_SPANS or (form.scale_groups > 1 and width % 4):
             return f"it takes groups of a multiple of 4 channels, at most {structures.MAX_SPANS}, got {width}"
@@ -47,7 +47,7 @@ def refuse_layout(layout: Layout) -> str | None:
 
 
 def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, list[Tensor]]:
-    """A stream as the compiled operations see it, but for its overlay; and the tensors that it points to."""
+    """A stream as the compiled operations read it, without its overlay, and the tensors that the structure points to."""
     layout, window = store.layout, store.stream(name).spec.window
     form, tensors = layout.format(name), store.stream(name).codec.tensors
     out = structures.Stream(sink=window.sink, ring=window.ring, flush=window.flush, recent=window.recent)
@@ -64,7 +64,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         out.mean = keep(tensors.mean)
     if form.is_channelwise:
         out.kind = Kind.BOOSTED if form.boosted else Kind.CHANNEL
-        out.extra = form.boosted
+        out.boosted = form.boosted
     elif not form.uniform:
         (band,) = form.bands
         levels = torch.tensor(band.levels, dtype=torch.float32)
@@ -78,15 +78,15 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
         assert tensors.codebooks is not None
         out.books, out.books_heads = keep(tensors.codebooks), len(tensors.codebooks)
         if form.is_pq:
-            out.kind, out.extra, out.book_bits = Kind.CENTROIDS, book.dim, book.bits
-            out.books_spaces = tensors.codebooks.shape[1]
+            out.kind, out.subvector_dim, out.book_bits = Kind.CENTROIDS, book.dim, book.bits
+            out.books_subvectors = tensors.codebooks.shape[1]
         else:
             out.centers = book.centroids
     return out, kept
 
 
 def _place(out: structures.Stream, layout: Layout, name: StreamName, form: StreamFormat) -> None:
-    """Where the sections of a stream lie in a page."""
+    """Sets the offsets of a stream's sections in a page."""
     bands = {band.field: band for band in form.stored_bands}
     indices = form.codebook.field if form.is_pq and form.codebook is not None else ""
     for section in (s for s in layout.sections if s.stream == name):
@@ -99,7 +99,7 @@ def _place(out: structures.Stream, layout: Layout, name: StreamName, form: Strea
             )
             out.sections += 1
         elif section.kind == "meta":
-            out.meta_offset, out.names, out.meta_type = section.offset, len(section.names), TYPES[section.dtype]
+            out.meta_offset, out.meta_fields, out.meta_type = section.offset, len(section.names), TYPES[section.dtype]
         elif field == "high":
             out.high_offset = section.offset
         elif section.shift:  # the second byte of an index
@@ -109,7 +109,7 @@ def _place(out: structures.Stream, layout: Layout, name: StreamName, form: Strea
 
 
 def _scale(out: structures.Stream, form: StreamFormat) -> None:
-    """Spans of channels with one scale and one width of codes."""
+    """Sets the spans: channels that share a scale and a code width."""
     out.metas, out.spans = form.scale_groups, 0
     if form.scale_groups > 1:
         (band,) = form.bands

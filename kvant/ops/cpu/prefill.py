@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass
 class CpuPrefill(Derived):
-    """A store's streams as the compiled reader sees them, and the tensors that they point to."""
+    """A layer's streams in the form that the compiled reader takes, and the tensors that they point to."""
 
     streams: dict[StreamName, tuple[structures.Stream, list[Tensor]]] = dataclasses.field(default_factory=dict)
 
@@ -45,8 +45,8 @@ def prefill(
 
 
 def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last: int) -> Tensor:
-    """The tokens at places [first, last) of a sequence's pages, as they are stored: float32 [tokens, heads, head_dim]. Those of
-    a page that has slid out are undefined."""
+    """Decodes tokens [first, last) of a sequence's pages, still transformed: float32 [tokens, heads, head_dim]. Tokens of a page
+    that has left the sliding window are undefined."""
     layout = store.layout
     streams = store.derive(CpuPrefill).streams
     if name not in streams:
@@ -54,7 +54,7 @@ def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last:
     out = torch.empty(last - first, layout.heads, layout.head_dim)
     table = pages.clamp_min(0).contiguous()
     call = structures.Read(stream=streams[name][0], page_head_bytes=layout.page_head_bytes, heads=layout.heads)
-    call.pages, call.table, call.out = store.pages.data_ptr(), table.data_ptr(), out.data_ptr()
+    call.pages, call.block_table, call.out = store.pages.data_ptr(), table.data_ptr(), out.data_ptr()
     call.first, call.last, call.dim = first, last, layout.head_dim
     call.page_tokens, call.keys = layout.page_tokens, name == "key"
     touched = -(-last // layout.page_tokens) - first // layout.page_tokens

@@ -1,4 +1,4 @@
-"""The structures of native/kvant.h, field by field."""
+"""The structures of native/kvant.h as ctypes: the same fields in the same order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class Kind(enum.IntEnum):
     """How the elements of a stream are stored."""
 
-    SCALE_MIN = 0  # codes with scales per token: scale * code + min
-    SCALE_ZERO = 1  # scale * (code - zero)
-    SCALE_ALONE = 2  # scale * level, uniform levels
-    CHANNEL = 3  # codes with a scale and a minimum per channel of a group of tokens
-    BOOSTED = 4  # the same, some channels with two more bits
+    SCALE_MIN = 0  # scales per token: x = scale * code + min
+    SCALE_ZERO = 1  # scales per token: x = scale * (code - zero)
+    SCALE_ALONE = 2  # scales per token: x = scale * level, uniform levels
+    CHANNEL = 3  # a scale and a minimum per channel of a group of tokens
+    BOOSTED = 4  # the same; some channels have two more bits
     CENTROIDS = 5  # indices of product quantization
-    RAW = 6  # numbers as they come
-    LEVELS = 7  # scale * level, levels from a table
+    RAW = 6  # unquantized elements
+    LEVELS = 7  # a scale per token: x = scale * levels[code]
 
 
 def _all(kind: type, names: str) -> list[tuple[str, type]]:
@@ -41,9 +41,9 @@ class Span(ctypes.Structure):
 
 class Stream(ctypes.Structure):
     _fields_ = [
-        *_all(c_int32, "kind sections spans metas names meta_type"),
+        *_all(c_int32, "kind sections spans metas meta_fields meta_type"),
         *_all(c_int32, "sink ring flush recent overlay_tokens group_tokens"),
-        *_all(c_int32, "extra books_heads books_spaces book_bits centers index_bits"),
+        *_all(c_int32, "boosted subvector_dim books_heads books_subvectors book_bits centers index_bits"),
         *_all(c_int64, "meta_offset high_offset index_offset"),
         *_all(c_void_p, "mean books levels overlay ring_start"),
         ("section", Section * MAX_SECTIONS),
@@ -53,7 +53,7 @@ class Stream(ctypes.Structure):
 
 class Batch(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "table seq_lens overlay_rows sinks slot_mapping query_start_loc"),
+        *_all(c_void_p, "block_table seq_lens overlay_rows sinks slot_mapping query_start_loc"),
         ("ring_start", c_void_p * 2),
         *_all(c_int64, "width count"),
     ]
@@ -77,12 +77,12 @@ class Decode(ctypes.Structure):
     ]
 
 
-DECODED = struct.Struct("@12Pq5i2f")  # from `batch` on
+DECODED = struct.Struct("@12Pq5i2f")  # the fields of Decode from `batch` on
 
 
 class FusedTransform(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "mean signs matrix offset cosine sine weights flag_mean edges columns quick"),
+        *_all(c_void_p, "mean signs matrix offset cosine sine weights flag_mean edges columns_f64 columns_f32"),
         ("clip_share", c_float),
         *_all(c_int32, "order matrix_heads offset_heads rope_half rope_block rope_first"),
         *_all(c_int32, "rope_blocks clip_rank search unbiased single"),
@@ -106,13 +106,13 @@ class Append(ctypes.Structure):
     ]
 
 
-APPENDED = struct.Struct("@6P4q3if")  # from `batch` on
+APPENDED = struct.Struct("@6P4q3if")  # the fields of Append from `batch` on
 
 
 class Read(ctypes.Structure):
     _fields_ = [
         ("stream", Stream),
-        *_all(c_void_p, "pages table out"),
+        *_all(c_void_p, "pages block_table out"),
         ("page_head_bytes", c_int64),
         *_all(c_int32, "first last heads dim page_tokens keys"),
     ]

@@ -65,7 +65,7 @@ class _Rows:
     signs: Tensor | None = None  # float32 [head_dim]
     mean: Tensor | None = None  # float32 [heads, head_dim]
     matrix: Tensor | None = None  # int32 [1 or heads, parts, ...], see append_matrices
-    unit: float = 1.0  # of the matrix
+    entry_step: float = 1.0  # of the matrix, see TileMatrix
 
 
 @register("append", "cuda", refuse, rank=10, capturable=True)
@@ -124,7 +124,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         batch.seq_lens,
         batch.overlay_rows,
         [store.key.codec.tensors.clip, store.value.codec.tensors.clip],
-        [k.unit, v.unit],
+        [k.entry_step, v.entry_step],
         rope_first,
         _PLANS.number(made),
     )
@@ -155,7 +155,7 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, til
             banded.flag_mean,
             mean=banded.mean,
             matrix=banded.matrix,
-            unit=banded.unit,
+            entry_step=banded.entry_step,
         )
     forward = store.derive(AppendTransforms).forward[name]
     if stream.rope is not None or (forward.kind is TransformKind.MATRIX and not tiled):

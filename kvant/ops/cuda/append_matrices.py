@@ -25,7 +25,7 @@ class TileMatrix(NamedTuple):
     matrix: (
         Tensor  # int32 [1 or heads, parts, ...]: pairs of 16-bit numbers, the largest part last, in the order of use
     )
-    unit: float = 1.0  # power of two that a banded stream's entries are multiples of
+    entry_step: float = 1.0  # power of two that a banded stream's entries are multiples of
     order: int = 1  # of a Hadamard, whose factor is left to do
     mean: Tensor | None = None  # float32 [heads, head_dim], subtracted after it
     weights: Tensor | None = None  # float32 [heads, head_dim], of errors
@@ -94,9 +94,9 @@ def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
     forward = matrix_in(store, name)
     assert forward.tensor is not None
     matrix = forward.tensor.double().to(device)
-    unit = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
-    high = (matrix / unit).half()
-    parts = torch.stack(((matrix / unit - high.double()).half(), high), 1)
+    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
+    high = (matrix / entry_step).half()
+    parts = torch.stack(((matrix / entry_step - high.double()).half(), high), 1)
     rows, columns = fragment_index(name, layout.head_dim, layout.head_dim // (8 if stream.rope is None else 2))
     order = _lane_order(layout) if name == "key" else torch.arange(layout.head_dim)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
@@ -104,7 +104,9 @@ def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
         None if x is None else x.to(device)[:, order.to(device)].contiguous()
         for x in (offset, stream.codec.tensors.weights, stream.codec.tensors.mean)
     )
-    return TileMatrix(_fragments(parts, rows, order[columns]), unit, mean=mean, weights=weights, flag_mean=flag_mean)
+    return TileMatrix(
+        _fragments(parts, rows, order[columns]), entry_step, mean=mean, weights=weights, flag_mean=flag_mean
+    )
 
 
 def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

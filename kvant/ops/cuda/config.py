@@ -29,7 +29,7 @@ class ElementType(enum.IntEnum):
     FP32 = 2
 
 
-class ScaleKind(enum.IntEnum):
+class ScaleForm(enum.IntEnum):
     """What is stored beside the codes of a token: how a number is made from a code."""
 
     SCALE_MIN = 0  # x = code * scale + min
@@ -56,14 +56,14 @@ class OutputTransform(enum.IntEnum):
     FUSED_MATRIX = 3  # by the decode kernel, on tensor cores
 
 
-ENUMS: tuple[type[enum.IntEnum], ...] = (ElementType, ScaleKind, QueryTransform, OutputTransform)
+ENUMS: tuple[type[enum.IntEnum], ...] = (ElementType, ScaleForm, QueryTransform, OutputTransform)
 
 
 ELEMENT_TYPES = {"bfloat16": ElementType.BF16, "float16": ElementType.FP16, "float32": ElementType.FP32}
-SCALE_KINDS = {
-    "min": ScaleKind.SCALE_MIN,
-    "zero": ScaleKind.SCALE_ZERO,
-    "alone": ScaleKind.SCALE,
+SCALE_FORMS = {
+    "min": ScaleForm.SCALE_MIN,
+    "zero": ScaleForm.SCALE_ZERO,
+    "alone": ScaleForm.SCALE,
 }  # by format.ScaleKind
 
 
@@ -174,7 +174,7 @@ STREAM_CONSTANTS: dict[str, Constant] = {
         FLAG="1 where the sign of a scale says whether the mean was subtracted",
         SEARCH="ranges or scales that are tried for a row",
         ROPE_BLOCK="positions of a RoPE block, to whose start rows are unrotated; 0 where they are not",
-        SCALE_KIND="ScaleKind of the stream",
+        SCALE_FORM="ScaleForm of the stream",
         SCALE_TYPE="ElementType of scales, minima and zeros",
         SCALE_OFFSET="byte of the scales in a page of a head",
         OVERLAY_TOKENS="tokens of an overlay row",
@@ -238,7 +238,7 @@ def scale_config(layout: Layout, name: StreamName) -> dict[str, object]:
     assert scales is not None
     (section,) = (s for s in layout.sections if s.stream == name and s.names == scales.fields)
     return {
-        "SCALE_KIND": SCALE_KINDS[scales.kind.value],
+        "SCALE_FORM": SCALE_FORMS[scales.kind.value],
         "SCALE_TYPE": ELEMENT_TYPES[scales.dtype],
         "SCALE_OFFSET": section.offset,
     }

@@ -203,11 +203,7 @@ def _decode(
         return torch.empty_like(query), lse
     by_matrix = made.inverse[0] == MATRIX and not made.fused_outputs
     out = torch.empty(query.shape, dtype=torch.float32 if by_matrix else dtype, device=query.device)
-    parts = 2 * (
-        kernel.blocks + kernel.blocks // 3
-    )  # two slots a part; when split, every (sequence, head tile) has one at least
-    size = parts * made.tile_heads * (made.layout.head_dim + 4)
-    partial = torch.empty(size, dtype=torch.float32, device=query.device)
+    partial = _partial(made, kernel, query.device)
     # Taken now: in a captured graph it may be a launch, and none may come between the kernel that makes the query operands and
     # the kernel that waits for it.
     arrivals = counters(query.device, len(query) * made.head_tiles * min(made.warps, made.tile_heads))
@@ -215,19 +211,18 @@ def _decode(
     logit_scale = 2.0 * log2e * scale / softcap if softcap else scale * log2e
     operands: Tensor | None = None
     rows: Tensor | None = None
-    signs, blocks = dual, 0
-    if made.fused_queries:
-        signs = None
-    elif cosine is not None:
+    blocks = 0  # query operands of a (sequence, head tile); none where the decode kernel makes its own
+    if cosine is not None:
         assert dual is not None and sine is not None
-        signs, blocks = None, _blocks(made.layout, block_table.shape[1], first)
+        blocks = _blocks(made.layout, block_table.shape[1], first)
         bounds = seq_lens, sinks, key_ring_start, value_ring_start, sliding_window
+        table = cosine, sine
         operands, rows = _rotate_queries(
-            made, query, dual, high_batch, (cosine, sine), bounds, blocks, first, logit_scale, early
+            made, query, dual, high_batch, table, bounds, blocks, first, logit_scale, early
         )
-    elif made.dual[0] == MATRIX:
+    elif made.dual[0] == MATRIX and not made.fused_queries:
         assert dual is not None
-        signs, blocks = None, 1
+        blocks = 1
         operands, rows = _transform_queries(made, query, dual, mean_logit, logit_scale, early)
         query = rows
     arguments = DecodeArguments.fill(
@@ -243,7 +238,7 @@ def _decode(
         value_ring_start=value_ring_start,
         overlay_key=overlay_key,
         overlay_value=overlay_value,
-        query_signs=signs,
+        query_signs=None if blocks or made.fused_queries else dual,
         output_signs=None if made.inverse[0] == MATRIX else inverse,
         value_mean=value_mean,
         mean_logit=mean_logit,
@@ -271,6 +266,13 @@ def _decode(
         assert inverse is not None
         out = _transform_outputs(made, out, inverse, inverse_offset, dtype, early)
     return out, lse
+
+
+def _partial(plan: Plan, kernel: nvrtc.Kernel, device: torch.device) -> Tensor:
+    """Memory for partial results, two slots a part. There are as many parts as CTAs; where work tiles are split, every (sequence,
+    head tile) has one part at least, which adds up to a third (TileScheduler::split)."""
+    slots = 2 * (kernel.blocks + kernel.blocks // 3)
+    return torch.empty(slots * plan.tile_heads * (plan.layout.head_dim + 4), dtype=torch.float32, device=device)
 
 
 def _rotate_queries(

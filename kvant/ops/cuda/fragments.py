@@ -1,4 +1,8 @@
-"""Matrices of queries and outputs in the order in which the lanes of a warp hold MMA operands. Made once for a store."""
+"""Matrices that queries and outputs are multiplied by, in the order in which the lanes of a warp hold MMA operands (fragments).
+
+DecodeTransforms (kvant/ops/cuda/decode_matrices.py) makes them once for a store. With lane = 4 g + t, a lane holds rows 2t, 2t + 1,
+2t + 8 and 2t + 9 of column g of a B operand [16, 8].
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,17 @@ Tensor = torch.Tensor
 
 
 def rotated_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> tuple[Tensor, int]:
-    """The matrix that rotated queries are multiplied by, float64 [1 or heads, head_dim, columns], and how many of its columns make
-    the query operand. `matrix` [1 or heads, head_dim, head_dim] brings queries into the space of the keys; `mean_logit`
-    [heads, head_dim] is what q . mu is computed with.
+    """The matrix M that kernels multiply rotated queries by, float64 [1 or heads, head_dim, columns], and how many of its first
+    columns make the query operand. `matrix` [1 or heads, head_dim, head_dim] brings queries q into the space that keys are stored
+    in: q' = q @ matrix. `mean_logit` [heads, head_dim] is mu of q . mu, the logit that removing the key mean took off.
 
-    Columns are, in tiles of 8: two tiles for each register of the query operand (the four bytes of a lane's word, each weighted
-    as its codes count); one tile of the sum of channels, the bias of centred levels, q . mu and five zero columns; and the
-    channels in their order. For product quantization the two tiles of a register are its words of the even and of the odd
-    columns (codecs/product_vq.cuh)."""
+    q @ M has these columns, in tiles of 8:
+      two tiles for each register of the query operand: the four bytes of the words of lanes t = 0..3, as channels of q' times the
+        weight of their plane. For product quantization, the register's words of the even and of the odd columns
+        (codecs/product_vq.cuh);
+      one tile of the sum of all channels of q', the bias of centred levels (sum_c q'_c times the middle of the levels of channel
+        c), q . mu, and five zeros;
+      q' itself, which the overlay is multiplied by."""
     planes, dim = key_planes(layout), layout.head_dim
     picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes) or dim, dtype=torch.float64)
     bias = torch.zeros(dim, dtype=torch.float64)
@@ -49,32 +56,35 @@ def rotated_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -
 
 
 def _half_parts(x: Tensor) -> Tensor:
-    """x = high + low, both fp16: [2, ...]."""
+    """[2, ...]: fp16 numbers high = fp16(x) and low = fp16(x - high), whose sum is x to about 22 bits."""
     high = x.half()
     return torch.stack((high, (x - high.double()).half()))
 
 
 def rotate_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
-    """Operand of kvant_rotate_queries, int32 [1 or heads, tiles, head_dim / 16, 2 parts, 32 lanes, 2]: `rotated_columns` as fp16 in
-    two parts, as B fragments of the MMA."""
+    """B operand of kvant_rotate_queries, int32 [1 or heads, tiles of 8 columns, steps of 16 rows, 2 parts, 32 lanes, 2 registers]:
+    the matrix of `rotated_columns` in fp16 as high + low."""
     product, _ = rotated_columns(layout, matrix, mean_logit)
-    # [part, head, 16 rows, eight of them, lane, element, tile, column] to [head, tile, 16 rows, part, column, lane, eight, element]
+    # a row is 16 step + 8 register + 2 t + element, a column 8 tile + g:
+    # [part, head, step, register, t, element, tile, g] to [head, tile, step, part, g, t, register, element]
     parts = _half_parts(product).view(2, len(product), layout.head_dim // 16, 2, 4, 2, -1, 8)
     parts = parts.permute(1, 6, 2, 0, 7, 4, 3, 5).contiguous()
     return parts.view(torch.int32).view(*parts.shape[:4], 32, 2)
 
 
 def high_batch_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
-    """Operand of kvant_rotate_queries_high_batch, int32 [1 or heads, pairs of tiles, head_dim / 16, 2 parts, 32 lanes, 4]:
-    `rotated_columns` as fp16 in two parts. Its rows are in the order in which lanes hold channels
-    (kernels/rotate_queries_high_batch.cu). Its columns are such that a lane makes neighbouring words: one whole register of every
-    four, and half a register of the two that may be left."""
+    """B operand of kvant_rotate_queries_high_batch, int32 [1 or heads, pairs of tiles, steps of 16 rows, 2 parts, 32 lanes, 4
+    registers]: the matrix of `rotated_columns` in fp16 as high + low. Its rows are in the order in which lanes hold channels
+    (kernels/rotate_queries_high_batch.cu). Its columns are permuted so that a lane makes words of the query operand that are
+    neighbours in memory: of every four registers it makes one whole register, of two that are left half a register."""
     product, picked = rotated_columns(layout, matrix, mean_logit)
     dim, count = layout.head_dim, picked // 16
     k, lane = torch.arange(count)[:, None], torch.arange(4)
     whole = k < count // 4 * 4
     register = torch.where(whole, k // 4 * 4 + lane, count - 2 + lane // 2)
-    place = torch.where(whole, k % 4 + 0 * lane, lane % 2 * 2 + k % 2)  # the lane that reads the word
+    place = torch.where(
+        whole, k % 4 + 0 * lane, lane % 2 * 2 + k % 2
+    )  # t of the lane that reads the word in the decode kernel
     half, e = torch.arange(2)[:, None, None], torch.arange(2)
     columns = (16 * register + 2 * place)[:, None, :, None] + 8 * half + e  # [word, half, lane, element]
     product = torch.cat(
@@ -86,32 +96,33 @@ def high_batch_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | No
         ),
         2,
     )
-    # rows are [two steps of 16, lane, step, element] of either half of the channels
+    # a row is (dim / 2) half + 16 steps + 4 t + 2 step + element, where `steps` counts two steps of 16 rows
     parts = _half_parts(product).view(2, len(product), 2, dim // 32, 4, 2, 2, -1, 2, 8)
-    # [part, head, half, steps, lane, step, element, pair of tiles, tile, column] to
-    # [head, pair, steps, step, part, column, lane, tile, half, element]
+    # [part, head, half, steps, t, step, element, pair of tiles, tile, g] to
+    # [head, pair, steps, step, part, g, t, tile, half, element]
     parts = parts.permute(1, 7, 3, 5, 0, 9, 4, 8, 2, 6).contiguous().view(torch.int32)
     return parts.view(len(product), -1, dim // 16, 2, 32, 4)
 
 
 def matrix_fragments(matrix: Tensor) -> Tensor:
-    """Operand of kvant_transform_queries, int32 [1 or heads, head_dim / 16, head_dim / 16, 2 parts, 32 lanes, 4], from a matrix
-    [1 or heads, head_dim, head_dim]: for every 16 columns and every step of 16 channels, bfloat16 high and low parts, as B
-    fragments of the MMA."""
+    """B operand of kvant_transform_queries, int32 [1 or heads, 16 columns each, steps of 16 channels,
+    2 parts, 32 lanes, 4 registers], from a matrix [1 or heads, head_dim, head_dim]: high + low in bfloat16."""
     high = matrix.double().bfloat16()
     return _fragments(torch.stack((high, (matrix.double() - high.double()).bfloat16()), 1))
 
 
 def fused_fragments(matrix: Tensor) -> Tensor:
-    """Operand of the decode kernel's own transforms, one row of int32: fp16 fragments in one part, each matrix divided by a power
-    of two that leaves nothing above one, then those powers as float32."""
+    """B operand of the transforms inside the decode kernel, int32, one-dimensional: the fragments of all matrices in fp16, each
+    matrix divided by the power of two that brings its largest entry to at most one; then these powers as float32."""
     power = torch.exp2(matrix.abs().amax((1, 2)).float().clamp_min(2.0**-60).log2().ceil())
     parts = (matrix / power[:, None, None]).half()[:, None]
     return torch.cat((_fragments(parts).flatten(), power.view(torch.int32)))
 
 
 def _fragments(parts: Tensor) -> Tensor:
-    """16-bit parts [1 or heads, parts, head_dim, head_dim] in the order of `matrix_fragments`."""
+    """16-bit parts [1 or heads, parts, head_dim, head_dim] in the order of `matrix_fragments`. Rows are permuted as lanes read
+    queries: lane t has the t-th quarter of the channels, four neighbouring ones a step. Columns are permuted so that a lane's
+    accumulators are four neighbouring columns."""
     dim = parts.shape[-1]
     warp, k, lane, j, r, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 16, 32, 2, 2, 2)), indexing="ij")
     g, t = lane // 4, lane % 4

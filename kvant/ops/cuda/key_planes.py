@@ -1,4 +1,4 @@
-"""Planes of the keys' codes, and which channels the registers of the query operand stand for (codecs/affine.cuh)."""
+"""Planes of the keys' codes, and which channels the registers of the query operand stand for (codecs/tokenwise.cuh)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvant.ops.cuda.config import (
     ElementType,
     OutputTransform,
     QueryTransform,
-    ScaleKind,
+    ScaleForm,
     page_config,
     scale_config,
 )
@@ -71,7 +71,7 @@ def page_codec(layout: Layout) -> PageCodec:
         return PageCodec("codecs/product_vq_pages.cuh", "ProductVQPages")
     if key.is_channelwise:
         return PageCodec("codecs/channel_pages.cuh", "ChannelPages")
-    return PageCodec("codecs/affine_pages.cuh", "AffinePages")
+    return PageCodec("codecs/tokenwise_pages.cuh", "TokenwisePages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Plan:
             "Codebook": book,
             **kind,
             "BOOK_HEADS": codebook.heads(self.layout.heads),
-            "SCALE_KIND": ScaleKind.NONE,
+            "SCALE_FORM": ScaleForm.NONE,
             "SCALE_TYPE": ElementType.BF16,
             "SCALE_OFFSET": 0,
         }

@@ -1,29 +1,26 @@
 """Prefill over a packed history, a block of tokens at a time: what it holds at once does not grow with the history.
 
-Two ways, both of this implementation; a call's arguments decide, and `fused_serves` says how:
-
-  fused   pages are unpacked by kernels/unpack.cu into the model's own space, where nothing has to be done to queries, new keys and
-          values and outputs: stored rows x come back as x M + offset. Fused attention reads them beside the new tokens. Blocks are
-          merged by their log-sum-exps; a history that fits one block is attended to together with the new tokens, in one call.
-  masked  a sliding window that ends inside a sequence, a soft cap that the fused attention lacks, and float32 queries go through the
-          loop of kvant.ops.blocked, which holds scores to mask or cap them; pages are unpacked in torch.
+It has two ways, `Way`. The layout and the device decide when a cache is made whether this implementation serves at all (`refuse`).
+Which way a call takes depends on what only the call knows, its queries' type, soft cap, sliding window and lengths; `way_of` alone
+decides that, and `kvant doctor` prints the rule (ABOUT). Both ways are the loop `blocked.over_spans`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Self
 
 import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
-from kvant.ops.blocked import Part, merge
+from kvant.ops.blocked import Part, over_spans
 from kvant.ops.cuda import refusals
 from kvant.ops.cuda.unpack import rotate_keys, unpack
 from kvant.ops.fused import FusedTransform, TransformKind, blocks_of, matrix_of
 from kvant.ops.registry import register
-from kvant.ops.types import Derived, LayerStore, PagedBatch, one_sequence
+from kvant.ops.types import Derived, LayerStore, PagedBatch, prefill_each
 
 Tensor = torch.Tensor
 BLOCK_TOKENS = 16384  # of a history, unpacked at a time
@@ -42,17 +39,38 @@ def refuse_layout(layout: Layout) -> str | None:
     return None
 
 
-def fused_serves(
-    fused: flash.Flash, dtype: torch.dtype, longest: int, softcap: float | None, sliding_window: int | None
-) -> bool:
-    """Whether fused attention can serve queries of a type and sequences of at most `longest` tokens: it takes 16-bit queries, has no
+class Way(enum.Enum):
+    """How a call is served.
+
+    FUSED   kernels/unpack.cu unpacks pages into the model's own space, so that nothing has to be done to queries, new keys and
+            values, and outputs: stored rows x come back as x M + offset. Fused attention (`store.flash`) reads them beside the new
+            tokens.
+    MASKED  pages are unpacked in torch, and scores are held to mask or cap them (kvant.ops.blocked). Slower.
+    """
+
+    FUSED = "fused"
+    MASKED = "masked"
+
+
+ABOUT = (
+    "fused for 16-bit queries; slower, with scores in memory, for float32 queries, a sliding window shorter than a sequence, "
+    "and a soft cap that the engine's fused attention lacks"
+)
+
+
+def way_of(
+    fused: flash.Flash, dtype: torch.dtype, seq_lens: Tensor, softcap: float | None, sliding_window: int | None
+) -> Way:
+    """The way of a call whose queries are of a type and whose sequences have `seq_lens` tokens. `fused` takes 16-bit queries, has no
     sliding window, and caps logits where its `softcap` says so."""
     if dtype == torch.float32 or (softcap is not None and not fused.softcap):
-        return False
-    return sliding_window is None or sliding_window >= longest
+        return Way.MASKED
+    if sliding_window is not None and bool((seq_lens > sliding_window).any()):
+        return Way.MASKED
+    return Way.FUSED
 
 
-@register("prefill", "cuda", refuse, rank=10)
+@register("prefill", "cuda", refuse, rank=10, about=ABOUT)
 def prefill(
     store: LayerStore,
     query: Tensor,
@@ -64,23 +82,15 @@ def prefill(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """As the reference's `prefill`, fused where `fused_serves`, else masked."""
-    query_start_loc, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-    fused = store.flash
-    if not fused_serves(fused, query.dtype, max(seq_lens, default=0), softcap, sliding_window):
+    """As the reference's `prefill`, by the `Way` that `way_of` gives."""
+    way = way_of(store.flash, query.dtype, batch.seq_lens, softcap, sliding_window)
+    if way is Way.MASKED:
         return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack)
-    out = torch.empty_like(query)
-    for b, length in enumerate(seq_lens):
-        part = slice(query_start_loc[b], query_start_loc[b + 1])
-        history = length - (part.stop - part.start)
-        q, k, v = query[part], key[part], value[part]
-        if not len(q):
-            continue
-        if not history:
-            out[part] = fused.run(q, k, v, scale, True, softcap)[0]
-            continue
-        out[part] = _one(store, q, k, v, one_sequence(batch, b), history, scale, softcap, fused)
-    return out
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
+        return _one(store, q, k, v, row, history, scale, softcap)
+
+    return prefill_each(query, key, value, batch, attend)
 
 
 def _one(
@@ -92,25 +102,31 @@ def _one(
     history: int,
     scale: float,
     softcap: float | None,
-    fused: flash.Flash,
 ) -> Tensor:
+    """One sequence by Way.FUSED. Where they fit into the last block of the history, the new tokens are attended to with it, in one
+    call."""
+    fused = store.flash
+    if not history:
+        return fused.run(query, key, value, scale, True, softcap)[0]
     dtype = fused.dtype or query.dtype
-    q, fresh = query.to(dtype), {"key": key, "value": value}
-    total: Part | None = None
-    for first in range(0, history, BLOCK_TOKENS):
-        last = min(history, first + BLOCK_TOKENS)
-        new = len(query) if last == history and last - first + len(query) <= BLOCK_TOKENS else 0
+    q, new = query.to(dtype), {"key": key, "value": value}
+    spans = [(first, min(history, first + BLOCK_TOKENS)) for first in range(0, history, BLOCK_TOKENS)]
+    joined = history - spans[-1][0] + len(query) <= BLOCK_TOKENS
+
+    def attend(first: int, last: int) -> Part:
+        more = len(query) if joined and last == history else 0
         both = []
-        for name in fresh:
-            x = read(store, name, row, history, first, last, dtype, new)  # type: ignore[arg-type]
-            if new:
-                x[:, last - first :] = fresh[name].transpose(0, 1)
+        for name in new:
+            x = read(store, name, row, history, first, last, dtype, more)  # type: ignore[arg-type]
+            if more:
+                x[:, last - first :] = new[name].transpose(0, 1)
             both.append(x.transpose(0, 1))
-        total = merge(total, _part(fused.run(q, both[0], both[1], scale, bool(new), softcap)))
-    if not new:
-        total = merge(total, _part(fused.run(q, key.to(dtype), value.to(dtype), scale, True, softcap)))
-    assert total is not None
-    return total.out.to(query.dtype)
+        return _part(fused.run(q, both[0], both[1], scale, bool(more), softcap))
+
+    def own() -> Part:
+        return _part(fused.run(q, key.to(dtype), value.to(dtype), scale, True, softcap))
+
+    return over_spans(spans, attend, None if joined else own).out.to(query.dtype)
 
 
 def _part(found: tuple[Tensor, Tensor]) -> Part:

@@ -35,17 +35,18 @@ def test_layers_have_the_recipe_of_their_range() -> None:
         ({"kvant": {"recipe": "int5"}}, "unknown recipe 'int5'; known: "),
         (
             {"kvant": {"recipes": "int4"}},
-            "has recipes; known: recipe, artifact, layers, spare_windows, implementation, unfit",
+            "has recipes; known: recipe, artifact, layers, spare_overlay_rows, implementation, unfit",
         ),
         ({"kvant": {"layers": {"0-3": "int4"}}}, "layer 4 has no recipe"),
-        ({"kvant": {"layers": {"0-9": "int4"}}}, "'0-9' is no range of the model's layers 0 to 5"),
+        ({"kvant": {"layers": {"0-9": "int4"}}}, "'0-9' is not a range of the model's layers 0 to 5"),
         ({"kvant": {"layers": {"0-3": "int4", "3-": "int8"}}}, "layer 3 is named twice"),
         ({"kvant": {"layers": {"a": "int4"}}}, "expected a range such as 3, 0-1 or 2-, got 'a'"),
         ({"kvant": {"artifact": "/nowhere"}}, "no such file or directory"),
-        ({"kvant": {"spare_windows": -1}}, "spare_windows must be a number from 0, got -1"),
+        ({"kvant": {"spare_overlay_rows": -1}}, "spare_overlay_rows must be a number from 0, got -1"),
+        ({"kvant": {"spare_overlay_rows": 1, "spare_windows": 1}}, "its old name spare_windows are both given"),
         ({"kvant": {"recipe": "int4", "unfit_anyway": 1}}, "unfit_anyway must be true or false, got 1"),
         (
-            {"kvant": {"spare_windows": 2}},
+            {"kvant": {"spare_overlay_rows": 2}},
             "has no recipe, and none is known to fit this model: .* kvant check --model M",
         ),
     ],
@@ -53,6 +54,17 @@ def test_layers_have_the_recipe_of_their_range() -> None:
 def test_what_is_wrong_is_named(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options.of(given, 6)
+
+
+def test_the_old_name_of_spare_overlay_rows_works_and_warns() -> None:
+    assert Options.of({"kvant": {"recipe": "int4", "spare_overlay_rows": 3}}, 2).spare_overlay_rows == 3
+    with pytest.warns(DeprecationWarning, match="spare_windows of additional_config is now called spare_overlay_rows"):
+        assert Options.of({"kvant": {"recipe": "int4", "spare_windows": 3}}, 2).spare_overlay_rows == 3
+    with (
+        pytest.warns(DeprecationWarning, match="spare_windows"),
+        pytest.raises(ValueError, match="spare_overlay_rows must be a number from 0, got 'a'"),
+    ):
+        Options.of({"kvant": {"recipe": "int4", "spare_windows": "a"}}, 2)
 
 
 def test_an_engine_goes_by_kept_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +84,7 @@ def test_an_engine_goes_by_kept_verdicts(tmp_path: Path, monkeypatch: pytest.Mon
 
     judged({"recipe": "saw-int4"})
     judged({"recipe": "saw-int4"}, None)
-    assert len(said) == 2 and "nobody has checked whether recipe saw-int4 fits this model" in said[0]
+    assert len(said) == 2 and "recipe saw-int4 has not been checked on this model" in said[0]
     keep("saw-int4", 6.2, 0.05)
     with pytest.raises(verdicts.Unfit, match=r"saw-int4 is unfit .*unfit_anyway"):
         judged({"recipe": "saw-int4"})
@@ -123,7 +135,7 @@ def test_every_recipe_is_served_or_refused_with_its_reason() -> None:
     for name in set(recipes.names()) - served:
         reason = refusal(recipes.get(name))
         assert reason is not None and "groups of" in reason, (name, reason)
-    assert "sink tokens do not lie in one block" in str(refusal(recipes.get("int4:sink=65")))
+    assert "sink tokens do not fit into one block" in str(refusal(recipes.get("int4:sink=65")))
 
 
 def test_versions() -> None:

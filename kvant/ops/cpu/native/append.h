@@ -1,6 +1,6 @@
-/* Append: new tokens into pages and overlays. A token-wise stream is coded token by token, the others group by group. */
+/* Append: writes new tokens to pages and overlay. A token-wise stream is coded token by token, a group-wise stream group by group. */
 
-/* Task: CHECKED tokens. Sets `refused` where a key or value that would be stored is NaN or beyond the limit. */
+/* Task: CHECKED tokens. Sets `refused` where a key or value that would be stored is NaN or larger than the limit. */
 static void NAME(check)(Append *call, int64_t task, float *scratch) {
   (void)scratch;
   const int dim = call->dim;
@@ -18,14 +18,14 @@ static void NAME(check)(Append *call, int64_t task, float *scratch) {
   }
 }
 
-/* Task: keys or values of one head of one new token. */
+/* Task: the key or value of one head of one new token of a token-wise stream. */
 static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads), size = call->page_tokens;
   const int64_t token = task / 2 / call->heads, slot = call->batch->slot_mapping[token];
   const Stream *s = side ? &call->value : &call->key;
   const FusedTransform *transform = side ? &call->value_transform : &call->key_transform;
   if (slot < 0 || call->refused || s->group_tokens > 1) return;
-  int b = 0, above = (int)call->batch->count; /* the sequence that the token belongs to */
+  int b = 0, above = (int)call->batch->count; /* bisection for the sequence that the token belongs to */
   while (above - b > 1) {
     const int middle = (b + above) / 2;
     if (call->batch->query_start_loc[middle] <= token)
@@ -48,7 +48,7 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
     int found = 0;
     if (s->index_bits) {
       const int64_t book = (int64_t)(head % s->books_heads) * (dim + 1) * s->centers;
-      all_nearest(transform->quick + book, transform->columns + book, dim, s->centers, 1, x, scratch, &found);
+      all_nearest(transform->columns_f32 + book, transform->columns_f64 + book, dim, s->centers, 1, x, scratch, &found);
       page_head[s->index_offset + place] = (uint8_t)found;
       if (s->index_bits > 8) page_head[s->high_offset + place] = (uint8_t)(found >> 8);
     }
@@ -69,7 +69,7 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
 
 /* --- groups of tokens ---------------------------------------------------------------------------------------------- */
 
-/* Which channels have four bits: those with the largest sums of magnitudes, the first of equals. */
+/* Marks the channels that have four bits: those with the largest sum of magnitudes over the group; of equals the first. */
 static void boosted_channels(const Stream *s, const float *x, int dim, uint8_t *chosen) {
   double strength[256];
   memset(chosen, 0, (size_t)dim);
@@ -77,7 +77,7 @@ static void boosted_channels(const Stream *s, const float *x, int dim, uint8_t *
     strength[c] = 0.0;
     for (int t = 0; t < s->group_tokens; t++) strength[c] += fabs((double)x[(int64_t)t * dim + c]);
   }
-  for (int i = 0; i < s->extra; i++) {
+  for (int i = 0; i < s->boosted; i++) {
     int best = -1;
     for (int c = 0; c < dim; c++)
       if (!chosen[c] && (best < 0 || strength[c] > strength[best])) best = c;
@@ -85,7 +85,8 @@ static void boosted_channels(const Stream *s, const float *x, int dim, uint8_t *
   }
 }
 
-/* Codes a whole group of tokens, [group_tokens, dim], that starts at a place of a page: a scale and a minimum per channel. */
+/* Codes a complete group of tokens x: [group_tokens, dim], with a scale and a minimum per channel; `place` is its first token's index
+ * in the page. */
 static void encode_group(const Stream *s, int keys, uint8_t *page_head, int place, int dim, const float *x) {
   const int size = s->group_tokens, group = place / size, type = s->meta_type, boosted = s->kind == BOOSTED;
   const float most = largest_of(type);
@@ -106,7 +107,7 @@ static void encode_group(const Stream *s, int keys, uint8_t *page_head, int plac
     meta[2 * c] = narrow_one(scale[c], type);
     meta[2 * c + 1] = narrow_one(low[c], type);
     if (boosted) {
-      page_head[s->index_offset + (int64_t)group * dim + c] = (uint8_t)(chosen[c] ? count : s->extra < 255 ? s->extra : 255);
+      page_head[s->index_offset + (int64_t)group * dim + c] = (uint8_t)(chosen[c] ? count : s->boosted < 255 ? s->boosted : 255);
       if (chosen[c]) rows[count++] = (uint8_t)c;
     }
   }
@@ -115,8 +116,8 @@ static void encode_group(const Stream *s, int keys, uint8_t *page_head, int plac
     for (int c = 0; c < dim; c++)
       codes[c] = (uint8_t)between(rintf((x[(int64_t)t * dim + c] - low[c]) / scale[c]), 0.0f, top[c]);
     if (boosted) {
-      uint8_t *high = page_head + s->high_offset + (int64_t)(place + t) * s->extra / 4;
-      for (int i = 0; i < s->extra; i += 4)
+      uint8_t *high = page_head + s->high_offset + (int64_t)(place + t) * s->boosted / 4;
+      for (int i = 0; i < s->boosted; i += 4)
         high[i / 4] = (uint8_t)(codes[rows[i]] >> 2 | codes[rows[i + 1]] >> 2 << 2 | codes[rows[i + 2]] >> 2 << 4 |
                                 codes[rows[i + 3]] >> 2 << 6);
       for (int c = 0; c < dim; c++) codes[c] &= 3;
@@ -125,7 +126,8 @@ static void encode_group(const Stream *s, int keys, uint8_t *page_head, int plac
   }
 }
 
-/* Task: one head and side of one sequence: codes the groups that its new tokens complete, then writes its overlay. */
+/* Task: keys or values of one head of one sequence, of a group-wise stream. Codes the groups that the new tokens complete, then writes
+ * the new tokens of the window to the overlay, which may overwrite tokens of those groups. */
 static void NAME(append_groups)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads);
   const int64_t b = task / 2 / call->heads, n = call->batch->seq_lens[b], start = call->batch->query_start_loc[b], before = n - (call->batch->query_start_loc[b + 1] - start);
@@ -140,16 +142,16 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
     for (int t = 0; t < s->group_tokens; t++) {
       float *x = scratch + (int64_t)t * dim;
       const int64_t position = first + t;
-      if (position < before) { /* from the overlay, which holds the unfinished group */
+      if (position < before) { /* an earlier token: the overlay holds the unfinished group */
         load_row(s->overlay, ((overlay + overlay_index(s, position)) * call->heads + head) * dim, call->overlay_type, dim, x);
         continue;
       }
       load_row(call->source[side], (start + position - before) * call->stride[side] + head * call->head_stride[side],
                call->type[side], dim, x);
       apply_transform(transform, head, position, dim, x);
-      for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->overlay_type); /* as if it had passed through the overlay */
+      for (int c = 0; c < dim; c++) x[c] = rounded_one(x[c], call->overlay_type); /* as tokens in the overlay are */
     }
-    const int64_t at = first - call->origin, page = call->batch->table[b * call->batch->width + at / call->page_tokens];
+    const int64_t at = first - call->origin, page = call->batch->block_table[b * call->batch->width + at / call->page_tokens];
     encode_group(s, !side, call->pages + (page * call->heads + head) * call->page_head_bytes, (int)(at % call->page_tokens), dim, scratch);
   }
   for (int64_t position = before; position < n; position++) {

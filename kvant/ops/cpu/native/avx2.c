@@ -1,4 +1,4 @@
-/* x86 with AVX2: pairs of products in 16 bits, which never saturate since the numbers stay within 64. */
+/* x86 with AVX2. dot4 adds pairs of products in 16 bits, which cannot saturate: the signed numbers are limbs within +-64. */
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -19,17 +19,17 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
 
 INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 
-INLINE float total_of(vf x) {
+INLINE float sum_of(vf x) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
-INLINE float top_of(vf x) {
+INLINE float max_of(vf x) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
-INLINE unsigned reaching(vf x, float least) {
+INLINE unsigned lanes_at_least(vf x, float least) {
   return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(least), _CMP_GE_OQ));
 }
 

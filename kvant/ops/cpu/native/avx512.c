@@ -1,4 +1,4 @@
-/* x86 with AVX-512 and its dot-product instruction. */
+/* x86 with AVX-512 and VNNI, whose instruction is dot4. */
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c"))), apply_to = function)
@@ -18,9 +18,9 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
 
 INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
-INLINE float total_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
-INLINE float top_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
-INLINE unsigned reaching(vf x, float least) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ); }
+INLINE float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+INLINE unsigned lanes_at_least(vf x, float least) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ); }
 
 INLINE vf lookup(const float *levels, vi index) {
   return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(levels));

@@ -1,11 +1,11 @@
-/* Dense float arithmetic: exponential, dot products, rows times a matrix; and numbers as two limbs of seven bits. */
+/* Dense float arithmetic: exponential, dot products, rows times a matrix; and the split of floats into two 8-bit limbs. */
 
-#define LIMIT 8128.0f /* 64 * 127: the largest number that two limbs of up to 64 hold, about */
-#define CHUNK 4       /* queries that are attended from at once */
-#define MOST_ROWS 8   /* that are multiplied by a matrix at once */
-#define AHEAD 8       /* tokens that are fetched ahead of the one that is read from the window */
+#define LIMIT 8128.0f /* 64 * 127: largest integer that is split into limbs; then |high| and |low| are at most 64 */
+#define CHUNK 4       /* queries of a KV head that are computed together */
+#define MOST_ROWS 8   /* rows that are multiplied by a matrix together */
+#define AHEAD 8       /* overlay tokens are prefetched this many positions before they are read */
 
-/* A function whose first argument is a constant of its own, for a number from 1 to CHUNK. */
+/* Calls `function` with `count`, 1 to CHUNK, as a compile-time constant, so that its loops over queries or rows are unrolled. */
 #define FOR_COUNT(count, function, ...)          \
   switch (count) {                               \
     case 1: function(1, __VA_ARGS__); break;     \
@@ -14,10 +14,10 @@
     default: function(4, __VA_ARGS__);           \
   }
 
-/* e^x for x up to 0, to 4e-6 of it; e^-64 below -64. */
+/* e^x for x <= 0, relative error 4e-6; e^-64 for x < -64. */
 INLINE vf exponential(vf x) {
   x = highest(x, splat(-64.0f));
-  const vf rounded = fused(x, splat(1.44269504f), splat(12582912.0f)); /* its last bits are the power of two */
+  const vf rounded = fused(x, splat(1.44269504f), splat(12582912.0f)); /* the low bits are round(x / ln 2), the exponent of two */
   const vf f = fused(rounded - splat(12582912.0f), splat(-0.693147181f), x);
   vf y = fused(splat(8.3333333e-3f), f, splat(4.1666667e-2f));
   y = fused(y, f, splat(1.6666667e-1f));
@@ -27,16 +27,17 @@ INLINE vf exponential(vf x) {
   return (vf)((vi)y + ((vi)rounded << 23));
 }
 
-/* Numbers as two limbs: x ~ scale * (128 high + low). Returns the scale. `sum` is of the numbers as the limbs hold them, so that
- * what rounds them off meets elements about their middle and not about zero. */
+/* Splits floats into two limbs: x ~ scale * (128 high + low). Returns the scale. `sum` is the sum of the rounded numbers,
+ * scale * (128 high + low). Where it multiplies the min or zero of the other operand, the error of the dot product is
+ * sum_c e_c y_c, with e the rounding and y the elements, which are centred, and not sum_c e_c (y_c - min), whose terms are larger. */
 INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, float *sum) {
   const int whole = count / LANE_COUNT * LANE_COUNT;
   vf tops = splat(0.0f);
   for (int i = 0; i < whole; i += LANE_COUNT) tops = highest(magnitude(load_floats(x + i)), tops);
-  float most = top_of(tops);
+  float most = max_of(tops);
   for (int i = whole; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
   *sum = 0.0f;
-  if (!(most > 0x1p-100f)) { /* nothing, or next to it */
+  if (!(most > 0x1p-100f)) { /* all zero, or too small to divide by */
     memset(high, 0, (size_t)count);
     memset(low, 0, (size_t)count);
     return 0.0f;
@@ -51,7 +52,7 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
     memcpy(low + i, &lower, sizeof lower);
     totals += v;
   }
-  float total = total_of(floats(totals)); /* less than 2^24, so it is exact */
+  float total = sum_of(floats(totals)); /* below 2^24, so the float sum is exact */
   for (int i = whole; i < count; i++) {
     const int v = (int)(x[i] * times + 16384.5f) - 16384, h = (v + 64) >> 7;
     high[i] = (int8_t)h;
@@ -62,33 +63,34 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
   return most / LIMIT;
 }
 
+/* Prefetches `bytes` bytes, cache line by cache line. */
 INLINE void fetch(const void *from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at);
 }
 
-/* Product of two vectors of floats. */
+/* Dot product x . y. */
 INLINE float product(const float *x, const float *y, int dim) {
   vf sum = splat(0.0f);
   int c = 0;
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT) sum = fused(load_floats(x + c), load_floats(y + c), sum);
-  float out = total_of(sum);
+  float out = sum_of(sum);
   for (; c < dim; c++) out += x[c] * y[c];
   return out;
 }
 
-/* Products of a vector with ROWS rows that are 256 apart: to out[row]. */
+/* out[r] = x . rows[r], rows: [ROWS, 256]. */
 INLINE void row_products(const int ROWS, const float *x, const float *rows, int dim, float *out) {
   vf sum[CHUNK];
   for (int r = 0; r < ROWS; r++) sum[r] = splat(0.0f);
   int c = 0;
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT)
     for (int r = 0; r < ROWS; r++) sum[r] = fused(load_floats(x + c), load_floats(rows + 256 * r + c), sum[r]);
-  for (int r = 0; r < ROWS; r++) out[r] = total_of(sum[r]);
+  for (int r = 0; r < ROWS; r++) out[r] = sum_of(sum[r]);
   for (; c < dim; c++)
     for (int r = 0; r < ROWS; r++) out[r] += x[c] * rows[256 * r + c];
 }
 
-/* y += the weighted sum of such rows. */
+/* y += sum_r weight[r] rows[r], rows: [ROWS, 256]. */
 INLINE void add_rows(const int ROWS, float *y, const float *weight, const float *rows, int dim) {
   int c = 0;
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT) {
@@ -108,7 +110,7 @@ INLINE void add_times(float *y, float factor, const float *x, int dim) {
   for (; c < dim; c++) y[c] += factor * x[c];
 }
 
-/* Numbers of any type to floats. */
+/* Loads `dim` numbers of a type from index `at` on, as floats. */
 INLINE void load_row(const void *source, int64_t at, int type, int dim, float *out) {
   if (type == FLOAT32) {
     memcpy(out, (const float *)source + at, sizeof(float) * (size_t)dim);
@@ -120,8 +122,7 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
   for (; c < dim; c++) out[c] = widen_one(p[c], type);
 }
 
-/* y = x M for up to MOST_ROWS rows x, a matrix [dim, dim], and VECTORS vectors of columns from `first` on; rows of y are `stride`
- * apart. */
+/* Y = X M for VECTORS * LANE_COUNT columns from `first` on. X: [ROWS, dim], M: [dim, dim]; rows of Y are `stride` floats apart. */
 INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, const float *matrix, int dim, int first, float *y,
                            int64_t stride) {
   vf sum[MOST_ROWS][4];
@@ -138,7 +139,7 @@ INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, co
     for (int k = 0; k < VECTORS; k++) store_floats(y + r * stride + first + k * LANE_COUNT, sum[r][k]);
 }
 
-/* The same for columns up to `end`. */
+/* The same for columns [0, end). */
 INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
   int e = 0;
   if (LANE_COUNT == 16 && ROWS > CHUNK)
@@ -155,7 +156,7 @@ INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix,
     }
 }
 
-/* The same for any number of rows: of eight at once, where registers hold their sums, the matrix is read less often. */
+/* The same for any number of rows. Eight rows at a time where there are registers for their sums, so that M is read less often. */
 static void times_matrix(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
   for (int r = 0; r < rows;) {
     const int left = rows - r;

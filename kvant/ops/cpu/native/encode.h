@@ -1,5 +1,5 @@
-/* Codes of one token. The arithmetic is the reference's, operation by operation, so that the bytes are the same but where a sum of
- * many numbers is rounded in another order. */
+/* Encoding of one token. The arithmetic is that of the reference (codecs/), operation by operation, so that the bytes are the same
+ * except where a sum over channels is rounded in another order. */
 
 /* Writes a token's codes, one byte each, into the planes of its page. */
 static void write_codes(const Stream *s, int keys, uint8_t *page_head, int token, const uint8_t *codes) {
@@ -16,15 +16,15 @@ static void write_codes(const Stream *s, int keys, uint8_t *page_head, int token
   }
 }
 
-INLINE void write_meta(const Stream *s, uint8_t *page_head, int page_tokens, int meta, int name, int token, float x) {
-  ((uint16_t *)(page_head + s->meta_offset))[(int64_t)(meta * s->names + name) * page_tokens + token] = narrow_one(x, s->meta_type);
+INLINE void write_meta(const Stream *s, uint8_t *page_head, int page_tokens, int meta, int field, int token, float x) {
+  ((uint16_t *)(page_head + s->meta_offset))[(int64_t)(meta * s->meta_fields + field) * page_tokens + token] = narrow_one(x, s->meta_type);
 }
 
 INLINE float smallest_of(int type) { return type == FLOAT16 ? 0x1p-14f : 0x1p-126f; }
 INLINE float largest_of(int type) { return type == FLOAT16 ? 65504.0f : 0x1.fep127f; }
 INLINE float between(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
-/* Clips numbers at a quantile of their magnitudes. */
+/* Clips a token's numbers at the clip quantile of their magnitudes, linear between ranks, as torch.quantile computes it. */
 static void clip(const FusedTransform *transform, int dim, float *x) {
   if (transform->clip_rank < 0) return;
   float top[256]; /* the largest magnitudes, descending */
@@ -42,9 +42,9 @@ static void clip(const FusedTransform *transform, int dim, float *x) {
   for (int c = 0; c < dim; c++) x[c] = between(x[c], -limit, limit);
 }
 
-/* Codes of a group for a range; the scale and the minimum or zero as they are stored. */
+/* Codes of `count` channels for the range [low, high], and the scale and min (or zero) rounded to the stored type. */
 INLINE void affine_range(const Stream *s, const float *x, int count, int top, float low, float high, float *codes, float *scale,
-                         float *more) {
+                         float *min_or_zero) {
   const float last = (float)top;
   const int type = s->meta_type;
   if (s->kind == SCALE_MIN) low = rounded_one(low, type);
@@ -52,24 +52,27 @@ INLINE void affine_range(const Stream *s, const float *x, int count, int top, fl
   step = rounded_one(step < smallest_of(type) ? smallest_of(type) : step, type);
   *scale = step;
   if (s->kind == SCALE_MIN) {
-    *more = low;
+    *min_or_zero = low;
     for (int c = 0; c < count; c++) codes[c] = between(rintf((x[c] - low) / step), 0.0f, last);
   } else {
     const float zero = rounded_one(between(rintf(-low / step), -32768.0f, 32768.0f), type);
-    *more = zero;
+    *min_or_zero = zero;
     for (int c = 0; c < count; c++) codes[c] = between(rintf(x[c] / step) + zero, 0.0f, last);
   }
 }
 
-INLINE float affine_error(const Stream *s, const float *x, const float *codes, int count, float scale, float more) {
+/* Squared error of decoded codes. */
+INLINE float affine_error(const Stream *s, const float *x, const float *codes, int count, float scale, float min_or_zero) {
   float sum = 0.0f;
   for (int c = 0; c < count; c++) {
-    const float missed = (s->kind == SCALE_MIN ? codes[c] * scale + more : (codes[c] - more) * scale) - x[c];
+    const float missed = (s->kind == SCALE_MIN ? codes[c] * scale + min_or_zero : (codes[c] - min_or_zero) * scale) - x[c];
     sum += missed * missed;
   }
   return sum;
 }
 
+/* Affine codes (codecs/affine.py): x ~ scale * code + min, or scale * (code - zero). `search` ranges about the middle are tried, from
+ * the whole range down to 0.7 of it. */
 static void encode_affine(const Stream *s, const FusedTransform *transform, int keys, uint8_t *page_head, int page_tokens, int token, int dim, float *x) {
   float best[256], tried[256];
   uint8_t codes[256];
@@ -77,38 +80,40 @@ static void encode_affine(const Stream *s, const FusedTransform *transform, int 
   for (int i = 0; i < s->spans; i++) {
     const Span *span = &s->span[i];
     const int first = span->first, count = span->end - first, top = (1 << span->bits) - 1;
-    const float *own = x + first;
-    float low = own[0], high = own[0], scale, more;
+    const float *group = x + first;
+    float low = group[0], high = group[0], scale, min_or_zero;
     for (int c = 1; c < count; c++) {
-      low = own[c] < low ? own[c] : low;
-      high = own[c] > high ? own[c] : high;
+      low = group[c] < low ? group[c] : low;
+      high = group[c] > high ? group[c] : high;
     }
-    affine_range(s, own, count, top, low, high, best, &scale, &more);
+    affine_range(s, group, count, top, low, high, best, &scale, &min_or_zero);
     if (transform->search > 1) {
       const float middle = (high + low) / 2, half = (high - low) / 2;
-      float least = affine_error(s, own, best, count, scale, more);
+      float least = affine_error(s, group, best, count, scale, min_or_zero);
       for (int j = 1; j < transform->search; j++) {
         const float reach = half * (float)(1.0 - (1.0 - 0.7) * j / (transform->search - 1));
-        float other, offset;
-        affine_range(s, own, count, top, middle - reach, middle + reach, tried, &other, &offset);
-        const float error = affine_error(s, own, tried, count, other, offset);
+        float other_scale, other_min_or_zero;
+        affine_range(s, group, count, top, middle - reach, middle + reach, tried, &other_scale, &other_min_or_zero);
+        const float error = affine_error(s, group, tried, count, other_scale, other_min_or_zero);
         if (!(error < least)) continue;
-        least = error, scale = other, more = offset;
+        least = error, scale = other_scale, min_or_zero = other_min_or_zero;
         memcpy(best, tried, sizeof(float) * (size_t)count);
       }
     }
     for (int c = 0; c < count; c++) codes[first + c] = (uint8_t)best[c];
     write_meta(s, page_head, page_tokens, span->meta, 0, token, scale);
-    write_meta(s, page_head, page_tokens, span->meta, 1, token, more);
+    write_meta(s, page_head, page_tokens, span->meta, 1, token, min_or_zero);
   }
   write_codes(s, keys, page_head, token, codes);
 }
 
+/* Nearest uniform level of x / scale: level(code) = step * (code - top / 2). */
 INLINE float banded_code(float x, float scale, const Span *span, float top) {
   return between(rintf(x / scale / span->step + top / 2), 0.0f, top);
 }
 
-/* The scale, a multiple of the root mean square, with the least weighted squared error, which goes to `least`. */
+/* Of `search` multiples, 0.6 to 1.4, of the root mean square, the scale with the least weighted squared error. Stores that error in
+ * `least`. */
 static float banded_scale(const Stream *s, const FusedTransform *transform, int head, int dim, const float *x, float *least) {
   const float *weights = transform->weights ? transform->weights + (int64_t)head * dim : NULL;
   float squares = 0.0f, chosen = 1.0f;
@@ -124,18 +129,20 @@ static float banded_scale(const Stream *s, const FusedTransform *transform, int 
     for (int i = 0; i < s->spans; i++) {
       const Span *span = &s->span[i];
       const float top = (float)((1 << span->bits) - 1);
-      float own = 0.0f;
+      float span_error = 0.0f;
       for (int c = span->first; c < span->end; c++) {
         const float missed = x[c] - scale * (span->step * (banded_code(x[c], scale, span, top) - top / 2));
-        own += missed * missed * (weights ? weights[c] : 1.0f);
+        span_error += missed * missed * (weights ? weights[c] : 1.0f);
       }
-      error += own;
+      error += span_error;
     }
     if (error < *least) *least = error, chosen = scale;
   }
   return chosen;
 }
 
+/* Banded codes (codecs/banded.py): x ~ scale * level(code). With `flag_mean` the token is coded with or without the mean, whichever has
+ * the smaller error; a negative scale marks the former. With `unbiased` the stored scale is multiplied by <x, x> / <x, decoded x>. */
 static void encode_banded(const Stream *s, const FusedTransform *transform, int keys, uint8_t *page_head, int page_tokens, int head, int token, int dim,
                           float *x) {
   const float *weights = transform->weights ? transform->weights + (int64_t)head * dim : NULL;
@@ -154,13 +161,13 @@ static void encode_banded(const Stream *s, const FusedTransform *transform, int 
   for (int i = 0; i < s->spans; i++) {
     const Span *span = &s->span[i];
     const float top = (float)((1 << span->bits) - 1);
-    float own = 0.0f;
+    float span_product = 0.0f;
     for (int c = span->first; c < span->end; c++) {
       const float code = banded_code(x[c], scale, span, top);
       codes[c] = (uint8_t)code;
-      own += (weights ? weights[c] : 1.0f) * x[c] * (span->step * (code - top / 2));
+      span_product += (weights ? weights[c] : 1.0f) * x[c] * (span->step * (code - top / 2));
     }
-    reached += own;
+    reached += span_product;
   }
   if (transform->unbiased) {
     for (int c = 0; c < dim; c++) wanted += (weights ? weights[c] : 1.0f) * (x[c] * x[c]);
@@ -172,6 +179,7 @@ static void encode_banded(const Stream *s, const FusedTransform *transform, int 
   write_codes(s, keys, page_head, token, codes);
 }
 
+/* Lloyd-Max codes (codecs/lloyd_max.py): x ~ norm * level[code], the nearest level of x / norm. */
 static void encode_levels(const Stream *s, const FusedTransform *transform, int keys, uint8_t *page_head, int page_tokens, int token, int dim,
                           const float *x) {
   uint8_t codes[256];

@@ -1,4 +1,4 @@
-/* Any machine: vectors of four lanes that the compiler lowers to what it has. */
+/* Any machine: vectors of four lanes in plain C, which the compiler lowers to the instructions it may use. */
 #define LANE_COUNT 4
 #define SIGNED_CODES 0
 #define NAME(x) x##_generic
@@ -17,12 +17,12 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
 
 INLINE vf fused(vf a, vf b, vf c) { return a * b + c; }
 
-INLINE float total_of(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
-INLINE float top_of(vf x) {
+INLINE float sum_of(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+INLINE float max_of(vf x) {
   const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
   return a > b ? a : b;
 }
-INLINE unsigned reaching(vf x, float least) {
+INLINE unsigned lanes_at_least(vf x, float least) {
   unsigned lanes = 0;
   for (int lane = 0; lane < LANE_COUNT; lane++) lanes |= (unsigned)(x[lane] >= least) << lane;
   return lanes;

@@ -1,7 +1,7 @@
-/* The Python module: which operations this machine has, and running them on several threads.
+/* The Python module: lists the instruction sets of this machine, and runs operations on several threads.
  *
- * Threads are torch's own where it brings an OpenMP runtime, whose entry point Python hands over: a second pool would fight
- * with the first one for the cores. Elsewhere threads are started for each call. */
+ * Where torch has an OpenMP runtime, Python passes the address of its GOMP_parallel and its threads are used: a second thread pool
+ * would compete with them for the cores. Elsewhere every call starts threads. */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,7 +21,8 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_
 
 #define PHASES 3
 
-/* Phases of tasks, one after another: a phase starts when all tasks of the one before it are done. Threads take tasks from a shared counter. */
+/* A call's tasks, in phases: a phase starts when all tasks of the phase before it are done. Threads take tasks from a shared
+ * counter. */
 typedef struct {
   const void *call;
   Task run[PHASES];
@@ -70,6 +71,7 @@ static void run(Job *job, int threads, Parallel parallel) {
 static const Isa *all[4];
 static int known;
 
+/* Fills `all` with the instruction sets that this CPU can run, best first. */
 static void find(void) {
   if (known) return;
 #if defined(__x86_64__)
@@ -118,8 +120,8 @@ static PyObject *sources(PyObject *self, PyObject *args) {
   return PyUnicode_FromString(KVANT_SOURCES);
 }
 
-/* What Python passes: the address of the call, the kind, threads, GOMP_parallel or 0, tasks, scratch or 0, and floats of scratch
- * for a thread. */
+/* The arguments that Python passes: address of the structure (Decode, Append or Read), index of the instruction set, threads,
+ * address of GOMP_parallel or 0, number of tasks, address of the scratch memory or 0, floats of scratch per thread. */
 typedef struct {
   void *call;
   const Isa *isa;
@@ -148,7 +150,7 @@ static int parsed(PyObject *args, Arguments *out) {
   return 1;
 }
 
-/* Sets the phases of a job from what was passed. */
+/* Sets the phases of a job. */
 typedef void (*Plan)(const Arguments *, Job *);
 
 static PyObject *planned(PyObject *args, Plan plan) {
@@ -167,7 +169,7 @@ static void add_phase(Job *job, int phase, Task task, int64_t tasks) {
   job->tasks[phase] = tasks;
 }
 
-/* Points the streams to the overlays of this call. */
+/* Sets the pointers of the streams to the overlays and ring starts of this call. */
 static void set_overlays(Stream *key, Stream *value, void *const *overlay, const Batch *batch) {
   key->overlay = overlay[0], value->overlay = overlay[1];
   key->ring_start = batch->ring_start[0], value->ring_start = batch->ring_start[1];
@@ -177,12 +179,12 @@ static void plan_decode(const Arguments *given, Job *job) {
   Decode *call = given->call;
   set_overlays(&call->key, &call->value, call->overlay, call->batch);
   const int64_t rows = call->batch->count * call->heads;
-  add_phase(job, 0, (Task)given->isa->prepare, call->rope_block ? 0 : rows); /* else a split makes its own operands */
+  add_phase(job, 0, (Task)given->isa->prepare, call->rope_block ? 0 : rows); /* with RoPE blocks every split computes its operands */
   add_phase(job, 1, (Task)given->isa->split, rows * call->splits);
   add_phase(job, 2, (Task)given->isa->merge, rows);
 }
 
-/* Whether a sequence reaches a RoPE block that the table has no angles of. */
+/* Whether a sequence has a token in a RoPE block beyond the end of the table of angles. */
 static int rope_table_too_short(const Append *call) {
   const FusedTransform *transform = &call->key_transform;
   for (int64_t b = 0; transform->rope_block && b < call->batch->count; b++)

@@ -1,4 +1,4 @@
-/* ARM with the dot-product instruction. It takes signed codes: those of eight bits go in two parts. */
+/* ARM with the dot-product instruction. It multiplies signed bytes, so a code c of eight bits is split: c = 2 (c >> 1) + (c & 1). */
 #if defined(__aarch64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
@@ -11,7 +11,7 @@
 #define NAME(x) x##_neon
 #include "vector.h"
 
-/* Older versions of Clang show the intrinsic only where the whole file is compiled for it. */
+/* Older versions of Clang declare the intrinsic only where the whole file is compiled for the instruction. */
 INLINE int32x4_t signed_dot(int32x4_t acc, int8x16_t codes, int8x16_t numbers) {
 #if defined(__ARM_FEATURE_DOTPROD)
   return vdotq_s32(acc, codes, numbers);
@@ -31,9 +31,9 @@ INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
 
 INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 
-INLINE float total_of(vf x) { return vaddvq_f32((float32x4_t)x); }
-INLINE float top_of(vf x) { return vmaxvq_f32((float32x4_t)x); }
-INLINE unsigned reaching(vf x, float least) {
+INLINE float sum_of(vf x) { return vaddvq_f32((float32x4_t)x); }
+INLINE float max_of(vf x) { return vmaxvq_f32((float32x4_t)x); }
+INLINE unsigned lanes_at_least(vf x, float least) {
   const uint32x4_t bits = {1, 2, 4, 8};
   return vaddvq_u32(vandq_u32(vcgeq_f32((float32x4_t)x, vdupq_n_f32(least)), bits));
 }

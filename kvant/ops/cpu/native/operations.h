@@ -1,12 +1,11 @@
-/* All operations, for the machine whose vectors the including file has set up. The order is that of use: each header needs the ones
- * before it. */
-#include "rows.h"      /* stored tokens to numbers */
+/* All operations, compiled for the instruction set of the including file. Each header uses the ones before it. */
+#include "rows.h"      /* decoding of stored tokens */
 #include "dense.h"     /* float arithmetic */
-#include "overlay.h"   /* full-precision tokens */
+#include "overlay.h"   /* reading of full-precision tokens */
 #include "query.h"     /* decode: query operands */
 #include "scores.h"    /* decode: S = Q K^T */
 #include "values.h"    /* decode: O += P V */
-#include "splits.h"    /* decode: splits of a sequence, merged */
+#include "splits.h"    /* decode: splits of a sequence and their merge */
 #include "transform.h" /* append: transforms of new tokens */
 #include "search.h"    /* append: nearest centroids */
 #include "encode.h"    /* append: codes of a token */

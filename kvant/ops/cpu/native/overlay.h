@@ -1,5 +1,6 @@
-/* The overlay: tokens that are kept in full precision beside the pages, the sinks and a ring of the last tokens. */
+/* The overlay: full-precision tokens beside the pages. A row holds the sinks of one sequence, then a ring of its recent tokens. */
 
+/* First position that a sequence of n tokens keeps in full precision behind its sinks: recipe.py's Window.packed_end. */
 INLINE int64_t packed_end(const Stream *s, int64_t n) {
   const int64_t waiting = n - s->sink - s->recent;
   return (n < s->sink ? n : s->sink) + (waiting > 0 ? waiting / s->flush * s->flush : 0);
@@ -18,15 +19,18 @@ INLINE void overlay_bounds(const Decode *call, const Stream *s, int64_t b, int64
   *sinks = call->batch->sinks[b] < n ? call->batch->sinks[b] : n;
 }
 
+/* Index of a position in an overlay row. */
 INLINE int64_t overlay_index(const Stream *s, int64_t position) {
   return position < s->sink || !s->ring ? position : s->sink + (position - s->sink) % s->ring;
 }
 
+/* Element offset of a position in the overlay, [rows, overlay_tokens, heads, dim]. */
 INLINE int64_t overlay_offset(const Decode *call, const Stream *s, int64_t b, int head, int64_t position) {
   return ((call->batch->overlay_rows[b] * s->overlay_tokens + overlay_index(s, position)) * call->heads + head) * call->dim;
 }
 
-/* Loads up to CHUNK overlay tokens, as floats, to rows 256 apart; prefetches those AHEAD of them and before `end`. Returns how many. */
+/* Loads up to CHUNK overlay tokens from `position` on, as floats, to out: [CHUNK, 256]. Prefetches the tokens AHEAD positions later,
+ * if they are before `end`. Returns the number of tokens loaded. */
 INLINE int load_overlay(const Decode *call, const Stream *s, int64_t b, int head, int64_t position, int64_t end, float *out) {
   const int width = call->overlay_type == FLOAT32 ? 4 : 2, count = end - position < CHUNK ? (int)(end - position) : CHUNK;
   for (int r = 0; r < count; r++) {

@@ -1,20 +1,21 @@
-/* Query operands: rotated and transformed queries, in floats and as limbs for the integer dot products. */
+/* Query operands: queries unrotated and transformed, as floats and as limbs for the integer dot products. */
 
-/* Query operand: the vector in floats, and per span as two signed bytes, q ~ scale * (128 high + low). */
+/* Query operand: q A^-T as floats [dim], and for each span as two signed bytes per channel, q ~ scale * (128 high + low). */
 typedef struct {
   const float *vector;
   const int8_t *high, *low;
-  const float *scale, *sum; /* of every span: what a unit of the integers is worth, and the sum of the query's numbers */
-  const float *mean_logit;  /* q . mu of the removed key mean; q . mean of tokens whose scale is negative */
+  const float *scale, *sum; /* of every span: scale of the integers, and sum_c q_c */
+  const float *mean_logit;  /* [2]: q . mu of the removed key mean; q . mean of tokens whose scale is negative */
 } QueryOperand;
 
+/* The operand at p: vector [dim], mean_logit [2], scale [spans], sum [spans], then the bytes high [dim] and low [dim]. */
 INLINE QueryOperand operand_at(const Decode *call, const float *p) {
   const int dim = call->dim, spans = call->key.spans;
   const int8_t *limbs = (const int8_t *)(p + dim + 2 + 2 * spans);
   return (QueryOperand){p, limbs, limbs + dim, p + dim + 2, p + dim + 2 + spans, p + dim};
 }
 
-/* Rotates a vector back by the angles of a RoPE block: (u, v) -> (u cos + v sin, v cos - u sin). */
+/* Undoes RoPE by the angles of a RoPE block: channel pairs (u, v) -> (u cos + v sin, v cos - u sin). */
 INLINE void unrotate(float *x, const float *cosine, const float *sine, int half) {
   int c = 0;
   for (; c + LANE_COUNT <= half; c += LANE_COUNT) {
@@ -29,14 +30,15 @@ INLINE void unrotate(float *x, const float *cosine, const float *sine, int half)
   }
 }
 
-/* Products of the queries of a chunk with every centroid, side by side: [spaces, 2^bits, CHUNK], or [centers, CHUNK]. */
+/* Dot products of a chunk of queries with every centroid: [subvectors, 2^book_bits, CHUNK], or [centers, CHUNK]. */
 INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
   const Stream *s = &call->key;
-  const int64_t size = CHUNK * (s->centers ? s->centers : (int64_t)(call->dim / s->extra) << s->book_bits);
+  const int64_t size = CHUNK * (s->centers ? s->centers : (int64_t)(call->dim / s->subvector_dim) << s->book_bits);
   return call->tables + (row * ((call->group + CHUNK - 1) / CHUNK) + chunk / CHUNK) * size;
 }
 
-/* Channels of a query that a RoPE block reads: only those that are stored, where none of its tokens is read from the overlay. */
+/* Channels of a query that the scores of a RoPE block need: all, or only the stored ones where none of the block's tokens is in the
+ * overlay. */
 INLINE int channels_read(const Decode *call, int64_t b, int block) {
   const Stream *s = &call->key;
   if (!call->rope_block || s->kind != SCALE_ALONE || s->mean) return call->dim;
@@ -46,8 +48,8 @@ INLINE int channels_read(const Decode *call, int64_t b, int block) {
   return begin < sinks || begin + call->rope_block > recent ? call->dim : s->span[s->spans - 1].end;
 }
 
-/* Fills the rest of a query operand, whose vector [dim] is there: q . mu of the removed key mean and of the flagged mean, limbs, and
- * the products with centroids. */
+/* Completes a query operand whose vector [dim] is set: mean_logit, limbs, and the dot products with centroids. `rotated` is the query
+ * before the transform. */
 INLINE void make_operand(const Decode *call, int64_t row, int g, const float *rotated, float *p) {
   const Stream *s = &call->key;
   const int dim = call->dim, head = (int)(row % call->heads), lane = g % CHUNK;
@@ -65,20 +67,20 @@ INLINE void make_operand(const Decode *call, int64_t row, int g, const float *ro
     for (int j = 0; j < s->centers; j++) table[(int64_t)j * CHUNK + lane] = product(vector, center_at(s, head, j, dim), dim);
   }
   if (s->kind == CENTROIDS) {
-    const int length = s->extra, spaces = dim / length;
+    const int length = s->subvector_dim, subvectors = dim / length;
     float *table = lookup_tables(call, row, g - lane);
-    for (int space = 0; space < spaces; space++) {
-      const float *book = book_of(s, head, space, length);
+    for (int subvector = 0; subvector < subvectors; subvector++) {
+      const float *book = book_of(s, head, subvector, length);
       for (int j = 0; j < 1 << s->book_bits; j++) {
         float dot = 0.0f;
-        for (int i = 0; i < length; i++) dot += vector[space * length + i] * book[(int64_t)j * length + i];
-        table[(((int64_t)space << s->book_bits) + j) * CHUNK + lane] = dot;
+        for (int i = 0; i < length; i++) dot += vector[subvector * length + i] * book[(int64_t)j * length + i];
+        table[(((int64_t)subvector << s->book_bits) + j) * CHUNK + lane] = dot;
       }
     }
   }
 }
 
-/* Operands of all queries of a (sequence, head), for `blocks` RoPE blocks from `block` on, to p: [blocks, group, operand_stride]. */
+/* Operands of all queries of a (sequence, KV head), for `blocks` RoPE blocks from `block` on, to p: [blocks, group, operand_stride]. */
 static void make_operands(const Decode *call, int64_t row, int block, int blocks, float *p, float *scratch) {
   const int dim = call->dim, group = call->group, half = call->rope_half;
   const int64_t b = row / call->heads, head = row % call->heads;
@@ -86,8 +88,8 @@ static void make_operands(const Decode *call, int64_t row, int block, int blocks
     rows = blocks * group - i < MOST_ROWS ? blocks * group - i : MOST_ROWS;
     int end = 0;
     for (int r = 0; r < rows; r++) {
-      const int own = block + (i + r) / group, read = channels_read(call, b, own);
-      const int64_t angles = (int64_t)own * half;
+      const int rope_block = block + (i + r) / group, read = channels_read(call, b, rope_block);
+      const int64_t angles = (int64_t)rope_block * half;
       if (read > end) end = read;
       load_row(call->query, (row * group + (i + r) % group) * dim, call->type, dim, scratch + r * dim);
       if (call->rope_block) unrotate(scratch + r * dim, call->cosine + angles, call->sine + angles, half);
@@ -99,7 +101,7 @@ static void make_operands(const Decode *call, int64_t row, int block, int blocks
   }
 }
 
-/* Task: the operands of one (sequence, head), where keys are stored rotated and one operand serves all positions. */
+/* Task: the operands of one (sequence, KV head). Keys are stored after RoPE, so that one operand serves all positions. */
 static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
   make_operands(call, task, 0, 1, call->operands + task * call->group * call->operand_stride, scratch);
 }

@@ -1,7 +1,7 @@
 /* S = Q K^T for the packed keys of a page. */
 
-/* Scales of a span of LANE_COUNT tokens. Adds the code-independent part of S to `total`: (scale * center + min) * sum(q), or with a zero
- * point scale * (center - zero) * sum(q); and q . mean where the scale is negative. */
+/* Returns |scale| of span i for LANE_COUNT tokens. Adds the part of S that does not depend on codes to `total`:
+ * (scale * center + min) * sum(q), or with a zero point scale * (center - zero) * sum(q); and q . mean where the scale is negative. */
 INLINE vf begin_span(const int QUERIES, const Stream *s, int i, const uint8_t *page_head, int page_tokens, int token, const QueryOperand *query,
                      vf *total) {
   const Span *span = &s->span[i];
@@ -11,17 +11,17 @@ INLINE vf begin_span(const int QUERIES, const Stream *s, int i, const uint8_t *p
   }
   const vf scale = meta_vector(s, page_head, page_tokens, span->meta, 0, token);
   const vf size = magnitude(scale);
-  vf more = size * splat(span->center);
-  if (s->kind == SCALE_MIN) more += meta_vector(s, page_head, page_tokens, span->meta, 1, token);
-  if (s->kind == SCALE_ZERO) more -= size * meta_vector(s, page_head, page_tokens, span->meta, 1, token);
+  vf offset = size * splat(span->center);
+  if (s->kind == SCALE_MIN) offset += meta_vector(s, page_head, page_tokens, span->meta, 1, token);
+  if (s->kind == SCALE_ZERO) offset -= size * meta_vector(s, page_head, page_tokens, span->meta, 1, token);
   for (int g = 0; g < QUERIES; g++) {
-    total[g] = fused(more, splat(query[g].sum[i]), total[g]);
+    total[g] = fused(offset, splat(query[g].sum[i]), total[g]);
     if (s->mean && i == 0) total[g] += choose(scale < splat(0.0f), splat(query[g].mean_logit[1]), splat(0.0f));
   }
   return size;
 }
 
-/* Adds <query limbs, codes> of four channels; a lane is a token. */
+/* Adds <query limbs, codes> of the four channels from `channel` on. A lane is a token. */
 INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, const QueryOperand *query, int channel, int wide,
                          vi (*high)[CHUNK], vi (*low)[CHUNK]) {
   for (int g = 0; g < QUERIES; g++) {
@@ -30,7 +30,8 @@ INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, 
   }
 }
 
-/* Adds the products of a whole section: a byte is read once for all of its codes, and the one `ahead` of it is fetched. */
+/* Adds the products of a whole section. Each byte is loaded once for all of its codes; the byte `ahead` of it, of the next page, is
+ * prefetched. */
 INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
                              int64_t ahead, const QueryOperand *query, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
   const vu mask = (vu){} + (uint32_t)(0x01010101u * ((1u << BITS) - 1));
@@ -48,7 +49,7 @@ INLINE void section_products(const int QUERIES, const int VECTORS, const int BIT
   }
 }
 
-/* Adds the products of those channels of a section that are in a span. */
+/* Adds the products of the channels that a section and a span have in common. */
 INLINE void part_products(const int QUERIES, const int VECTORS, const Section *section, const Span *span, const uint8_t *const *base,
                           int64_t ahead, const QueryOperand *query, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
   const int bits = section->bits, bytes = section->width * bits / 8;
@@ -104,7 +105,7 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
     for (int g = 0; g < QUERIES; g++) store_floats(scores + g * stride + token + k * LANE_COUNT, total[k][g]);
 }
 
-/* As many vectors at a time as registers allow. */
+/* Scores of tokens [from, to), as many vectors of tokens at a time as there are registers for. */
 INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to, const QueryOperand *query,
                   float *scores, int stride) {
   const int most = LANE_COUNT == 8 ? (QUERIES == 1 ? 2 : 1) : QUERIES == 1 ? 4 : 2;
@@ -119,10 +120,11 @@ static void code_scores(int queries, const Stream *s, const uint8_t *page_head, 
   FOR_COUNT(queries, tiles, s, page_head, ahead, page_tokens, from, to, query, scores, stride)
 }
 
-/* S += sum over boosted channels of 4 * q * scale * high bits. A byte holds the high bits of four channels of a token. */
+/* S += sum over boosted channels of 4 * q * scale * high bits. A byte holds the high bits of four channels of a token. The queries
+ * of the boosted channels are gathered by the page's index, in the order of the high bits. */
 static void boosted_scores(int queries, const Stream *s, const uint8_t *page_head, int dim, int group, int from, int to, const QueryOperand *query,
                            const float *scales, float *scores, int stride) {
-  const int words = (s->extra + 15) / 16, bytes = s->extra / 4;
+  const int words = (s->boosted + 15) / 16, bytes = s->boosted / 4;
   const uint8_t *index = page_head + s->index_offset + (int64_t)group * dim;
   int8_t high[CHUNK][256], low[CHUNK][256];
   float unit[CHUNK], unused;
@@ -130,7 +132,7 @@ static void boosted_scores(int queries, const Stream *s, const uint8_t *page_hea
     float numbers[256] = {0};
     for (int c = 0; c < dim; c++) {
       const int i = index[c], j = i % 16;
-      if (i < s->extra) numbers[i / 16 * 16 + j % 4 * 4 + j / 4] = 4.0f * query[g].vector[c] * scales[c];
+      if (i < s->boosted) numbers[i / 16 * 16 + j % 4 * 4 + j / 4] = 4.0f * query[g].vector[c] * scales[c];
     }
     unit[g] = to_limbs(numbers, 16 * words, high[g], low[g], &unused);
   }
@@ -164,7 +166,7 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *page_hea
   for (int group = from / size; group * size < to; group++) {
     int8_t limbs[CHUNK][2 * 256];
     float metas[512], scales[256], least[256], numbers[256], scale[CHUNK], sum[CHUNK];
-    QueryOperand own[CHUNK];
+    QueryOperand scaled[CHUNK];
     load_row(page_head + s->meta_offset, 2 * (int64_t)group * dim, s->meta_type, 2 * dim, metas);
     for (int c = 0; c < dim; c++) {
       scales[c] = metas[2 * c];
@@ -175,10 +177,10 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *page_hea
       sum[g] = product(query[g].vector, least, dim);
       float unused;
       scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim, &unused);
-      own[g] = (QueryOperand){query[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], query[g].mean_logit};
+      scaled[g] = (QueryOperand){query[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], query[g].mean_logit};
     }
     const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
-    code_scores(queries, s, page_head, 0, page_tokens, first, last, own, scores, stride);
+    code_scores(queries, s, page_head, 0, page_tokens, first, last, scaled, scores, stride);
     if (s->kind == BOOSTED) boosted_scores(queries, s, page_head, dim, group, first, last, query, scales, scores, stride);
   }
 }
@@ -211,7 +213,7 @@ static void level_scores(int queries, const Stream *s, const uint8_t *page_head,
   FOR_COUNT(queries, level_tiles, s, page_head, page_tokens, dim, from, to, query, scores, stride)
 }
 
-/* Scores of tokens [from, to) of a page. */
+/* S = Q K^T of tokens [from, to) of a page: scores[query * stride + token]. */
 static void page_scores(const Decode *call, int queries, const uint8_t *page_head, int64_t ahead, int64_t row, int chunk, int from,
                         int to, const QueryOperand *query, float *scores, int stride) {
   const Stream *s = &call->key;
@@ -222,8 +224,8 @@ static void page_scores(const Decode *call, int queries, const uint8_t *page_hea
     if (s->centers) {
       const float *table = lookup_tables(call, row, chunk);
       for (int token = from; token < to; token++) {
-        const float *own = table + (int64_t)center_of(s, page_head, token) * CHUNK;
-        for (int g = 0; g < queries; g++) scores[g * stride + token] += own[g];
+        const float *products = table + (int64_t)center_of(s, page_head, token) * CHUNK;
+        for (int g = 0; g < queries; g++) scores[g * stride + token] += products[g];
       }
     }
   } else if (s->kind == CHANNEL || s->kind == BOOSTED) {
@@ -232,15 +234,15 @@ static void page_scores(const Decode *call, int queries, const uint8_t *page_hea
     level_scores(queries, s, page_head, call->page_tokens, dim, from, to, query, scores, stride);
   } else if (s->kind == CENTROIDS) {
     const float *table = lookup_tables(call, row, chunk);
-    const int spaces = dim / s->extra;
+    const int subvectors = dim / s->subvector_dim;
     uint16_t index[128 * 128];
-    centroids_of(s, page_head, from, to, spaces, index);
+    centroids_of(s, page_head, from, to, subvectors, index);
     for (int token = from; token < to; token++) {
-      const uint16_t *own = index + (token - from) * spaces;
+      const uint16_t *row = index + (token - from) * subvectors;
       v4 sum = {};
-      for (int space = 0; space < spaces; space++) {
+      for (int subvector = 0; subvector < subvectors; subvector++) {
         v4 products;
-        memcpy(&products, table + (((int64_t)space << s->book_bits) + own[space]) * CHUNK, sizeof products);
+        memcpy(&products, table + (((int64_t)subvector << s->book_bits) + row[subvector]) * CHUNK, sizeof products);
         sum += products;
       }
       for (int g = 0; g < queries; g++) scores[g * stride + token] = sum[g];

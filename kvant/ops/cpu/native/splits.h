@@ -1,6 +1,6 @@
-/* Decode attention of one split of a sequence, and the merge of splits. Codes are summed as integers against queries and
- * probabilities that are split into two limbs of seven bits; scales touch the sums alone. The same numbers are added in the same order
- * whatever the number of threads. */
+/* Decode attention of one split of a sequence, and the merge of splits. Queries and probabilities are split into two 8-bit limbs, so
+ * that dot products with codes are sums of integers; scales are applied to the sums. The order of additions does not depend on the
+ * number of threads. */
 
 /* S += q . mu, which removing the key mean took off every logit. */
 INLINE void add_mean_logit(const Decode *call, int queries, const QueryOperand *query, int count, float *at, int stride) {
@@ -12,16 +12,16 @@ INLINE void add_mean_logit(const Decode *call, int queries, const QueryOperand *
   }
 }
 
-/* The tokens [begin, end) of sequence b that a task attends to. */
+/* The tokens [begin, end) of sequence b that a task computes attention over. */
 typedef struct {
   int64_t b, begin, end;
-  int head, split, stride; /* stride: from a query's scores to the next one's */
+  int head, split, stride; /* stride: floats between the scores of two queries */
   int block;               /* first RoPE block of the split */
-  const float *operands;   /* the queries, of that block and the next ones */
+  const float *operands;   /* [RoPE blocks from `block` on, group, operand_stride] */
 } SplitTokens;
 
 INLINE const uint8_t *page_head_at(const Decode *call, const SplitTokens *part, int64_t position) {
-  const int64_t page = call->batch->table[part->b * call->batch->width + (position - call->origin) / call->page_tokens];
+  const int64_t page = call->batch->block_table[part->b * call->batch->width + (position - call->origin) / call->page_tokens];
   return call->pages + (page * call->heads + part->head) * call->page_head_bytes;
 }
 
@@ -30,14 +30,15 @@ INLINE int64_t end_of_page(const Decode *call, int64_t position) {
   return ((position - call->origin) / call->page_tokens + 1) * call->page_tokens + call->origin;
 }
 
-/* Prefetches the page at `position`, if it is in this split, while `page_head` is read. Returns the distance in bytes from `page_head` to
- * it where the reader of codes is to prefetch them line by line: all at once would wait for each other. */
+/* Prefetches the page at `position`, if it is in this split, while `page_head` is read. For formats whose codes are multiplied as
+ * integers it prefetches only scales and returns the distance in bytes from `page_head` to the next page: the loop over codes then
+ * prefetches them line by line, since too many prefetches at once would stall. Returns 0 otherwise. */
 INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Stream *s, const uint8_t *page_head, int64_t position, int64_t recent) {
   const int size = call->page_tokens;
   if (position >= part->end || position >= recent) return 0;
   const uint8_t *next = page_head_at(call, part, position);
   if (s->kind <= SCALE_ALONE) {
-    fetch(next + s->meta_offset, (int64_t)s->metas * s->names * size * 2);
+    fetch(next + s->meta_offset, (int64_t)s->metas * s->meta_fields * size * 2);
     return next - page_head;
   }
   for (int j = 0; j < s->sections; j++) fetch(next + s->section[j].offset, (int64_t)s->section[j].width * s->section[j].bits * size / 8);
@@ -79,19 +80,19 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
     const uint8_t *page_head = page_head_at(call, part, position);
     const int64_t ahead = chunk ? 0 : fetch_page(call, part, &call->key, page_head, to, recent);
     position = to;
-    if (count == size) { /* a whole page: straight to the scores */
+    if (count == size) { /* a whole page: its scores are written in place */
       page_scores(call, queries, page_head, ahead, row, chunk, 0, size, query, at, stride);
       add_mean_logit(call, queries, query, count, at, stride);
       continue;
     }
-    float own[CHUNK * 128] __attribute__((aligned(64)));
-    page_scores(call, queries, page_head, ahead, row, chunk, from, from + count, query, own, 128);
-    for (int g = 0; g < queries; g++) memcpy(at + g * stride, own + g * 128 + from, sizeof(float) * (size_t)count);
+    float page[CHUNK * 128] __attribute__((aligned(64)));
+    page_scores(call, queries, page_head, ahead, row, chunk, from, from + count, query, page, 128);
+    for (int g = 0; g < queries; g++) memcpy(at + g * stride, page + g * 128 + from, sizeof(float) * (size_t)count);
     add_mean_logit(call, queries, query, count, at, stride);
   }
 }
 
-/* P = exp(S - max S) in place, S scaled and capped. Leaves max S and sum P. */
+/* P = exp(S - max S) in place, with S = x * scale, capped where the model caps logits. Also returns max S and sum P. */
 INLINE void softmax_weights(const Decode *call, float *x, int count, float *top, float *sum) {
   const int whole = (count + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   if (call->softcap > 0.0f)
@@ -100,13 +101,13 @@ INLINE void softmax_weights(const Decode *call, float *x, int count, float *top,
   const vf scale = splat(call->softcap > 0.0f ? 1.0f : call->scale);
   vf most = splat(-INFINITY), total = splat(0.0f);
   for (int t = 0; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t) * scale, most);
-  *top = top_of(most);
+  *top = max_of(most);
   for (int t = 0; t < whole; t += LANE_COUNT) {
     const vf p = exponential(fused(load_floats(x + t), scale, splat(-*top)));
     store_floats(x + t, p);
     total += p;
   }
-  *sum = total_of(total);
+  *sum = sum_of(total);
 }
 
 /* O = P V over a split: out[query * dim + channel]. */
@@ -119,7 +120,7 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
   ValueSums sums;
   for (int g = 0; g < queries; g++) {
     memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
-    for (int m = 0; m < s->metas; m++) sums.scale[m][g] = sums.more[m][g] = splat(0.0f);
+    for (int m = 0; m < s->metas; m++) sums.scale[m][g] = sums.offset[m][g] = splat(0.0f);
     sums.flagged[g] = splat(0.0f);
   }
   for (int64_t position = part->begin; position < part->end;) {
@@ -146,23 +147,23 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
     if (s->kind <= SCALE_ALONE)
       for (int i = 0; i < s->spans; i++) {
         const Span *span = &s->span[i];
-        const float add = total_of(sums.scale[span->meta][g] * span->center + sums.more[span->meta][g]);
+        const float add = sum_of(sums.scale[span->meta][g] * span->center + sums.offset[span->meta][g]);
         int c = span->first;
         for (; c + LANE_COUNT <= span->end; c += LANE_COUNT) store_floats(x + c, load_floats(x + c) + splat(add));
         for (; c < span->end; c++) x[c] += add;
       }
-    if (s->mean) add_times(x, total_of(sums.flagged[g]), s->mean + (int64_t)part->head * dim, dim);
+    if (s->mean) add_times(x, sum_of(sums.flagged[g]), s->mean + (int64_t)part->head * dim, dim);
   }
 }
 
-/* Tokens of a split of a sequence of n: longer splits where there are enough of them for all threads. */
+/* Tokens of a split of a sequence of n tokens. Longer sequences have longer splits; the number of threads does not matter. */
 INLINE int64_t split_tokens(const Decode *call, int64_t n) {
   int64_t tokens = call->split_tokens;
   while (tokens < call->longest_split && n - call->origin >= 16 * tokens) tokens *= 2;
   return tokens;
 }
 
-/* Task: one (sequence, head, split). Leaves O = P V, max S and sum P of every query. */
+/* Task: one (sequence, KV head, split). Writes O = P V, max S and sum P of every query to `partial`. */
 static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group;
   SplitTokens part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
@@ -173,14 +174,14 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   if (part.end > n) part.end = n;
   if (call->sliding_window && part.begin < n - call->sliding_window) part.begin = n - call->sliding_window;
   part.stride = (int)size + call->origin + 128;
-  float *scores = scratch + 64, *out = scores + (int64_t)CHUNK * part.stride, *own = out + CHUNK * 2 * dim;
+  float *scores = scratch + 64, *out = scores + (int64_t)CHUNK * part.stride, *operands = out + CHUNK * 2 * dim;
   const int64_t row = part.b * call->heads + part.head;
   part.operands = call->operands + row * group * call->operand_stride;
   if (call->rope_block && part.begin < part.end) {
     part.block = (int)((part.begin + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
     const int last = (int)((part.end - 1 + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
-    make_operands(call, row, part.block, last - part.block + 1, own, scores);
-    part.operands = own;
+    make_operands(call, row, part.block, last - part.block + 1, operands, scores);
+    part.operands = operands;
   }
   for (int chunk = 0; chunk < group; chunk += CHUNK) {
     const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
@@ -192,16 +193,16 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
     if (part.begin >= part.end) continue;
     split_scores(call, &part, chunk, queries, scores);
     for (int g = 0; g < queries; g++) {
-      float *own = partial + g * (dim + 2) + dim;
-      softmax_weights(call, scores + g * part.stride, (int)(part.end - part.begin), own, own + 1);
+      float *statistics = partial + g * (dim + 2) + dim;
+      softmax_weights(call, scores + g * part.stride, (int)(part.end - part.begin), statistics, statistics + 1);
     }
     split_values(call, &part, queries, scores, out);
     for (int g = 0; g < queries; g++) memcpy(partial + g * (dim + 2), out + g * dim, sizeof(float) * (size_t)dim);
   }
 }
 
-/* Task: one (sequence, head). O = sum_i exp(m_i - m) O_i / sum_i exp(m_i - m) l_i over splits in their order, then out of the basis of
- * the stored values. */
+/* Task: one (sequence, KV head). O = sum_i exp(m_i - m) O_i / sum_i exp(m_i - m) l_i over the splits i in order, with m_i = max S,
+ * m = max_i m_i and l_i = sum P; then the inverse transform of the values, O A^-1 + mu. */
 static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group, head = (int)(task % call->heads);
   for (int chunk = 0; chunk < group; chunk += CHUNK) {

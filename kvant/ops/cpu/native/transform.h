@@ -1,4 +1,5 @@
-/* Transforms of new keys and values: rotated back to their RoPE block, a mean off, then a Hadamard transform or a matrix. */
+/* Transforms of new keys and values before they are coded: unrotate to the start of the RoPE block, subtract the mean, then a Hadamard
+ * transform or a matrix. */
 
 #define DOUBLES (LANE_COUNT / 2)
 
@@ -7,7 +8,7 @@ INLINE vd load_doubles(const double *p) { vd x; memcpy(&x, p, sizeof x); return 
 typedef float vs __attribute__((vector_size(BYTES / 2)));
 INLINE vd load_singles(const float *p) { vs x; memcpy(&x, p, sizeof x); return __builtin_convertvector(x, vd); }
 
-/* out = in M for VECTORS vectors of columns from `first` on: row after row, as they lie in memory. */
+/* out = in M in double, for VECTORS * DOUBLES columns from `first` on. Reads M row by row, as it lies in memory. */
 INLINE void double_columns(const int VECTORS, const int SINGLE, const void *matrix, int dim, int first, const double *in, double *out) {
   vd sum[8];
   for (int k = 0; k < VECTORS; k++) sum[k] = (vd){};
@@ -21,6 +22,7 @@ INLINE void double_columns(const int VECTORS, const int SINGLE, const void *matr
   for (int k = 0; k < VECTORS; k++) memcpy(out + first + k * DOUBLES, &sum[k], sizeof sum[k]);
 }
 
+/* out = in M in double; M: [dim, dim], float (SINGLE) or double. */
 INLINE void times_doubles(const int SINGLE, const void *matrix, int dim, const double *in, double *out) {
   int e = 0;
   for (; e + 8 * DOUBLES <= dim; e += 8 * DOUBLES) double_columns(8, SINGLE, matrix, dim, e, in, out);
@@ -47,7 +49,7 @@ static void apply_matrix(const FusedTransform *transform, int head, int dim, flo
   for (int c = 0; c < dim; c++) x[c] = (float)(offset ? out[c] + offset[c] : out[c]);
 }
 
-/* x <- x diag(signs) H / sqrt(order), for every block of `order` numbers: log2(order) passes of sums and differences. */
+/* x <- x diag(signs) diag(H, ..., H) / sqrt(order), with H of size `order`: log2(order) passes of sums and differences. */
 static void apply_hadamard(const FusedTransform *transform, int dim, float *x) {
   if (transform->signs)
     for (int c = 0; c < dim; c++) x[c] *= transform->signs[c];
@@ -62,6 +64,7 @@ static void apply_hadamard(const FusedTransform *transform, int dim, float *x) {
   for (int c = 0; c < dim; c++) x[c] *= scale;
 }
 
+/* x <- (x rotated by -block * rope_block positions - mean) A, with A a Hadamard transform or a matrix; x: [dim]. */
 static void apply_transform(const FusedTransform *transform, int head, int64_t position, int dim, float *x) {
   if (transform->rope_block) {
     const int64_t block = (position + transform->rope_first) / transform->rope_block - transform->rope_first / transform->rope_block;

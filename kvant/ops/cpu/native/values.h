@@ -1,26 +1,29 @@
-/* O += P V for the packed values of a page. */
+/* O += P V for the packed values of a page. Tokens are multiplied four at a time (a `quad`): the four bytes of a 32-bit lane are
+ * codes of one channel of four tokens. */
 
-/* Probabilities of a page's tokens times the scales of their values, as limbs: [queries, tokens]. */
+/* P * scale of a page's tokens, for one scale of a token, as limbs: [queries, tokens]. */
 typedef struct {
   int8_t high[CHUNK][128], low[CHUNK][128];
   float scale[CHUNK];
 } Weights;
 
+/* Loads only the first `lanes` lanes; the others are 0. */
 INLINE vu part_bytes(const uint8_t *p, int lanes) {
   vu x = {};
   memcpy(&x, p, 4 * (size_t)lanes);
   return x;
 }
 
-/* Codes of one plane of bytes, where unsigned bytes are multiplied as they lie in the byte, which is plane_unit times too much. */
+/* Codes at bit `shift` of every byte. Where dot4 multiplies unsigned bytes they are masked but not shifted down, which makes them
+ * 2^shift times too large: plane_unit is the factor that undoes it. */
 INLINE vu plane(vu packed, int bits, int shift) {
   const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
   return SIGNED_CODES ? packed >> ((vu){} + (uint32_t)shift) & mask : packed & mask << shift;
 }
 INLINE float plane_unit(int shift) { return SIGNED_CODES ? 1.0f : 1.0f / (float)(1 << shift); }
 
-/* out[query][channel + lane] += the weighted sum of codes of VECTORS * LANE_COUNT channels, or of `lanes` of one vector. What lies
- * `ahead` of the bytes is fetched. */
+/* out[query][lane] += sum over tokens of P * scale * alpha * code, for VECTORS * LANE_COUNT channels, or for `lanes` channels where
+ * that is not 0. Tokens are those of quads [quad, quads). The bytes `ahead`, of the next page, are prefetched. */
 INLINE void column(const int QUERIES, const int VECTORS, const Section *section, int bytes, const uint8_t *base, int64_t ahead,
                    int shift, int lanes, int quad, int quads, const Weights *w, float *out, int dim) {
   vi high[2][CHUNK], low[2][CHUNK];
@@ -49,7 +52,7 @@ INLINE void column(const int QUERIES, const int VECTORS, const Section *section,
     }
 }
 
-/* The same for one vector of channels in each of two planes of the same bytes. */
+/* The same for LANE_COUNT channels in each of two neighbouring planes of the same bytes, which are loaded once. */
 INLINE void two_planes(const int QUERIES, const Section *section, int bytes, const uint8_t *base, int64_t ahead, int shift, int quad,
                        int quads, const Weights *const *w, float *const *out, int dim) {
   vi high[2][CHUNK], low[2][CHUNK];
@@ -72,12 +75,13 @@ INLINE void two_planes(const int QUERIES, const Section *section, int bytes, con
     }
 }
 
-/* The span that a channel is in, looked for from the last one found. */
+/* Index of the span that contains a channel; the search starts at span i. */
 INLINE int span_of(const Stream *s, int channel, int i) {
   while (s->span[i].end <= channel || s->span[i].first > channel) i = (i + 1) % s->spans;
   return i;
 }
 
+/* The same for all channels: every section, plane and span. */
 INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w,
                     float *out, int dim) {
   const int most = LANE_COUNT == 8 && QUERIES > 2 ? 1 : 2;
@@ -87,13 +91,13 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *page_head
     const uint8_t *base = page_head + section->offset;
     int start = section->first, i = 0;
     for (int shift = 0; shift < 8; shift += section->bits, start += bytes) {
-      if (bytes == LANE_COUNT && most == 2 && section->bits < 8) { /* one vector a plane: two planes at once */
+      if (bytes == LANE_COUNT && most == 2 && section->bits < 8) { /* a plane is one vector wide: two planes at a time */
         i = span_of(s, start, i);
         const int k = span_of(s, start + bytes, i);
         if (s->span[i].end >= start + bytes && s->span[k].end >= start + 2 * bytes) {
-          const Weights *own[2] = {&w[s->span[i].meta], &w[s->span[k].meta]};
+          const Weights *weights[2] = {&w[s->span[i].meta], &w[s->span[k].meta]};
           float *to[2] = {out + start, out + start + bytes};
-          two_planes(QUERIES, section, bytes, base, ahead, shift, quad, quads, own, to, dim);
+          two_planes(QUERIES, section, bytes, base, ahead, shift, quad, quads, weights, to, dim);
           shift += section->bits, start += bytes;
           continue;
         }
@@ -101,16 +105,16 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *page_head
       for (int c = start; c < start + bytes;) {
         i = span_of(s, c, i);
         const int end = s->span[i].end < start + bytes ? s->span[i].end : start + bytes;
-        const Weights *own = &w[s->span[i].meta];
+        const Weights *weights = &w[s->span[i].meta];
         const uint8_t *p = base + (c - start) * 4;
         if (end - c >= most * LANE_COUNT) {
-          column(QUERIES, most, section, bytes, p, ahead, shift, 0, quad, quads, own, out + c, dim);
+          column(QUERIES, most, section, bytes, p, ahead, shift, 0, quad, quads, weights, out + c, dim);
           c += most * LANE_COUNT;
         } else if (end - c >= LANE_COUNT) {
-          column(QUERIES, 1, section, bytes, p, ahead, shift, 0, quad, quads, own, out + c, dim);
+          column(QUERIES, 1, section, bytes, p, ahead, shift, 0, quad, quads, weights, out + c, dim);
           c += LANE_COUNT;
         } else {
-          column(QUERIES, 1, section, bytes, p, ahead, shift, end - c, quad, quads, own, out + c, dim);
+          column(QUERIES, 1, section, bytes, p, ahead, shift, end - c, quad, quads, weights, out + c, dim);
           c = end;
         }
       }
@@ -123,14 +127,14 @@ static void code_values(int queries, const Stream *s, const uint8_t *page_head, 
   FOR_COUNT(queries, columns, s, page_head, ahead, quad, quads, w, out, dim)
 }
 
-/* Code-independent part of O over a split, per scale of a token and query, to be summed over lanes: sum P scale, sum P (min or
- * -scale * zero), and sum P of tokens whose scale is negative. */
+/* The part of O over a split that does not depend on codes, for every scale of a token and query; lanes are still to be summed.
+ * scale: sum P scale; offset: sum P min, or sum P (-scale * zero); flagged: sum P of tokens whose scale is negative. */
 typedef struct {
-  vf scale[MAX_SPANS][CHUNK], more[MAX_SPANS][CHUNK], flagged[CHUNK];
+  vf scale[MAX_SPANS][CHUNK], offset[MAX_SPANS][CHUNK], flagged[CHUNK];
 } ValueSums;
 
-/* Values with levels from a table: O += P norm level[code], of tokens [from, to). A lane is a channel. For one section of whole
- * vectors. */
+/* Values with levels from a table: O += P norm level[code], of tokens [from, to). A lane is a channel. There is one section, whose
+ * bytes per token fill whole vectors. */
 INLINE void level_columns(const int QUERIES, const Stream *s, const uint8_t *page_head, int page_tokens, int from, int to, const float *weight,
                           int stride, float *out, int dim) {
   const Section *section = &s->section[0];
@@ -159,16 +163,16 @@ static void level_values(int queries, const Stream *s, const uint8_t *page_head,
   FOR_COUNT(queries, level_columns, s, page_head, page_tokens, from, to, weight, stride, out, dim)
 }
 
-/* O += P centroid, one sub-vector after another, so that its sums stay in registers. */
+/* O += P centroid, for sub-vectors of 4 * PARTS channels, one sub-vector after another, so that its sums stay in registers. */
 INLINE void centroid_sums(const int QUERIES, const int PARTS, const Stream *s, const uint16_t *index, int head, int from, int to, int dim,
                           const float *weight, int stride, float *out) {
-  const int length = 4 * PARTS, spaces = dim / length;
-  for (int space = 0; space < spaces; space++) {
-    const float *book = book_of(s, head, space, length);
+  const int length = 4 * PARTS, subvectors = dim / length;
+  for (int subvector = 0; subvector < subvectors; subvector++) {
+    const float *book = book_of(s, head, subvector, length);
     v4 sum[CHUNK][2];
     for (int g = 0; g < QUERIES; g++) sum[g][0] = sum[g][1] = (v4){};
     for (int token = from; token < to; token++) {
-      const float *centroid = book + (int64_t)index[(token - from) * spaces + space] * length;
+      const float *centroid = book + (int64_t)index[(token - from) * subvectors + subvector] * length;
       for (int part = 0; part < PARTS; part++) {
         v4 numbers;
         memcpy(&numbers, centroid + 4 * part, sizeof numbers);
@@ -176,34 +180,35 @@ INLINE void centroid_sums(const int QUERIES, const int PARTS, const Stream *s, c
       }
     }
     for (int g = 0; g < QUERIES; g++)
-      for (int i = 0; i < length; i++) out[g * dim + space * length + i] += sum[g][i / 4][i % 4];
+      for (int i = 0; i < length; i++) out[g * dim + subvector * length + i] += sum[g][i / 4][i % 4];
   }
 }
 
-/* The same for sub-vectors of two channels, two of them at a time. */
+/* The same for sub-vectors of two channels, two sub-vectors at a time. */
 INLINE void pair_sums(const int QUERIES, const Stream *s, const uint16_t *index, int head, int from, int to, int dim, const float *weight,
                       int stride, float *out) {
-  const int spaces = dim / 2;
-  for (int space = 0; space < spaces; space += 2) {
-    const float *book = book_of(s, head, space, 2), *next = book_of(s, head, space + 1, 2);
+  const int subvectors = dim / 2;
+  for (int subvector = 0; subvector < subvectors; subvector += 2) {
+    const float *book = book_of(s, head, subvector, 2), *next = book_of(s, head, subvector + 1, 2);
     v4 sum[CHUNK];
     for (int g = 0; g < QUERIES; g++) sum[g] = (v4){};
     for (int token = from; token < to; token++) {
-      const uint16_t *own = index + (token - from) * spaces + space;
-      const float *a = book + 2 * own[0], *b = next + 2 * own[1];
+      const uint16_t *pair = index + (token - from) * subvectors + subvector;
+      const float *a = book + 2 * pair[0], *b = next + 2 * pair[1];
       const v4 numbers = {a[0], a[1], b[0], b[1]};
       for (int g = 0; g < QUERIES; g++) sum[g] += numbers * weight[g * stride + token];
     }
     for (int g = 0; g < QUERIES; g++)
-      for (int i = 0; i < 4; i++) out[g * dim + 2 * space + i] += sum[g][i];
+      for (int i = 0; i < 4; i++) out[g * dim + 2 * subvector + i] += sum[g][i];
   }
 }
 
+/* O += P V of tokens [from, to) of a page of product quantization. */
 static void page_centroids(int queries, const Stream *s, const uint8_t *page_head, int head, int from, int to, int dim, const float *weight,
                            int stride, float *out) {
   uint16_t index[128 * 128];
-  centroids_of(s, page_head, from, to, dim / s->extra, index);
-  switch (s->extra == 8 ? 4 + queries : s->extra == 2 ? 8 + queries : queries) {
+  centroids_of(s, page_head, from, to, dim / s->subvector_dim, index);
+  switch (s->subvector_dim == 8 ? 4 + queries : s->subvector_dim == 2 ? 8 + queries : queries) {
     case 1: centroid_sums(1, 1, s, index, head, from, to, dim, weight, stride, out); break;
     case 2: centroid_sums(2, 1, s, index, head, from, to, dim, weight, stride, out); break;
     case 3: centroid_sums(3, 1, s, index, head, from, to, dim, weight, stride, out); break;
@@ -219,47 +224,48 @@ static void page_centroids(int queries, const Stream *s, const uint8_t *page_hea
   }
 }
 
-/* Which lanes of tokens from `token` on are in [from, to). */
+/* Mask of the lanes whose tokens, token + lane, are in [from, to). */
 INLINE vi within(int token, int from, int to) {
   vi at;
   for (int lane = 0; lane < LANE_COUNT; lane++) at[lane] = token + lane;
   return (at >= from) & (at < to);
 }
 
-/* Weights of tokens [from, to) of a page times the scales of values, as limbs from a whole vector of tokens to a whole one. */
+/* P * scale of tokens [from, to) of a page as limbs, rounded out to whole vectors of tokens, with zeros outside of [from, to). Adds the
+ * part of O that does not depend on codes to `sums`. */
 INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head, int size, int from, int to, const float *weight, int stride,
                          Weights *w, ValueSums *sums) {
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
-  float own[CHUNK][128] __attribute__((aligned(64)));
+  float padded[CHUNK][128] __attribute__((aligned(64)));
   const int ragged = first < from || to < last;
-  if (ragged) { /* scales beside the tokens are undefined and may be NaN */
-    memset(own, 0, sizeof own);
-    for (int g = 0; g < queries; g++) memcpy(own[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
-    weight = own[0], stride = 128;
+  if (ragged) { /* scales outside of [from, to) are undefined and may be NaN */
+    memset(padded, 0, sizeof padded);
+    for (int g = 0; g < queries; g++) memcpy(padded[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));
+    weight = padded[0], stride = 128;
   }
   for (int m = 0; m < s->metas; m++) {
-    vf size_of[128 / LANE_COUNT], more_of[128 / LANE_COUNT], flag_of[128 / LANE_COUNT];
+    vf size_of[128 / LANE_COUNT], offset_of[128 / LANE_COUNT], flag_of[128 / LANE_COUNT];
     for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
       const vf scale = meta_vector(s, page_head, size, m, 0, t);
       vi there = magnitude(scale) > splat(0.0f);
       if (ragged) there &= within(t, from, to);
       size_of[k] = (vf)(there & (vi)magnitude(scale));
-      if (s->kind == SCALE_MIN) more_of[k] = (vf)(there & (vi)(meta_vector(s, page_head, size, m, 1, t) / size_of[k]));
-      if (s->kind == SCALE_ZERO) more_of[k] = (vf)(there & (vi)-meta_vector(s, page_head, size, m, 1, t));
+      if (s->kind == SCALE_MIN) offset_of[k] = (vf)(there & (vi)(meta_vector(s, page_head, size, m, 1, t) / size_of[k]));
+      if (s->kind == SCALE_ZERO) offset_of[k] = (vf)(there & (vi)-meta_vector(s, page_head, size, m, 1, t));
       if (s->mean) flag_of[k] = choose(there & (scale < splat(0.0f)), splat(1.0f), splat(0.0f));
     }
     for (int g = 0; g < queries; g++) {
-      const float *own_weight = weight + g * stride;
-      vf most = splat(0.0f), more = splat(0.0f), scaled[128 / LANE_COUNT];
+      const float *probs = weight + g * stride;
+      vf most = splat(0.0f), offset = splat(0.0f), scaled[128 / LANE_COUNT];
       vi total = {};
       for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
-        scaled[k] = load_floats(own_weight + t) * size_of[k];
+        scaled[k] = load_floats(probs + t) * size_of[k];
         most = highest(scaled[k], most);
       }
       if (s->mean && m == 0)
         for (int t = first, k = 0; t < last; t += LANE_COUNT, k++)
-          sums->flagged[g] = fused(load_floats(own_weight + t), flag_of[k], sums->flagged[g]);
-      const float top = top_of(most);
+          sums->flagged[g] = fused(load_floats(probs + t), flag_of[k], sums->flagged[g]);
+      const float top = max_of(most);
       const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
       const float unit = top * (1.0f / LIMIT);
       w[m].scale[g] = unit;
@@ -270,15 +276,15 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
         memcpy(w[m].high[g] + t, &high, sizeof high);
         memcpy(w[m].low[g] + t, &low, sizeof low);
         total += v;
-        if (s->kind != SCALE_ALONE) more = fused(floats(v), more_of[k], more);
+        if (s->kind != SCALE_ALONE) offset = fused(floats(v), offset_of[k], offset);
       }
       sums->scale[m][g] += floats(total) * unit;
-      if (s->kind != SCALE_ALONE) sums->more[m][g] += more * unit;
+      if (s->kind != SCALE_ALONE) sums->offset[m][g] += offset * unit;
     }
   }
 }
 
-/* Adds tokens [from, to) of a page: weight[query * stride + token]. */
+/* O += P V of tokens [from, to) of a page: out [queries, dim], P = weight[query * stride + token]. */
 static void page_values(const Decode *call, int queries, const uint8_t *page_head, int64_t ahead, int head, int from, int to, const float *weight, int stride,
                       float *out, ValueSums *sums) {
   const Stream *s = &call->value;

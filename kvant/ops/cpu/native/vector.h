@@ -1,7 +1,12 @@
-/* Vectors of LANE_COUNT 32-bit lanes by the compiler's vector extension. The file that includes this one has set
- * LANE_COUNT and defines dot4: acc[lane] += sum of four unsigned codes times four signed numbers; fused: a * b + c;
- * total_of and top_of: the sum and the largest of the lanes; reaching: a bit for each lane that is as large; lookup: entries of a
- * table of sixteen. SIGNED_CODES says whether dot4 takes codes beyond 127 only with more work. */
+/* Vectors of LANE_COUNT 32-bit lanes, by the compiler's vector extension.
+ *
+ * The file that includes this one defines LANE_COUNT before, and after it the functions that need the instruction set:
+ *   dot4            acc[lane] += sum of four unsigned 8-bit codes times four signed 8-bit numbers
+ *   fused           a * b + c
+ *   sum_of, max_of  sum and maximum of the lanes
+ *   lanes_at_least  bit mask of the lanes that are >= a number
+ *   lookup          levels[index] of a table of 16 floats
+ * SIGNED_CODES is 1 where dot4 multiplies signed bytes, so that codes beyond 127 take more instructions (`wide`). */
 #include <math.h>
 #include <string.h>
 
@@ -21,11 +26,11 @@ typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
 INLINE vf load_floats(const float *p) { vf x; memcpy(&x, p, sizeof x); return x; }
 INLINE void store_floats(float *p, vf x) { memcpy(p, &x, sizeof x); }
-INLINE vf splat(float x) { return x - (vf){}; } /* plus zero would be an addition: that changes -0 */
+INLINE vf splat(float x) { return x - (vf){}; } /* x - 0 is x for every x; x + 0 would make +0 of -0 */
 INLINE vf floats(vi x) { return __builtin_convertvector(x, vf); }
 INLINE int32_t word(const int8_t *p) { int32_t w; memcpy(&w, p, 4); return w; }
 
-/* b where a is no number */
+/* Lane-wise minimum and maximum; b where a is NaN. */
 #if LANE_COUNT == 16
 INLINE vf lowest(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE vf highest(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -39,9 +44,10 @@ INLINE vf highest(vf a, vf b) { vi more = a > b; return (vf)((more & (vi)a) | (~
 INLINE vf choose(vi which, vf a, vf b) { return (vf)((which & (vi)a) | (~which & (vi)b)); }
 INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
-/* 16-bit floats to 32 bits: bfloat16 is the upper half; float16 is moved into place and multiplied up. */
+/* 16-bit floats to float32. bfloat16: the upper half of the bits. float16: exponent and mantissa are shifted into place, then
+ * multiplied by 2^112, the difference of the exponent biases. */
 INLINE vf widen(vh half, int type) {
-#if LANE_COUNT == 16 /* GCC takes five instructions */
+#if LANE_COUNT == 16 /* one instruction; GCC compiles the other line to five */
   vu bits = (vu)_mm512_cvtepu16_epi32((__m256i)half);
 #else
   vu bits = __builtin_convertvector(half, vu);
@@ -65,7 +71,7 @@ INLINE float load_one(const void *p, int64_t i, int type) {
   return type == FLOAT32 ? ((const float *)p)[i] : widen_one(((const uint16_t *)p)[i], type);
 }
 
-/* To the nearest 16-bit float, ties to even, as torch rounds. */
+/* Rounds to the nearest 16-bit float, ties to even, as torch does. */
 INLINE uint16_t narrow_one(float x, int type) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -75,8 +81,8 @@ INLINE uint16_t narrow_one(float x, int type) {
   }
   uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
   if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-  if (size >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more is infinite */
-  if (size < 0x38800000) { /* below the smallest normal number: let an addition do the rounding */
+  if (size >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and larger rounds to infinity */
+  if (size < 0x38800000) { /* subnormal: adding 0.5 rounds the mantissa at the right bit */
     float small, magic = 0.5f;
     memcpy(&small, &size, 4);
     small += magic;

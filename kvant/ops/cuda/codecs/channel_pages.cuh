@@ -243,7 +243,7 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
         for (int k = 0; k < D / 16; k++) {
           float c[4] = {0.f, 0.f, 0.f, 0.f};
           v.add<p.PARTS>(c, k, p.p[i][n]);
-          const float y = softmax.norm * Values::unit(2 * k), z = softmax.norm * Values::unit(2 * k + 1);
+          const float y = softmax.norm * Values::code_step(2 * k), z = softmax.norm * Values::code_step(2 * k + 1);
           softmax.acc[n][k][0] = fmaf(c[0], y, softmax.acc[n][k][0]), softmax.acc[n][k][1] = fmaf(c[1], y, softmax.acc[n][k][1]);
           softmax.acc[n][k][2] = fmaf(c[2], z, softmax.acc[n][k][2]), softmax.acc[n][k][3] = fmaf(c[3], z, softmax.acc[n][k][3]);
         }
@@ -268,7 +268,7 @@ struct ChannelPages {
     ring.read++;
     q.group = -1;
   }
-  // As AffinePages.
+  // As TokenwisePages.
   DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
     if (at + 16 * CHUNK_TILES <= min(w.keys, w.values) || w.keys == w.values) {
       attend_chunk(page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {});

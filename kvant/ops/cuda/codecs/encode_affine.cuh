@@ -40,7 +40,7 @@ struct AffineScale {
 // The scale of a row whose numbers lie in [least, most]: (most - least) / (2^BITS - 1).
 template <class S> DEV AffineScale affine_scale(float least, float most) {
   constexpr float TOP = (1 << S::BITS) - 1;
-  constexpr bool MINIMUM = S::SCALE_KIND == ScaleKind::SCALE_MIN;
+  constexpr bool MINIMUM = S::SCALE_FORM == ScaleForm::SCALE_MIN;
   if (MINIMUM) least = round_to<S::SCALE_TYPE>(least);
   const float scale = round_to<S::SCALE_TYPE>(fmaxf(__fdiv_rn(most - least, TOP), TINY<S::SCALE_TYPE>));
   const float zero = MINIMUM ? least : round_to<S::SCALE_TYPE>(fminf(fmaxf(rintf(__fdiv_rn(-least, scale)), -32768.f), 32768.f));
@@ -58,9 +58,9 @@ constexpr float ROUNDER = 12582912.f;  // 1.5 * 2^23: x + ROUNDER has no bits be
 // clamps the code at TOP; subtracting REST = (UNIT - TOP) / UNIT, again saturating, clamps it at 0. Between 0.5 and 1 floats are
 // UNIT / 2^24 of a code apart, which rounds away the error of the reciprocal at exact halves. An integer zero point is added after
 // rounding and changes which code is even, so ROUNDER gets its lowest bit.
-template <int BITS, int SCALE_KIND, bool EXACT> struct AffineCoder {
+template <int BITS, int SCALE_FORM, bool EXACT> struct AffineCoder {
   static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
-  static constexpr bool MINIMUM = SCALE_KIND == ScaleKind::SCALE_MIN;
+  static constexpr bool MINIMUM = SCALE_FORM == ScaleForm::SCALE_MIN;
   float scale, reciprocal, zero, factor, rounder;
   DEV AffineCoder(float scale_, float reciprocal_, float zero_, float factor_) : scale(scale_), reciprocal(reciprocal_), zero(zero_), factor(factor_), rounder(ROUNDER) {
     if (!MINIMUM && !EXACT) rounder = __uint_as_float(__float_as_uint(ROUNDER) | (__float_as_uint(ROUNDER + zero) & 1u));

@@ -97,7 +97,7 @@ template <class I> struct CentroidValues {
   static constexpr int WORDS = I::COUNT * I::WORDS / 8;  // of a token
   static_assert(WORDS % 2 == 0, "whole products");
   static constexpr float TOP = 0.f;
-  DEV static constexpr float unit(int) { return 1.f; }
+  DEV static constexpr float code_step(int) { return 1.f; }
 };
 
 // B operand from P: rows 2t and 2t + 1 of head g / 2, from P of row g of head t.

@@ -30,7 +30,7 @@ struct ProductVQPages {
     page_head = ring.bytes + ring.stage * PAGE_HEAD_BYTES;
     ring.read++;
   }
-  // As AffinePages.
+  // As TokenwisePages.
   DEV void attend(const DecodeArguments& a, const PackedRange&, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
     const int g = lane >> 2, t = lane & 3;
     const u32 keys = KeyBook::copy_of(memory, lane), values = ValueBook::copy_of(memory, lane);

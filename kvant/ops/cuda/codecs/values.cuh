@@ -15,13 +15,13 @@ template <int N> struct TokenValues {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       Scales value[2];
-      load_scales<Value::SCALE_KIND, Value::SCALE_TYPE>(value, page_head + Value::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
+      load_scales<Value::SCALE_FORM, Value::SCALE_TYPE>(value, page_head + Value::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float v = Value::SCALE_KIND == ScaleKind::SCALE ? fabsf(value[r].scale) * Values::STEP : value[r].scale;
+        const float v = Value::SCALE_FORM == ScaleForm::SCALE ? fabsf(value[r].scale) * Values::STEP : value[r].scale;
         scale[i][r] = v;
-        if (Value::SCALE_KIND == ScaleKind::SCALE_MIN) rest[i][r] = fmaf(Values::TOP * 0.5f, v, value[r].zero);
-        if (Value::SCALE_KIND == ScaleKind::SCALE_ZERO) rest[i][r] = v * (Values::TOP * 0.5f - value[r].zero);
+        if (Value::SCALE_FORM == ScaleForm::SCALE_MIN) rest[i][r] = fmaf(Values::TOP * 0.5f, v, value[r].zero);
+        if (Value::SCALE_FORM == ScaleForm::SCALE_ZERO) rest[i][r] = v * (Values::TOP * 0.5f - value[r].zero);
         flag[i][r] = Value::FLAG && __float_as_int(value[r].scale) < 0 ? 1.f : 0.f;
         largest = fmaxf(largest, v);
       }
@@ -50,7 +50,7 @@ template <int N> struct TokenValues {
       for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int n = 0; n < LANE_HEADS; n++) {
-          if (Value::SCALE_KIND != ScaleKind::SCALE) softmax.z[n] = fmaf(x[i][n][r], rest[i][r], softmax.z[n]);
+          if (Value::SCALE_FORM != ScaleForm::SCALE) softmax.z[n] = fmaf(x[i][n][r], rest[i][r], softmax.z[n]);
           if (Value::FLAG) softmax.flags[n] = fmaf(x[i][n][r], flag[i][r], softmax.flags[n]);
           x[i][n][r] *= scale[i][r] * softmax.norm;
         }

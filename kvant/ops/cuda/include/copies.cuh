@@ -66,3 +66,9 @@ DEV void no_copy() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEV void fence_copies() {}
 DEV void begin_copies(u64*, int, int) {}
 #endif
+// The warp has read a stage, and a copy may overwrite it. __syncwarp is not enough: a bulk copy writes through the async proxy, whose writes it
+// does not order, and the loads may still be queued (bank conflicts) when the copy is issued. The fence of every lane waits for its own loads.
+DEV void release_stage() {
+  fence_copies();
+  __syncwarp();
+}

@@ -4,7 +4,7 @@
 // lane = 4 g + t, a lane holds rows g and g + 8 and columns 2t and 2t + 1 of an accumulator.
 
 #pragma once
-#include "codecs/affine.cuh"
+#include "codecs/tokenwise.cuh"
 #include "codecs/product_vq.cuh"
 #include "include/copies.cuh"
 #include "include/hadamard.cuh"
@@ -30,7 +30,9 @@ constexpr int LANE_HEADS = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;
 constexpr bool PAIRED = LANE_HEADS == 1;                       // up to four query heads leave half of the columns of P V idle: two tiles share them
 constexpr int COLUMN_TILES = LANE_HEADS == 4 ? 2 : 1;          // tiles of 8 columns of P V
 constexpr int ACC_TILES = PQ ? LANE_HEADS : COLUMN_TILES, ACC_STEPS = PQ ? D / 32 : D / 16;  // accumulators of P V: [ACC_TILES][ACC_STEPS][4]
-constexpr float QUERY_TOP = 16250.f;                           // largest query as 128 high + low in signed bytes: 128 * 127 less rounding
+// Largest magnitude of a query in the int8 operand, 128 high + low with both in signed bytes. high is rounded to nearest, so 127 * 128 + 63 = 16319
+// would fit; it is 0.4 % less, so that the roundings of the largest element, of its reciprocal and of the product do not pass it.
+constexpr float QUERY_TOP = 16250.f;
 constexpr int GROUP_SHARE = D / VALUE_GROUPS / 8;              // channels of a lane in each group of channels with a scale
 DEV constexpr int value_channel(int g, int element) { return element / GROUP_SHARE * (D / VALUE_GROUPS) + g * GROUP_SHARE + element % GROUP_SHARE; }
 
@@ -51,9 +53,9 @@ struct Scales {
 };
 // Of rows g and g + 8 of a tile, which lie side by side: `place` counts tokens.
 template <int KIND, int TYPE, class Section> DEV void load_scales(Scales* out, Section section, int place) {
-  if constexpr (KIND == ScaleKind::NONE) {
+  if constexpr (KIND == ScaleForm::NONE) {
     out[0] = out[1] = {1.f, 0.f};
-  } else if constexpr (KIND == ScaleKind::SCALE) {
+  } else if constexpr (KIND == ScaleForm::SCALE) {
     u32 x;
     load_words<1>(&x, section + place * 2);
     out[0].scale = low<TYPE>(x), out[1].scale = high<TYPE>(x);

@@ -6,6 +6,9 @@
 #pragma once
 #include "include/decode_shapes.cuh"
 
+// P <= 2^HEADROOM: fp16 ends at 65504 < 2^16, and no rounding passes the factor of four that is left. When m is set, the largest P is 2^REFERENCE:
+// scores may rise by HEADROOM - REFERENCE = 8 powers of two before m moves again, and P of 20 powers of two below the largest are still normal
+// fp16 numbers (2^-14).
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;
 constexpr float INITIAL_NORM = PQ || VALUE_GROUPS > 1 ? 1.f : 1099511627776.f;  // 2^40, until a value's scale has been seen
 
@@ -118,7 +121,7 @@ DEV void scale_accumulators(OnlineSoftmax& softmax) {
   for (int n = 0; n < ACC_TILES * !PQ; n++)
 #pragma unroll
     for (int k = 0; k < ACC_STEPS; k++) {
-      const float x = softmax.norm * Values::unit(2 * k), y = softmax.norm * Values::unit(2 * k + 1);
+      const float x = softmax.norm * Values::code_step(2 * k), y = softmax.norm * Values::code_step(2 * k + 1);
       softmax.acc[n][k][0] *= x, softmax.acc[n][k][1] *= x, softmax.acc[n][k][2] *= y, softmax.acc[n][k][3] *= y;
     }
 }
@@ -132,7 +135,7 @@ DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
     for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float power = 1.f / Values::unit(2 * k + (i >> 1));
+        const float power = 1.f / Values::code_step(2 * k + (i >> 1));
         if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
           const float least = __shfl_sync(FULL, softmax.bias[n][i & 1], 2 * k / GROUP_SHARE * 4 + t);
           softmax.acc[n][k][i] = (softmax.acc[n][k][i] * power + least) * back;

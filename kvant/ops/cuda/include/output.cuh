@@ -2,7 +2,7 @@
 
 #pragma once
 #include "include/query.cuh"
-#include "include/scheduler.cuh"
+#include "include/head_tile_rows.cuh"
 
 // What warps leave for each other, by query head.
 struct MergeBuffers {
@@ -206,22 +206,8 @@ DEV void store_warp(OnlineSoftmax& softmax, MergeBuffers& sh, float* outputs, in
     for (int h = 0; h < LANE_HEADS; h++) sh.m[warp][4 * h + t] = softmax.m[h], sh.l[warp][4 * h + t] = softmax.l[h], sh.flags[warp][4 * h + t] = softmax.flags[h];
 }
 
-// The rows of global memory that a (sequence, head tile) is about.
-struct TileRows {
-  int b, head_tile, head;  // sequence; head tile; its KV head
-  int count;               // query heads
-  s64 query;               // the first of them among all queries
-
-  DEV TileRows(const WorkTile& tile) {
-    b = tile.b, head_tile = tile.head_tile, head = head_tile / Config::QUERY_TILES;
-    const int query_tile = head_tile % Config::QUERY_TILES, query_head = head * Config::GROUP + query_tile * TILE_HEADS;
-    count = min(TILE_HEADS, Config::GROUP - query_tile * TILE_HEADS);
-    query = (s64)b * Config::KV_HEADS * Config::GROUP + query_head;
-  }
-};
-
 // Merges the warps of the CTA and writes the result: the output where the CTA has the whole work tile, else a partial result. A warp takes some query heads.
-DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* outputs, const u8* matrix, int matrix_head, const TileRows& rows, bool whole, float* partial) {
+DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* outputs, const u8* matrix, int matrix_head, const HeadTileRows& rows, bool whole, float* partial) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   constexpr int STRIDE = Config::WARP_BYTES / 4;
   for (int h = warp; h < rows.count; h += WARPS) {
@@ -246,7 +232,7 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
   }
 }
 // The last of the parts [first, last] to arrive merges them. Warps arrive each for its query heads, so that no barrier is needed.
-DEV void merge_parts(const DecodeArguments& a, const TileRows& rows, int first, int last) {
+DEV void merge_parts(const DecodeArguments& a, const HeadTileRows& rows, int first, int last) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   int* counter = a.arrivals + (rows.b * HEAD_TILES + rows.head_tile) * min(WARPS, TILE_HEADS) + warp;
   int before_this = 0;

@@ -10,7 +10,7 @@
 // written; the two tokens of a pair of values share words, not bytes.
 
 #pragma once
-#include "codecs/affine.cuh"
+#include "codecs/tokenwise.cuh"
 
 // The page of a head that holds a slot.
 template <class A> DEV u8* page_head_of(const A& a, s64 slot, int head) {
@@ -24,9 +24,9 @@ struct PagePlace {  // of a token: its tile in the page and its place in the til
 
 // Stores the scale, and in the high half the minimum or zero, of a token. Scales lie in the order in which lanes need them: by token % 8,
 // then by token / 8.
-DEV void store_scale(u8* page_head, int offset, int scale_kind, s64 slot, u32 scale) {
+DEV void store_scale(u8* page_head, int offset, int scale_form, s64 slot, u32 scale) {
   const int in_page = (int)((u64)slot % Config::PAGE_TOKENS), place = in_page % 8 * (Config::PAGE_TOKENS / 8) + in_page / 16 * 2 + in_page % 16 / 8;
-  if (scale_kind == ScaleKind::SCALE) ((u16*)(page_head + offset))[place] = (u16)scale;
+  if (scale_form == ScaleForm::SCALE) ((u16*)(page_head + offset))[place] = (u16)scale;
   else ((u32*)(page_head + offset))[place] = scale;
 }
 

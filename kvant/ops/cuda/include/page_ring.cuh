@@ -37,10 +37,9 @@ struct PageRing {
       else no_copy();
     }
   }
-  // All lanes have read the page: the one STAGES later takes its place. Reads that __syncwarp orders need no proxy fence before the copy
-  // overwrites what they read; generic writes to a stage do (fence_copies).
+  // The warp has read the page: the one STAGES later takes its place.
   DEV void refill(int page, const WarpRange& range, int lane) {
-    __syncwarp();
+    release_stage();
     if (page + STAGES < range.page_end) {
       copy(stage, upcoming[STAGES], lane);
       if (page + STAGES + 1 < range.page_end) upcoming[STAGES] = (u32)table[page + STAGES + 1];

@@ -43,7 +43,7 @@ template <class... P> DEV constexpr float largest_weight(KeyPlanes<P...>) {
 
 template <class I> DEV float centre_bias(CentroidKeys<I>, const float*, int) { return 0.f; }
 template <class I> DEV constexpr float largest_weight(CentroidKeys<I>) { return 1.f; }
-// What one unit of the operand is of a query whose largest magnitude is `top`: bytes count whole numbers up to QUERY_TOP; fp16 goes up to 512, a power of
+// What a step of one in the operand stands for, of a query whose largest magnitude is `top`: bytes count whole numbers up to QUERY_TOP; fp16 goes up to 512, a power of
 // two, so that 16-bit queries without a transform are exact.
 template <class... P> DEV float query_step(KeyPlanes<P...>, float top) { return top * (largest_weight(KeyPlanes<P...>{}) / QUERY_TOP); }
 template <class I> DEV float query_step(CentroidKeys<I>, float top) { return __uint_as_float(__float_as_uint(top) & 0x7f800000u) * (1.f / 256.f); }
@@ -86,7 +86,7 @@ struct SharedQueryBase {
   DEV float peak_of(int head) const { return top[head]; }
   // The sum and the bias of a head whose row is there, by one warp.
   DEV void set_head(int h, float total, int lane) {
-    const float x = Key::SCALE_KIND == ScaleKind::SCALE ? warp_sum(centre_bias(Keys{}, rows + h * D, lane)) : 0.f;
+    const float x = Key::SCALE_FORM == ScaleForm::SCALE ? warp_sum(centre_bias(Keys{}, rows + h * D, lane)) : 0.f;
     if (lane == 0) sum[h] = total, bias[h] = x;
   }
   DEV void store_operand() { store_query_planes<WARPS * 32, D>(Keys{}, rows, [&](int head) { return top[head]; }, f); }
@@ -232,7 +232,7 @@ template <class Shared> DEV void load_shared_query(Shared& sh, const DecodeArgum
     return top;
   };
   for (int h = warp; h < TILE_HEADS; h += WARPS) {
-    const float bias = Key::SCALE_KIND == ScaleKind::SCALE ? warp_sum(centre_bias(Keys{}, sh.rows + h * D, lane)) : 0.f;
+    const float bias = Key::SCALE_FORM == ScaleForm::SCALE ? warp_sum(centre_bias(Keys{}, sh.rows + h * D, lane)) : 0.f;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) sum += sh.sums[i][h];

@@ -1,7 +1,7 @@
 // Rounding of scales to their 16-bit type, TYPE an ElementType.
 
 #pragma once
-#include "codecs/affine.cuh"
+#include "codecs/tokenwise.cuh"
 
 template <int TYPE> DEV float round_to(float x) { return low<TYPE>(pair_of<TYPE>(x, 0.f)); }
 template <int TYPE> DEV u32 bits_of(float x) { return pair_of<TYPE>(x, 0.f) & 0xffffu; }

@@ -2,7 +2,7 @@
 // neighbouring channels each; `j` is a lane's number among the eight.
 
 #pragma once
-#include "codecs/affine.cuh"
+#include "codecs/tokenwise.cuh"
 #include "include/tokens.cuh"
 
 constexpr int D = Config::HEAD_DIM, LANE_CHANNELS = D / 8;

@@ -63,10 +63,10 @@ template <int HEADS, int MIN_UNITS> struct TileScheduler {
 
   // The beginning of a part: finds its sequence by a prefix sum over the sequences' units, 32 at a time.
   template <class A> DEV WorkTile first_tile(const A& a, int part, int lane) const {
-    WorkTile tile;
-    tile.unit = begin_of(part);
-    tile.end = begin_of(part + 1);
-    tile.b = tile.before = 0;
+    WorkTile work;
+    work.unit = begin_of(part);
+    work.end = begin_of(part + 1);
+    work.b = work.before = 0;
     for (int base = 0; base < a.batch; base += 32) {
       int units = own;
       if (base) units = base + lane < a.batch ? sequence_work(a, base + lane).units : 0;
@@ -77,29 +77,29 @@ template <int HEADS, int MIN_UNITS> struct TileScheduler {
         const int x = __shfl_up_sync(FULL, sum, o);
         if (lane >= o) sum += x;
       }
-      const u32 beyond = __ballot_sync(FULL, tile.before + sum * HEADS > tile.unit);
+      const u32 beyond = __ballot_sync(FULL, work.before + sum * HEADS > work.unit);
       if (beyond) {
         const int found = __ffs(beyond) - 1;
-        tile.b = base + found;
-        tile.before += __shfl_sync(FULL, sum - units, found) * HEADS;
+        work.b = base + found;
+        work.before += __shfl_sync(FULL, sum - units, found) * HEADS;
         break;
       }
-      tile.before += __shfl_sync(FULL, sum, 31) * HEADS;
+      work.before += __shfl_sync(FULL, sum, 31) * HEADS;
     }
-    return tile;
+    return work;
   }
-  // The (sequence, head tile) at tile.unit, of a sequence with so many units.
-  DEV void enter(WorkTile& tile, int sequence_units) const {
-    tile.units = split ? split_units(sequence_units) : sequence_units;
-    tile.head_tile = quotient(tile.unit - tile.before, tile.units);
-    tile.start = tile.before + tile.head_tile * tile.units;
-    tile.from = tile.unit - tile.start, tile.to = min(tile.end, tile.start + tile.units) - tile.start;
+  // The (sequence, head tile) at work.unit, of a sequence with so many units.
+  DEV void enter(WorkTile& work, int sequence_units) const {
+    work.units = split ? split_units(sequence_units) : sequence_units;
+    work.head_tile = quotient(work.unit - work.before, work.units);
+    work.start = work.before + work.head_tile * work.units;
+    work.from = work.unit - work.start, work.to = min(work.end, work.start + work.units) - work.start;
   }
-  DEV void advance(WorkTile& tile) const {
-    tile.unit = tile.start + tile.to;
-    if (tile.unit == tile.before + tile.units * HEADS) tile.before = tile.unit, tile.b++;
+  DEV void advance(WorkTile& work) const {
+    work.unit = work.start + work.to;
+    if (work.unit == work.before + work.units * HEADS) work.before = work.unit, work.b++;
   }
   // Of a (sequence, head tile): the parts that share it, first to last.
-  DEV int first_part(const WorkTile& tile) const { return part_of(tile.start); }
-  DEV int last_part(const WorkTile& tile) const { return part_of(tile.start + tile.units - 1); }
+  DEV int first_part(const WorkTile& work) const { return part_of(work.start); }
+  DEV int last_part(const WorkTile& work) const { return part_of(work.start + work.units - 1); }
 };

@@ -11,9 +11,9 @@ struct SequenceWork {
   int sink_end, recent_begin;
   int packed, packed_end;
   int page, pages;  // first page that holds tokens to attend to, and how many do
-  int sink_units;     // groups of OVERLAY_TILES tiles of the overlay: of the sinks,
-  int overlay_units;  // and of all its tokens
-  int units;          // of work; a page counts one, a group of overlay tiles OVERLAY_UNITS
+  int sink_chunks;     // chunks of OVERLAY_TILES tiles of the overlay: of the sinks,
+  int overlay_chunks;  // and of all its tokens
+  int units;          // of work; a page counts one, a chunk of the overlay OVERLAY_UNITS
   int keys, values;   // packed tokens from here on have their keys, or their values, in the overlay; only with channel-wise keys
   int overlay_row;
   int mixed;          // pages at the end with some tokens in the overlay; they count MIXED_PAGE_UNITS each
@@ -52,15 +52,15 @@ template <class A> DEV SequenceWork sequence_work(const A& a, int b) {
   w.sink_end = sinks;
   w.recent_begin = max(recent, w.low);
   constexpr int TOKENS = 16 * OVERLAY_TILES;
-  w.sink_units = (max(0, sinks - w.low) + TOKENS - 1) / TOKENS;
-  w.overlay_units = w.sink_units + (w.n - w.recent_begin + TOKENS - 1) / TOKENS;
+  w.sink_chunks = (max(0, sinks - w.low) + TOKENS - 1) / TOKENS;
+  w.overlay_chunks = w.sink_chunks + (w.n - w.recent_begin + TOKENS - 1) / TOKENS;
   w.mixed = 0;
   if constexpr (CHANNELWISE) {
     const int apart = max(w.packed, min(w.keys, w.values));
     if (w.pages && apart < recent) w.mixed = (recent - 1 - ORIGIN) / PAGE - (apart - ORIGIN) / PAGE + 1;
   }
   w.weight = w.pages + w.mixed * (Config::MIXED_PAGE_UNITS - 1);
-  w.units = max(1, w.overlay_units * Config::OVERLAY_UNITS + w.weight);
+  w.units = max(1, w.overlay_chunks * Config::OVERLAY_UNITS + w.weight);
   return w;
 }
 // The first page after so many units of pages.
@@ -69,30 +69,30 @@ DEV int page_at_unit(int units, int pages, int mixed) {
   return Config::MIXED_PAGE_UNITS == 1 || units <= plain ? units : plain + (units - plain + Config::MIXED_PAGE_UNITS - 1) / Config::MIXED_PAGE_UNITS;
 }
 
-// A warp's part of a work tile.
+// A warp's part of a work work.
 struct WarpRange {
   int page, page_end;        // pages, counted from SequenceWork::page
-  int overlay, overlay_end;  // units of the overlay of the whole CTA: a warp takes overlay + warp, overlay + warp + WARPS, ...
+  int overlay, overlay_end;  // chunks of the overlay of the whole CTA: a warp takes overlay + warp, overlay + warp + WARPS, ...
 };
-// A CTA's warps take the units of the overlay in turn, so that the first `more` of them have one more than the others, which have `each`. Pages
+// A CTA's warps take the chunks of the overlay in turn, so that the first `more` of them have one more than the others, which have `each`. Pages
 // are one stretch for each warp, shorter where it has more of the overlay.
-template <class Tile> DEV WarpRange warp_range(const SequenceWork& w, const Tile& tile, bool split, int warp) {
+template <class Work> DEV WarpRange warp_range(const SequenceWork& w, const Work& work, bool split, int warp) {
   constexpr int UNITS = Config::OVERLAY_UNITS;
-  const int from = tile.from, to = tile.to;
+  const int from = work.from, to = work.to;
   WarpRange range;
-  range.page = max(from - w.overlay_units * UNITS, 0), range.page_end = min(max(to - w.overlay_units * UNITS, 0), w.weight);
-  range.overlay = (from + UNITS - 1) / UNITS, range.overlay_end = min(w.overlay_units, (to + UNITS - 1) / UNITS);
+  range.page = max(from - w.overlay_chunks * UNITS, 0), range.page_end = min(max(to - w.overlay_chunks * UNITS, 0), w.weight);
+  range.overlay = (from + UNITS - 1) / UNITS, range.overlay_end = min(w.overlay_chunks, (to + UNITS - 1) / UNITS);
   if (split) {  // every part has the same share of both
-    const float each = __fdividef(1.f, (float)tile.units);
-    const auto portion = [&](int i, int whole) { return i == tile.units ? whole : (int)((float)(i * whole) * each); };
+    const float each = __fdividef(1.f, (float)work.units);
+    const auto portion = [&](int i, int whole) { return i == work.units ? whole : (int)((float)(i * whole) * each); };
     range.page = portion(from, w.weight), range.page_end = portion(to, w.weight);
-    range.overlay = portion(from, w.overlay_units), range.overlay_end = portion(to, w.overlay_units);
+    range.overlay = portion(from, w.overlay_chunks), range.overlay_end = portion(to, w.overlay_chunks);
   }
   const int overlay = max(0, range.overlay_end - range.overlay), pages = max(0, range.page_end - range.page);
   const int each = overlay / WARPS, more = overlay % WARPS, level = overlay * UNITS;
   int quota = (level + pages + WARPS - 1) / WARPS;  // units of a warp
   if (pages <= (WARPS - more) * UNITS) quota = each * UNITS + quotient(pages + WARPS - more - 1, WARPS - more);
-  const int less = max(0, quota - (each + 1) * UNITS), usual = quota - each * UNITS;  // pages of warps with one more unit, and of the others
+  const int less = max(0, quota - (each + 1) * UNITS), usual = quota - each * UNITS;  // pages of warps with one more chunk, and of the others
   range.page += min(warp, more) * less + max(0, warp - more) * usual;
   range.page_end = min(range.page_end, range.page + (warp < more ? less : usual));
   range.page = page_at_unit(range.page, w.pages, w.mixed), range.page_end = page_at_unit(range.page_end, w.pages, w.mixed);

@@ -2,7 +2,7 @@
 
 #pragma once
 #include "include/page_codes.cuh"
-#include "include/tile_rows.cuh"
+#include "include/token_tile.cuh"
 
 DEV constexpr u32 ones(int count, int apart) {  // `count` set bits, `apart` bits apart
   u32 x = 0;
@@ -11,8 +11,8 @@ DEV constexpr u32 ones(int count, int apart) {  // `count` set bits, `apart` bit
 }
 
 // Stores the held rows of tokens that the overlay holds. `slot` is the owned token's.
-template <class S> DEV void store_overlay(const TileRows<S>& tile, const AppendArguments& a, int first, int head, s64 slot) {
-  constexpr int N = TileRows<S>::N, ROWS = TileRows<S>::ROWS, SHARE = TileRows<S>::SHARE;
+template <class S> DEV void store_overlay(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, s64 slot) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS, SHARE = TokenTile<S>::SHARE;
   const s64 mine = slot >= 0 ? overlay_place(a, first + tile.owned_token()) : -1;
   if (!__any_sync(FULL, mine >= 0)) return;
   s64 at[ROWS];
@@ -59,7 +59,7 @@ template <class S> DEV u32* lane_words(u8* page_head, s64 slot, int g, int t, in
 // --- keys ---------------------------------------------------------------------------------------------------------------------
 
 // Stores affine codes of keys. coder(r) codes the held row r.
-template <class S, class F> DEV void store_keys(const TileRows<S>& tile, const AppendArguments& a, int first, int head, F coder) {
+template <class S, class F> DEV void store_keys(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, F coder) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const s64 slot = tile_slot(a, first, tile.token(r));
@@ -70,7 +70,7 @@ template <class S, class F> DEV void store_keys(const TileRows<S>& tile, const A
 }
 
 // Stores the codes of a band B of the held key row r. A row of an odd number of bytes ends inside a word, which it shares with the other row.
-template <class S, class B, class Coder> DEV void store_key_band(const TileRows<S>& tile, const AppendArguments& a, s64 slot, int head, int r, const Coder& coder) {
+template <class S, class B, class Coder> DEV void store_key_band(const TokenTile<S>& tile, const AppendArguments& a, s64 slot, int head, int r, const Coder& coder) {
   constexpr int PER = 16 / B::BITS, PAIRS = B::WIDTH / 8, BYTES = B::WIDTH * B::BITS / 64, COUNT = (BYTES + 1) / 2, FROM = B::FIRST / 4;
   u32 w[COUNT];
 #pragma unroll
@@ -105,18 +105,18 @@ template <class S, class B, class Coder> DEV void store_key_band(const TileRows<
 
 DEV bool shares_words(s64 one, s64 two) { return one >= 0 && one % 2 == 0 && two == one + 1; }  // an even slot and the next one
 
-template <class S> DEV u32* pair_words(const TileRows<S>& tile, const AppendArguments& a, int head, s64 slot) {
+template <class S> DEV u32* pair_words(const TokenTile<S>& tile, const AppendArguments& a, int head, s64 slot) {
   return lane_words<S>(page_head_of(a, slot, head), slot, tile.g, (int)(slot % 8 / 2), (int)(slot % 16 / 8));
 }
 // Stores one of the two tokens of w: half 0 is the low one.
-template <class S> DEV void store_half(const TileRows<S>& tile, const AppendArguments& a, int head, s64 slot, const u32* w, int half) {
+template <class S> DEV void store_half(const TokenTile<S>& tile, const AppendArguments& a, int head, s64 slot, const u32* w, int half) {
   u16* to = (u16*)pair_words(tile, a, head, slot) + slot % 2;
 #pragma unroll
   for (int i = 0; i < ROW_WORDS<S>; i++) to[2 * i] = (u16)(w[i] >> (16 * half));
 }
 // Stores the words w [2][ROW_WORDS] of the four held tokens where a pair of them does not share words of the page: a sequence may begin at an
 // odd slot, and then a lane's second token shares its words with the next lane's first one.
-template <class S> DEV void store_odd_pairs(const TileRows<S>& tile, const AppendArguments& a, int first, int head, const s64* slot, const u32 (*w)[ROW_WORDS<S>]) {
+template <class S> DEV void store_odd_pairs(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, const s64* slot, const u32 (*w)[ROW_WORDS<S>]) {
   const int lane = tile.lane;
 #pragma unroll
   for (int k = 0; k < 2; k++) {
@@ -134,7 +134,7 @@ template <class S> DEV void store_odd_pairs(const TileRows<S>& tile, const Appen
   }
 }
 // Stores codes of values. coder(r) codes the held row r.
-template <class S, class F> DEV void store_values(const TileRows<S>& tile, const AppendArguments& a, int first, int head, F coder) {
+template <class S, class F> DEV void store_values(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, F coder) {
   s64 slot[4];
   u32 w[2][ROW_WORDS<S>];
 #pragma unroll

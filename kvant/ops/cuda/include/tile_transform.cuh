@@ -1,12 +1,12 @@
-// Transforms of a tile: from the words that lanes read to the rows that they hold (tile_rows.cuh). Tensor cores move the numbers: keys are
+// Transforms of a tile: from the words that lanes read to the rows that they hold (token_tile.cuh). Tensor cores move the numbers: keys are
 // multiplied by a matrix from the right, X M, so that sums stay with their tokens; values from the left, M^T X^T, so that a lane ends up with
 // neighbouring tokens. The matrix is the identity, a Hadamard, or a learnt one.
 
 #pragma once
-#include "include/tile_rows.cuh"
+#include "include/token_tile.cuh"
 
 // Adds the k-th of two products for the columns (of values: the rows) q of the matrix to where its four sums are held.
-template <class S, class F> DEV void add_product(TileRows<S>& tile, int q, int k, F product) {
+template <class S, class F> DEV void add_product(TokenTile<S>& tile, int q, int k, F product) {
   float* c[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) c[i] = S::KEY ? &tile.x[i / 2][4 * q + 2 * k + i % 2] : &tile.x[2 * k + i % 2][2 * q + i / 2];
@@ -15,7 +15,7 @@ template <class S, class F> DEV void add_product(TileRows<S>& tile, int q, int k
 #pragma unroll
   for (int i = 0; i < 4; i++) *c[i] = sum[i];
 }
-template <class S> DEV void clear(TileRows<S>& tile) {
+template <class S> DEV void clear(TokenTile<S>& tile) {
 #pragma unroll
   for (int i = 0; i < tile.ROWS * tile.N; i++) tile.x[i / tile.N][i % tile.N] = 0.f;
 }
@@ -36,8 +36,8 @@ template <int TYPE, int ORDER> DEV u32 hadamard_entries(int in, int out) {
 
 // x = H diag(signs) x without the factor, for blocks of ORDER channels. H is a product over the bits of a channel's number: tensor cores do the
 // bits that lanes differ in, and move numbers to where they are held; passes of sums and differences in registers do the other bits.
-template <class S> DEV void apply_hadamard(TileRows<S>& tile, u32 (*w)[READ_WORDS], const float* signs) {
-  constexpr int TYPE = S::IN_TYPE, ORDER = S::HADAMARD, N = TileRows<S>::N, ROWS = TileRows<S>::ROWS;
+template <class S> DEV void apply_hadamard(TokenTile<S>& tile, u32 (*w)[READ_WORDS], const float* signs) {
+  constexpr int TYPE = S::IN_TYPE, ORDER = S::HADAMARD, N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool KEY = S::KEY;
   const int g = tile.g, t = tile.t;
   if (ORDER > 1 && signs)
@@ -80,7 +80,7 @@ template <class S> DEV void apply_hadamard(TileRows<S>& tile, u32 (*w)[READ_WORD
 
 // x = x M. M is the sum of MATRIX_PARTS matrices of the input's type, smallest first, so that products are exact; its registers lie in the order
 // in which they are used: [parts, D / 16, D / 16, lane].
-template <class S> DEV void multiply_matrix(TileRows<S>& tile, const u32 (*w)[READ_WORDS], const uint4* matrix) {
+template <class S> DEV void multiply_matrix(TokenTile<S>& tile, const u32 (*w)[READ_WORDS], const uint4* matrix) {
   clear(tile);
 #pragma unroll 1
   for (int p = 0; p < S::MATRIX_PARTS; p++)
@@ -99,7 +99,7 @@ template <class S> DEV void multiply_matrix(TileRows<S>& tile, const u32 (*w)[RE
 }
 
 // x = FACTOR x - mean, the mean after the transform.
-template <class S> DEV void subtract_mean(TileRows<S>& tile, const float* mean) {
+template <class S> DEV void subtract_mean(TokenTile<S>& tile, const float* mean) {
 #pragma unroll
   for (int i = 0; i < tile.N; i++) {
     const float off = mean[tile.share() * tile.N + i];
@@ -111,7 +111,7 @@ template <class S> DEV void subtract_mean(TileRows<S>& tile, const float* mean) 
 // --- bands: RoPE and a learnt matrix in fp16 ----------------------------------------------------------------------------------
 
 // The biased exponent of the largest magnitude of a row as it was read, of token g + 8 (t / 2): a power of two brings the row close to 2^8.
-template <class S> DEV u32 row_exponent(const TileRows<S>& tile, const u32 (*w)[READ_WORDS]) {
+template <class S> DEV u32 row_exponent(const TokenTile<S>& tile, const u32 (*w)[READ_WORDS]) {
   constexpr int TYPE = S::IN_TYPE;
   float most[2];
 #pragma unroll
@@ -151,8 +151,8 @@ template <class S> DEV void unrotate_words(const AppendArguments& a, u32 first, 
 
 // x = R x M - mean for streams of bands. M is two matrices of fp16, the larger one last, times matrix_unit; rows are brought into the range of
 // fp16 by a power of two of their own. R unrotates keys to the start of their RoPE block.
-template <class S> DEV void multiply_bands(TileRows<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], int first, int head) {
-  constexpr int N = TileRows<S>::N, ROWS = TileRows<S>::ROWS;
+template <class S> DEV void multiply_bands(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], int first, int head) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool KEY = S::KEY, UNROTATED = S::ROPE_BLOCK > 0;
   const int lane = tile.lane, g = tile.g, t = tile.t;
   const uint4* matrix = S::matrix(a, head);
@@ -160,7 +160,7 @@ template <class S> DEV void multiply_bands(TileRows<S>& tile, const AppendArgume
   const float times[2] = {__uint_as_float((261u - (t & 2 ? other_exponent : own_exponent)) << 23), __uint_as_float((261u - (t & 2 ? own_exponent : other_exponent)) << 23)};
   s64 at[2] = {0, 0};
   if constexpr (UNROTATED) {
-    const int mine = rope_block_of<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
+    const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
     at[0] = (s64)(t & 2 ? other : mine) * (D / 2) + t * (D / 8), at[1] = (s64)(t & 2 ? mine : other) * (D / 2) + t * (D / 8);
   }
   clear(tile);

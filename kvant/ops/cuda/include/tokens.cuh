@@ -17,7 +17,7 @@ template <class A> DEV int sequence_of(const A& a, int token) {
 
 // The RoPE block of a new token, counted from the one of its sequence's first token; rope_first is that token's RoPE position. Padding
 // tokens lie in no sequence, so the result is kept inside the table of blocks.
-template <int ROPE_BLOCK, class A> DEV int rope_block_of(const A& a, int token) {
+template <int ROPE_BLOCK, class A> DEV int new_token_rope_block(const A& a, int token) {
   constexpr int SIZE = ROPE_BLOCK ? ROPE_BLOCK : 1;
   const int b = sequence_of(a, token), position = (int)(a.seq_lens[b] - a.query_start_loc[b + 1]) + token;
   return min(max((position + a.rope_first) / SIZE - a.rope_first / SIZE, 0), a.rope_blocks - 1);

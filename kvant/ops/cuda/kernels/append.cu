@@ -59,7 +59,7 @@ template <class S> DEV u32 encode_affine(const float* x, u32* codes) {
     most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
   }
   const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
-    const AffineCoder<S::BITS, S::SCALE_KIND, false> coder(tried.scale, tried.reciprocal, tried.zero, 1.f);
+    const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(tried.scale, tried.reciprocal, tried.zero, 1.f);
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) {
@@ -68,7 +68,7 @@ template <class S> DEV u32 encode_affine(const float* x, u32* codes) {
     }
     return sum_row(squares);
   });
-  const AffineCoder<S::BITS, S::SCALE_KIND, true> coder(best.scale, best.reciprocal, best.zero, 1.f);
+  const AffineCoder<S::BITS, S::SCALE_FORM, true> coder(best.scale, best.reciprocal, best.zero, 1.f);
 #pragma unroll
   for (int i = 0; i < CODE_WORDS; i++) {
     codes[i] = 0u;
@@ -165,7 +165,7 @@ template <class S> DEV u32 encode_stream(const AppendArguments& a, const float* 
 DEV u32 encode_row(const AppendArguments& a, const float* x, u32* codes, bool is_key, int head, int j) {
   using K = KeyStream;
   using V = ValueStream;
-  if constexpr (!K::BANDED && !V::BANDED && K::BITS == V::BITS && K::SCALE_KIND == V::SCALE_KIND && K::SCALE_TYPE == V::SCALE_TYPE && K::SEARCH == V::SEARCH) {
+  if constexpr (!K::BANDED && !V::BANDED && K::BITS == V::BITS && K::SCALE_FORM == V::SCALE_FORM && K::SCALE_TYPE == V::SCALE_TYPE && K::SEARCH == V::SEARCH) {
     return encode_affine<K>(x, codes);
   } else {
     u32 value_codes[CODE_WORDS];
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
 
   // Store.
   if (j == 0 && slot >= 0)
-    store_scale(page_head_of(a, slot, head), is_key ? KeyStream::SCALE_OFFSET : ValueStream::SCALE_OFFSET, is_key ? KeyStream::SCALE_KIND : ValueStream::SCALE_KIND, slot, scale);
+    store_scale(page_head_of(a, slot, head), is_key ? KeyStream::SCALE_OFFSET : ValueStream::SCALE_OFFSET, is_key ? KeyStream::SCALE_FORM : ValueStream::SCALE_FORM, slot, scale);
   __syncwarp();
   const s64 slots[2] = {__shfl_sync(FULL, slot, 0), __shfl_sync(FULL, slot, 8)};
   store_codes(a, sh.codes[warp], slots, head, lane);

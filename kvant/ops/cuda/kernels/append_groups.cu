@@ -39,9 +39,9 @@ DEV u8* page_head_of(const AppendGroupsArguments& a, int b, int position, int he
 // The position before which the keys of a sequence of n tokens are packed: sinks, and whole flushes behind them that leave KEY_RECENT tokens.
 DEV int packed_end(int n) { return min(n, Config::SINK) + max(0, n - Config::SINK - Config::KEY_RECENT) / Config::KEY_FLUSH * Config::KEY_FLUSH; }
 
-// The first of the work units of a sequence, one for each group that its new tokens may complete. The numbers of two sequences do not meet,
+// The number of the first candidate group of a sequence: candidates are the groups that its new tokens may complete. The numbers of two sequences do not meet,
 // and the grid does not depend on which groups are really completed.
-DEV int first_unit(const AppendGroupsArguments& a, int b) { return (int)(a.query_start_loc[b] / KEY_GROUP) + b * Config::SPARE_GROUPS; }
+DEV int first_candidate(const AppendGroupsArguments& a, int b) { return (int)(a.query_start_loc[b] / KEY_GROUP) + b * Config::SPARE_GROUPS; }
 
 struct GroupShared {  // by channel
   float scale[D], least[D], top[D];
@@ -132,15 +132,15 @@ template <int BOOSTED> DEV void store_high_bits(const GroupShared& sh, const u16
   }
 }
 
-// Grid: (work units, KV_HEADS). A CTA codes one group of one head, if the new tokens complete it.
+// Grid: (candidate groups, KV_HEADS). A CTA codes one group of one head, if the new tokens complete it.
 extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_groups(const AppendGroupsArguments a) {
   DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) GroupShared sh;
   u16* x = (u16*)dynamic;  // [KEY_GROUP, D]: keys as the overlay holds them, then codes
-  const int unit = blockIdx.x, head = blockIdx.y;
-  const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_unit(a, i) <= unit; });
+  const int candidate = blockIdx.x, head = blockIdx.y;
+  const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_candidate(a, i) <= candidate; });
   const int total = (int)a.seq_lens[b], start = (int)a.query_start_loc[b], before = total - ((int)a.query_start_loc[b + 1] - start);
-  const int position = max(max(Config::SINK, packed_end(before)), (int)a.key_ring_start[b]) + (unit - first_unit(a, b)) * KEY_GROUP;
+  const int position = max(max(Config::SINK, packed_end(before)), (int)a.key_ring_start[b]) + (candidate - first_candidate(a, b)) * KEY_GROUP;
   if (position + KEY_GROUP > packed_end(total)) return;
   load_group(a, x, b, head, position, start, before);
 

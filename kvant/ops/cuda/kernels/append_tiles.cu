@@ -1,5 +1,7 @@
-// Appends prompts: does what append.cu does, for tiles of 16 tokens, with about a third of the instructions. include/tile_rows.cuh says
-// which lane holds what.
+// Appends prompts: does what append.cu does, for tiles of 16 tokens, with about a third of the instructions. include/token_tile.cuh says
+// which lane holds what. The two kernels need not write equal bytes: they round differently before they code (products on tensor cores here, a
+// kernel of its own for matrices there; reciprocals for divisions), so a number at the border of two codes may get either, most of all with
+// the bands of kvant-2. Each is held to the reference: fewer than 1e-4 of the bytes may differ (test_append_writes_what_the_reference_writes).
 //
 // Grid: one dimension; a warp takes a tile. CTAs take keys and values alternately. Where streams are banded, all CTAs of a stream and head follow each
 // other, so that its matrix stays in the L2 cache.
@@ -12,9 +14,9 @@
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
-template <class S> DEV void append_affine(TileRows<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], int first, int head) {
-  constexpr int N = TileRows<S>::N, ROWS = TileRows<S>::ROWS;
-  constexpr bool KEY = S::KEY, AS_READ = TileRows<S>::AS_READ;
+template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], int first, int head) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  constexpr bool KEY = S::KEY, AS_READ = TokenTile<S>::AS_READ;
   const s64 slot = tile_slot(a, first, tile.owned_token());
   float least, most, scale[ROWS], reciprocal[ROWS], zero[ROWS];
 
@@ -39,7 +41,7 @@ template <class S> DEV void append_affine(TileRows<S>& tile, const AppendArgumen
     tile.broadcast_rows(tried.reciprocal, reciprocal), tile.broadcast_rows(tried.zero, zero);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      const AffineCoder<S::BITS, S::SCALE_KIND, false> coder(0.f, reciprocal[r], zero[r], tile.FACTOR);
+      const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(0.f, reciprocal[r], zero[r], tile.FACTOR);
       squares[r] = 0.f;
 #pragma unroll
       for (int i = 0; i < N; i++) {
@@ -49,11 +51,11 @@ template <class S> DEV void append_affine(TileRows<S>& tile, const AppendArgumen
     }
     return tile.sum_rows(squares);
   });
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_KIND, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
+  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
   // Codes. Numbers as they were read need no exact rounding.
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
-  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_KIND, !AS_READ>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
+  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, !AS_READ>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
   if constexpr (KEY) store_keys(tile, a, first, head, coder);
   else store_values(tile, a, first, head, coder);
 }
@@ -86,7 +88,7 @@ template <int ROWS> struct RowSums {  // of every held row
 
 // Calls f(row, number, weight, mean) for every held number of band B. Weights are 1 and means 0 where they are not asked for.
 template <class B, bool WEIGHTED, bool CENTRED, class S, class F>
-DEV void each_number(const TileRows<S>& tile, const float* weights, const float* mean, F f) {
+DEV void each_number(const TokenTile<S>& tile, const float* weights, const float* mean, F f) {
 #pragma unroll
   for (int i = B::FIRST / tile.SHARE; i < (B::FIRST + B::WIDTH) / tile.SHARE; i += 4) {
     float weight[4] = {1.f, 1.f, 1.f, 1.f}, off[4] = {0.f, 0.f, 0.f, 0.f};
@@ -98,8 +100,8 @@ DEV void each_number(const TileRows<S>& tile, const float* weights, const float*
 }
 
 // The scale of the owned row, less `mean` where CENTRED, with the smallest weighted squared error, which goes to `least`.
-template <bool CENTRED, class S> DEV float banded_scale(const TileRows<S>& tile, const float* weights, const float* mean, float& least) {
-  using Sums = RowSums<TileRows<S>::ROWS>;
+template <bool CENTRED, class S> DEV float banded_scale(const TokenTile<S>& tile, const float* weights, const float* mean, float& least) {
+  using Sums = RowSums<TokenTile<S>::ROWS>;
   Sums squares;
   S::CodeBands::each([&](auto band) {
     each_number<decltype(band), false, CENTRED>(tile, weights, mean, [&](int r, float x, float, float off) {
@@ -110,7 +112,7 @@ template <bool CENTRED, class S> DEV float banded_scale(const TileRows<S>& tile,
   const float rms = sqrtf(__fdiv_rn(tile.sum_rows(squares.of), (float)S::CodeBands::CHANNELS));
   if constexpr (S::SEARCH == 1 && !S::FLAG) return round_to<S::SCALE_TYPE>(clamp_scale<S::SCALE_TYPE>(rms));  // nobody asks for the error
   return search_banded_scale<S>(rms, least, [&](float scale) {
-    float reciprocal[TileRows<S>::ROWS];
+    float reciprocal[TokenTile<S>::ROWS];
     tile.broadcast_rows(__fdiv_rn(1.f, scale), reciprocal);
     Sums sums;
     S::CodeBands::each([&](auto band) {
@@ -127,8 +129,8 @@ template <bool CENTRED, class S> DEV float banded_scale(const TileRows<S>& tile,
 }
 
 // unbiased_factor of the owned row.
-template <class S> DEV float row_unbiased_factor(const TileRows<S>& tile, const float* weights, const float* reciprocal, float scale) {
-  using Sums = RowSums<TileRows<S>::ROWS>;
+template <class S> DEV float row_unbiased_factor(const TokenTile<S>& tile, const float* weights, const float* reciprocal, float scale) {
+  using Sums = RowSums<TokenTile<S>::ROWS>;
   Sums reached, wanted;
   S::AllBands::each([&](auto band) {
     using B = decltype(band);
@@ -144,8 +146,8 @@ template <class S> DEV float row_unbiased_factor(const TileRows<S>& tile, const 
   return unbiased_factor(to, is);
 }
 
-template <class S> DEV void append_banded(TileRows<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], int first, int head) {
-  constexpr int N = TileRows<S>::N, ROWS = TileRows<S>::ROWS;
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], int first, int head) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
   const s64 slot = tile_slot(a, first, tile.owned_token());
   multiply_bands(tile, a, w, first, head);
@@ -170,7 +172,7 @@ template <class S> DEV void append_banded(TileRows<S>& tile, const AppendArgumen
   tile.broadcast_rows(__fdiv_rn(1.f, scale), reciprocal);
   if constexpr (S::UNBIASED) scale *= row_unbiased_factor(tile, weights, reciprocal, scale);
   scale = clamp_scale<S::SCALE_TYPE>(scale) * sign;
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_KIND, slot, pair_of<S::SCALE_TYPE>(scale, 0.f));
+  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(scale, 0.f));
 
   // Codes.
   if constexpr (S::KEY) {
@@ -190,7 +192,7 @@ template <class S> DEV void append_banded(TileRows<S>& tile, const AppendArgumen
 
 // Appends the tile of one stream and head that begins at token `first`.
 template <class S> DEV void append_tile(const AppendArguments& a, int first, int head, int lane) {
-  TileRows<S> tile{lane, lane >> 2, lane & 3};
+  TokenTile<S> tile{lane, lane >> 2, lane & 3};
   u32 w[2][READ_WORDS];
 #pragma unroll
   for (int r = 0; r < 2; r++) {

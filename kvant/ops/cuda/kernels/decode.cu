@@ -44,8 +44,8 @@ struct OperandQuery {
   struct Shared {};
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
 
-  DEV void request(const DecodeArguments&, const TileRows&) {}
-  DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const TileRows& rows) {
+  DEV void request(const DecodeArguments&, const HeadTileRows&) {}
+  DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
   template <class Pages> DEV void load(Pages& pages, Shared&, const DecodeArguments& a, int lane) const {
@@ -58,7 +58,7 @@ struct OperandQuery {
     if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
   }
   // Overlay tokens [at, last), those of one RoPE block at a time.
-  DEV void attend(Shared&, const DecodeArguments& a, const TileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared&, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
     if constexpr (ROPE_BLOCK > 0) {
       for (int first = at; first < last;) {
         const int until = min(last, rope_block_end(a, first));
@@ -79,17 +79,17 @@ struct CtaQuery {
   static constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one writes the rows
   RawQuery raw;
 
-  DEV static int matrix_of(const DecodeArguments& a, const TileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
-  DEV void request(const DecodeArguments& a, const TileRows& rows) {
+  DEV static int matrix_of(const DecodeArguments& a, const HeadTileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
+  DEV void request(const DecodeArguments& a, const HeadTileRows& rows) {
     if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
   }
-  DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const TileRows& rows) {
+  DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
     if constexpr (FUSED_QUERIES) matrix.copy_query_matrix(a, matrix_of(a, rows));
     if (AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
     load_shared_query(sh, a, raw, matrix.bytes, rows.query, rows.count);
   }
   template <class Pages> DEV void load(Pages& pages, Shared& sh, const DecodeArguments& a, int lane) const { pages.load_query(sh, lane, a.scale); }
-  DEV void attend(Shared& sh, const DecodeArguments& a, const TileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
     attend_overlay(a, at, at, last, overlay_row, rows.head, lane, sh, sh.rows, softmax);
   }
 };
@@ -102,16 +102,16 @@ struct Shared : Query::Shared, MergeBuffers {
 
 // --- overlay and pages --------------------------------------------------------------------------------------------------------
 
-// Tokens [begin(i), end(i)) of unit i of the overlay: sinks first, then the recent ones.
-struct OverlayUnits {
+// Tokens [begin(i), end(i)) of chunk i of the overlay: sinks first, then the recent ones.
+struct OverlayChunks {
   static constexpr int TOKENS = 16 * OVERLAY_TILES;
   const volatile SequenceWork& w;
-  DEV int begin(int i) const { return i >= w.sink_units ? w.recent_begin + (i - w.sink_units) * TOKENS : w.low + i * TOKENS; }
-  DEV int end(int i) const { return min(begin(i) + TOKENS, i >= w.sink_units ? w.n : w.sink_end); }
+  DEV int begin(int i) const { return i >= w.sink_chunks ? w.recent_begin + (i - w.sink_chunks) * TOKENS : w.low + i * TOKENS; }
+  DEV int end(int i) const { return min(begin(i) + TOKENS, i >= w.sink_chunks ? w.n : w.sink_end); }
 };
 
 // A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
-template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, const Q& query, const TileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
+template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, const Q& query, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
                       OnlineSoftmax& softmax) {
   [[maybe_unused]] int rope_block = -1;
   for (int page = range.page; page < range.page_end; page++) {
@@ -159,20 +159,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   PageRing ring;
   ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
   for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
-    for (WorkTile tile = scheduler.first_tile(a, part, lane); tile.unit < tile.end; scheduler.advance(tile)) {
+    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work)) {
       // schedule: this warp's pages and overlay tiles
-      const SequenceWork found = sequence_work(a, tile.b);
+      const SequenceWork found = sequence_work(a, work.b);
       if (lane == 0) sh.work[warp] = found;
-      scheduler.enter(tile, found.units);
-      const WarpRange range = warp_range(found, tile, scheduler.split, warp);
+      scheduler.enter(work, found.units);
+      const WarpRange range = warp_range(found, work, scheduler.split, warp);
       const volatile SequenceWork& w = sh.work[warp];
-      const OverlayUnits overlay = {w};
+      const OverlayChunks overlay = {w};
       const s64 overlay_row = found.overlay_row;
       __syncwarp();
 
       // query: the first pages are on their way while it is loaded
-      const TileRows rows(tile);
-      ring.list(a.block_table + (s64)tile.b * a.block_table_width + found.page, a.pages + rows.head * PAGE_HEAD_BYTES, range);
+      const HeadTileRows rows(work);
+      ring.list(a.block_table + (s64)work.b * a.block_table_width + found.page, a.pages + rows.head * PAGE_HEAD_BYTES, range);
       Query query;
       query.request(a, rows);
       ring.fill(range, lane);
@@ -186,28 +186,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       // tiles: S = Q K^T, P = softmax S, O += P V
       OnlineSoftmax softmax;
       softmax.clear();
-      const auto attend_overlay_units = [&]() {
+      const auto attend_overlay_chunks = [&]() {
         if constexpr (OVERLAY)
           for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) {
             const int at = overlay.begin(i), last = overlay.end(i);
             query.attend(sh, a, rows, w, at, last, overlay_row, lane, softmax);
           }
       };
-      if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_units(), scale_accumulators(softmax);
+      if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_chunks(), scale_accumulators(softmax);
       PageAttention pages;
       query.load(pages, sh, a, lane);
       const PackedRange packed(w, found.overlay_row);
       pages.begin(ring, dynamic, range.page < range.page_end, lane);
       attend_pages(a, ring, pages, query, rows, range, packed, lane, softmax);
       unscale_accumulators(softmax, lane & 3);
-      if (Config::OVERLAY_LAST) attend_overlay_units();
+      if (Config::OVERLAY_LAST) attend_overlay_chunks();
 
       // merge: the warps of the CTA, then the CTAs that share the (sequence, head tile)
       store_warp(softmax, sh, (float*)(dynamic + warp * Config::WARP_BYTES), warp, lane);
       if (FUSED_OUTPUTS) await_copies();
       __syncthreads();
-      finish_cta(a, sh, (float*)dynamic, matrix.bytes, matrix.output_head, rows, tile.whole(), a.partial + ((s64)part * 2 + (tile.from == 0)) * PARTIAL);
-      if (!tile.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(tile), scheduler.last_part(tile));
+      finish_cta(a, sh, (float*)dynamic, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL);
+      if (!work.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(work), scheduler.last_part(work));
       fence_copies();  // outputs were written where pages will be copied to
       __syncthreads();
     }

@@ -1,29 +1,35 @@
-// Decode attention over pages of 16-bit numbers, the recipe `full`: paged, in one launch, split along the sequence. What packed pages
-// are compared with.
+// Decode attention over pages of 16-bit numbers, the recipe `full`: paged, split along the sequence (split-KV), in one launch. Packed pages
+// are compared with it.
 //
-// S^T = K Q^T and O^T = V^T P^T, as decode.cu: tokens (then channels) fill the 16 rows of the tensor core's product, query heads its 8
-// columns. Pages lie token after token. Keys are read 16 bytes a lane, since dot products do not care which channels a step takes; values
-// as the transposed operand wants them. Rows of a page fall on the same banks of shared memory, so lanes read their share in different
-// order and put it right in registers: no wait, a few selections.
+//   for every work tile of the CTA: a part of one sequence for one tile of query heads
+//     load the query, S = Q K^T and O += P V over token tiles by every warp, merge the warps, write a partial result or finish
 //
-// Of bfloat16, probabilities are two numbers, the larger and what it lacks: with up to four query heads, in columns 0 to 3 and 4 to 7 (HALVED).
+// S^T = K Q^T and O^T = V^T P^T, as decode.cu: tokens (then channels) fill the 16 rows of an MMA, query heads its 8 columns. Pages are
+// [tokens, head_dim], keys and values apart. A lane reads keys 16 bytes at a time: a dot product may take channels in any order. It reads
+// values as the transposed operand wants them. The rows of a page begin at the same bank of shared memory, so lanes read their share in
+// different orders and put it in order in registers, by selections.
 //
-// A unit of work is a tile of 16 tokens; a warp copies its keys and its values apart, each TILE_BYTES bytes, STAGES of them in flight.
+// P is fp16 for fp16 pages. For bfloat16 pages, P = high + low, two bfloat16 numbers, since one has 8 bits: with up to four query heads high is
+// in columns 0 to 3 and low in columns 4 to 7 of one MMA (HALVED), with more low is an MMA of its own (LOW).
+//
+// A unit of the scheduler is a token tile: 16 tokens of a KV head. A warp copies its keys and its values separately, TILE_BYTES each.
 
 #include "include/copies.cuh"
-#include "include/scheduler.cuh"
+#include "include/head_tile_rows.cuh"
 
-constexpr int TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES, KV_HEADS = Config::KV_HEADS, GROUP = Config::GROUP, QUERY_TILES = Config::QUERY_TILES;
+constexpr int TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES, KV_HEADS = Config::KV_HEADS, QUERY_TILES = Config::QUERY_TILES;
 constexpr int TILE_BYTES = Config::TILE_BYTES, PAGE_HEAD_BYTES = Config::PAGE_HEAD_BYTES, NUMBERS = Config::ELEMENT_TYPE;
 constexpr int D = Config::HEAD_DIM, TILES = Config::PAGE_TOKENS / 16, HEAD_TILES = KV_HEADS * QUERY_TILES, THREADS = WARPS * 32;
 constexpr bool HALVED = TILE_HEADS <= 4;
 constexpr int COLUMN_TILES = (TILE_HEADS + 7) / 8, COLUMNS = 8 * COLUMN_TILES;
-constexpr int LOW = NUMBERS == 0 && !HALVED;  // whether what probabilities lack is a product of its own
+constexpr int LOW = NUMBERS == 0 && !HALVED;  // whether the low part of P has an MMA of its own
 constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a block's part of a (sequence, head): outputs, then their log-sum-exps
-constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // probabilities are at most 2^14, and 2^6 when the reference is set
+constexpr float HEADROOM = 14.f, REFERENCE = 6.f;  // exponents of P: see online_softmax.cuh, which gives the reasons for the same numbers
+constexpr float LN_2 = 0.69314718055994531f;       // log-sum-exps are to base 2 in here, natural outside
 DEV constexpr int head_of(int column) { return HALVED ? column % 4 : column; }
 
-struct SequenceWork {  // of one sequence: tokens [low, n) in `tiles` tiles from `first` on
+// A sequence of n tokens, of which [low, n) are attended to: token tiles [first, first + tiles). At least one unit, so that a CTA writes its output.
+struct SequenceWork {
   int n, low, first, tiles, units;
 };
 DEV SequenceWork sequence_work(const DecodeFullArguments& a, int b) {
@@ -36,10 +42,10 @@ DEV SequenceWork sequence_work(const DecodeFullArguments& a, int b) {
   return w;
 }
 
-// --- a tile ---------------------------------------------------------------------------------------------------------------
+// --- a token tile -----------------------------------------------------------------------------------------------------------
 
-// Words 4 j to 4 j + 3 are channels 32 j + 8 t to 32 j + 8 t + 7 of rows g and g + 8. Where neighbouring rows fall on the same banks, odd
-// ones are read two words of 32 channels the other way round.
+// Keys of a lane: rows g and g + 8, of which words 4 j to 4 j + 3 are channels 32 j + 8 t to 32 j + 8 t + 7. Where neighbouring rows begin at the
+// same bank, odd rows read every two runs of 32 channels in the other order.
 struct Rows {
   u32 x[2][D / 8];
   DEV void load(u32 tile, int g, int t) {
@@ -59,8 +65,8 @@ struct Rows {
   }
 };
 
-// Rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, the D / 8 channels from g D / 8 on. Where these are four pieces of 1, 2 or 4 words, lanes t
-// begin with different ones, so that all banks are asked at once.
+// Values of a lane: rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, of each the D / 8 channels from g D / 8 on. Where these are four pieces of 1, 2 or 4
+// words, lane t begins with piece t, so that the lanes of a g read different banks.
 struct Transposed {
   static constexpr bool PIECES = D == 64 || D == 128 || D == 256;
   static constexpr int WORDS = D / 16, PIECE = PIECES ? WORDS / 4 : 1, STEP = WORDS % 4 ? 2 : 4;
@@ -87,7 +93,7 @@ struct Transposed {
       }
     }
   }
-  DEV void mask(int at, int first, int last, int t) {  // past the ends a page may hold anything
+  DEV void mask(int at, int first, int last, int t) {  // tokens outside [first, last) are zero: a page may hold anything there, also NaN
 #pragma unroll
     for (int r = 0; r < 4; r++)
       if (at + row(r, t) < first || at + row(r, t) >= last)
@@ -96,7 +102,8 @@ struct Transposed {
   }
 };
 
-DEV float soft_cap(float x, float m, float cap) {  // a score in powers of two, less m
+// A logit to base 2, less m; with a soft cap, cap tanh(logit / cap) = cap (1 - 2 / (1 + 2^x)) for x = 2 log2(e) logit / cap.
+DEV float soft_cap(float x, float m, float cap) {
   if constexpr (Config::SOFTCAP)
     return fmaf(cap, 1.f - __fdividef(2.f, 1.f + exp2_(fminf(x, 80.f))), -m);
   else
@@ -106,9 +113,9 @@ DEV float soft_cap(float x, float m, float cap) {  // a score in powers of two, 
 // --- online softmax of a warp ---------------------------------------------------------------------------------------------
 
 struct OnlineSoftmax {
-  float m[COLUMN_TILES][2], l[COLUMN_TILES][2];  // of the lane's columns 2 t and 2 t + 1; m is the same in all lanes of a column
-  float acc[COLUMN_TILES][D / 16][4];
-  bool fresh;
+  float m[COLUMN_TILES][2], l[COLUMN_TILES][2];  // of the lane's columns 2 t and 2 t + 1; m is the same in all lanes of a column, l the lane's part of the sum
+  float acc[COLUMN_TILES][D / 16][4];            // O^T: rows are channels
+  bool fresh;                                    // no score yet: m is not set
 
   DEV void clear() {
 #pragma unroll
@@ -121,7 +128,7 @@ struct OnlineSoftmax {
     }
     fresh = true;
   }
-  // s are scores in powers of two, less m. Where one is beyond the headroom m is set anew; most of the time nothing happens.
+  // s: scores to base 2, less m. Where one exceeds HEADROOM, m moves and sums and accumulators are rescaled; most of the time nothing happens.
   DEV void update(float s[COLUMN_TILES][4]) {
     float top = minus_infinity();
 #pragma unroll
@@ -146,7 +153,7 @@ struct OnlineSoftmax {
   }
 };
 
-// Probabilities of a tile as second operands: tokens 2 t, 2 t + 1 (and 8 on) of column g.
+// P^T of a token tile as second operand of an MMA: tokens 2 t, 2 t + 1 (and 8 on) of column g.
 struct Probs {
   u32 p[1 + LOW][COLUMN_TILES][2];
   DEV void set(const float s[COLUMN_TILES][4], int t) {
@@ -164,44 +171,195 @@ struct Probs {
 
 // --- copies ---------------------------------------------------------------------------------------------------------------
 
-// The parts of a warp's tiles [tile, end), keys and values in turn, on their way to shared memory.
-struct Ahead {
-  int tile, end, value, stage;
-  const s64* block_table;
-  const u8* page_head;
-  s64 next;  // page that comes after
+// The token tiles of a warp in flight: a ring of STAGES stages of TILE_BYTES, which keys and values of a tile take in turn.
+struct TileRing {
+  u32 room, barriers;      // addresses in shared memory, of the ring and of a barrier for each stage
+  int stage, parity;       // the stage that is read next, and the parity of its barrier's phase
+  int to;                  // the stage that is copied to next
+  int tile, end, value;    // what is copied next: keys or values of `tile`, up to `end`
+  const s64* block_table;  // of the sequence
+  const u8* page_head;     // the page that is copied from
+  s64 next;                // the number of the page after it
+  int head;                // KV head
 
-  DEV void begin(const s64* pages, int from, int to) {
-    block_table = pages, tile = from, end = to, value = 0;
-    page_head = nullptr;
-    next = from < to ? block_table[from / TILES] : 0;
+  DEV void open(u8* stages, u64* barrier) {
+    to = stage = parity = 0;
+    room = shared_address_register(stages), barriers = shared_address_register(barrier);
   }
-  DEV void copy(const u8* pages, int head, u32 room, u32 barriers, int lane) {
+  // Copies the first parts of tiles [from, last).
+  DEV void begin(const DecodeFullArguments& a, int b, int kv_head, int from, int last, int lane) {
+    block_table = a.block_table + (s64)b * a.block_table_width, head = kv_head, tile = from, end = last, value = 0;
+    page_head = nullptr;
+    next = from < last ? block_table[from / TILES] : 0;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) copy(a.pages, lane);
+  }
+  DEV void copy(const u8* pages, int lane) {
     if (tile < end) {
       if (!value && (!page_head || tile % TILES == 0)) {
         page_head = pages + (next * KV_HEADS + head) * PAGE_HEAD_BYTES;
         next = (tile / TILES + 1) * TILES < end ? block_table[tile / TILES + 1] : 0;
       }
-      copy_stage<TILE_BYTES>(room + stage * TILE_BYTES, page_head + (value ? Config::VALUE_OFFSET : 0) + tile % TILES * TILE_BYTES, barriers + stage * 8, lane);
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      copy_stage<TILE_BYTES>(room + to * TILE_BYTES, page_head + (value ? Config::VALUE_OFFSET : 0) + tile % TILES * TILE_BYTES, barriers + to * 8, lane);
+      to = to + 1 == STAGES ? 0 : to + 1;
       tile += value, value ^= 1;
     } else no_copy();
   }
+  DEV u32 await() const {  // the address of the stage that is read next
+    await_stage<STAGES>(barriers + stage * 8, parity);
+    return room + stage * TILE_BYTES;
+  }
+  DEV void release(const u8* pages, int lane) {  // the stage was read: what comes STAGES later takes its place
+    release_stage();
+    stage = stage + 1 == STAGES ? 0 : stage + 1, parity ^= stage == 0;
+    copy(pages, lane);
+  }
 };
 
-// --- a block --------------------------------------------------------------------------------------------------------------
+// --- the query --------------------------------------------------------------------------------------------------------------
 
+// Second operand of S^T = K Q^T: column g, channels in the order of `Rows`. Columns without a query head repeat the last one.
+struct Query {
+  u32 x[COLUMN_TILES][D / 8];
+  DEV void load(const DecodeFullArguments& a, const HeadTileRows& rows, int g, int t) {
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+      for (int j = 0; j < D / 32; j++) load_words<4>(x[n] + 4 * j, (const u8*)a.query + ((rows.query + min(head_of(8 * n + g), rows.count - 1)) * D + 32 * j + 8 * t) * 2);
+  }
+};
+
+// --- attention to token tiles -----------------------------------------------------------------------------------------------
+
+// S^T = K Q^T of the token tile from `at` on: s are logits to base 2, less m; -infinity outside [low, n).
+DEV void multiply_keys(const DecodeFullArguments& a, const SequenceWork& w, const Rows& keys, const Query& q, const OnlineSoftmax& softmax, int at, bool partly, int g,
+                       float (&s)[COLUMN_TILES][4]) {
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    float c[2][4] = {};  // two chains of products, each half as long
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+      mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q.x[n][2 * k], q.x[n][2 * k + 1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
+      const int position = at + i / 2 * 8 + g;
+      if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
+    }
+  }
+}
+
+// O^T += V^T P^T of a token tile.
+DEV void accumulate(OnlineSoftmax& softmax, const Transposed& values, const Probs& p) {
+  const auto& v = values.v;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
+    const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+      for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
+  }
+}
+
+// A warp attends to token tiles [tile, end).
+DEV void attend_tiles(const DecodeFullArguments& a, const SequenceWork& w, TileRing& ring, const Query& q, int tile, int end, int lane, OnlineSoftmax& softmax) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (; tile < end; tile++) {
+    const int at = tile * 16;
+    const bool partly = at < w.low || at + 16 > w.n;
+    Rows keys;
+    keys.load(ring.await(), g, t);
+    ring.release(a.pages, lane);
+    float s[COLUMN_TILES][4];
+    multiply_keys(a, w, keys, q, softmax, at, partly, g, s);
+    softmax.update(s);
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) softmax.l[n][i & 1] += s[n][i] = exp2_(s[n][i]);
+    Probs p;
+    p.set(s, t);
+    Transposed values;
+    values.load(ring.await(), g, t);
+    ring.release(a.pages, lane);
+    if (partly) values.mask(at, w.low, w.n, t);
+    accumulate(softmax, values, p);
+  }
+}
+
+// --- merge ------------------------------------------------------------------------------------------------------------------
+
+// Memory of a CTA for its merge: m and l of every warp, then its weight in place of l; the log-sum-exp of all, and the inverse of its sum.
 struct Shared {
   float m[WARPS][COLUMNS], l[WARPS][COLUMNS], top[COLUMNS], total[COLUMNS];
   u64 barrier[WARPS][STAGES];
   int last;
 };
 
-// The parts of blocks first to last, weighted by their log-sum-exps. A block's part lies in its second slot where it began with this
-// (sequence, head): only the first one did.
+constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;  // floats from the outputs of a warp to those of the next
+
+// Writes a warp's result to shared memory: m and l of every column to sh, outputs [TILE_HEADS, D].
+DEV void store_warp(Shared& sh, OnlineSoftmax& softmax, float* outputs, int warp, int g, int t) {
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int column = 8 * n + 2 * t + e;
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
+      if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
+        if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
+        if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
+      }
+    }
+}
+
+// Merges the warps of the CTA and writes outputs and log-sum-exps: to their place where the CTA has the `whole` work tile, else to its partial
+// result `mine`.
+DEV void merge_warps(const DecodeFullArguments& a, Shared& sh, const float* outputs, bool whole, float* mine, s64 query, int count) {
+  if (threadIdx.x < count) {
+    const int h = threadIdx.x;
+    float m = minus_infinity(), l = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++)
+      if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) {
+      const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
+      l += by * sh.l[i][h];
+      sh.l[i][h] = by;  // the warp's weight
+    }
+    sh.total[h] = l > 0.f ? 1.f / l : 0.f;
+    const float top = l > 0.f ? m + log2_(l) : minus_infinity();
+    if (whole) a.lse[query + h] = top * LN_2;
+    else mine[TILE_HEADS * D + h] = top;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < count * D; i += THREADS) {
+    float x = 0.f;
+#pragma unroll
+    for (int k = 0; k < WARPS; k++) {
+      const float by = sh.l[k][i / D];
+      x += by > 0.f ? by * outputs[k * OUTPUT_STRIDE + i] : 0.f;
+    }
+    x *= sh.total[i / D];
+    if (whole) store_number<NUMBERS>(a.out, query * D + i, x);
+    else mine[i] = x;
+  }
+}
+
+// Merges the partial results of parts first to last, weighted by their log-sum-exps. A part has two slots: its result lies in slot 1 where
+// the (sequence, head tile) begins in it, which holds for the first part alone, and in slot 0 elsewhere.
 DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int last, s64 query, int count) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const auto part = [&](int block) { return a.partial + ((s64)block * 2 + (block == first)) * PARTIAL; };
+  const auto part = [&](int i) { return a.partial + ((s64)i * 2 + (i == first)) * PARTIAL; };
   for (int h = warp; h < count; h += WARPS) {
     float m = minus_infinity(), l = 0.f;
     for (int i = first + lane; i <= last; i += 32) m = fmaxf(m, __ldcg(part(i) + TILE_HEADS * D + h));
@@ -212,7 +370,7 @@ DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int la
     for (int o = 1; o < 32; o <<= 1) l += __shfl_xor_sync(FULL, l, o);
     if (lane == 0) {
       sh.top[h] = m + log2_(l);
-      a.lse[query + h] = sh.top[h] * 0.69314718055994531f;
+      a.lse[query + h] = sh.top[h] * LN_2;
     }
   }
   __syncthreads();
@@ -230,222 +388,58 @@ DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int la
   }
 }
 
-// --- schedule ---------------------------------------------------------------------------------------------------------------
-
-// The line of units (scheduler.cuh), cut as TileScheduler cuts it. This kernel keeps the schedule in variables of its own: over
-// TileScheduler, outputs at head_dim 192 in fp16 were wrong on an H200 now and then, by up to 7e-3, for a reason that was not found.
-struct EvenSplit {
-  int each, more;  // the first `more` parts have each + 1 units, the others `each`
-  DEV int begin_of(int part) const { return part * each + min(part, more); }
-  DEV int part_of(int unit) const { return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each; }
-};
-// Parts that a (sequence, head tile) of so many units is cut into; share: parts over units.
-DEV int split_units(int units, float share) { return max(1, (int)((float)units * share)); }
-
-// The sequence b of a unit, and the units of all head tiles of the sequences before it, by a prefix sum over 32 sequences at a time.
-// own: units of the lane-th sequence.
-DEV void find_sequence(const DecodeFullArguments& a, int unit, bool split, float share, int own, int lane, int& b, int& before) {
-  b = before = 0;
-  for (int base = 0; base < a.batch; base += 32) {
-    int units = own;
-    if (base) units = base + lane < a.batch ? sequence_work(a, base + lane).units : 0;
-    if (split && base + lane < a.batch) units = split_units(units, share);
-    int sum = units;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const int x = __shfl_up_sync(FULL, sum, o);
-      if (lane >= o) sum += x;
-    }
-    const u32 beyond = __ballot_sync(FULL, before + sum * HEAD_TILES > unit);
-    if (beyond) {
-      const int found = __ffs(beyond) - 1;
-      b = base + found;
-      before += __shfl_sync(FULL, sum - units, found) * HEAD_TILES;
-      return;
-    }
-    before += __shfl_sync(FULL, sum, 31) * HEAD_TILES;
+// The last CTA to arrive merges the parts [first, last] of the (sequence, head tile).
+DEV void arrive(const DecodeFullArguments& a, Shared& sh, int first, int last, const HeadTileRows& rows) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* counter = a.arrivals + rows.b * HEAD_TILES + rows.head_tile;
+    sh.last = atomic_add_acq_rel(counter) == last - first;
+    if (sh.last) *counter = 0;
   }
+  __syncthreads();
+  if (sh.last) merge_parts(a, sh, first, last, rows.query, rows.count);
 }
 
+// --- the kernel -----------------------------------------------------------------------------------------------------------------
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode_full(const DecodeFullArguments a) {
-  DYNAMIC_SHARED(dynamic);
+  DYNAMIC_SHARED(dynamic);  // [WARPS, WARP_BYTES]: a warp's stages, later overwritten by its outputs [TILE_HEADS, D]
   __shared__ __align__(16) Shared sh;
+  static_assert(Config::WARP_BYTES >= STAGES * TILE_BYTES && Config::WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its stages, then its outputs");
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  u8* stages = dynamic + warp * Config::WARP_BYTES;
-  float* outputs = (float*)dynamic;  // [WARPS][TILE_HEADS, D], each warp's where its tiles were
-  constexpr int OUTPUT_STRIDE = Config::WARP_BYTES / 4;
-  static_assert(Config::WARP_BYTES >= STAGES * TILE_BYTES && Config::WARP_BYTES >= TILE_HEADS * D * 4, "a warp's bytes hold its tiles, then its outputs");
+  float* outputs = (float*)dynamic;
   begin_copies(sh.barrier[warp], STAGES, lane);
 
-  // Which part of all units is this block's. Where there are several parts for every (sequence, head), each of those is cut into
-  // as many equal parts as fit, so that no block has two of them; a unit is then such a part.
-  const int own = lane < a.batch ? sequence_work(a, lane).units : 0;
-  int all = own;
-  for (int i = lane + 32; i < a.batch; i += 32) all += sequence_work(a, i).units;
-  all = warp_sum_int(all) * HEAD_TILES;
-  int parts = min((int)gridDim.x, max(1, all / (WARPS * 4)));  // four tiles a warp, or it is not worth a block
-  const bool split = parts >= 3 * a.batch * HEAD_TILES;
-  const float share = (float)parts / (float)all;
-  EvenSplit even = {all / parts, all % parts};
-  if (split) {
-    parts = 0;
-    for (int i = lane; i < a.batch; i += 32) parts += split_units(sequence_work(a, i).units, share);
-    parts = warp_sum_int(parts) * HEAD_TILES;
-    even = {1, 0};
-  }
-  Ahead ahead;
-  ahead.stage = 0;
-  int stage = 0, parity = 0;
-  const u32 room = shared_address_register(stages), barriers = shared_address_register(sh.barrier[warp]);
-  const auto await = [&] { await_stage<STAGES>(barriers + stage * 8, parity); };
-  for (int part = blockIdx.x; part < parts; part += gridDim.x) {
-    int now = even.begin_of(part), b, before;
-    const int end = even.begin_of(part + 1);
-    find_sequence(a, now, split, share, own, lane, b, before);
-    while (now < end) {
-      const SequenceWork w = sequence_work(a, b);
-      const int units = split ? split_units(w.units, share) : w.units;
-      const int head_tile = (now - before) / units, head = head_tile / QUERY_TILES, query_tile = head_tile % QUERY_TILES;
-      const int start = before + head_tile * units;
-      const int from = now - start, to = min(end, start + units) - start;
-      int tile = split ? (int)((s64)from * w.tiles / units) : from, tile_end = split ? (int)((s64)to * w.tiles / units) : min(to, w.tiles);
-      const int own = tile_end - tile;  // this block's; then this warp's
-      tile_end = w.first + tile + (warp + 1) * own / WARPS, tile += w.first + warp * own / WARPS;
+  const TileScheduler<HEAD_TILES, 4 * WARPS> scheduler(a, lane);  // four token tiles a warp
+  TileRing ring;
+  ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
+  for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
+    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work)) {
+      // schedule: this warp's token tiles
+      const SequenceWork w = sequence_work(a, work.b);
+      scheduler.enter(work, w.units);
+      int tile = scheduler.split ? (int)((s64)work.from * w.tiles / work.units) : work.from;
+      int end = scheduler.split ? (int)((s64)work.to * w.tiles / work.units) : min(work.to, w.tiles);
+      const int own = end - tile;  // the CTA's; now those of this warp:
+      end = w.first + tile + (warp + 1) * own / WARPS, tile += w.first + warp * own / WARPS;
 
-      ahead.begin(a.block_table + (s64)b * a.block_table_width, tile, tile_end);  // the first copies are on their way while queries are read
-      __syncwarp();
-      const auto copy = [&] { ahead.copy(a.pages, head, room, barriers, lane); };
-#pragma unroll
-      for (int i = 0; i < STAGES; i++) copy();
+      // query: the first tiles are on their way while it is loaded
+      const HeadTileRows rows(work);
+      ring.begin(a, rows.b, rows.head, tile, end, lane);
+      Query query;
+      query.load(a, rows, g, t);
 
-      const int count = min(TILE_HEADS, GROUP - query_tile * TILE_HEADS);
-      const s64 query = (s64)b * KV_HEADS * GROUP + head * GROUP + query_tile * TILE_HEADS;
-      u32 q[COLUMN_TILES][D / 8];  // as `Rows` has a row
-#pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-        for (int j = 0; j < D / 32; j++) load_words<4>(q[n] + 4 * j, (const u8*)a.query + ((query + min(head_of(8 * n + g), count - 1)) * D + 32 * j + 8 * t) * 2);
+      // tiles: S = Q K^T, P = softmax S, O += P V
       OnlineSoftmax softmax;
       softmax.clear();
-#pragma unroll 1
-      for (; tile < tile_end; tile++) {
-        const int at = tile * 16;
-        const bool partly = at < w.low || at + 16 > w.n;
-        const auto consumed = [&] {  // by all lanes: what comes STAGES later may take its place
-          __syncwarp();
-          stage = stage + 1 == STAGES ? 0 : stage + 1, parity ^= stage == 0;
-          copy();
-        };
-        await();
-        Rows keys;
-        keys.load(room + stage * TILE_BYTES, g, t);
-        consumed();
-        float s[COLUMN_TILES][4];
-#pragma unroll
-        for (int n = 0; n < COLUMN_TILES; n++) {
-          float c[2][4] = {};  // two chains of products, each half as long
-#pragma unroll
-          for (int k = 0; k < D / 16; k++)
-            mma_16bit<NUMBERS>(c[k & 1], keys.x[0][2 * k], keys.x[1][2 * k], keys.x[0][2 * k + 1], keys.x[1][2 * k + 1], q[n][2 * k], q[n][2 * k + 1]);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            s[n][i] = soft_cap((c[0][i] + c[1][i]) * a.scale, softmax.m[n][i & 1], a.cap);
-            const int position = at + i / 2 * 8 + g;
-            if (partly && (position < w.low || position >= w.n)) s[n][i] = minus_infinity();
-          }
-        }
-        softmax.update(s);
-#pragma unroll
-        for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) softmax.l[n][i & 1] += s[n][i] = exp2_(s[n][i]);
-        Probs p;
-        p.set(s, t);
+      attend_tiles(a, w, ring, query, tile, end, lane, softmax);
 
-        await();
-        Transposed values;
-        values.load(room + stage * TILE_BYTES, g, t);
-        consumed();
-        if (partly) values.mask(at, w.low, w.n, t);
-        const auto& v = values.v;
-#pragma unroll
-        for (int k = 0; k < D / 16; k++) {
-          const u32 a0 = __byte_perm(v[0][k], v[1][k], 0x5410), a1 = __byte_perm(v[0][k], v[1][k], 0x7632);
-          const u32 a2 = __byte_perm(v[2][k], v[3][k], 0x5410), a3 = __byte_perm(v[2][k], v[3][k], 0x7632);
-#pragma unroll
-          for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-            for (int i = 0; i <= LOW; i++) mma_16bit<NUMBERS>(softmax.acc[n][k], a0, a1, a2, a3, p.p[i][n][0], p.p[i][n][1]);
-        }
-      }
-
-      // a warp's lanes together
-#pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int column = 8 * n + 2 * t + e;
-#pragma unroll
-          for (int o = 4; o < 32; o <<= 1) softmax.l[n][e] += __shfl_xor_sync(FULL, softmax.l[n][e], o);
-          if (g == 0) sh.m[warp][column] = softmax.m[n][e], sh.l[warp][column] = softmax.l[n][e];
-#pragma unroll
-          for (int k = 0; k < D / 16; k++) {
-            float x = softmax.acc[n][k][e], y = softmax.acc[n][k][e + 2];
-            if (NUMBERS == 0 && HALVED) x += __shfl_xor_sync(FULL, x, 2), y += __shfl_xor_sync(FULL, y, 2);
-            if (column < TILE_HEADS) *(float2*)(outputs + warp * OUTPUT_STRIDE + column * D + g * (D / 8) + 2 * k) = {x, y};
-          }
-        }
+      // merge: the warps of the CTA, then the CTAs that share the (sequence, head tile)
+      store_warp(sh, softmax, outputs, warp, g, t);
       __syncthreads();
-
-      // a block's warps together
-      const bool whole = from == 0 && to == units;
-      float* mine = a.partial + ((s64)part * 2 + (from > 0 ? 0 : 1)) * PARTIAL;
-      if (threadIdx.x < count) {
-        const int h = threadIdx.x;
-        float m = minus_infinity(), l = 0.f;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++)
-          if (sh.l[i][h] > 0.f) m = fmaxf(m, sh.m[i][h]);
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) {
-          const float by = sh.l[i][h] > 0.f ? exp2_(sh.m[i][h] - m) : 0.f;
-          l += by * sh.l[i][h];
-          sh.l[i][h] = by;  // the warp's weight
-        }
-        sh.total[h] = l > 0.f ? 1.f / l : 0.f;
-        const float top = l > 0.f ? m + log2_(l) : minus_infinity();
-        if (whole) a.lse[query + h] = top * 0.69314718055994531f;
-        else mine[TILE_HEADS * D + h] = top;
-      }
+      merge_warps(a, sh, outputs, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL, rows.query, rows.count);
+      if (!work.whole()) arrive(a, sh, scheduler.first_part(work), scheduler.last_part(work), rows);
+      fence_copies();  // outputs were written where tiles will be copied to
       __syncthreads();
-      for (int i = threadIdx.x; i < count * D; i += THREADS) {
-        float x = 0.f;
-#pragma unroll
-        for (int k = 0; k < WARPS; k++) {
-          const float by = sh.l[k][i / D];
-          x += by > 0.f ? by * outputs[k * OUTPUT_STRIDE + i] : 0.f;
-        }
-        x *= sh.total[i / D];
-        if (whole) store_number<NUMBERS>(a.out, query * D + i, x);
-        else mine[i] = x;
-      }
-
-      // parts together
-      if (!whole) {
-        const int first = even.part_of(start), last = even.part_of(start + units - 1);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-          int* counter = a.arrivals + b * HEAD_TILES + head_tile;
-          sh.last = atomic_add_acq_rel(counter) == last - first;
-          if (sh.last) *counter = 0;
-        }
-        __syncthreads();
-        if (sh.last) merge_parts(a, sh, first, last, query, count);
-      }
-      fence_copies();  // the stages were written as memory and will be copied to
-      __syncthreads();
-      now = start + to;
-      if (now == before + units * HEAD_TILES) before = now, b++;
     }
-  }
 }

@@ -8,7 +8,7 @@
 #include "include/query.cuh"
 #include "include/sequence_work.cuh"
 
-constexpr int AT_ONCE = 16 / TILE_HEADS, UNIT_ROWS = AT_ONCE * TILE_HEADS;  // head tiles, and query heads, that are rows of one MMA
+constexpr int AT_ONCE = 16 / TILE_HEADS, PASS_ROWS = AT_ONCE * TILE_HEADS;  // head tiles, and query heads, that are rows of one MMA
 constexpr int PARTS = Config::QUERY_PARTS;  // fp16 numbers that a query is the sum of
 constexpr int ROTATE_THREADS = Config::ROTATE_WARPS * 32, EACH = Keys::REGISTERS / Config::ROTATE_WARPS;  // registers of the keys that a warp makes
 constexpr int SPECIAL = 2 * Keys::REGISTERS, IN_ORDER = SPECIAL + 1, ROTATE_TILES = IN_ORDER + D / 8;
@@ -50,11 +50,11 @@ DEV int next_pass(const RotateQueriesArguments& a, int first, RotatePass& out, i
   constexpr int SOME = 32 / AT_ONCE;
   const int all = a.batch * a.rope_blocks, stride = gridDim.x * AT_ONCE, mine = lane / AT_ONCE, place = lane % AT_ONCE;
   for (; first < all; first += SOME * stride) {
-    const int unit = first + mine * stride + place;
+    const int pair = first + mine * stride + place;  // (sequence, RoPE block)
     int b = 0, block = -1, slot = -1;
-    if (mine < SOME && unit < all) {
-      b = unit / a.rope_blocks;
-      const int here = unit - b * a.rope_blocks, n = (int)a.seq_lens[b];
+    if (mine < SOME && pair < all) {
+      b = pair / a.rope_blocks;
+      const int here = pair - b * a.rope_blocks, n = (int)a.seq_lens[b];
       const int begin = (a.first_position / ROPE_TOKENS + here) * ROPE_TOKENS - a.first_position, end = begin + ROPE_TOKENS;  // its tokens
       if (begin < n && !(a.sliding_window > 0 && end <= n - a.sliding_window)) {
         block = here;
@@ -100,7 +100,7 @@ DEV void rotate_rows(const RotateQueriesArguments& a, RotateShared& sh, const Ro
   constexpr int QUADS = D / 4, LANE_ROWS = TILE_HEADS < 4 ? TILE_HEADS : 4, HEAD_PARTS = (TILE_HEADS + LANE_ROWS - 1) / LANE_ROWS;
 #pragma unroll 1
   for (int j = threadIdx.x; j < AT_ONCE * HEAD_PARTS * QUADS; j += ROTATE_THREADS) {
-    const int quad = j % QUADS, from = j / QUADS % HEAD_PARTS * LANE_ROWS, unit = j / (QUADS * HEAD_PARTS), block = now.block[unit];
+    const int quad = j % QUADS, from = j / QUADS % HEAD_PARTS * LANE_ROWS, member = j / (QUADS * HEAD_PARTS), block = now.block[member];
     if (block < 0) continue;
     const bool rotated = quad < a.half / 2;  // the other channels stay as they are
     const int c = rotated ? 2 * quad : 4 * quad, other = rotated ? c + a.half : c + 2;
@@ -109,7 +109,7 @@ DEV void rotate_rows(const RotateQueriesArguments& a, RotateShared& sh, const Ro
       by = __ldg((const float2*)(a.cosine + (u32)(block * a.half + c)));
       across = __ldg((const float2*)(a.sine + (u32)(block * a.half + c)));
     }
-    const u32 place = ((u32)now.b[unit] * Config::KV_HEADS * Config::GROUP + query + from) * D;  // in elements; a batch of queries is small
+    const u32 place = ((u32)now.b[member] * Config::KV_HEADS * Config::GROUP + query + from) * D;  // in elements; a batch of queries is small
     float x[LANE_ROWS][2], y[LANE_ROWS][2];
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; i++) {
@@ -121,7 +121,7 @@ DEV void rotate_rows(const RotateQueriesArguments& a, RotateShared& sh, const Ro
     }
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; i++) {
-      const int row = unit * TILE_HEADS + from + i;
+      const int row = member * TILE_HEADS + from + i;
       if (TILE_HEADS % LANE_ROWS && from + i >= TILE_HEADS) continue;
       store_parts(sh, row, c, x[i][0] * by.x + y[i][0] * across.x, x[i][1] * by.y + y[i][1] * across.y);
       store_parts(sh, row, other, y[i][0] * by.x - x[i][0] * across.x, y[i][1] * by.y - x[i][1] * across.y);
@@ -220,7 +220,7 @@ DEV void make_overlay_rows(const RotateQueriesArguments& a, RotateShared& sh, co
     gather<1>(c);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = g + 8 * r, unit = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < UNIT_ROWS ? now.slot[unit] : -1;
+      const int row = g + 8 * r, member = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < PASS_ROWS ? now.slot[member] : -1;
       peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
       if (slot >= 0) {
         float* to = a.rows + overlay_query_row(slot, row);
@@ -241,8 +241,8 @@ DEV void clear_missing(const RotateQueriesArguments& a, const RotatePass& now) {
   if constexpr (MISSING > 0)
 #pragma unroll 1
     for (int j = threadIdx.x; j < AT_ONCE * MISSING * Keys::REGISTERS * 2; j += ROTATE_THREADS) {
-      const int unit = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
-      if (now.place[unit] >= 0) *(uint4*)(a.operands[now.place[unit]].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
+      const int member = j / (MISSING * Keys::REGISTERS * 2), i = j / 2 % Keys::REGISTERS, none = TILE_HEADS + j / 2 / Keys::REGISTERS % MISSING;
+      if (now.place[member] >= 0) *(uint4*)(a.operands[now.place[member]].f[none / 4][i] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
     }
 }
 
@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
     __syncthreads();
     int place[2];  // of rows g and g + 8
 #pragma unroll
-    for (int r = 0; r < 2; r++) place[r] = g + 8 * r < UNIT_ROWS ? now.place[min((g + 8 * r) / TILE_HEADS, AT_ONCE - 1)] : -1;
+    for (int r = 0; r < 2; r++) place[r] = g + 8 * r < PASS_ROWS ? now.place[min((g + 8 * r) / TILE_HEADS, AT_ONCE - 1)] : -1;
     float sums[APART][2 * EACH][4], (*sum)[4] = sums[0];
     clear<2 * EACH>(sums);
 #pragma unroll

@@ -168,8 +168,8 @@ DEV void rotate_overlay_queries(const RotateQueriesArguments& a, int b, int pass
   int slot[2], block[2], any = 0;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int unit = (g + 8 * r) / TILE_HEADS;
-    slot[r] = unit < AT_ONCE ? pass * AT_ONCE + unit : OVERLAY_SLOTS;
+    const int member = (g + 8 * r) / TILE_HEADS;
+    slot[r] = member < AT_ONCE ? pass * AT_ONCE + member : OVERLAY_SLOTS;
     block[r] = slot[r] < SINK_ROPE_BLOCKS ? slot[r] : last - (slot[r] - SINK_ROPE_BLOCKS);
     const int begin = (before + block[r]) * ROPE_TOKENS - a.first_position;
     const bool there = slot[r] < OVERLAY_SLOTS && block[r] >= span.low && block[r] <= span.high && overlay_slot(block[r], last) == slot[r];
@@ -257,16 +257,16 @@ extern "C" __global__ void __launch_bounds__(Config::HIGH_BATCH_WARPS * 32, Conf
     QueryOperand* out = a.operands + (u32)((b * HEAD_TILES + tile) * a.rope_blocks + first);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int unit = (g + 8 * r) / TILE_HEADS, h = (g + 8 * r) % TILE_HEADS;
-      const bool there = unit < AT_ONCE && first + unit <= span.high;
+      const int member = (g + 8 * r) / TILE_HEADS, h = (g + 8 * r) % TILE_HEADS;
+      const bool there = member < AT_ONCE && first + member <= span.high;
       const float* special = c[SPECIAL] + 2 * r;
       float top = 1e-30f;
 #pragma unroll
       for (int n = 0; n < SPECIAL; n++) top = fmaxf(top, fmaxf(fabsf(c[n][2 * r]), fabsf(c[n][2 * r + 1])));
       top = quad_max(top);
-      store_operand(out[unit], c, r, h, t, top, there);
-      if (there && t == 0) out[unit].top[h] = top * (1.f / largest_weight(Keys{})), out[unit].sum[h] = special[0], out[unit].bias[h] = special[1];
-      if (there && t == 1) out[unit].mean_logit[h] = special[0] * a.scale;
+      store_operand(out[member], c, r, h, t, top, there);
+      if (there && t == 0) out[member].top[h] = top * (1.f / largest_weight(Keys{})), out[member].sum[h] = special[0], out[member].bias[h] = special[1];
+      if (there && t == 1) out[member].mean_logit[h] = special[0] * a.scale;
     }
     constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, WORDS = MISSING * Keys::REGISTERS * 2;  // operands of heads that do not exist are zero
     if constexpr (MISSING > 0)

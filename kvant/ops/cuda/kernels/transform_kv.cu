@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_transform_kv(
   const auto row_of = [&](int token) { return ((s64)token * Config::KV_HEADS + head) * D; };
   const auto next = [&](int first, int count) {
     if (!ROPE_BLOCK) return;
-    if (threadIdx.x < count) block[(first + threadIdx.x) % MATRIX_ROWS] = rope_block_of<ROPE_BLOCK>(a, first + threadIdx.x);
+    if (threadIdx.x < count) block[(first + threadIdx.x) % MATRIX_ROWS] = new_token_rope_block<ROPE_BLOCK>(a, first + threadIdx.x);
     __syncthreads();
   };
   // Channel e of a token, unrotated by the angle phi of its block's start: x cos phi + y sin phi and y cos phi - x sin phi for the pair

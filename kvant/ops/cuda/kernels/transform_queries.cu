@@ -99,27 +99,27 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
     }
     if constexpr (!CHANNELWISE) {
       __syncthreads();
-      for (int unit = 0; unit < a.at_once && first + unit < a.batch; unit++) {
-        QueryOperand& out = a.operands[(s64)(first + unit) * HEAD_TILES + tile];
+      for (int sequence = 0; sequence < a.at_once && first + sequence < a.batch; sequence++) {
+        QueryOperand& out = a.operands[(s64)(first + sequence) * HEAD_TILES + tile];
         const auto top_of = [&](int h) {
           float x = 1e-30f;
 #pragma unroll
-          for (int i = 0; i < TRANSFORM_WARPS; i++) x = fmaxf(x, tops[unit * TILE_HEADS + h][i]);
+          for (int i = 0; i < TRANSFORM_WARPS; i++) x = fmaxf(x, tops[sequence * TILE_HEADS + h][i]);
           return x;
         };
         if (threadIdx.x < TILE_HEADS) {
           const int h = threadIdx.x;
           float sum = 0.f;
 #pragma unroll
-          for (int i = 0; i < TRANSFORM_WARPS; i++) sum += sums[unit * TILE_HEADS + h][i];
+          for (int i = 0; i < TRANSFORM_WARPS; i++) sum += sums[sequence * TILE_HEADS + h][i];
           out.top[h] = out.peak[h] = top_of(h), out.sum[h] = sum;
-          out.mean_logit[h] = load_mean_logit(a, (s64)(first + unit) * Config::KV_HEADS * Config::GROUP + query, h, heads);
+          out.mean_logit[h] = load_mean_logit(a, (s64)(first + sequence) * Config::KV_HEADS * Config::GROUP + query, h, heads);
         }
         for (int h = warp; h < TILE_HEADS; h += TRANSFORM_WARPS) {
-          const float bias = Key::SCALE_KIND == ScaleKind::SCALE ? warp_sum(centre_bias(Keys{}, rows + (unit * TILE_HEADS + h) * STRIDE, lane)) : 0.f;
+          const float bias = Key::SCALE_FORM == ScaleForm::SCALE ? warp_sum(centre_bias(Keys{}, rows + (sequence * TILE_HEADS + h) * STRIDE, lane)) : 0.f;
           if (lane == 0) out.bias[h] = bias;
         }
-        store_query_planes<TRANSFORM_WARPS * 32, STRIDE>(Keys{}, rows + unit * TILE_HEADS * STRIDE, top_of, out.f);
+        store_query_planes<TRANSFORM_WARPS * 32, STRIDE>(Keys{}, rows + sequence * TILE_HEADS * STRIDE, top_of, out.f);
       }
       __syncthreads();
     }

@@ -5,7 +5,7 @@
 
 #pragma once
 #include "include/bands.cuh"
-#include "codecs/affine.cuh"
+#include "codecs/tokenwise.cuh"
 
 using Stream = Config::Stream;
 constexpr int D = Config::HEAD_DIM;
@@ -17,15 +17,15 @@ struct Scale {
 // The scale of a token of the page. Scales lie in the order in which lanes need them: token % 8 first, then token / 8.
 DEV Scale load_scale(const u8* page_head, int token) {
   const int place = token % 8 * (Config::PAGE_TOKENS / 8) + token / 8;
-  if constexpr (Stream::SCALE_KIND == ScaleKind::SCALE) return {low<Stream::SCALE_TYPE>(*(const u16*)(page_head + Stream::SCALE_OFFSET + place * 2)), 0.f};
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE) return {low<Stream::SCALE_TYPE>(*(const u16*)(page_head + Stream::SCALE_OFFSET + place * 2)), 0.f};
   const u32 x = *(const u32*)(page_head + Stream::SCALE_OFFSET + place * 4);
   return {low<Stream::SCALE_TYPE>(x), high<Stream::SCALE_TYPE>(x)};
 }
 
 // The number that a code of band B stands for. The sign of a scale alone is a flag, see `unpack_values`.
 template <class B> DEV float decode_number(float code, const Scale& s) {
-  if constexpr (Stream::SCALE_KIND == ScaleKind::SCALE_MIN) return fmaf(code, s.scale, s.zero);
-  if constexpr (Stream::SCALE_KIND == ScaleKind::SCALE_ZERO) return (code - s.zero) * s.scale;
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return fmaf(code, s.scale, s.zero);
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return (code - s.zero) * s.scale;
   return (code - B::TOP * 0.5f) * (B::WEIGHT * fabsf(s.scale));
 }
 

@@ -20,12 +20,25 @@ DEV void wait_prior_grid() {}
 DEV void launch_dependent_grids() {}
 DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
 DEV u32 shared_address_register(const void* p) { return shared_address(p); }
-template <int N> DEV void load_shared(u32* w, u32 address) { memcpy(w, emulated_dynamic + address, 4 * N); }
-DEV void fence_copies() {}
+template <int N> DEV void load_shared(u32* w, u32 address) {
+  memcpy(w, emulated_dynamic + address, 4 * N);
+  current->loads.push_back({address, 4 * N});
+}
+DEV void fence_copies() { current->loads.clear(); }
+DEV void release_stage() {
+  fence_copies();
+  __syncwarp();
+}
+// A bulk copy writes by the async proxy: it may overtake loads that no fence of their lane follows.
+static void check_loads(u32 to, u32 bytes) {
+  for (const Load& load : current->loads)
+    if (load.at < to + bytes && to < load.at + load.bytes) stop("a stage is copied to that a lane may still be reading: it has not fenced its loads");
+}
 DEV void begin_copies(u64*, int, int) {}
 
 #if BULK
 template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
+  check_loads(to, BYTES);
   if (lane == 0) {
     if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
     begin_copy(emulated_runs[barrier] = {emulated_dynamic + to, from, BYTES});

@@ -51,8 +51,12 @@ struct Copy {
   const u8* from;
   int bytes;
 };
+struct Load {  // of shared memory, by its address in the dynamic part
+  u32 at, bytes;
+};
 struct Fiber {
   std::vector<std::vector<Copy>> copies = {{}};  // groups that have not arrived; the last is open
+  std::vector<Load> loads;                       // since the lane's last fence
   ucontext_t context;
   Index thread;
   Group* warp;

@@ -79,7 +79,7 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ =
   u32 w[WORDS], h[HIGH_WORDS];
 
   DEV static constexpr int power(int element) { return BARE ? bare_position<BITS>(element) : position<BITS>(element); }
-  DEV static constexpr float unit(int element) { return (float)(1 << power(element)) * (BARE ? 5.9604644775390625e-8f : 1.f); }  // that a code counts
+  DEV static constexpr float code_step(int element) { return (float)(1 << power(element)) * (BARE ? 5.9604644775390625e-8f : 1.f); }  // that a code counts
 
   template <class PageHead> DEV void load(PageHead page_head, int tile, int lane) {
     load_words<WORDS>(w, page_head + OFFSET + (tile * 32 + lane) * WORDS * 4);

@@ -15,7 +15,7 @@
 
 constexpr int READ_WORDS = D / 8;
 
-template <class S> struct TileRows {
+template <class S> struct TokenTile {
   static constexpr bool KEY = S::KEY;
   static constexpr int SHARE = KEY ? 4 : 8;            // lanes that hold a row
   static constexpr int ROWS = SHARE / 2, N = D / SHARE;  // rows of a lane, and channels of each

@@ -54,22 +54,22 @@ template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_
 #pragma unroll
   for (int i = 0; i < N; i++) {
     Scales key[2];
-    load_scales<Key::SCALE_KIND, Key::SCALE_TYPE>(key, page_head + Key::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
+    load_scales<Key::SCALE_FORM, Key::SCALE_TYPE>(key, page_head + Key::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int n = 0; n < LANE_HEADS; n++) {
         const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : ROPE_BLOCK ? softmax.m[n] - q.mean_logit[n] : softmax.m[n];
         float y;
-        if (Key::SCALE_KIND == ScaleKind::SCALE_MIN) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
-        if (Key::SCALE_KIND == ScaleKind::SCALE_ZERO) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
-        if (Key::SCALE_KIND == ScaleKind::SCALE) y = fmaf(fmaf(x, q.factor[n], q.bias[n]), key[r].scale, -less);
+        if (Key::SCALE_FORM == ScaleForm::SCALE_MIN) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
+        if (Key::SCALE_FORM == ScaleForm::SCALE_ZERO) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
+        if (Key::SCALE_FORM == ScaleForm::SCALE) y = fmaf(fmaf(x, q.factor[n], q.bias[n]), key[r].scale, -less);
         s[i][n][r] = SOFTCAP ? soft_cap(y + q.mean_logit[n], softmax.m[n], cap) : y;
       }
   }
 }
 
-struct AffinePages {
+struct TokenwisePages {
   using Shared = SharedQuery;  // of a query that the CTA makes itself
   static constexpr bool HAS_OPERAND = true;  // a kernel before decode may make the query operand
 
