@@ -17,6 +17,7 @@ from kvant.engines import graphs
 from kvant.eval.loglikelihood import Continuation, score
 from tests.cli.test_cli import save_tokenizer
 from tests.engines.test_hf import make_model
+from tests.test_models import write_gguf
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install 'kvant[lm-eval]'"
@@ -227,6 +228,24 @@ def test_a_calibrated_recipe_finds_or_makes_its_artifact(
     text.write_text("The keeper wrote the names of the ships into a green book. " * 20)
     other = KvantLM(str(tiny), recipe="kvant-4", calibration_text=str(text), device="cpu")
     assert other.artifact.digest != made.artifact.digest
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from lm_eval.api.instance import Instance
+
+    from kvant import models
+    from kvant.eval.harness import KvantLM
+
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    lm = KvantLM(str(file), recipe="int4", device="cpu", dtype="float32")
+    request = Instance("loglikelihood", {}, ("the path over the hill", " and the other way"), 0)
+    ((found, _),) = lm.loglikelihood([request], disable_tqdm=True)
+    model, tokenizer = models.load(str(file))
+    ids = [tokenizer(text)["input_ids"] for text in request.args]
+    ((expected, _),) = score(model, kvant.Cache(model, "int4"), [Continuation.of(*ids, 128)])
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
