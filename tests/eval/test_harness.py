@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -17,6 +18,7 @@ from kvant.engines import graphs
 from kvant.eval.loglikelihood import Continuation, score
 from tests.cli.test_cli import save_tokenizer
 from tests.engines.test_hf import make_model
+from tests.test_models import write_gguf
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install 'kvant[lm-eval]'"
@@ -229,6 +231,24 @@ def test_a_calibrated_recipe_finds_or_makes_its_artifact(
     assert other.artifact.digest != made.artifact.digest
 
 
+def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from lm_eval.api.instance import Instance
+
+    from kvant import models
+    from kvant.eval.harness import KvantLM
+
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    lm = KvantLM(str(file), recipe="int4", device="cpu", dtype="float32")
+    request = Instance("loglikelihood", {}, ("the path over the hill", " and the other way"), 0)
+    ((found, _),) = lm.loglikelihood([request], disable_tqdm=True)
+    model, tokenizer = models.load(str(file))
+    ids = [tokenizer(text)["input_ids"] for text in request.args]
+    ((expected, _),) = score(model, kvant.Cache(model, "int4"), [Continuation.of(*ids, 128)])
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -294,25 +314,31 @@ def test_a_batch_that_does_not_fit_is_halved(
 
 
 def test_a_graph_is_used_where_it_can_be(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: the choice alone, and that transformers calls what was chosen."""
+    """Without a GPU: the same fixed steps, run eagerly, write what transformers' own loop writes."""
+    from lm_eval.api.instance import Instance
+
     from kvant.eval.harness import KvantLM
 
-    lm = KvantLM(str(tiny), recipe="int4", device="cpu")
+    lm = KvantLM(str(tiny), recipe="int4", device="cpu", batch_size=3)
+    texts = ["The keeper", "The keeper lit lamp 7 and wrote", "Ships"]
+    options = {"until": ["\n\n"], "max_gen_toks": 7}
+    requests = [Instance("generate_until", {}, (text, options), i) for i, text in enumerate(texts)]
     assert not lm._captures({})
+    expected = lm.generate_until(requests, disable_tqdm=True)
+    steps, used = functools.partial(graphs.sample, capture=False), []
+
+    def sample(*args: Any, **inputs: Any) -> Any:
+        used.append(inputs["past_key_values"])
+        return steps(*args, **inputs)
+
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
     monkeypatch.setattr(graphs, "refuse", lambda *args: None)
+    monkeypatch.setattr(graphs, "sample", sample)
     assert lm._captures({})
     assert not lm._captures({"num_beams": 2})
-    seen = []
-
-    def sample(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        seen.append(options["past_key_values"])
-        return input_ids
-
-    monkeypatch.setattr(graphs, "sample", sample)
-    ids = torch.full((1, 4), 9)
-    lm._model_generate(ids, 9, ["\n"], attention_mask=torch.ones_like(ids))
-    assert seen == [lm.cache]
+    assert lm.generate_until(requests, disable_tqdm=True) == expected
+    assert used == [lm.cache], "one batch, from the packed cache"
+    assert lm.cache.batch_size == -1
 
 
 def test_a_plain_forward_pass_is_refused(tiny: Path) -> None:
