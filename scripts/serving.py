@@ -42,7 +42,9 @@ def clock(work: Callable[[], Any], device: str) -> float:
 
 
 def text_ids(tokenizer: Any, count: int, device: str) -> torch.Tensor:
-    text = "\n".join((PAGE.parent / name).read_text() for name in ("design.md", "methods.md", "results.md"))
+    text = "\n".join(
+        (PAGE.parent / name).read_text() for name in ("design.md", "methods.md", "results.md", "ablations.md")
+    )
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     assert ids.shape[1] >= count, f"the documents have {ids.shape[1]} tokens, {count} are needed"
     return ids[:, :count].to(device)

@@ -2,7 +2,7 @@
 
 `int4` is the naive INT4 of SAW-INT4 (appendix A.1, equations 3 and 4): one scale and one integer zero point for each
 token and head; `int3` and `int2` are the same equations. `zero=float` stores the minimum itself in place of the zero
-point, at the same bits and with less error; docs/results.md has both. `int8`, which no paper defines, has it, and
+point, at the same bits and with less error; docs/ablations.md has both. `int8`, which no paper defines, has it, and
 stores scale and minimum in float16: with the 8-bit mantissa of bfloat16 the ends of its range would be off by half a
 step.
 """
