@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from kvant.engines import graphs
 from kvant.eval.prompt_states import PromptStates, padded
@@ -126,16 +127,34 @@ def ask(
 ) -> list[Answer]:
     """Answers to all questions, in their order, one sample after another. `make_cache` gives an empty cache for a batch; None
     takes transformers' own full cache. With `states` the prompts' prefill is taken from there; without, every batch is prefilled
-    by the model through its cache. `graph` decodes in a CUDA graph where the cache can."""
+    by the model through its cache. `graph` decodes in a CUDA graph where the cache can. `progress` is called with tokens: those
+    done, and those of all answers at their longest."""
     tokenizer = prompts.tokenizer
     wanted = [(i, sample) for sample in range(sampling.samples) for i in range(len(prompts.ids))]
     found: dict[tuple[int, int], Answer] = {} if journal is None else journal.read(prompts.questions)
     left = sorted((pair for pair in wanted if pair not in found), key=lambda pair: (-len(prompts.ids[pair[0]]), pair))
-    progress(len(found), len(wanted))
+    limits = [question.max_new_tokens for question in prompts.questions]
+    total = sum(limits[i] for i, _ in wanted)
+
+    def tell(steps: int, batch: Sequence[tuple[int, int]]) -> None:
+        """Progress in tokens: answers count with all that they may have, those under way with the steps so far."""
+        progress(sum(limits[i] for i, _ in found) + sum(min(steps, limits[i]) for i, _ in batch), total)
+
+    tell(0, ())
     while left:
         some = left[:batch]
         try:
-            texts = _generate(model, tokenizer, prompts, some, make_cache, sampling, states, graph)
+            texts = _generate(
+                model,
+                tokenizer,
+                prompts,
+                some,
+                make_cache,
+                sampling,
+                states,
+                graph,
+                functools.partial(tell, batch=some),
+            )
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise
@@ -150,7 +169,7 @@ def ask(
         left = left[len(some) :]
         if journal is not None:
             journal.write(found)
-        progress(len(found), len(wanted))
+        tell(0, ())
     return [found[pair] for pair in wanted]
 
 
@@ -163,8 +182,9 @@ def _generate(
     sampling: Sampling,
     states: PromptStates | None,
     graph: bool,
+    tell: Callable[[int], None],
 ) -> list[tuple[str, int]]:
-    """Answers of a batch, and their tokens."""
+    """Answers of a batch, and their tokens. `tell` is called with the number of steps after each."""
     rows = [prompts.ids[i] for i, _ in some]
     width = max(map(len, rows))
     end = tokenizer.eos_token_id
@@ -177,7 +197,8 @@ def _generate(
     if states is not None:
         first = _fill(cache, ids, mask, [i for i, _ in some], states, sampling)
         ids, mask, new = torch.cat((ids, first), 1), torch.nn.functional.pad(mask, (0, 1), value=1), new - 1
-    options = {"max_new_tokens": new, "pad_token_id": pad, **sampling.options}
+    steps = StoppingCriteriaList([_Steps(tell)])
+    options = {"max_new_tokens": new, "pad_token_id": pad, "stopping_criteria": steps, **sampling.options}
     if not new:
         out = ids
     elif graph and make_cache is not None and graphs.refuse(model, cache) is None:
@@ -194,6 +215,18 @@ def _generate(
         said = row if stop is None else row[:stop]
         answers.append((tokenizer.decode(said, skip_special_tokens=True), len(said) + (stop is not None)))
     return answers
+
+
+class _Steps(StoppingCriteria):
+    """Stops nothing: tells how many steps a generation has done."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self.tell, self.count = tell, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.count += 1
+        self.tell(self.count)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _fill(

@@ -92,10 +92,22 @@ def test_answers_do_not_depend_on_who_prefilled(recipe: str | None, tmp_path: An
     name = "int4:sink=2,recent=8,zero=float" if recipe == "kvant-like" else recipe
     make = None if name is None else lambda: kvant.Cache(model, name)
     counted = []
+    heard: list[tuple[int, int]] = []
     for states in (None, PromptStates(model, prompts.ids), PromptStates(model, prompts.ids, budget=0)):
-        found = ask(model, prompts, task, make, batch=3, sampling=Sampling(), states=states)
+        found = ask(
+            model,
+            prompts,
+            task,
+            make,
+            batch=3,
+            sampling=Sampling(),
+            states=states,
+            progress=lambda *at: heard.append(at),
+        )
         counted.append([(a.question, a.text, a.tokens, a.length) for a in found])
     assert counted[0] == counted[1] == counted[2]
+    assert {total for _, total in heard} == {6 + 7 + 8 + 9}
+    assert heard[0][0] == 0 and heard[-1][0] == 30 and any(0 < done < 21 for done, _ in heard), "within a batch, too"
     assert [length for *_, length in counted[0]] == [70, 9, 41, 70]
 
 
