@@ -25,7 +25,7 @@ from kvant.artifact import Artifact
 from kvant.cache import PagedCache, PrefixCache
 from kvant.engines import fold
 from kvant.engines.attention import Handle, flatten, unflatten
-from kvant.engines.batch_state import BatchState, Group
+from kvant.engines.batch_state import BatchState, Group, Step
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.graphs import Decoder
 from kvant.engines.layers import PackedLayer
@@ -249,19 +249,12 @@ class Cache(Serving, transformers.Cache):
         self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None
     ) -> Tensor:
         layer, key, value = handle.layer, handle.key, handle.value
-        if not self.groups:
-            self._initialize(key)
-        group = self.state.group_of[layer]
+        group, step, index = self._enter(layer, query, key, value, mask)
         columns = query.shape[2]
-        if self.layers[layer].columns > self.state.columns_begun:  # the first layer of a forward pass
-            self.state.begin(query, key, value, mask, self.layers[layer])
-        step = group.step
-        assert step is not None and step.columns == columns
+        assert step.columns == columns
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": group.sliding_window}
-        index = group.layers.index(layer)
         rows = query.shape[0] if step.same is None else len(step.batch.seq_lens)
-        first = None if step.same is None else sorted(set(step.same))  # the first row of each set of equal rows
-        q, k, v = (flatten(x if first is None else x[first], step.padding_mask) for x in (query, key, value))
+        q, k, v = (self._tokens_of(x, step) for x in (query, key, value))
         if columns == 1 and step.padding_mask is None:
             group.paged.append(index, k, v, step.batch, q)
             flat = group.paged.decode(index, q, step.batch, **options)
@@ -270,13 +263,11 @@ class Cache(Serving, transformers.Cache):
         else:
             flat = group.paged.prefill(index, q, k, v, step.batch, **options)
             group.paged.append(index, k, v, step.batch, q)
-        step.written += 1
+        self._written(group, step, index)
         out = unflatten(flat, step.padding_mask, rows, columns)
-        if first is not None and step.same is not None:
+        if step.same is not None:
+            first = sorted(set(step.same))
             out = out[[first.index(source) for source in step.same]]
-            for row, source in enumerate(step.same):
-                if source != row:
-                    group.paged.copy_row(index, group.sequences[source], group.sequences[row])
         if self.on_attend is not None:
             self.on_attend(layer, query, key, value, out)
         return out
@@ -327,17 +318,31 @@ class Cache(Serving, transformers.Cache):
     def _store(self, layer: int, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> None:
         """Appends a layer's keys and values without attending."""
         self.update(key, value, layer)
+        group, step, index = self._enter(layer, key, key, value, padding_mask)
+        k, v = (self._tokens_of(x, step) for x in (key, value))
+        group.paged.append(index, k, v, step.batch)
+        self._written(group, step, index)
+
+    def _enter(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Group, Step, int]:
+        """The forward pass under way, which its first layer begins: a layer's group, the pass in it, the layer's index in it."""
         if not self.groups:
             self._initialize(key)
-        if self.layers[layer].columns > self.state.columns_begun:  # the first layer
-            self.state.begin(key, key, value, padding_mask, self.layers[layer])
+        if self.layers[layer].columns > self.state.columns_begun:  # the first layer of a forward pass
+            self.state.begin(query, key, value, mask, self.layers[layer])
         group = self.state.group_of[layer]
-        step = group.step
-        assert step is not None
-        index = group.layers.index(layer)
-        first = None if step.same is None else sorted(set(step.same))
-        k, v = (flatten(x if first is None else x[first], step.padding_mask) for x in (key, value))
-        group.paged.append(index, k, v, step.batch)
+        assert group.step is not None
+        return group, group.step, group.layers.index(layer)
+
+    @staticmethod
+    def _tokens_of(x: Tensor, step: Step) -> Tensor:
+        """[batch, heads, columns, head_dim] -> [tokens, heads, head_dim]: without padding, and of equal rows the first alone."""
+        return flatten(x if step.same is None else x[sorted(set(step.same))], step.padding_mask)
+
+    @staticmethod
+    def _written(group: Group, step: Step, index: int) -> None:
+        """A layer's new tokens are stored: rows with the same text get a copy of the first one's overlay row."""
         step.written += 1
         for row, source in enumerate(step.same or ()):
             if source != row:

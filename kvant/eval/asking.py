@@ -1,9 +1,8 @@
 """Free-running generation: a model answers questions from a cache, and the answers are scored.
 
-Prompts go through the tokenizer's chat template where it has one. They are prefilled once for all recipes (`PromptStates`), but for
-recipes that need the prompt's queries. Questions of similar length share a batch, padded on the left; a batch that does not fit into
-memory is halved. Answers are stored as they are generated (`Journal`), so that an interrupted
-run can be continued.
+Prompts go through the tokenizer's chat template where it has one. They are prefilled once for all recipes (`PromptStates`), except
+for recipes that need the prompt's queries. Questions of similar length share a batch, padded on the left; a batch that does not fit
+into memory is halved. Answers are stored as they are generated (`Journal`), so that an interrupted run can be continued.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from kvant.engines import graphs
+from kvant.eval.padding import pad_rows
 from kvant.eval.prompt_states import PromptStates, padded
 from kvant.eval.tasks import Question, Task
 from kvant.files import cache_dir, collect, replacing
@@ -189,8 +189,8 @@ def _generate(
     width = max(map(len, rows))
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end if end is not None else 0
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    ids, real = pad_rows(rows, pad, "left", model.device)
+    mask = real.long()
     new = max(prompts.questions[i].max_new_tokens for i, _ in some)
     torch.manual_seed(_seed(sampling.seed, some))
     cache = DynamicCache() if make_cache is None else make_cache()

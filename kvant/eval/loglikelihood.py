@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kvant.engines.hf import Cache
+from kvant.eval.padding import pad_rows
 
 Tensor = torch.Tensor
 BLOCK = 64  # columns that are read at a time: logits are held for these, and attention weights of these over all tokens
@@ -91,7 +92,7 @@ def score(
     place = {inputs: row for row, inputs in enumerate(rows)}
     device = model.device
     of_row = torch.tensor([place[one.inputs] for one in continuations], device=device)
-    targets, scored = _padded([one.targets for one in continuations], 0, "right", device)
+    targets, scored = pad_rows([one.targets for one in continuations], 0, "right", device)
     found = torch.zeros(len(continuations), dtype=torch.float64, device=device)
     greedy = torch.ones(len(continuations), dtype=torch.bool, device=device)
     cache.reset()
@@ -120,7 +121,7 @@ def _decoded(
     mask = torch.zeros(len(rows), 0, dtype=torch.bool, device=device)
     if prompts != [()]:
         assert () not in prompts
-        ids, mask = _padded(prompts, pad, "left", device)
+        ids, mask = pad_rows(prompts, pad, "left", device)
         cache.as_decoded = False
         position = (mask.cumsum(1) - 1).clamp_min(0)
         model(
@@ -135,7 +136,7 @@ def _decoded(
         mask = mask[source]
         if len(prompts) < len(rows):
             cache.batch_select_indices(source)
-    ids, new = _padded([decoded for _, decoded in rows], pad, "right", device)
+    ids, new = pad_rows([decoded for _, decoded in rows], pad, "right", device)
     before = mask.sum(1, keepdim=True)
     position = before + torch.arange(ids.shape[1], device=device)
     cache.as_decoded = True
@@ -152,14 +153,3 @@ def _decoded(
                 use_cache=True,
             ).logits,
         )
-
-
-def _padded(rows: Sequence[Sequence[int]], pad: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows as int64 [rows, columns], and which columns are tokens, bool [rows, columns]."""
-    columns = max(map(len, rows))
-    ids = torch.full((len(rows), columns), pad, dtype=torch.int64)
-    mask = torch.zeros(len(rows), columns, dtype=torch.bool)
-    for row, tokens in enumerate(rows):
-        part = slice(columns - len(tokens), columns) if side == "left" else slice(len(tokens))
-        ids[row, part], mask[row, part] = torch.tensor(tokens, dtype=torch.int64), True
-    return ids.to(device), mask.to(device)

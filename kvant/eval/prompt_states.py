@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from kvant.eval.padding import pad_rows
+
 Tensor = torch.Tensor
 GROUP_TOKENS = 16384  # tokens of one prefill, padding included; a longer prompt is prefilled alone
 HOST_BUDGET = 2 << 30  # bytes of prompts that stay in memory on a CPU
@@ -58,9 +60,8 @@ class PromptStates:
     @torch.inference_mode()
     def _prefill(self, group: Sequence[int]) -> list[PromptState]:
         """Prefills prompts together. Padding goes to the right, where causal attention does not see it: no mask is needed."""
-        rows = [list(self.ids[i]) for i in group]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.model.device)
+        rows = [self.ids[i] for i in group]
+        ids, _ = pad_rows(rows, 0, "right", self.model.device)
         ends = sorted({len(row) - 1 for row in rows})
         cache = DynamicCache()
         keep = torch.tensor(ends, device=self.model.device)
