@@ -30,6 +30,7 @@ from results_tables import LONG, NEEDLES, ROOT, SMOLLM2, TASK_RECIPES, Spec, abl
 
 from kvant import models, recipes
 from kvant.artifact import Artifact
+from kvant.calibrate import text as texts
 from kvant.calibrate.run import calibrate
 from kvant.chats import Chats
 from kvant.cli.common import read_text, say, write_json
@@ -45,6 +46,7 @@ from kvant.recipe import Recipe
 CODE = ("argparse", "ast", "asyncio.base_events", "collections", "datetime", "decimal", "inspect", "tarfile", "typing")
 CODEBOOKS = ("vecinfer", "million", "saw-int4-kmeans")  # fitted on more tokens
 TURNS = 4  # questions of a conversation
+MIXED = 16384  # tokens of each kind in a mixture to calibrate on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,12 @@ class Texts:
             self.calibration["code"] = source_of(
                 ("doctest", "optparse", "pickle", "subprocess", "unittest.mock", "zipfile")
             )
+            ids = [
+                texts.encode(tokenizer, text)[:MIXED] if isinstance(text, str) else text[:MIXED]
+                for text in self.calibration.values()
+                if text is not None
+            ]
+            self.calibration["mixed"] = torch.cat(ids)
 
     @staticmethod
     def _segments(tokenizer: Any, text: str, args: argparse.Namespace) -> Segments:
