@@ -16,7 +16,9 @@ import torch
 
 from kvant import passages, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate.builtin import cached_artifact, fit_builtin, fits_in_seconds
+from kvant.calibrate.artifact_cache import artifact_for
+from kvant.calibrate.artifact_paths import cached
+from kvant.calibrate.builtin import fits_in_seconds
 from kvant.calibrate.capture import Progress, keys_of
 from kvant.calibrate.run import model_name
 from kvant.engines.fingerprint import fingerprint
@@ -164,11 +166,11 @@ def _artifacts(
         if not recipe.calibrated:
             found[recipe.name] = None
             continue
-        fitting = _first_that_fits(given, recipe, shape, named) or cached_artifact(named, recipe)
+        fitting = _first_that_fits(given, recipe, shape, named) or cached(named, recipe)
         if fitting is not None:
             found[recipe.name] = fitting
         elif fit or fits_in_seconds(recipe):
-            found[recipe.name] = fit_builtin(model, tokenizer, recipe, progress)
+            found[recipe.name] = artifact_for(model, tokenizer, recipe, progress=progress)
         else:
             left_out[recipe.name] = "needs a fit: --fit (fit=True) makes one on a built-in text and keeps it"
     return found, left_out
@@ -242,7 +244,7 @@ def _heads(model: Any) -> tuple[int, int]:
 
 def check_segment(model: Any, tokenizer: Any, tokens: int = TOKENS) -> Segments:
     """The built-in text as one segment, cut to the model's context."""
-    ids = passages.encode(tokenizer, "check")
+    ids = passages.encode(tokenizer, passages.conversation())
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
     ids = ids[: min(tokens, longest)]
     return Segments(torch.tensor([ids]), max(1, len(ids) * PROMPT[0] // PROMPT[1]))
