@@ -1,8 +1,7 @@
 """Checks whether recipes fit a model: reads a built-in text through the packed cache and compares with the full cache.
 
-It takes seconds on a GPU and a minute or two on two cores for a small model. A recipe that learns only
-means is fitted first, which takes seconds. For other calibrated recipes an artifact is needed; without one the recipe is left out
-and reported.
+It takes seconds on a GPU and a minute or two on two cores for a small model. A recipe that learns only means is fitted first, on
+the built-in calibration text. For other calibrated recipes an artifact is needed; without one the recipe is left out and reported.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def examine(
     """As `check`; also says what was left out and why.
 
     artifacts  for calibrated recipes: the first that fits is used, else a cached one.
-    fit        also fit what takes long, on the built-in text.
+    fit        also fit recipes that learn more than means, on the built-in calibration text.
     tokens     of the built-in text that are read (default 1024, or all of it where it is shorter): more than the windows of
                every recipe, so that most of what is read is packed.
     again      measure even where a verdict is stored.
