@@ -23,12 +23,12 @@ from kvant.progress import Progress
 from kvant.recipe import MixedRecipe, Recipe, Window
 from kvant.shape import ModelShape
 from kvant.tune import candidates, knapsack
-from kvant.tune.candidates import BASE, CANDIDATES, RECENT
+from kvant.tune.candidates import BASE, CANDIDATES, RECENT, Options
 from kvant.tune.sensitivity import Choice, Table, measure
 
 Tensor = torch.Tensor
 CONTEXT = 32768
-EXCERPTS = 6  # of the text, on which sensitivity is measured
+EXCERPTS = 4  # of the text, on which sensitivity is measured
 EXCERPT_TOKENS = 1024
 HELD_OUT = 1, 4  # share of a given text that nothing is fitted to or chosen on
 SCORED = 2048  # tokens of the held-out text that are scored, at most
@@ -134,6 +134,88 @@ def windows_of(recent: Sequence[int]) -> list[Window]:
     return [Window(sink, each) for each in dict.fromkeys(recent)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A model's candidates, fitted, and its sensitivity to each of them: what does not depend on the budget."""
+
+    model: Any
+    shape: ModelShape
+    texts: Texts
+    candidates: Sequence[Recipe]
+    windows: Sequence[Window]
+    options: Options
+    artifacts: dict[Recipe, Artifact | None]
+    table: Table
+
+    def tune(self, bits: float, context: int = CONTEXT, progress: Progress | None = None) -> Tuned:
+        """Chooses a recipe for every layer under a budget, and measures it on the held-out text."""
+        shape, table = self.shape, self.table
+        check(shape, bits, context, self.candidates, self.windows)
+        window, picked = _pick(shape, bits, context, self.options, self.windows, table)
+        layers = [candidates.windowed(made, window) for _, _, made in picked]
+        own = recipes.get(BASE)
+        mixed = MixedRecipe.of(f"tuned-{bits:g}", candidates.windowed(own, window), layers)
+        artifact = _artifact(mixed, picked, self.artifacts, shape, {"bits": bits, "context": context})
+        fitted = next(each for each in self.artifacts.values() if each is not None and each.recipe.fits == own.fits)
+        by_name = {mixed.name: artifact, own.name: fitted.serving(own)}
+        results = evaluate(
+            self.model,
+            [mixed, own],
+            self.texts.held_out,
+            make_cache=lambda recipe: Cache(self.model, recipe, artifact=by_name[recipe.name]),
+            progress=None if progress is None else lambda done, total: progress("measuring the result", done, total),
+        )
+        size = len(shape.layers), shape.heads, shape.head_dim
+        layouts = Layouts.of(mixed, *size, dtype=shape.dtype)
+        chosen = [
+            Layer(
+                recipe.name,
+                layouts.layers[i].bits_per_element(context),
+                table.kl[window, i, picked[i][0]],
+                table.kl[window, i, picked[i][1]],
+            )
+            for i, recipe in enumerate(layers)
+        ]
+        return Tuned(
+            artifact=artifact,
+            bits=layouts.bits_per_element(context),
+            context=context,
+            window=window,
+            layers=tuple(chosen),
+            predicted=sum(layer.key_kl + layer.value_kl for layer in chosen),
+            predicted_base=_predicted(own, self.options, table, len(shape.layers)),
+            results=tuple(results),
+            base_bits=Layouts.of(own, *size, dtype=shape.dtype).bits_per_element(context),
+            refused=self.options.refused,
+        )
+
+
+def study(
+    model: Any,
+    tokenizer: Any,
+    text: Source | None = None,
+    *,
+    chosen: Sequence[str | Recipe] = CANDIDATES,
+    recent: Sequence[int] = RECENT,
+    tokens: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Study:
+    """Fits the candidates and measures how much the model's output depends on each of them in every layer."""
+    shape = ModelShape.of(model)
+    named = candidates.parse([each.name if isinstance(each, Recipe) else each for each in chosen])
+    windows = windows_of(recent)
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    found = texts_of(tokenizer, text, longest)
+    options = candidates.options([candidates.windowed(recipe, windows[0]) for recipe in named], shape)
+    sources = dict.fromkeys(choice.recipe for choice in options.choices)
+    base = candidates.windowed(recipes.get(BASE), windows[0])
+    artifacts = _fit(model, tokenizer, [base, *sources], found.fit, tokens, seed, progress)
+    tensors = {recipe: {} if (made := artifacts[recipe]) is None else made.tensors for recipe in sources}
+    table = measure(model, found.excerpts, options.choices, tensors, windows, seed=seed, progress=progress)
+    return Study(model, shape, found, named, windows, options, artifacts, table)
+
+
 def tune(
     model: Any,
     tokenizer: Any,
@@ -147,7 +229,8 @@ def tune(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Chooses a recipe for every layer, under a budget of bits per cached number, and fits it.
+    """Chooses a recipe for every layer, under a budget of bits per cached number, and fits it. For several budgets, make one
+    `study` and call its `tune`.
 
     bits      per cached number of a sequence of `context` tokens, windows counted, mean over layers.
     text      what the recipes are fitted to and chosen on: a string, token ids, or chats. Its last quarter is held out, to measure
@@ -156,56 +239,10 @@ def tune(
     recent    windows that are tried, in recent tokens; one is taken for all layers.
     tokens    that the recipes are fitted to, as in `calibrate`.
     """
-    shape = ModelShape.of(model)
     named = candidates.parse([each.name if isinstance(each, Recipe) else each for each in chosen])
-    windows = windows_of(recent)
-    check(shape, bits, context, named, windows)
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    found = texts_of(tokenizer, text, longest)
-    base = candidates.windowed(recipes.get(BASE), windows[0])
-    found_options = candidates.options([candidates.windowed(recipe, windows[0]) for recipe in named], shape)
-    sources = dict.fromkeys(choice.recipe for choice in found_options.choices)
-    artifacts = _fit(model, tokenizer, [base, *sources], found.fit, tokens, seed, progress)
-    tensors = {recipe: {} if (made := artifacts[recipe]) is None else made.tensors for recipe in sources}
-    table = measure(model, found.excerpts, found_options.choices, tensors, windows, seed=seed, progress=progress)
-    window, picked = _pick(shape, bits, context, found_options, windows, table)
-    layers = [candidates.windowed(made, window) for _, _, made in picked]
-    mixed = MixedRecipe.of(f"tuned-{bits:g}", candidates.windowed(base, window), layers)
-    artifact = _artifact(mixed, picked, artifacts, shape, {"bits": bits, "context": context})
-    own = recipes.get(BASE)
-    fitted = artifacts[base]
-    assert fitted is not None
-    uniform = fitted.serving(own)
-    by_name = {mixed.name: artifact, own.name: uniform}
-    results = evaluate(
-        model,
-        [mixed, own],
-        found.held_out,
-        make_cache=lambda recipe: Cache(model, recipe, artifact=by_name[recipe.name]),
-        progress=None if progress is None else lambda done, total: progress("measuring the result", done, total),
-    )
-    size = len(shape.layers), shape.heads, shape.head_dim
-    layouts = Layouts.of(mixed, *size, dtype=shape.dtype)
-    return Tuned(
-        artifact=artifact,
-        bits=layouts.bits_per_element(context),
-        context=context,
-        window=window,
-        layers=tuple(
-            Layer(
-                recipe.name,
-                layouts.layers[i].bits_per_element(context),
-                table.kl[window, i, picked[i][0]],
-                table.kl[window, i, picked[i][1]],
-            )
-            for i, recipe in enumerate(layers)
-        ),
-        predicted=sum(table.kl[window, i, c] for i, (key, value, _) in enumerate(picked) for c in (key, value)),
-        predicted_base=_predicted(own, found_options, table, len(shape.layers)),
-        results=tuple(results),
-        base_bits=Layouts.of(own, *size, dtype=shape.dtype).bits_per_element(context),
-        refused=found_options.refused,
-    )
+    check(ModelShape.of(model), bits, context, named, windows_of(recent))
+    options: dict[str, Any] = {"chosen": named, "recent": recent, "tokens": tokens, "seed": seed, "progress": progress}
+    return study(model, tokenizer, text, **options).tune(bits, context, progress)
 
 
 def _fit(
@@ -234,7 +271,7 @@ def _pick(
     shape: ModelShape,
     bits: float,
     context: int,
-    found: candidates.Options,
+    found: Options,
     windows: Sequence[Window],
     table: Table,
 ) -> tuple[Window, list[tuple[Choice, Choice, Recipe]]]:
@@ -289,7 +326,7 @@ def _artifact(
     return Artifact(mixed, shape.heads, shape.head_dim, len(shape.layers), tensors, source | {"tuned": tuned})
 
 
-def _predicted(recipe: Recipe, found: candidates.Options, table: Table, layers: int) -> float | None:
+def _predicted(recipe: Recipe, found: Options, table: Table, layers: int) -> float | None:
     """The predicted KL of one recipe in all layers; None where its streams or its window were not measured."""
     window = recipe.key.window
     choices = []

@@ -32,7 +32,7 @@ from kvant.shape import ModelShape
 Tensor = torch.Tensor
 ATTENTION = "kvant_taps"  # name of the attention function in transformers
 DRAWS = 1  # of successors for each token, a backward pass each; another excerpt says more than another draw
-QUERIES = 256  # tokens of an excerpt whose outputs are compared
+QUERIES = 96  # tokens of an excerpt whose outputs are compared
 PROMPT = 1, 4  # share of an excerpt's tokens before the first of them
 
 
