@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import hashlib
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -30,7 +31,8 @@ from results_tables import LONG, NEEDLES, ROOT, SMOLLM2, TASK_RECIPES, Spec, abl
 
 from kvant import models, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate.run import calibrate
+from kvant.calibrate import text as texts
+from kvant.calibrate.run import calibrate_all
 from kvant.chats import Chats
 from kvant.cli.common import read_text, say, write_json
 from kvant.codecs.boosted import Boosted
@@ -45,6 +47,8 @@ from kvant.recipe import Recipe
 CODE = ("argparse", "ast", "asyncio.base_events", "collections", "datetime", "decimal", "inspect", "tarfile", "typing")
 CODEBOOKS = ("vecinfer", "million", "saw-int4-kmeans")  # fitted on more tokens
 TURNS = 4  # questions of a conversation
+FIT_TOGETHER = 12  # recipes that share passes over their calibration text
+MIXED = 16384  # tokens of each kind in a mixture to calibrate on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,12 @@ class Texts:
             self.calibration["code"] = source_of(
                 ("doctest", "optparse", "pickle", "subprocess", "unittest.mock", "zipfile")
             )
+            ids = [
+                texts.encode(tokenizer, text)[:MIXED] if isinstance(text, str) else text[:MIXED]
+                for text in self.calibration.values()
+                if text is not None
+            ]
+            self.calibration["mixed"] = torch.cat(ids)
 
     @staticmethod
     def _segments(tokenizer: Any, text: str, args: argparse.Namespace) -> Segments:
@@ -133,19 +143,33 @@ class Bench:
         self.seconds: dict[Any, float] = {}
 
     def artifact(self, spec: Spec) -> tuple[Recipe, Artifact | None]:
-        recipe = recipe_of(spec)
         key = dataclasses.replace(spec, offset=0)
         if key not in self.artifacts:
-            begin = time.perf_counter()
-            self.artifacts[key] = None
-            if recipe.calibrated:
-                text = self.texts.calibration[spec.text]
+            self.fit([spec])
+        return recipe_of(spec), self.artifacts[key]
+
+    def fit(self, specs: list[Spec]) -> None:
+        """Fits recipes that are not fitted yet. Those that read the same text share its passes (calibrate_all)."""
+        together: dict[Any, list[Spec]] = {}
+        for spec in dict.fromkeys(dataclasses.replace(spec, offset=0) for spec in specs):
+            if spec in self.artifacts:
+                continue
+            if recipe_of(spec).calibrated:
                 tokens = spec.tokens or self.tokens_for(spec.recipe)
-                self.artifacts[key] = calibrate(
-                    self.model, self.tokenizer, recipe, text, tokens=tokens, max_position=spec.positions, resume=False
-                )
-            self.seconds[key] = time.perf_counter() - begin
-        return recipe, self.artifacts[key]
+                together.setdefault((spec.text, tokens, spec.positions), []).append(spec)
+            else:
+                self.artifacts[spec], self.seconds[spec] = None, 0.0
+        for (text, tokens, positions), some in together.items():
+            begin = time.perf_counter()
+            chosen = [recipe_of(spec) for spec in some]
+            read = self.texts.calibration[text]
+            made = calibrate_all(
+                self.model, self.tokenizer, chosen, read, tokens=tokens, max_position=positions, resume=False
+            )
+            took = time.perf_counter() - begin
+            say(f"fitted {len(some)} recipes on {tokens:,} tokens in {took:.1f} s: {', '.join(s.recipe for s in some)}")
+            for spec, artifact in zip(some, made, strict=True):
+                self.artifacts[spec], self.seconds[spec] = artifact, took / len(some)
 
     def tokens_for(self, recipe: str) -> int:
         return self.args.codebook_tokens if recipe.startswith(CODEBOOKS) else self.args.calibration_tokens
@@ -207,10 +231,15 @@ def measure_texts(bench: Bench, data: dict[str, Any], names: list[str], kinds: l
         into |= bench.texts.facts[kind] | {"tokens": bench.texts.scored[kind].tokens}
         if kind != "chat":
             into |= {"context": bench.args.context, "prompt": bench.args.prompt}
-    for some in grouped(names):
-        for kind in kinds:
-            have = {row["recipe"] for row in data["texts"][kind]["results"]}
-            left = some if bench.args.again else [name for name in some if name not in have]
+    have = {kind: {row["recipe"] for row in data["texts"][kind]["results"]} for kind in kinds}
+    missing = names if bench.args.again else [name for name in names if any(name not in have[kind] for kind in kinds)]
+    for fitted in grouped(missing, FIT_TOGETHER):
+        try:
+            bench.fit([Spec.parse(name) for name in fitted])
+        except Exception as error:
+            say(f"{', '.join(fitted)}: not fitted together: {type(error).__name__}: {error}")
+        for kind, some in itertools.product(kinds, grouped(fitted, 3)):
+            left = some if bench.args.again else [name for name in some if name not in have[kind]]
             try:
                 if left:
                     add(kind, left)
@@ -223,12 +252,12 @@ def measure_texts(bench: Bench, data: dict[str, Any], names: list[str], kinds: l
                         say(f"{kind}: {name}: not measured: {type(again).__name__}: {again}")
 
 
-def grouped(names: list[str]) -> list[list[str]]:
-    """Names in threes, those with the same offset of positions together."""
+def grouped(names: list[str], count: int) -> list[list[str]]:
+    """Names in groups of `count`, those with the same offset of positions together."""
     by_offset: dict[int, list[str]] = {}
     for name in names:
         by_offset.setdefault(Spec.parse(name).offset, []).append(name)
-    return [some[first : first + 3] for some in by_offset.values() for first in range(0, len(some), 3)]
+    return [some[first : first + count] for some in by_offset.values() for first in range(0, len(some), count)]
 
 
 def measure_task(bench: Bench, data: dict[str, Any], label: str, names: list[str], batch: int, save: Any) -> None:

@@ -108,7 +108,7 @@ class Affine(Codec):
         if self.clip < 1.0:
             limit = magnitude_quantile(x, self.clip)
             x = x.clamp(-limit, limit)
-        x = x.reshape(tokens, heads, self.groups(dim), -1)
+        x = x.reshape(tokens, heads, self.groups(dim), dim // self.groups(dim))
         low, high = x.amin(-1), x.amax(-1)
         best = self._coded(x, low, high)
         if self.search > 1:
@@ -151,6 +151,6 @@ class Affine(Codec):
     def decode(self, parts: Parts) -> Tensor:
         codes, scale = parts["codes"], parts["scale"].float()
         tokens, heads, dim = codes.shape
-        x = codes.reshape(tokens, heads, self.groups(dim), -1).float()
+        x = codes.reshape(tokens, heads, self.groups(dim), dim // self.groups(dim)).float()
         offset = parts["min" if self.zero == "float" else "zero"].float()
         return self._value(x, scale, offset).reshape(tokens, heads, dim)

@@ -34,6 +34,7 @@ AT_ONCE = (
     3  # recipes compared with one pass of the full cache; each also holds exact keys and values, for AttentionError
 )
 BLOCK = 64  # tokens per segment whose reference distributions are held at a time, at least
+GPU_BLOCK = 256  # on a GPU, where a block costs its launches
 
 
 @dataclasses.dataclass
@@ -96,14 +97,12 @@ class AttentionError:
         exact = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=keep, scale=self.scales[layer], enable_gqa=True
         ).transpose(1, 2)
-        error = (out - exact)[asked].double().square().sum(-1)  # [queries that count, query heads]
-        energy = exact[asked].double().square().sum(-1)
-        self.total.error[layer] += error.sum().cpu()
-        self.total.energy[layer] += energy.sum().cpu()
+        error, energy = ((x.double().square().sum(-1) * asked[..., None]) for x in (out - exact, exact))
+        self.total.add(layer, error, energy)  # each [rows, new columns, query heads], zero where a query does not count
         if self.total.profile is not None:
             length = self.batch.positions(total - fresh, total)[asked] + 1
             for name, x in (("output_error", error), ("output_energy", energy)):
-                self.total.profile.add(name, layer, length, x.unflatten(1, (keys.shape[1], -1)).sum(-1))
+                self.total.profile.add(name, layer, length, x[asked].unflatten(1, (keys.shape[1], -1)).sum(-1))
             self._profile(self.total.profile, layer, query, keys, values, asked)
 
     def _profile(self, profile: Sums, layer: int, query: Tensor, keys: Tensor, values: Tensor, asked: Tensor) -> None:
@@ -140,9 +139,15 @@ class Errors:
         self.error, self.energy = (torch.zeros(layers, dtype=torch.float64) for _ in range(2))
         self.profile = Sums(layers, heads) if profile else None
 
+    def add(self, layer: int, error: Tensor, energy: Tensor) -> None:
+        """Adds squared errors and energies of a layer. The sums stay on their device: reading them would wait for it."""
+        self.error, self.energy = self.error.to(error.device), self.energy.to(error.device)
+        self.error[layer] += error.sum()
+        self.energy[layer] += energy.sum()
+
     @property
     def relative(self) -> Tensor:
-        return self.error / self.energy
+        return (self.error / self.energy).cpu()
 
 
 def attention_scales(model: Any) -> list[float]:
@@ -235,8 +240,9 @@ def evaluate(
     compare_every = 16 if chunk == 1 and stepwise else 1  # attention outputs are compared at every n-th step
     at_once = chunk == 1 and not stepwise
     batch = 1 if chunk == 1 and stepwise and segments.ragged else batch
-    chunk = BLOCK if at_once else chunk
-    block = math.ceil(BLOCK / chunk) * chunk
+    held = GPU_BLOCK if model.device.type == "cuda" else BLOCK
+    chunk = held if at_once else chunk
+    block = math.ceil(held / chunk) * chunk
     for rows, some in itertools.product(segments.batches(batch), range(0, len(recipes), together)):
         rows = rows.to(model.device)
         prompt, columns = rows.prompt, rows.ids.shape[1]

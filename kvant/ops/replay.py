@@ -7,6 +7,7 @@ overlays, as they were at each length, are put together from the overlay before 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -14,9 +15,22 @@ import torch
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
 from kvant.ops.reference import mean_logits, overlay_index, read, softmax
-from kvant.ops.types import LayerStore, PagedBatch, one_sequence
+from kvant.ops.types import LayerStore, PagedBatch, some_sequences
 
 Tensor = torch.Tensor
+SCORES = 1 << 27  # attention scores that are held at a time; sequences beyond them come after
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlay:
+    """Every full-precision token that decode would have read at one of the lengths.
+
+    tokens  [sequences, tokens, heads, head_dim], in the basis of attention; zero where `held` is false
+    held    which positions there are: [sequences, tokens]
+    """
+
+    tokens: Tensor
+    held: Tensor
 
 
 def replay(
@@ -32,77 +46,96 @@ def replay(
     sliding_window: int | None = None,
 ) -> Tensor:
     """Calls `append`, which stores the new tokens, and attends from each of them: [new tokens, heads, head_dim] each."""
-    rows = [one_sequence(batch, b) for b in range(len(batch.seq_lens))]
-    parts = [slice(int(batch.query_start_loc[b]), int(batch.query_start_loc[b + 1])) for b in range(len(rows))]
+    if not len(query):
+        append()
+        return torch.empty_like(query)
     new: dict[StreamName, Tensor] = {"key": key, "value": value}
-    some = [
-        (part, row) for part, row in zip(parts, rows, strict=True) if part.stop > part.start
-    ]  # that have new tokens
-    overlays = [{name: _overlay(store, name, x[part], row) for name, x in new.items()} for part, row in some]
+    overlays = {name: _overlay(store, name, x, batch) for name, x in new.items()}
     append()
-    out = torch.empty_like(query)
-    for (part, row), full in zip(some, overlays, strict=True):
-        out[part] = _attend(store, query[part], row, full, scale, softcap, sliding_window)
-    return out
+    fresh = batch.query_start_loc.diff()
+    sequence, position = batch.positions
+    column = position - (batch.seq_lens - fresh)[sequence]
+    width, longest = int(fresh.max()), int(batch.seq_lens.max())
+    padded = query.new_zeros(len(fresh), width, *query.shape[1:])
+    padded[sequence, column] = query
+    together = max(1, SCORES // (query.shape[1] * width * longest))
+    out = torch.cat(
+        [
+            _attend(store, padded[some], batch, some, overlays, scale, softcap, sliding_window)
+            for some in (slice(first, first + together) for first in range(0, len(fresh), together))
+        ]
+    )
+    return out[sequence, column]
 
 
-def _overlay(store: LayerStore, name: StreamName, x: Tensor, row: PagedBatch) -> tuple[Tensor, Tensor] | None:
-    """Every full-precision token that decode would have read at one of the lengths, [tokens, heads, head_dim], and which positions
-    there are, [tokens]; None where a stream has no overlay. Called before the append, which overwrites the ring."""
+def _overlay(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch) -> Overlay | None:
+    """The overlay of a stream with its new tokens x, [new tokens, heads, head_dim]; None where a stream has none. Called before the
+    append, which overwrites the ring."""
     stream, overlay = store.stream(name), store.overlays[name]
     spec = stream.spec.window
     if not overlay.shape[1]:
         return None
-    total = int(row.seq_lens[0])
-    before = total - len(x)
-    position = torch.arange(total, device=x.device)
-    old = position[:before]
-    held = (old < row.sinks[0]) | ((old >= spec.sink) & (old >= before - spec.ring) & (old >= row.ring_start[name][0]))
-    index = overlay_index(spec, old).clamp_max(overlay.shape[1] - 1)
-    history = torch.where(held[:, None, None], overlay[int(row.overlay_rows[0])][index].float(), 0.0)
-    new = stream.stored(x.float(), position[before:]).to(DTYPES[store.layout.overlay_dtype]).float()
-    held = torch.cat((held, held.new_ones(len(new))))
-    return stream.attended(torch.cat((history, new)), position), held
+    sequence, position = batch.positions
+    before = (batch.seq_lens - batch.query_start_loc.diff())[:, None]
+    at = torch.arange(int(batch.seq_lens.max()), device=x.device)
+    ring = (at >= spec.sink) & (at >= before - spec.ring) & (at >= batch.ring_start[name][:, None])
+    held = (at < before) & ((at < batch.sinks[:, None]) | ring)
+    index = overlay_index(spec, at).clamp_max(overlay.shape[1] - 1)
+    tokens = overlay[batch.overlay_rows[:, None], index[None, :]].float()
+    tokens = torch.where(held[..., None, None], tokens, 0.0)
+    tokens[sequence, position] = stream.stored(x.float(), position).to(DTYPES[store.layout.overlay_dtype]).float()
+    held[sequence, position] = True
+    return Overlay(stream.attended(tokens.transpose(0, 1), at).transpose(0, 1), held)
 
 
 def _attend(
     store: LayerStore,
     query: Tensor,
-    row: PagedBatch,
-    overlays: dict[StreamName, tuple[Tensor, Tensor] | None],
+    batch: PagedBatch,
+    some: slice,
+    overlays: dict[StreamName, Overlay | None],
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    new, query_heads, dim = query.shape
-    total = int(row.seq_lens[0])
+    """Attention of `some` sequences from their new tokens, query [sequences, new tokens, query heads, head_dim], of which the last
+    are padding where a sequence has fewer."""
+    rows, new, query_heads, dim = query.shape
+    total = int(batch.seq_lens.max())
+    part = some_sequences(batch, some)
+    fresh = batch.query_start_loc.diff()[some]
     position = torch.arange(total, device=query.device)
-    at = position[total - new :, None]
-    keep = position <= at
+    at = (part.seq_lens - fresh)[:, None, None] + torch.arange(new, device=query.device)[:, None]  # of the queries
+    keep = position <= at  # [sequences, new tokens, tokens]
     if sliding_window is not None:
         keep &= position > at - sliding_window
     packed: dict[StreamName, Tensor] = {}
     from_page: dict[StreamName, Tensor] = {}
-    nothing = row._replace(sinks=torch.zeros_like(row.sinks), ring_start=dict.fromkeys(row.ring_start, row.seq_lens))
+    nothing = part._replace(
+        sinks=torch.zeros_like(part.sinks), ring_start=dict.fromkeys(part.ring_start, part.seq_lens)
+    )
     for name, full in overlays.items():
         spec = store.stream(name).spec.window
-        from_page[name] = (position >= spec.sink) & (position < spec.packed_end(at + 1))  # [new tokens, tokens]
+        from_page[name] = (position >= spec.sink) & (position < spec.packed_end(at + 1))
         if full is not None:  # what the overlay does not hold is read from the page
-            from_page[name] = from_page[name] | ~full[1]
-        codes = read(store, name, nothing, row.seq_lens)[0, :total]
-        packed[name] = torch.where(from_page[name].any(0)[:, None, None], codes, 0.0)
-    q = query.float().view(new, store.layout.heads, -1, dim)
+            from_page[name] = from_page[name] | ~full.held[some, None]
+        codes = read(store, name, nothing, part.seq_lens)[:, :total]
+        packed[name] = torch.where(from_page[name].any(1)[..., None, None], codes, 0.0)
+    q = query.float().view(rows, new, store.layout.heads, -1, dim)
     mean_logit = mean_logits(store, q, scale, softcap)
     q = store.key.dual(q)
-    scores = torch.einsum("qhgd,nhd->hgqn", q, packed["key"])
+    scores = torch.einsum("bqhgd,bnhd->bhgqn", q, packed["key"])
     full = overlays["key"]
     if full is not None:
-        scores = torch.where(from_page["key"], scores, torch.einsum("qhgd,nhd->hgqn", q, full[0]))
-    weights = softmax(scores * scale, keep, softcap, None if mean_logit is None else mean_logit.permute(1, 2, 0))
+        exact = torch.einsum("bqhgd,bnhd->bhgqn", q, full.tokens[some])
+        scores = torch.where(from_page["key"][:, None, None], scores, exact)
+    mean_logit = None if mean_logit is None else mean_logit.permute(0, 2, 3, 1)
+    weights = softmax(scores * scale, keep[:, None, None], softcap, mean_logit)
     full = overlays["value"]
     if full is None:
-        out = torch.einsum("hgqn,nhd->qhgd", weights, packed["value"])
+        out = torch.einsum("bhgqn,bnhd->bqhgd", weights, packed["value"])
     else:
-        out = torch.einsum("hgqn,nhd->qhgd", weights * from_page["value"], packed["value"])
-        out += torch.einsum("hgqn,nhd->qhgd", weights * ~from_page["value"], full[0])
-    return store.value.inverse(out).reshape(new, query_heads, dim).to(query.dtype)
+        coded = from_page["value"][:, None, None]
+        out = torch.einsum("bhgqn,bnhd->bqhgd", weights * coded, packed["value"])
+        out += torch.einsum("bhgqn,bnhd->bqhgd", weights * ~coded, full.tokens[some])
+    return store.value.inverse(out).reshape(rows, new, query_heads, dim).to(query.dtype)

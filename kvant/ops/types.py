@@ -41,7 +41,11 @@ class PagedBatch(NamedTuple):
 
 def one_sequence(batch: PagedBatch, b: int) -> PagedBatch:
     """The batch of its sequence b alone; slot_mapping and query_start_loc stay those of the batch."""
-    at = slice(b, b + 1)
+    return some_sequences(batch, slice(b, b + 1))
+
+
+def some_sequences(batch: PagedBatch, at: slice) -> PagedBatch:
+    """The batch of some of its sequences; slot_mapping and query_start_loc stay those of the batch."""
     return batch._replace(
         block_table=batch.block_table[at],
         seq_lens=batch.seq_lens[at],
