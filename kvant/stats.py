@@ -35,7 +35,8 @@ class Moments:
     sample: Tensor  # [heads, n, head_dim] float32: a uniform sample of the vectors
 
     def through(self, matrix: Tensor, offset: Tensor | None = None) -> Moments:
-        """Moments of (x - offset) @ matrix; matrix [heads, d, d] or [d, d]. absmax is computed from the sample."""
+        """Moments of (x - offset) @ matrix; matrix [heads, d, d] or [d, d]. absmax is computed from the sample, and is NaN
+        where there is none."""
         matrix = matrix.to(torch.float64).expand(len(self.mean), *matrix.shape[-2:])
         second, mean, sample = self.second, self.mean, self.sample.to(torch.float64)
         if offset is not None:
@@ -48,7 +49,7 @@ class Moments:
             self.count,
             (mean[:, None, :] @ matrix)[:, 0],
             matrix.mT @ second @ matrix,
-            sample.abs().amax(1),
+            sample.abs().amax(1) if sample.shape[1] else torch.full_like(mean, torch.nan),
             sample.float(),
         )
 
@@ -100,7 +101,7 @@ class LayerStats:
     queries: Moments
     keys: Moments
     values: Moments
-    attended: Tensor  # [heads, head_dim, head_dim] float64
+    attended: Tensor | None  # [heads, head_dim, head_dim] float64; None where no part needs it
     probes: tuple[Probe, ...]
     scale: float  # of the softmax
     sink: int = 0  # tokens at the start of a probe that are never coded

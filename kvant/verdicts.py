@@ -74,7 +74,7 @@ class Verdict:
     why: str = ""
     model: str = ""
     seconds: float = 0.0
-    text: str = dataclasses.field(default_factory=lambda: passages.digest("check"))
+    text: str = dataclasses.field(default_factory=lambda: passages.digest("check")[:16])
     version: str = VERSION
 
     @property
@@ -156,7 +156,7 @@ def _read(path: Path) -> Verdict | None:
         out = Verdict.from_dict(found)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return out if (out.version, out.text) == (VERSION, passages.digest("check")) else None
+    return out if (out.version, out.text) == (VERSION, passages.digest("check")[:16]) else None
 
 
 def names_that_fit(named: str) -> list[str]:

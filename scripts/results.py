@@ -7,9 +7,9 @@
     python scripts/results.py                      only renders the tables
 
 Texts are prose (--prose), chat (questions and worked answers of --gsm8k as conversations of four turns, put through the model's
-template; the answers are scored) and code (modules of Python's standard library). A recipe is calibrated once and read on all of
-them. Rows of a part that are there already are measured again only with --again. Several parts may run at the same time on one
-GPU, each with an --out of its own.
+template; the answers are scored), code (modules of Python's standard library) and foreign (--foreign, in another language). A
+recipe is calibrated once and read on all of them. Rows of a part that are there already are measured again only with --again.
+Several parts may run at the same time on one GPU, each with an --out of its own.
 """
 
 from __future__ import annotations
@@ -80,8 +80,13 @@ class Texts:
         self.scored: dict[str, Any] = {"prose": self._segments(tokenizer, prose, args)}
         self.facts = {"prose": {"sha256": hashlib.sha256(prose.encode()).hexdigest()}}
         self.calibration = {
-            None: read_text(args.calibration_text, "--calibration-text") if args.calibration_text else None
+            None: read_text(args.calibration_text, "--calibration-text") if args.calibration_text else None,
+            "builtin": None,
         }
+        if args.foreign:
+            foreign = read_text(args.foreign, "--foreign")
+            self.scored["foreign"] = self._segments(tokenizer, foreign, args)
+            self.facts["foreign"] = {"sha256": hashlib.sha256(foreign.encode()).hexdigest()}
         if args.gsm8k:
             lines = [json.loads(line) for line in Path(args.gsm8k).read_text(encoding="utf-8").splitlines()]
             half = len(lines) // 2
@@ -342,7 +347,8 @@ def main() -> int:
     parser.add_argument("--kinds", help="of texts (default: all that are given; ablations: prose)")
     parser.add_argument("--prose", help="text to measure on; without it, only the tables are rendered")
     parser.add_argument("--gsm8k", help="GSM8K's test set: for chats, and for its task")
-    parser.add_argument("--calibration-text", help="text to calibrate on (default: the model's own)")
+    parser.add_argument("--foreign", help="text in another language, to measure on")
+    parser.add_argument("--calibration-text", help="text to calibrate on (default: the built-in one)")
     parser.add_argument("--calibration-tokens", type=int, default=8192)
     parser.add_argument("--codebook-tokens", type=int, default=32768, help="for codebooks and centroids")
     parser.add_argument("--tokens", type=int, default=12288)

@@ -105,18 +105,16 @@ def test_an_unfit_recipe_is_refused_with_what_fits() -> None:
 
 
 def test_the_two_texts_share_no_sentence() -> None:
-    sentences = [
-        {
-            s.strip()
-            for turn in passages.messages(name)
-            for s in turn["content"].replace("\n", ". ").split(". ")
-            if len(s) > 12
-        }
-        for name in ("check", "fit")
-    ]
-    assert len(sentences[0]) > 30 and len(sentences[1]) > 30
-    assert not sentences[0] & sentences[1]
-    for name in ("check", "fit"):
-        roles = [turn["role"] for turn in passages.messages(name)]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
+    def sentences(pieces: list[passages.Piece]) -> set[str]:
+        texts = [
+            each for piece in pieces for each in ([piece] if isinstance(piece, str) else [t["content"] for t in piece])
+        ]
+        return {s.strip() for text in texts for s in text.replace("\n", ". ").split(". ") if len(s) > 12}
+
+    judged = sentences([passages.conversation()])
+    fitted = sentences([piece for pieces in passages.pieces().values() for piece in pieces])
+    assert len(judged) > 30 and len(fitted) > 300
+    assert not judged & fitted
+    roles = [turn["role"] for turn in passages.conversation()]
+    assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert passages.digest("check") != passages.digest("fit")

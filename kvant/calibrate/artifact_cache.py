@@ -24,20 +24,13 @@ def artifact_for(
     progress: Progress | None = None,
 ) -> Artifact | None:
     """The artifact that a recipe needs for a model, or None where it needs none. It is taken from the cache, or fitted now and
-    cached. Fitting takes minutes; where a recipe learns only means (kvant-4) it takes seconds, on a built-in text. `text` and
-    `progress` are those of `calibrate`; without `progress`, bars or lines are printed on stderr. An artifact that was fitted on
-    a given text is found only by the same text."""
+    cached. `text` and `progress` are those of `calibrate`: without `text` the built-in one is read; without `progress`, bars or
+    lines are printed on stderr. An artifact is found only by the text that it was fitted on."""
     recipe = recipes.get(recipe)
     if not recipe.calibrated:
         return None
     named = fingerprint(model)
     found = cached(named, recipe, text)
-    if found is None and text is None:
-        from kvant.calibrate import builtin  # which imports this module
-
-        found = builtin.cached_builtin(named, recipe)
-        if found is None and builtin.fits_in_seconds(recipe):
-            return builtin.fit_builtin(model, tokenizer, recipe, progress)
     if found is None:
         with default_progress() if progress is None else contextlib.nullcontext(progress) as shown:
             found = calibrate(model, tokenizer, recipe, text, progress=shown)

@@ -20,10 +20,9 @@ def root() -> Path:
 
 def artifact_path(named: str, recipe: Recipe, text: Source | None = None) -> Path:
     """The directory of a cached artifact. `named` is the model's fingerprint. The path also depends on the version of kvant, on
-    the fields of the recipe that decide the fit, and on the text where one was given."""
+    the fields of the recipe that decide the fit, and on the text: a given one, or the built-in one."""
     fits = hashlib.sha256(json.dumps([VERSION, recipe.fits], sort_keys=True).encode()).hexdigest()
-    own = "" if text is None else f"-{text_digest(text)[:16]}"
-    return root() / named[:16] / f"{fits[:16]}{own}"
+    return root() / named[:16] / f"{fits[:16]}-{text_digest(text)[:16]}"
 
 
 def cached(named: str, recipe: Recipe, text: Source | None = None) -> Artifact | None:

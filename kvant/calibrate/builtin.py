@@ -1,27 +1,24 @@
-"""Fits recipes on a text that comes with kvant. For a recipe that learns only means this takes seconds.
+"""The text that recipes are fitted on where none is given: excerpts of kvant's own (kvant.passages), as the model serves them.
 
-For other recipes a text of the kind that will be served gives a better fit; `kvant calibrate --text` takes one.
+Every kind of text has the same share of the tokens, and within a kind every piece. An excerpt is one chat, put through the model's
+chat template, or one plain text: it begins at position 0 with what the template writes first. Lengths differ, as they do in use.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvant import passages
-from kvant.artifact import Artifact
-from kvant.calibrate.artifact_paths import artifact_path, cached
-from kvant.calibrate.capture import Progress
-from kvant.calibrate.run import calibrate
-from kvant.engines.fingerprint import fingerprint
 from kvant.recipe import Recipe
 from kvant.transforms.affine_map import Mean
 
-MEAN_TOKENS = 512  # tokens read to fit means; 256 give the same KL
+Tensor = torch.Tensor
+TOKENS = 8192  # OSCAR calibrates on 8,878
+MEAN_TOKENS = 1024  # tokens that are read to fit means alone
+LEAST = 96  # tokens of an excerpt: with fewer for each, fewer pieces are read
 
 
 def fits_in_seconds(recipe: Recipe) -> bool:
@@ -30,29 +27,36 @@ def fits_in_seconds(recipe: Recipe) -> bool:
     return bool(parts) and all(isinstance(part, Mean) for part in parts)
 
 
-def cached_artifact(named: str, recipe: Recipe) -> Artifact | None:
-    """A cached artifact, fitted on a text that the model wrote or on the built-in text; None where there is none."""
-    return cached(named, recipe) or cached_builtin(named, recipe)
+def tokens_for(recipe: Recipe) -> int:
+    """How many tokens of the built-in text a recipe is fitted on."""
+    return MEAN_TOKENS if fits_in_seconds(recipe) else TOKENS
 
 
-def cached_builtin(named: str, recipe: Recipe) -> Artifact | None:
-    return cached(named, recipe, passages.source("fit"))
+def excerpts(tokenizer: Any, tokens: int, length: int, *, exactly: bool = False) -> list[Tensor]:
+    """Excerpts int32 [n] of at most `length` tokens, together `tokens`, or all there is: `exactly` refuses a text that is too
+    short."""
+    encoded = {
+        kind: [torch.tensor(passages.encode(tokenizer, piece)[:length], dtype=torch.int32) for piece in found]
+        for kind, found in passages.pieces().items()
+    }
+    sizes = {kind: sum(map(len, found)) for kind, found in encoded.items()}
+    if exactly and tokens > sum(sizes.values()):
+        raise ValueError(
+            f"the built-in text has {sum(sizes.values())} tokens in excerpts of at most {length}, expected at least {tokens}: "
+            "give a longer text"
+        )
+    least = min(LEAST, length)
+    kinds = list(encoded)[: max(1, tokens // least)]
+    out: list[Tensor] = []
+    for kind, share in zip(kinds, shares(tokens, [sizes[kind] for kind in kinds]), strict=True):
+        found = encoded[kind][: max(1, share // least)]
+        out += [ids[:count] for ids, count in zip(found, shares(share, list(map(len, found))), strict=True) if count]
+    return out
 
 
-def builtin_path(named: str, recipe: Recipe) -> Path:
-    """The directory of the artifact that was fitted on the built-in text."""
-    return artifact_path(named, recipe, passages.source("fit"))
-
-
-def fit_builtin(model: Any, tokenizer: Any, recipe: Recipe, progress: Progress | None = None) -> Artifact:
-    """Fits a recipe on the built-in text, or on its first tokens where only means are learnt, and caches the artifact."""
-    ids = torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
-    ids = ids[:MEAN_TOKENS] if fits_in_seconds(recipe) else ids
-    made = calibrate(model, tokenizer, recipe, ids, progress=progress)
-    made = dataclasses.replace(made, source=made.source | {"text": "built in"})
-    path = builtin_path(fingerprint(model), recipe)
-    try:
-        made.save(path)
-    except OSError as error:
-        warnings.warn(f"the artifact could not be cached in {path}: {error}", stacklevel=2)
-    return made
+def shares(total: int, sizes: Sequence[int]) -> list[int]:
+    """Splits a total evenly; what one size cannot take goes to the others."""
+    out = [0] * len(sizes)
+    for taken, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        out[i] = min(sizes[i], (total - sum(out)) // (len(sizes) - taken))
+    return out

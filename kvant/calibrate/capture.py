@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,19 +41,15 @@ PROBES = 4
 PROBE_TOKENS = 1024
 QUERY_STEP = 16  # a probe keeps every 16th query
 SCORE_BYTES = 32 << 20  # bytes of attention scores that are materialized at a time
+CPU_SCORE_BYTES = 4 << 20  # the same for token weights on a CPU, whose caches hold about that much
 UNWEIGHTED = 16  # first tokens of an excerpt, which have weight 0: as sinks they would outweigh all others
 MAX_WEIGHT = 100.0  # largest weight of a token, as a multiple of the mean weight
-STORED_NAMES = {  # of fields of `Plan`, in the names of checkpoints
-    "excerpts": "runs",
-    "attention_weighted": "reads",
-    "probes": "excerpts",
-    "probe_tokens": "excerpt_tokens",
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is gathered: from how many excerpts and tokens, at which positions, and the sizes of sample and probes."""
+    """What is gathered: from how many excerpts and tokens, at which positions, and the sizes of sample and probes. What no
+    fitter reads is not gathered: `samples` and `probes` are then 0, `attended` is False."""
 
     excerpts: int
     tokens: int
@@ -66,11 +62,16 @@ class Plan:
     samples: int = SAMPLES
     probes: int = PROBES
     probe_tokens: int = PROBE_TOKENS
+    attended: bool = True  # whether to gather the moments of attention outputs
 
-    def checkpoint_key(self) -> dict[str, Any]:
-        """The plan as plain data, which names the checkpoint of an interrupted fit. Fields appear under the names that
-        checkpoints were first written with, so that a fit that was interrupted before a field was renamed is still found."""
-        return {STORED_NAMES.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+    def reduced(self, reads: Collection[str]) -> Plan:
+        """The plan without what is not read: `reads` has the names of `fitting.Statistic`."""
+        return dataclasses.replace(
+            self,
+            samples=self.samples if "sample" in reads else 0,
+            probes=self.probes if "probes" in reads else 0,
+            attended="attended" in reads,
+        )
 
     def probe_offset(self, excerpt: int, tokens: int) -> int | None:
         """Positions by which a probe of this excerpt is rotated; None where the excerpt gives no probe. Offsets are spread from 0
@@ -93,6 +94,11 @@ class Plan:
         return (place * (below / tokens)).long().clamp_max(below - 1)
 
 
+def by_head(x: Tensor) -> Tensor:
+    """Vectors [n, heads, head_dim] as contiguous float64 [heads, n, head_dim], which is what batched products read fastest."""
+    return x.transpose(0, 1).to(torch.float64, memory_format=torch.contiguous_format)
+
+
 class Running:
     """Running sums and a uniform sample (reservoir) of vectors, of fixed size."""
 
@@ -113,11 +119,12 @@ class Running:
 
     def add(self, x: Tensor) -> None:
         """x is [vectors, heads, head_dim]."""
-        wide = x.double()
+        wide = by_head(x)
         self.count += len(x)
-        self.total += wide.sum(0)
-        self.second += torch.einsum("nhd,nhe->hde", wide, wide)
-        self.absmax = torch.maximum(self.absmax, wide.abs().amax(0))
+        self.total += wide.sum(1)
+        self.second += wide.mT @ wide
+        low, high = x.aminmax(dim=0)
+        self.absmax = torch.maximum(self.absmax, torch.maximum(high, -low).double())
         if not len(self.priorities):
             return
         priorities = torch.rand(len(x), dtype=torch.float64, generator=self.generator)
@@ -144,11 +151,11 @@ class WeightedSums:
 
     def add(self, x: Tensor, weight: Tensor) -> None:
         """x is [vectors, heads, head_dim], weight [vectors, heads]."""
-        wide, weight = x.double(), weight.double()
+        wide, weight = by_head(x), weight.double().T
         heavy = wide * weight[..., None]
-        self.weight += weight.sum(0)
-        self.total += heavy.sum(0)
-        self.second += torch.einsum("nhd,nhe->hde", heavy, wide)
+        self.weight += weight.sum(1)
+        self.total += heavy.sum(1)
+        self.second += heavy.mT @ wide
 
     def finish(self) -> WeightedMoments:
         assert bool((self.weight > 0).all()), "no vectors were added"
@@ -185,27 +192,35 @@ def token_weights(
     keys: sum_q p^2 |v - o|^2, since d o = p (v - o) for an error of one logit. values: sum_q p^2, since d o = p d v.
     |v - o|^2 is expanded to |v|^2 - 2 v . o + |o|^2, so that no [queries, tokens, head_dim] tensor is formed.
     """
-    tokens, heads = k.shape[:2]
-    keys, values = k.float(), v.float()
-    energy = values.square().sum(-1).T  # [heads, tokens]
-    squares = torch.zeros(heads, tokens, device=k.device)
-    cross = torch.zeros(heads, tokens, v.shape[-1], device=k.device)
-    norms = torch.zeros(heads, tokens, device=k.device)
-    block = max(1, SCORE_BYTES // (4 * q.shape[1] * q.shape[2] * tokens))
-    keep = causal(tokens, sliding_window, k.device)
+    tokens, heads, groups, dim = q.shape
+    keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)  # [heads, d, tokens], [heads, tokens, d]
+    queries, outputs = (x.float().permute(1, 2, 0, 3) for x in (q, o))  # [heads, groups, tokens, d]
+    recent = min(recent, tokens // 4)
+    # per token: sums over queries of p^2 o, p^2 |o|^2 and p^2
+    sums = torch.zeros(heads, tokens, dim + 2, device=k.device)
     at = torch.arange(tokens, device=k.device)
-    coded = (at >= min(UNWEIGHTED, tokens // 2)) & (at <= at[:, None] - min(recent, tokens // 4))
+    score_bytes = CPU_SCORE_BYTES if k.device.type == "cpu" else SCORE_BYTES
+    block = max(1, score_bytes // (4 * heads * groups * tokens))
     for first in range(0, tokens, block):
-        rows = slice(first, min(tokens, first + block))
-        scores = torch.einsum("qhgd,nhd->hgqn", q[rows].float(), keys) * scale
+        last = min(tokens, first + block)
+        low = 0 if sliding_window is None else max(0, first - sliding_window + 1)  # the first token that a query sees
+        rows = at[first:last, None]
+        scores = (queries[:, :, first:last].flatten(1, 2) * scale) @ keys[..., low:last]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        p2 = scores.masked_fill(~keep[rows], float("-inf")).softmax(-1).square() * coded[rows]
-        out = o[rows].float()
-        squares += p2.sum((1, 2))
-        cross += torch.einsum("hgqn,qhgd->hnd", p2, out)
-        norms += torch.einsum("hgqn,qhg->hn", p2, out.square().sum(-1))
-    read = squares * energy - 2.0 * (cross * values.transpose(0, 1)).sum(-1) + norms
+        scores = scores.unflatten(1, (groups, last - first))  # [heads, groups, rows, last - low]
+        scores[..., first - low :].masked_fill_(at[first:last] > rows, float("-inf"))
+        if sliding_window is not None:
+            scores.masked_fill_(at[low:last] <= rows - sliding_window, float("-inf"))
+        p2 = scores.softmax(-1).square_()
+        edge = max(low, first - recent)  # from this token on, some query of the block reads it exactly
+        p2[..., edge - low :].masked_fill_(at[edge:last] > rows - recent, 0.0)
+        out = outputs[:, :, first:last].flatten(1, 2)
+        squared = out.square().sum(-1, keepdim=True)
+        sums[:, low:last] += p2.flatten(1, 2).mT @ torch.cat((out, squared, torch.ones_like(squared)), -1)
+    sums[:, : min(UNWEIGHTED, tokens // 2)] = 0.0
+    cross, norms, squares = sums[..., :dim], sums[..., dim], sums[..., dim + 1]
+    read = squares * values.square().sum(-1) - 2.0 * (cross * values).sum(-1) + norms
     return TokenWeights(read.clamp_min(0.0).T, squares.T)
 
 
@@ -221,7 +236,7 @@ class LayerGatherer:
         self.queries = Running(*size, min(samples, QUERY_SAMPLES), device, seed)
         self.keys = Running(*size, samples, device, seed + 1)
         self.values = Running(*size, samples, device, seed + 1)  # same seed: the same tokens as the keys
-        self.attended = Running(*size, 0, device, seed)
+        self.attended = Running(*size, 0, device, seed) if plan.attended else None
         self.weighted_keys = WeightedSums(*size, device) if plan.attention_weighted else None
         self.weighted_values = WeightedSums(*size, device) if plan.attention_weighted else None
         self.probes: list[Probe] = []
@@ -246,7 +261,8 @@ class LayerGatherer:
         self.queries.add(q[coded].transpose(1, 2).flatten(0, 1))
         self.keys.add(k[coded])
         self.values.add(v[coded])
-        self.attended.add(o[coded].transpose(1, 2).flatten(0, 1))
+        if self.attended is not None:
+            self.attended.add(o[coded].transpose(1, 2).flatten(0, 1))
         if weights is not None:
             assert self.weighted_keys and self.weighted_values
             self.weighted_keys.add(k, relative(weights.keys))
@@ -265,13 +281,13 @@ class LayerGatherer:
         return self.rope.rotate(x, by)
 
     def finish(self) -> LayerStats:
-        attended = self.attended.finish()
+        attended = None if self.attended is None else self.attended.finish()
         return LayerStats(
             queries=self.queries.finish(),
             keys=self.keys.finish(),
             values=self.values.finish(),
-            attended=attended.second,
-            attended_mean=attended.mean,
+            attended=None if attended is None else attended.second,
+            attended_mean=None if attended is None else attended.mean,
             probes=tuple(self.probes),
             scale=self.scale,
             sink=self.plan.sink,
@@ -285,14 +301,14 @@ class LayerGatherer:
 
 def sample_size(shape: ModelShape, plan: Plan) -> int:
     """Number of keys and values per head that are sampled: all of them, or as many as the budget allows."""
-    fit = SAMPLE_BUDGET // (2 * 4 * shape.heads * shape.head_dim)
-    return max(1, min(plan.samples, plan.tokens, fit))
+    fit = max(1, SAMPLE_BUDGET // (2 * 4 * shape.heads * shape.head_dim))
+    return min(plan.samples, plan.tokens, fit)
 
 
 def layer_bytes(shape: ModelShape, plan: Plan, groups: int) -> int:
     """Bytes of the statistics of one layer; they do not depend on the number of tokens."""
     samples = sample_size(shape, plan)
-    kinds = (min(samples, QUERY_SAMPLES), samples, samples, 0)
+    kinds = (min(samples, QUERY_SAMPLES), samples, samples, *[0] * plan.attended)
     moments = sum(Running.nbytes(shape.heads, shape.head_dim, count) for count in kinds)
     moments += 2 * Running.nbytes(shape.heads, shape.head_dim, 0) if plan.attention_weighted else 0
     rows = -(-plan.probe_tokens // QUERY_STEP) * groups + 2 * plan.probe_tokens

@@ -51,7 +51,7 @@ def search_errors(codecs: Sequence[Affine], probe: Probe, stats: LayerStats, str
     return out
 
 
-@fits(Affine)
+@fits(Affine, "probes")
 def fit_clip(part: Affine, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     """The ratio with the least error, summed over all probes and heads of the layer."""
     codecs = [dataclasses.replace(part, clip=ratio) for ratio in RATIOS]

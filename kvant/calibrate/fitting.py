@@ -2,18 +2,19 @@
 
 A fitter is a function registered for the class of a part:
 
-    @fits(Rotation)
+    @fits(Rotation, "attended")
     def fit_rotation(part, stats, stream) -> dict[str, Tensor]
 
 The tensors that it returns are passed to the part's `bind` under the same names. In the artifact their names are
-"{stream}.{place}.{name}", e.g. "key.transforms[0].matrix" or "value.codec.codebooks".
+"{stream}.{place}.{name}", e.g. "key.transforms[0].matrix" or "value.codec.codebooks". Moments are always gathered; what else
+the fitter reads it names: "sample" (also for `absmax`), "probes" or "attended". What no fitter reads is not gathered.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,19 +25,28 @@ from kvant.stats import LayerStats
 Tensor = torch.Tensor
 Fitter = Callable[[Any, LayerStats, str], dict[str, Tensor]]
 
+Statistic = Literal["sample", "probes", "attended"]
+
 _FITTERS: dict[type[Spec], Fitter] = {}
+_READS: dict[type[Spec], tuple[Statistic, ...]] = {}
 
 
-def fits(kind: type[Spec]) -> Callable[[Fitter], Fitter]:
-    """Decorator that makes a function the fitter of a class of parts."""
+def fits(kind: type[Spec], *reads: Statistic) -> Callable[[Fitter], Fitter]:
+    """Decorator that makes a function the fitter of a class of parts. `reads` are the statistics it needs besides moments."""
 
     def add(fitter: Fitter) -> Fitter:
         if kind in _FITTERS:
             raise TypeError(f"two fitters for {kind.__name__}")
-        _FITTERS[kind] = fitter
+        _FITTERS[kind], _READS[kind] = fitter, reads
         return fitter
 
     return add
+
+
+def statistics_of(recipe: Recipe) -> frozenset[Statistic]:
+    """What the fitters of a recipe read besides moments."""
+    parts = [part for stream in recipe.streams.values() for part in stream.parts.values() if part.calibrated]
+    return frozenset(name for part in parts for name in _READS.get(type(part), ()))
 
 
 def fit_layer(recipe: Recipe, stats: LayerStats) -> dict[str, Tensor]:
@@ -72,11 +82,11 @@ def _through(stats: LayerStats, stream: str, transform: Any) -> LayerStats:
     offset = -(shift.double()[:, None, :] @ torch.linalg.inv(matrix))[:, 0]
     if stream == "value":
         attended, mean = stats.attended, stats.attended_mean
-        if bool(offset.any()):
+        if attended is not None and bool(offset.any()):
             assert mean is not None, "removing a mean from the values needs that of the attention outputs"
             attended, mean = attended - _outer(offset, mean), mean - offset  # p V - mu, where p sums to one
-        attended = matrix.mT @ attended @ matrix
-        mean = mean if mean is None else (mean[:, None, :] @ matrix)[:, 0]
+        attended = None if attended is None else matrix.mT @ attended @ matrix
+        mean = None if mean is None else (mean[:, None, :] @ matrix)[:, 0]
         probes = tuple(e._replace(values=transform.forward(e.values)) for e in stats.probes)
         return dataclasses.replace(
             stats,

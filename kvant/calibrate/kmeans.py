@@ -97,7 +97,7 @@ def stored(book: Tensor, what: str) -> Tensor:
     return book.to(BOOK_DTYPE)
 
 
-@fits(ProductVQ)
+@fits(ProductVQ, "sample")
 def fit_product_vq(part: ProductVQ, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     """Codebooks of the sub-vectors; each is fitted on all sub-vectors that it will code."""
     sample = stats.of(stream).sample  # [heads, n, head_dim]
@@ -108,7 +108,7 @@ def fit_product_vq(part: ProductVQ, stats: LayerStats, stream: str) -> dict[str,
     return {"codebooks": books.reshape(part.book_shape(head_dim, heads))}
 
 
-@fits(ResidualKMeans)
+@fits(ResidualKMeans, "sample")
 def fit_residual_kmeans(part: ResidualKMeans, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     """Centroids of whole head vectors. A single centroid is the mean over all tokens, not over the sample."""
     moments = stats.of(stream) if part.books == "head" else stats.of(stream).pooled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import warnings
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 
-from kvant import recipes
+from kvant import passages, recipes
 from kvant.artifact import SCHEME, Artifact
+from kvant.calibrate import builtin
 from kvant.calibrate import text as texts
+from kvant.calibrate.builtin import TOKENS
 from kvant.calibrate.capture import Plan, gather
-from kvant.calibrate.checkpoint import Checkpoint, Unfinished
-from kvant.calibrate.fitting import fit_layer
+from kvant.calibrate.checkpoint import Unfinished
+from kvant.calibrate.fitting import Statistic, fit_layer, statistics_of
 from kvant.chats import Chats
 from kvant.codecs.affine import Affine
 from kvant.engines.fingerprint import fingerprint
@@ -28,7 +31,6 @@ from kvant.version import VERSION
 
 Tensor = torch.Tensor
 Source = str | Tensor | Chats  # of what is read: a text, its token ids, or chats
-TOKENS = 8192  # OSCAR calibrates on 8,878
 EXCERPT_TOKENS = 1024
 
 
@@ -50,12 +52,13 @@ def calibrate(
 
     model, tokenizer  a transformers model that the engine serves, and its tokenizer (None where `text` is token ids).
     text              what the model reads while it is measured: a string, token ids [n], or `kvant.chats.Chats`, which go
-                      through the tokenizer's chat template; without it, a text that the model writes itself.
-    tokens            number of tokens to read (default 8192, or all of a shorter text), spread evenly over the text.
+                      through the tokenizer's chat template; without it, the built-in text (kvant.calibrate.builtin).
+    tokens            number of tokens to read (default 8192, or all of a shorter text), spread evenly over the text. Of the
+                      built-in text, a recipe that learns only means reads 1024 by default.
     max_position      positions [0, max_position) will be served; statistics cover all of them (default: as many as the
                       model allows).
     excerpt_tokens    tokens of an excerpt: the text is cut into excerpts, each read from position 0.
-    progress          called with (stage, done, total); stages are sampling, measuring and fitting.
+    progress          called with (stage, done, total); stages are measuring and fitting.
     resume            write checkpoints to the user's cache directory, and continue from one that is there.
     run               deprecated name of `excerpt_tokens`.
     """
@@ -106,25 +109,22 @@ def calibrate_all(
             raise ValueError(f"{name} must be positive, got {value}")
     tensors: list[dict[int, dict[str, Tensor]]] = [{} for _ in chosen]
     sources: list[dict[str, Any]] = [{} for _ in chosen]
-    read: dict[int, tuple[list[Tensor], dict[str, Any]]] = {}  # excerpts and their source, by length
+    read: dict[tuple[int, int | None], tuple[list[Tensor], dict[str, Any]]] = {}  # excerpts and their source
     named = fingerprint(model)
     unfinished = Unfinished(resume)
     with unfinished:
-        for look in dict.fromkeys(map(_look, chosen)):
-            mine = [i for i, recipe in enumerate(chosen) if _look(recipe) == look]
+        wanted = [tokens or (builtin.tokens_for(recipe) if text is None else None) for recipe in chosen]
+        for look, some in dict.fromkeys(zip(map(_look, chosen), wanted, strict=True)):
+            mine = [i for i, recipe in enumerate(chosen) if (_look(recipe), wanted[i]) == (look, some)]
             sink, recent, attention_weighted, block = look
             length = min(max(excerpt_tokens, 2 * sink), max_position, longest or max_position)
-            if length not in read:
-                written = (
-                    unfinished.open("text", [VERSION, named, tokens or TOKENS, length, seed]) if text is None else None
-                )
-                read[length] = _excerpts(model, tokenizer, text, tokens, length, seed, progress, written)
-                if written is not None:
-                    unfinished.hold(written, texts.Written(read[length][0], None, torch.Generator().get_state()))
-            excerpts, source = read[length]
+            if (length, some) not in read:
+                read[length, some] = _excerpts(tokenizer, text, some, length, exactly=tokens is not None)
+            excerpts, source = read[length, some]
             count = sum(map(len, excerpts))
             plan = Plan(len(excerpts), count, max_position, sink, recent, seed, attention_weighted, block)
-            decides = [VERSION, named, texts.digest(excerpts), plan.checkpoint_key(), [chosen[i].fits for i in mine]]
+            plan = plan.reduced(frozenset[Statistic]().union(*(statistics_of(chosen[i]) for i in mine)))
+            decides = [VERSION, named, texts.digest(excerpts), dataclasses.asdict(plan), [chosen[i].fits for i in mine]]
             checkpoint = unfinished.open("fit", decides)
             fitted = Fitted(len(mine), {} if checkpoint is None else checkpoint.load())
             if checkpoint is not None:
@@ -199,38 +199,33 @@ def _check(recipe: Recipe) -> None:
 
 
 def _excerpts(
-    model: Any,
-    tokenizer: Any,
-    text: Source | None,
-    tokens: int | None,
-    length: int,
-    seed: int,
-    progress: Progress | None,
-    checkpoint: Checkpoint | None,
+    tokenizer: Any, text: Source | None, tokens: int | None, length: int, *, exactly: bool
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """The excerpts to measure on, and the description of their source that the artifact stores."""
+    """The excerpts to measure on, and the description of their source that the artifact stores. `exactly` refuses a text with
+    fewer tokens."""
+    source = {"text_sha256": text_digest(text)}
+    if tokenizer is None and not isinstance(text, Tensor):
+        what = "a string" if isinstance(text, str) else "chats" if isinstance(text, Chats) else "not given"
+        raise ValueError(f"text is {what}: a tokenizer is needed, or token ids in its place")
     if text is None:
-        report = None if progress is None else lambda done, total: progress("sampling", done, total)
-        excerpts = texts.sample(model, tokenizer, tokens or TOKENS, length, seed, report, checkpoint)
-        return excerpts, {"text": "written by the model", "text_sha256": texts.digest(excerpts)}
-    if isinstance(text, str | Chats):
-        if tokenizer is None:
-            what = "a string" if isinstance(text, str) else "chats"
-            raise ValueError(f"text is {what}: a tokenizer is needed, or token ids in its place")
-        if isinstance(text, str):
-            ids = texts.encode(tokenizer, text)
-        else:
-            ids = torch.tensor(text.ids(tokenizer), dtype=torch.int32)
+        assert tokens is not None
+        return builtin.excerpts(tokenizer, tokens, length, exactly=exactly), source | {"text": "built in"}
+    if isinstance(text, str):
+        ids = texts.encode(tokenizer, text)
+    elif isinstance(text, Chats):
+        ids = torch.tensor(text.ids(tokenizer), dtype=torch.int32)
     else:
         ids = text.cpu().flatten()
     if len(ids) < 2 or (tokens or 0) > len(ids):
         raise ValueError(f"the text has {len(ids)} tokens, expected at least {max(2, tokens or 0)}")
     excerpts = texts.cut(ids, min(len(ids), tokens or TOKENS), length)
-    return excerpts, {"text": "chats" if isinstance(text, Chats) else "given", "text_sha256": text_digest(text)}
+    return excerpts, source | {"text": "chats" if isinstance(text, Chats) else "given"}
 
 
-def text_digest(text: Source) -> str:
-    """SHA-256 of a given text."""
+def text_digest(text: Source | None) -> str:
+    """SHA-256 of a given text, or of the built-in one."""
+    if text is None:
+        return passages.digest("fit")
     if isinstance(text, Chats):
         return text.digest
     return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else texts.digest([text.cpu().flatten()])

@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 SMALLEST = 1e-4  # smallest magnitude as a share of the head's largest: bounds the gain of channels that were zero
 
 
-@fits(Smooth)
+@fits(Smooth, "sample")
 def fit_smooth(part: Smooth, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     """max(|x_i|)^power for every channel i of every head."""
     largest = stats.of(stream).absmax.double()  # [heads, head_dim]

@@ -27,11 +27,12 @@ def eigenbasis(second: Tensor, damping: float = 0.0) -> Tensor:
 def target_moment(stats: LayerStats, target: str) -> Tensor:
     """The second moment that a rotation's target names: [heads, d, d]."""
     if target == "attended":
+        assert stats.attended is not None
         return stats.attended
     return {"queries": stats.queries, "keys": stats.keys, "values": stats.values}[target].second
 
 
-@fits(Rotation)
+@fits(Rotation, "attended")
 def fit_rotation(part: Rotation, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     """U: one for the layer from the mean of its heads' moments (OSCAR A.4), or one per head."""
     second = target_moment(stats, part.target)

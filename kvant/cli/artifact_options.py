@@ -29,7 +29,7 @@ def add_artifact_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration-text",
         metavar="FILE",
-        help="text, or chats (.jsonl), to fit an artifact on, where none is cached (default: text that the model writes)",
+        help="text, or chats (.jsonl), to fit an artifact on, where none is cached (default: the built-in text)",
     )
 
 
@@ -93,7 +93,6 @@ def find_or_make(
     returns model and tokenizer, and is called only where something has to be fitted."""
     from kvant.artifact import Artifact
     from kvant.calibrate.artifact_paths import artifact_path, cached
-    from kvant.calibrate.builtin import builtin_path, cached_builtin, fits_in_seconds
 
     given = [(Artifact.load(path), Path(path)) for path in args.artifact]
     text = None if args.calibration_text is None else read_source(args.calibration_text, "--calibration-text")
@@ -106,25 +105,11 @@ def find_or_make(
             found[recipe.name] = fitting
         elif (old := cached(named, recipe, text)) is not None:
             found[recipe.name] = LocatedArtifact(old, path)
-        elif text is None and (old := cached_builtin(named, recipe)) is not None:
-            found[recipe.name] = LocatedArtifact(old, builtin_path(named, recipe))
-        elif text is None and fits_in_seconds(recipe):
-            found[recipe.name] = _make_at_once(named, recipe, load)
         else:
             missing.setdefault(path, []).append(recipe)
     if missing:
         found |= _make(missing, text, args.calibration_text, load)
     return found
-
-
-def _make_at_once(named: str, recipe: Recipe, load: Callable[[], tuple[Any, Any]]) -> LocatedArtifact:
-    """Fits a recipe that learns only means, on the built-in text."""
-    from kvant.artifact import FILE
-    from kvant.calibrate.builtin import builtin_path, fit_builtin
-
-    say(f"fitting {recipe.name} to the model, which takes seconds")
-    artifact, path = fit_builtin(*load(), recipe), builtin_path(named, recipe)
-    return LocatedArtifact(artifact, path if (path / FILE).exists() else None)
 
 
 def _make(
@@ -138,7 +123,7 @@ def _make(
     from kvant.cli.common import stages
 
     names = ", ".join(recipe.name for alike in missing.values() for recipe in alike)
-    say(f"no artifact for {names}: calibrating on {source or 'text that the model writes itself'}")
+    say(f"no artifact for {names}: calibrating on {source or 'the built-in text'}")
     model, tokenizer = load()
     with stages() as progress:
         made = calibrate_all(model, tokenizer, [alike[0] for alike in missing.values()], text, progress=progress)

@@ -21,11 +21,12 @@ def add(commands: Any) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that needs calibration")
+    parser.add_argument("--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl); default: the built-in text")
     parser.add_argument(
-        "--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl); default: the model writes one itself"
-    )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens to read (default 8192, or all of a shorter text)"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="tokens to read (default: 8192, or all of a shorter text; kvant-4 reads 1024 of the built-in text)",
     )
     parser.add_argument(
         "--max-position",

@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="also fit recipes whose fit takes minutes, on a built-in text, and cache the artifacts",
+        help="also fit recipes that learn more than means, on the built-in calibration text, and cache the artifacts",
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="tokens to read (default 1024); verdicts on fewer are not stored"

@@ -1,8 +1,7 @@
 """Checks whether recipes fit a model: reads a built-in text through the packed cache and compares with the full cache.
 
-It takes seconds on a GPU and a minute or two on two cores for a small model. A recipe that learns only
-means is fitted first, which takes seconds. For other calibrated recipes an artifact is needed; without one the recipe is left out
-and reported.
+It takes seconds on a GPU and a minute or two on two cores for a small model. A recipe that learns only means is fitted first, on
+the built-in calibration text. For other calibrated recipes an artifact is needed; without one the recipe is left out and reported.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ import torch
 
 from kvant import passages, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate.builtin import cached_artifact, fit_builtin, fits_in_seconds
+from kvant.calibrate.artifact_cache import artifact_for
+from kvant.calibrate.artifact_paths import cached
+from kvant.calibrate.builtin import fits_in_seconds
 from kvant.calibrate.capture import Progress, keys_of
 from kvant.calibrate.run import model_name
 from kvant.engines.fingerprint import fingerprint
@@ -77,7 +78,7 @@ def examine(
     """As `check`; also says what was left out and why.
 
     artifacts  for calibrated recipes: the first that fits is used, else a cached one.
-    fit        also fit what takes long, on the built-in text.
+    fit        also fit recipes that learn more than means, on the built-in calibration text.
     tokens     of the built-in text that are read (default 1024, or all of it where it is shorter): more than the windows of
                every recipe, so that most of what is read is packed.
     again      measure even where a verdict is stored.
@@ -165,11 +166,11 @@ def _artifacts(
         if not recipe.calibrated:
             found[recipe.name] = None
             continue
-        fitting = _first_that_fits(given, recipe, shape, named) or cached_artifact(named, recipe)
+        fitting = _first_that_fits(given, recipe, shape, named) or cached(named, recipe)
         if fitting is not None:
             found[recipe.name] = fitting
         elif fit or fits_in_seconds(recipe):
-            found[recipe.name] = fit_builtin(model, tokenizer, recipe, progress)
+            found[recipe.name] = artifact_for(model, tokenizer, recipe, progress=progress)
         else:
             left_out[recipe.name] = "needs a fit: --fit (fit=True) makes one on a built-in text and keeps it"
     return found, left_out
@@ -241,7 +242,7 @@ def _measure(
 
 def check_segment(model: Any, tokenizer: Any, tokens: int = TOKENS) -> Segments:
     """The built-in text as one segment, cut to the model's context."""
-    ids = passages.encode(tokenizer, "check")
+    ids = passages.encode(tokenizer, passages.conversation())
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
     ids = ids[: min(tokens, longest)]
     return Segments(torch.tensor([ids]), max(1, len(ids) * PROMPT[0] // PROMPT[1]))

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvant import recipes
 from kvant.artifact import Artifact
-from kvant.calibrate.builtin import cached_artifact, fits_in_seconds
+from kvant.calibrate.artifact_paths import cached
+from kvant.calibrate.builtin import fits_in_seconds
 from kvant.calibrate.capture import Progress
 from kvant.engines.fingerprint import fingerprint
 from kvant.eval.check import examine
@@ -41,7 +42,7 @@ def cached_choice(named: str, refusal: Refusal = nothing_refused) -> Choice | No
     for recipe in map(recipes.get, recipes.LADDER):
         if refusal(recipe) is not None:
             continue
-        artifact = cached_artifact(named, recipe) if recipe.calibrated else None
+        artifact = cached(named, recipe) if recipe.calibrated else None
         if recipe.calibrated and artifact is None:
             if fits_in_seconds(recipe):
                 return None
@@ -73,7 +74,7 @@ def choose_recipe(
     for recipe in map(recipes.get, recipes.LADDER):
         if refusal(recipe) is not None:
             continue
-        if recipe.calibrated and not fits_in_seconds(recipe) and cached_artifact(named, recipe) is None:
+        if recipe.calibrated and not fits_in_seconds(recipe) and cached(named, recipe) is None:
             later = recipe.name
             continue
         if say is not None and verdict_of(model, tokenizer, recipe, measure=False) is None:
@@ -93,7 +94,7 @@ def _least_bad(named: str, tried: Sequence[Verdict]) -> Choice:
     best = min(tried, key=lambda each: each.kl if each.word == "usable" else float("inf"))
     refuse_unfit(best, "naming it with --recipe and --unfit-anyway", "none of those that were tried")
     recipe = recipes.get(best.recipe)
-    return Choice(recipe, cached_artifact(named, recipe) if recipe.calibrated else None, best, f"{best}; none is good")
+    return Choice(recipe, cached(named, recipe) if recipe.calibrated else None, best, f"{best}; none is good")
 
 
 def _reason(found: Verdict, before: Sequence[Verdict], fitted_later: str) -> str:
@@ -110,7 +111,7 @@ def verdict_of(
 ) -> Verdict | None:
     """The verdict on a recipe with an artifact: a stored one, or one that is measured now and stored."""
     if recipe.calibrated and artifact is None:
-        artifact = cached_artifact(fingerprint(model), recipe)
+        artifact = cached(fingerprint(model), recipe)
         if artifact is None and not measure:
             return None
     old = verdict(fingerprint(model), recipe, "" if artifact is None else artifact.digest)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 import kvant
-from kvant import models, recipes
+from kvant import models, passages, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate import artifact_cache
+from kvant.calibrate import artifact_cache, artifact_paths
+from kvant.calibrate.run import calibrate
+from kvant.engines.fingerprint import fingerprint
 from tests.engines.test_hf import make_model
 
 
@@ -115,17 +118,26 @@ def test_progress_is_shown_unless_it_is_taken(
     assert told == [("fitting", 1, 2)] and not capsys.readouterr().err
 
 
-def test_means_are_fitted_at_once(made: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the built-in text: no model has to write one first."""
-    from kvant.calibrate import builtin, run, text
+def test_an_artifact_on_text_that_the_model_wrote_is_not_the_defaults(made: list[tuple[str, object]]) -> None:
+    """Earlier versions let the model write its text, and cached the fit in a directory without a text's digest."""
+    model, recipe = make_model("llama"), recipes.get("kvant-2")
+    ids = torch.randint(0, 100, (200,), generator=torch.Generator().manual_seed(9))
+    old = calibrate(model, None, recipe, ids, max_position=512)
+    path = artifact_paths.artifact_path(fingerprint(model), recipe)
+    assert path.name.endswith(f"-{passages.digest('fit')[:16]}")
+    dataclasses.replace(old, source=old.source | {"text": "written by the model"}).save(
+        path.with_name(path.name.partition("-")[0])
+    )
+    assert artifact_paths.cached(fingerprint(model), recipe) is None
+    found = kvant.artifact_for(model, None, recipe)
+    assert found is not None and found.digest != old.digest
+    assert made == [("kvant-2", None)]
 
-    monkeypatch.setattr(text, "sample", None)
-    monkeypatch.setattr(run.texts, "sample", None)
-    ids = torch.randint(0, 100, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-    monkeypatch.setattr(builtin.passages, "encode", lambda tokenizer, name: ids)
+
+def test_another_built_in_text_is_another_fit(made: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
-    first = kvant.artifact_for(model, object(), "kvant-4")
-    again = kvant.artifact_for(model, object(), "kvant-4:sink=4")
-    assert first is not None and again is not None and not made
-    assert again.digest == first.digest and again.recipe.key.window.sink == 4
-    assert kvant.Cache(model, artifact=again).recipe.key.window.sink == 4
+    kvant.artifact_for(model, None)
+    monkeypatch.setattr(passages, "digest", lambda name: "0" * 64)
+    kvant.artifact_for(model, None)
+    kvant.artifact_for(model, None)
+    assert made == [("kvant-2", None)] * 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvant.artifact import Artifact
-from kvant.calibrate import checkpoint, run, text
+from kvant.calibrate import checkpoint, run
 from kvant.calibrate.checkpoint import Checkpoint
 from kvant.cli import main
 from tests.calibrate.test_run import SMALL, ids_of
@@ -37,38 +37,15 @@ def interrupt_at(stage: str, done: int) -> Any:
     return progress
 
 
-def test_a_text_is_taken_up(unfinished: Path) -> None:
+def test_a_calibration_keeps_its_layers(unfinished: Path) -> None:
     model = make_model("llama")
-    whole = text.sample(model, None, 60, 20, seed=4)
-    kept = Checkpoint("text", "a name")
-    with pytest.raises(KeyboardInterrupt, match="33 of 60 tokens of text"):
-        text.sample(model, None, 60, 20, 4, lambda done, _: interrupt_at("", 33)("", done, 60), kept)
-    assert [path.name for path in unfinished.iterdir()] == [kept.path.name]
-    reported: list[int] = []
-    again = text.sample(model, None, 60, 20, 4, lambda done, _: reported.append(done), Checkpoint("text", "a name"))
-    assert reported[0] == 36, "3 rows of 11 tokens were there"
-    assert [len(each) for each in again] == [20, 20, 20]
-    for mine, theirs in zip(again, whole, strict=True):
-        assert mine[:11].tolist() == theirs[:11].tolist()
-    reported.clear()
-    Checkpoint("text", "a name").save(text.Written(again, None, torch.Generator().get_state()).tensors)
-    done = text.sample(model, None, 60, 20, 4, lambda done, _: reported.append(done), Checkpoint("text", "a name"))
-    assert reported == []
-    assert text.digest(done) == text.digest(again)
-
-
-def test_a_calibration_keeps_its_text_and_its_layers(monkeypatch: pytest.MonkeyPatch, unfinished: Path) -> None:
-    model = make_model("llama")
-    options: dict[str, Any] = {"tokens": 48, "excerpt_tokens": 24}
-    expected = run.calibrate(model, None, RECIPE, **options)
+    expected = run.calibrate(model, None, RECIPE, ids_of(48), excerpt_tokens=24)
     assert not unfinished.exists(), "nothing is written where nothing is interrupted"
-    with pytest.raises(KeyboardInterrupt, match="kept 20 of 48 tokens of text; the same command goes on from there"):
-        run.calibrate(model, None, RECIPE, **options, progress=interrupt_at("sampling", 20))
-    with pytest.raises(KeyboardInterrupt, match="kept 48 tokens of text and 2 layers; the same command goes on"):
-        run.calibrate(model, None, RECIPE, **options, progress=interrupt_at("fitting", 2))
-    assert len(list(unfinished.iterdir())) == 2
+    with pytest.raises(KeyboardInterrupt, match="kept 2 layers; the same command goes on from there"):
+        run.calibrate(model, None, RECIPE, ids_of(48), excerpt_tokens=24, progress=interrupt_at("fitting", 2))
+    assert len(list(unfinished.iterdir())) == 1
     stages: list[tuple[str, int, int]] = []
-    found = run.calibrate(model, None, RECIPE, **options, progress=lambda *at: stages.append(at))
+    found = run.calibrate(model, None, RECIPE, ids_of(48), excerpt_tokens=24, progress=lambda *at: stages.append(at))
     assert [at for at in stages if at[0] != "measuring"] == [("fitting", 3, 3)]
     assert list(unfinished.iterdir()) == []
     assert found.layers == expected.layers == len(found.tensors)
@@ -76,7 +53,7 @@ def test_a_calibration_keeps_its_text_and_its_layers(monkeypatch: pytest.MonkeyP
 
 
 def test_layers_fitted_before_and_after_are_those_of_one_go() -> None:
-    """On a given text, so that nothing is drawn; other options are another calibration."""
+    """Other options are another calibration."""
     model = make_model("llama")
     options: dict[str, Any] = {"excerpt_tokens": 60, "max_position": 200}
     with pytest.raises(KeyboardInterrupt, match="kept 1 layer; "):
@@ -92,7 +69,7 @@ def test_nothing_is_kept_where_it_is_not_wanted(unfinished: Path) -> None:
             make_model("llama"),
             None,
             RECIPE,
-            tokens=48,
+            ids_of(48),
             excerpt_tokens=24,
             resume=False,
             progress=interrupt_at("fitting", 1),
@@ -114,13 +91,13 @@ def test_long_work_is_kept_now_and_then(monkeypatch: pytest.MonkeyPatch, unfinis
             raise Killed
 
     with pytest.raises(Killed):
-        run.calibrate(model, None, RECIPE, tokens=48, excerpt_tokens=24, progress=progress)
-    assert sorted(path.name.partition("-")[0] for path in unfinished.iterdir()) == ["fit", "text"]
+        run.calibrate(model, None, RECIPE, ids_of(48), excerpt_tokens=24, progress=progress)
+    assert [path.name.partition("-")[0] for path in unfinished.iterdir()] == ["fit"]
 
 
 @pytest.mark.parametrize("damage", [b"nothing of the kind", None])
 def test_a_damaged_checkpoint_is_told_of_and_removed(damage: bytes | None) -> None:
-    kept = Checkpoint("text", 1)
+    kept = Checkpoint("fit", 1)
     kept.save({"a": torch.arange(100)})
     assert kept.load()["a"].tolist() == list(range(100))
     whole = kept.path.read_bytes()
@@ -139,14 +116,14 @@ def test_the_command_says_what_it_kept_and_goes_on(
 ) -> None:
     @contextlib.contextmanager
     def interrupted() -> Iterator[Any]:
-        yield interrupt_at("sampling", 30)
+        yield interrupt_at("fitting", 1)
 
     command = ["calibrate", "--model", tiny, "--recipe", RECIPE, "--tokens", "40", "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
         patched.setattr("kvant.cli.calibrate.stages", interrupted)
         assert main(command) == 130
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "kvant calibrate: interrupted; kept 30 of 40 tokens of text; the same command goes on from there"
+        "kvant calibrate: interrupted; kept 1 layer; the same command goes on from there"
     )
     assert main(command) == 0
     assert Artifact.load(tmp_path / "out").source["tokens"] == 40

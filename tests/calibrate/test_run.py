@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvant
+from kvant.calibrate import run
 from kvant.calibrate.capture import Plan
 from kvant.calibrate.run import calibrate
 from kvant.engines.fingerprint import fingerprint
@@ -41,28 +42,6 @@ def test_an_artifact_is_reproducible_and_the_seed_counts() -> None:
     assert first.digest == again.digest
     other = calibrate(model, None, SMALL, ids_of(150), excerpt_tokens=60, seed=1)
     assert other.digest != first.digest
-
-
-def test_calibration_on_the_models_own_text() -> None:
-    model = make_model("llama")
-    stages: list[str] = []
-    artifact = calibrate(
-        model,
-        None,
-        "saw-int4-hessian-kv",
-        tokens=48,
-        excerpt_tokens=24,
-        progress=lambda stage, *_: stages.append(stage),
-    )
-    assert artifact.source["text"] == "written by the model"
-    assert artifact.source["tokens"] == 48
-    assert [s for s, before in zip(stages, ["", *stages], strict=False) if s != before] == [
-        "sampling",
-        "measuring",
-        "fitting",
-    ]
-    names = set(artifact.tensors[0])
-    assert names == {"key.transforms[0].basis", "value.transforms[0].basis"}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +109,19 @@ def test_the_old_name_of_the_length_of_an_excerpt_works_and_warns() -> None:
     assert found.digest == calibrate(model, None, SMALL, ids_of(150), excerpt_tokens=60).digest
 
 
-def test_checkpoints_keep_the_names_that_they_were_first_written_with() -> None:
-    names = ["runs", "tokens", "max_position", "sink", "recent", "seed", "reads", "block", "samples"]
-    assert list(Plan(1, 2, 3).checkpoint_key()) == [*names, "excerpts", "excerpt_tokens"]
+@pytest.mark.parametrize("name", ["kvant-2", "kvant-4", "saw-int4-hessian-kv", SMALL, "saw-int4-kmeans:centroids=4"])
+def test_what_no_fitter_reads_is_not_gathered_and_changes_no_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    seen: list[Plan] = []
+    original = run.gather
+    monkeypatch.setattr(run, "gather", lambda model, excerpts, plan, *rest, **options: (
+        seen.append(plan), original(model, excerpts, plan, *rest, **options))[1])  # fmt: skip
+    reduced = calibrate(model, None, name, ids_of(300), excerpt_tokens=150)
+    monkeypatch.setattr(Plan, "reduced", lambda plan, reads: plan)
+    whole = calibrate(model, None, name, ids_of(300), excerpt_tokens=150)
+    assert reduced.digest == whole.digest
+    plan = seen[0]
+    expected = {"kvant-2": "", "kvant-4": "", "saw-int4-hessian-kv": "attended", SMALL: "probes attended"}
+    assert [plan.samples > 0, plan.probes > 0, plan.attended] == [
+        word in expected.get(name, "sample") for word in ("sample", "probes", "attended")
+    ]

@@ -34,11 +34,12 @@ def test_calibrates_and_serves(capsys: pytest.CaptureFixture[str], tiny: str, te
     assert Artifact.load(out).digest == artifact.digest
 
 
-def test_without_a_text_the_model_writes_one(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:  # noqa: F811
+def test_without_a_text_the_built_in_one_is_read(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:  # noqa: F811
     options = ["--model", tiny, "--recipe", "saw-int4-hessian", "--tokens", "40", "--out", str(tmp_path), "--json"]
     code, printed, _ = run(capsys, "calibrate", *options)
     assert code == 0
-    assert json.loads(printed)["text"] == "written by the model"
+    report = json.loads(printed)
+    assert (report["text"], report["tokens"], len(report["text_sha256"])) == ("built in", 40, 64)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_smollm2_survives_kvant_4_and_not_int2(smollm2: tuple[Any, Any], monkeyp
     monkeypatch.setattr(verdicts, "GOOD", Threshold(0.1, 0.8))
     monkeypatch.setattr(verdicts, "USABLE", Threshold(0.4, 0.6))
     model, tokenizer = smollm2
-    assert 900 < len(passages.encode(tokenizer, "check")) < 1200
+    assert 900 < len(passages.encode(tokenizer, passages.conversation())) < 1200
     found = {each.recipe: each.word for each in check(model, tokenizer, ["kvant-4", "int2"], tokens=512)}
     assert found == {"kvant-4": "good", "int2": "unfit"}
 
