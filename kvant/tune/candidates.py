@@ -23,6 +23,7 @@ CANDIDATES = (  # keys and values of any two of these may meet in a layer
     f"{BASE}:k.bits=4/4/0,v.bits=4",
     f"{BASE}:k.bits=4/3/2",
     f"{BASE}:k.bits=4/4/2",
+    f"{BASE}:k.bits=3",
     f"{BASE}:k.bits=4",
 )
 RECENT = (64, 128, 256)  # windows that are tried: recent tokens in full precision, in all layers

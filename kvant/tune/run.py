@@ -11,6 +11,7 @@ import torch
 
 from kvant import passages, recipes
 from kvant.artifact import Artifact
+from kvant.calibrate import builtin
 from kvant.calibrate import text as texts
 from kvant.calibrate.run import Source, calibrate_all
 from kvant.chats import Chats
@@ -62,9 +63,10 @@ class Tuned:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What is fitted on, what sensitivity is measured on (within the same text), and what the result is measured on."""
+    """What is fitted on (None: the built-in text), what sensitivity is measured on, within the same text, and what the result is
+    measured on."""
 
-    fit: Source
+    fit: Source | None
     excerpts: list[Tensor]
     held_out: Segments
 
@@ -73,8 +75,11 @@ def texts_of(tokenizer: Any, text: Source | None, longest: int | None) -> Texts:
     """Parts of a given text, of which the last quarter is held out; or the built-in texts."""
     length = min(EXCERPT_TOKENS, longest or EXCERPT_TOKENS)
     if text is None:
-        fit = torch.tensor(passages.encode(tokenizer, "fit"), dtype=torch.int32)
-        rest = passages.encode(tokenizer, "check")
+        # one after another, in any order: alone, most of a piece would be in the window
+        some = builtin.excerpts(tokenizer, EXCERPTS * length, length)
+        order = torch.randperm(len(some), generator=torch.Generator().manual_seed(0)).tolist()
+        fit = torch.cat([some[i] for i in order])
+        rest = passages.encode(tokenizer, passages.conversation())
     else:
         if isinstance(text, torch.Tensor):
             ids = text.cpu().flatten().to(torch.int32)
@@ -93,7 +98,7 @@ def texts_of(tokenizer: Any, text: Source | None, longest: int | None) -> Texts:
     context = min(length, len(rest) - 1)
     prompt = max(1, context // 4)
     segments = Segments.over(rest, context, min(SCORED, max(1, len(rest) // context) * (context - prompt)), prompt)
-    return Texts(fit, excerpts, segments)
+    return Texts(None if text is None else fit, excerpts, segments)
 
 
 def limits(shape: ModelShape, chosen: Sequence[Recipe], windows: Sequence[Window], context: int) -> tuple[float, float]:
@@ -249,7 +254,7 @@ def _fit(
     model: Any,
     tokenizer: Any,
     wanted: Sequence[Recipe],
-    text: Source,
+    text: Source | None,
     tokens: int | None,
     seed: int,
     progress: Progress | None,

@@ -104,3 +104,23 @@ def test_budgets_that_cannot_be_met_are_refused(bits: float, context: int, messa
 def test_a_text_that_is_too_short_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="the text has 100 tokens, too few"):
         tune(model, None, 2.7, torch.arange(2, 102), context=1024, recent=RECENT)
+
+
+def test_the_built_in_text_is_read_where_none_is_given() -> None:
+    tokenizer = ByBytes()
+    found = run.texts_of(tokenizer, None, None)
+    assert found.fit is None and [len(ids) for ids in found.excerpts] == [run.EXCERPT_TOKENS] * run.EXCERPTS
+    held = bytes(found.held_out.ids.flatten().tolist()).decode(errors="replace")
+    for ids in found.excerpts:  # nothing is measured on what was chosen on
+        assert bytes(ids.tolist())[:200].decode(errors="replace") not in held
+    starts = [bytes(ids.tolist())[:40] for ids in found.excerpts]
+    assert len(set(starts)) == run.EXCERPTS
+
+
+class ByBytes:
+    """A tokenizer of bytes, without a chat template."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}

@@ -51,7 +51,7 @@ def test_the_prediction_is_what_the_packed_cache_shows() -> None:
     fine, coarse, full = (recipes.get(INT.format(bits)) for bits in (8, 3, 8))
     ids = prompt(4, 161)
     choices = [Choice("key", coarse), Choice("value", coarse), Choice("value", fine)]
-    table = measure(model, list(ids[:, :160]), choices, {coarse: {}, fine: {}}, [WINDOW], draws=8)
+    table = measure(model, list(ids[:, :160]), choices, {coarse: {}, fine: {}}, [WINDOW], draws=8, queries=120)
     assert table.tokens == 4 * 120
     for layer in range(3):
         for choice, stream in ((choices[0], "key"), (choices[1], "value")):
