@@ -63,6 +63,9 @@ def add(commands: Any) -> None:
         metavar="N[,N...]",
         help="windows to try, in recent tokens of full precision; one is taken for all layers (default 64,128,256)",
     )
+    parser.add_argument(
+        "--recipes", type=int, default=6, metavar="N", help="different recipes that layers have, at most (default 6)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all random draws (default 0)")
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory of the artifact: a new one, or an artifact's"
@@ -112,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
     recent = candidates.RECENT if args.recent is None else numbers(args.recent)
     chosen = candidates.parse(names)
     text = None if args.text is None else read_source(args.text)
+    if args.recipes < 1:
+        raise ValueError(f"--recipes must be positive, got {args.recipes}")
     check_writable(args.json, "--json")
     shape = ModelShape.of(models.config_of(args.model, say))
     least, most = check(shape, args.bits, args.context, chosen, windows_of(recent))
@@ -129,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
             context=args.context,
             chosen=chosen,
             recent=recent,
+            most=args.recipes,
             tokens=args.tokens,
             seed=args.seed,
             progress=progress,

@@ -61,3 +61,38 @@ def choose(layers: Sequence[Sequence[Option]], budget: int) -> list[int]:
         out.append(some[place])
         at -= costs[place] // unit
     return out[::-1]
+
+
+def choose_few(layers: Sequence[Sequence[Option]], budget: int, most: int) -> list[int]:
+    """As `choose`, with at most so many different options over all layers. All layers have the same options, in the same order,
+    which cost the same in each. Where the best choice has more of them, a set is grown one at a time, by what reduces the loss most,
+    and after each step options are exchanged as long as that helps: not exact, and near it."""
+    if most < 1:
+        raise ValueError(f"expected a number of options from 1, got {most}")
+    best = choose(layers, budget)
+    if len(set(best)) <= most:
+        return best
+    count = len(layers[0])
+
+    def solved(some: Sequence[int]) -> tuple[float, list[int]]:
+        part = [[options[i] for i in some] for options in layers]
+        if sum(min(option.cost for option in options) for options in part) > budget:
+            return math.inf, []
+        found = [some[place] for place in choose(part, budget)]
+        return sum(options[i].loss for options, i in zip(layers, found, strict=True)), found
+
+    chosen: list[int] = []
+    least: tuple[float, list[int]] = (math.inf, [])
+    while len(chosen) < most:
+        more = [(solved([*chosen, i]), i) for i in range(count) if i not in chosen]
+        least, added = min(more, key=lambda each: each[0][0])
+        chosen.append(added)
+        better = True
+        while better:
+            better = False
+            for place in range(len(chosen)):
+                for i in set(range(count)) - set(chosen):
+                    other = [*chosen[:place], i, *chosen[place + 1 :]]
+                    if (found := solved(other))[0] < least[0] - 1e-15:
+                        chosen, least, better = other, found, True
+    return least[1]

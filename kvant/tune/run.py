@@ -32,6 +32,9 @@ CONTEXT = 32768
 EXCERPTS = 4  # of the text, on which sensitivity is measured
 EXCERPT_TOKENS = 1024
 HELD_OUT = 1, 4  # share of a given text that nothing is fitted to or chosen on
+RECIPES = (
+    6  # different ones that layers have, at most: servers prepare a step, and GPUs compile kernels, for each of them
+)
 SCORED = 2048  # tokens of the held-out text that are scored, at most
 
 
@@ -152,11 +155,11 @@ class Study:
     artifacts: dict[Recipe, Artifact | None]
     table: Table
 
-    def tune(self, bits: float, context: int = CONTEXT, progress: Progress | None = None) -> Tuned:
+    def tune(self, bits: float, context: int = CONTEXT, most: int = RECIPES, progress: Progress | None = None) -> Tuned:
         """Chooses a recipe for every layer under a budget, and measures it on the held-out text."""
         shape, table = self.shape, self.table
         check(shape, bits, context, self.candidates, self.windows)
-        window, picked = _pick(shape, bits, context, self.options, self.windows, table)
+        window, picked = _pick(shape, bits, context, self.options, self.windows, table, most)
         layers = [candidates.windowed(made, window) for _, _, made in picked]
         own = recipes.get(BASE)
         mixed = MixedRecipe.of(f"tuned-{bits:g}", candidates.windowed(own, window), layers)
@@ -230,6 +233,7 @@ def tune(
     context: int = CONTEXT,
     chosen: Sequence[str | Recipe] = CANDIDATES,
     recent: Sequence[int] = RECENT,
+    most: int = RECIPES,
     tokens: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -242,12 +246,15 @@ def tune(
               on. Default: the built-in texts.
     chosen    candidates: recipes whose key and value streams layers may combine.
     recent    windows that are tried, in recent tokens; one is taken for all layers.
+    most      different recipes that layers have, at most.
     tokens    that the recipes are fitted to, as in `calibrate`.
     """
     named = candidates.parse([each.name if isinstance(each, Recipe) else each for each in chosen])
     check(ModelShape.of(model), bits, context, named, windows_of(recent))
+    if most < 1:
+        raise ValueError(f"most must be at least 1, got {most}")
     options: dict[str, Any] = {"chosen": named, "recent": recent, "tokens": tokens, "seed": seed, "progress": progress}
-    return study(model, tokenizer, text, **options).tune(bits, context, progress)
+    return study(model, tokenizer, text, **options).tune(bits, context, most, progress)
 
 
 def _fit(
@@ -279,6 +286,7 @@ def _pick(
     found: Options,
     windows: Sequence[Window],
     table: Table,
+    most: int,
 ) -> tuple[Window, list[tuple[Choice, Choice, Recipe]]]:
     """The window and the pair of every layer with the least predicted KL within the budget."""
     layers = len(shape.layers)
@@ -301,7 +309,7 @@ def _pick(
             ]
             for layer in range(layers)
         ]
-        chosen = knapsack.choose(options, budget)
+        chosen = knapsack.choose_few(options, budget, most)
         loss = sum(options[layer][i].loss for layer, i in enumerate(chosen))
         if best is None or loss < best[0]:
             best = loss, window, chosen

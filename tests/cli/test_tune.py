@@ -75,6 +75,7 @@ def test_other_commands_take_the_artifact(
         ({"--context": "long"}, "expected a number of tokens such as 8192 or 32k, got 'long'"),
         ({"--candidates": "kvant-9"}, "unknown recipe 'kvant-9'"),
         ({"--candidates": "kivi-k2v2"}, "coded in groups of"),
+        ({"--recipes": "0"}, "--recipes must be positive, got 0"),
         ({"--recent": "many"}, "expected numbers of tokens such as 64,128, got 'many'"),
         ({"--text": "/nowhere/text"}, "no such file"),
         ({"--out": "taken"}, "expected a new directory or an artifact's, it has a.txt"),

@@ -81,6 +81,15 @@ def test_the_same_seed_chooses_the_same(tuned: Tuned, model: Any, text: torch.Te
     assert again.layers == tuned.layers and again.artifact.digest == tuned.artifact.digest
 
 
+def test_layers_have_few_recipes(model: Any, text: torch.Tensor, monkeypatch: Any) -> None:
+    monkeypatch.setattr(run, "EXCERPT_TOKENS", 150)
+    studied = run.study(model, None, text, recent=RECENT)
+    found = [studied.tune(2.7, 1024, most) for most in (1, 2, 6)]
+    for each, most in zip(found, (1, 2, 6), strict=True):
+        assert len({layer.recipe for layer in each.layers}) <= most and each.bits <= 2.7
+    assert found[0].predicted >= found[1].predicted >= found[2].predicted
+
+
 def test_more_recent_tokens_are_counted() -> None:
     named = parse(CANDIDATES)
     small, large = (limits(SHAPE, named, [Window(4, recent)], 1024) for recent in (8, 256))
