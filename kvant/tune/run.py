@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from kvant import passages, recipes
 from kvant.artifact import Artifact
 from kvant.calibrate import builtin
 from kvant.calibrate import text as texts
+from kvant.calibrate.artifact_paths import artifact_path, cached
 from kvant.calibrate.run import Source, calibrate_all
 from kvant.chats import Chats
+from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache
 from kvant.eval.segments import Segments
 from kvant.eval.teacher import Result, evaluate
@@ -266,17 +269,30 @@ def _fit(
     seed: int,
     progress: Progress | None,
 ) -> dict[Recipe, Artifact | None]:
-    """An artifact for each of the recipes, None where it needs none. Recipes whose fit is the same are fitted once."""
+    """An artifact for each of the recipes, None where it needs none. Recipes whose fit is the same are fitted once. Fits on the
+    built-in text are those that other commands cache and take."""
+    named, shared = fingerprint(model), text is None and tokens is None and seed == 0
     kinds: dict[str, Recipe] = {}
     for recipe in wanted:
         if recipe.calibrated:
             kinds.setdefault(str(sorted(recipe.fits.items())), recipe)
-    made = calibrate_all(model, tokenizer, list(kinds.values()), text, tokens=tokens, seed=seed, progress=progress)
-    by_kind = dict(zip(kinds, made, strict=True))
-    return {
-        recipe: by_kind[str(sorted(recipe.fits.items()))].serving(recipe) if recipe.calibrated else None
-        for recipe in wanted
-    }
+    found = {kind: cached(named, recipe) if shared else None for kind, recipe in kinds.items()}
+    missing = [recipe for kind, recipe in kinds.items() if found[kind] is None]
+    made = (
+        calibrate_all(model, tokenizer, missing, text, tokens=tokens, seed=seed, progress=progress) if missing else []
+    )
+    for artifact in made:
+        found[str(sorted(artifact.recipe.fits.items()))] = artifact
+        if shared:
+            with contextlib.suppress(OSError):  # the artifact that is written in the end has all that is needed
+                artifact.save(artifact_path(named, artifact.recipe))
+    out: dict[Recipe, Artifact | None] = dict.fromkeys(wanted)
+    for recipe in wanted:
+        if recipe.calibrated:
+            fitted = found[str(sorted(recipe.fits.items()))]
+            assert fitted is not None
+            out[recipe] = fitted.serving(recipe)
+    return out
 
 
 def _pick(

@@ -133,3 +133,27 @@ class ByBytes:
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
+
+
+def test_the_fit_on_the_built_in_text_is_the_one_that_is_cached(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvant.artifact_for` and a second study take it up; a study with another seed does not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(run, "EXCERPT_TOKENS", 150)
+    monkeypatch.setattr(run, "EXCERPTS", 1)
+    monkeypatch.setattr("kvant.calibrate.builtin.TOKENS", 600)
+    model, tokenizer = make_model("llama", vocab_size=260, initializer_range=0.1), ByBytes()
+    first = run.study(model, tokenizer, recent=RECENT).tune(2.7, 1024)
+    calls: list[Any] = []
+    fitting = run.calibrate_all
+    monkeypatch.setattr(run, "calibrate_all", lambda *args, **options: calls.append(args) or fitting(*args, **options))
+    again = run.study(model, tokenizer, recent=RECENT).tune(2.7, 1024)
+    assert not calls and again.artifact.digest == first.artifact.digest and again.layers == first.layers
+    found = kvant.artifact_for(model, tokenizer, BASE)
+    assert found is not None
+    for layer, tensors in first.artifact.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, found.tensors[layer][name])
+    run.study(model, tokenizer, recent=RECENT, seed=1)
+    assert len(calls) == 1
