@@ -37,7 +37,10 @@ class Result:
 
 
 def difference(found: LayerStore, expected: LayerStore, tokens: int) -> tuple[float, float]:
-    """Relative difference of what the first tokens of two stores decode to, and the share of bytes that differ."""
+    """Relative difference of what the first tokens of two stores decode to, and the share of bytes that differ; both are 0 where
+    no token is packed yet."""
+    if not tokens:
+        return 0.0, 0.0
     pages = -(-tokens // found.layout.page_tokens)
     errors = []
     for name in found.layout.recipe.streams:

@@ -1,7 +1,8 @@
 """The text that recipes are fitted on where none is given: excerpts of kvant's own (kvant.passages), as the model serves them.
 
-Every kind of text has the same share of the tokens, and within a kind every piece. An excerpt is one chat, put through the model's
-chat template, or one plain text: it begins at position 0 with what the template writes first. Lengths differ, as they do in use.
+Every kind of text has the same share of the tokens, and within a kind every piece. A chat is put through the model's chat template.
+An excerpt begins at position 0 with what the template writes first. It is one piece; of some kinds all pieces, one after another,
+are one excerpt, so that contexts are short and long, as they are in use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvant.transforms.affine_map import Mean
 Tensor = torch.Tensor
 TOKENS = 8192  # OSCAR calibrates on 8,878
 MEAN_TOKENS = 1024  # tokens that are read to fit means alone
-LEAST = 96  # tokens of an excerpt: with fewer for each, fewer pieces are read
+LEAST = 96  # tokens of a piece: with fewer for each, fewer pieces are read
+JOINED = ("code", "dialogue", "prose", "tools")  # kinds whose pieces are read as one long excerpt
 
 
 def fits_in_seconds(recipe: Recipe) -> bool:
@@ -50,7 +52,8 @@ def excerpts(tokenizer: Any, tokens: int, length: int, *, exactly: bool = False)
     out: list[Tensor] = []
     for kind, share in zip(kinds, shares(tokens, [sizes[kind] for kind in kinds]), strict=True):
         found = encoded[kind][: max(1, share // least)]
-        out += [ids[:count] for ids, count in zip(found, shares(share, list(map(len, found))), strict=True) if count]
+        cut = [ids[:count] for ids, count in zip(found, shares(share, list(map(len, found))), strict=True) if count]
+        out += torch.cat(cut).split(length) if kind in JOINED else cut
     return out
 
 

@@ -71,6 +71,8 @@ def attention_forward(
             raise ValueError(
                 "a logit soft cap without a kvant.Cache: set the model's attention implementation to eager"
             )
+        if query.device.type == "cpu" and attention_mask is not None and kwargs.get("position_bias") is None:
+            return _grouped_sdpa(query, key, value, attention_mask, dropout, scaling), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -87,6 +89,17 @@ def attention_forward(
         raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return key.cache.attend(key, query, attention_mask, scale, softcap), None
+
+
+def _grouped_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
+    """What transformers' SDPA computes, to the bit on a CPU. Where there is a mask it repeats keys and values for every query head,
+    which only GPUs need: on a CPU that takes most of the time of a decode step's attention."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous()
 
 
 def _detach(module: torch.nn.Module, query: Tensor, handle: Handle) -> Tensor:

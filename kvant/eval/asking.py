@@ -14,14 +14,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from kvant.engines import graphs
+from kvant.engines import graphs, lending
 from kvant.eval.padding import pad_rows
 from kvant.eval.prompt_states import PromptStates, padded
 from kvant.eval.tasks import Question, Task
@@ -206,7 +206,8 @@ def _generate(
     elif states is not None and make_cache is not None:
         out = cache.generate(model, ids, mask, **options)
     else:
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+        with contextlib.nullcontext() if make_cache is not None else _unrepeated(model):
+            out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     ends = _ends(model, tokenizer)
     answers = []
     for (i, _), row in zip(some, out[:, width:].tolist(), strict=True):
@@ -215,6 +216,20 @@ def _generate(
         said = row if stop is None else row[:stop]
         answers.append((tokenizer.decode(said, skip_special_tokens=True), len(said) + (stop is not None)))
     return answers
+
+
+@contextlib.contextmanager
+def _unrepeated(model: Any) -> Iterator[None]:
+    """On a CPU, lets a model whose attention is SDPA attend by the attention function "kvant": for a padded batch it gives the same
+    numbers without repeating keys and values for every query head."""
+    if model.device.type != "cpu" or model.config.get_text_config(decoder=True)._attn_implementation != "sdpa":
+        yield
+        return
+    give_back = lending.borrow(model.config)
+    try:
+        yield
+    finally:
+        give_back()
 
 
 class _Steps(StoppingCriteria):

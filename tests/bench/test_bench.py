@@ -111,6 +111,9 @@ def test_append_and_prefill_are_checked() -> None:
         assert found.error < 1e-3
         assert found.differing < 1e-3
         assert found.share == found.bandwidth / found.copy_bandwidth
+    one = dataclasses.replace(SHAPE, batch=1, context=1)  # its token waits in the overlay for a group of 128
+    (found,) = append.measure([recipes.get("kitty-pro")], one, CPU, repeat=1)
+    assert (found.error, found.differing) == (0.0, 0.0)
     assert prefill.measure(recipes.get("saw-int4"), SHAPE, CPU, repeat=1, new_tokens=20).error < 1e-5
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvant
+from kvant.engines.attention import ATTENTION
 from kvant.eval.asking import Prompts, Sampling, ask
 from kvant.eval.prompt_states import PromptStates, padded
 from kvant.eval.tasks import Question
@@ -106,9 +107,38 @@ def test_answers_do_not_depend_on_who_prefilled(recipe: str | None, tmp_path: An
         )
         counted.append([(a.question, a.text, a.tokens, a.length) for a in found])
     assert counted[0] == counted[1] == counted[2]
+    assert make is not None or model.config._attn_implementation == "sdpa"
     assert {total for _, total in heard} == {6 + 7 + 8 + 9}
     assert heard[0][0] == 0 and heard[-1][0] == 30 and any(0 < done < 21 for done, _ in heard), "within a batch, too"
     assert [length for *_, length in counted[0]] == [70, 9, 41, 70]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral-sliding"])
+def test_the_full_cache_of_a_padded_batch_is_not_repeated_for_every_query_head(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family)
+    ids, mask = batch(ragged())
+    sdpa, outputs, key_heads = torch.nn.functional.scaled_dot_product_attention, {}, {}
+    for attention in ("sdpa", ATTENTION):
+        seen: set[int] = set()
+
+        def recorded(query: Any, key: Any, *args: Any, seen: set[int] = seen, **options: Any) -> Any:
+            seen.add(key.shape[1])
+            return sdpa(query, key, *args, **options)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+        model.set_attn_implementation(attention)
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            steps = [model(ids[:, :-2], attention_mask=mask[:, :-2], past_key_values=cache).logits[mask[:, :-2] > 0]]
+            for end in (ids.shape[1] - 1, ids.shape[1]):
+                new = ids[:, end - 1 : end]
+                steps.append(model(new, attention_mask=mask[:, :end], past_key_values=cache).logits[:, 0])
+        outputs[attention], key_heads[attention] = torch.cat(steps), seen
+    torch.testing.assert_close(outputs[ATTENTION], outputs["sdpa"], rtol=1e-5, atol=1e-5)
+    config = model.config
+    assert key_heads == {"sdpa": {config.num_attention_heads}, ATTENTION: {config.num_key_value_heads}}
 
 
 def test_a_prompt_is_prefilled_once_within_the_budget() -> None:

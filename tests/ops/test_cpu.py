@@ -125,7 +125,7 @@ def test_decode_of_every_recipe(name: str, isa: str) -> None:
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
 @pytest.mark.parametrize("dim", [32, 96, 128, 256])
 def test_decode_of_every_shape(group: int, dim: int, isa: str) -> None:
-    for name in ("saw-int4", "int2:sink=2,recent=5", "kvant-2", "int4:group=32"):
+    for name in ("full", "saw-int4", "int2:sink=2,recent=5", "kvant-2", "int4:group=32"):
         check(filled(name, [130, 67], heads=1, dim=dim, group=group), group)
 
 
@@ -146,19 +146,34 @@ def test_the_first_of_equal_centroids_is_taken(name: str, isa: str) -> None:
 
 @pytest.mark.parametrize("page", [16, 32, 128])
 def test_decode_of_other_pages(page: int, isa: str) -> None:
-    for name in ("saw-int4", "int2", "kvant-2", "vecinfer-2", "kivi-k2v2:k.group=16,k.flush=16"):
+    for name in ("full", "saw-int4", "int2", "kvant-2", "vecinfer-2", "kivi-k2v2:k.group=16,k.flush=16"):
         check(filled(name, [page - 1, page, 3 * page + 1], page_tokens=page), 3)
 
 
 @pytest.mark.parametrize(("softcap", "sliding_window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 600)])
 def test_decode_with_soft_cap_and_sliding_window(softcap: float | None, sliding_window: int | None) -> None:
-    for name in ("saw-int4", "kvant-2", "kvant-4", "quarot-int2-win", "kivi-k2v2-sink"):
+    for name in ("full", "saw-int4", "kvant-2", "kvant-4", "quarot-int2-win", "kivi-k2v2-sink"):
         check(filled(name, [5, 600]), 2, softcap=softcap, sliding_window=sliding_window)
 
 
 def test_decode_from_another_first_position() -> None:
     for first in (1, 255, 256, 1000):
         check(filled("kvant-2", [1, 255, 513], first=first), 3)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [2, 34, 72, 80, 128])
+def test_unquantized_pages_of_every_type(stored: str, dim: int, isa: str) -> None:
+    """Append, decode and prefill; some head dims are no multiple of a vector. The sums are of floats: nothing but their order differs."""
+    name = f"full:dtype={stored}"
+    cache = filled(name, [1, 130, 67], dim=dim, group=5)
+    check(cache, 5, limit=1e-5)
+    check(cache, 5, limit=1e-5, sliding_window=70)
+    append_both(twins(name, heads=3, dim=dim), *torch.randn(2, 100, 3, dim))
+    batch = cache.extend(cache.sequences, [2, 1, 3])
+    q, (k, v) = torch.randn(6, 10, dim), torch.randn(2, 6, 2, dim)
+    expected = reference.prefill(cache.stores[0], q.double(), k.double(), v.double(), batch, scale=0.125)
+    assert relative_error(prefill(cache.stores[0], q, k, v, batch, scale=0.125), expected) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -191,7 +206,7 @@ def test_threads_do_not_show(name: str, two_threads: None) -> None:
     assert torch.equal(decode(cache.stores[0], q, batch, scale=0.125), found)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "oscar:recent=20,sink=3", "kvant-2", "kivi-k2v2"])
+@pytest.mark.parametrize("name", ["full", "saw-int4", "oscar:recent=20,sink=3", "kvant-2", "kivi-k2v2"])
 def test_a_sequence_is_cut_by_its_own_length_alone(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_decode, "SPLIT_TOKENS", 64)
     monkeypatch.setattr(cpu_decode, "LONGEST_SPLIT", 256)
@@ -214,7 +229,7 @@ def test_without_an_openmp_runtime_threads_are_started(two_threads: None, monkey
 
 
 def test_what_lies_beyond_a_sequence_does_not_show() -> None:
-    for name in ("saw-int4", "kvant-2", "kivi-k2v2", "vecinfer-2"):
+    for name in ("full", "saw-int4", "kvant-2", "kivi-k2v2", "vecinfer-2"):
         cache = filled(name, [77])
         batch, q = cache.batch(cache.sequences), torch.randn(1, 6, 64)
         found = decode(cache.stores[0], q, batch, scale=0.125)
@@ -260,7 +275,7 @@ def test_append_writes_what_the_reference_writes(name: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dim", [32, 96, 128, 256])
 def test_append_of_every_head_dim(dim: int) -> None:
-    for name in ("saw-int4-kv", "oscar", "kvant-2", "kvant-4", "int3"):
+    for name in ("full", "saw-int4-kv", "oscar", "kvant-2", "kvant-4", "int3"):
         append_both(twins(name, heads=3, dim=dim), *torch.randn(2, 100, 3, dim))
 
 

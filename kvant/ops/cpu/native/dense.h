@@ -78,28 +78,28 @@ INLINE float product(const float *x, const float *y, int dim) {
   return out;
 }
 
-/* out[r] = x . rows[r], rows: [ROWS, 256]. */
-INLINE void row_products(const int ROWS, const float *x, const float *rows, int dim, float *out) {
+/* out[r] = x . rows[r], rows of `stride` floats. */
+INLINE void row_products(const int ROWS, const float *x, const float *rows, int stride, int dim, float *out) {
   vf sum[CHUNK];
   for (int r = 0; r < ROWS; r++) sum[r] = splat(0.0f);
   int c = 0;
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT)
-    for (int r = 0; r < ROWS; r++) sum[r] = fused(load_floats(x + c), load_floats(rows + 256 * r + c), sum[r]);
+    for (int r = 0; r < ROWS; r++) sum[r] = fused(load_floats(x + c), load_floats(rows + stride * r + c), sum[r]);
   for (int r = 0; r < ROWS; r++) out[r] = sum_of(sum[r]);
   for (; c < dim; c++)
-    for (int r = 0; r < ROWS; r++) out[r] += x[c] * rows[256 * r + c];
+    for (int r = 0; r < ROWS; r++) out[r] += x[c] * rows[stride * r + c];
 }
 
-/* y += sum_r weight[r] rows[r], rows: [ROWS, 256]. */
-INLINE void add_rows(const int ROWS, float *y, const float *weight, const float *rows, int dim) {
+/* y += sum_r weight[r] rows[r], rows of `stride` floats. */
+INLINE void add_rows(const int ROWS, float *y, const float *weight, const float *rows, int stride, int dim) {
   int c = 0;
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT) {
     vf sum = load_floats(y + c);
-    for (int r = 0; r < ROWS; r++) sum = fused(splat(weight[r]), load_floats(rows + 256 * r + c), sum);
+    for (int r = 0; r < ROWS; r++) sum = fused(splat(weight[r]), load_floats(rows + stride * r + c), sum);
     store_floats(y + c, sum);
   }
   for (; c < dim; c++)
-    for (int r = 0; r < ROWS; r++) y[c] += weight[r] * rows[256 * r + c];
+    for (int r = 0; r < ROWS; r++) y[c] += weight[r] * rows[stride * r + c];
 }
 
 /* y += factor * x. */

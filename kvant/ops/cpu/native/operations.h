@@ -1,6 +1,6 @@
 /* All operations, compiled for the instruction set of the including file. Each header uses the ones before it. */
-#include "rows.h"      /* decoding of stored tokens */
 #include "dense.h"     /* float arithmetic */
+#include "rows.h"      /* decoding of stored tokens */
 #include "overlay.h"   /* reading of full-precision tokens */
 #include "query.h"     /* decode: query operands */
 #include "scores.h"    /* decode: S = Q K^T */

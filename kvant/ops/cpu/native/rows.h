@@ -79,7 +79,7 @@ INLINE const float *center_at(const Stream *s, int head, int center, int dim) {
 /* Decodes one token of a page: [dim], still transformed as it was for storage. */
 static void token_row(const Stream *s, int keys, const uint8_t *page_head, int page_tokens, int head, int token, int dim, float *out) {
   if (s->kind == RAW) {
-    for (int c = 0; c < dim; c++) out[c] = load_one(page_head + s->section[0].offset, (int64_t)token * dim + c, s->meta_type);
+    load_row(page_head + s->section[0].offset, (int64_t)token * dim, s->meta_type, dim, out);
     return;
   }
   if (s->kind == CENTROIDS) {
@@ -124,6 +124,24 @@ static void token_row(const Stream *s, int keys, const uint8_t *page_head, int p
     const float *center = center_at(s, head, center_of(s, page_head, token), dim);
     for (int c = 0; c < dim; c++) out[c] += center[c];
   }
+}
+
+/* `count` tokens of a page from `token` on as floats, `stride` floats apart. Raw float32 tokens are returned where they lie, others are
+ * decoded to `room`: [CHUNK, 256]. Of raw tokens, the bytes `ahead`, of the next page, are prefetched. */
+INLINE const float *token_rows(const Stream *s, int keys, const uint8_t *page_head, int64_t ahead, int page_tokens, int head, int token,
+                               int count, int dim, float *room, int *stride) {
+  if (s->kind == RAW) {
+    const int64_t bytes = (int64_t)dim * (s->meta_type == FLOAT32 ? 4 : 2);
+    const uint8_t *raw = page_head + s->section[0].offset + token * bytes;
+    fetch(raw + ahead, count * bytes);
+    if (s->meta_type == FLOAT32) {
+      *stride = dim;
+      return (const float *)raw;
+    }
+  }
+  *stride = 256;
+  for (int r = 0; r < count; r++) token_row(s, keys, page_head, page_tokens, head, token + r, dim, room + 256 * r);
+  return room;
 }
 
 /* Task: decodes one head of one page. */

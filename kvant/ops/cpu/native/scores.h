@@ -248,10 +248,11 @@ static void page_scores(const Decode *call, int queries, const uint8_t *page_hea
       for (int g = 0; g < queries; g++) scores[g * stride + token] = sum[g];
     }
   } else {
-    float key[256];
-    for (int token = from; token < to; token++) {
-      token_row(s, 1, page_head, call->page_tokens, head, token, dim, key);
-      for (int g = 0; g < queries; g++) scores[g * stride + token] = product(query[g].vector, key, dim);
+    float rows[CHUNK * 256] __attribute__((aligned(64)));
+    for (int token = from, step; token < to; token += CHUNK) {
+      const int count = to - token < CHUNK ? to - token : CHUNK;
+      const float *keys = token_rows(s, 1, page_head, ahead, call->page_tokens, head, token, count, dim, rows, &step);
+      for (int g = 0; g < queries; g++) FOR_COUNT(count, row_products, query[g].vector, keys, step, dim, scores + g * stride + token)
     }
   }
 }

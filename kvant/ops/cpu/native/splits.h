@@ -30,14 +30,14 @@ INLINE int64_t end_of_page(const Decode *call, int64_t position) {
   return ((position - call->origin) / call->page_tokens + 1) * call->page_tokens + call->origin;
 }
 
-/* Prefetches the page at `position`, if it is in this split, while `page_head` is read. For formats whose codes are multiplied as
- * integers it prefetches only scales and returns the distance in bytes from `page_head` to the next page: the loop over codes then
- * prefetches them line by line, since too many prefetches at once would stall. Returns 0 otherwise. */
+/* Prefetches the page at `position`, if it is in this split, while `page_head` is read. For raw tokens, and for formats whose codes
+ * are multiplied as integers, it prefetches only scales and returns the distance in bytes from `page_head` to the next page: the loop
+ * over codes or tokens then prefetches them line by line, since too many prefetches at once would stall. Returns 0 otherwise. */
 INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Stream *s, const uint8_t *page_head, int64_t position, int64_t recent) {
   const int size = call->page_tokens;
   if (position >= part->end || position >= recent) return 0;
   const uint8_t *next = page_head_at(call, part, position);
-  if (s->kind <= SCALE_ALONE) {
+  if (s->kind <= SCALE_ALONE || s->kind == RAW) {
     fetch(next + s->meta_offset, (int64_t)s->metas * s->meta_fields * size * 2);
     return next - page_head;
   }
@@ -68,7 +68,7 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
       const int count = (int)(to - position);
       for (int i = 0, got; i < count; i += got) {
         got = load_overlay(call, &call->key, b, part->head, position + i, to, rows);
-        for (int g = 0; g < queries; g++) FOR_COUNT(got, row_products, query[g].vector, rows, dim, at + g * stride + i)
+        for (int g = 0; g < queries; g++) FOR_COUNT(got, row_products, query[g].vector, rows, 256, dim, at + g * stride + i)
       }
       add_mean_logit(call, queries, query, count, at, stride);
       position = to;
@@ -130,7 +130,7 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
       if (position < sinks && sinks < to) to = sinks;
       for (int got; position < to; position += got, weight += got) {
         got = load_overlay(call, s, part->b, part->head, position, to, rows);
-        for (int g = 0; g < queries; g++) FOR_COUNT(got, add_rows, out + g * dim, weight + g * stride, rows, dim)
+        for (int g = 0; g < queries; g++) FOR_COUNT(got, add_rows, out + g * dim, weight + g * stride, rows, 256, dim)
       }
       continue;
     }

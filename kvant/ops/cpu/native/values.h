@@ -298,13 +298,11 @@ static void page_values(const Decode *call, int queries, const uint8_t *page_hea
     return;
   }
   if (s->kind > SCALE_ALONE) {
-    float row[256];
-    for (int token = from; token < to; token++) {
-      token_row(s, 0, page_head, size, head, token, dim, row);
-      for (int g = 0; g < queries; g++) {
-        const float p = weight[g * stride + token];
-        add_times(out + g * dim, p, row, dim);
-      }
+    float rows[CHUNK * 256] __attribute__((aligned(64)));
+    for (int token = from, step; token < to; token += CHUNK) {
+      const int count = to - token < CHUNK ? to - token : CHUNK;
+      const float *values = token_rows(s, 0, page_head, ahead, size, head, token, count, dim, rows, &step);
+      for (int g = 0; g < queries; g++) FOR_COUNT(count, add_rows, out + g * dim, weight + g * stride + token, values, step, dim)
     }
     return;
   }
