@@ -12,7 +12,6 @@ import torch
 
 from kvant import passages, recipes
 from kvant.artifact import Artifact
-from kvant.calibrate import builtin
 from kvant.calibrate import text as texts
 from kvant.calibrate.artifact_paths import artifact_path, cached
 from kvant.calibrate.run import Source, calibrate_all
@@ -81,30 +80,36 @@ def texts_of(tokenizer: Any, text: Source | None, longest: int | None) -> Texts:
     """Parts of a given text, of which the last quarter is held out; or the built-in texts."""
     length = min(EXCERPT_TOKENS, longest or EXCERPT_TOKENS)
     if text is None:
-        # one after another, in any order: alone, most of a piece would be in the window
-        some = builtin.excerpts(tokenizer, EXCERPTS * length, length)
-        order = torch.randperm(len(some), generator=torch.Generator().manual_seed(0)).tolist()
-        fit = torch.cat([some[i] for i in order])
         rest = passages.encode(tokenizer, passages.conversation())
+        return Texts(None, longest_pieces(tokenizer, length), _segments(rest, length))
+    if isinstance(text, torch.Tensor):
+        ids = text.cpu().flatten().to(torch.int32)
+    elif isinstance(text, Chats):
+        ids = torch.tensor(text.ids(tokenizer), dtype=torch.int32)
     else:
-        if isinstance(text, torch.Tensor):
-            ids = text.cpu().flatten().to(torch.int32)
-        elif isinstance(text, Chats):
-            ids = torch.tensor(text.ids(tokenizer), dtype=torch.int32)
-        else:
-            ids = texts.encode(tokenizer, text)
-        cut = len(ids) - len(ids) * HELD_OUT[0] // HELD_OUT[1]
-        fit, rest = ids[:cut], ids[cut:].tolist()
+        ids = texts.encode(tokenizer, text)
+    cut = len(ids) - len(ids) * HELD_OUT[0] // HELD_OUT[1]
+    fit, rest = ids[:cut], ids[cut:].tolist()
     if len(rest) < 64:
-        raise ValueError(
-            f"the text has {len(fit) + len(rest)} tokens, too few to fit, choose and measure on: give 256 or more"
-        )
+        raise ValueError(f"the text has {len(ids)} tokens, too few to fit, choose and measure on: give 256 or more")
     count = min(EXCERPTS, max(1, len(fit) // length))
-    excerpts = texts.cut(fit, min(len(fit), count * length), length)
-    context = min(length, len(rest) - 1)
+    return Texts(fit, texts.cut(fit, min(len(fit), count * length), length), _segments(rest, length))
+
+
+def longest_pieces(tokenizer: Any, length: int) -> list[Tensor]:
+    """The longest pieces of the built-in text, of a kind each, cut to a length: in short ones little is beyond the windows."""
+    found = [
+        max((passages.encode(tokenizer, piece)[:length] for piece in pieces), key=len)
+        for pieces in passages.pieces().values()
+    ]
+    return [torch.tensor(ids, dtype=torch.int32) for ids in sorted(found, key=len, reverse=True)[:EXCERPTS]]
+
+
+def _segments(ids: list[int], length: int) -> Segments:
+    """What the result is measured on: segments of at most `length` tokens, a quarter of each prefilled."""
+    context = min(length, len(ids) - 1)
     prompt = max(1, context // 4)
-    segments = Segments.over(rest, context, min(SCORED, max(1, len(rest) // context) * (context - prompt)), prompt)
-    return Texts(None if text is None else fit, excerpts, segments)
+    return Segments.over(ids, context, min(SCORED, max(1, len(ids) // context) * (context - prompt)), prompt)
 
 
 def limits(shape: ModelShape, chosen: Sequence[Recipe], windows: Sequence[Window], context: int) -> tuple[float, float]:
