@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvant.files import check_replaceable, kind, replacing
-from kvant.recipe import Recipe
+from kvant.recipe import MixedRecipe, Recipe
 from kvant.spec import Expected
 
 Tensor = torch.Tensor
@@ -121,12 +121,10 @@ class Artifact:
         state = [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
         if getattr(self, "_sound", None) == state:
             return  # checked before; a server makes a cache for every request
-        expected: dict[str, Expected] = {}
-        for stream, parts in ((name, stream.parts) for name, stream in self.recipe.streams.items()):
-            for place, part in parts.items():
-                found = part.expects(self.heads, self.head_dim)
-                expected |= {f"{stream}.{place}.{name}": what for name, what in found.items()}
+        if isinstance(self.recipe, MixedRecipe) and len(self.recipe.layers) != self.layers:
+            raise ValueError(f"its recipe is for {len(self.recipe.layers)} layers, it has {self.layers}")
         for layer, named in self.tensors.items():
+            expected = self._expected(self.recipe.at(layer))
             for name, tensor in named.items():
                 wrong = _wrong(tensor, expected.get(name))
                 if wrong is not None:
@@ -134,6 +132,15 @@ class Artifact:
         object.__setattr__(
             self, "_sound", state
         )  # not a dataclass field, so that a copy with other tensors is checked again
+
+    def _expected(self, recipe: Recipe) -> dict[str, Expected]:
+        """The tensors of a layer with this recipe."""
+        out: dict[str, Expected] = {}
+        for stream, parts in ((name, stream.parts) for name, stream in recipe.streams.items()):
+            for place, part in parts.items():
+                found = part.expects(self.heads, self.head_dim)
+                out |= {f"{stream}.{place}.{name}": what for name, what in found.items()}
+        return out
 
     def check(self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None) -> None:
         """Refuses a recipe or a model that the artifact was not fitted for. What a recipe does not need from it, and

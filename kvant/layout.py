@@ -41,7 +41,7 @@ from typing import Literal
 import torch
 
 from kvant.codecs import DTYPES, Field, Parts, StreamFormat
-from kvant.recipe import Recipe
+from kvant.recipe import MixedRecipe, Recipe
 
 Tensor = torch.Tensor
 StreamName = Literal["key", "value"]
@@ -180,6 +180,8 @@ class Layout:
     ) -> Layout:
         """The layout of a recipe; without `order`, the one for the device where it fits and plain where it does not; without
         `page_tokens`, 64, or one group where the recipe's groups are longer."""
+        if isinstance(recipe, MixedRecipe):
+            raise ValueError(f"layers of recipe {recipe.name} have different layouts: use Layouts.of")
         group = max(stream.codec.group_tokens for stream in recipe.streams.values())
         page_tokens = page_tokens or max(PAGE_TOKENS, group)
         if heads < 1 or head_dim < 1:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvant import recipes
-from kvant.layout import Layout, Order
+from kvant.layout import Order
+from kvant.layouts import Layouts
 from kvant.recipe import Recipe
 from kvant.shape import ModelShape
 
@@ -112,24 +113,25 @@ def plan(
         )
     heads = max(1, shape.heads // tensor_parallel)
     layers = len(shape.layers)
-    layout = Layout.of(recipe, heads, shape.head_dim, page_tokens, order, dtype or shape.dtype)
-    half = Layout.of(recipes.get("full"), heads, shape.head_dim, page_tokens, dtype="bfloat16")
-    quarter = dataclasses.replace(_kind(half, layers, memory, context, 2), recipe="fp8")
+    options: dict[str, Any] = {"page_tokens": page_tokens, "order": order, "dtype": dtype or shape.dtype}
+    layouts = Layouts.of(recipe, layers, heads, shape.head_dim, **options)
+    half = Layouts.of(recipes.get("full"), layers, heads, shape.head_dim, page_tokens=page_tokens, dtype="bfloat16")
+    quarter = dataclasses.replace(_kind("full", half, memory, context, 2), recipe="fp8")
     return Plan(
         name,
         memory,
         context,
         tensor_parallel,
         heads,
-        _kind(layout, layers, memory, context),
-        dataclasses.replace(_kind(half, layers, memory, context), recipe="bf16"),
+        _kind(recipe.name, layouts, memory, context),
+        dataclasses.replace(_kind("full", half, memory, context), recipe="bf16"),
         quarter,
     )
 
 
-def _kind(layout: Layout, layers: int, memory: int, context: int, smaller: int = 1) -> Kind:
+def _kind(name: str, layouts: Layouts, memory: int, context: int, smaller: int = 1) -> Kind:
     """`smaller` divides the bytes of a page: half of a 16-bit page is an 8-bit one."""
-    page, windows = layers * layout.page_bytes // smaller, layers * layout.overlay_bytes
+    page, windows, layout = layouts.page_bytes // smaller, layouts.overlay_bytes, layouts.first
     request = windows + max(1, layout.pages_for(context)) * page
     left = (memory - windows) // page  # pages of the longest sequence
     tokens = 0
@@ -137,8 +139,8 @@ def _kind(layout: Layout, layers: int, memory: int, context: int, smaller: int =
         tokens = layout.recipe.origin + left * layout.page_tokens
     requests = memory // request
     return Kind(
-        recipe=layout.recipe.name,
-        bits=layout.bits_per_element() / smaller,
+        recipe=name,
+        bits=layouts.bits_per_element() / smaller,
         bytes_per_token=page / layout.page_tokens,
         sequence_bytes=windows,
         request_bytes=request,

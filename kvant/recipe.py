@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import typing
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -206,6 +207,11 @@ class Recipe(Spec):
         return {"key": self.key, "value": self.value}
 
     @property
+    def geometry(self) -> tuple[tuple[Window, int, Corrector | None], ...]:
+        """What decides where a token is read from, of keys and of values: window, tokens of a group, corrector."""
+        return tuple((s.window, s.codec.group_tokens, s.corrector) for s in self.streams.values())
+
+    @property
     def overridable(self) -> dict[str, str]:
         """Fields that `with_fields` accepts -> the type of each."""
         found: dict[str, str] = {}
@@ -216,6 +222,10 @@ class Recipe(Spec):
                 hints = typing.get_type_hints(type(part))
                 found.update({field.name: _type_name(hints[field.name]) for field in dataclasses.fields(part)})
         return found
+
+    def at(self, layer: int) -> Recipe:
+        """The recipe of one layer."""
+        return self
 
     def with_fields(self, fields: dict[str, str]) -> Recipe:
         """A copy with fields of its parts replaced, as a command line names them.
@@ -257,6 +267,89 @@ class Recipe(Spec):
             key=self.key.with_parts(parts["key"], **own["key"]),
             value=self.value.with_parts(parts["value"], **own["value"]),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedRecipe(Recipe):
+    """A recipe for every layer of one model, as `kvant tune` chooses them.
+
+    recipes  the recipes that layers have, each once.
+    layers   of every layer, the index of its recipe.
+
+    All of them have the windows, groups of tokens and correctors of `key` and `value`, the streams of the recipe that the layers
+    were tuned from: a token is then in full precision in all layers or in none, and layers share block tables. Layers differ in
+    codecs and transforms, so their pages have different sizes.
+    """
+
+    recipes: tuple[Recipe, ...] = ()
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layers or {*self.layers} != {*range(len(self.recipes))}:
+            raise ValueError(
+                "a mixed recipe names one of its recipes for every layer, and each of them at least once; got "
+                f"{len(self.recipes)} recipes and the layers {list(self.layers)}"
+            )
+        if any(isinstance(recipe, MixedRecipe) for recipe in self.recipes):
+            raise ValueError("a layer of a mixed recipe has one recipe, got a mixed one")
+        for recipe in self.recipes:
+            if recipe.geometry != self.geometry:
+                raise ValueError(
+                    "layers of a mixed recipe must have the same windows, groups of tokens and correctors, got "
+                    f"{recipe.geometry} for {recipe.name} and {self.geometry} for {self.name}"
+                )
+
+    @staticmethod
+    def of(name: str, base: Recipe, layers: Sequence[Recipe]) -> MixedRecipe:
+        """The mixed recipe of these recipes, one for each layer."""
+        distinct = tuple(dict.fromkeys(layers))
+        index = {recipe: i for i, recipe in enumerate(distinct)}
+        summary = f"{len(distinct)} recipes for {len(layers)} layers, chosen by kvant tune"
+        return MixedRecipe(
+            name, base.key, base.value, base.paper, summary, distinct, tuple(index[recipe] for recipe in layers)
+        )
+
+    def at(self, layer: int) -> Recipe:
+        return self.recipes[self.layers[layer]]
+
+    def __iter__(self) -> Iterator[Recipe]:
+        """The recipe of every layer."""
+        return (self.recipes[i] for i in self.layers)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([recipe.digest for recipe in self]).encode()).hexdigest()
+
+    @property
+    def calibrated(self) -> bool:  # type: ignore[override]
+        return any(recipe.calibrated for recipe in self.recipes)
+
+    @property
+    def fits(self) -> dict[str, str]:
+        return {f"layers[{layer}].{place}": digest for layer, r in enumerate(self) for place, digest in r.fits.items()}
+
+    @property
+    def not_prefix_safe(self) -> str | None:
+        return next((reason for r in self.recipes if (reason := r.not_prefix_safe) is not None), None)
+
+    @property
+    def wants_queries(self) -> bool:
+        return any(recipe.wants_queries for recipe in self.recipes)
+
+    @property
+    def wants_rope(self) -> bool:
+        return any(recipe.wants_rope for recipe in self.recipes)
+
+    @property
+    def attention_weighted(self) -> bool:
+        return any(recipe.attention_weighted for recipe in self.recipes)
+
+    def with_fields(self, fields: dict[str, str]) -> Recipe:
+        """A copy with fields replaced in the recipe of every layer."""
+        layers = [recipe.with_fields(fields) for recipe in self]
+        base = Recipe(self.name, self.key, self.value, self.paper, self.summary).with_fields(fields)
+        return MixedRecipe.of(base.name, base, layers)
 
 
 def _type_name(hint: object) -> str:

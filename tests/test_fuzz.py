@@ -303,7 +303,7 @@ def test_windows_that_a_header_asks_for_are_not_allocated(
     extra = json.loads(metadata["extra"])
     metadata["extra"] = json.dumps(extra | {"recipe": forged.recipe.to_json()})
     if sealed == "digest too":
-        forged.layout = forged._make_layout(extra["dtype"], torch.device("cpu"))
+        forged.layouts = forged._make_layouts(extra["dtype"], torch.device("cpu"))
         metadata["digests"] = json.dumps([forged.digest])
     path.write_bytes(resealed(header, body))
     message = "is of another cache" if sealed == "recipe alone" else "would need .* bytes"

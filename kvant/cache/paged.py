@@ -21,6 +21,7 @@ from kvant.cache.pool import PagePool, PoolFull
 from kvant.cache.prefix import PrefixCache
 from kvant.cache.sequence import FREED, SLID_OUT, Sequence
 from kvant.layout import Layout, StreamName
+from kvant.layouts import Layouts
 from kvant.ops import OPS, LayerStore, PagedBatch, choose
 from kvant.ops.reference import refill
 from kvant.ops.replay import replay
@@ -48,6 +49,9 @@ def locked(
 class PagedCache:
     """Packed pages of several layers behind one set of block tables.
 
+    layout         of all layers, or one for each of them. Layouts may differ in codecs and transforms, and so in the size of a page;
+                   page_tokens, windows, groups of tokens and heads must be the same: block tables and overlay rows are shared.
+                   `self.layout` is the first layer's, for what they share.
     pages          size of the pool; more raises PoolFull. None: the pool grows as needed.
     max_sequences  number of sequences, whose overlay rows are allocated at once; more raises PoolFull. None: they grow as needed.
     digest         names what the stored bytes mean; by default recipe, layout and calibrated tensors, but no model.
@@ -61,7 +65,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Layout | abc.Sequence[Layout],
         layers: int,
         pages: int | None = None,
         device: torch.device | str = "cpu",
@@ -78,12 +82,14 @@ class PagedCache:
         if owners is not None:
             warnings.warn("PagedCache(owners=) is now called max_sequences", DeprecationWarning, stacklevel=2)
             max_sequences = owners
-        self.layout = layout
+        self.layouts = [layout] * layers if isinstance(layout, Layout) else list(layout)
+        _check_alike(self.layouts, layers)
+        self.layout = self.layouts[0]
         self.device = torch.device(device)
         self.lock = threading.RLock()
-        self.check, self.largest = check, largest(layout)
+        self.check, self.largest = check, min(largest(each) for each in dict.fromkeys(self.layouts))
         self.numbers = list(range(layers)) if numbers is None else list(numbers)
-        self.digest = layout.digest(_digest_of(tensors or {})) if digest is None else digest
+        self.digest = Layouts(tuple(self.layouts)).digest(_digest_of(tensors or {})) if digest is None else digest
         self.growing = pages is None
         self.pool = PagePool(pages or 0)
         self.max_sequences = max_sequences
@@ -91,11 +97,16 @@ class PagedCache:
         self._free_rows: list[int] = list(range(self._rows - 1, -1, -1))
         self.sequences: list[Sequence] = []
         self.prefix: PrefixCache | None = None
-        self.ops = {op: choose(op, layout, self.device, implementation) for op in OPS}
+        by_layout = {
+            each: {op: choose(op, each, self.device, implementation) for op in OPS}
+            for each in dict.fromkeys(self.layouts)
+        }
+        self.ops_of = [by_layout[each] for each in self.layouts]  # operations of every layer
+        self.ops = self.ops_of[0]
         with torch.inference_mode(False):  # tensors that are made in inference mode can be written in it alone
             self.stores = [
                 LayerStore.allocate(
-                    layout,
+                    self.layouts[layer],
                     self.pool.total,
                     self._rows,
                     self.device,
@@ -115,14 +126,15 @@ class PagedCache:
     @property
     def predicted_nbytes(self) -> int:
         """Bytes of the allocated pages and overlay rows by the layout."""
-        allocated = self.pool.total * self.layout.page_bytes + self._rows * self.layout.overlay_bytes
-        return len(self.stores) * allocated + (self.prefix.predicted_nbytes if self.prefix is not None else 0)
+        allocated = sum(self.pool.total * each.page_bytes + self._rows * each.overlay_bytes for each in self.layouts)
+        return allocated + (self.prefix.predicted_nbytes if self.prefix is not None else 0)
 
     @property
     def nbytes_used(self) -> int:
         """Bytes in use: pages of sequences and of the prefix cache (shared ones once), and overlay rows of sequences."""
-        per_layer = self.pool.used * self.layout.page_bytes + len(self.sequences) * self.layout.overlay_bytes
-        return len(self.stores) * per_layer + (self.prefix.nbytes if self.prefix is not None else 0)
+        pages, rows = self.pool.used, len(self.sequences)
+        used = sum(pages * each.page_bytes + rows * each.overlay_bytes for each in self.layouts)
+        return used + (self.prefix.nbytes if self.prefix is not None else 0)
 
     # --- sequences -------------------------------------------------------------------------------------------------
 
@@ -363,7 +375,7 @@ class PagedCache:
     def append(self, layer: int, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
         """Writes the tokens that `extend` took pages for: key and value [tokens, heads, head_dim]. Correctors that weigh errors by
         queries need `query` of the same tokens, [tokens, query heads, head_dim]."""
-        chosen, options = self.ops["append"], {"query": query} if self.layout.recipe.wants_queries else {}
+        chosen, options = self.ops_of[layer]["append"], {"query": query} if self.layout.recipe.wants_queries else {}
         if self.check and chosen.checks:
             if chosen.run(self.stores[layer], key, value, batch, **options, limit=self.largest):
                 return
@@ -375,13 +387,13 @@ class PagedCache:
 
     @locked
     def decode(self, layer: int, query: Tensor, batch: PagedBatch, **options: Any) -> Tensor:
-        return self.ops["decode"].run(self.stores[layer], query, batch, **options)
+        return self.ops_of[layer]["decode"].run(self.stores[layer], query, batch, **options)
 
     @locked
     def prefill(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, **options: Any
     ) -> Tensor:
-        return self.ops["prefill"].run(self.stores[layer], query, key, value, batch, **options)
+        return self.ops_of[layer]["prefill"].run(self.stores[layer], query, key, value, batch, **options)
 
     @locked
     def replay(
@@ -479,6 +491,18 @@ class PagedCache:
     def _take_row(self) -> int:
         self.reserve(0, 1)
         return self._free_rows.pop()
+
+
+def _check_alike(layouts: abc.Sequence[Layout], layers: int) -> None:
+    """Refuses layouts of layers that cannot share block tables and overlay rows."""
+    if len(layouts) != layers:
+        raise ValueError(f"expected a layout for each of {layers} layers, got {len(layouts)}")
+    shared = {(each.page_tokens, each.heads, each.head_dim, each.dtype, each.recipe.geometry) for each in layouts}
+    if len(shared) > 1:
+        raise ValueError(
+            "layers of one cache must have the same page_tokens, heads, head_dim, type, windows, groups of tokens and correctors, "
+            f"got {sorted(map(str, shared))}"
+        )
 
 
 def _digest_of(tensors: Mapping[int, Mapping[str, Tensor]]) -> str:

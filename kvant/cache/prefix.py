@@ -34,6 +34,7 @@ class PageStorage(Protocol):
     """What a PrefixCache asks of the cache whose pages it keeps: a PagedCache."""
 
     layout: Layout
+    layouts: list[Layout]
     digest: str
     pool: PagePool
     stores: list[LayerStore]
@@ -87,10 +88,12 @@ class PrefixCache:
     """
 
     def __init__(self, cache: PageStorage, sliding_window: int | None = None, limit: int | None = None) -> None:
-        reason = cache.layout.recipe.not_prefix_safe
-        if reason is not None:
+        for recipe in dict.fromkeys(layout.recipe for layout in cache.layouts):
+            reason = recipe.not_prefix_safe
+            if reason is None:
+                continue
             raise ValueError(
-                f"recipe {cache.layout.recipe.name} cannot share pages between requests: {reason}, "
+                f"recipe {recipe.name} cannot share pages between requests: {reason}, "
                 "so a page's bytes depend on more than the tokens before its end"
             )
         if limit is not None and limit < 0:

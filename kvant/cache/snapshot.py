@@ -246,23 +246,23 @@ class Snapshot:
                 "recipe, layout, artifact and model must be the same"
             )
 
-    def check_room(self, layout: Layout, layers: Sequence[int], positions: int | None = None) -> None:
+    def check_room(self, caches: Sequence[Sequence[Layout]], positions: int | None = None) -> None:
         """Refuses a header that names more than the file holds, before anything is allocated: the file has the bytes of every page
-        and overlay row. `layers` has the number of layers of each cache. Where there is no sequence, an overlay row is at most as
-        long as the model's `positions`."""
+        and overlay row. `caches` has the layouts of the layers of each cache. Where there is no sequence, an overlay row is at
+        most as long as the model's `positions`."""
         held = sum(field.nbytes for field in self.fields.values())
         needed, rows = 0, False
-        for state, count in zip(self.state, layers, strict=False):
-            for name, each in (("pages", layout.page_bytes), ("sequences", layout.overlay_bytes)):
+        for state, layouts in zip(self.state, caches, strict=False):
+            pages, overlays = sum(each.page_bytes for each in layouts), sum(each.overlay_bytes for each in layouts)
+            for name, each in (("pages", pages), ("sequences", overlays)):
                 found = state.get(name) if isinstance(state, dict) else None
                 number = len(found) if isinstance(found, list) else found if type(found) is int else 0
-                needed += number * each * count
+                needed += number * each
                 rows = rows or (name == "sequences" and number > 0)
-        longest = max(stream.window.sink + stream.window.ring for stream in layout.recipe.streams.values())
+        recipe = caches[0][0].recipe
+        longest = max(stream.window.sink + stream.window.ring for stream in recipe.streams.values())
         if needed > held or (not rows and positions is not None and longest > positions):
-            raise self._damaged(
-                f"recipe {layout.recipe.name} would need {needed} bytes for what it names, it has {held}"
-            )
+            raise self._damaged(f"recipe {recipe.name} would need {needed} bytes for what it names, it has {held}")
 
     def load(self, caches: Sequence[PagedCache]) -> None:
         """Fills empty caches: sequences in the order of the saved ones, and prefix caches where there are any."""
@@ -272,7 +272,7 @@ class Snapshot:
         limit = sum(field.nbytes for field in self.fields.values())
         try:
             saved = [
-                read_group(data, cache, limit // cache.layout.page_bytes)
+                read_group(data, cache, limit // sum(each.page_bytes for each in cache.layouts))
                 for data, cache in zip(self.state, caches, strict=True)
             ]
         except Wrong as error:

@@ -70,10 +70,10 @@ class StaticBatch:
         """Writes the new token of every sequence: key and value [sequences, heads, head_dim]."""
         if self.cache.check:
             torch.maximum(key.abs().amax((1, 2)), value.abs().amax((1, 2)), out=self.worst[layer])
-        self.cache.ops["append"].run(self.cache.stores[layer], key, value, self.batch)
+        self.cache.ops_of[layer]["append"].run(self.cache.stores[layer], key, value, self.batch)
 
     def decode(self, layer: int, query: Tensor, **options: Any) -> Tensor:
-        return self.cache.ops["decode"].run(self.cache.stores[layer], query, self.batch, **options)
+        return self.cache.ops_of[layer]["decode"].run(self.cache.stores[layer], query, self.batch, **options)
 
     def check(self) -> None:
         """Raises NotFinite where the last step appended a number beyond the limit. Waits for the device."""

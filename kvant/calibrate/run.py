@@ -26,7 +26,7 @@ from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import folded
 from kvant.engines.hf import ModelShape
 from kvant.progress import Progress
-from kvant.recipe import Recipe
+from kvant.recipe import MixedRecipe, Recipe
 from kvant.version import VERSION
 
 Tensor = torch.Tensor
@@ -186,6 +186,10 @@ def _look(recipe: Recipe) -> tuple[int, int, bool, int]:
 
 
 def _check(recipe: Recipe) -> None:
+    if isinstance(recipe, MixedRecipe):
+        raise ValueError(
+            f"recipe {recipe.name} has a recipe for every layer, which kvant tune chooses and fits together"
+        )
     if not recipe.calibrated:
         raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
     if recipe.wants_rope and recipe.key.codec.calibrated and isinstance(recipe.key.codec, Affine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,35 @@ def add_artifact_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="directory that kvant calibrate wrote; may be repeated (default: the cached artifact; if there is none, it is "
-        "fitted and cached)",
+        help="directory that kvant calibrate or kvant tune wrote; may be repeated (default: the cached artifact; if there is "
+        "none, it is fitted and cached)",
     )
     parser.add_argument(
         "--calibration-text",
         metavar="FILE",
         help="text, or chats (.jsonl), to fit an artifact on, where none is cached (default: the built-in text)",
     )
+
+
+def asked_recipes(args: argparse.Namespace) -> list[Recipe]:
+    """The recipes that --recipe names, and those of --artifact that have a recipe for every layer: nothing else names these. Without
+    --recipe, the recipes of all artifacts."""
+    from kvant import recipes
+    from kvant.artifact import Artifact
+    from kvant.recipe import MixedRecipe
+
+    found = [Artifact.load(path).recipe for path in args.artifact]
+    if args.recipe is None:
+        if not found:
+            raise ValueError("give --recipe R, or --artifact DIR to take the artifact's recipe")
+        chosen = found
+    else:
+        chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
+        chosen += [recipe for recipe in found if isinstance(recipe, MixedRecipe)]
+    twice = next((name for name, count in Counter(recipe.name for recipe in chosen).items() if count > 1), None)
+    if twice is not None and args.artifact:
+        raise ValueError(f"two recipes are called {twice}: give one of their artifacts at a time")
+    return chosen
 
 
 def check_template(model: str, text: Any) -> None:
@@ -123,8 +145,12 @@ def _first_that_fits(
     given: Sequence[tuple[Artifact, Path]], recipe: Recipe, shape: Any, named: str
 ) -> LocatedArtifact | None:
     """The first of the given artifacts that a recipe can use, or None where none was given. Raises where none of them fits."""
+    from kvant.recipe import MixedRecipe
+
     refusals = []
     for artifact, path in given:
+        if isinstance(artifact.recipe, MixedRecipe) != isinstance(recipe, MixedRecipe):
+            continue  # an artifact with a recipe for every layer serves that alone
         try:
             artifact.check(recipe, len(shape.layers), shape.heads, shape.head_dim, named)
         except ValueError as error:

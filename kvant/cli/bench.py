@@ -132,8 +132,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from kvant import recipes
+    from kvant.artifact import Artifact
+    from kvant.recipe import MixedRecipe
 
     chosen = [recipes.get(name) for name in recipes.split(args.recipe or (IN_MEMORY if _in_memory(args) else RECIPES))]
+    mixed = [recipe for path in args.artifact if isinstance(recipe := Artifact.load(path).recipe, MixedRecipe)]
+    if mixed:  # those of kvant tune: a whole model has the mixed recipe, attention of one layer has that of the layer
+        each = mixed if args.work == "generate" else [own for recipe in mixed for own in recipe.recipes]
+        chosen = list(dict.fromkeys([*(chosen if args.recipe else ()), *each]))
     check_writable(args.json, "--json")
     if args.device not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
@@ -402,7 +408,7 @@ def _real_model(args: argparse.Namespace, recipes: list[Any], contexts: list[int
     model, tokenizer = models.load(name, args.dtype, args.device, say)
     shape = ModelShape.of(model)
     heads = model.config.get_text_config(decoder=True).num_attention_heads
-    for recipe in recipes:
+    for recipe in dict.fromkeys(recipe.at(layer) for recipe in recipes for layer in range(len(shape.layers))):
         check(
             recipe, Shape(1, contexts[0], heads, shape.heads, shape.head_dim, shape.dtype), device, args.implementation
         )

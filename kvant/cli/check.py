@@ -53,6 +53,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from kvant import recipes
     from kvant.artifact import Artifact
+    from kvant.recipe import MixedRecipe
 
     asked = None if args.recipe is None else [recipes.get(name) for name in recipes.split(args.recipe)]
     if args.choose and (asked or args.artifact or args.fit or args.tokens):
@@ -62,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
     if args.fit and asked is None:
         raise ValueError("--fit needs --recipe: name the recipes to fit")
     given = [Artifact.load(path) for path in args.artifact]
+    mixed = [artifact.recipe for artifact in given if isinstance(artifact.recipe, MixedRecipe)]
+    if mixed:  # nothing else names these
+        asked = [*(asked or ()), *mixed]
     model, tokenizer = load_model(args)
     if args.choose:
         return choose(model, tokenizer, args)

@@ -189,8 +189,8 @@ def tell_reference(model: Any, cache: Any) -> None:
     """Prints a message where a cache on a CPU is read by the slow reference, with the reasons. On a GPU `ops.choose` warns."""
     from kvant.ops import explain
 
-    if model.device.type == "cpu":
-        name, refusals = explain("decode", cache.layout, model.device)
+    for layout in cache.layouts.distinct if model.device.type == "cpu" else ():
+        name, refusals = explain("decode", layout, model.device)
         if name == "reference":
             reasons = "; ".join(f"{k}: {v}" for k, v in refusals.items() if "CUDA" not in v)
-            say(f"{cache.recipe.name} decodes by the plain reference, which is slow ({reasons})")
+            say(f"{layout.recipe.name} decodes by the plain reference, which is slow ({reasons})")

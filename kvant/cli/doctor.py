@@ -9,9 +9,13 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvant.cli.common import print_table, processor
+
+if TYPE_CHECKING:
+    from kvant.artifact import Artifact
+    from kvant.recipe import Recipe
 
 
 def add(commands: Any) -> None:
@@ -22,6 +26,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--recipe", metavar="R[,R...]", help="show which implementation serves these, and why better ones refuse"
+    )
+    parser.add_argument(
+        "--artifact",
+        metavar="DIR",
+        help="as --recipe, for the recipe of an artifact, or of each of its layers (kvant tune)",
     )
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="head dim of the model (default 128)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -60,7 +69,7 @@ def compiled() -> dict[str, Any]:
     return {"model": processor(), "missing": library.missing(), "instruction_sets": kinds, "used": used}
 
 
-def examine(names: Sequence[str] | None = None, head_dim: int = 128) -> dict[str, Any]:
+def examine(names: Sequence[str | Recipe] | None = None, head_dim: int = 128) -> dict[str, Any]:
     """Versions, devices, engines, and every implementation of every operation with its refusals per recipe. For the recipes in
     `names`, also which implementation is chosen."""
     import torch
@@ -113,10 +122,34 @@ def examine(names: Sequence[str] | None = None, head_dim: int = 128) -> dict[str
     }
 
 
+def recipes_of(artifact: Artifact) -> list[Recipe]:
+    """The recipes that an artifact's layers have, each once."""
+    from kvant.recipe import MixedRecipe
+
+    recipe = artifact.recipe
+    return list(recipe.recipes) if isinstance(recipe, MixedRecipe) else [recipe]
+
+
+def tell_layers(artifact: Artifact, taken: Sequence[dict[str, Any]]) -> None:
+    """Says for every device whether all layers of an artifact run on fast kernels."""
+    recipe = artifact.recipe
+    for device in dict.fromkeys(entry["device"] for entry in taken):
+        slow = {e["recipe"] for e in taken if e["device"] == device and e["by"] in (None, "reference")}
+        layers = [str(layer) for layer in range(artifact.layers) if recipe.at(layer).name in slow]
+        told = f"layers {', '.join(layers)} run on the slow reference" if layers else "every layer runs on fast kernels"
+        print(f"{recipe.name} on {device}: {told}")
+
+
 def run(args: argparse.Namespace) -> int:
     from kvant import recipes
+    from kvant.artifact import Artifact
 
-    found = examine(recipes.split(args.recipe) if args.recipe else None, args.head_dim)
+    names: list[str | Recipe] = list(recipes.split(args.recipe)) if args.recipe else []
+    artifact = None if args.artifact is None else Artifact.load(args.artifact)
+    if artifact is not None:
+        names += recipes_of(artifact)
+        args.head_dim = artifact.head_dim
+    found = examine(names or None, args.head_dim)
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -139,6 +172,8 @@ def run(args: argparse.Namespace) -> int:
             rows.append([entry["recipe"], entry["device"], entry["op"], entry["by"] or "nothing", reasons or "-"])
         headings = ("recipe", "device", "operation", "is done by", "because better ones refuse")
         print_table("", [(heading, "left") for heading in headings], rows, f"head dim {args.head_dim}")
+        if artifact is not None:
+            tell_layers(artifact, found["taken"])
         return 0
     for entry in found["implementations"]:
         why = [reason for reason, _ in Counter(entry["refused"].values()).most_common()]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifact_options import add_artifact_options, artifacts_for
+from kvant.cli.artifact_options import add_artifact_options, artifacts_for, asked_recipes
 from kvant.cli.common import (
     add_model_options,
     check_writable,
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         "saw-int4,int4 --text book.txt,chats.jsonl; kvant eval --recipe kvant-2 --task gsm8k,needle:length=8192",
     )
     add_model_options(parser)
-    parser.add_argument("--recipe", required=True, metavar="R[,R...]", help="recipes, or all")
+    parser.add_argument("--recipe", metavar="R[,R...]", help="recipes, or all (default: those of --artifact)")
     parser.add_argument(
         "--text",
         action="append",
@@ -149,9 +149,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.task is not None:
         return run_tasks(args)
-    from kvant import recipes
-
-    chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
+    chosen = asked_recipes(args)
     check_writable(args.json, "--json")
     page = target_of(args)
     if args.chunk < 1 or args.batch < 1:
@@ -160,11 +158,12 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     from kvant.engines.hf import Cache, ModelShape
     from kvant.eval import evaluate
-    from kvant.layout import Layout
+    from kvant.layouts import Layouts
 
     shape = ModelShape.of(model)
     for recipe in chosen:
-        Layout.of(recipe, shape.heads, shape.head_dim)  # refuses what the model cannot take, before the work starts
+        # refuses what the model cannot take, before the work starts
+        Layouts.of(recipe, len(shape.layers), shape.heads, shape.head_dim)
     artifacts = artifacts_for(model, tokenizer, chosen, args)
     for recipe in chosen:
         tell_reference(model, Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset))

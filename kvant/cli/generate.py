@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifact_options import add_artifact_options, artifacts_for
+from kvant.cli.artifact_options import add_artifact_options, artifacts_for, asked_recipes
 from kvant.cli.common import (
     add_model_options,
     against_16_bit,
@@ -207,7 +207,7 @@ def answer(
         recipe=recipe.name,
         text=tokenizer.decode(new, skip_special_tokens=True).strip(),
         tokens=new,
-        bpe=cache.layout.bits_per_element(),
+        bpe=cache.layouts.bits_per_element(),
         cache_bytes=cache.nbytes_used,
         times_smaller=half / cache.nbytes_used,
         tokens_per_second=words.rate,
@@ -292,10 +292,8 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], arti
 
 
 def named(args: argparse.Namespace) -> list[Recipe] | None:
-    """The recipes that --recipe names; None without --recipe."""
-    from kvant import recipes
-
-    return None if args.recipe is None else [recipes.get(name) for name in recipes.split(args.recipe)]
+    """The recipes that --recipe names, and those of --artifact that are not in any list; None without --recipe."""
+    return None if args.recipe is None else asked_recipes(args)
 
 
 def decide(

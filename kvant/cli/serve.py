@@ -158,6 +158,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     from kvant.engines.fingerprint import fingerprint, fingerprint_of_files
     from kvant.engines.vllm import options
     from kvant.layout import Layout
+    from kvant.recipe import MixedRecipe
     from kvant.shape import ModelShape
 
     try:
@@ -185,10 +186,16 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
             found = fingerprint(load()[0])
         return found
 
+    whole: Recipe | None = None
     if not {"recipe", "layers"} & kvant.keys():
-        kvant["recipe"] = default_recipe(args, named, load)
-    chosen = list(dict.fromkeys(_recipes(shape, kvant)))
-    for recipe in chosen:
+        whole = default_recipe(args, named, load)
+        if isinstance(whole, MixedRecipe):  # vLLM's processes read its layers' recipes from the artifact
+            kvant["artifact"] = [str(Path(args.artifact[0]).absolute())]
+        else:
+            kvant["recipe"] = whole.name
+    each = list(dict.fromkeys(_recipes(shape, kvant)))
+    chosen = [whole] if isinstance(whole, MixedRecipe) else each
+    for recipe in each:
         options.check(recipe)
         Layout.of(recipe, shape.heads, shape.head_dim, options.PAGE_TOKENS)
     fitted = [recipe for recipe in chosen if recipe.calibrated]
@@ -203,17 +210,17 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     return list(dict.fromkeys(paths))
 
 
-def default_recipe(args: argparse.Namespace, named: Callable[[], str], load: Callable[[], tuple[Any, Any]]) -> str:
+def default_recipe(args: argparse.Namespace, named: Callable[[], str], load: Callable[[], tuple[Any, Any]]) -> Recipe:
     """The recipe to serve without --recipe: the artifact's, or the best whose verdict for the model is good."""
     from kvant.artifact import Artifact
     from kvant.engines.vllm import options
     from kvant.eval.choose import cached_choice, choose_recipe
 
     if args.artifact:
-        return Artifact.load(args.artifact[0]).recipe.name
+        return Artifact.load(args.artifact[0]).recipe
     found = cached_choice(named(), options.refusal) or choose_recipe(*load(), say, refusal=options.refusal)
     say(found.reason)
-    return found.recipe.name
+    return found.recipe
 
 
 def require_fit(
@@ -266,9 +273,13 @@ def overlay_bytes(source: str, kvant: dict[str, Any]) -> int:
 
 def _recipes(shape: Any, kvant: dict[str, Any]) -> tuple[Recipe, ...]:
     """The recipe of every layer."""
+    from kvant.artifact import Artifact
     from kvant.engines.vllm import options
 
-    return options.per_layer(kvant.get("recipe"), kvant.get("layers"), len(shape.layers))
+    default = kvant.get("recipe")
+    if default is None and not kvant.get("layers"):
+        default = Artifact.load(kvant["artifact"][0]).recipe
+    return options.per_layer(default, kvant.get("layers"), len(shape.layers))
 
 
 def _ranges(text: str | None) -> dict[str, str]:

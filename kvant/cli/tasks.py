@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifact_options import artifacts_for
+from kvant.cli.artifact_options import artifacts_for, asked_recipes
 from kvant.cli.common import check_writable, load_model, print_table, say, stages, write_json
 from kvant.cli.html import shape_of, target_of
 
@@ -33,11 +33,11 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tasks(args: argparse.Namespace) -> int:
-    from kvant import models, recipes
+    from kvant import models
     from kvant.eval import tasks
     from kvant.eval.asking import Prompts, Sampling, context_of
 
-    chosen = [recipes.get(name) for name in recipes.split(args.recipe)]
+    chosen = asked_recipes(args)
     wanted = [tasks.get(name) for name in tasks.split(args.task)]
     check_writable(args.json, "--json")
     page = target_of(args)
@@ -62,11 +62,12 @@ def run_tasks(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     from kvant.engines.hf import ModelShape
     from kvant.eval.scoring import score_task
-    from kvant.layout import Layout
+    from kvant.layouts import Layouts
 
     shape = ModelShape.of(model)
     for recipe in chosen:
-        Layout.of(recipe, shape.heads, shape.head_dim)  # refuses what the model cannot take, before the work starts
+        # refuses what the model cannot take, before the work starts
+        Layouts.of(recipe, len(shape.layers), shape.heads, shape.head_dim)
     artifacts = artifacts_for(model, tokenizer, chosen, args)
     report: dict[str, Any] = {
         "model": args.model,

@@ -20,7 +20,7 @@ from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.engines.fingerprint import MARK, fingerprint
 from kvant.ops.types import BoundStream
-from kvant.recipe import Recipe
+from kvant.recipe import MixedRecipe, Recipe
 
 Tensor = torch.Tensor
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, of the logits; 16-bit weights are rounded anew: 0.1
@@ -33,6 +33,8 @@ def fold(model: Any, recipe: str | Recipe, artifact: Artifact | None = None) -> 
     a mean (the output would need a bias), or where the folded model does not give the logits that it gave before.
     """
     recipe = recipes.get(recipe)
+    if isinstance(recipe, MixedRecipe):
+        raise ValueError(f"cannot fold recipe {recipe.name}: its layers have different recipes")
     name = model.config.model_type
     if folded(model.config) is not None:
         raise ValueError(f"cannot fold into this {name}: value transforms have been folded into it already")
@@ -86,9 +88,9 @@ def served(recipe: Recipe, artifact: Artifact | None, config: Any) -> Recipe:
     found = folded(config)
     if found is None:
         return recipe
-    if found == mark(recipe, artifact):
+    if not isinstance(recipe, MixedRecipe) and found == mark(recipe, artifact):
         return without_transforms(recipe)
-    if any(place.startswith("value.") for place in recipe.fits):
+    if isinstance(recipe, MixedRecipe) or any(place.startswith("value.") for place in recipe.fits):
         raise ValueError(
             f"the model's weights have other value transforms folded in than those of recipe {recipe.name} with this "
             "artifact; load the model anew, or fold this recipe into it"

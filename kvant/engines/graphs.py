@@ -22,7 +22,7 @@ from kvant.cache import StaticBatch, static
 from kvant.engines.attention import Handle, flatten, unflatten
 from kvant.engines.batch_state import BatchState
 from kvant.engines.ownership import Ownership
-from kvant.layout import Layout
+from kvant.layouts import Layouts
 from kvant.ops import Implementation
 from kvant.ops.registry import Op
 from kvant.ops.types import COUNTERS
@@ -39,7 +39,7 @@ class DecodableCache(Protocol):
 
     state: BatchState
     ownership: Ownership
-    layout: Layout
+    layouts: Layouts
     recipe: Recipe
     first_position: int
     as_decoded: bool
@@ -47,14 +47,14 @@ class DecodableCache(Protocol):
 
     def settle(self) -> None: ...
 
-    def chosen(self, op: Op, device: torch.device) -> Implementation: ...
+    def chosen(self, op: Op, device: torch.device) -> list[Implementation]: ...
 
 
 def refuse(model: Any, cache: DecodableCache, graph: bool = True) -> str | None:
     """Why a cache cannot be decoded from in fixed steps, or with `graph` in a CUDA graph; None where it can."""
     if cache.as_decoded or cache.on_attend is not None:
         return "as_decoded or on_attend is set, which are done on the host"
-    reason = static.refuse(cache.layout)
+    reason = next(filter(None, map(static.refuse, cache.layouts.distinct)), None)
     if reason is not None or not graph:
         return reason
     devices = {parameter.device for parameter in model.parameters()} | {
@@ -64,8 +64,8 @@ def refuse(model: Any, cache: DecodableCache, graph: bool = True) -> str | None:
         found = ", ".join(sorted(map(str, devices)))
         return f"model and cache must lie on one CUDA device, and they lie on {found}"
     for op in ("append", "decode"):
-        kernel = cache.chosen(op, next(iter(devices)))
-        if not kernel.capturable:
+        kernel = next((each for each in cache.chosen(op, next(iter(devices))) if not each.capturable), None)
+        if kernel is not None:
             return f"{op} of recipe {cache.recipe.name} is {kernel.name!r} here, which cannot be captured: it waits for the GPU"
     return None
 

@@ -33,6 +33,7 @@ from kvant.engines.lending import borrow
 from kvant.engines.ownership import Ownership
 from kvant.engines.serving import Serving
 from kvant.layout import Layout, Order
+from kvant.layouts import Layouts
 from kvant.ops import Implementation, choose
 from kvant.ops.reference import restored
 from kvant.ops.registry import Op
@@ -52,7 +53,8 @@ class Cache(Serving, transformers.Cache):
     recipe           a name such as "saw-int4" or "int2:sink=64,recent=256", or a Recipe; without it, the artifact's recipe,
                      or kivi-k4v4 where there is no artifact either: it needs no fit, and survives keys with a
                      large mean. `kvant check` says which recipes with fewer bits fit the model.
-    artifact         what `kvant calibrate` wrote for a recipe that is fitted offline: its directory, or an Artifact.
+    artifact         what `kvant calibrate` wrote for a recipe that is fitted offline, or `kvant tune` for a recipe of its own for
+                     every layer: its directory, or an Artifact.
     max_tokens       tokens that the cache holds, allocated at once; more raises PoolFull. Over all sequences, or of each where
                      max_sequences is given too. Without it the cache grows as needed.
     max_sequences    sequences that the cache holds; their windows are allocated at once. What `kvant plan` counts.
@@ -124,7 +126,7 @@ class Cache(Serving, transformers.Cache):
             ropes = ropes_of(model_or_config, len(self.shape.layers))
             self._ropes = [dataclasses.replace(rope, first=first_position) for rope in ropes]
         device = next(iter(model_or_config.parameters())).device if named is not None else torch.device("cpu")
-        self.layout = self._make_layout(self.shape.dtype, device)
+        self.layouts = self._make_layouts(self.shape.dtype, device)
         self.ownership = Ownership()
         self.as_decoded = as_decoded
         self._warned_of_gradients = False
@@ -134,9 +136,14 @@ class Cache(Serving, transformers.Cache):
         give_back = borrow(getattr(model_or_config, "config", model_or_config))
         weakref.finalize(self, give_back).atexit = False
 
-    def _make_layout(self, dtype: str, device: torch.device) -> Layout:
-        shape = self.shape
-        return Layout.of(self.recipe, shape.heads, shape.head_dim, dtype=dtype, device=device, **self._layout_options)
+    def _make_layouts(self, dtype: str, device: torch.device) -> Layouts:
+        layers, heads, head_dim = len(self.shape.layers), self.shape.heads, self.shape.head_dim
+        return Layouts.of(self.recipe, layers, heads, head_dim, dtype=dtype, device=device, **self._layout_options)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of all layers; refuses where layers have different recipes, see `layouts`."""
+        return self.layouts.only
 
     def __repr__(self) -> str:
         return f"Cache(recipe={self.recipe.name!r}, layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes})"
@@ -164,7 +171,7 @@ class Cache(Serving, transformers.Cache):
         model = self.fingerprint or ""
         if self.first_position:  # keys that are stored unrotated depend on it
             model += f"@{self.first_position}"
-        return self.layout.digest("" if self.artifact is None else self.artifact.digest, model)
+        return self.layouts.digest("" if self.artifact is None else self.artifact.digest, model)
 
     @property
     def groups(self) -> list[Group]:
@@ -359,12 +366,17 @@ class Cache(Serving, transformers.Cache):
         return group.paged.stores[group.layers.index(layer)], group.paged.batch(group.sequences)
 
     def implementation(self, op: Op, device: torch.device) -> str:
-        """Name of the implementation of an operation on a device."""
-        return self.chosen(op, device).name
+        """Name of the implementation of an operation on a device; names, where layers have different ones."""
+        return ", ".join(dict.fromkeys(found.name for found in self.chosen(op, device)))
 
-    def chosen(self, op: Op, device: torch.device) -> Implementation:
-        """The implementation of an operation: that of the storage, or before there is any the one that would be chosen."""
-        return self.groups[0].paged.ops[op] if self.groups else choose(op, self.layout, device, self._implementation)
+    def chosen(self, op: Op, device: torch.device) -> list[Implementation]:
+        """The implementations of an operation that layers have, each once: those of the storage, or before there is any those that
+        would be chosen."""
+        if self.groups:
+            found = [ops[op] for group in self.groups for ops in group.paged.ops_of]
+        else:
+            found = [choose(op, layout, device, self._implementation) for layout in self.layouts.distinct]
+        return list({each.name: each for each in found}.values())
 
     # --- steps of a static batch -------------------------------------------------------------------------------------
 
@@ -391,10 +403,10 @@ class Cache(Serving, transformers.Cache):
         self._allocate(str(key.dtype).removeprefix("torch."), key.device)
 
     def _allocate(self, dtype: str, device: torch.device) -> None:
-        self.layout = self._make_layout(dtype, device)
+        self.layouts = self._make_layouts(dtype, device)
         pages = None
         if self.max_tokens is not None:
-            pages = max(1, self.layout.pages_for(self.max_tokens)) * (self.max_sequences or 1)
+            pages = max(1, self.layouts.first.pages_for(self.max_tokens)) * (self.max_sequences or 1)
         groups = []
         for window in dict.fromkeys(self.shape.layers):
             layers = [i for i, w in enumerate(self.shape.layers) if w == window]
@@ -402,7 +414,7 @@ class Cache(Serving, transformers.Cache):
             own = {index: tensors[layer] for index, layer in enumerate(layers) if layer in tensors}
             ropes = None if self._ropes is None else [self._ropes[layer] for layer in layers]
             paged = PagedCache(
-                self.layout,
+                [self.layouts.layers[layer] for layer in layers],
                 len(layers),
                 pages,
                 device,

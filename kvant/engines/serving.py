@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import os
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -24,7 +23,7 @@ from kvant.cache.swap import copied
 from kvant.engines import graphs
 from kvant.engines.batch_state import BatchState, Group
 from kvant.engines.ownership import Ownership
-from kvant.layout import Layout
+from kvant.layouts import Layouts
 from kvant.ops import Implementation
 from kvant.ops.registry import Op
 from kvant.recipe import Recipe
@@ -101,14 +100,14 @@ class Serving:
         first_position: int
         asked: Recipe
         recipe: Recipe
-        layout: Layout
+        layouts: Layouts
         as_decoded: bool
         on_attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None
 
         @property
         def groups(self) -> list[Group]: ...
         def settle(self) -> None: ...
-        def chosen(self, op: Op, device: torch.device) -> Implementation: ...
+        def chosen(self, op: Op, device: torch.device) -> list[Implementation]: ...
 
     def generate(
         self,
@@ -322,9 +321,9 @@ class Serving:
             padding_mask = self.state.padding_mask
             extra = {  # the names are part of the file format
                 "recipe": self.asked.to_json(),
-                "page_tokens": self.layout.page_tokens,
-                "order": self.layout.order,
-                "dtype": self.layout.dtype,
+                "page_tokens": self.layouts.first.page_tokens,
+                "order": self.layouts.order,
+                "dtype": self.layouts.first.dtype,
                 "share": self.share,
                 "first_position": self.first_position,
                 "columns": self.state.columns_begun,
@@ -364,11 +363,15 @@ class Serving:
             except (AttributeError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"snapshot {snapshot.path!r} is damaged: {type(error).__name__}: {error}") from error
             where = torch.device(device or getattr(model_or_config, "device", None) or "cpu")
-            cache.layout = cache._make_layout(dtype, where)
-            groups = list(Counter(cache.shape.layers).values())  # layers of every group
+            cache.layouts = cache._make_layouts(dtype, where)
+            windows = cache.shape.layers
+            groups = [  # layouts of the layers of every group
+                [layout for layout, own in zip(cache.layouts.layers, windows, strict=True) if own == window]
+                for window in dict.fromkeys(windows)
+            ]
             snapshot.check([cache.digest] * len(groups))
             text = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
-            snapshot.check_room(cache.layout, groups, getattr(text, "max_position_embeddings", None))
+            snapshot.check_room(groups, getattr(text, "max_position_embeddings", None))
             cache._allocate(dtype, where)
             snapshot.load([group.paged for group in cache.groups])
             _check_batch(snapshot.path, cache, columns, padding_mask, ids, sequences)

@@ -25,6 +25,7 @@ from kvant.engines.hf import Cache, ModelShape
 from kvant.eval.teacher import Result, Segments, evaluate
 from kvant.eval.why import explained
 from kvant.layout import Layout
+from kvant.layouts import Layouts
 from kvant.ops import OPS, explain
 from kvant.recipe import Recipe, spans
 from kvant.verdicts import Verdict, keep, verdict, word_for
@@ -225,8 +226,11 @@ def _measure(
     for recipe in chosen:
         result = by_name[recipe.name]
         packed = packed_read(recipe, segments)
-        layout = Layout.of(recipe, *_heads(model), dtype=ModelShape.of(model).dtype, device=model.device)
-        result = dataclasses.replace(result, bpe=layout.bits_per_element())
+        shape = ModelShape.of(model)
+        layouts = Layouts.of(
+            recipe, len(shape.layers), shape.heads, shape.head_dim, dtype=shape.dtype, device=model.device
+        )
+        result = dataclasses.replace(result, bpe=layouts.bits_per_element())
         why = ""
         if packed >= 1 and word_for(result.kl, result.top1) != "good":
             if keys is None:
@@ -234,11 +238,6 @@ def _measure(
             why = explained(recipe, artifacts.get(recipe.name), result, keys)
         out[recipe.name] = (result, packed, noise, segments.tokens, why)
     return out
-
-
-def _heads(model: Any) -> tuple[int, int]:
-    shape = ModelShape.of(model)
-    return shape.heads, shape.head_dim
 
 
 def check_segment(model: Any, tokenizer: Any, tokens: int = TOKENS) -> Segments:

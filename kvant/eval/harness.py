@@ -24,7 +24,7 @@ from kvant.engines import graphs
 from kvant.engines.hf import Cache
 from kvant.eval import loglikelihood
 from kvant.eval.loglikelihood import Continuation
-from kvant.layout import Layout
+from kvant.layouts import Layouts
 from kvant.shape import ModelShape
 from kvant.version import VERSION
 
@@ -111,7 +111,7 @@ class KvantLM(HFLM):
     def _check_shape(self, model_or_config: Any) -> None:
         """Refuses what the recipe cannot serve."""
         shape = ModelShape.of(model_or_config)
-        Layout.of(self.recipe, shape.heads, shape.head_dim)
+        Layouts.of(self.recipe, len(shape.layers), shape.heads, shape.head_dim)
 
     def _get_config(self, *args: Any, **options: Any) -> None:
         super()._get_config(*args, **options)
@@ -134,7 +134,7 @@ class KvantLM(HFLM):
             "kvant_version": VERSION,
             "kvant_recipe": self.recipe.name,
             "kvant_artifact": None if self.artifact is None else self.artifact.digest,
-            "kvant_bits_per_element": self.cache.layout.bits_per_element(),
+            "kvant_bits_per_element": self.cache.layouts.bits_per_element(),
             "kvant_kernels": {op: self.cache.implementation(op, device) for op in ("append", "decode", "prefill")},
         }
 

@@ -53,14 +53,20 @@ class WhichForm(NamedTuple):
     overlay: Tensor
 
 
+def packed_form(store: LayerStore, name: StreamName, row: PagedBatch) -> Tensor:
+    """A stream of one sequence as its pages hold it, in the model's own basis: [tokens, heads, head_dim]. Undefined where a page
+    holds no codes yet."""
+    nothing = row._replace(sinks=torch.zeros_like(row.sinks), ring_start=dict.fromkeys(row.ring_start, row.seq_lens))
+    return store.stream(name).inverse(read(store, name, nothing, row.seq_lens)[0, :, :, None])[:, :, 0]
+
+
 def read_forms(store: LayerStore, name: StreamName, exact: Tensor, row: PagedBatch) -> ReadForms:
     """A stream of one sequence as its pages hold it, and as its overlay would: exact [tokens, heads, head_dim] is what the model
     gave. Undefined where a page holds no codes yet."""
     stream, overlay_dtype = store.stream(name), DTYPES[store.layout.overlay_dtype]
     position = torch.arange(len(exact), device=exact.device)
     exact = exact.float()
-    nothing = row._replace(sinks=torch.zeros_like(row.sinks), ring_start=dict.fromkeys(row.ring_start, row.seq_lens))
-    packed = stream.inverse(read(store, name, nothing, row.seq_lens)[0, : len(exact), :, None])[:, :, 0]
+    packed = packed_form(store, name, row)[: len(exact)]
     if not store.overlays[name].shape[1]:
         return ReadForms(exact, packed, packed)
     rounded = stream.stored(exact, position).to(overlay_dtype).float()

@@ -17,7 +17,7 @@ from kvant.eval.asking import Answer, Journal, Prompts, Sampling, ask
 from kvant.eval.paired import Comparison, compare
 from kvant.eval.prompt_states import PromptStates
 from kvant.eval.tasks import Task, digest
-from kvant.layout import Layout
+from kvant.layouts import Layouts
 from kvant.recipe import Recipe
 from kvant.shape import ModelShape
 
@@ -125,7 +125,8 @@ def _row(model: Any, task: Task, run: Run, answers: Sequence[Answer], found: Com
     bits = 16.0
     if run.recipe is not None:
         shape = ModelShape.of(model)
-        bits = Layout.of(run.recipe, shape.heads, shape.head_dim, device=model.device).bits_per_element(length)
+        layouts = Layouts.of(run.recipe, len(shape.layers), shape.heads, shape.head_dim, device=model.device)
+        bits = layouts.bits_per_element(length)
     return Score(
         task.label,
         run.label,

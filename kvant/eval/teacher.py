@@ -275,5 +275,5 @@ def evaluate(
                     if progress is not None:
                         progress(done, total)
         for cache, _, score in running:
-            score.bpe = cache.layout.bits_per_element(segments.length)
+            score.bpe = cache.layouts.bits_per_element(segments.length)
     return [score.result(recipe.name) for recipe, score in zip(recipes, scores, strict=True)]

@@ -9,7 +9,7 @@ import torch
 
 from kvant.artifact import Artifact
 from kvant.eval.teacher import Result
-from kvant.recipe import Recipe
+from kvant.recipe import MixedRecipe, Recipe
 
 Tensor = torch.Tensor
 BIASED = 3.0  # a mean of so many times the spread is worth a word
@@ -43,7 +43,12 @@ def explained(recipe: Recipe, artifact: Artifact | None, result: Result, keys: S
     worst = int(layers.argmax())
     error = f"layer {worst} is worst: its attention is off by {result.layers[worst]:.0%} of its energy"
     bits = getattr(recipe.key.codec, "bits", None)
-    if recipe.key.groupwise or recipe.key.rope != "post" or not isinstance(bits, int):
+    if (
+        isinstance(recipe, MixedRecipe)
+        or recipe.key.groupwise
+        or recipe.key.rope != "post"
+        or not isinstance(bits, int)
+    ):
         return error
     biased = max(range(len(keys)), key=lambda layer: key_stats(keys[layer]).mean)
     raw = key_stats(keys[biased])

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from kvant import recipes
-from kvant.layout import Layout
+from kvant.layouts import Layouts
 from kvant.plan import plan
 from kvant.shape import ModelShape
 
@@ -62,7 +62,8 @@ def memory_of(names: Iterable[str], shape: ModelShape, request: Request) -> tupl
         try:
             recipe = recipes.get(name)
             kind = plan(shape, recipe, context=n, dtype=dtype).recipe
-            bits = Layout.of(recipe, shape.heads, shape.head_dim, dtype=dtype).bits_per_element(n)
+            layouts = Layouts.of(recipe, len(shape.layers), shape.heads, shape.head_dim, dtype=dtype)
+            bits = layouts.bits_per_element(n)
         except ValueError as error:  # a recipe of another version, or one that the head_dim does not take
             missing[name] = str(error)
             continue

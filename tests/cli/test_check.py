@@ -112,7 +112,7 @@ def test_serve_refuses_and_chooses_as_generate_does(
             serve.require_fit(recipes.get("saw-int4"), None, lambda: named, load)
         assert len(calls) == expected
     monkeypatch.setattr(recipes, "LADDER", ("kvant-2", "kivi-k4v4", "kvant-4"))  # vLLM cannot serve the second
-    assert serve.default_recipe(args, lambda: named, load) == "kvant-4"
+    assert serve.default_recipe(args, lambda: named, load).name == "kvant-4"
     assert len(calls) == 1
     assert "kvant-4: good, KL" in capsys.readouterr().err
     serve.require_fit(recipes.get("full"), None, lambda: pytest.fail("full fits"), load)

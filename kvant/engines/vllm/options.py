@@ -17,7 +17,7 @@ from typing import Any
 
 from kvant import recipes, verdicts
 from kvant.artifact import Artifact
-from kvant.recipe import Recipe
+from kvant.recipe import MixedRecipe, Recipe
 
 KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "implementation", "unfit_anyway")
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
@@ -33,6 +33,7 @@ class Options:
                         for prefix hits (default: a quarter of max_num_seqs, at least 4).
     implementation      name of the kernels to use instead of the best ones, as in ops.choose.
     unfit_anyway        serve a recipe even if its verdict for this model is unfit.
+    mixed               the artifact's recipe that has a recipe for every layer, where `layers` come from it.
     """
 
     layers: tuple[Recipe, ...]
@@ -40,6 +41,7 @@ class Options:
     spare_overlay_rows: int | None = None
     implementation: str | None = None
     unfit_anyway: bool = False
+    mixed: MixedRecipe | None = None
 
     @staticmethod
     def of(additional: Any, layers: int, named: Callable[[], str | None] = lambda: None) -> Options:
@@ -69,11 +71,19 @@ class Options:
         if not isinstance(anyway, bool):
             raise ValueError(f"unfit_anyway must be true or false, got {anyway!r}")
         found = tuple(Artifact.load(path) for path in ([paths] if isinstance(paths, str) else paths))
-        default = given.get("recipe")
+        default: str | Recipe | None = given.get("recipe")
         if default is None and not given.get("layers"):
             default = default_recipe(found, named())
         chosen = per_layer(default, given.get("layers"), layers)
-        return Options(chosen, found, spare, given.get("implementation"), anyway)
+        mixed = default if isinstance(default, MixedRecipe) else None
+        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed)
+
+    @property
+    def whole(self) -> Recipe | None:
+        """The recipe of the whole model; None where layers have recipes that were named one by one."""
+        if self.mixed is not None and self.layers == tuple(self.mixed):
+            return self.mixed
+        return self.layers[0] if len(set(self.layers)) == 1 else None
 
     def artifact(
         self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None
@@ -82,6 +92,8 @@ class Options:
         where that is known."""
         if not recipe.calibrated:
             return None
+        if self.mixed is not None and recipe in self.mixed.recipes:
+            recipe = self.mixed  # its artifact is one for all of its layers
         if not self.artifacts:
             raise ValueError(
                 f"recipe {recipe.name} is fitted offline: it needs an artifact made by kvant calibrate, as "
@@ -98,13 +110,16 @@ class Options:
         raise ValueError(f"no artifact fits recipe {recipe.name}: {'; '.join(refusals)}")
 
 
-def default_recipe(artifacts: tuple[Artifact, ...], named: str | None) -> str:
+def default_recipe(artifacts: tuple[Artifact, ...], named: str | None) -> str | Recipe:
     """The recipe to use where none is given: the artifact's, or one whose stored verdict for the model is good. There is no other
     default, since no recipe fits every model."""
     if len(artifacts) == 1:
-        return artifacts[0].recipe.name
+        recipe = artifacts[0].recipe
+        return recipe if isinstance(recipe, MixedRecipe) else recipe.name
     known = {"", *(artifact.digest for artifact in artifacts)}
     for each in [] if named is None else verdicts.verdicts(named):
+        if each.recipe.split(":")[0] not in recipes.names():
+            continue  # the verdict on a mixed recipe, which its artifact alone names
         if each.word == "good" and each.artifact in known and refusal(recipes.get(each.recipe)) is None:
             return each.recipe
     raise ValueError(
@@ -117,22 +132,26 @@ def judge(
     options: Options, recipe: Recipe, artifact: Artifact | None, named: str | None, warn: Callable[[str], None]
 ) -> None:
     """Refuses a recipe whose stored verdict for the model with this fingerprint is unfit, and warns of one that has no verdict. A
-    recipe for only some of the layers is not judged: a verdict holds for a whole model."""
-    if options.unfit_anyway or len(set(options.layers)) > 1 or recipe == recipes.get("full"):
+    recipe for only some of the layers is not judged: a verdict holds for a whole model. A layer's recipe of a mixed one is judged
+    as the mixed one."""
+    whole = options.whole
+    if options.unfit_anyway or whole is None or recipe == recipes.get("full"):
         return
+    recipe = whole
     found = None
     if named is not None:
         found = verdicts.verdict(named, recipe, "" if artifact is None else artifact.digest)
     if found is None:
         warn(
-            f"recipe {recipe.name} has not been checked on this model: run kvant check --model M --recipe {recipe.name}; "
+            f"recipe {recipe.name} has not been checked on this model: run kvant check --model M "
+            f"{'--artifact DIR' if isinstance(recipe, MixedRecipe) else f'--recipe {recipe.name}'}; "
             "kvant serve runs this check itself"
         )
         return
     verdicts.refuse_unfit(found, 'additional_config={"kvant": {..., "unfit_anyway": true}}')
 
 
-def per_layer(default: str | None, ranges: Mapping[str, str] | None, layers: int) -> tuple[Recipe, ...]:
+def per_layer(default: str | Recipe | None, ranges: Mapping[str, str] | None, layers: int) -> tuple[Recipe, ...]:
     """The recipe of every layer, from ranges of layers such as "3", "0-1" and "2-". Layers in no range have the default."""
     if default is None and not ranges:
         raise ValueError("a recipe is needed, for all layers or for ranges of them")
@@ -153,11 +172,15 @@ def per_layer(default: str | None, ranges: Mapping[str, str] | None, layers: int
     if missing and default is None:
         raise ValueError(f"layers: layer {missing[0]} has no recipe, and there is no default recipe")
     rest = None if default is None else recipes.get(default)
-    return tuple(recipe or rest for recipe in found)  # type: ignore[misc]
+    if isinstance(rest, MixedRecipe) and len(rest.layers) != layers:
+        raise ValueError(f"recipe {rest.name} is for {len(rest.layers)} layers, the model has {layers}")
+    return tuple(recipe or rest.at(layer) for layer, recipe in enumerate(found))  # type: ignore[union-attr]
 
 
 def refusal(recipe: Recipe) -> str | None:
     """Why a recipe cannot be served inside vLLM, or None where it can."""
+    if isinstance(recipe, MixedRecipe):
+        return next(filter(None, map(refusal, recipe.recipes)), None)
     for name, stream in recipe.streams.items():
         if stream.groupwise:
             return (

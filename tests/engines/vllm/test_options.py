@@ -13,6 +13,7 @@ from kvant.artifact import Artifact
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.vllm import versions
 from kvant.engines.vllm.options import Options, judge, per_layer, refusal
+from kvant.recipe import MixedRecipe
 from kvant.rope import ropes_of
 from kvant.serving.tp_shard import shard_heads, shard_tensors
 from kvant.verdicts import Verdict
@@ -207,3 +208,28 @@ def test_ropes_come_from_the_config() -> None:
     model = transformers.LlamaForCausalLM(config)
     for mine, theirs in zip(ropes_from(config, 2), ropes_of(model, 2), strict=True):
         torch.testing.assert_close(mine.inv_freq, theirs.inv_freq)
+
+
+def test_an_artifact_may_have_a_recipe_for_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    each = [recipes.get(name) for name in ("kvant-2", "kvant-2:v.bits=3", "kvant-2")]
+    mixed = MixedRecipe.of("tuned-2.5", each[0], each)
+    artifact = Artifact(mixed, 2, 64, 3, {i: made_up_tensors(r, 2, 64) for i, r in enumerate(each)})
+    artifact.save(tmp_path / "tuned")
+    given = {"artifact": str(tmp_path / "tuned")}
+    options = Options.of({"kvant": given}, 3)
+    assert options.layers == tuple(each) and options.whole == mixed and refusal(mixed) is None
+    for recipe in each:  # one artifact for all of its layers
+        found = options.artifact(recipe, 3, 2, 64)
+        assert found is not None and found.digest == artifact.digest
+    with pytest.raises(ValueError, match="tuned-2.5 is for 3 layers, the model has 4"):
+        Options.of({"kvant": given}, 4)
+    said: list[str] = []
+    judge(options, each[1], artifact, "5" * 64, said.append)
+    assert "recipe tuned-2.5 has not been checked on this model: run kvant check --model M --artifact DIR" in said[0]
+    figures = (3.0, 0.0, 0.1, 2.5, 300.0, 600, "bfloat16")
+    verdicts.keep(Verdict(mixed.name, "5" * 64, mixed.digest, artifact.digest, *figures))
+    with pytest.raises(verdicts.Unfit, match=r"tuned-2.5 is unfit"):
+        judge(options, each[1], artifact, "5" * 64, said.append)
+    some = Options.of({"kvant": {**given, "layers": {"0": "int8", "1-": "int4"}}}, 3)
+    assert some.mixed is None and some.whole is None

@@ -12,6 +12,8 @@ import torch
 from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.engines.vllm.options import refusal
+from kvant.layouts import Layouts
+from kvant.recipe import MixedRecipe
 from tests.engines.vllm.engines import DIM, KV_HEADS, close, engine, needs_vllm, prompt, run, tiny_model
 from tests.fitted import made_up_tensors
 
@@ -45,6 +47,31 @@ def test_all_recipes(plain: bool, tmp_path: Path) -> None:
         (pages,) = llm.collective_rpc("page_bytes")
         for name, (mine, predicted) in zip(SERVED, pages, strict=True):
             assert mine == predicted, name
+    finally:
+        close(llm)
+
+
+def test_an_artifact_with_a_recipe_for_every_layer(tmp_path: Path) -> None:
+    """What kvant tune writes: layers have pages of different sizes, and vLLM pads none of them."""
+    model = tiny_model(tmp_path / "model")
+    names = ("kvant-2:k.bits=4,v.bits=4", "kvant-2", "kvant-2:k.bits=4/4/0,v.bits=4", "kvant-2")
+    mixed = MixedRecipe.of("tuned", recipes.get("kvant-2"), [recipes.get(name) for name in names])
+    torch.manual_seed(0)
+    tensors = {layer: made_up_tensors(recipe, KV_HEADS, DIM) for layer, recipe in enumerate(mixed)}
+    Artifact(mixed, KV_HEADS, DIM, 4, tensors).save(tmp_path / "tuned")
+    llm = engine(model, {"artifact": str(tmp_path / "tuned")}, max_num_batched_tokens=256)
+    try:
+        assert llm.collective_rpc("record") == [4]
+        shared = prompt(0, 200)
+        run(llm, [shared + prompt(1, 100), prompt(2, 65)], 4)
+        found = run(llm, [shared + prompt(3, 20)], 8)
+        assert found[0].num_cached_tokens == 192
+        (seen,) = llm.collective_rpc("compare")
+        assert seen["decodes"] >= 4 * 6 and seen["prefills"] and not seen["short of sinks"], seen
+        (pages,) = llm.collective_rpc("page_bytes")
+        layouts = Layouts.of(mixed, 4, KV_HEADS, DIM, dtype="float32")
+        assert pages == [(layout.page_bytes, layout.page_bytes) for layout in layouts.layers]
+        assert len({mine for mine, _ in pages}) == 3
     finally:
         close(llm)
 

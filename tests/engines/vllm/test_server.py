@@ -320,6 +320,34 @@ def test_vllm_is_given_what_it_needs(served: str, start: Any) -> None:
     assert "--middleware" not in command
 
 
+def test_an_artifact_with_a_recipe_for_every_layer_is_handed_over(
+    served: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's processes read the layers' recipes from the artifact; its overlays are counted like any other's."""
+    import torch
+
+    from kvant import models, recipes
+    from kvant.artifact import Artifact
+    from kvant.cli import serve
+    from kvant.recipe import MixedRecipe
+    from tests.fitted import made_up_tensors
+
+    monkeypatch.setattr(models, "load", lambda *args: pytest.fail("the model was loaded"))
+    each = [recipes.get(name) for name in ("kvant-2", "kvant-2:v.bits=3", "kvant-2", "kvant-2:k.bits=4")]
+    mixed = MixedRecipe.of("tuned", each[0], each)
+    torch.manual_seed(0)
+    tensors = {layer: made_up_tensors(recipe, 2, 64) for layer, recipe in enumerate(each)}
+    Artifact(mixed, 2, 64, 4, tensors).save(tmp_path / "tuned")
+    command, _ = start(served, "--artifact", str(tmp_path / "tuned"))
+    kvant = json.loads(after(command, "--additional-config"))["kvant"]
+    assert kvant == {"artifact": [str(tmp_path / "tuned")]}
+    assert serve.overlay_bytes(served, kvant) == 4 * 2 * 2 * 68 * 64 * 2
+    layers = {layer: made_up_tensors(recipe, 2, 64) for layer, recipe in enumerate(each[:2])}
+    Artifact(MixedRecipe.of("tuned", each[0], each[:2]), 2, 64, 2, layers).save(tmp_path / "other")
+    with pytest.raises(ValueError, match="the model has 4"):
+        serve.overlay_bytes(served, {"artifact": [str(tmp_path / "other")]})
+
+
 def test_the_key_goes_by_the_environment(
     served: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
