@@ -97,7 +97,8 @@ class AttentionError:
         exact = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=keep, scale=self.scales[layer], enable_gqa=True
         ).transpose(1, 2)
-        error, energy = ((x.double().square().sum(-1) * asked[..., None]) for x in (out - exact, exact))
+        counts = asked[..., None]  # a query of padding may attend to nothing, which gives NaN
+        error, energy = (torch.where(counts, x.double().square().sum(-1), 0.0) for x in (out - exact, exact))
         self.total.add(layer, error, energy)  # each [rows, new columns, query heads], zero where a query does not count
         if self.total.profile is not None:
             length = self.batch.positions(total - fresh, total)[asked] + 1
