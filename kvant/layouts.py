@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import statistics
 from typing import Any
 
 from kvant.layout import Layout, Order
@@ -62,7 +63,7 @@ class Layouts:
 
     def bits_per_element(self, tokens: int | None = None) -> float:
         """Bits per cached number, everything counted, mean over layers: of a full page, or of a sequence of that many tokens."""
-        return sum(layout.bits_per_element(tokens) for layout in self.layers) / len(self.layers)
+        return statistics.mean(layout.bits_per_element(tokens) for layout in self.layers)  # exact: no rounding of a sum
 
     def digest(self, artifact: str = "", model: str = "") -> str:
         """Names what the stored bytes mean, as `Layout.digest`."""
