@@ -65,7 +65,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layout: Layout | abc.Sequence[Layout],
+        layout: Layout | Layouts,
         layers: int,
         pages: int | None = None,
         device: torch.device | str = "cpu",
@@ -82,14 +82,14 @@ class PagedCache:
         if owners is not None:
             warnings.warn("PagedCache(owners=) is now called max_sequences", DeprecationWarning, stacklevel=2)
             max_sequences = owners
-        self.layouts = [layout] * layers if isinstance(layout, Layout) else list(layout)
-        _check_alike(self.layouts, layers)
-        self.layout = self.layouts[0]
+        self.layouts = Layouts((layout,) * layers) if isinstance(layout, Layout) else layout
+        _check_alike(self.layouts.layers, layers)
+        self.layout = self.layouts.first
         self.device = torch.device(device)
         self.lock = threading.RLock()
-        self.check, self.largest = check, min(largest(each) for each in dict.fromkeys(self.layouts))
+        self.check, self.largest = check, min(map(largest, self.layouts.distinct))
         self.numbers = list(range(layers)) if numbers is None else list(numbers)
-        self.digest = Layouts(tuple(self.layouts)).digest(_digest_of(tensors or {})) if digest is None else digest
+        self.digest = self.layouts.digest(_digest_of(tensors or {})) if digest is None else digest
         self.growing = pages is None
         self.pool = PagePool(pages or 0)
         self.max_sequences = max_sequences
@@ -98,15 +98,14 @@ class PagedCache:
         self.sequences: list[Sequence] = []
         self.prefix: PrefixCache | None = None
         by_layout = {
-            each: {op: choose(op, each, self.device, implementation) for op in OPS}
-            for each in dict.fromkeys(self.layouts)
+            each: {op: choose(op, each, self.device, implementation) for op in OPS} for each in self.layouts.distinct
         }
-        self.ops_of = [by_layout[each] for each in self.layouts]  # operations of every layer
+        self.ops_of = [by_layout[each] for each in self.layouts.layers]  # operations of every layer
         self.ops = self.ops_of[0]
         with torch.inference_mode(False):  # tensors that are made in inference mode can be written in it alone
             self.stores = [
                 LayerStore.allocate(
-                    self.layouts[layer],
+                    self.layouts.layers[layer],
                     self.pool.total,
                     self._rows,
                     self.device,
@@ -126,14 +125,14 @@ class PagedCache:
     @property
     def predicted_nbytes(self) -> int:
         """Bytes of the allocated pages and overlay rows by the layout."""
-        allocated = sum(self.pool.total * each.page_bytes + self._rows * each.overlay_bytes for each in self.layouts)
+        allocated = self.pool.total * self.layouts.page_bytes + self._rows * self.layouts.overlay_bytes
         return allocated + (self.prefix.predicted_nbytes if self.prefix is not None else 0)
 
     @property
     def nbytes_used(self) -> int:
         """Bytes in use: pages of sequences and of the prefix cache (shared ones once), and overlay rows of sequences."""
         pages, rows = self.pool.used, len(self.sequences)
-        used = sum(pages * each.page_bytes + rows * each.overlay_bytes for each in self.layouts)
+        used = pages * self.layouts.page_bytes + rows * self.layouts.overlay_bytes
         return used + (self.prefix.nbytes if self.prefix is not None else 0)
 
     # --- sequences -------------------------------------------------------------------------------------------------

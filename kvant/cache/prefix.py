@@ -25,6 +25,7 @@ from kvant.cache.pool import PagePool
 from kvant.cache.sequence import SLID_OUT, Sequence
 from kvant.codecs import DTYPES
 from kvant.layout import Layout, StreamName
+from kvant.layouts import Layouts
 from kvant.ops import LayerStore
 
 Tensor = torch.Tensor
@@ -34,7 +35,7 @@ class PageStorage(Protocol):
     """What a PrefixCache asks of the cache whose pages it keeps: a PagedCache."""
 
     layout: Layout
-    layouts: list[Layout]
+    layouts: Layouts
     digest: str
     pool: PagePool
     stores: list[LayerStore]
@@ -88,7 +89,7 @@ class PrefixCache:
     """
 
     def __init__(self, cache: PageStorage, sliding_window: int | None = None, limit: int | None = None) -> None:
-        for recipe in dict.fromkeys(layout.recipe for layout in cache.layouts):
+        for recipe in dict.fromkeys(layout.recipe for layout in cache.layouts.layers):
             reason = recipe.not_prefix_safe
             if reason is None:
                 continue

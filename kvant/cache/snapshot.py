@@ -29,7 +29,7 @@ from kvant.cache.paged import PagedCache
 from kvant.cache.state import Saved, Wrong, read_group, write_group
 from kvant.cache.swap import settled
 from kvant.files import check_replaceable, open_regular, replacing
-from kvant.layout import Layout
+from kvant.layouts import Layouts
 
 Tensor = torch.Tensor
 FORMAT = "kvant-snapshot-1"
@@ -246,20 +246,19 @@ class Snapshot:
                 "recipe, layout, artifact and model must be the same"
             )
 
-    def check_room(self, caches: Sequence[Sequence[Layout]], positions: int | None = None) -> None:
+    def check_room(self, caches: Sequence[Layouts], positions: int | None = None) -> None:
         """Refuses a header that names more than the file holds, before anything is allocated: the file has the bytes of every page
         and overlay row. `caches` has the layouts of the layers of each cache. Where there is no sequence, an overlay row is at
         most as long as the model's `positions`."""
         held = sum(field.nbytes for field in self.fields.values())
         needed, rows = 0, False
         for state, layouts in zip(self.state, caches, strict=False):
-            pages, overlays = sum(each.page_bytes for each in layouts), sum(each.overlay_bytes for each in layouts)
-            for name, each in (("pages", pages), ("sequences", overlays)):
+            for name, each in (("pages", layouts.page_bytes), ("sequences", layouts.overlay_bytes)):
                 found = state.get(name) if isinstance(state, dict) else None
                 number = len(found) if isinstance(found, list) else found if type(found) is int else 0
                 needed += number * each
                 rows = rows or (name == "sequences" and number > 0)
-        recipe = caches[0][0].recipe
+        recipe = caches[0].first.recipe
         longest = max(stream.window.sink + stream.window.ring for stream in recipe.streams.values())
         if needed > held or (not rows and positions is not None and longest > positions):
             raise self._damaged(f"recipe {recipe.name} would need {needed} bytes for what it names, it has {held}")
@@ -272,7 +271,7 @@ class Snapshot:
         limit = sum(field.nbytes for field in self.fields.values())
         try:
             saved = [
-                read_group(data, cache, limit // sum(each.page_bytes for each in cache.layouts))
+                read_group(data, cache, limit // cache.layouts.page_bytes)
                 for data, cache in zip(self.state, caches, strict=True)
             ]
         except Wrong as error:

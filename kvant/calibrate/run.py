@@ -210,16 +210,20 @@ def _excerpts(
     if text is None:
         assert tokens is not None
         return builtin.excerpts(tokenizer, tokens, length, exactly=exactly), source | {"text": "built in"}
-    if isinstance(text, str):
-        ids = texts.encode(tokenizer, text)
-    elif isinstance(text, Chats):
-        ids = torch.tensor(text.ids(tokenizer), dtype=torch.int32)
-    else:
-        ids = text.cpu().flatten()
+    ids = source_ids(tokenizer, text)
     if len(ids) < 2 or (tokens or 0) > len(ids):
         raise ValueError(f"the text has {len(ids)} tokens, expected at least {max(2, tokens or 0)}")
     excerpts = texts.cut(ids, min(len(ids), tokens or TOKENS), length)
     return excerpts, source | {"text": "chats" if isinstance(text, Chats) else "given"}
+
+
+def source_ids(tokenizer: Any, text: Source) -> Tensor:
+    """Token ids of a given text: int32 [n]."""
+    if isinstance(text, str):
+        return texts.encode(tokenizer, text)
+    if isinstance(text, Chats):
+        return torch.tensor(text.ids(tokenizer), dtype=torch.int32)
+    return text.cpu().flatten().to(torch.int32)
 
 
 def text_digest(text: Source | None) -> str:

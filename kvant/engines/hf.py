@@ -414,7 +414,7 @@ class Cache(Serving, transformers.Cache):
             own = {index: tensors[layer] for index, layer in enumerate(layers) if layer in tensors}
             ropes = None if self._ropes is None else [self._ropes[layer] for layer in layers]
             paged = PagedCache(
-                [self.layouts.layers[layer] for layer in layers],
+                Layouts(tuple(self.layouts.layers[layer] for layer in layers)),
                 len(layers),
                 pages,
                 device,

@@ -366,7 +366,9 @@ class Serving:
             cache.layouts = cache._make_layouts(dtype, where)
             windows = cache.shape.layers
             groups = [  # layouts of the layers of every group
-                [layout for layout, own in zip(cache.layouts.layers, windows, strict=True) if own == window]
+                Layouts(
+                    tuple(layout for layout, own in zip(cache.layouts.layers, windows, strict=True) if own == window)
+                )
                 for window in dict.fromkeys(windows)
             ]
             snapshot.check([cache.digest] * len(groups))

@@ -14,7 +14,7 @@ import torch
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
 from kvant.ops.reference import read
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.types import LayerStore, PagedBatch, without_overlay
 
 Tensor = torch.Tensor
 METRICS = ("attention_kl", "key_error", "value_error", "logit_error", "output_error")
@@ -56,8 +56,7 @@ class WhichForm(NamedTuple):
 def packed_form(store: LayerStore, name: StreamName, row: PagedBatch) -> Tensor:
     """A stream of one sequence as its pages hold it, in the model's own basis: [tokens, heads, head_dim]. Undefined where a page
     holds no codes yet."""
-    nothing = row._replace(sinks=torch.zeros_like(row.sinks), ring_start=dict.fromkeys(row.ring_start, row.seq_lens))
-    return store.stream(name).inverse(read(store, name, nothing, row.seq_lens)[0, :, :, None])[:, :, 0]
+    return store.stream(name).inverse(read(store, name, without_overlay(row), row.seq_lens)[0, :, :, None])[:, :, 0]
 
 
 def read_forms(store: LayerStore, name: StreamName, exact: Tensor, row: PagedBatch) -> ReadForms:

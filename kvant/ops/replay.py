@@ -15,7 +15,7 @@ import torch
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
 from kvant.ops.reference import mean_logits, overlay_index, read, softmax
-from kvant.ops.types import LayerStore, PagedBatch, some_sequences
+from kvant.ops.types import LayerStore, PagedBatch, some_sequences, without_overlay
 
 Tensor = torch.Tensor
 SCORES = 1 << 27  # attention scores that are held at a time; sequences beyond them come after
@@ -111,15 +111,13 @@ def _attend(
         keep &= position > at - sliding_window
     packed: dict[StreamName, Tensor] = {}
     from_page: dict[StreamName, Tensor] = {}
-    nothing = part._replace(
-        sinks=torch.zeros_like(part.sinks), ring_start=dict.fromkeys(part.ring_start, part.seq_lens)
-    )
+    pages_only = without_overlay(part)
     for name, full in overlays.items():
         spec = store.stream(name).spec.window
         from_page[name] = (position >= spec.sink) & (position < spec.packed_end(at + 1))
         if full is not None:  # what the overlay does not hold is read from the page
             from_page[name] = from_page[name] | ~full.held[some, None]
-        codes = read(store, name, nothing, part.seq_lens)[:, :total]
+        codes = read(store, name, pages_only, part.seq_lens)[:, :total]
         packed[name] = torch.where(from_page[name].any(1)[..., None, None], codes, 0.0)
     q = query.float().view(rows, new, store.layout.heads, -1, dim)
     mean_logit = mean_logits(store, q, scale, softcap)

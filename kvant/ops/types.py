@@ -55,6 +55,13 @@ def some_sequences(batch: PagedBatch, at: slice) -> PagedBatch:
     )
 
 
+def without_overlay(batch: PagedBatch) -> PagedBatch:
+    """The batch whose tokens are all read from pages, as if overlays held none of them."""
+    return batch._replace(
+        sinks=torch.zeros_like(batch.sinks), ring_start=dict.fromkeys(batch.ring_start, batch.seq_lens)
+    )
+
+
 PrefillOne = Callable[[Tensor, Tensor, Tensor, PagedBatch, int], Tensor]
 """(query, key, value, batch of one sequence, tokens of its history) -> output; query and output [new tokens, query heads,
 head_dim], key and value [new tokens, heads, head_dim]."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from kvant import recipes
 from kvant.layout import Layout
 from kvant.ops import OPS, explain
-from kvant.recipe import Recipe, Window
+from kvant.recipe import Recipe, Stream, Window
 from kvant.shape import ModelShape
 from kvant.tune.sensitivity import Choice
 
@@ -87,11 +87,11 @@ def _parts(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a layer may have: pairs of a key and a value choice, and the recipe that each pair makes."""
+    """What layers may choose from: key and value streams, and the recipes that fast kernels do not serve."""
 
     keys: tuple[Choice, ...]
     values: tuple[Choice, ...]
-    refused: dict[str, str]  # pairs that fast kernels do not serve, and why
+    refused: dict[str, str]  # recipe: why
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -100,30 +100,32 @@ class Options:
 
 def options(chosen: Sequence[Recipe], shape: ModelShape) -> Options:
     """The streams of some recipes, each once, without those that fast kernels do not serve on a CPU or on a GPU."""
-    refused: dict[str, str] = {}
-    found: dict[str, dict[object, Choice]] = {"key": {}, "value": {}}
-    for recipe in chosen:
-        reason = slow(recipe, shape)
-        if reason is not None:
-            refused[recipe.name] = reason
-        names: tuple[Choice, ...] = (Choice("key", recipe), Choice("value", recipe))
-        for choice in names:
-            if reason is None:
-                found[choice.stream].setdefault(choice.spec, choice)
+    refused = {recipe.name: reason for recipe in chosen if (reason := slow(recipe, shape)) is not None}
+    fast = [recipe for recipe in chosen if recipe.name not in refused]
+    keys, values = dict[Stream, Choice](), dict[Stream, Choice]()
+    for recipe in fast:
+        keys.setdefault(recipe.key, Choice("key", recipe))
+        values.setdefault(recipe.value, Choice("value", recipe))
     for recipe in chosen:  # a stream may be fast beside another one than its own recipe's
-        if recipe.name not in refused:
-            continue
-        for stream, others in (("key", found["value"]), ("value", found["key"])):
-            own = Choice(stream, recipe)  # type: ignore[arg-type]
-            if own.spec in found[stream]:
-                continue
-            for other in others.values():
-                pair = (recipe, other.recipe) if stream == "key" else (other.recipe, recipe)
-                made = combined(*pair)
-                if slow(made, shape) is None:
-                    found[stream][own.spec] = Choice(stream, made)  # type: ignore[arg-type]
-                    break
-    return Options(tuple(found["key"].values()), tuple(found["value"].values()), refused)
+        if recipe.key not in keys and (made := _beside(recipe, values, shape, combined)) is not None:
+            keys[recipe.key] = Choice("key", made)
+        if (
+            recipe.value not in values
+            and (made := _beside(recipe, keys, shape, lambda v, k: combined(k, v))) is not None
+        ):
+            values[recipe.value] = Choice("value", made)
+    return Options(tuple(keys.values()), tuple(values.values()), refused)
+
+
+def _beside(
+    recipe: Recipe,
+    others: dict[Stream, Choice],
+    shape: ModelShape,
+    combine: Callable[[Recipe, Recipe], Recipe],
+) -> Recipe | None:
+    """A stream of a recipe with the first of the other recipes' streams beside which fast kernels serve it."""
+    made = (combine(recipe, other.recipe) for other in others.values())
+    return next((each for each in made if slow(each, shape) is None), None)
 
 
 def slow(recipe: Recipe, shape: ModelShape) -> str | None:

@@ -14,8 +14,7 @@ from kvant import passages, recipes
 from kvant.artifact import Artifact
 from kvant.calibrate import text as texts
 from kvant.calibrate.artifact_paths import artifact_path, cached
-from kvant.calibrate.run import Source, calibrate_all
-from kvant.chats import Chats
+from kvant.calibrate.run import Source, calibrate_all, source_ids
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache
 from kvant.eval.segments import Segments
@@ -82,12 +81,7 @@ def texts_of(tokenizer: Any, text: Source | None, longest: int | None) -> Texts:
     if text is None:
         rest = passages.encode(tokenizer, passages.conversation())
         return Texts(None, longest_pieces(tokenizer, length), _segments(rest, length))
-    if isinstance(text, torch.Tensor):
-        ids = text.cpu().flatten().to(torch.int32)
-    elif isinstance(text, Chats):
-        ids = torch.tensor(text.ids(tokenizer), dtype=torch.int32)
-    else:
-        ids = texts.encode(tokenizer, text)
+    ids = source_ids(tokenizer, text)
     cut = len(ids) - len(ids) * HELD_OUT[0] // HELD_OUT[1]
     fit, rest = ids[:cut], ids[cut:].tolist()
     if len(rest) < 64:
@@ -276,25 +270,29 @@ def _fit(
 ) -> dict[Recipe, Artifact | None]:
     """An artifact for each of the recipes, None where it needs none. Recipes whose fit is the same are fitted once. Fits on the
     built-in text are those that other commands cache and take."""
+
+    def kind_of(recipe: Recipe | MixedRecipe) -> str:
+        return str(sorted(recipe.fits.items()))
+
     named, shared = fingerprint(model), text is None and tokens is None and seed == 0
     kinds: dict[str, Recipe] = {}
     for recipe in wanted:
         if recipe.calibrated:
-            kinds.setdefault(str(sorted(recipe.fits.items())), recipe)
+            kinds.setdefault(kind_of(recipe), recipe)
     found = {kind: cached(named, recipe) if shared else None for kind, recipe in kinds.items()}
     missing = [recipe for kind, recipe in kinds.items() if found[kind] is None]
     made = (
         calibrate_all(model, tokenizer, missing, text, tokens=tokens, seed=seed, progress=progress) if missing else []
     )
     for artifact in made:
-        found[str(sorted(artifact.recipe.fits.items()))] = artifact
+        found[kind_of(artifact.recipe)] = artifact
         if shared:
             with contextlib.suppress(OSError):  # the artifact that is written in the end has all that is needed
                 artifact.save(artifact_path(named, artifact.recipe))
     out: dict[Recipe, Artifact | None] = dict.fromkeys(wanted)
     for recipe in wanted:
         if recipe.calibrated:
-            fitted = found[str(sorted(recipe.fits.items()))]
+            fitted = found[kind_of(recipe)]
             assert fitted is not None
             out[recipe] = fitted.serving(recipe)
     return out
