@@ -31,7 +31,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """What is compiled, by name: heads of 128 channels, 8 KV heads, bfloat16 queries."""
     for name, group, dual, inverse in (
         ("saw-int4", 4, (1, 128), (1, 128)),
-        ("kvant-4", 4, (2, 1), (2, 1)),
+        ("kvant-4-fast", 4, (2, 1), (2, 1)),
         ("oscar", 4, (2, 1), (0, 1)),
         ("int2", 4, (0, 1), (0, 1)),
         ("kvant-2", 4, (2, 1), (0, 1)),
@@ -44,7 +44,7 @@ def texts() -> Iterator[tuple[str, str]]:
         for low_batch in (False, True):
             made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), low_batch=low_batch)
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text
-        if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4"):
+        if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4-fast"):
             block = layout.recipe.key.effective_rope_block
             yield f"transform {name}", transform_kv.TransformPlan(layout, "bfloat16", block).text
         if layout.recipe.key.groupwise:

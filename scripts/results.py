@@ -41,8 +41,9 @@ from kvant.eval import evaluate, tasks
 from kvant.eval.asking import Prompts, Sampling
 from kvant.eval.scoring import score_task
 from kvant.eval.segments import ChatSegments, Segments
-from kvant.layout import Layout
-from kvant.recipe import Recipe
+from kvant.layouts import Layouts
+from kvant.recipe import MixedRecipe, Recipe
+from kvant.tune.run import Study, study
 
 CODE = ("argparse", "ast", "asyncio.base_events", "collections", "datetime", "decimal", "inspect", "tarfile", "typing")
 CODEBOOKS = ("vecinfer", "million", "saw-int4-kmeans")  # fitted on more tokens
@@ -146,12 +147,17 @@ class Bench:
         self.texts = Texts(args, self.tokenizer)
         self.artifacts: dict[Any, Artifact | None] = {}
         self.seconds: dict[Any, float] = {}
+        self.study: Study | None = None
 
     def artifact(self, spec: Spec) -> tuple[Recipe, Artifact | None]:
         key = dataclasses.replace(spec, offset=0)
         if key not in self.artifacts:
             self.fit([spec])
-        return recipe_of(spec), self.artifacts[key]
+        found = self.artifacts[key]
+        if spec.tuned is not None:
+            assert found is not None
+            return found.recipe, found
+        return recipe_of(spec), found
 
     def fit(self, specs: list[Spec]) -> None:
         """Fits recipes that are not fitted yet. Those that read the same text share its passes (calibrate_all)."""
@@ -159,7 +165,9 @@ class Bench:
         for spec in dict.fromkeys(dataclasses.replace(spec, offset=0) for spec in specs):
             if spec in self.artifacts:
                 continue
-            if recipe_of(spec).calibrated:
+            if spec.tuned is not None:
+                self.artifacts[spec], self.seconds[spec] = self.tune(spec.tuned)
+            elif recipe_of(spec).calibrated:
                 tokens = spec.tokens or self.tokens_for(spec.recipe)
                 together.setdefault((spec.text, tokens, spec.positions), []).append(spec)
             else:
@@ -175,6 +183,19 @@ class Bench:
             say(f"fitted {len(some)} recipes on {tokens:,} tokens in {took:.1f} s: {', '.join(s.recipe for s in some)}")
             for spec, artifact in zip(some, made, strict=True):
                 self.artifacts[spec], self.seconds[spec] = artifact, took / len(some)
+
+    def tune(self, bits: float) -> tuple[Artifact, float]:
+        """What `kvant tune --bits` makes, on its built-in text, and its seconds. Budgets share what does not depend on them."""
+        begin = time.perf_counter()
+        self.study = self.study or study(self.model, self.tokenizer)
+        made = self.study.tune(bits)
+        took = time.perf_counter() - begin
+        say(f"tuned to {bits:g} bits in {took:.1f} s: {made.bits:.3f} bits, window {made.window}")
+        for i, layer in enumerate(made.layers):
+            say(f"  layer {i}: {layer.recipe}")
+        for result in made.results:
+            say(f"  on the held-out text: {result.recipe}: KL {result.kl:.5f} ± {result.kl_se:.5f}")
+        return made.artifact, took
 
     def tokens_for(self, recipe: str) -> int:
         return self.args.codebook_tokens if recipe.startswith(CODEBOOKS) else self.args.calibration_tokens
@@ -212,8 +233,8 @@ class Bench:
 
 def bits_at(recipe: Recipe, head_dim: int) -> list[float]:
     """Bits per element of a page, and of a sequence of 32k tokens with its full-precision windows."""
-    layout = Layout.of(recipe, 1, head_dim)
-    return [layout.bits_per_element(), layout.bits_per_element(32768)]
+    layouts = Layouts.of(recipe, len(recipe.layers) if isinstance(recipe, MixedRecipe) else 1, 1, head_dim)
+    return [layouts.bits_per_element(), layouts.bits_per_element(32768)]
 
 
 def measure_texts(bench: Bench, data: dict[str, Any], names: list[str], kinds: list[str], save: Any) -> None:

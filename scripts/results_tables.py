@@ -7,6 +7,7 @@ A row is named by its recipe, with what was changed around it:
     oscar%chat     calibrated on another kind of text
     oscar+20000    read at positions moved by 20,000
     kitty~random   boosted channels drawn at random: Kitty's control
+    tuned-2.5      what `kvant tune --bits 2.5` makes
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / "results.md", ROOT / "docs" / "ablations.md"]
 SMOLLM2, QWEN = "smollm2-135m", "qwen2.5-coder-1.5b"
 HEAD_DIMS = {SMOLLM2: 64, QWEN: 128}
-TASK_RECIPES = ["full", "int8", "kvant-4", "kvant-2", "oscar", "kitty-pro", "kivi-k2v2-sink", "saw-int4"]
+TASK_RECIPES = [
+    *("full", "int8", "kvant-4", "kvant-3", "kvant-2", "kvant-4-fast", "oscar", "kitty-pro", "kivi-k2v2-sink", "saw-int4")
+]
+OURS = [  # windows, widths and budgets
+    *(f"kvant-2:recent={recent}" for recent in (64, 128, 160, 256)),
+    *("kvant-2:k.bits=4/3/2,v.bits=3", "kvant-2:bits=3", "kvant-2:k.bits=4/4/2,v.bits=2", "kvant-4:recent=64"),
+    *("kvant-2%builtin", "kvant-3%builtin", "kvant-4%builtin"),
+    *("tuned-2.3", "tuned-2.5", "tuned-3", "tuned-4"),
+]
 NEEDLES = [4096, 8192, 16384, 28000]
 LONG = ["saw-int4", "kvant-2:search=9", "oscar:sink=4,recent=64"]
 
@@ -128,6 +137,12 @@ class Spec:
     tokens: int | None = None
     text: str | None = None
     offset: int = 0
+
+    @property
+    def tuned(self) -> float | None:
+        """The budget of a tuned recipe."""
+        name, _, bits = self.recipe.partition("-")
+        return float(bits) if name == "tuned" else None
 
     @staticmethod
     def parse(name: str) -> Spec:

@@ -18,7 +18,7 @@ RECIPES = [
     "int4:zero=float,search=5",
     "int4:zero=integer,search=5",
     "oscar",
-    "kvant-4",
+    "kvant-4-fast",
     "kvant-2",
     "kvant-2:k.bits=3,v.bits=4",
     "turboquant-3",

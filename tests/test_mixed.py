@@ -20,7 +20,7 @@ from tests.fitted import made_up_tensors
 
 WINDOW = "sink=3,recent=8"
 BASE = f"kvant-2:{WINDOW}"
-LAYERS = (f"kvant-2:k.bits=4,v.bits=3,{WINDOW}", BASE, f"kvant-4:{WINDOW}")
+LAYERS = (f"kvant-2:k.bits=4,v.bits=3,{WINDOW}", BASE, f"kvant-4-fast:{WINDOW}")
 
 
 def mixed(names: tuple[str, ...] = LAYERS) -> MixedRecipe:

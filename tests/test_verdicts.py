@@ -42,17 +42,17 @@ def test_nothing_packed_is_no_verdict() -> None:
 def test_a_verdict_is_found_by_model_recipe_and_artifact() -> None:
     recipe = recipes.get("int4")
     assert verdicts.verdict(MODEL, recipe) is None
-    plain, fitted = make(), make("kvant-4", artifact="f" * 64, bpe=4.25, noise=0.01, why="because")
+    plain, fitted = make(), make("kvant-4-fast", artifact="f" * 64, bpe=4.25, noise=0.01, why="because")
     path = verdicts.keep(plain)
     verdicts.keep(fitted)
     assert path.parent.parent.name == MODEL[:16]
     assert verdicts.verdict(MODEL, recipe) == plain
-    assert verdicts.verdict(MODEL, recipes.get("kvant-4"), "f" * 64) == fitted
-    assert verdicts.verdict(MODEL, recipes.get("kvant-4")) is None
+    assert verdicts.verdict(MODEL, recipes.get("kvant-4-fast"), "f" * 64) == fitted
+    assert verdicts.verdict(MODEL, recipes.get("kvant-4-fast")) is None
     assert verdicts.verdict(MODEL, recipes.get("int4:sink=4")) is None
     assert verdicts.verdict(MODEL[:16] + "0" * 48, recipe) is None  # another model whose name begins alike
     assert verdicts.verdicts(MODEL) == [fitted, plain]  # fewest bits first
-    assert verdicts.names_that_fit(MODEL) == ["kvant-4", "int4"]
+    assert verdicts.names_that_fit(MODEL) == ["kvant-4-fast", "int4"]
     assert json.loads(path.read_text())["verdict"] == "good"
 
 
@@ -99,8 +99,8 @@ def test_an_unfit_recipe_is_refused_with_what_fits() -> None:
         Unfit, match=r"saw-int4 is unfit .* KL 6.20, top-1 5% \(its keys have a mean\); kvant check says"
     ):
         verdicts.refuse_unfit(bad, "--unfit-anyway")
-    verdicts.keep(make("kvant-4", artifact="a" * 64))
-    with pytest.raises(Unfit, match="what fits: kvant-4; --unfit-anyway takes it all the same"):
+    verdicts.keep(make("kvant-4-fast", artifact="a" * 64))
+    with pytest.raises(Unfit, match="what fits: kvant-4-fast; --unfit-anyway takes it all the same"):
         verdicts.refuse_unfit(bad, "--unfit-anyway")
 
 

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         "--tokens",
         type=int,
         metavar="N",
-        help="tokens to read (default: 8192, or all of a shorter text; kvant-4 reads 1024 of the built-in text)",
+        help="tokens to read (default: 8192, or all of a shorter text; kvant-4-fast reads 1024 of the built-in text)",
     )
     parser.add_argument(
         "--max-position",

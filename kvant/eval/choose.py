@@ -46,7 +46,7 @@ def cached_choice(named: str, refusal: Refusal = nothing_refused) -> Choice | No
         if recipe.calibrated and artifact is None:
             if fits_in_seconds(recipe):
                 return None
-            later = recipe.name
+            later = later or recipe.name
             continue
         found = verdict(named, recipe, "" if artifact is None else artifact.digest)
         if found is None:
@@ -75,7 +75,7 @@ def choose_recipe(
         if refusal(recipe) is not None:
             continue
         if recipe.calibrated and not fits_in_seconds(recipe) and cached(named, recipe) is None:
-            later = recipe.name
+            later = later or recipe.name
             continue
         if say is not None and verdict_of(model, tokenizer, recipe, measure=False) is None:
             say(f"checking once whether {recipe.name} fits this model")

@@ -27,22 +27,28 @@ from kvant.recipe import Recipe, Stream, Window
 from kvant.transforms.affine_map import Balance, Mean, Spectral
 from kvant.transforms.hadamard import Hadamard
 
-_WINDOW = Window(sink=4, recent=64)
+_WINDOW = Window(sink=4, recent=192)
 _INT4 = Affine(bits=4, search=5)
-_KEYS = Stream(Banded("4/2/0", search=1), (Balance(),), _WINDOW, rope="block")
 
-KVANT_4 = Recipe(
-    "kvant-4",
+
+def _balanced(name: str, keys: str, values: str, summary: str) -> Recipe:
+    """Keys in bands, in the basis that balances them with queries, and values of one width, both with one scale per token."""
+    return Recipe(
+        name,
+        Stream(Banded(keys, search=1), (Balance(),), _WINDOW, rope="block"),
+        Stream(Banded(values, search=1, weighted=False, unbiased=False, flag=True), (Spectral(),), _WINDOW),
+        paper="kvant",
+        summary=summary,
+    )
+
+
+KVANT_2 = _balanced("kvant-2", "4/2/0", "2", "keys in bands of 4, 2 and 0 bits by what queries read, values of 2 bits")
+KVANT_3 = _balanced("kvant-3", "4/4/0", "3", "as kvant-2, with keys in bands of 4, 4 and 0 bits and values of 3 bits")
+KVANT_4 = _balanced("kvant-4", "4", "4", "as kvant-2, with keys and values of 4 bits")
+KVANT_4_FAST = Recipe(
+    "kvant-4-fast",
     Stream(_INT4, (Mean(), Hadamard())),
     Stream(_INT4, (Hadamard(),)),
     paper="kvant",
     summary="keys without their mean, keys and values rotated, INT4 with a searched range",
-)
-
-KVANT_2 = Recipe(
-    "kvant-2",
-    _KEYS,
-    Stream(Banded("2", search=1, weighted=False, unbiased=False, flag=True), (Spectral(),), _WINDOW),
-    paper="kvant",
-    summary="keys in bands of 4, 2 and 0 bits by what queries read, values 2 bits, 4 sink and 64 recent tokens",
 )

@@ -10,7 +10,7 @@ from kvant.report.read import Result, Speed, Text
 from kvant.report.served import Memory
 
 ZERO_KL = 1e-5  # a KL below it is shown as 0: tables have five digits, and a log axis has no place for 0
-ALWAYS_LABELLED = ("kvant-2", "kvant-4")
+ALWAYS_LABELLED = ("kvant-2", "kvant-3", "kvant-4")
 LABEL_ALL = 12  # so many recipes or fewer are all labelled
 
 

@@ -26,7 +26,7 @@ CANDIDATES = (  # keys and values of any two of these may meet in a layer
     f"{BASE}:k.bits=3",
     f"{BASE}:k.bits=4",
 )
-RECENT = (64, 128, 256)  # windows that are tried: recent tokens in full precision, in all layers
+RECENT = (64, 128, 192, 256)  # windows that are tried: recent tokens in full precision, in all layers
 
 
 def parse(names: Sequence[str]) -> list[Recipe]:

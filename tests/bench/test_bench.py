@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 SHAPE = Shape(2, 150, 4, 2, 64, "float32")
 
 
-@pytest.mark.parametrize("name", ["full", "int4", "quarot-int2-win", "oscar", "kvant-4", "kvant-2", "kivi-k2v2"])
+@pytest.mark.parametrize("name", ["full", "int4", "quarot-int2-win", "oscar", "kvant-4-fast", "kvant-2", "kivi-k2v2"])
 def test_attention_is_checked_and_compared(name: str) -> None:
     work = attention.packed(recipes.get(name), SHAPE, CPU)
     assert work.result.implementation == choose("decode", work.calls[0].args[0].layout, CPU).name  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def test_pages_are_shuffled_and_read_as_before() -> None:
 
 
 def test_append_and_prefill_are_checked() -> None:
-    for name in ("int4", "squat", "kvant-4"):
+    for name in ("int4", "squat", "kvant-4-fast"):
         (found,) = append.measure([recipes.get(name)], SHAPE, CPU, repeat=1)
         assert found.error < 1e-3
         assert found.differing < 1e-3

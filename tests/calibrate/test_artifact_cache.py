@@ -70,8 +70,8 @@ def test_what_is_asked_for_is_served(made: list[tuple[str, object]]) -> None:
     cache = kvant.Cache(model, artifact=wide)
     assert cache.recipe == recipes.get("kvant-2:recent=256")
     assert cache.recipe.key.window.recent == 256
-    with pytest.raises(ValueError, match="fitted for recipe kvant-2:recent=256, not for kvant-4"):
-        wide.serving(recipes.get("kvant-4"))
+    with pytest.raises(ValueError, match="fitted for recipe kvant-2:recent=256, not for kvant-4-fast"):
+        wide.serving(recipes.get("kvant-4-fast"))
 
 
 def test_a_text_of_ones_own_is_kept_apart(made: list[tuple[str, object]]) -> None:

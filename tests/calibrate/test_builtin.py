@@ -125,7 +125,7 @@ def test_it_is_fitted_on_where_no_text_is_given() -> None:
     again = calibrate(model, tokenizer, "kvant-2", tokens=400)
     plain = calibrate(model, make_tokenizer(None), "kvant-2", tokens=400)
     assert first.digest == again.digest != plain.digest
-    means = calibrate(model, tokenizer, "kvant-4")
+    means = calibrate(model, tokenizer, "kvant-4-fast")
     assert means.source["tokens"] == MEAN_TOKENS
     kvant.Cache(model, artifact=means)
     with pytest.raises(ValueError, match="text is not given: a tokenizer is needed, or token ids in its place"):
@@ -138,7 +138,7 @@ def test_recipes_that_learn_means_read_less_than_others_of_one_call(monkeypatch:
 
     monkeypatch.setattr(builtin, "TOKENS", 300)
     monkeypatch.setattr(builtin, "MEAN_TOKENS", 100)
-    chosen = [recipes.get(name) for name in ("kvant-4", "saw-int4-hessian", "kvant-4:sink=4")]
+    chosen = [recipes.get(name) for name in ("kvant-4-fast", "saw-int4-hessian", "kvant-4-fast:sink=4")]
     found = calibrate_all(make_model("llama", vocab_size=262), make_tokenizer(), chosen)
     assert [artifact.source["tokens"] for artifact in found] == [100, 300, 100]
 

@@ -34,13 +34,13 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_says_what_fits_and_why_not(biased: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "check", "--model", biased, "--recipe", "saw-int4,kvant-4,kvant-2,int8")
+    code, out, err = run(capsys, "check", "--model", biased, "--recipe", "saw-int4,kvant-4-fast,kvant-2,int8")
     assert code == 1  # one that was named is unfit
     assert max(map(len, out.splitlines()[:8])) <= 100
     rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.startswith("  ") and "." in line}
-    assert {name: rows[name] for name in ("saw-int4", "kvant-4", "int8")} == {
+    assert {name: rows[name] for name in ("saw-int4", "kvant-4-fast", "int8")} == {
         "saw-int4": "unfit",
-        "kvant-4": "good",
+        "kvant-4-fast": "good",
         "int8": "good",
     }
     assert "saw-int4: layer 0's keys have a mean 7 times their spread" in out
@@ -58,11 +58,11 @@ def test_what_is_taken_without_a_recipe_is_said(biased: str, capsys: pytest.Capt
     assert (code, json.loads(out)["results"][0]["recipe"]) == (0, "kivi-k4v4")
     assert f"kvant check --model {biased} --choose" in err and "checking" not in err
     code, out, err = run(capsys, "check", "--model", biased, "--choose")
-    assert (code, out) == (0, "kvant-4\n")
-    assert "kvant-4: good, KL" in err and "kvant check --recipe kvant-2 --fit" in err
+    assert (code, out) == (0, "kvant-4-fast\n")
+    assert "kvant-4-fast: good, KL" in err and "kvant check --recipe kvant-2 --fit" in err
     code, out, err = run(capsys, *asked)
-    assert (code, json.loads(out)["results"][0]["recipe"]) == (0, "kvant-4")
-    assert "kvant-4: good, KL" in err and "checking once" not in err  # once is enough
+    assert (code, json.loads(out)["results"][0]["recipe"]) == (0, "kvant-4-fast")
+    assert "kvant-4-fast: good, KL" in err and "checking once" not in err  # once is enough
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_generate_refuses_what_the_model_does_not_survive(biased: str, capsys: p
     options = ["generate", "--model", biased, "--prompt", "hello", "--max-new-tokens", "4", "--recipe"]
     code, out, err = run(capsys, *options, "saw-int4")
     assert (code, out) == (2, "")
-    assert "recipe saw-int4 is unfit for this model" in err and "what fits: kvant-4: good" in err
+    assert "recipe saw-int4 is unfit for this model" in err and "what fits: kvant-4-fast: good" in err
     code, out, err = run(capsys, *options, "saw-int4", "--unfit-anyway", "--json")
     assert (code, json.loads(out)["results"][0]["recipe"]) == (0, "saw-int4")
     code, out, err = run(capsys, *options, "full,saw-int4", "--json")  # there to be compared
@@ -108,11 +108,11 @@ def test_serve_refuses_and_chooses_as_generate_does(
 
     args: Any = type("Args", (), {"artifact": []})
     for expected in (1, 1):
-        with pytest.raises(Unfit, match="recipe saw-int4 is unfit for this model.*what fits: kvant-4.*--unfit-anyway"):
+        with pytest.raises(Unfit, match="recipe saw-int4 is unfit for this model.*what fits: kvant-4-fast.*--unfit-anyway"):
             serve.require_fit(recipes.get("saw-int4"), None, lambda: named, load)
         assert len(calls) == expected
-    monkeypatch.setattr(recipes, "LADDER", ("kvant-2", "kivi-k4v4", "kvant-4"))  # vLLM cannot serve the second
-    assert serve.default_recipe(args, lambda: named, load).name == "kvant-4"
+    monkeypatch.setattr(recipes, "LADDER", ("kvant-2", "kivi-k4v4", "kvant-4-fast"))  # vLLM cannot serve the second
+    assert serve.default_recipe(args, lambda: named, load).name == "kvant-4-fast"
     assert len(calls) == 1
-    assert "kvant-4: good, KL" in capsys.readouterr().err
+    assert "kvant-4-fast: good, KL" in capsys.readouterr().err
     serve.require_fit(recipes.get("full"), None, lambda: pytest.fail("full fits"), load)

@@ -146,7 +146,7 @@ def test_a_recipe_is_calibrated_on_chats(
     chatty: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "fitted"
-    options = ["--model", chatty, "--recipe", "kvant-4", "--text", chats, "--out", str(out), "--json"]
+    options = ["--model", chatty, "--recipe", "kvant-4-fast", "--text", chats, "--out", str(out), "--json"]
     code, printed, err = run(capsys, "calibrate", *options)
     assert code == 0, err
     report = json.loads(printed)
@@ -156,12 +156,12 @@ def test_a_recipe_is_calibrated_on_chats(
     assert report["text"] == "chats"
     assert report["tokens"] == sum(map(len, rendered)), "special tokens of the template are read too"
     code, _, err = run(
-        capsys, "eval", "--model", chatty, "--recipe", "kvant-4", "--text", chats, "--calibration-text", chats
+        capsys, "eval", "--model", chatty, "--recipe", "kvant-4-fast", "--text", chats, "--calibration-text", chats
     )
     assert code == 0, err
     assert f"calibrating on {chats}" in err
     code, _, err = run(
-        capsys, "eval", "--model", chatty, "--recipe", "kvant-4", "--text", chats, "--calibration-text", chats
+        capsys, "eval", "--model", chatty, "--recipe", "kvant-4-fast", "--text", chats, "--calibration-text", chats
     )
     assert code == 0, err
     assert "calibrating" not in err, "an artifact that was fitted on the same chats is found again"

@@ -36,7 +36,7 @@ def biased() -> Any:
 
 
 def test_keys_with_a_mean_are_found_out_and_explained(biased: Any) -> None:
-    names = ["full", "saw-int4", "int4", "kvant-4", "kivi-k4v4"]
+    names = ["full", "saw-int4", "int4", "kvant-4-fast", "kivi-k4v4"]
     found = {each.recipe: each for each in check(biased, Bytes(), names)}
     assert list(found) == names
     assert [found[name].word for name in names] == ["good", "unfit", "unfit", "good", "good"]
@@ -45,8 +45,8 @@ def test_keys_with_a_mean_are_found_out_and_explained(biased: Any) -> None:
         "layer 0's keys have a mean 7 times their spread and the rotation spreads it"
     )
     assert "its largest channel is 31 times the typical one" in found["int4"].why
-    assert found["kvant-4"].why == ""
-    assert found["kvant-4"].artifact and not found["int4"].artifact
+    assert found["kvant-4-fast"].why == ""
+    assert found["kvant-4-fast"].artifact and not found["int4"].artifact
     assert found["int4"].tokens == 319  # the model reads 512 tokens at most, of which 192 are the prompt
     assert verdicts.verdict(found["int4"].fingerprint, recipes.get("int4")) == found["int4"]
 
@@ -126,10 +126,10 @@ def test_a_place_that_cannot_be_written_is_told_and_no_error(
 
 def test_by_default_all_with_fast_kernels_are_looked_at() -> None:
     names = [recipe.name for recipe in fast_recipes(make_model("llama"))]
-    assert {"int4", "saw-int4", "kvant-4", "turboquant-4"} <= set(names)
+    assert {"int4", "saw-int4", "kvant-4-fast", "turboquant-4"} <= set(names)
     assert "full" not in names
     assert "gear" not in names  # the plain reference
-    assert [name for name in names if fits_in_seconds(recipes.get(name))] == ["kvant-4"]
+    assert [name for name in names if fits_in_seconds(recipes.get(name))] == ["kvant-4-fast"]
 
 
 # --- choosing -----------------------------------------------------------------------------------------------------------
@@ -138,11 +138,11 @@ def test_by_default_all_with_fast_kernels_are_looked_at() -> None:
 def test_without_a_recipe_the_best_that_is_good_is_taken_once(biased: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found = choose_recipe(biased, Bytes(), said.append)
-    assert found.recipe.name == "kvant-4"
+    assert found.recipe.name == "kvant-4-fast"
     assert found.artifact is not None and found.verdict.artifact == found.artifact.digest
-    assert found.reason.startswith("kvant-4: good, KL ")
+    assert found.reason.startswith("kvant-4-fast: good, KL ")
     assert "kvant-2 has fewer bits, once it is fitted: kvant check --recipe kvant-2 --fit" in found.reason
-    assert said == ["checking once whether kvant-4 fits this model"]
+    assert said == ["checking once whether kvant-4-fast fits this model"]
     with monkeypatch.context() as patch:
         patch.setattr(checking, "evaluate", None)
         again = choose_recipe(biased, Bytes(), said.append)
@@ -176,7 +176,7 @@ def test_where_nothing_is_good_the_usable_is_taken_and_the_unfit_never(
 
 
 def test_an_unfit_recipe_is_refused_and_what_fits_is_named(biased: Any) -> None:
-    with pytest.raises(Unfit, match="recipe saw-int4 is unfit .*; what fits: kvant-4: good, KL .*; --please takes it"):
+    with pytest.raises(Unfit, match="recipe saw-int4 is unfit .*; what fits: kvant-4-fast: good, KL .*; --please takes it"):
         require_fit(biased, Bytes(), recipes.get("saw-int4"), None, "--please")
     assert require_fit(biased, Bytes(), recipes.get("int8"), None, "--please").word == "good"
 
@@ -198,8 +198,8 @@ def test_smollm2_survives_kvant_4_and_not_int2(smollm2: tuple[Any, Any], monkeyp
     monkeypatch.setattr(verdicts, "USABLE", Threshold(0.4, 0.6))
     model, tokenizer = smollm2
     assert 900 < len(passages.encode(tokenizer, passages.conversation())) < 1200
-    found = {each.recipe: each.word for each in check(model, tokenizer, ["kvant-4", "int2"], tokens=512)}
-    assert found == {"kvant-4": "good", "int2": "unfit"}
+    found = {each.recipe: each.word for each in check(model, tokenizer, ["kvant-4-fast", "int2"], tokens=512)}
+    assert found == {"kvant-4-fast": "good", "int2": "unfit"}
 
 
 def test_choose_has_no_names_of_its_own() -> None:

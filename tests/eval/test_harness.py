@@ -219,15 +219,15 @@ def test_a_calibrated_recipe_finds_or_makes_its_artifact(
     from kvant.eval.harness import KvantLM
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = KvantLM(str(tiny), recipe="kvant-4", device="cpu")
+    made = KvantLM(str(tiny), recipe="kvant-4-fast", device="cpu")
     assert made.artifact is not None
     (kept,) = (path.parent for path in tmp_path.rglob("artifact.safetensors"))
-    assert KvantLM(str(tiny), recipe="kvant-4", device="cpu").artifact.digest == made.artifact.digest
+    assert KvantLM(str(tiny), recipe="kvant-4-fast", device="cpu").artifact.digest == made.artifact.digest
     given = KvantLM(str(tiny), artifact=str(kept), device="cpu")
-    assert (given.recipe.name, given.artifact.digest) == ("kvant-4", made.artifact.digest)
+    assert (given.recipe.name, given.artifact.digest) == ("kvant-4-fast", made.artifact.digest)
     text = tmp_path / "text.txt"
     text.write_text("The keeper wrote the names of the ships into a green book. " * 20)
-    other = KvantLM(str(tiny), recipe="kvant-4", calibration_text=str(text), device="cpu")
+    other = KvantLM(str(tiny), recipe="kvant-4-fast", calibration_text=str(text), device="cpu")
     assert other.artifact.digest != made.artifact.digest
 
 

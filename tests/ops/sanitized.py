@@ -33,7 +33,7 @@ CASES = [  # recipe, heads, head dim, tokens of a page
     ("int2", 1, 256, 16),
     ("oscar:recent=20,sink=3", 2, 64, 16),
     ("saw-int4-kv:seed=3", 1, 128, 64),
-    ("kvant-4:sink=4", 2, 64, 16),
+    ("kvant-4-fast:sink=4", 2, 64, 16),
     ("kvant-2", 1, 96, 16),
     ("kvant-2:k.bits=3,v.bits=4", 2, 64, 64),
     ("turboquant-3", 1, 64, 16),

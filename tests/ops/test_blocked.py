@@ -12,7 +12,7 @@ from tests.conftest import make_layout, relative_error
 from tests.fitted import made_up_tensors
 
 NAMES = ["full", "saw-int4-kv", "int2:sink=5,recent=0", "int2:sink=0,recent=70", "saw-int4:sink=3,recent=70,k.recent=9"]
-NAMES += ["kvant-2", "kvant-2:rope=post", "kvant-4", "oscar:sink=3,recent=20"]
+NAMES += ["kvant-2", "kvant-2:rope=post", "kvant-4-fast", "oscar:sink=3,recent=20"]
 
 
 def check(name: str, history: int, fresh: int, device: str, limit: float, **options: float | int | None) -> None:
@@ -45,7 +45,7 @@ def test_soft_cap_and_sliding_window(
     softcap: float | None, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", 64)
-    for name in ("quarot-int2-win", "kvant-2", "kvant-4"):
+    for name in ("quarot-int2-win", "kvant-2", "kvant-4-fast"):
         check(name, 500, 33, "cpu", 1e-5, softcap=softcap, sliding_window=sliding_window)
 
 

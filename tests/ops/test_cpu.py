@@ -44,8 +44,8 @@ TOKENWISE = [
 TOKENWISE += [
     "int2:k.recent=70,v.recent=9",
     "quarot-int2-win",
-    "kvant-4",
-    "kvant-4:sink=4",
+    "kvant-4-fast",
+    "kvant-4-fast:sink=4",
     "kvant-2",
     "kvant-2:rope=post",
     "kvant-2:search=9",
@@ -152,7 +152,7 @@ def test_decode_of_other_pages(page: int, isa: str) -> None:
 
 @pytest.mark.parametrize(("softcap", "sliding_window"), [(None, 40), (5.0, None), (5.0, 70), (None, 1), (None, 600)])
 def test_decode_with_soft_cap_and_sliding_window(softcap: float | None, sliding_window: int | None) -> None:
-    for name in ("full", "saw-int4", "kvant-2", "kvant-4", "quarot-int2-win", "kivi-k2v2-sink"):
+    for name in ("full", "saw-int4", "kvant-2", "kvant-4-fast", "quarot-int2-win", "kivi-k2v2-sink"):
         check(filled(name, [5, 600]), 2, softcap=softcap, sliding_window=sliding_window)
 
 
@@ -275,7 +275,7 @@ def test_append_writes_what_the_reference_writes(name: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dim", [32, 96, 128, 256])
 def test_append_of_every_head_dim(dim: int) -> None:
-    for name in ("full", "saw-int4-kv", "oscar", "kvant-2", "kvant-4", "int3"):
+    for name in ("full", "saw-int4-kv", "oscar", "kvant-2", "kvant-4-fast", "int3"):
         append_both(twins(name, heads=3, dim=dim), *torch.randn(2, 100, 3, dim))
 
 

@@ -138,7 +138,7 @@ def test_decode_of_every_shape(name: str, group: int, dim: int) -> None:
     [
         *("int8", "int3", "int2", "int4:zero=float", "int4:k.bits=8,v.bits=3", "saw-int4-kv:seed=3", "oscar"),
         *("int2:sink=5,recent=70", "int4:sink=0,recent=33", "int2:sink=7,recent=0"),
-        *("kvant-4", "kvant-2", "kvant-2:rope_block=100", "kvant-2:rope=post", "kvant-2:rope=post,k.bits=4/4/0"),
+        *("kvant-4-fast", "kvant-2", "kvant-2:rope_block=100", "kvant-2:rope=post", "kvant-2:rope=post,k.bits=4/4/0"),
         *("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", "million-2:rope=block"),
         *("vecinfer-4", "vecinfer-2", "million-2:books=head", "million-1.5:bits=8", "million-2:k.bits=10,v.bits=9"),
     ],
@@ -244,7 +244,7 @@ def test_decode_by_matrices(
 @pytest.mark.parametrize("name", ["saw-int4", "quarot-int2-win", "vecinfer-2"])
 def test_decode_with_soft_cap_and_sliding_window(name: str, softcap: float | None, sliding_window: int | None) -> None:
     check_decode(name, softcap=softcap, sliding_window=sliding_window)
-    check_decode("kvant-4", 5, 64, softcap=softcap, sliding_window=sliding_window)
+    check_decode("kvant-4-fast", 5, 64, softcap=softcap, sliding_window=sliding_window)
 
 
 @gpu
@@ -338,7 +338,7 @@ def test_decode_in_a_cuda_graph_follows_its_inputs(name: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize("block", [96, 1 << 14])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2", "kvant-4", "int3"])
+@pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2", "kvant-4-fast", "int3"])
 def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
     cache, seqs = filled(name, 2, 4, 128, dtype, [1, 63, 700])
@@ -374,7 +374,7 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         "int4:k.bits=3,search=3,zero=float",
         "kvant-2:rope=post,k.bits=3/2/0,v.bits=3",
         "saw-int4-kv:order=16",
-        "kvant-4",
+        "kvant-4-fast",
         "saw-hessian",
         "kvant-2",
         "kvant-2:rope=post,sink=0,recent=0",

@@ -35,7 +35,7 @@ def test_keys_of_one_and_values_of_another(key: str, value: str, name: str) -> N
     [
         ("kvant-2", "kvant-2:sink=4,recent=128"),
         ("kvant-2:k.bits=4,recent=9", "kvant-2:k.bits=4,sink=4,recent=128"),
-        ("kvant-4", "kvant-4:sink=4,recent=128"),
+        ("kvant-4-fast", "kvant-4-fast:sink=4,recent=128"),
     ],
 )
 def test_windows_are_replaced(name: str, expected: str) -> None:

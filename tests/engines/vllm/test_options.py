@@ -97,7 +97,7 @@ def test_an_engine_goes_by_kept_verdicts(tmp_path: Path, monkeypatch: pytest.Mon
         Options.of({"kvant": {}}, 2, lambda: model)
     keep("int8", 0.001, 0.99, 8.5)
     keep("kivi-k4v4", 0.001, 0.99, 5.0)  # which vLLM cannot serve
-    keep("kvant-4", 0.01, 0.95, 4.5, "f" * 64)  # whose artifact is not given
+    keep("kvant-4-fast", 0.01, 0.95, 4.5, "f" * 64)  # whose artifact is not given
     assert {recipe.name for recipe in Options.of({"kvant": {}}, 2, lambda: model).layers} == {"int8"}
     with pytest.raises(ValueError, match="none is known to fit this model"):
         Options.of({"kvant": {}}, 2, lambda: None)
@@ -128,7 +128,7 @@ def test_a_fitted_recipe_needs_its_artifact(tmp_path: Path) -> None:
 
 def test_every_recipe_is_served_or_refused_with_its_reason() -> None:
     served = {name for name in recipes.names() if refusal(recipes.get(name)) is None}
-    wanted = ("int8", "int4", "int3", "int2", "kvant-4", "kvant-2", "oscar", "saw-int4", "quarot-int2", "vecinfer-2")
+    wanted = ("int8", "int4", "int3", "int2", "kvant-4-fast", "kvant-2", "oscar", "saw-int4", "quarot-int2", "vecinfer-2")
     assert served.issuperset(wanted)
     assert served.issuperset(
         n for n in recipes.names() if n.startswith(("saw", "quarot", "vecinfer", "million", "turbo"))
@@ -156,7 +156,7 @@ def test_ranks_have_their_heads(total: int, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["oscar", "oscar:per_head=true", "kvant-2", "vecinfer-2", "saw-int4-kmeans", "kvant-4"]
+    "name", ["oscar", "oscar:per_head=true", "kvant-2", "vecinfer-2", "saw-int4-kmeans", "kvant-4-fast"]
 )
 def test_a_rank_codes_its_heads_as_the_whole_does(name: str) -> None:
     """The pages of a rank's heads, from its part of the artifact, are those heads' pages of the whole model."""
