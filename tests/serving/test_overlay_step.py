@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from kvant.serving import step_tensors
 from kvant.serving.overlay import OverlayRows, with_rollback
 from kvant.serving.step_tensors import StepTensors
 from tests.ops import emulated
+from tests.serving import test_overlay
 from tests.serving.schedules import PAGE, Schedule, draw_schedule, reads, windowed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -259,6 +260,23 @@ def test_padding_has_no_effect_and_what_a_larger_step_left_is_overwritten(
 def test_what_attention_reads_through_the_kernel(emulator: pytest.MonkeyPatch) -> None:
     found = reads(draw_schedule(3, 60, 2, 8, 15, skipped=0), 4, 24, rows=100)
     assert found and all(read.right for read in found)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "directed",
+    [
+        lambda: test_overlay.test_a_recycled_block_is_not_matched_in_the_step_that_writes_it(0, 24),
+        lambda: test_overlay.test_a_recycled_block_is_not_matched_in_the_step_that_writes_it(4, 0),
+        test_overlay.test_as_many_drafts_as_recent_tokens,
+        test_overlay.test_a_row_of_another_sequence_is_not_found_through_a_block_of_its_last_one,
+        test_overlay.test_sinks_that_are_written_after_attention_are_not_copied_before_it,
+        test_overlay.test_a_rejected_draft_is_not_read_by_who_shares_its_block,
+        test_overlay.test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts,
+    ],
+)
+def test_histories_of_the_torch_code(emulator: pytest.MonkeyPatch, directed: Callable[[], None]) -> None:
+    directed()
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------
