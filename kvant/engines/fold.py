@@ -55,14 +55,14 @@ def fold(model: Any, recipe: str | Recipe, artifact: Artifact | None = None, pro
         artifact.check(recipe, len(layers), heads, head_dim, base)
     elif any(part.calibrated for part in recipe.value.transforms):
         raise ValueError(f"recipe {recipe.name} is fitted offline: it needs an artifact made by kvant calibrate")
-    maps = [_value_map(recipe, artifact, i, heads, head_dim) for i in range(len(layers))]
+    maps = [value_map(recipe, artifact, i, heads, head_dim) for i in range(len(layers))]
     linears = [linear for layer in layers for linear in (layer.v_proj, layer.o_proj)]
     before = [{key: p.detach().to("cpu", copy=True) for key, p in linear.named_parameters()} for linear in linears]
     wanted = _logits(model)
     with torch.no_grad():
         for place, (layer, matrix) in enumerate(zip(layers, maps, strict=True)):
-            _fold_values(layer.v_proj, matrix)
-            _fold_output(layer.o_proj, matrix)
+            fold_values(layer.v_proj.weight, layer.v_proj.bias, matrix)
+            fold_output(layer.o_proj.weight, matrix)
             if progress is not None:
                 progress("folding", place + 1, len(layers))
         missed = float((_logits(model) - wanted).norm() / wanted.norm())
@@ -198,7 +198,7 @@ def _attention_layers(model: Any) -> list[Any]:
     return [found[index] for index in range(count)]
 
 
-def _value_map(recipe: Recipe, artifact: Artifact | None, layer: int, heads: int, head_dim: int) -> Tensor:
+def value_map(recipe: Recipe, artifact: Artifact | None, layer: int, heads: int, head_dim: int) -> Tensor:
     """The matrix A of the value stream, read off the unit vectors: float64 [heads, head_dim, head_dim]."""
     prefix = "value."
     tensors = {} if artifact is None else artifact.tensors[layer]
@@ -210,20 +210,20 @@ def _value_map(recipe: Recipe, artifact: Artifact | None, layer: int, heads: int
     return stream.forward(eye).permute(1, 0, 2)
 
 
-def _fold_values(linear: torch.nn.Linear, matrix: Tensor) -> None:
+def fold_values(weight: Tensor, bias: Tensor | None, matrix: Tensor) -> None:
+    """W_v A, in place, for a weight [heads * head_dim, hidden] and a map [heads, head_dim, head_dim] of row vectors."""
     heads, dim, _ = matrix.shape
-    matrix = matrix.to(linear.weight.device)
-    weight = linear.weight.double().view(heads, dim, -1)
-    linear.weight.copy_(torch.einsum("hde,hdx->hex", matrix, weight).flatten(0, 1))
-    if linear.bias is not None:
-        linear.bias.copy_(torch.einsum("hde,hd->he", matrix, linear.bias.double().view(heads, dim)).flatten())
+    matrix = matrix.to(weight.device)
+    weight.copy_(torch.einsum("hde,hdx->hex", matrix, weight.double().view(heads, dim, -1)).flatten(0, 1))
+    if bias is not None:
+        bias.copy_(torch.einsum("hde,hd->he", matrix, bias.double().view(heads, dim)).flatten())
 
 
-def _fold_output(linear: torch.nn.Linear, matrix: Tensor) -> None:
+def fold_output(weight: Tensor, matrix: Tensor) -> None:
+    """A^-1 W_o, in place, for a weight [hidden, query heads * head_dim]; the query heads of a KV head are neighbours."""
     heads, dim, _ = matrix.shape
-    back = torch.linalg.inv(matrix).to(linear.weight.device)
-    weight = linear.weight.double().view(linear.out_features, heads, -1, dim)  # query heads of a KV head are neighbours
-    linear.weight.copy_(torch.einsum("hed,xhgd->xhge", back, weight).flatten(1))
+    back = torch.linalg.inv(matrix).to(weight.device)
+    weight.copy_(torch.einsum("hed,xhgd->xhge", back, weight.double().view(len(weight), heads, -1, dim)).flatten(1))
 
 
 def _logits(model: Any) -> Tensor:
