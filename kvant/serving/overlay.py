@@ -127,17 +127,18 @@ class OverlayRows:
         if self.kernel is not None:
             inputs = overlay_step.Inputs(table, seq_lens, query_start_loc, slot_mapping)
             out = overlay_step.Outputs.allocate(len(seq_lens), table.shape[1], len(slot_mapping), self.device)
-            return self.step_into(out, inputs, late)
+            return self.step_by(overlay_step.Launcher(out, self.kernel, self.layout.page_tokens), inputs, late)
         return self.reference_step(table, seq_lens, query_start_loc, slot_mapping, late)
 
-    def step_into(self, out: overlay_step.Outputs, inputs: overlay_step.Inputs, late: bool) -> OverlayMatch:
-        """As `step`, by the kernel; writes the step's metadata, too."""
-        assert self.kernel is not None
+    def step_by(self, launch: overlay_step.Launcher, inputs: overlay_step.Inputs, late: bool) -> OverlayMatch:
+        """As `step`, by the kernel, into the tensors of a launcher; these get the step's metadata, too."""
+        assert self.kernel is not None and launch.overlays is self.kernel
         self.clock += 1
-        overlay_step.launch(inputs, out, self.kernel, self.clock, late, self.layout.page_tokens)
-        count = len(inputs.seq_lens)
-        copies = min(count, overlay_step.COPIES) if late and self.sink else 0
-        source, target = self.kernel.lists[-2:, :copies]
+        launch(inputs, self.clock, late)
+        count, out = len(inputs.seq_lens), launch.outputs
+        source, target = self.kernel.late if late and self.sink else self.kernel.nothing
+        if count < len(source):
+            source, target = source[:count], target[:count]
         return OverlayMatch(out.overlay_rows[:count], out.sinks[:count], out.ring_start[:count], source, target)
 
     def reference_step(

@@ -10,7 +10,7 @@ import torch
 
 from kvant.layout import StreamName
 from kvant.ops import PagedBatch
-from kvant.ops.cuda.overlay_step import Inputs, Outputs, launch
+from kvant.ops.cuda.overlay_step import Inputs, Launcher, Outputs
 from kvant.serving.overlay import OverlayMatch, OverlayRows, fused
 
 Tensor = torch.Tensor
@@ -24,28 +24,34 @@ class StepTensors:
         self.page_tokens = page_tokens
         self.out = Outputs.allocate(sequences, pages, tokens, device)
         self.fused = fused(device)
+        self.launch: Launcher | None = None
 
     def prepare(
         self, inputs: Inputs, overlay: OverlayRows | None, late: bool
     ) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step, and the match of its overlay rows where there are overlays. The rest of the tensors is padding
         without effect, since a graph reads as many sequences and tokens as it was captured with."""
-        if self.fused and overlay is not None:
-            match = overlay.step_into(self.out, inputs, late)
-        elif self.fused:
-            launch(inputs, self.out, None, 0, late, self.page_tokens)
-            match = None
+        match = None
+        if self.fused:
+            state = None if overlay is None else overlay.kernel
+            if self.launch is None or self.launch.overlays is not state:
+                self.launch = Launcher(self.out, state, self.page_tokens)
+            if overlay is not None:
+                match = overlay.step_by(self.launch, inputs, late)
+            else:
+                self.launch(inputs, 0, late)
         else:
             match = self._copied(inputs, overlay, late)
         count, tokens, out = len(inputs.seq_lens), len(inputs.slot_mapping), self.out
+        rows, sinks, ring_start = match[:3] if self.fused and match else (x[:count] for x in out[4:7])
         batch = PagedBatch(
             out.table[:count],
             out.seq_lens[:count],
             out.slot_mapping[:tokens],
             out.query_start_loc[: count + 1],
-            out.overlay_rows[:count],
-            out.sinks[:count],
-            dict.fromkeys(STREAMS, out.ring_start[:count]),
+            rows,
+            sinks,
+            dict.fromkeys(STREAMS, ring_start),
         )
         return batch, match
 

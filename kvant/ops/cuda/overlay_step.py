@@ -139,11 +139,13 @@ class Overlays:
         assert 0 < self.rows < 1 << ROW_BITS, self.rows
         pages = state["writer"]
         scratch = {"written": torch.zeros_like(pages), "claimed": torch.zeros_like(pages)}
-        self.lists = torch.full((len(LISTS), COPIES), self.rows, dtype=torch.int64, device=self.device)
+        lists = torch.full((len(LISTS), COPIES), self.rows, dtype=torch.int64, device=self.device)
+        self.late = lists[-2], lists[-1]  # rows to which a step writes sinks, and rows that need them
+        self.nothing = lists[-2, :0], lists[-1, :0]
         self.fixed: dict[str, object] = {
             **state,
             **scratch,
-            **dict(zip(LISTS, self.lists, strict=True)),
+            **dict(zip(LISTS, lists, strict=True)),
             **_placed("key", overlays.get("key"), sink),
             **_placed("value", overlays.get("value"), sink),
             "rows": self.rows,
@@ -189,44 +191,55 @@ def _kernel(device: torch.device, page_tokens: int, items: int, shared: int) -> 
     return nvrtc.Kernel(text(page_tokens, items), "kvant_overlay_step", device, THREADS, shared)
 
 
-def launch(
-    inputs: Inputs, outputs: Outputs, overlays: Overlays | None, clock: int, late: bool, page_tokens: int
-) -> None:
-    """Writes the outputs. With `overlays`, `clock` is the number of the step, from 1; lists for `late` copies are then in
-    `overlays.lists`."""
-    batch, tokens = len(inputs.seq_lens), len(inputs.slot_mapping)
-    rows = 0 if overlays is None else overlays.rows
-    assert batch < 1 << ROW_BITS and batch + 1 <= len(outputs.query_start_loc) and tokens <= len(outputs.slot_mapping)
-    assert all(x.stride(-1) == 1 for x in inputs), [x.stride() for x in inputs]
-    assert all(x.element_size() in (4, 8) and not x.is_floating_point() for x in inputs), [x.dtype for x in inputs]
-    items = 1 << max(0, -(-batch // THREADS) - 1).bit_length()
-    shared = rows * (8 + 4 * 4) + items * THREADS * (8 + 4) if rows else 0
-    assert shared <= MOST_SHARED, f"{rows} overlay rows are more than the step's kernel has shared memory for"
-    kernel = _kernel(inputs.seq_lens.device, page_tokens, items, -(-shared // SHARED_STEP) * SHARED_STEP)
-    arguments = OverlayStepArguments.fill(
-        **inputs._asdict(),
-        out_table=outputs.table,
-        out_seq_lens=outputs.seq_lens,
-        out_query_start_loc=outputs.query_start_loc,
-        out_slot_mapping=outputs.slot_mapping,
-        out_rows=outputs.overlay_rows,
-        out_sinks=outputs.sinks,
-        out_ring_start=outputs.ring_start,
-        counters=outputs.counters,
-        **(NO_OVERLAYS if overlays is None else overlays.fixed),
-        clock=clock,
-        tokens=tokens,
-        token_room=len(outputs.slot_mapping),
-        table_stride=inputs.table.stride(0),
-        out_table_stride=outputs.table.stride(0),
-        table_width=min(inputs.table.shape[1], outputs.table.shape[1]),
-        batch=batch,
-        half_batch=nvrtc.half_of(batch) if batch else 0,
-        batch_room=len(outputs.seq_lens),
-        table_bytes=inputs.table.element_size(),
-        seq_lens_bytes=inputs.seq_lens.element_size(),
-        query_start_bytes=inputs.query_start_loc.element_size(),
-        slot_bytes=inputs.slot_mapping.element_size(),
-        late=int(late),
-    )
-    kernel.launch(((1 if rows else 0) + COPY_CTAS, 1), arguments)
+class Launcher:
+    """Launches the kernel for steps with the same outputs and overlays; what does not change from step to step is filled in once."""
+
+    def __init__(self, outputs: Outputs, overlays: Overlays | None, page_tokens: int) -> None:
+        self.outputs, self.overlays, self.page_tokens = outputs, overlays, page_tokens
+        self.rows = 0 if overlays is None else overlays.rows
+        self.room, self.tokens, self.width = len(outputs.seq_lens), len(outputs.slot_mapping), outputs.table.shape[1]
+        self.arguments = OverlayStepArguments.fill(
+            table=outputs.table,  # inputs: set by every call
+            seq_lens=outputs.seq_lens,
+            query_start_loc=outputs.query_start_loc,
+            slot_mapping=outputs.slot_mapping,
+            out_table=outputs.table,
+            out_seq_lens=outputs.seq_lens,
+            out_query_start_loc=outputs.query_start_loc,
+            out_slot_mapping=outputs.slot_mapping,
+            out_rows=outputs.overlay_rows,
+            out_sinks=outputs.sinks,
+            out_ring_start=outputs.ring_start,
+            counters=outputs.counters,
+            **(NO_OVERLAYS if overlays is None else overlays.fixed),
+            token_room=self.tokens,
+            out_table_stride=outputs.table.stride(0),
+            batch_room=self.room,
+            **dict.fromkeys(("clock", "tokens", "table_stride", "table_width", "batch", "half_batch", "late"), 0),
+            **dict.fromkeys(("table_bytes", "seq_lens_bytes", "query_start_bytes", "slot_bytes"), 8),
+        )
+
+    def __call__(self, inputs: Inputs, clock: int, late: bool) -> None:
+        """Writes the outputs. With overlays, `clock` is the number of the step, from 1; the rows of `late` copies are then in
+        `overlays.late`."""
+        table, seq_lens, query_start_loc, slot_mapping = inputs
+        batch, tokens, a = len(seq_lens), len(slot_mapping), self.arguments
+        assert batch < min(self.room, 1 << ROW_BITS) and tokens <= self.tokens, (batch, self.room, tokens, self.tokens)
+        a.table, a.table_bytes = table.data_ptr(), _bytes(table)
+        a.seq_lens, a.seq_lens_bytes = seq_lens.data_ptr(), _bytes(seq_lens)
+        a.query_start_loc, a.query_start_bytes = query_start_loc.data_ptr(), _bytes(query_start_loc)
+        a.slot_mapping, a.slot_bytes = slot_mapping.data_ptr(), _bytes(slot_mapping)
+        a.table_stride, a.table_width = table.stride(0), min(table.shape[1], self.width)
+        a.batch, a.half_batch = batch, nvrtc.half_of(batch) if batch else 0
+        a.clock, a.tokens, a.late = clock, tokens, int(late)
+        items = 1 << max(0, -(-batch // THREADS) - 1).bit_length()
+        shared = self.rows * (8 + 4 * 4) + items * THREADS * (8 + 4) if self.rows else 0
+        assert shared <= MOST_SHARED, f"{self.rows} overlay rows are more than the kernel has shared memory for"
+        shared = -(-shared // SHARED_STEP) * SHARED_STEP
+        _kernel(seq_lens.device, self.page_tokens, items, shared).launch(((1 if self.rows else 0) + COPY_CTAS, 1), a)
+
+
+def _bytes(x: Tensor) -> int:
+    """Bytes of an integer of an input."""
+    assert x.dtype in (torch.int32, torch.int64) and x.stride(-1) == 1, (x.dtype, x.stride())
+    return 8 if x.dtype == torch.int64 else 4
