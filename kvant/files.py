@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -38,6 +40,47 @@ def replacing(target: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def making_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory beside the target, which is renamed to the target when everything in it is written and synced. If
+    anything fails it is removed. A target that exists is refused, unless it is an empty directory."""
+    check_vacant(target, "output")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _collect_directories(target)
+    temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        for path in sorted(temporary.rglob("*")):
+            _flush(path)
+        _flush(temporary)
+        os.rename(temporary, target)
+        _flush(target.resolve().parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_vacant(target: Path, what: str) -> None:
+    """Refuses a target for a new directory that is something already."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(target).st_mode
+        if not stat.S_ISDIR(mode):
+            raise ValueError(f"{what} {str(target)!r}: expected a new directory, got {kind(mode)}")
+        if any(os.scandir(target)):
+            raise ValueError(f"{what} {str(target)!r}: expected a new or an empty directory; there are files in it")
+
+
+def _collect_directories(target: Path) -> None:
+    """Removes temporary directories of a target that killed processes have left."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}-*"):
+        found = _TEMPORARY.fullmatch(path.name)
+        with contextlib.suppress(OSError):
+            about = path.stat(follow_symlinks=False)
+            if found is not None and stat.S_ISDIR(about.st_mode) and time.time() - about.st_mtime > STALE:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def collect(directory: Path, name: str | None = None) -> None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvant import recipes
 from kvant.layout import Layout
-from kvant.ops.cuda import append, append_groups, append_pq, full, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append, append_groups, append_pq, full, nvrtc, overlay_step, plan, transform_kv, unpack
 
 H200 = (227 * 1024, 228 * 1024)  # shared memory of a thread block and of a multiprocessor
 FRAME_SIZE, REGCOUNT = 0x11, 0x2F  # attributes of a kernel in .nv.info
@@ -63,6 +63,7 @@ def texts() -> Iterator[tuple[str, str]]:
             if name == "kvant-2":
                 tiled = append.AppendPlan(layout, ("bfloat16", "bfloat16"), (1, 1), (True, False), (2, 2), 256)
             yield f"append {name} prompts", tiled.text
+    yield "overlay_step", overlay_step.text(64)
     layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")
     yield "decode full", full.FullPlan(layout, 4, False, True, H200).text
 

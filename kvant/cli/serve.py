@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         f"--tensor-parallel-size. An API key that clients must send is read from the environment variable {KEY} or from a "
         "file, since other users can see the command line of a process.",
         usage="kvant serve M [--recipe R] [--layers JSON] [--artifact DIR] [--calibration-text FILE] [--unfit-anyway] "
-        "[--api-key-file FILE] [vLLM's own options]",
+        "[--no-fold] [--api-key-file FILE] [vLLM's own options]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -53,6 +53,11 @@ def add(commands: Any) -> None:
     add_artifact_options(parser)
     parser.add_argument(
         "--unfit-anyway", action="store_true", help="serve the recipe even if its verdict for this model is unfit"
+    )
+    parser.add_argument(
+        "--no-fold",
+        action="store_true",
+        help="apply value transforms at every step, even where the weights could hold them",
     )
     parser.add_argument(
         "--api-key-file", metavar="FILE", help=f"file with the API key that clients must send (default: {KEY}, or none)"
@@ -111,7 +116,7 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
     kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges, "unfit_anyway": args.unfit_anyway}
-    kvant = {key: value for key, value in kvant.items() if value}
+    kvant = {key: value for key, value in kvant.items() if value} | ({"fold": False} if args.no_fold else {})
     paths = check(source, kvant, args, _value(rest, "--revision"))
     if paths:
         kvant["artifact"] = paths

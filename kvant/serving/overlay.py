@@ -21,7 +21,8 @@ Speculative decoding takes tokens back: a step begins before the end of the step
 as many places more than recent tokens as there are drafts (`Window.rollback`), so that no draft overwrites a token that is needed
 when the draft is rejected.
 
-Nothing here waits for the device: every step is the same few tensor operations, whatever the tensors hold.
+Nothing here waits for the device. On a GPU a step is one kernel (kvant/ops/cuda/overlay_step.py), whatever the tensors hold; the
+torch code here is that of CPUs, and what the kernel is tested against.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ from typing import NamedTuple
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc
+from kvant.ops.cuda import nvrtc, overlay_step
 from kvant.ops.cuda.copy_rows import copy_rows
 from kvant.recipe import Recipe, Window
 
 Tensor = torch.Tensor
-COPIES = 16  # rows of a step that get another's sinks, on a GPU; further ones get them a step later
+
+
+def fused(device: torch.device) -> bool:
+    """Whether a step on this device is one kernel."""
+    return device.type == "cuda" and nvrtc.missing() is None
 
 
 def without_windows(recipe: Recipe) -> Recipe:
@@ -103,6 +108,12 @@ class OverlayRows:
         self.begun = column(self.rows + 1, 0)  # first token that its last step wrote
         self.used = column(self.rows + 1, 0)  # step that used it last
         self.clock = 0
+        # copies of a step: on a GPU at most so many, so that the host need not know how many
+        self.copies = None if self.device.type == "cpu" else overlay_step.COPIES
+        self.kernel: overlay_step.Overlays | None = None
+        if fused(self.device):
+            state = {name: getattr(self, name) for name in overlay_step.STATE}
+            self.kernel = overlay_step.Overlays(state, overlays, layout.page_tokens, self.sink, drafts)
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +124,27 @@ class OverlayRows:
     ) -> OverlayMatch:
         """Finds the rows of a step's sequences, and records the step. Arguments are those of a PagedBatch. `late`: the caller will
         call `finish_sinks`; otherwise sinks that this very step writes are copied in the next step."""
+        if self.kernel is not None:
+            inputs = overlay_step.Inputs(table, seq_lens, query_start_loc, slot_mapping)
+            out = overlay_step.Outputs.allocate(len(seq_lens), table.shape[1], len(slot_mapping), self.device)
+            return self.step_by(overlay_step.Launcher(out, self.kernel, self.layout.page_tokens), inputs, late)
+        return self.reference_step(table, seq_lens, query_start_loc, slot_mapping, late)
+
+    def step_by(self, launch: overlay_step.Launcher, inputs: overlay_step.Inputs, late: bool) -> OverlayMatch:
+        """As `step`, by the kernel, into the tensors of a launcher; these get the step's metadata, too."""
+        assert self.kernel is not None and launch.overlays is self.kernel
+        self.clock += 1
+        launch(inputs, self.clock, late)
+        count, out = len(inputs.seq_lens), launch.outputs
+        source, target = self.kernel.late if late and self.sink else self.kernel.nothing
+        if count < len(source):
+            source, target = source[:count], target[:count]
+        return OverlayMatch(out.overlay_rows[:count], out.sinks[:count], out.ring_start[:count], source, target)
+
+    def reference_step(
+        self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool
+    ) -> OverlayMatch:
+        """`step` in torch."""
         size, sink = self.layout.page_tokens, self.sink
         counts = query_start_loc.diff()
         before = seq_lens - counts
@@ -124,7 +156,7 @@ class OverlayRows:
         overlay_rows = torch.where(matched, found, self._oldest(found, matched, real))
         first = table[:, 0]
         # the least recently used row may be that of an earlier sequence with the same sinks
-        same = matched | ((self.first[overlay_rows] == first) & (self.sink_row[first] == overlay_rows))
+        same = matched | (real & (self.first[overlay_rows] == first) & (self.sink_row[first] == overlay_rows))
         held = torch.where(same, torch.minimum(self.held[overlay_rows], before), 0)
         tied = self._taken(tied)
         self._copy(*self._chosen(tied, found, overlay_rows))
@@ -137,8 +169,8 @@ class OverlayRows:
         soon_written = (before == 0) | (counts == 1)
         held_before = self._scattered(self.held, overlay_rows, held)
         held_after = self._scattered(self.held, overlay_rows, torch.where(soon_written, after, held))
-        self.first = self._scattered(self.first, overlay_rows, first)
-        self.sink_row[torch.where(whole, first, self.pages)] = overlay_rows
+        self.first[overlay_rows] = first
+        self._name_sink_rows(whole, first, overlay_rows)
         source = target = overlay_rows[:0]
         if sink:
             needy = real & (held < wanted)
@@ -155,7 +187,7 @@ class OverlayRows:
                 held = torch.where(self._taken(then), soon, held)
             whole = real & (held == wanted)
             after = torch.where(whole, seq_lens.clamp_max(sink), held)
-            self.sink_row[torch.where(whole, first, self.pages)] = overlay_rows
+            self._name_sink_rows(whole, first, overlay_rows)
         lease = torch.where(matched, self.lease[overlay_rows], self.clock * (self.rows + 1) + overlay_rows)
         token = torch.arange(len(slot_mapping), device=self.device)
         sequence = torch.searchsorted(query_start_loc, token, right=True).sub_(1).clamp_max_(len(seq_lens) - 1)
@@ -227,15 +259,23 @@ class OverlayRows:
         out[overlay_rows] = value
         return out
 
+    def _name_sink_rows(self, whole: Tensor, first: Tensor, overlay_rows: Tensor) -> None:
+        """sink_row[first] = row of the last of the sequences that begin with the page and hold all of their sinks."""
+        place = torch.arange(len(first), device=self.device)
+        last = torch.full_like(self.sink_row, -1)
+        last.scatter_reduce_(0, torch.where(whole, first, self.pages), place, "amax")
+        last[self.pages :].fill_(-1)
+        torch.where(last >= 0, overlay_rows[last.clamp_min(0)], self.sink_row, out=self.sink_row)
+
     def _taken(self, wanted: Tensor) -> Tensor:
         """Of those that need a copy: the ones that get it in this step."""
-        return wanted if self.device.type == "cpu" else wanted & (wanted.cumsum(0) <= COPIES)
+        return wanted if self.copies is None else wanted & (wanted.cumsum(0) <= self.copies)
 
     def _chosen(self, wanted: Tensor, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Rows to copy from and to. On a GPU a fixed number of them, so that the host need not know how many."""
-        if self.device.type == "cpu":
+        if self.copies is None:
             return source[wanted], target[wanted]
-        count = min(COPIES, len(wanted))
+        count = min(self.copies, len(wanted))
         place = wanted.to(torch.int8).argsort(descending=True, stable=True)[:count]
         return torch.where(wanted[place], source[place], self.rows), torch.where(
             wanted[place], target[place], self.rows
@@ -247,9 +287,7 @@ class OverlayRows:
             self._copied(overlay, source, target, tokens)
 
     def _copied(self, overlay: Tensor, source: Tensor, target: Tensor, tokens: int | None) -> None:
-        if (
-            self.device.type == "cuda" and nvrtc.missing() is None
-        ):  # most steps copy nothing, which only the device knows
+        if self.kernel is not None:  # most steps copy nothing, which only the device knows
             copy_rows(overlay, source, target, tokens)
         elif len(source):
             overlay[:, target, :tokens] = overlay[:, source, :tokens]

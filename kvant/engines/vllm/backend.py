@@ -12,7 +12,7 @@ import vllm
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
-from kvant.engines.vllm import flash, versions
+from kvant.engines.vllm import flash, folding, versions
 from kvant.engines.vllm.bind import bind
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
 from kvant.engines.vllm.options import PAGE_TOKENS
@@ -144,9 +144,19 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self.config = get_current_vllm_config()
         self.layers: LayerGroup | None = None
         self.place = -1  # index of this layer in its `layers`
+        self.loaded = False
+        self.folded = False  # whether the weights beside this layer hold the value transforms, by kvant's doing
+        self.parent: Any = None  # weak reference to the module that this layer is an attribute of
+        folding.note_parent(self)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """The first layer whose weights are loaded binds all layers: layouts, overlays, operations."""
+        if self.loaded and self.folded:
+            raise RuntimeError(
+                "weights were loaded anew after kvant had folded value transforms into them: start the engine with "
+                'additional_config={"kvant": {..., "fold": false}} to load weights while it runs'
+            )
+        self.loaded = True
         if self.layers is None:
             bind_layers(self.config)
         assert self.layers is not None

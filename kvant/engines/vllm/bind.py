@@ -16,11 +16,12 @@ from kvant.artifact import Artifact
 from kvant.engines import fold
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.fingerprint import fingerprint_of_files
-from kvant.engines.vllm import flash, options
+from kvant.engines.vllm import flash, folding, options
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
+from kvant.recipe import Recipe
 from kvant.serving.layer_group import LayerGroup, layered_overlay, pages_only
 from kvant.serving.overlay import with_rollback
 from kvant.serving.tp_shard import shard_heads, shard_tensors
@@ -100,9 +101,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         options.check(recipe)
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
         options.judge(chosen, recipe, artifact, named, logger.warning_once)
-        recipe = fold.served(
-            recipe, artifact, model.hf_config
-        )  # a folded model computes values that are already transformed
+        recipe = _served(config, chosen, recipe, artifact, {name: attention[name] for name in names}, total, heads)
         dtype = str(model.dtype).removeprefix("torch.")
         recipe = with_rollback(recipe, drafts)
         layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype, device=device)
@@ -136,6 +135,32 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
                 )
         out.append(group)
     return out
+
+
+def _served(
+    config: Any,
+    chosen: Options,
+    recipe: Recipe,
+    artifact: Artifact | None,
+    layers: dict[str, Any],
+    total: int,
+    heads: range,
+) -> Recipe:
+    """The recipe that is left to apply where the model's weights hold the value transforms: the checkpoint's do, or they are folded
+    in now."""
+    marked = fold.folded(config.model_config.hf_config) is not None
+    left = fold.served(recipe, artifact, config.model_config.hf_config)
+    if marked or chosen.fold is False or not recipe.value.transforms:
+        return left
+    numbered = {extract_layer_index(name): layer for name, layer in layers.items()}
+    reason = folding.fold_layers(config, numbered, recipe, artifact, total, heads)
+    if reason is None:
+        logger.info_once("kvant folded the value transforms of recipe %s into %d layers", recipe.name, len(layers))
+        return fold.without_transforms(recipe)
+    if chosen.fold:
+        raise ValueError(f"fold: the value transforms of recipe {recipe.name} cannot be folded: {reason}")
+    logger.info_once("kvant applies the value transforms of recipe %s at every step: %s", recipe.name, reason)
+    return recipe
 
 
 def _fingerprint(config: Any) -> tuple[str | None, str]:

@@ -10,10 +10,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 
 from kvant.engines.vllm.bind import check_block
 from kvant.ops import PagedBatch
+from kvant.ops.cuda.overlay_step import Inputs
 from kvant.ops.types import COUNTERS
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.overlay import OverlayMatch, OverlayRows
 from kvant.serving.step import Part, Step
+from kvant.serving.step_tensors import STREAMS, StepTensors
 
 Tensor = torch.Tensor
 
@@ -24,7 +26,12 @@ class KvantMetadata(Step, AttentionMetadata):
 
 
 class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
-    """Makes a Step from vLLM's metadata, without waiting for the device."""
+    """Makes a Step from vLLM's metadata, without waiting for the device.
+
+    vLLM calls `build` on the host before every forward pass, whether the pass then replays a graph or not. So what a step needs is
+    computed before the graph: on a GPU by one kernel, which reads vLLM's tensors and writes kvant's at fixed addresses, where a graph
+    reads them. Nothing that the host decides depends on lengths, except how prompts are split off (`_split`).
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int | None = 1
@@ -44,11 +51,11 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
             store.pages = store.pages.new_empty(0, *store.pages.shape[1:])
         self.overlay: OverlayRows | None = None
         self.graphs = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
-        self._kept: dict[str, Tensor] = {}
+        self.tensors: StepTensors | None = None
         if self.graphs and self.device.type == "cuda":
             heads = max(layer.impl.num_heads for layer in self.attention)
             layers.counters = torch.zeros(
-                self._room("seq_lens")[0] * heads * COUNTERS, dtype=torch.int32, device=self.device
+                (self._room()[0] + 1) * heads * COUNTERS, dtype=torch.int32, device=self.device
             )
 
     @classmethod
@@ -68,25 +75,10 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         captured = self.graphs and decodes == count  # this step may replay a graph, with padding up to the graph's size
         if captured:
             tokens = m.num_actual_tokens
-        table = m.block_table_tensor[:count]
-        if self.device.type == "cpu":  # kernels on a GPU stop at seq_lens; plain torch reads every page of the table
-            table = table[:, : max(1, -(-int(m.max_seq_len) // self.layers.layout.page_tokens))]
-        table = self._stay("table", table)
-        seq_lens = self._stay("seq_lens", m.seq_lens[:count])
-        query_start_loc = self._stay("query_start_loc", m.query_start_loc[: count + 1])
-        slot_mapping = self._stay("slot_mapping", m.slot_mapping[:tokens])
-        match = self._rows(table, seq_lens, query_start_loc, slot_mapping, not captured)
-        nothing = torch.zeros(count, dtype=torch.int64, device=self.device)
-        overlay_rows, sinks, ring_start = (nothing,) * 3 if match is None else match[:3]
-        batch = PagedBatch(
-            table,
-            seq_lens,
-            slot_mapping,
-            query_start_loc,
-            self._stay("overlay_rows", overlay_rows),
-            self._stay("sinks", sinks),
-            dict.fromkeys(("key", "value"), self._stay("ring_start", ring_start)),  # type: ignore[arg-type]
+        inputs = Inputs(
+            m.block_table_tensor[:count], m.seq_lens[:count], m.query_start_loc[: count + 1], m.slot_mapping[:tokens]
         )
+        batch, match = self._prepared(inputs, int(m.max_seq_len), not captured)
         step = KvantMetadata(tokens, batch, [Part(slice(0, tokens), batch)], decodes, match, self.overlay)
         if decodes < count:
             self._split(step, host, m)
@@ -99,39 +91,33 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
             lens = m.seq_lens.cpu()
         step.split(host, lens[step.decodes : m.num_reqs].long(), self.layers.ring)
 
-    def _rows(
-        self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool
-    ) -> OverlayMatch | None:
-        if not self.layers.has_overlay:
-            return None
-        if self.overlay is None:
+    def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
+        """The batch of a step with its overlay rows, on a GPU at fixed addresses."""
+        if self.layers.has_overlay and self.overlay is None:
             pages = self.attention[0].kv_cache
             self.overlay = OverlayRows(self.layers.layout, pages.shape[0], self.layers.overlays, self.layers.drafts)
-        return self.overlay.step(table, seq_lens, query_start_loc, slot_mapping, late)
+        if self.device.type != "cpu":
+            if self.tensors is None:
+                self.tensors = StepTensors(*self._room(), self.layers.layout.page_tokens, self.device)
+            return self.tensors.prepare(inputs, self.overlay, late)
+        # kernels on a GPU stop at seq_lens; plain torch reads every page of the table
+        width = max(1, -(-longest // self.layers.layout.page_tokens))
+        table, seq_lens, query_start_loc, slot_mapping = (
+            inputs.table[:, :width].long(),
+            *(x.long() for x in inputs[1:]),
+        )
+        match = None
+        rows = sinks = ring_start = torch.zeros_like(seq_lens)
+        if self.overlay is not None:
+            match = self.overlay.step(table, seq_lens, query_start_loc, slot_mapping, late)
+            rows, sinks, ring_start = match[:3]
+        starts = dict.fromkeys(STREAMS, ring_start)
+        return PagedBatch(table, seq_lens, slot_mapping, query_start_loc, rows, sinks, starts), match
 
-    def _stay(self, name: str, x: Tensor) -> Tensor:
-        """A tensor as int64; on a GPU at a fixed address, for graphs that have been captured."""
-        if self.device.type == "cpu":
-            return x.long()
-        if name not in self._kept:
-            self._kept[name] = torch.zeros(self._room(name), dtype=torch.int64, device=self.device)
-        kept = self._kept[name]
-        if name == "table":  # pages beyond the longest sequence are never read
-            x = x[:, : kept.shape[1]]
-            kept[: len(x), : x.shape[1]] = x
-            return kept[: len(x)]
-        kept[: len(x)] = x
-        # A graph reads as many sequences and tokens as it was captured with: the padding must have no effect.
-        rest = kept[len(x) :]
-        rest.copy_(x[-1]) if name == "query_start_loc" else rest.fill_(-1 if name == "slot_mapping" else 0)
-        return kept[: len(x)]
-
-    def _room(self, name: str) -> tuple[int, ...]:
-        """Shape of this tensor in the largest step."""
+    def _room(self) -> tuple[int, int, int]:
+        """Sequences, pages of a sequence and new tokens of the largest step."""
         config = self.vllm_config
         largest = getattr(config.compilation_config, "max_cudagraph_capture_size", None) or 0
-        sequences = max(config.scheduler_config.max_num_seqs, largest) + 1
-        if name == "slot_mapping":
-            return (max(config.scheduler_config.max_num_batched_tokens, largest) + 1,)
+        sequences = max(config.scheduler_config.max_num_seqs, largest)
         pages = -(-config.model_config.max_model_len // self.layers.layout.page_tokens) + 2
-        return (sequences, pages) if name == "table" else (sequences,)
+        return sequences, pages, max(config.scheduler_config.max_num_batched_tokens, largest) + 1

@@ -1,7 +1,7 @@
 """The options that a user passes to kvant in vLLM's additional_config, and what cannot be served inside vLLM.
 
 {"kvant": {"recipe": NAME, "artifact": DIR or [DIR, ...], "layers": {"0-1": NAME, "2-": NAME}, "spare_overlay_rows": N,
- "implementation": NAME, "unfit_anyway": BOOL}}
+ "implementation": NAME, "unfit_anyway": BOOL, "fold": BOOL}}
 
 `kvant check` measures whether a recipe fits a model and stores the verdict. An engine that is started without `kvant serve`
 measures nothing: it refuses a recipe whose stored verdict is unfit, and warns of a recipe that has no verdict.
@@ -19,7 +19,7 @@ from kvant import recipes, verdicts
 from kvant.artifact import Artifact
 from kvant.recipe import MixedRecipe, Recipe
 
-KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "implementation", "unfit_anyway")
+KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "implementation", "unfit_anyway", "fold")
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
@@ -33,6 +33,8 @@ class Options:
                         for prefix hits (default: a quarter of max_num_seqs, at least 4).
     implementation      name of the kernels to use instead of the best ones, as in ops.choose.
     unfit_anyway        serve a recipe even if its verdict for this model is unfit.
+    fold                True: fold value transforms into the loaded weights, or refuse to start. False: do not. None, the default:
+                        fold them where that is possible.
     mixed               the artifact's recipe that has a recipe for every layer, where `layers` come from it.
     """
 
@@ -42,6 +44,7 @@ class Options:
     implementation: str | None = None
     unfit_anyway: bool = False
     mixed: MixedRecipe | None = None
+    fold: bool | None = None
 
     @staticmethod
     def of(additional: Any, layers: int, named: Callable[[], str | None] = lambda: None) -> Options:
@@ -70,13 +73,16 @@ class Options:
         anyway = given.get("unfit_anyway", False)
         if not isinstance(anyway, bool):
             raise ValueError(f"unfit_anyway must be true or false, got {anyway!r}")
+        folds = given.get("fold")
+        if folds is not None and not isinstance(folds, bool):
+            raise ValueError(f"fold must be true or false, got {folds!r}")
         found = tuple(Artifact.load(path) for path in ([paths] if isinstance(paths, str) else paths))
         default: str | Recipe | None = given.get("recipe")
         if default is None and not given.get("layers"):
             default = default_recipe(found, named())
         chosen = per_layer(default, given.get("layers"), layers)
         mixed = default if isinstance(default, MixedRecipe) else None
-        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed)
+        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed, folds)
 
     @property
     def whole(self) -> Recipe | None:

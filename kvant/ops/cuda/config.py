@@ -107,6 +107,11 @@ CONSTANTS: dict[str, Constant] = {
         TILE_WARPS="warps of a CTA of kvant_append_tiles",
         TILE_CTAS="CTAs of kvant_append_tiles that a multiprocessor is to hold, by registers",
     ),
+    # the step of a server
+    **_ints(
+        ITEMS="sequences of a thread",
+        COPIES="overlay rows that a step copies, at most",
+    ),
     # appending
     **_ints(
         CLIP="1 where rows are clipped at a quantile of their magnitudes",

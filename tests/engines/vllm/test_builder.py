@@ -13,6 +13,7 @@ from kvant.layout import Layout
 from kvant.ops.types import empty_overlay
 from kvant.recipes import get
 from tests.engines.vllm.engines import needs_vllm
+from tests.ops import emulated
 
 PAGE = 64
 
@@ -89,6 +90,77 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     if sum(counts) > decodes:
         assert step.prefill is not None and step.prefill.seq_lens.tolist() == m.seq_lens[decodes:].tolist()
         assert step.prefill.query_start_loc.diff().tolist() == counts[decodes:]
+
+
+def on_a_gpu(recipe: str, device: str = "cuda") -> Any:
+    """A builder of a GPU, with its overlays on this device."""
+    made = builder(recipe)
+    made.device, made.graphs, made.tensors = torch.device("cuda"), True, None
+    made.layers.overlays = {name: overlay.to(device) for name, overlay in made.layers.overlays.items()}
+    made.vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=300),
+        model_config=SimpleNamespace(max_model_len=1000),
+    )
+    return made
+
+
+@needs_vllm
+@pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=20"])
+def test_a_step_of_a_gpu_is_one_launch_and_the_same_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the emulated kernel: the same batch as on a CPU, at the same addresses in every step."""
+    from kvant.engines.vllm import builder as builders
+    from kvant.ops.cuda import nvrtc, overlay_step
+    from kvant.serving import overlay, step_tensors
+
+    launches: list[int] = []
+    launch = emulated.Kernel.launch
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda *args: launches.append(1) or launch(*args))
+    monkeypatch.setattr(nvrtc, "Kernel", emulated.Kernel)
+    monkeypatch.setattr(overlay_step, "THREADS", 64)
+    monkeypatch.setattr(overlay_step, "COPY_CTAS", 2)
+    monkeypatch.setattr(step_tensors, "fused", lambda device: True)
+    on_cpu = torch.device("cpu")
+    monkeypatch.setattr(builders, "StepTensors", lambda *args: step_tensors.StepTensors(*args[:-1], on_cpu))
+    overlay_step._kernel.cache_clear()
+    plain = builder(recipe)
+    steps = [described([0, 0, 0], [70, 5, 64]), described([70, 5, 64], [1, 1, 1]), described([71, 6, 65], [1, 1, 1])]
+    wanted = [plain.build(0, m) for m in steps]
+    monkeypatch.setattr(overlay, "fused", lambda device: True)
+    made = on_a_gpu(recipe, "cpu")
+    addresses = set()
+    for m, expected in zip(steps, wanted, strict=True):
+        launches.clear()
+        step = made.build(0, m)
+        assert len(launches) == 1
+        assert step.decodes == expected.decodes and step.tokens == expected.tokens
+        for name, a, b in zip(step.batch._fields, step.batch, expected.batch, strict=True):
+            if name == "block_table":
+                pages = -(-m.seq_lens // PAGE)
+                a, b = (torch.cat([row[:n] for row, n in zip(x, pages.tolist(), strict=True)]) for x in (a, b))
+            assert torch.equal(a["key"], b["key"]) if name == "ring_start" else torch.equal(a, b), name
+        addresses.add(tuple(x.data_ptr() for x in step.batch[:-1]))
+    assert len(addresses) == 1
+    overlay_step._kernel.cache_clear()
+
+
+@pytest.mark.gpu
+@needs_vllm
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=20"])
+def test_the_metadata_of_a_decode_step_are_at_most_five_launches(recipe: str) -> None:
+    from tests.serving.test_overlay_step import captured_nodes
+
+    made, m = on_a_gpu(recipe), described([70, 5, 64, 200], [1, 1, 1, 1])
+    for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table_tensor"):
+        setattr(m, name, getattr(m, name).cuda())
+    made.build(0, m)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        made.build(0, m)
+    assert 1 <= captured_nodes(graph) <= 5
 
 
 @needs_vllm

@@ -76,6 +76,32 @@ def test_a_folded_model_answers_as_it_did(model: Path, tmp_path: Path) -> None:
     cleanup_dist_env_and_memory()
 
 
+def test_values_of_a_folded_model_are_not_transformed_twice(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe with other value transforms than the folded ones needs no artifact, so that nothing else would tell."""
+    import transformers
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from kvant.cli import main
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    fold(loaded, "quarot-int2")
+    loaded.save_pretrained(tmp_path)
+    other = "saw-int4-kv:order=16"
+    message = f"have other value transforms folded in than those of recipe {other}"
+    with pytest.raises(ValueError, match=message):
+        engine(tmp_path, {"recipe": other})
+    cleanup_dist_env_and_memory()
+    assert main(["serve", str(tmp_path), "--recipe", other]) == 2
+    assert message in capsys.readouterr().err
+    # values as they come: the pages hold codes of v A, and the output projection undoes A
+    before, after = answers(model, {"recipe": "full"}), answers(tmp_path, {"recipe": "full"})
+    for (tokens, wanted), (same, found) in zip(before, after, strict=True):
+        assert tokens == same
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0, atol=1e-3)
+
+
 def test_an_artifact_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     """Of the same shape: its own fingerprint is looked at, and that of the files that vLLM loads."""
     from vllm.distributed import cleanup_dist_env_and_memory

@@ -425,7 +425,7 @@ def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monke
 
     monkeypatch.setattr(serve, "_on_cpu", lambda: False)
     args = argparse.Namespace(model=served, recipe="int2:sink=4,recent=60", layers=None, artifact=[], host="127.0.0.1")
-    args.unfit_anyway = True
+    args.unfit_anyway, args.no_fold = True, False
     assert serve.overlay_bytes(served, {"recipe": "int2:sink=4,recent=60"}) == 4 * 2 * 2 * 64 * 64 * 2
     assert serve.overlay_bytes(served, {"recipe": "int2"}) == 0
     for room, expected in ((4 << 30, "256"), (100 * 4 * 2 * 2 * 64 * 64 * 2, "100"), (1, "16")):
@@ -435,3 +435,7 @@ def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monke
         assert serve.command_for(args, ["--max-num-seqs=7"])[-1] == "--max-num-seqs=7"
     args.recipe = "int2"
     assert "--max-num-seqs" not in serve.command_for(args, [])
+    for args.no_fold, wanted in ((False, {}), (True, {"fold": False})):
+        command = serve.command_for(args, [])
+        given = json.loads(command[command.index("--additional-config") + 1])["kvant"]
+        assert given == {"recipe": "int2", "unfit_anyway": True, **wanted}

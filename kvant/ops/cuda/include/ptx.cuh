@@ -40,6 +40,8 @@ template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
 }
 // Adds one and returns the old count, with acquire-release order: who counts last sees what all others wrote before they counted.
 DEV int atomic_add_acq_rel(int* counter) { int n; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(n) : "l"(counter) : "memory"); return n; }
+DEV int load_acquire(const int* p) { int n; asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(n) : "l"(p) : "memory"); return n; }
+DEV void pause_thread() { asm volatile("nanosleep.u32 64;"); }  // between two looks at what another CTA will write
 DEV void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
 DEV u32 mul_fp16x2(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }

@@ -203,6 +203,11 @@ template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](
 DEV void prefetch_l1(const void* p) { (void)*(const volatile u8*)p; }  // what is wanted must be there
 DEV void prefetch_l2(const void* p) { prefetch_l1(p); }
 DEV int atomic_add_acq_rel(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
+DEV int load_acquire(const int* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+DEV void pause_thread() { stop("a block waits for one that has not run"); }  // blocks run one after another
+template <class T> static T atomicMax(T* p, T x) { const T old = *p; *p = max(old, x); return old; }  // a fiber runs until it waits
+template <class T> static T atomicMin(T* p, T x) { const T old = *p; *p = min(old, x); return old; }
+template <class T> static T atomicAdd(T* p, T x) { const T old = *p; *p = old + x; return old; }
 DEV u32 mul_fp16x2(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
 DEV u32 and_xor(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 

@@ -1,0 +1,320 @@
+// Prepares a step of a server in one launch: the step's metadata as int64 tensors at fixed addresses, and the overlay row of every
+// sequence. kvant/serving/overlay.py says what an overlay row is and how it is found; its torch code is the reference, line by line.
+//
+// Grid: 1 + any, or any where nothing has an overlay. CTAs take roles in the order in which they start. The first one finds the rows: its
+// threads have ITEMS sequences each, b = item * THREADS + thread, in phases with barriers between them. All others copy the metadata, wait
+// for the first one, and copy the overlay rows that it has chosen. Who waits, waits for a CTA that already runs, so any grid is safe.
+//
+// The result does not depend on the order of threads: where several sequences name the same page or row, the first or the last of them
+// takes it (atomicMin and atomicMax of sequence numbers). A page is written by the tokens of one sequence only.
+
+#pragma once
+#include "include/tokens.cuh"
+
+constexpr int OVERLAY_ROW_BITS = 20;  // of a row or a sequence in a 64-bit key; Python checks that there are fewer
+
+// An integer of 4 or 8 bytes.
+DEV s64 load_integer(const void* p, int bytes, s64 i) { return bytes == 8 ? ((const s64*)p)[i] : (s64)((const int*)p)[i]; }
+
+// The number of flags before each of a CTA's sequences, and of all.
+template <int ITEMS> DEV int flags_before(const bool* flag, int* before, int* warp_counts) {
+  constexpr int WARPS = Config::THREADS / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int i = 0; i < ITEMS; i++) {
+    const u32 ballot = __ballot_sync(FULL, flag[i]);
+    before[i] = __popc(ballot & ((1u << lane) - 1));
+    if (!lane) warp_counts[i * WARPS + warp] = __popc(ballot);
+  }
+  __syncthreads();
+  int all = 0;
+#pragma unroll 8
+  for (int j = 0; j < ITEMS * WARPS; j++) {
+    for (int i = 0; i < ITEMS; i++)
+      if (j == i * WARPS + warp) before[i] += all;
+    all += warp_counts[j];
+  }
+  __syncthreads();
+  return all;
+}
+
+// Writes the pairs of rows of the flagged sequences in order; places without a pair get the padding row. Clears the flag of a
+// sequence for which there is no place.
+template <int ITEMS, class A>
+DEV void choose_copies(const A& a, bool* flag, const int* source, const int* target, s64* sources, s64* targets, int* warp_counts) {
+  int place[ITEMS];
+  const int all = flags_before<ITEMS>(flag, place, warp_counts);
+  for (int i = 0; i < ITEMS; i++) {
+    flag[i] = flag[i] && place[i] < Config::COPIES;
+    if (flag[i]) sources[place[i]] = source[i], targets[place[i]] = target[i];
+  }
+#pragma unroll 1
+  for (int i = all + threadIdx.x; i < Config::COPIES; i += Config::THREADS) sources[i] = targets[i] = a.rows;
+}
+
+// sink_row[first] = row of the last flagged sequence that begins with page `first`. Keys of an earlier step or phase are smaller.
+template <int ITEMS, class A> DEV void name_sink_rows(const A& a, int phase, const bool* flag, const int* first, const int* row) {
+  const s64 tag = (2 * a.clock + phase) << OVERLAY_ROW_BITS;
+  for (int i = 0; i < ITEMS; i++)
+    if (flag[i]) atomicMax(a.claimed + first[i], tag | (s64)(i * Config::THREADS + threadIdx.x));
+  __syncthreads();
+  for (int i = 0; i < ITEMS; i++)
+    if (flag[i] && a.claimed[first[i]] == (tag | (s64)(i * Config::THREADS + threadIdx.x))) a.sink_row[first[i]] = row[i];
+  __syncthreads();
+}
+
+template <class A> DEV void find_rows(const A& a) {
+  // Long loops are not unrolled: most steps pass most of this code once, and have to fetch it.
+  constexpr int THREADS = Config::THREADS, ITEMS = Config::ITEMS, SIZE = Config::PAGE_TOKENS, MOST = THREADS * ITEMS, NONE = MOST;
+  DYNAMIC_SHARED(shared);
+  s64* free_keys = (s64*)shared;              // [rows]: used << OVERLAY_ROW_BITS | row, of rows that no sequence finds
+  s64* lease = free_keys + a.rows;            // [MOST]: of the sequences
+  int* leader = (int*)(lease + MOST);         // [rows]: the first sequence that finds the row
+  int* held_before = leader + a.rows;         // [rows]: sinks that the row holds before this step's tokens are written
+  int* held_after = held_before + a.rows;     // [rows]: and before attention
+  int* oldest = held_after + a.rows;          // [rows]: free rows, least recently used first
+  int* start = oldest + a.rows;               // [MOST]: first new token
+  __shared__ int warp_counts[ITEMS * THREADS / 32], free_count;
+  const int tid = threadIdx.x, width = a.table_width, sink = a.sink;
+  const auto page_of = [&](int b, int i) { return (int)load_integer(a.table, a.table_bytes, (s64)b * a.table_stride + i); };
+
+  // Of every page, the first place that this step writes: kept as a key that grows with the step and falls with the place.
+#pragma unroll 1
+  for (s64 t = tid; t < a.tokens; t += THREADS) {
+    const s64 slot = load_integer(a.slot_mapping, a.slot_bytes, t);
+    if (slot < 0) continue;
+    const int place = (int)(slot % SIZE);
+    atomicMax(a.written + slot / SIZE, a.clock * SIZE + (SIZE - 1 - place));
+    if (!place) a.sink_row[slot / SIZE] = -1;
+  }
+#pragma unroll 1
+  for (int r = tid; r < a.rows; r += THREADS) leader[r] = NONE, held_before[r] = held_after[r] = (int)a.held[r];
+  if (!tid) free_count = 0;
+  int count[ITEMS], before[ITEMS], length[ITEMS];
+  for (int i = 0; i < ITEMS; i++) {
+    const int b = i * THREADS + tid;
+    count[i] = before[i] = length[i] = 0;
+    if (b >= a.batch) continue;
+    start[b] = (int)load_integer(a.query_start_loc, a.query_start_bytes, b);
+    count[i] = (int)load_integer(a.query_start_loc, a.query_start_bytes, b + 1) - start[b];
+    length[i] = (int)load_integer(a.seq_lens, a.seq_lens_bytes, b);
+    before[i] = length[i] - count[i];
+  }
+  __syncthreads();
+
+  // The row that the page of a sequence's newest token names.
+  int found[ITEMS];
+  bool matched[ITEMS];
+  for (int i = 0; i < ITEMS; i++) {
+    const int b = i * THREADS + tid;
+    found[i] = a.rows;
+    matched[i] = false;
+    if (count[i] <= 0 || before[i] <= 0) continue;
+    const int newest = before[i] - 1, tail = page_of(b, newest / SIZE);
+    const s64 named = a.writer[tail];
+    if (named < 0) continue;
+    const int row = (int)(named % (a.rows + 1));
+    if (row == a.rows || a.lease[row] != named) continue;
+    const s64 key = a.written[tail];
+    if (key / SIZE == a.clock && SIZE - 1 - (int)(key % SIZE) <= newest % SIZE) continue;  // written anew in this step
+    const int written = (int)a.length[row], end = min(max(written - 1, 0) / SIZE, width - 1), ahead = written - before[i];
+    if (page_of(b, end) != (int)a.last[row]) continue;
+    // A step keeps at least the first of its tokens. A sequence that begins before it was preempted, and has come again.
+    if (ahead != 0 && !(ahead > 0 && ahead <= a.drafts && before[i] > (int)a.begun[row])) continue;
+    found[i] = row;
+    matched[i] = true;
+    atomicMin(leader + row, b);
+  }
+  __syncthreads();
+
+  // Several sequences that share a full page find the same row: the first one takes it, the others get a copy. Who has no row gets the
+  // least recently used one.
+  bool tied[ITEMS], fresh[ITEMS];
+  int place[ITEMS], row[ITEMS];
+  for (int i = 0; i < ITEMS; i++) {
+    const bool leads = matched[i] && leader[found[i]] == i * THREADS + tid;
+    tied[i] = matched[i] && !leads;
+    matched[i] = leads;
+    fresh[i] = count[i] > 0 && !leads;
+  }
+  const int wanted_rows = flags_before<ITEMS>(fresh, place, warp_counts);
+  if (wanted_rows) {
+#pragma unroll 1
+    for (int r = tid; r < a.rows; r += THREADS)
+      if (leader[r] == NONE) free_keys[atomicAdd(&free_count, 1)] = a.used[r] << OVERLAY_ROW_BITS | r;
+    __syncthreads();
+#pragma unroll 1
+    for (int j = tid; j < free_count; j += THREADS) {
+      const s64 key = free_keys[j];
+      int rank = 0;
+#pragma unroll 4
+      for (int k = 0; k < free_count; k++) rank += free_keys[k] < key;
+      oldest[rank] = (int)(key & ((1 << OVERLAY_ROW_BITS) - 1));
+    }
+    __syncthreads();
+  }
+  for (int i = 0; i < ITEMS; i++) {
+    row[i] = matched[i] ? found[i] : a.rows;
+    if (fresh[i] && free_count) row[i] = oldest[min(place[i], free_count - 1)];
+    if (row[i] == a.rows) count[i] = 0;  // padding; a server has a row for every other sequence
+  }
+
+  // Sinks and ring of the row.
+  int first[ITEMS], held[ITEMS], ring_start[ITEMS], wanted[ITEMS], after[ITEMS];
+  bool whole[ITEMS];
+  choose_copies<ITEMS>(a, tied, found, row, a.row_source, a.row_target, warp_counts);
+  for (int i = 0; i < ITEMS; i++) {
+    const int b = i * THREADS + tid;
+    first[i] = b < a.batch ? page_of(b, 0) : 0;
+    held[i] = 0;
+    whole[i] = false;
+    ring_start[i] = before[i];
+    wanted[i] = min(before[i], sink);
+    after[i] = 0;
+    if (count[i] <= 0) continue;
+    // the least recently used row may be that of an earlier sequence with the same sinks
+    const bool same = matched[i] || ((int)a.first[row[i]] == first[i] && (int)a.sink_row[first[i]] == row[i]);
+    if (same) held[i] = min((int)a.held[row[i]], before[i]);
+    if (tied[i]) held[i] = min((int)a.held[found[i]], before[i]);
+    if (matched[i] || tied[i]) ring_start[i] = (int)a.ring_start[found[i]];
+    whole[i] = held[i] == wanted[i];
+    after[i] = whole[i] ? min(length[i], sink) : held[i];
+  }
+  __syncthreads();
+  for (int i = 0; i < ITEMS; i++) {
+    if (count[i] <= 0) continue;
+    // a chunk that continues a prompt writes its overlay row after attention: too late for others of this step
+    const bool soon_written = before[i] == 0 || count[i] == 1;
+    held_before[row[i]] = held[i];
+    held_after[row[i]] = soon_written ? after[i] : held[i];
+    a.first[row[i]] = first[i];
+  }
+  name_sink_rows<ITEMS>(a, 0, whole, first, row);
+
+  // Who lacks sinks gets them from a row whose sequence begins with the same page: those that are there now, and those that are there
+  // before attention.
+  if (sink) {
+    int giver[ITEMS], ready[ITEMS];
+    bool known[ITEMS], asks[ITEMS];
+    for (int i = 0; i < ITEMS; i++) {
+      const bool needy = count[i] > 0 && held[i] < wanted[i];
+      giver[i] = needy ? (int)a.sink_row[first[i]] : -1;
+      known[i] = giver[i] >= 0 && (int)a.first[giver[i]] == first[i];
+      ready[i] = known[i] ? min(min(held_before[giver[i]], before[i]), sink) : 0;
+      asks[i] = known[i] && ready[i] > held[i];
+    }
+    choose_copies<ITEMS>(a, asks, giver, row, a.sink_source, a.sink_target, warp_counts);
+    for (int i = 0; i < ITEMS; i++)
+      if (asks[i]) held[i] = ready[i];
+    if (a.late) {
+      for (int i = 0; i < ITEMS; i++) {
+        ready[i] = known[i] ? min(min(held_after[giver[i]], before[i]), sink) : 0;
+        asks[i] = known[i] && ready[i] > held[i];
+      }
+      choose_copies<ITEMS>(a, asks, giver, row, a.late_source, a.late_target, warp_counts);
+      for (int i = 0; i < ITEMS; i++)
+        if (asks[i]) held[i] = ready[i];
+    }
+    for (int i = 0; i < ITEMS; i++) {
+      whole[i] = count[i] > 0 && held[i] == wanted[i];
+      after[i] = whole[i] ? min(length[i], sink) : held[i];
+    }
+    name_sink_rows<ITEMS>(a, 1, whole, first, row);
+  } else {
+#pragma unroll 1
+    for (int i = tid; i < Config::COPIES; i += THREADS) a.sink_source[i] = a.sink_target[i] = a.rows;
+  }
+
+  // Records the step. Padding sequences have no row of their own, and nothing is recorded of them.
+  for (int i = 0; i < ITEMS; i++) {
+    const int b = i * THREADS + tid;
+    if (b >= a.batch) continue;
+    a.out_rows[b] = row[i];
+    a.out_sinks[b] = after[i];
+    a.out_ring_start[b] = ring_start[i];
+    lease[b] = -1;
+    if (count[i] <= 0) continue;
+    lease[b] = matched[i] ? a.lease[row[i]] : a.clock * (a.rows + 1) + row[i];
+    a.lease[row[i]] = lease[b];
+    a.last[row[i]] = page_of(b, min(max(length[i] - 1, 0) / SIZE, width - 1));
+    a.length[row[i]] = length[i];
+    a.held[row[i]] = after[i];
+    a.ring_start[row[i]] = ring_start[i];
+    a.begun[row[i]] = before[i];
+    a.used[row[i]] = a.clock;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (s64 t = tid; t < a.tokens; t += THREADS) {
+    const s64 slot = load_integer(a.slot_mapping, a.slot_bytes, t);
+    if (slot >= 0) a.writer[slot / SIZE] = lease[last_sequence(a.batch, a.half_batch, [&](int b) { return start[b] <= t; })];
+  }
+}
+
+// The step's metadata, and padding up to the size of the tensors: a graph reads as many sequences and tokens as it was captured with.
+template <class A> DEV void copy_metadata(const A& a, int cta, int ctas) {
+  constexpr int THREADS = Config::THREADS, SIZE = Config::PAGE_TOKENS, ROW_THREADS = THREADS < 256 ? THREADS : 256;
+  const s64 index = (s64)cta * THREADS + threadIdx.x, stride = (s64)ctas * THREADS;
+#pragma unroll 1
+  for (s64 t = index; t < a.token_room; t += stride) a.out_slot_mapping[t] = t < a.tokens ? load_integer(a.slot_mapping, a.slot_bytes, t) : -1;
+#pragma unroll 1
+  for (s64 b = index; b < a.batch_room; b += stride) {
+    a.out_seq_lens[b] = b < a.batch ? load_integer(a.seq_lens, a.seq_lens_bytes, b) : 0;
+    a.out_query_start_loc[b] = load_integer(a.query_start_loc, a.query_start_bytes, min(b, (s64)a.batch));
+    if (b >= a.batch || !a.rows) a.out_rows[b] = a.out_sinks[b] = a.out_ring_start[b] = 0;
+  }
+  // Entries of the table past a sequence's last page are never read.
+#pragma unroll 1
+  for (int b = (int)(index / ROW_THREADS); b < a.batch; b += (int)(stride / ROW_THREADS)) {
+    const s64 pages = min((load_integer(a.seq_lens, a.seq_lens_bytes, b) + SIZE - 1) / SIZE, (s64)a.table_width);
+    for (s64 i = threadIdx.x % ROW_THREADS; i < pages; i += ROW_THREADS)
+      a.out_table[b * a.out_table_stride + i] = load_integer(a.table, a.table_bytes, b * a.table_stride + i);
+  }
+}
+
+// Copies overlay rows of one stream and layer to others: first whole rows, then sinks.
+DEV void copy_overlay(uint4* x, s64 row_words, s64 words, const s64* source, const s64* target, int padding_row) {
+#pragma unroll 1  // a step that copies nothing fetches less code
+  for (int i = 0; i < Config::COPIES; i++) {
+    const s64 from = source[i], to = target[i];
+    if (to == padding_row || from == to) continue;
+    for (s64 w = threadIdx.x; w < words; w += 4 * Config::THREADS) {  // four loads at a time
+      uint4 y[4];
+      for (int j = 0; j < 4; j++)
+        if (w + j * Config::THREADS < words) y[j] = x[from * row_words + w + j * Config::THREADS];
+      for (int j = 0; j < 4; j++)
+        if (w + j * Config::THREADS < words) x[to * row_words + w + j * Config::THREADS] = y[j];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::THREADS) kvant_overlay_step(const OverlayStepArguments a) {
+  __shared__ int ticket;
+  if (!threadIdx.x) ticket = atomic_add_acq_rel(a.counters);
+  __syncthreads();
+  const int finders = a.rows ? 1 : 0;
+  if (ticket < finders) {
+    find_rows(a);
+    __syncthreads();
+    if (!threadIdx.x) atomic_add_acq_rel(a.counters + 1);  // the rows are found
+  } else {
+    const int cta = ticket - finders, ctas = gridDim.x - finders;
+    copy_metadata(a, cta, ctas);
+    if (a.rows) {
+      if (!threadIdx.x)
+        while (!load_acquire(a.counters + 1)) pause_thread();
+      __syncthreads();
+#pragma unroll 1
+      for (int unit = cta; unit < 2 * a.layers; unit += ctas) {
+        const bool values = unit >= a.layers;
+        const s64 row_words = values ? a.value_row_words : a.key_row_words, layer = values ? unit - a.layers : unit;
+        uint4* x = (values ? a.value : a.key) + layer * (values ? a.value_layer_words : a.key_layer_words);
+        copy_overlay(x, row_words, values ? a.value_words : a.key_words, a.row_source, a.row_target, a.rows);
+        __syncthreads();
+        copy_overlay(x, row_words, values ? a.value_sink_words : a.key_sink_words, a.sink_source, a.sink_target, a.rows);
+      }
+    }
+  }
+  __syncthreads();
+  if (!threadIdx.x && atomic_add_acq_rel(a.counters + 2) == gridDim.x - 1)  // the last CTA leaves the counters as they were
+    a.counters[0] = a.counters[1] = a.counters[2] = 0;
+}
