@@ -58,7 +58,12 @@ def texts() -> Iterator[tuple[str, str]]:
         for stream in ("key", "value"):
             yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "float16").text  # type: ignore[arg-type]
         if append.refuse_layout(layout) is None:
-            yield f"append {name} a step", append.AppendPlan(layout, ("bfloat16", "bfloat16"), (128, 1)).text
+            types = ("bfloat16", "bfloat16")
+            yield f"append {name} rows", append.AppendPlan(layout, types, (128, 1)).text
+            if name in ("oscar", "kvant-2"):
+                block = layout.recipe.key.effective_rope_block if name == "kvant-2" else 0
+                step = append.AppendPlan(layout, types, (1, 1), (name == "kvant-2", False), (2, 2), block, step=True)
+                yield f"append {name} a step", step.text
             tiled = append.AppendPlan(layout, ("bfloat16", "bfloat16"), (128, 1), (True, False), (0, 2))
             if name == "kvant-2":
                 tiled = append.AppendPlan(layout, ("bfloat16", "bfloat16"), (1, 1), (True, False), (2, 2), 256)

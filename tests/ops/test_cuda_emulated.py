@@ -435,6 +435,17 @@ def test_append(name: str, dim: int) -> None:
     check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("sequences", [1, 15, 16, 17])
+@pytest.mark.parametrize(("name", "dim", "dtype", "page"), test_cuda.STEPS)
+def test_append_of_a_step(
+    name: str, dim: int, dtype: str, page: int | None, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows have a matrix or are unrotated: by one kernel, whose CTAs take one tile of 16 tokens or several."""
+    monkeypatch.setattr(emulated.Kernel, "blocks", 8 if sequences == 17 else 4)
+    test_cuda.check_step(name, dim, dtype, page, sequences, monkeypatch, "cpu", 1e-3)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "page"),

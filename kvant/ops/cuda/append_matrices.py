@@ -1,4 +1,4 @@
-"""The matrices that kernels/append_tiles.cu multiplies tiles by, as the fragments of its tensor-core products."""
+"""The matrices that kernels/append_tiles.cu and append_step.cu multiply by, as the fragments of their tensor-core products."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class AppendTransforms(Derived):
     forward: dict[StreamName, FusedTransform]  # with the mean after the Hadamard
     affine: dict[tuple[StreamName, torch.dtype], TileMatrix] = dataclasses.field(default_factory=dict)
     banded: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
+    step: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -93,10 +94,7 @@ def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
     layout, device, stream = store.layout, store.pages.device, store.stream(name)
     forward = matrix_in(store, name)
     assert forward.tensor is not None
-    matrix = forward.tensor.double().to(device)
-    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
-    high = (matrix / entry_step).half()
-    parts = torch.stack(((matrix / entry_step - high.double()).half(), high), 1)
+    parts, entry_step = _fp16_parts(forward.tensor.to(device))
     rows, columns = fragment_index(name, layout.head_dim, layout.head_dim // (8 if stream.rope is None else 2))
     order = _lane_order(layout) if name == "key" else torch.arange(layout.head_dim)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
@@ -107,6 +105,39 @@ def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
     return TileMatrix(
         _fragments(parts, rows, order[columns]), entry_step, mean=mean, weights=weights, flag_mean=flag_mean
     )
+
+
+def step_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+    """The matrix of a stream for kernels/append_step.cu, as two parts of float16; made once for a store."""
+    made = store.derive(AppendTransforms)
+    if name not in made.step:
+        made.step[name] = _step_matrix(store, name)
+    return made.step[name]
+
+
+def _step_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+    layout, forward = store.layout, matrix_in(store, name)
+    assert forward.tensor is not None
+    parts, entry_step = _fp16_parts(forward.tensor.to(store.pages.device))
+    mean = None if forward.offset is None else -forward.offset.expand(layout.heads, -1).contiguous()
+    return TileMatrix(_fragments(parts, *step_index(layout.head_dim)), entry_step, mean=mean)
+
+
+def step_index(dim: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the matrix entries in the order of include/step_transform.cuh: [q, m, lane, i, j, e]. q counts 16 columns,
+    m steps of 16 rows, i tiles of 8 columns, j registers of the B operand, e halves of a word."""
+    count = dim // 16
+    q, m, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
+    return 16 * m + 8 * j + 2 * (lane % 4) + e, 16 * q + 8 * i + lane // 4
+
+
+def _fp16_parts(matrix: Tensor) -> tuple[Tensor, float]:
+    """A matrix [heads, head_dim, head_dim] as the sum of two of float16, [heads, 2, head_dim, head_dim], the larger one last, times
+    a power of two."""
+    matrix = matrix.double()
+    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
+    high = (matrix / entry_step).half()
+    return torch.stack(((matrix / entry_step - high.double()).half(), high), 1), entry_step
 
 
 def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 // One of the two streams of the append kernels: its constants, from Config::Key or Config::Value, and its arguments.
 
 #pragma once
+#include "codecs/encode_affine.cuh"
 #include "include/bands.cuh"
 #include "include/ptx.cuh"
 
@@ -16,9 +17,11 @@ template <bool KEY_> struct AppendStream : StreamConfig<KEY_> {
   DEV static const float* flag_mean(const AppendArguments& a) { return KEY ? a.key_flag_mean : a.value_flag_mean; }
   DEV static void* overlay(const AppendArguments& a) { return KEY ? a.overlay_key : a.overlay_value; }
   DEV static float matrix_unit(const AppendArguments& a) { return KEY ? a.key_matrix_unit : a.value_matrix_unit; }
-  DEV static float clip_share(const AppendArguments& a) { return KEY ? a.key_clip_share : a.value_clip_share; }
-  DEV static int clip_drop(const AppendArguments& a) { return KEY ? a.key_clip_drop : a.value_clip_drop; }
-  // The matrix of a head, in the order in which append_tiles.cu multiplies by it.
+  DEV static Clip clip(const AppendArguments& a) {
+    if (KEY) return {a.key_clip_drop, a.key_clip_share, a.key_clip_start, a.key_clip_gap};
+    return {a.value_clip_drop, a.value_clip_share, a.value_clip_start, a.value_clip_gap};
+  }
+  // The matrix of a head, in the order in which the kernel multiplies by it.
   DEV static const uint4* matrix(const AppendArguments& a, int head) {
     return (const uint4*)(KEY ? a.key_matrix : a.value_matrix) + head * (KEY ? a.key_matrix_stride : a.value_matrix_stride);
   }

@@ -111,6 +111,10 @@ DEV float warp_max(float x) {
   return x;
 }
 
+// Floats as integers in the same order, which one instruction reduces over a warp.
+DEV int to_ordered(float x) { const int i = __float_as_int(x); return i ^ (i >> 31 & 0x7fffffff); }
+DEV float from_ordered(int i) { return __int_as_float(i ^ (i >> 31 & 0x7fffffff)); }
+
 DEV float max_abs(const float* x) { return fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))); }  // of four numbers
 // The power of two that scales magnitudes of at most `top` to below one, and its inverse.
 DEV float scale_below_one(float top) { return __uint_as_float((253u - (__float_as_uint(top) >> 23)) << 23); }

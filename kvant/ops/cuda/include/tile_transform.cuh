@@ -4,6 +4,7 @@
 
 #pragma once
 #include "include/token_tile.cuh"
+#include "include/unrotate.cuh"
 
 // Adds the k-th of two products for the columns (of values: the rows) q of the matrix to where its four sums are held.
 template <class S, class F> DEV void add_product(TokenTile<S>& tile, int q, int k, F product) {
@@ -123,30 +124,7 @@ template <class S> DEV u32 row_exponent(const TokenTile<S>& tile, const u32 (*w)
   }
   const auto larger = [](float a, float b) { return fmaxf(a, b); };
   const float both = tile.reduce_two(most[0], most[1], 2, larger), all = larger(both, __shfl_xor_sync(FULL, both, 1));
-  return min(max(__float_as_uint(all) >> 23, 8u), 254u);
-}
-
-// Words m and m + D / 16 of a token as fp16 numbers close to 2^8 at most, y; where keys are unrotated, in two parts, y + rest. With the angle phi of
-// the start of the token's RoPE block, whose cosines and sines begin at `at`, the pair (one, two) becomes
-// (one cos phi + two sin phi, two cos phi - one sin phi): a lane's words m and m + D / 16 are channels that RoPE rotates together.
-template <class S> DEV void unrotate_words(const AppendArguments& a, u32 first, u32 second, s64 at, int m, float times, u32* y, u32* rest) {
-  constexpr int TYPE = S::IN_TYPE;
-  float one[2] = {low<TYPE>(first), high<TYPE>(first)}, two[2] = {low<TYPE>(second), high<TYPE>(second)};
-  if constexpr (S::ROPE_BLOCK > 0) {
-    const float2 c = *(const float2*)(a.cosine + at + 2 * m), s = *(const float2*)(a.sine + at + 2 * m);
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float cosine = e ? c.y : c.x, sine = e ? s.y : s.x, unrotated = one[e] * cosine + two[e] * sine;
-      two[e] = two[e] * cosine - one[e] * sine, one[e] = unrotated;
-    }
-  }
-#pragma unroll
-  for (int e = 0; e < 2; e++) one[e] *= times, two[e] *= times;
-  y[0] = fp16_pair(one[0], one[1]), y[1] = fp16_pair(two[0], two[1]);
-  if constexpr (S::ROPE_BLOCK > 0) {
-    rest[0] = fp16_pair(one[0] - fp16_low(y[0]), one[1] - fp16_high(y[0]));
-    rest[1] = fp16_pair(two[0] - fp16_low(y[1]), two[1] - fp16_high(y[1]));
-  }
+  return clamp_exponent(__float_as_uint(all) >> 23);
 }
 
 // x = R x M - mean for streams of bands. M is two matrices of fp16, the larger one last, times matrix_unit; rows are brought into the range of
@@ -157,7 +135,7 @@ template <class S> DEV void multiply_bands(TokenTile<S>& tile, const AppendArgum
   const int lane = tile.lane, g = tile.g, t = tile.t;
   const uint4* matrix = S::matrix(a, head);
   const u32 own_exponent = row_exponent(tile, w), other_exponent = __shfl_xor_sync(FULL, own_exponent, 2);
-  const float times[2] = {__uint_as_float((261u - (t & 2 ? other_exponent : own_exponent)) << 23), __uint_as_float((261u - (t & 2 ? own_exponent : other_exponent)) << 23)};
+  const float times[2] = {scale_to_fp16(t & 2 ? other_exponent : own_exponent), scale_to_fp16(t & 2 ? own_exponent : other_exponent)};
   s64 at[2] = {0, 0};
   if constexpr (UNROTATED) {
     const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
@@ -191,7 +169,7 @@ template <class S> DEV void multiply_bands(TokenTile<S>& tile, const AppendArgum
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const int lane_of = KEY ? lane & 28 | 2 * r : 4 * (2 * t + (r & 1)) + (r & 2);
-    back[r] = __uint_as_float((__shfl_sync(FULL, own_exponent, lane_of) - 7u) << 23) * S::matrix_unit(a);
+    back[r] = scale_from_fp16(__shfl_sync(FULL, own_exponent, lane_of)) * S::matrix_unit(a);
   }
 #pragma unroll
   for (int i = 0; i < N; i += 4) {

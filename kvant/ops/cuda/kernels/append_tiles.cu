@@ -30,10 +30,9 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 
   // Scale of the owned row.
   if constexpr (Config::CLIP) {
-    constexpr u32 MATES = KEY ? 0xFu : 0x11111111u;  // lanes that hold a row
+    const Clip clip = S::clip(a);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
-      clip_row<N, KEY ? 1 : 4, KEY ? 4 : 32>(tile.x[r], S::clip_drop(a), S::clip_drop(a), S::clip_share(a), MATES << (KEY ? tile.lane & 28 : tile.t), tile.lane);
+    for (int r = 0; r < ROWS; r++) clip_row<N, KEY ? 1 : 4, KEY ? 4 : 32>(tile.x[r], clip);
     tile.range(w, least, most);
   }
   const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {

@@ -131,6 +131,20 @@ static inline int __reduce_add_sync(u32, int x) {
     for (int i = 0; i < 32; i++) out[i] = all;
   });
 }
+static inline int __reduce_min_sync(u32, int x) {
+  return lanes_together<int>(12, x, [](const int* in, int* out) {
+    int all = in[0];
+    for (int i = 1; i < 32; i++) all = in[i] < all ? in[i] : all;
+    for (int i = 0; i < 32; i++) out[i] = all;
+  });
+}
+static inline int __reduce_max_sync(u32, int x) {
+  return lanes_together<int>(13, x, [](const int* in, int* out) {
+    int all = in[0];
+    for (int i = 1; i < 32; i++) all = in[i] > all ? in[i] : all;
+    for (int i = 0; i < 32; i++) out[i] = all;
+  });
+}
 static inline int __any_sync(u32 mask, int x) { return __ballot_sync(mask, x) != 0; }
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
