@@ -844,6 +844,10 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         for arch in ("sm_80", "sm_90"):
             nvrtc.compile_text(tiles.text, arch)
             nvrtc.compile_text(step.text, arch)
+        warpgroups = dataclasses.replace(tiles, wgmma=True)
+        if tiles.tiled:
+            assert nvrtc.architecture(warpgroups.text, (9, 0)) == "sm_90a"
+        nvrtc.compile_text(warpgroups.text, nvrtc.architecture(warpgroups.text, (9, 0)))
 
 
 def test_a_matrix_that_does_not_fit_beside_the_pages_has_a_kernel_of_its_own() -> None:

@@ -15,11 +15,9 @@ import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import append_groups, append_plan, append_pq, nvrtc, refusals
-from kvant.ops.cuda.append_matrices import AppendTransforms, affine_tile_matrix, banded_tile_matrix, step_matrix
+from kvant.ops.cuda.append_matrices import AppendTransforms, TileMatrix, step_matrix, tile_matrix
 from kvant.ops.cuda.append_plan import (
-    MATRIX_PARTS,
     STEP_WARPS,
-    TILE_WARPS,
     WARPS,
     AppendArguments,
     AppendPlan,
@@ -35,6 +33,8 @@ from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
+TENSOR_CORE_TYPES = (torch.bfloat16, torch.float16)  # of rows that tensor cores multiply
+WARPGROUPS = (9, 0)  # the compute capability whose warpgroups multiply tiles
 Way = Literal["rows", "step", "tiles"]  # kernels/append.cu, append_step.cu, append_tiles.cu
 _PLANS: nvrtc.Numbered[AppendPlan] = nvrtc.Numbered()
 
@@ -59,7 +59,7 @@ def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel
     if made.step:
         return nvrtc.Kernel(made.text, "kvant_append_step", device, STEP_WARPS * 32)
     if tiled:
-        return nvrtc.Kernel(made.text, "kvant_append_tiles", device, TILE_WARPS * 32)
+        return nvrtc.Kernel(made.text, "kvant_append_tiles", device, made.tile_warps * 32, made.shared)
     return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
 
 
@@ -108,6 +108,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         (_parts(k.matrix), _parts(v.matrix)),
         rope_block,
         way == "step",
+        way == "tiles" and torch.cuda.get_device_capability(key.device) == WARPGROUPS,
     )
     _append(
         store.pages,
@@ -141,7 +142,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
 def _way(store: LayerStore, key: Tensor, value: Tensor) -> Way:
     """Which kernel appends these rows."""
     layout, rope = store.layout, store.key.rope
-    if any(x.dtype not in MATRIX_PARTS for x in (key, value)):
+    if any(x.dtype not in TENSOR_CORE_TYPES for x in (key, value)):
         return "rows"
     whole = rope is None or 2 * len(rope.inv_freq) == layout.head_dim  # RoPE rotates all channels
     tiled = tileable(layout) and (rope is None or is_banded(layout.format("key")))
@@ -163,35 +164,28 @@ def _parts(matrix: Tensor | None) -> int:
 def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way: Way) -> _Rows:
     """What the kernel is given of a stream."""
     layout, stream, tensors = store.layout, store.stream(name), store.stream(name).codec.tensors
-    if way == "tiles" and is_banded(layout.format(name)):
-        banded = banded_tile_matrix(store, name)
-        return _Rows(
-            x.contiguous(),
-            banded.weights,
-            banded.flag_mean,
-            mean=banded.mean,
-            matrix=banded.matrix,
-            entry_step=banded.entry_step,
-        )
     forward = store.derive(AppendTransforms).forward[name]
     multiplied = stream.rope is not None or forward.kind is TransformKind.MATRIX
-    if multiplied and way == "step":
-        step = step_matrix(store, name)
+    hadamard = forward.kind is TransformKind.HADAMARD
+    if way == "rows" and multiplied:
+        return _Rows(transform_rows(store, name, x, batch).contiguous(), tensors.weights, tensors.mean)
+    made: TileMatrix | None = None
+    if way == "step" and multiplied:
+        made = step_matrix(store, name)
+        made = made._replace(weights=tensors.weights, flag_mean=tensors.mean)
+    # at head_dim 96 the blocks of a Hadamard do not end where the shares of lanes do
+    if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and layout.head_dim == 96)):
+        made = tile_matrix(store, name)
+    if made is not None:
         return _Rows(
             x.contiguous(),
-            tensors.weights,
-            tensors.mean,
-            mean=step.mean,
-            matrix=step.matrix,
-            entry_step=step.entry_step,
+            made.weights,
+            made.flag_mean,
+            made.order,
+            mean=made.mean,
+            matrix=made.matrix,
+            entry_step=made.entry_step,
         )
-    if multiplied and way == "rows":
-        return _Rows(transform_rows(store, name, x, batch).contiguous(), tensors.weights, tensors.mean)
-    hadamard = forward.kind is TransformKind.HADAMARD
-    # at head_dim 96 the blocks of a Hadamard do not end where the shares of lanes do
-    if forward.kind is TransformKind.MATRIX or (way == "tiles" and hadamard and layout.head_dim == 96):
-        tile = affine_tile_matrix(store, name, x.dtype)
-        return _Rows(x.contiguous(), tensors.weights, tensors.mean, tile.order, mean=tile.mean, matrix=tile.matrix)
     signs = forward.tensor if hadamard else None
     return _Rows(x.contiguous(), tensors.weights, tensors.mean, forward.order, signs, forward.mean)
 
@@ -275,10 +269,11 @@ def _append(
         across = max(1, min(-(-len(key) // STEP_WARPS), kernel.blocks // (2 * heads)))
         kernel.launch((across, 2 * heads), arguments)
         return
-    if tiled:  # CTAs of keys and CTAs of values; of banded streams, a CTA has one head
-        tiles = -(-len(key) // 16)
-        banded = is_banded(made.layout.format("key"))
-        ctas = 2 * (heads * -(-tiles // TILE_WARPS) if banded else -(-tiles * heads // TILE_WARPS))
+    tiles = -(-len(key) // 16)
+    if tiled and any(made.parts):  # CTAs of a head each, which keep its matrices in shared memory
+        ctas = heads * max(1, min(-(-tiles // made.tile_warps), kernel.blocks // heads))
+    elif tiled:  # CTAs of keys and CTAs of values
+        ctas = 2 * -(-tiles * heads // made.tile_warps)
     else:
         ctas = -(-(-(-len(key) // 2) * heads) // WARPS)
     kernel.launch((ctas, 1), arguments)

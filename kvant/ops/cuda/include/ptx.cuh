@@ -1,4 +1,4 @@
-// Instructions in PTX; this file and copies.cuh have all of it. NVRTC compiles without host headers, so conversions of 16-bit numbers
+// Instructions in PTX; this file, copies.cuh and warpgroup.cuh have all of it. NVRTC compiles without host headers, so conversions of 16-bit numbers
 // are here, too. tests/ops/emulated/include has the same functions for a CPU.
 
 #pragma once

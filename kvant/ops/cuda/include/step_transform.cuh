@@ -17,19 +17,6 @@ struct StepShared {
   float sums[2][STEP_TOKENS][SUM_FLOATS];      // [half of the channels, token, column]
 };
 
-template <int N> DEV void load_floats(float* x, const float* p) {  // aligned to N floats where N is 2 or 4
-  if constexpr (N == 4) {
-    const float4 v = *(const float4*)p;
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-  } else if constexpr (N == 2) {
-    const float2 v = *(const float2*)p;
-    x[0] = v.x, x[1] = v.y;
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] = p[i];
-  }
-}
-
 // A warp's share of the matrix of a stream and head: [parts, steps of 16 channels], as B operands of two tiles of 8 columns.
 template <class S> struct MatrixShare {
   static constexpr int STEPS = D / 32;
