@@ -20,21 +20,23 @@ template <class A> DEV int sequence_of(const A& a, int token) {
   return search_sequence(a, token);
 }
 
-// A new token among the tokens of its sequence, and the sequence's row of the overlays.
+// A new token among the tokens of its sequence, found with as few loads after each other as there can be: `load` begins to load what is right in a
+// decode step, where every sequence has one new token; `settle` waits for it and, where it is another sequence's, searches.
 struct NewToken {
-  s64 length, position, overlay_row;
-};
-// The same, with as few loads after each other as there can be: for a decode step, one. A token that is not `wanted`, padding, is not searched
-// for, and may get any sequence.
-template <class A> DEV NewToken new_token(const A& a, int token, bool wanted) {
-  int b = min(token, a.batch - 1);
-  s64 begin = a.query_start_loc[b], end = a.query_start_loc[b + 1], length = a.seq_lens[b], row = a.overlay_rows[b];
-  if (wanted & (token < begin | token >= end)) {
-    b = search_sequence(a, token);
-    end = a.query_start_loc[b + 1], length = a.seq_lens[b], row = a.overlay_rows[b];
+  s64 begin, end, length, overlay_row;  // of the sequence: its first new token and the one after its last, its tokens, its row of the overlays
+
+  template <class A> DEV void load(const A& a, int token) {
+    const int b = min(token, a.batch - 1);
+    begin = a.query_start_loc[b], end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];
   }
-  return {length, length - (end - token), row};
-}
+  // Padding, a token that is not `wanted`, may stay with any sequence.
+  template <class A> DEV void settle(const A& a, int token, bool wanted) {
+    if (!wanted | token >= begin & token < end) return;
+    const int b = search_sequence(a, token);
+    end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];
+  }
+  DEV s64 position(int token) const { return length - (end - token); }
+};
 
 // The RoPE block of a position, counted from the one of its sequence's first token; rope_first is that token's RoPE position. Padding
 // tokens lie in no sequence, so the result is kept inside the table of blocks.

@@ -10,19 +10,26 @@
 #include "include/append_stream.cuh"
 #include "include/step_transform.cuh"
 
-// What a warp has loaded of a token before it begins.
+// A token of a warp.
 template <class S> struct StepToken {
-  s64 slot;
-  NewToken place;
+  static constexpr bool PLACED = S::ROPE_BLOCK > 0 || Config::OVERLAY_TOKENS > 0;  // whether its place in its sequence matters
+  s64 slot;  // -1 where there is no such token
+  NewToken found;
   StepRow<S> row;
 
-  // Token number `token`; the last one where there are not so many, with slot -1.
+  // Begins to load it; where there are not so many tokens, the last one.
   DEV void load(const AppendArguments& a, int token, int head, int lane) {
     const int there = min(token, a.tokens - 1);
-    slot = token < a.tokens ? a.slot_mapping[there] : -1;
-    place = {1, 0, 0};
-    if constexpr (S::ROPE_BLOCK > 0 || Config::OVERLAY_TOKENS > 0) place = new_token(a, there, slot >= 0);
+    slot = a.slot_mapping[there];
+    if constexpr (PLACED) found.load(a, there);
     row.load(a, there, head, lane);
+  }
+  // Waits for it; returns its position.
+  DEV s64 settle(const AppendArguments& a, int token) {
+    slot = token < a.tokens ? slot : -1;
+    if constexpr (!PLACED) return 0;
+    found.settle(a, min(token, a.tokens - 1), slot >= 0);
+    return found.position(min(token, a.tokens - 1));
   }
 };
 
@@ -74,16 +81,16 @@ template <class S> DEV void append_stream(const AppendArguments& a, StepShared& 
   while (true) {
     // Transform.
     float x[STEP_CHANNELS];
-    const int block = S::ROPE_BLOCK > 0 ? rope_block_of<S::ROPE_BLOCK>(a, (int)token.place.position) : 0;
+    const s64 position = token.settle(a, first + warp);
+    const int block = S::ROPE_BLOCK > 0 ? rope_block_of<S::ROPE_BLOCK>(a, (int)position) : 0;
     transform_step<S>(a, sh, token.row, matrix, about.mean, block, warp, lane, x);
-    const s64 slot = token.slot;
-    const NewToken place = token.place;
+    const s64 slot = token.slot, at = Config::OVERLAY_TOKENS > 0 ? overlay_place(token.found.overlay_row, token.found.length, position) : -1;
     first += apart;
     if (first < a.tokens) token.load(a, first + warp, head, lane);
 
     // Keep in the overlay, and code.
     if (slot >= 0) {
-      if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row<32>(S::overlay(a), x, overlay_place(place.overlay_row, place.length, place.position), head, lane);
+      if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row<32>(S::overlay(a), x, at, head, lane);
       if constexpr (Config::CLIP) clip_row<STEP_CHANNELS, 1, 32>(x, S::clip(a));
       store_row<S>(a, x, about, bytes, slot, head, lane);
     }
