@@ -9,9 +9,9 @@ template <int FROM, int TO, class T, class F> DEV T reduce_lanes(T x, F f) {
   for (int o = FROM; o < TO; o <<= 1) x = f(x, __shfl_xor_sync(FULL, x, o));
   return x;
 }
-template <int FROM, int TO> DEV int count_lanes(int x) {
-  if constexpr (FROM == 1 && TO == 32) return __reduce_add_sync(FULL, x);
-  else return reduce_lanes<FROM, TO>(x, [](int a, int b) { return a + b; });
+template <int FROM, int TO> DEV int count_lanes(float x) {  // of whole numbers
+  if constexpr (FROM == 1 && TO == 32) return __reduce_add_sync(FULL, __float2int_rn(x));
+  else return __float2int_rn(reduce_lanes<FROM, TO>(x, [](float a, float b) { return a + b; }));
 }
 
 // How a row is clipped at a quantile of its magnitudes. With the magnitudes in falling order m[0] >= m[1] >= ..., the limit lies `share` of the
@@ -21,10 +21,10 @@ struct Clip {
   float share, start, gap;  // start: where the search begins; gap: about how far apart magnitudes are there; in mean magnitudes of the row
 };
 
-// Clips a row, a lane having N of its channels. A threshold with `drop` magnitudes above it is searched by counting: first where it would be
+// The limit at which a row is clipped, a lane having N of its channels; infinity where nothing is. A threshold with `drop` magnitudes above it is searched by counting: first where it would be
 // for normal numbers, then by Newton's method with their density, and by bisection where that leaves the range. Floats of one sign are in
 // the order of their bits, so that every try makes the range (low, high) smaller.
-template <int N, int FROM, int TO> DEV void clip_row(float* x, const Clip& clip) {
+template <int N, int FROM, int TO> DEV float clip_limit(const float* x, const Clip& clip) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < N; i++) sum += fabsf(x[i]);
@@ -38,10 +38,10 @@ template <int N, int FROM, int TO> DEV void clip_row(float* x, const Clip& clip)
     if (k >= 4 || tried <= low || tried >= high) tried = k < 12 ? __float_as_int(0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high))) : low + (high - low) / 2;
     tried = max(min(tried, high - 1), low + 1);
     const float threshold = __int_as_float(tried);
-    int above = 0;
+    float more = 0.f;
 #pragma unroll
-    for (int i = 0; i < N; i++) above += fabsf(x[i]) > threshold;
-    above = count_lanes<FROM, TO>(above);
+    for (int i = 0; i < N; i++) more += is_greater(fabsf(x[i]), threshold);
+    const int above = count_lanes<FROM, TO>(more);
     if (found || high - low <= 1) continue;
     if (above == clip.drop) found = true, limit = threshold;
     else if (above > clip.drop) low = tried;
@@ -61,9 +61,11 @@ template <int N, int FROM, int TO> DEV void clip_row(float* x, const Clip& clip)
     const float apart = least - most;
     limit = clip.share < 0.5f ? fmaf(clip.share, apart, most) : fmaf(clip.share - 1.f, apart, least);
   }
+  return clip.drop ? limit : __int_as_float(0x7f800000);
+}
+template <int N> DEV void clip_row(float* x, float limit) {
 #pragma unroll
-  for (int i = 0; i < N; i++)
-    if (clip.drop) x[i] = fminf(fmaxf(x[i], -limit), limit);
+  for (int i = 0; i < N; i++) x[i] = fminf(fmaxf(x[i], -limit), limit);
 }
 
 struct AffineScale {

@@ -91,7 +91,7 @@ template <class S> DEV void append_stream(const AppendArguments& a, StepShared& 
     // Keep in the overlay, and code.
     if (slot >= 0) {
       if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row<32>(S::overlay(a), x, at, head, lane);
-      if constexpr (Config::CLIP) clip_row<STEP_CHANNELS, 1, 32>(x, S::clip(a));
+      if constexpr (Config::CLIP) clip_row<STEP_CHANNELS>(x, clip_limit<STEP_CHANNELS, 1, 32>(x, S::clip(a)));
       store_row<S>(a, x, about, bytes, slot, head, lane);
     }
     if (first >= a.tokens) return;

@@ -14,6 +14,23 @@
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
+// Clips rows; [least, most] becomes the range of the owned row. Where there are few codes, what lies beyond the range gets the code of its end anyway,
+// and is left as it is; unless the range is so narrow that the end, rounded, is another code.
+template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], float& least, float& most) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
+  const Clip clip = S::clip(a);
+  float limit[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, S::KEY ? 1 : 4, S::KEY ? 4 : 32>(tile.x[r], clip);
+  tile.range(w, least, most);
+  const float end = tile.owned(limit) * tile.FACTOR;
+  least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
+  if (!LEFT || __any_sync(FULL, clip.drop && most - least <= end * 0.0625f))
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
+}
+
 template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool KEY = S::KEY, AS_READ = TokenTile<S>::AS_READ;
@@ -32,12 +49,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
 
   // Scale of the owned row.
-  if constexpr (Config::CLIP) {
-    const Clip clip = S::clip(a);
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) clip_row<N, KEY ? 1 : 4, KEY ? 4 : 32>(tile.x[r], clip);
-    tile.range(w, least, most);
-  }
+  if constexpr (Config::CLIP) clip_tile(tile, a, w, least, most);
   const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
     float squares[ROWS];
     tile.broadcast_rows(tried.reciprocal, reciprocal), tile.broadcast_rows(tried.zero, zero);
@@ -55,9 +67,10 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   });
   if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
-  // Codes. Numbers as they were read need no exact rounding.
+  // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
+  constexpr bool EXACT = !AS_READ && !(S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN);
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
-  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, !AS_READ>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
+  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
   if constexpr (!S::VALUES) store_keys(tile, a, first, head, coder);
   else if constexpr (KEY) store_value_rows(tile, a, first, head, coder);
   else store_values(tile, a, first, head, coder);

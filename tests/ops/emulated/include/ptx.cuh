@@ -207,6 +207,7 @@ DEV float log2_(float x) { return log2f(x); }
 static inline float held(float x) { return x > 0.f ? fminf(x, 1.f) : 0.f; }
 DEV float fma_held(float x, float y, float z) { return held(fmaf(x, y, z)); }
 DEV float add_held(float x, float y) { return held(x + y); }
+DEV float is_greater(float x, float y) { return x > y ? 1.f : 0.f; }
 template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
   const auto half = [](u32 w, int e) { return TYPE == 0 ? __uint_as_float((w >> 16 * e) << 16) : half_to_float(w >> 16 * e & 0xffff); };
   const float low = f(half(x, 0), half(y, 0)), high = f(half(x, 1), half(y, 1));
