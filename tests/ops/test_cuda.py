@@ -504,6 +504,44 @@ def check_step(
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("oscar:sink=3,recent=20", 128),
+        ("oscar:per_head=true", 64),
+        ("saw-int4-hessian-kv", 96),
+        ("kvant-4", 96),
+        ("kvant-2", 128),
+        ("kvant-2:rope_block=70", 64),
+        ("kvant-2:rope=post,v.bits=4", 128),
+    ],
+)
+def test_tiles_are_multiplied_by_warpgroups_as_by_warps(
+    name: str, dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tiles, so that every CTA has several; the last ones are not full."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
+    cache, seqs = filled(name, 4, 1, dim, dtype, [1, 40, 63], first=1013, spare=1200)
+    store, counts = cache.stores[0], [20000, 7, 30001]
+    k, v = (vectors(sum(counts), 4, dim, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+    batch = cache.extend(seqs, counts)
+    written = []
+    for capability in (torch.cuda.get_device_capability(), (0, 0)):
+        monkeypatch.setattr(cuda_append, "WARPGROUPS", capability)
+        if capability != (0, 0) and capability != (9, 0):
+            pytest.skip("only sm_90 multiplies by warpgroups")
+        store.pages.fill_(0xFF)
+        cuda_append.append(store, k, v, batch)
+        written.append([store.pages.clone(), *(overlay.clone() for overlay in store.overlays.values())])
+    assert bool((written[0][0] != 0xFF).any())
+    assert float((written[0][0] != written[1][0]).double().mean()) < 2e-5
+    for one, two in zip(written[0][1:], written[1][1:], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("sequences", [1, 15, 16, 17, 128])
 @pytest.mark.parametrize(("name", "dim", "dtype", "page"), STEPS)
 def test_a_step_is_appended_in_one_launch(

@@ -35,7 +35,8 @@ template <int N, int FROM, int TO> DEV float clip_limit(const float* x, const Cl
   bool found = false;
   for (int k = 0; __any_sync(FULL, clip.drop && !found && high - low > 1); k++) {
     int tried = __float_as_int(guess);
-    if (k >= 4 || tried <= low || tried >= high) tried = k < 12 ? __float_as_int(0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high))) : low + (high - low) / 2;
+    if (tried <= low || tried >= high) tried = __float_as_int(0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high)));
+    if (k >= 16) tried = low + (high - low) / 2;  // so that it ends, whatever the numbers are
     tried = max(min(tried, high - 1), low + 1);
     const float threshold = __int_as_float(tried);
     float more = 0.f;
