@@ -10,6 +10,7 @@ too: after a change of names or of files alone it must stay as it was.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import struct
@@ -58,10 +59,17 @@ def texts() -> Iterator[tuple[str, str]]:
         for stream in ("key", "value"):
             yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "float16").text  # type: ignore[arg-type]
         if append.refuse_layout(layout) is None:
-            yield f"append {name} a step", append.AppendPlan(layout, ("bfloat16", "bfloat16"), (128, 1)).text
-            tiled = append.AppendPlan(layout, ("bfloat16", "bfloat16"), (128, 1), (True, False), (0, 2))
-            if name == "kvant-2":
-                tiled = append.AppendPlan(layout, ("bfloat16", "bfloat16"), (1, 1), (True, False), (2, 2), 256)
+            types = ("bfloat16", "bfloat16")
+            yield f"append {name} rows", append.AppendPlan(layout, types, (128, 1)).text
+            if name in ("oscar", "kvant-2"):
+                block = layout.recipe.key.effective_rope_block
+                step = append.AppendPlan(layout, types, (1, 1), (name == "kvant-2", False), (2, 2), block, step=True)
+                yield f"append {name} a step", step.text
+            tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
+            if name in ("oscar", "kvant-2"):
+                block = layout.recipe.key.effective_rope_block
+                tiled = append.AppendPlan(layout, types, (1, 1), (name == "kvant-2", False), (2, 2), block)
+                yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True).text
             yield f"append {name} prompts", tiled.text
     yield "overlay_step", overlay_step.text(64)
     layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")
@@ -112,7 +120,7 @@ def main() -> None:
     for name, text in texts():
         if args.only not in name:
             continue
-        code = nvrtc.compile_text(text, args.arch)
+        code = nvrtc.compile_text(text, args.arch + ("a" if "#define WGMMA 1\n" in text else ""))
         for kernel, found in sorted(kernels_of(code).items()):
             table.append({"text": name, "kernel": kernel, **found})
             line = f"{name:36} {kernel:20} registers {found['registers']:4} stack {found['stack']:5} shared {found['shared']:6}"

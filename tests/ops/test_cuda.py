@@ -376,6 +376,8 @@ def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: 
         "saw-int4-kv:order=16",
         "kvant-4-fast",
         "saw-hessian",
+        "oscar:sink=3,recent=20",
+        "int4:k.clip=0.6",
         "kvant-2",
         "kvant-2:rope=post,sink=0,recent=0",
         "kvant-2:rope_block=70,k.bits=4/4/0,v.bits=4",
@@ -424,6 +426,175 @@ def test_append_writes_what_the_reference_writes(
     assert seqs[0][0].pages[0] == seqs[1][0].pages[0] == 0
     error, _ = difference(written, stores[1], layout.page_tokens)  # of a page that is full
     assert error < (2e-2 if name.startswith("kvant-2") else 1e-3)  # one code of 2 bits is 0.01 of a page
+    for side in ("key", "value"):
+        found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+STEPS = [  # recipe, head_dim, type and tokens of a page of rows that kernels/append_step.cu appends
+    ("oscar:sink=3,recent=20", 128, "bfloat16", None),
+    ("oscar", 96, "float16", None),
+    ("oscar:per_head=true,sink=0,recent=0", 64, "bfloat16", 16),
+    ("oscar:v.target=none,v.hadamard=none,v.bitrev=false,clip=1", 128, "float16", None),  # values have no matrix
+    ("oscar:bits=3,k.clip=0.6", 128, "bfloat16", None),
+    ("saw-int4-hessian", 96, "bfloat16", None),
+    ("saw-int4-hessian-kv:sink=2,recent=5", 64, "float16", None),
+    ("kvant-2", 128, "bfloat16", None),
+    ("kvant-2:rope_block=70,sink=3,recent=20", 64, "float16", 16),
+    ("kvant-2:rope=post,sink=0,recent=0", 128, "float16", 32),
+    ("kvant-2:k.bits=4,v.bits=4", 128, "bfloat16", None),
+    ("kvant-2:search=9,k.bits=0/4/2,v.unbiased=true", 128, "bfloat16", 128),
+    ("kvant-4:k.rope=block,rope_block=64", 96, "bfloat16", None),  # values have a Hadamard
+]
+
+
+def check_step(
+    name: str,
+    dim: int,
+    dtype: str,
+    page: int | None,
+    sequences: int,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str = "cuda",
+    limit: float = 1e-4,
+) -> None:
+    """Steps of one token a sequence and of several, some of them padding: sequences are in the sinks, in the ring, beyond both. One launch,
+    and the bytes of the reference, which runs on the CPU."""
+    torch.manual_seed(0)
+    ran: list[bool] = []
+    kernel = cuda_append._kernel
+    monkeypatch.setattr(cuda_append, "_kernel", lambda *args: ran.append(args[0].step) or kernel(*args))
+    monkeypatch.setattr(cuda_append, "transform_rows", None)
+    recipe, heads = recipes.get(name), 2
+    layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
+    lengths = [(1 + 37 * i) % 151 for i in range(sequences)]
+    pages = sum(layout.pages_for(n + 8) for n in lengths) + 1
+    tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, dtype), "cpu")
+    caches = []
+    for where in (device, "cpu"):
+        ropes = [Rope(rope_of(dim).inv_freq.to(where), 1013)] if recipe.wants_rope else None
+        with warnings.catch_warnings(action="ignore"):  # of the reference
+            by = "reference" if where == "cpu" else None
+            caches.append(PagedCache(layout, 1, pages, where, {0: tensors}, ropes=ropes, implementation=by))
+    seqs = [[cache.new() for _ in lengths] for cache in caches]
+    stores = [cache.stores[0] for cache in caches]
+    for store in stores:
+        store.pages.fill_(0xFF)
+        for overlay in store.overlays.values():
+            overlay.fill_(7.0)
+    for step, counts in enumerate((lengths, [1] * sequences, [i % 3 for i in range(1, sequences + 1)])):
+        k, v = (vectors(sum(counts), heads, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+        batches = [cache.extend(own, counts) for cache, own in zip(caches, seqs, strict=True)]
+        for batch in batches:
+            batch.slot_mapping[5::7] = -1
+        reference.append(stores[1], k, v, batches[1])
+        if step:
+            cuda_append.append(stores[0], k.to(device), v.to(device), batches[0])
+        else:
+            stores[0].pages.copy_(stores[1].pages)
+            for side, overlay in stores[0].overlays.items():
+                overlay.copy_(stores[1].overlays[side])
+    assert ran == [True, True]
+    assert bool((stores[1].pages != 0xFF).any())
+    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < limit
+    for side in ("key", "value"):
+        found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("oscar:sink=3,recent=20", 128),
+        ("oscar:per_head=true", 64),
+        ("saw-int4-hessian-kv", 96),
+        ("kvant-4", 96),
+        ("kvant-2", 128),
+        ("kvant-2:rope_block=70", 64),
+        ("kvant-2:rope=post,v.bits=4", 128),
+    ],
+)
+def test_tiles_are_multiplied_by_warpgroups_as_by_warps(
+    name: str, dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tiles, so that every CTA has several; the last ones are not full."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
+    cache, seqs = filled(name, 4, 1, dim, dtype, [1, 40, 63], first=1013, spare=1200)
+    store, counts = cache.stores[0], [20000, 7, 30001]
+    k, v = (vectors(sum(counts), 4, dim, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+    batch = cache.extend(seqs, counts)
+    written = []
+    for capability in (torch.cuda.get_device_capability(), (0, 0)):
+        monkeypatch.setattr(cuda_append, "WARPGROUPS", capability)
+        if capability != (0, 0) and capability != (9, 0):
+            pytest.skip("only sm_90 multiplies by warpgroups")
+        store.pages.fill_(0xFF)
+        cuda_append.append(store, k, v, batch)
+        written.append([store.pages.clone(), *(overlay.clone() for overlay in store.overlays.values())])
+    assert bool((written[0][0] != 0xFF).any())
+    assert float((written[0][0] != written[1][0]).double().mean()) < 2e-5
+    for one, two in zip(written[0][1:], written[1][1:], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("sequences", [1, 15, 16, 17, 128])
+@pytest.mark.parametrize(("name", "dim", "dtype", "page"), STEPS)
+def test_a_step_is_appended_in_one_launch(
+    name: str, dim: int, dtype: str, page: int | None, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_step(name, dim, dtype, page, sequences, monkeypatch)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["oscar:sink=3,recent=20", "kvant-2:rope_block=70,sink=3,recent=20"])
+def test_steps_are_appended_in_a_cuda_graph(name: str) -> None:
+    """Steps of one graph, whose sequences leave the sinks, fill the ring, enter another RoPE block and another page."""
+    lengths, heads, dim, steps = [0, 2, 61], 2, 128, 80
+    recipe = recipes.get(name)
+    layout = make_layout(name, heads, dim, dtype="bfloat16")
+    tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, "bfloat16"), "cpu")
+    caches = []
+    for where in ("cuda", "cpu"):
+        ropes = [Rope(rope_of(dim).inv_freq.to(where), 1013)] if recipe.wants_rope else None
+        with warnings.catch_warnings(action="ignore"):  # of the reference
+            by = "reference" if where == "cpu" else None
+            caches.append(PagedCache(layout, 1, 20, where, {0: tensors}, ropes=ropes, implementation=by))
+    seqs = [[cache.new() for _ in lengths] for cache in caches]
+    stores = [cache.stores[0] for cache in caches]
+    for store in stores:
+        store.pages.fill_(0xFF)
+        for overlay in store.overlays.values():
+            overlay.fill_(7.0)
+    new = torch.empty(2, len(lengths), heads, dim, dtype=torch.bfloat16, device="cuda")
+    graph, still = torch.cuda.CUDAGraph(), None
+    for step in range(-1, steps):
+        counts = lengths if step < 0 else [1] * len(lengths)
+        k, v = (vectors(sum(counts), heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+        batches = [cache.extend(own, counts) for cache, own in zip(caches, seqs, strict=True)]
+        reference.append(stores[1], k, v, batches[1])
+        if step < 0:
+            cuda_append.append(stores[0], k.cuda(), v.cuda(), batches[0])
+            continue
+        table = torch.zeros(len(lengths), 8, dtype=torch.int64, device="cuda")
+        table[:, : batches[0].block_table.shape[1]] = batches[0].block_table
+        batch = batches[0]._replace(block_table=table)
+        new[0].copy_(k), new[1].copy_(v)
+        if still is None:
+            still = batch
+            cuda_append.append(stores[0], new[0], new[1], still)  # the same again writes the same
+            with torch.cuda.graph(graph):
+                cuda_append.append(stores[0], new[0], new[1], still)
+        for name_, tensor in batch._asdict().items():
+            for into, out in zip(_tensors(getattr(still, name_)), _tensors(tensor), strict=True):
+                into.copy_(out)
+        graph.replay()
+    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < 1e-4
     for side in ("key", "value"):
         found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
@@ -707,8 +878,14 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         if banded:
             tiles = cuda_append.AppendPlan(layout, types, (1, 1), (True, False), (2, 2), 256)
             assert tiles.tiled
+        step = cuda_append.AppendPlan(layout, types, (1, 128), (True, False), (2, 0), 256 if banded else 0, step=True)
         for arch in ("sm_80", "sm_90"):
             nvrtc.compile_text(tiles.text, arch)
+            nvrtc.compile_text(step.text, arch)
+        warpgroups = dataclasses.replace(tiles, wgmma=True)
+        if tiles.tiled:
+            assert nvrtc.architecture(warpgroups.text, (9, 0)) == "sm_90a"
+        nvrtc.compile_text(warpgroups.text, nvrtc.architecture(warpgroups.text, (9, 0)))
 
 
 def test_a_matrix_that_does_not_fit_beside_the_pages_has_a_kernel_of_its_own() -> None:

@@ -435,6 +435,17 @@ def test_append(name: str, dim: int) -> None:
     check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("sequences", [1, 15, 16, 17])
+@pytest.mark.parametrize(("name", "dim", "dtype", "page"), test_cuda.STEPS)
+def test_append_of_a_step(
+    name: str, dim: int, dtype: str, page: int | None, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows have a matrix or are unrotated: by one kernel, whose CTAs take one tile of 16 tokens or several."""
+    monkeypatch.setattr(emulated.Kernel, "blocks", 8 if sequences == 17 else 4)
+    test_cuda.check_step(name, dim, dtype, page, sequences, monkeypatch, "cpu", 1e-3)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "page"),
@@ -487,16 +498,38 @@ def test_tiles_of_which_some_channels_are_turned_are_appended_in_pairs(monkeypat
     assert ran == [False]
 
 
-def test_tiles_of_zeros_and_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are brought into the range of fp16, and those of nothing stay nothing."""
-    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
-    made = [filled("kvant-2:sink=0,recent=0", 2, 1, 64, [1, 63]) for _ in range(2)]
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+@pytest.mark.parametrize("name", ["kvant-2:sink=0,recent=0", "oscar:sink=0,recent=0"])
+def test_rows_of_zeros_and_of_any_size(name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are brought into the range of fp16, and those of nothing stay nothing; in tiles and in steps."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
+    made = [filled(name, 2, 1, 64, [1, 63]) for _ in range(2)]
     size = torch.tensor([0.0, 1e-30, 1e-9, 1.0, 3e5, 1e12])[torch.arange(60) % 6, None, None]
     k, v = ((vectors(60, 2, 64, "cpu", shift) * size).bfloat16() for shift in (0.0, 0.4))
     for (cache, seqs), run in zip(made, (reference.append, cuda_append.append), strict=True):
         run(cache.stores[0], k, v, cache.extend(seqs, [41, 19]))
     one, two = (cache.stores[0].pages for cache, _ in made)
     assert float((one != two).double().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+@pytest.mark.parametrize("name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float"])
+def test_rows_are_clipped_where_the_reference_clips_them(
+    name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with many equal magnitudes, few that are not zero, heavy tails, and numbers far from zero. There is no sum before the codes:
+    they are the reference's, and so are scales, minima and zeros, but for the sign of a minimum of zero."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
+    made = [filled(name, 2, 1, 64, [1, 63], spare=9) for _ in range(2)]
+    x = torch.randn(64, 2, 64)
+    rows = [x, x.sign(), x * (torch.rand_like(x) < 0.05), x**9, x + 300, (x * 2).round() / 2, x * 1e-20, x * 1e20]
+    k, v = torch.stack(rows).transpose(0, 1).reshape(2, -1, 2, 64).bfloat16()
+    for (cache, seqs), run in zip(made, (reference.append, cuda_append.append), strict=True):
+        run(cache.stores[0], k, v, cache.extend(seqs, [100, len(k) - 100]))
+    for stream in ("key", "value"):
+        one, two = (cache.layout.unpack(stream, cache.stores[0].pages[:10]) for cache, _ in made)  # type: ignore[arg-type]
+        for part, expected in one.items():
+            torch.testing.assert_close(two[part], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.few(1)

@@ -86,3 +86,8 @@ def test_what_cannot_be_kept_serves_the_process_and_that_is_said_once(compiled: 
         nvrtc.cached_code("a", "sm_90", directory)
         nvrtc.cached_code("b", "sm_90", directory)
     assert compiled == ["a", "b"]
+
+
+def test_products_of_warpgroups_are_compiled_for_one_architecture() -> None:
+    assert nvrtc.architecture(nvrtc.program("include/ptx.cuh"), (9, 0)) == "sm_90"
+    assert nvrtc.architecture(nvrtc.program("include/ptx.cuh", defines={"WGMMA": 1}), (9, 0)) == "sm_90a"

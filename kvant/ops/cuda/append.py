@@ -1,24 +1,28 @@
-"""Appends any number of new tokens: one launch, after one of transform_kv for each stream that is unrotated or has a matrix
-that the kernel does not apply itself. Token-wise codes are written by kernels/append.cu or, for prompts, by
-kernels/append_tiles.cu; product quantization by append_pq, keys that are coded in groups of tokens by append_groups."""
+"""Appends any number of new tokens, in one launch. Token-wise codes are written by kernels/append.cu; for prompts by
+kernels/append_tiles.cu; where rows have a matrix or are unrotated, and for few tokens, by kernels/append_step.cu. Rows of float32, of
+other head dims than 64, 96 and 128 and with RoPE over some of their channels are multiplied by launches of transform_kv before
+kernels/append.cu. Product quantization is written by append_pq, keys that are coded in groups of tokens by append_groups."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import statistics
+from typing import Literal
 
 import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import append_groups, append_plan, append_pq, nvrtc, refusals
-from kvant.ops.cuda.append_matrices import AppendTransforms, affine_tile_matrix, banded_tile_matrix
+from kvant.ops.cuda.append_matrices import AppendTransforms, TileMatrix, step_matrix, tile_matrix
 from kvant.ops.cuda.append_plan import (
-    MATRIX_PARTS,
-    TILE_WARPS,
+    STEP_WARPS,
     WARPS,
     AppendArguments,
     AppendPlan,
     is_banded,
+    steppable,
     tileable,
 )
 from kvant.ops.cuda.config import ELEMENT_TYPES
@@ -29,6 +33,9 @@ from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
+TENSOR_CORE_TYPES = (torch.bfloat16, torch.float16)  # of rows that tensor cores multiply
+WARPGROUPS = (9, 0)  # the compute capability whose warpgroups multiply tiles
+Way = Literal["rows", "step", "tiles"]  # kernels/append.cu, append_step.cu, append_tiles.cu
 _PLANS: nvrtc.Numbered[AppendPlan] = nvrtc.Numbered()
 
 
@@ -49,8 +56,10 @@ def refuse_layout(layout: Layout) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _kernel(made: AppendPlan, device: torch.device, tiled: bool) -> nvrtc.Kernel:
+    if made.step:
+        return nvrtc.Kernel(made.text, "kvant_append_step", device, STEP_WARPS * 32)
     if tiled:
-        return nvrtc.Kernel(made.text, "kvant_append_tiles", device, TILE_WARPS * 32)
+        return nvrtc.Kernel(made.text, "kvant_append_tiles", device, made.tile_warps * 32, made.shared)
     return nvrtc.Kernel(made.text, "kvant_append", device, WARPS * 32)
 
 
@@ -70,8 +79,7 @@ class _Rows:
 
 @register("append", "cuda", refuse, rank=10, capturable=True)
 def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
-    """As the reference's `append`. Matrices are multiplied by and keys are unrotated in the kernel for tiles, and by transform_kv
-    before the kernel for single tokens."""
+    """As the reference's `append`."""
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     for name, x in rows.items():
         if str(x.dtype).removeprefix("torch.") not in ELEMENT_TYPES:
@@ -85,11 +93,10 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
 
 
 def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
-    tiled = len(key) * store.layout.heads >= TILE_ROWS and tileable(store.layout)
-    tiled = tiled and all(x.dtype in MATRIX_PARTS for x in (key, value)) and _unrotates_tiles(store)
-    k, v = _rows(store, "key", key, batch, tiled), _rows(store, "value", value, batch, tiled)
+    way = _way(store, key, value)
+    k, v = _rows(store, "key", key, batch, way), _rows(store, "value", value, batch, way)
     rope_block, rope_first, cosine, sine = 0, 0, None, None
-    if tiled and store.key.rope is not None:
+    if way != "rows" and store.key.rope is not None:
         rope_block, rope_first = store.key.spec.effective_rope_block, store.key.rope.first
         tokens = batch.block_table.shape[1] * store.layout.page_tokens + store.layout.recipe.origin
         cosine, sine = rope_table(store, blocks_of(tokens, rope_first, rope_block))
@@ -100,6 +107,8 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         (k.mean is not None, v.mean is not None),
         (_parts(k.matrix), _parts(v.matrix)),
         rope_block,
+        way == "step",
+        way == "tiles" and torch.cuda.get_device_capability(key.device) == WARPGROUPS,
     )
     _append(
         store.pages,
@@ -130,10 +139,18 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
     )
 
 
-def _unrotates_tiles(store: LayerStore) -> bool:
-    """Whether tiles can be unrotated where they have to be: the keys are banded, and RoPE rotates all channels."""
-    rope, layout = store.key.rope, store.layout
-    return rope is None or (is_banded(layout.format("key")) and 2 * len(rope.inv_freq) == layout.head_dim)
+def _way(store: LayerStore, key: Tensor, value: Tensor) -> Way:
+    """Which kernel appends these rows."""
+    layout, rope = store.layout, store.key.rope
+    if any(x.dtype not in TENSOR_CORE_TYPES for x in (key, value)):
+        return "rows"
+    whole = rope is None or 2 * len(rope.inv_freq) == layout.head_dim  # RoPE rotates all channels
+    tiled = tileable(layout) and (rope is None or is_banded(layout.format("key")))
+    if whole and tiled and len(key) * layout.heads >= TILE_ROWS:
+        return "tiles"
+    forward = store.derive(AppendTransforms).forward
+    multiplied = rope is not None or any(fused.kind is TransformKind.MATRIX for fused in forward.values())
+    return "step" if multiplied and whole and steppable(layout) else "rows"
 
 
 def _type(x: Tensor) -> str:
@@ -144,27 +161,31 @@ def _parts(matrix: Tensor | None) -> int:
     return 0 if matrix is None else matrix.shape[1]
 
 
-def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, tiled: bool) -> _Rows:
+def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way: Way) -> _Rows:
     """What the kernel is given of a stream."""
     layout, stream, tensors = store.layout, store.stream(name), store.stream(name).codec.tensors
-    if tiled and is_banded(layout.format(name)):
-        banded = banded_tile_matrix(store, name)
+    forward = store.derive(AppendTransforms).forward[name]
+    multiplied = stream.rope is not None or forward.kind is TransformKind.MATRIX
+    hadamard = forward.kind is TransformKind.HADAMARD
+    if way == "rows" and multiplied:
+        return _Rows(transform_rows(store, name, x, batch).contiguous(), tensors.weights, tensors.mean)
+    made: TileMatrix | None = None
+    if way == "step" and multiplied:
+        made = step_matrix(store, name)
+        made = made._replace(weights=tensors.weights, flag_mean=tensors.mean)
+    # at head_dim 96 the blocks of a Hadamard do not end where the shares of lanes do
+    if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and layout.head_dim == 96)):
+        made = tile_matrix(store, name)
+    if made is not None:
         return _Rows(
             x.contiguous(),
-            banded.weights,
-            banded.flag_mean,
-            mean=banded.mean,
-            matrix=banded.matrix,
-            entry_step=banded.entry_step,
+            made.weights,
+            made.flag_mean,
+            made.order,
+            mean=made.mean,
+            matrix=made.matrix,
+            entry_step=made.entry_step,
         )
-    forward = store.derive(AppendTransforms).forward[name]
-    if stream.rope is not None or (forward.kind is TransformKind.MATRIX and not tiled):
-        return _Rows(transform_rows(store, name, x, batch).contiguous(), tensors.weights, tensors.mean)
-    hadamard = forward.kind is TransformKind.HADAMARD
-    # at head_dim 96 the blocks of a Hadamard do not end where the shares of lanes do
-    if forward.kind is TransformKind.MATRIX or (tiled and hadamard and layout.head_dim == 96):
-        tile = affine_tile_matrix(store, name, x.dtype)
-        return _Rows(x.contiguous(), tensors.weights, tensors.mean, tile.order, mean=tile.mean, matrix=tile.matrix)
     signs = forward.tensor if hadamard else None
     return _Rows(x.contiguous(), tensors.weights, tensors.mean, forward.order, signs, forward.mean)
 
@@ -229,6 +250,10 @@ def _append(
         value_matrix_unit=units[1],
         key_clip_share=places[0] - int(places[0]),
         value_clip_share=places[1] - int(places[1]),
+        key_clip_start=_normal_clip(clips[0], last)[0],
+        value_clip_start=_normal_clip(clips[1], last)[0],
+        key_clip_gap=_normal_clip(clips[0], last)[1],
+        value_clip_gap=_normal_clip(clips[1], last)[1],
         key_clip_drop=last - int(places[0]),
         value_clip_drop=last - int(places[1]),
         key_matrix_stride=_matrix_stride(key_matrix),
@@ -239,13 +264,27 @@ def _append(
         batch=len(seq_lens),
         half_batch=nvrtc.half_of(len(seq_lens)),
     )
-    if tiled:  # CTAs of keys and CTAs of values; of banded streams, a CTA has one head
-        tiles = -(-len(key) // 16)
-        banded = is_banded(made.layout.format("key"))
-        ctas = 2 * (heads * -(-tiles // TILE_WARPS) if banded else -(-tiles * heads // TILE_WARPS))
+    kernel = _kernel(made, key.device, tiled)
+    if made.step:  # CTAs of a head and stream each, as many as the GPU holds: each keeps its matrix in registers
+        across = max(1, min(-(-len(key) // STEP_WARPS), kernel.blocks // (2 * heads)))
+        kernel.launch((across, 2 * heads), arguments)
+        return
+    tiles = -(-len(key) // 16)
+    if tiled and any(made.parts):  # CTAs of a head each, which keep its matrices in shared memory
+        ctas = heads * max(1, min(-(-tiles // made.tile_warps), kernel.blocks // heads))
+    elif tiled:  # CTAs of keys and CTAs of values
+        ctas = 2 * -(-tiles * heads // made.tile_warps)
     else:
         ctas = -(-(-(-len(key) // 2) * heads) // WARPS)
-    _kernel(made, key.device, tiled).launch((ctas, 1), arguments)
+    kernel.launch((ctas, 1), arguments)
+
+
+@functools.lru_cache(maxsize=1024)
+def _normal_clip(clip: float, count: int) -> tuple[float, float]:
+    """For `count` normal numbers, in units of their mean magnitude: this quantile of the magnitudes, and how far apart they are
+    there."""
+    mean, z = math.sqrt(2 / math.pi), statistics.NormalDist().inv_cdf(0.5 + 0.5 * min(clip, 1 - 0.5 / count))
+    return z / mean, 1 / (count * 2 * statistics.NormalDist().pdf(z) * mean)
 
 
 def _matrix_stride(matrix: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""The matrices that kernels/append_tiles.cu multiplies tiles by, as the fragments of its tensor-core products."""
+"""The matrices that kernels/append_tiles.cu and append_step.cu multiply by, as the operands of their tensor-core products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda.append_plan import MATRIX_PARTS
+from kvant.ops.cuda.append_plan import is_banded
 from kvant.ops.cuda.transform_kv import matrix_in
 from kvant.ops.fused import FusedTransform, TransformKind, fuse, matrix_of
 from kvant.ops.types import Derived, LayerStore
@@ -19,13 +19,13 @@ Tensor = torch.Tensor
 
 
 class TileMatrix(NamedTuple):
-    """What tiles of a stream are multiplied by, and what is left to do after it. Where the stream is banded, channels are in the
-    order in which lanes hold them."""
+    """What rows of a stream are multiplied by, and what is left to do after it. Where tiles of the stream are banded, channels are in
+    the order in which lanes hold them."""
 
     matrix: (
         Tensor  # int32 [1 or heads, parts, ...]: pairs of 16-bit numbers, the largest part last, in the order of use
     )
-    entry_step: float = 1.0  # power of two that a banded stream's entries are multiples of
+    entry_step: float = 1.0  # power of two that the entries are multiples of
     order: int = 1  # of a Hadamard, whose factor is left to do
     mean: Tensor | None = None  # float32 [heads, head_dim], subtracted after it
     weights: Tensor | None = None  # float32 [heads, head_dim], of errors
@@ -37,8 +37,8 @@ class AppendTransforms(Derived):
     """The transforms of a store's streams as the append kernels apply them."""
 
     forward: dict[StreamName, FusedTransform]  # with the mean after the Hadamard
-    affine: dict[tuple[StreamName, torch.dtype], TileMatrix] = dataclasses.field(default_factory=dict)
-    banded: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
+    tiles: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
+    step: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -57,48 +57,29 @@ def _mean_after(forward: FusedTransform) -> FusedTransform:
     return dataclasses.replace(forward, mean=walsh_hadamard(mean, forward.order).float().contiguous())
 
 
-def affine_tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype) -> TileMatrix:
-    """The matrix of an affine stream, in parts of the type of its rows; made once for a store."""
+def tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+    """The matrix of a stream for kernels/append_tiles.cu; made once for a store."""
     made = store.derive(AppendTransforms)
-    if (name, dtype) not in made.affine:
-        made.affine[name, dtype] = _affine_tile_matrix(store, name, dtype, made.forward[name])
-    return made.affine[name, dtype]
+    if name not in made.tiles:
+        made.tiles[name] = _tile_matrix(store, name, made.forward[name])
+    return made.tiles[name]
 
 
-def _affine_tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype, forward: FusedTransform) -> TileMatrix:
-    layout, device, hadamard = store.layout, store.pages.device, forward.kind is TransformKind.HADAMARD
-    matrix = forward.tensor
-    if hadamard:  # as entries of +-1, which one part holds; the factor is left to the kernel
-        dual = matrix_of(store.stream(name).transforms, "dual", layout, device).tensor  # as forward, without a mean
-        matrix = None if dual is None else dual.sign()
-    assert matrix is not None
-    rest, parts = matrix.double().to(device), list[Tensor]()
-    for _ in range(1 if hadamard else MATRIX_PARTS[dtype]):
-        parts.insert(0, rest.to(dtype))
-        rest = rest - parts[0].double()
-    rows, columns = fragment_index(name, layout.head_dim)
-    mean = forward.mean if forward.offset is None else -forward.offset.expand(layout.heads, -1).contiguous()
-    return TileMatrix(_fragments(torch.stack(parts, 1), rows, columns), order=forward.order, mean=mean)
-
-
-def banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
-    """The matrix of a banded stream, as two parts of float16; made once for a store."""
-    made = store.derive(AppendTransforms)
-    if name not in made.banded:
-        made.banded[name] = _banded_tile_matrix(store, name)
-    return made.banded[name]
-
-
-def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+def _tile_matrix(store: LayerStore, name: StreamName, fused: FusedTransform) -> TileMatrix:
     layout, device, stream = store.layout, store.pages.device, store.stream(name)
+    rows, columns = tile_index(layout.head_dim, stream.rope is not None)
+    banded = is_banded(layout.format(name))
+    if fused.kind is TransformKind.HADAMARD and stream.rope is None and not banded:
+        # as entries of +-1, which one part holds; the factor is left to the kernel
+        dual = matrix_of(stream.transforms, "dual", layout, device).tensor  # as forward, without a mean
+        assert dual is not None
+        signs = dual.sign().half()[:, None]
+        tensors = stream.codec.tensors
+        return TileMatrix(_fragments(signs, rows, columns), 1.0, fused.order, fused.mean, tensors.weights, tensors.mean)
     forward = matrix_in(store, name)
     assert forward.tensor is not None
-    matrix = forward.tensor.double().to(device)
-    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
-    high = (matrix / entry_step).half()
-    parts = torch.stack(((matrix / entry_step - high.double()).half(), high), 1)
-    rows, columns = fragment_index(name, layout.head_dim, layout.head_dim // (8 if stream.rope is None else 2))
-    order = _lane_order(layout) if name == "key" else torch.arange(layout.head_dim)
+    parts, entry_step = _fp16_parts(forward.tensor.to(device))
+    order = _lane_order(layout) if name == "key" and banded else torch.arange(layout.head_dim)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
     mean, weights, flag_mean = (
         None if x is None else x.to(device)[:, order.to(device)].contiguous()
@@ -109,24 +90,53 @@ def _banded_tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
     )
 
 
+def step_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+    """The matrix of a stream for kernels/append_step.cu, as two parts of float16; made once for a store."""
+    made = store.derive(AppendTransforms)
+    if name not in made.step:
+        made.step[name] = _step_matrix(store, name)
+    return made.step[name]
+
+
+def _step_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
+    layout, forward = store.layout, matrix_in(store, name)
+    assert forward.tensor is not None
+    parts, entry_step = _fp16_parts(forward.tensor.to(store.pages.device))
+    mean = None if forward.offset is None else -forward.offset.expand(layout.heads, -1).contiguous()
+    return TileMatrix(_fragments(parts, *step_index(layout.head_dim)), entry_step, mean=mean)
+
+
+def step_index(dim: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the matrix entries in the order of include/step_transform.cuh: [q, m, lane, i, j, e]. q counts 16 columns,
+    m steps of 16 rows, i tiles of 8 columns, j registers of the B operand, e halves of a word."""
+    count = dim // 16
+    q, m, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
+    return 16 * m + 8 * j + 2 * (lane % 4) + e, 16 * q + 8 * i + lane // 4
+
+
+def _fp16_parts(matrix: Tensor) -> tuple[Tensor, float]:
+    """A matrix [heads, head_dim, head_dim] as the sum of two of float16, [heads, 2, head_dim, head_dim], the larger one last, times
+    a power of two."""
+    matrix = matrix.double()
+    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
+    high = (matrix / entry_step).half()
+    return torch.stack(((matrix / entry_step - high.double()).half(), high), 1), entry_step
+
+
 def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Entries [heads, parts, rows, columns] of a 16-bit type at these places, two to an int32."""
     device = parts.device
     return parts[:, :, rows.to(device), columns.to(device)].contiguous().view(torch.int32)
 
 
-def fragment_index(name: StreamName, dim: int, apart: int = 2) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the matrix entries in the order of include/tile_transform.cuh: [m, q, lane, i, j, e]. m, q count tiles of
-    16 rows and columns, i and j registers, e halves of a word. Of keys, i is which of two products and j which register, whose rows
-    are `apart`: 2 for neighbouring words, head_dim / 8 for words m and m + head_dim / 16 of a lane's quarter, head_dim / 2 for
-    channels that RoPE rotates together. Of values, i is which columns and j which rows of the product."""
-    count = dim // 16
-    m, q, lane, i, j, e = torch.meshgrid(*map(torch.arange, (count, count, 32, 2, 2, 2)), indexing="ij")
-    g, t = lane // 4, lane % 4
-    if name == "value":
-        return t * (dim // 4) + i * (dim // 8) + 2 * m + e, g * (dim // 8) + 2 * q + j
-    share, step = (dim // 8 if apart == dim // 2 else dim // 4), (4 if apart == 2 else 2)
-    return t * share + j * apart + step * m + e, g // 2 * (dim // 4) + 4 * q + 2 * i + g % 2
+def tile_index(dim: int, rope: bool) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the matrix entries in the order of include/tile_transform.cuh: [m, n, j, column, t, e]. m counts steps
+    of 16 rows, n tiles of 8 columns, j registers of the A operand, t its lanes, e halves of a word. A lane's two registers are words
+    m and m + dim / 16 of its quarter of a row or, where keys are unrotated, channels that RoPE rotates together. Its sums are
+    neighbours."""
+    m, n, j, column, t, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 8, 2, 8, 4, 2)), indexing="ij")
+    share, apart = (dim // 8, dim // 2) if rope else (dim // 4, dim // 8)
+    return t * share + j * apart + 2 * m + e, column // 2 * (dim // 4) + 2 * n + column % 2
 
 
 def _lane_order(layout: Layout) -> Tensor:

@@ -1,12 +1,10 @@
-"""The kernels that append token-wise codes, kernels/append.cu and kernels/append_tiles.cu: which layouts they serve, their constants
-and their arguments."""
+"""The kernels that append token-wise codes, kernels/append.cu, append_step.cu and append_tiles.cu: which layouts they serve, their
+constants and their arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-
-import torch
 
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
@@ -16,10 +14,11 @@ from kvant.ops.cuda.bands import all_bands, code_bands, code_offsets
 from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config
 
 WARPS = 8  # of a CTA of kvant_append
-TILE_WARPS = 4  # of a CTA of kvant_append_tiles
+STEP_WARPS = 16  # of a CTA of kvant_append_step: one for each of 16 tokens
+STEP_CTAS = 1  # of kvant_append_step that a multiprocessor is to hold
+STEP_DIMS = (64, 96, 128)  # head dims of kvant_append_step: two warps for every 16 columns of the matrix
 TILE_DIMS = (64, 96, 128)  # head dims of affine tiles: more do not fit into registers
 BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is whole bytes
-MATRIX_PARTS = {torch.bfloat16: 3, torch.float16: 2}  # 16-bit matrices whose sum is as exact as one of float32
 
 AppendArguments = Arguments(
     "AppendArguments",
@@ -33,7 +32,7 @@ AppendArguments = Arguments(
     value_weights=optional("const float", "[KV_HEADS, HEAD_DIM]"),
     key_flag_mean=optional("const float", "[KV_HEADS, HEAD_DIM], subtracted from rows whose scale is stored negative"),
     value_flag_mean=optional("const float", "[KV_HEADS, HEAD_DIM]"),
-    key_matrix=optional("const u32", "[1 or KV_HEADS, parts, ...], in the order of append_tiles.cu"),
+    key_matrix=optional("const u32", "[1 or KV_HEADS, parts, ...], in the order in which the kernel multiplies"),
     value_matrix=optional("const u32", "[1 or KV_HEADS, parts, ...]"),
     pages=pointer("u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
     slot_mapping=pointer("const s64", "[tokens], page * PAGE_TOKENS + place; -1 is padding"),
@@ -50,6 +49,10 @@ AppendArguments = Arguments(
         "a row is clipped so far between two of its magnitudes: from that which clip_drop others exceed up"
     ),
     value_clip_share=float32("the same of values"),
+    key_clip_start=float32("where the search for the clip begins, in mean magnitudes of the row"),
+    value_clip_start=float32("the same of values"),
+    key_clip_gap=float32("how far apart magnitudes are there, about, in mean magnitudes of the row"),
+    value_clip_gap=float32("the same of values"),
     key_clip_drop=int32("magnitudes above the clip; 0 clips nothing"),
     value_clip_drop=int32("the same of values"),
     key_matrix_stride=int32("16-byte words from a head's matrix to the next; 0 where heads share one"),
@@ -89,6 +92,11 @@ def tileable(layout: Layout) -> bool:
     return dim in TILE_DIMS and all(dim * bits % 128 == 0 for stream in formats for bits in stream.widths)
 
 
+def steppable(layout: Layout) -> bool:
+    """Whether kvant_append_step writes a layout's codes, if rows come in 16 bits."""
+    return layout.head_dim in STEP_DIMS
+
+
 @dataclasses.dataclass(frozen=True)
 class AppendPlan:
     """The kernels for one layout and way to call them. Orders are those of Hadamard transforms, 1 where there is none."""
@@ -99,19 +107,33 @@ class AppendPlan:
     means: tuple[bool, bool] = (False, False)  # whether one is subtracted
     parts: tuple[int, int] = (0, 0)  # 16-bit matrices that the kernel multiplies by, 0 where there is none
     rope_block: int = 0  # positions of a RoPE block, to whose start the kernel unrotates keys; 0 where it does not
+    step: bool = False  # whether it is kvant_append_step
+    wgmma: bool = False  # whether the GPU multiplies by warpgroups (sm_90a)
 
     @functools.cached_property
     def tiled(self) -> bool:
         """Whether there is a kernel for tiles of 16 tokens, too."""
-        if not tileable(self.layout) or "float32" in self.types:
+        if self.step or not tileable(self.layout) or "float32" in self.types:
             return False
         return all(self.parts) or not is_banded(self.layout.format("key"))
 
     @property
-    def _wide(self) -> bool:
-        """Whether a tile needs more than 96 registers."""
+    def tile_warps(self) -> int:
+        """Warps of a CTA of kvant_append_tiles: with a matrix, one or two warpgroups that share it."""
+        return 8 if any(self.parts) and not is_banded(self.layout.format("key")) else 4
+
+    @property
+    def _tile_ctas(self) -> int:
+        """CTAs of kvant_append_tiles that a multiprocessor is to hold: with a matrix, rows take more registers and shared memory."""
+        if any(self.parts):
+            return 2 if self.tile_warps == 8 else 3
         encodings = [stream.encoding for stream in self.layout.formats.values()]
-        return any(encoding.clip or encoding.search > 1 for encoding in encodings) or any(self.parts)
+        return 4 if any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of kvant_append_tiles: the matrix of a head."""
+        return 2 * self.layout.head_dim**2 * max(self.parts)
 
     @functools.cached_property
     def text(self) -> str:
@@ -119,14 +141,18 @@ class AppendPlan:
             **page_config(self.layout),
             **overlay_config(self.layout),
             "WARPS": WARPS,
-            "TILE_WARPS": TILE_WARPS,
-            "TILE_CTAS": (16 if self._wide else 20) // TILE_WARPS,
+            "TILE_WARPS": self.tile_warps,
+            "TILE_CTAS": self._tile_ctas,
+            "STEP_WARPS": STEP_WARPS,
+            "STEP_CTAS": STEP_CTAS,
             "CLIP": int(any(stream.encoding.clip for stream in self.layout.formats.values())),
             "Key": self._stream("key", 0),
             "Value": self._stream("value", 1),
         }
-        file = "kernels/append_tiles.cu" if self.tiled else "kernels/append.cu"
-        return nvrtc.program(file, config=config, arguments=[AppendArguments])
+        tiled_products = self.wgmma and self.tiled and any(self.parts)
+        defines = {"BULK": 1, "WGMMA": 1} if tiled_products else None  # copies that products wait for
+        file = "append_step" if self.step else "append_tiles" if self.tiled else "append"
+        return nvrtc.program(f"kernels/{file}.cu", config=config, arguments=[AppendArguments], defines=defines)
 
     def _stream(self, name: StreamName, i: int) -> dict[str, object]:
         stream = self.layout.format(name)

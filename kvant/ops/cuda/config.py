@@ -106,6 +106,8 @@ CONSTANTS: dict[str, Constant] = {
         WARPS="warps of a CTA",
         TILE_WARPS="warps of a CTA of kvant_append_tiles",
         TILE_CTAS="CTAs of kvant_append_tiles that a multiprocessor is to hold, by registers",
+        STEP_WARPS="warps of a CTA of kvant_append_step",
+        STEP_CTAS="CTAs of kvant_append_step that a multiprocessor is to hold, by registers",
     ),
     # the step of a server
     **_ints(

@@ -205,6 +205,11 @@ def half_of(batch: int) -> int:
     return 1 << (batch - 1).bit_length() >> 1
 
 
+def architecture(text: str, capability: tuple[int, int]) -> str:
+    """What a text is compiled for. Products of warpgroups are instructions of one architecture alone, which later ones lack."""
+    return "sm_{}{}".format(*capability) + ("a" if "#define WGMMA 1\n" in text else "")
+
+
 class Numbered(Generic[P]):
     """Plans of kernels by number: a custom operator of torch takes integers, not plans."""
 
@@ -239,8 +244,7 @@ class Kernel:
     """A kernel on one device. Arguments are passed as one C structure."""
 
     def __init__(self, text: str, name: str, device: torch.device, threads: int, shared: int = 0) -> None:
-        major, minor = torch.cuda.get_device_capability(device)
-        code = cached_code(text, f"sm_{major}{minor}")
+        code = cached_code(text, architecture(text, torch.cuda.get_device_capability(device)))
         self.threads, self.shared = threads, shared
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()

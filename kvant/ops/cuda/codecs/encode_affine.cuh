@@ -3,34 +3,70 @@
 #pragma once
 #include "include/rounding.cuh"
 
-// Clips a row at a quantile of its magnitudes. With the magnitudes in falling order m[0] >= m[1] >= ..., the limit lies `share` of the way from
-// m[drop] up to m[drop - 1]; drop = 0 clips nothing. The largest magnitudes are found one by one. `most` is the largest `drop` of the
-// rows of the warp. A row is held by lanes whose numbers differ in the bits from FROM up to below TO, the set bits of `mates`; a lane has
-// N of its channels.
-template <int N, int FROM, int TO> DEV void clip_row(float* x, int drop, int most, float share, u32 mates, int lane) {
-  float left[N], above = 0.f, below = 0.f;
+// Reductions over the lanes that hold a row: their numbers differ in the bits from FROM up to below TO.
+template <int FROM, int TO, class T, class F> DEV T reduce_lanes(T x, F f) {
 #pragma unroll
-  for (int i = 0; i < N; i++) left[i] = fabsf(x[i]);
-  for (int k = 0; k <= most; k++) {
-    float own = left[0];
+  for (int o = FROM; o < TO; o <<= 1) x = f(x, __shfl_xor_sync(FULL, x, o));
+  return x;
+}
+template <int FROM, int TO> DEV int count_lanes(float x) {  // of whole numbers
+  if constexpr (FROM == 1 && TO == 32) return __reduce_add_sync(FULL, __float2int_rn(x));
+  else return __float2int_rn(reduce_lanes<FROM, TO>(x, [](float a, float b) { return a + b; }));
+}
+
+// How a row is clipped at a quantile of its magnitudes. With the magnitudes in falling order m[0] >= m[1] >= ..., the limit lies `share` of the
+// way from m[drop] up to m[drop - 1]; drop = 0 clips nothing.
+struct Clip {
+  int drop;
+  float share, start, gap;  // start: where the search begins; gap: about how far apart magnitudes are there; in mean magnitudes of the row
+};
+
+// The limit at which a row is clipped, a lane having N of its channels; infinity where nothing is. A threshold with `drop` magnitudes above it is searched by counting: first where it would be
+// for normal numbers, then by Newton's method with their density, and by bisection where that leaves the range. Floats of one sign are in
+// the order of their bits, so that every try makes the range (low, high) smaller.
+template <int N, int FROM, int TO> DEV float clip_limit(const float* x, const Clip& clip) {
+  float sum = 0.f;
 #pragma unroll
-    for (int i = 1; i < N; i++) own = fmaxf(own, left[i]);
-    float top = own;
+  for (int i = 0; i < N; i++) sum += fabsf(x[i]);
+  sum = reduce_lanes<FROM, TO>(sum, [](float a, float b) { return a + b; });
+  const float mean = sum * (1.f / Config::HEAD_DIM), gap = mean * clip.gap;
+  int low = -1, high = __float_as_int(sum);  // more than `drop` magnitudes are above low, fewer above high
+  float guess = mean * clip.start, limit = 0.f;
+  bool found = false;
+  for (int k = 0; __any_sync(FULL, clip.drop && !found && high - low > 1); k++) {
+    int tried = __float_as_int(guess);
+    if (tried <= low || tried >= high) tried = __float_as_int(0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high)));
+    if (k >= 16) tried = low + (high - low) / 2;  // so that it ends, whatever the numbers are
+    tried = max(min(tried, high - 1), low + 1);
+    const float threshold = __int_as_float(tried);
+    float more = 0.f;
 #pragma unroll
-    for (int o = FROM; o < TO; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
-    bool mine = __ffs(__ballot_sync(FULL, own == top) & mates) - 1 == lane;  // of equal magnitudes, one is removed: the first lane's first
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      const bool this_one = mine & left[i] == top;
-      left[i] = this_one ? -1.f : left[i], mine = mine & !this_one;
-    }
-    if (k == drop - 1) above = top;
-    if (k == drop) below = top;
+    for (int i = 0; i < N; i++) more += is_greater(fabsf(x[i]), threshold);
+    const int above = count_lanes<FROM, TO>(more);
+    if (found || high - low <= 1) continue;
+    if (above == clip.drop) found = true, limit = threshold;
+    else if (above > clip.drop) low = tried;
+    else high = tried;
+    guess = threshold + (above - clip.drop) * gap;
   }
-  const float apart = above - below, limit = share < 0.5f ? fmaf(share, apart, below) : fmaf(share - 1.f, apart, above);
+  if (!found) limit = __int_as_float(high);  // m[drop - 1] = m[drop]
+  float least = __int_as_float(0x7f800000), most = 0.f;
 #pragma unroll
-  for (int i = 0; i < N; i++)
-    if (drop) x[i] = fminf(fmaxf(x[i], -limit), limit);
+  for (int i = 0; i < N; i++) {
+    const float size = fabsf(x[i]);
+    least = size > limit ? fminf(least, size) : least, most = size > limit ? most : fmaxf(most, size);
+  }
+  least = reduce_lanes<FROM, TO>(least, [](float a, float b) { return fminf(a, b); });
+  most = reduce_lanes<FROM, TO>(most, [](float a, float b) { return fmaxf(a, b); });
+  if (found) {
+    const float apart = least - most;
+    limit = clip.share < 0.5f ? fmaf(clip.share, apart, most) : fmaf(clip.share - 1.f, apart, least);
+  }
+  return clip.drop ? limit : __int_as_float(0x7f800000);
+}
+template <int N> DEV void clip_row(float* x, float limit) {
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = fminf(fmaxf(x[i], -limit), limit);
 }
 
 struct AffineScale {
@@ -46,8 +82,6 @@ template <class S> DEV AffineScale affine_scale(float least, float most) {
   const float zero = MINIMUM ? least : round_to<S::SCALE_TYPE>(fminf(fmaxf(rintf(__fdiv_rn(-least, scale)), -32768.f), 32768.f));
   return {scale, __fdiv_rn(1.f, scale), zero};
 }
-
-constexpr float ROUNDER = 12582912.f;  // 1.5 * 2^23: x + ROUNDER has no bits behind the point, rounded to even; faster than an instruction that rounds
 
 // Codes of the numbers x * factor under a scale, as floats ROUNDER + code: `bits(x) - base()` is the code.
 //
@@ -68,8 +102,8 @@ template <int BITS, int SCALE_FORM, bool EXACT> struct AffineCoder {
   DEV float rounded(float x) const {  // the code on top of `base`
     const float y = MINIMUM ? fmaf(x, factor, -zero) : x * factor;
     if constexpr (EXACT) {
-      const float z = y * reciprocal, quotient = fmaf(fmaf(-z, scale, y), reciprocal, z), least = MINIMUM ? 0.f : -zero;
-      return fminf(fmaxf(quotient, least), TOP + least) + ROUNDER;
+      const float least = MINIMUM ? 0.f : -zero;
+      return fminf(fmaxf(quotient(y, scale, reciprocal), least), TOP + least) + ROUNDER;
     } else {
       const float u = MINIMUM ? fma_held(y, reciprocal * (1.f / UNIT), REST) : fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
       return fmaf(add_held(u, -REST), UNIT, rounder);

@@ -1,6 +1,7 @@
 // One of the two streams of the append kernels: its constants, from Config::Key or Config::Value, and its arguments.
 
 #pragma once
+#include "codecs/encode_affine.cuh"
 #include "include/bands.cuh"
 #include "include/ptx.cuh"
 
@@ -8,20 +9,26 @@ template <bool KEY> struct StreamConfig : Config::Key {};
 template <> struct StreamConfig<false> : Config::Value {};
 
 template <bool KEY_> struct AppendStream : StreamConfig<KEY_> {
-  static constexpr bool KEY = KEY_;
-  DEV static const void* rows(const AppendArguments& a) { return KEY ? a.key : a.value; }
-  DEV static const float* mean(const AppendArguments& a) { return KEY ? a.key_mean : a.value_mean; }
-  DEV static const float* signs(const AppendArguments& a) { return KEY ? a.key_signs : a.value_signs; }
-  DEV static const float* weights(const AppendArguments& a) { return KEY ? a.key_weights : a.value_weights; }
-  DEV static const float* flag_mean(const AppendArguments& a) { return KEY ? a.key_flag_mean : a.value_flag_mean; }
-  DEV static void* overlay(const AppendArguments& a) { return KEY ? a.overlay_key : a.overlay_value; }
-  DEV static float matrix_unit(const AppendArguments& a) { return KEY ? a.key_matrix_unit : a.value_matrix_unit; }
-  DEV static float clip_share(const AppendArguments& a) { return KEY ? a.key_clip_share : a.value_clip_share; }
-  DEV static int clip_drop(const AppendArguments& a) { return KEY ? a.key_clip_drop : a.value_clip_drop; }
-  // The matrix of a head, in the order in which append_tiles.cu multiplies by it.
+  static constexpr bool KEY = KEY_, VALUES = !KEY_;  // KEY: how tiles are held, too
+  DEV static const void* rows(const AppendArguments& a) { return KEY_ ? a.key : a.value; }
+  DEV static const float* mean(const AppendArguments& a) { return KEY_ ? a.key_mean : a.value_mean; }
+  DEV static const float* signs(const AppendArguments& a) { return KEY_ ? a.key_signs : a.value_signs; }
+  DEV static const float* weights(const AppendArguments& a) { return KEY_ ? a.key_weights : a.value_weights; }
+  DEV static const float* flag_mean(const AppendArguments& a) { return KEY_ ? a.key_flag_mean : a.value_flag_mean; }
+  DEV static void* overlay(const AppendArguments& a) { return KEY_ ? a.overlay_key : a.overlay_value; }
+  DEV static float matrix_unit(const AppendArguments& a) { return KEY_ ? a.key_matrix_unit : a.value_matrix_unit; }
+  DEV static Clip clip(const AppendArguments& a) {
+    if (KEY_) return {a.key_clip_drop, a.key_clip_share, a.key_clip_start, a.key_clip_gap};
+    return {a.value_clip_drop, a.value_clip_share, a.value_clip_start, a.value_clip_gap};
+  }
+  // The matrix of a head, in the order in which the kernel multiplies by it.
   DEV static const uint4* matrix(const AppendArguments& a, int head) {
-    return (const uint4*)(KEY ? a.key_matrix : a.value_matrix) + head * (KEY ? a.key_matrix_stride : a.value_matrix_stride);
+    return (const uint4*)(KEY_ ? a.key_matrix : a.value_matrix) + head * (KEY_ ? a.key_matrix_stride : a.value_matrix_stride);
   }
 };
 using KeyStream = AppendStream<true>;
 using ValueStream = AppendStream<false>;
+// Values whose tiles are held as those of keys: a row in four lanes (token_tile.cuh).
+struct ValueRows : ValueStream {
+  static constexpr bool KEY = true, VALUES = true;
+};

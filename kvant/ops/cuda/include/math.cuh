@@ -73,6 +73,19 @@ template <int N> DEV void store_words(u8* p, const u32* w) {
   }
 }
 
+template <int N> DEV void load_floats(float* x, const float* p) {  // aligned to N floats where N is 2 or 4
+  if constexpr (N == 4) {
+    const float4 v = *(const float4*)p;
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+  } else if constexpr (N == 2) {
+    const float2 v = *(const float2*)p;
+    x[0] = v.x, x[1] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = p[i];
+  }
+}
+
 // Elements i to i + 3 of an array of TYPE, i a multiple of 4, in registers as they lie in memory.
 template <int TYPE> struct Quad {
   u32 w[TYPE == 2 ? 4 : 2];
@@ -110,6 +123,10 @@ DEV float warp_max(float x) {
   for (int o = 1; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
   return x;
 }
+
+// Floats as integers in the same order, which one instruction reduces over a warp.
+DEV int to_ordered(float x) { const int i = __float_as_int(x); return i ^ (i >> 31 & 0x7fffffff); }
+DEV float from_ordered(int i) { return __int_as_float(i ^ (i >> 31 & 0x7fffffff)); }
 
 DEV float max_abs(const float* x) { return fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))); }  // of four numbers
 // The power of two that scales magnitudes of at most `top` to below one, and its inverse.

@@ -1,4 +1,4 @@
-// Instructions in PTX; this file and copies.cuh have all of it. NVRTC compiles without host headers, so conversions of 16-bit numbers
+// Instructions in PTX; this file, copies.cuh and warpgroup.cuh have all of it. NVRTC compiles without host headers, so conversions of 16-bit numbers
 // are here, too. tests/ops/emulated/include has the same functions for a CPU.
 
 #pragma once
@@ -25,6 +25,7 @@ DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"
 // Held within 0 and 1, which costs nothing.
 DEV float fma_held(float x, float y, float z) { float d; asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(x), "f"(y), "f"(z)); return d; }
 DEV float add_held(float x, float y) { float d; asm("add.rn.sat.f32 %0, %1, %2;" : "=f"(d) : "f"(x), "f"(y)); return d; }
+DEV float is_greater(float x, float y) { float d; asm("set.gt.f32.f32 %0, %1, %2;" : "=f"(d) : "f"(x), "f"(y)); return d; }  // 1 or 0
 // Of two numbers at once; TYPE 0 is bfloat16, 1 is float16.
 template <int TYPE> DEV u32 pair_min(u32 x, u32 y) {
   u32 z;

@@ -1,59 +1,64 @@
-// Rows of new tokens: a row is one head's key or value vector of one token, [D]. Eight lanes hold a row in registers, LANE_CHANNELS
-// neighbouring channels each; `j` is a lane's number among the eight.
+// Rows of new tokens: a row is one head's key or value vector of one token, [D]. LANES lanes of a warp hold a row in registers, D / LANES
+// neighbouring channels each; `j` is a lane's number among them. LANES is 8 unless it is given: LANE_CHANNELS channels each.
 
 #pragma once
 #include "codecs/tokenwise.cuh"
 #include "include/tokens.cuh"
 
 constexpr int D = Config::HEAD_DIM, LANE_CHANNELS = D / 8;
-constexpr bool POWER_OF_TWO_CHANNELS = (LANE_CHANNELS & (LANE_CHANNELS - 1)) == 0;
+constexpr bool POWER_OF_TWO_CHANNELS = (LANE_CHANNELS & (LANE_CHANNELS - 1)) == 0;  // of D / 32, too
 
-// Loads LANE_CHANNELS numbers of an ElementType from element `at` on.
-template <int TYPE> DEV void load_row(float* x, const void* p, s64 at) {
+// Loads D / LANES numbers of an ElementType from element `at` on.
+template <int TYPE, int LANES = 8> DEV void load_row(float* x, const void* p, s64 at) {
+  constexpr int N = D / LANES;
   if constexpr (TYPE == ElementType::FP32) {
-    u32 w[LANE_CHANNELS];
-    load_words<LANE_CHANNELS>(w, (const u8*)p + at * 4);
+    u32 w[N];
+    load_words<N>(w, (const u8*)p + at * 4);
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) x[i] = __uint_as_float(w[i]);
+    for (int i = 0; i < N; i++) x[i] = __uint_as_float(w[i]);
+  } else if constexpr (N % 2 == 0) {
+    u32 w[N / 2];
+    load_words<N / 2>(w, (const u8*)p + at * 2);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) x[2 * i] = low<TYPE>(w[i]), x[2 * i + 1] = high<TYPE>(w[i]);
   } else {
-    u32 w[LANE_CHANNELS / 2];
-    load_words<LANE_CHANNELS / 2>(w, (const u8*)p + at * 2);
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS / 2; i++) x[2 * i] = low<TYPE>(w[i]), x[2 * i + 1] = high<TYPE>(w[i]);
+    for (int i = 0; i < N; i++) x[i] = load_number<TYPE>(p, at + i);
   }
 }
 
 // x = H diag(signs) x * factor for blocks of ORDER channels, with the sums in the order of kvant.transforms.hadamard: log2(ORDER) passes of
 // sums and differences (a, b) -> (a + b, a - b), then one multiplication. Pairs inside a lane's channels are in registers, others are a
 // shuffle away. Where a lane's channels are no power of two, passes go through `scratch` [D] in shared memory.
-template <int ORDER> DEV void apply_hadamard(float* x, const float* signs, float factor, int j, float* scratch) {
+template <int ORDER, int LANES = 8> DEV void apply_hadamard(float* x, const float* signs, float factor, int j, float* scratch) {
+  constexpr int N = D / LANES;
   if (signs)
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) x[i] *= signs[j * LANE_CHANNELS + i];
+    for (int i = 0; i < N; i++) x[i] *= signs[j * N + i];
   if constexpr (POWER_OF_TWO_CHANNELS) {
 #pragma unroll
     for (int half = 1; half < ORDER; half *= 2) {
-      if (half < LANE_CHANNELS) {
+      if (half < N) {
 #pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++)
+        for (int i = 0; i < N; i++)
           if (!(i & half)) {
-            const float first = x[i], second = x[(i + half) % LANE_CHANNELS];
-            x[i] = first + second, x[(i + half) % LANE_CHANNELS] = first - second;
+            const float first = x[i], second = x[(i + half) % N];
+            x[i] = first + second, x[(i + half) % N] = first - second;
           }
       } else {
 #pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; i++) {
-          const float other = __shfl_xor_sync(FULL, x[i], half / LANE_CHANNELS);
-          x[i] = fmaf(x[i], j & half / LANE_CHANNELS ? -1.f : 1.f, other);
+        for (int i = 0; i < N; i++) {
+          const float other = __shfl_xor_sync(FULL, x[i], half / N);
+          x[i] = fmaf(x[i], j & half / N ? -1.f : 1.f, other);
         }
       }
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) scratch[j * LANE_CHANNELS + i] = x[i];
+    for (int i = 0; i < N; i++) scratch[j * N + i] = x[i];
     for (int half = 1; half < ORDER; half *= 2) {
       __syncwarp();
-      for (int i = j; i < D / 2; i += 8) {
+      for (int i = j; i < D / 2; i += LANES) {
         const int e = i / half * 2 * half + i % half;
         const float first = scratch[e], second = scratch[e + half];
         scratch[e] = first + second, scratch[e + half] = first - second;
@@ -61,29 +66,39 @@ template <int ORDER> DEV void apply_hadamard(float* x, const float* signs, float
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) x[i] = scratch[j * LANE_CHANNELS + i];
+    for (int i = 0; i < N; i++) x[i] = scratch[j * N + i];
     __syncwarp();
   }
 #pragma unroll
-  for (int i = 0; i < LANE_CHANNELS; i++) x[i] *= factor;
+  for (int i = 0; i < N; i++) x[i] *= factor;
 }
 
 // The place of a new token in the overlay [rows, OVERLAY_TOKENS], or -1 where the overlay does not hold it. It holds the first SINK tokens of
 // a sequence, and the last RING_TOKENS ones in a ring of RING places.
+DEV s64 overlay_place(s64 row, s64 length, s64 position) {
+  if (position >= Config::SINK && position < length - Config::RING_TOKENS) return -1;
+  return row * Config::OVERLAY_TOKENS + (position < Config::SINK ? position : Config::SINK + (position - Config::SINK) % Config::RING);
+}
 template <class A> DEV s64 overlay_place(const A& a, int token) {
   const int b = sequence_of(a, token);
-  const s64 length = a.seq_lens[b], position = length - (a.query_start_loc[b + 1] - token);
-  if (position >= Config::SINK && position < length - Config::RING_TOKENS) return -1;
-  return a.overlay_rows[b] * Config::OVERLAY_TOKENS + (position < Config::SINK ? position : Config::SINK + (position - Config::SINK) % Config::RING);
+  const s64 length = a.seq_lens[b];
+  return overlay_place(a.overlay_rows[b], length, length - (a.query_start_loc[b + 1] - token));
 }
 
-// Stores a row of a new token in the overlay of its stream, where the overlay holds the token.
-template <class A> DEV void store_overlay(const A& a, void* overlay, const float* x, int token, int head, int j) {
-  if constexpr (Config::OVERLAY_TOKENS > 0) {
-    const s64 at = overlay_place(a, token);
-    if (at < 0) return;
-    u32* p = (u32*)((u16*)overlay + (at * Config::KV_HEADS + head) * D + j * LANE_CHANNELS);
+// Stores a row of a new token at a place of the overlay of its stream; -1 is no place.
+template <int LANES = 8> DEV void store_overlay_row(void* overlay, const float* x, s64 at, int head, int j) {
+  constexpr int N = D / LANES;
+  if (at < 0) return;
+  u16* p = (u16*)overlay + (at * Config::KV_HEADS + head) * D + j * N;
+  if constexpr (N % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < LANE_CHANNELS / 2; i++) p[i] = pair_of<Config::OVERLAY_TYPE>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < N / 2; i++) ((u32*)p)[i] = pair_of<Config::OVERLAY_TYPE>(x[2 * i], x[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) store_number<Config::OVERLAY_TYPE>(p, i, x[i]);
   }
+}
+// The same of a token that the overlay holds or not.
+template <class A> DEV void store_overlay(const A& a, void* overlay, const float* x, int token, int head, int j) {
+  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row(overlay, x, overlay_place(a, token), head, j);
 }

@@ -103,6 +103,26 @@ template <class S, class B, class Coder> DEV void store_key_band(const TokenTile
 
 // --- values -------------------------------------------------------------------------------------------------------------------
 
+// Stores codes of values that are held as keys are: the lane has a quarter of a row, two eighths of the page's order. Neighbouring tokens share words,
+// whose halves lanes g and g + 1 store by the same instruction. coder(r) codes the held row r.
+template <class S, class F> DEV void store_value_rows(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, F coder) {
+  constexpr int PER = 16 / S::BITS;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const s64 slot = tile_slot(a, first, tile.token(r));
+    const auto by = coder(r);
+    u16* to = (u16*)lane_words<S>(page_head_of(a, max(slot, (s64)0), head), max(slot, (s64)0), 2 * tile.t, (int)(slot % 8 / 2), (int)(slot % 16 / 8)) + slot % 2;
+#pragma unroll
+    for (int k = 0; k < 2 * ROW_WORDS<S>; k++) {
+      u32 half = 0u - by.base() * ones(PER, S::BITS);
+#pragma unroll
+      for (int s = 0; s < PER; s++) half += by.bits(tile.x[r][k * PER + s]) << (s * S::BITS);
+      // the next eighth is that of the next g of the page's order, four lanes of words on
+      if (slot >= 0) to[k / ROW_WORDS<S> * (16 * ROW_WORDS<S>) + k % ROW_WORDS<S> * 2] = (u16)half;
+    }
+  }
+}
+
 DEV bool shares_words(s64 one, s64 two) { return one >= 0 && one % 2 == 0 && two == one + 1; }  // an even slot and the next one
 
 template <class S> DEV u32* pair_words(const TokenTile<S>& tile, const AppendArguments& a, int head, s64 slot) {

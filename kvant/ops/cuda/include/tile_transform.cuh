@@ -1,24 +1,11 @@
 // Transforms of a tile: from the words that lanes read to the rows that they hold (token_tile.cuh). Tensor cores move the numbers: keys are
-// multiplied by a matrix from the right, X M, so that sums stay with their tokens; values from the left, M^T X^T, so that a lane ends up with
-// neighbouring tokens. The matrix is the identity, a Hadamard, or a learnt one.
+// multiplied by a matrix from the right, X M, so that sums stay with their tokens; values by a Hadamard or the identity from the left, M^T X^T, so that a
+// lane ends up with neighbouring tokens. Values with a learnt matrix are held as keys are.
 
 #pragma once
 #include "include/token_tile.cuh"
-
-// Adds the k-th of two products for the columns (of values: the rows) q of the matrix to where its four sums are held.
-template <class S, class F> DEV void add_product(TokenTile<S>& tile, int q, int k, F product) {
-  float* c[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) c[i] = S::KEY ? &tile.x[i / 2][4 * q + 2 * k + i % 2] : &tile.x[2 * k + i % 2][2 * q + i / 2];
-  float sum[4] = {*c[0], *c[1], *c[2], *c[3]};
-  product(sum);
-#pragma unroll
-  for (int i = 0; i < 4; i++) *c[i] = sum[i];
-}
-template <class S> DEV void clear(TokenTile<S>& tile) {
-#pragma unroll
-  for (int i = 0; i < tile.ROWS * tile.N; i++) tile.x[i / tile.N][i % tile.N] = 0.f;
-}
+#include "include/unrotate.cuh"
+#include "include/warpgroup.cuh"
 
 // --- Hadamard -----------------------------------------------------------------------------------------------------------------
 
@@ -76,28 +63,6 @@ template <class S> DEV void apply_hadamard(TokenTile<S>& tile, u32 (*w)[READ_WOR
         }
 }
 
-// --- a learnt matrix ----------------------------------------------------------------------------------------------------------
-
-// x = x M. M is the sum of MATRIX_PARTS matrices of the input's type, smallest first, so that products are exact; its registers lie in the order
-// in which they are used: [parts, D / 16, D / 16, lane].
-template <class S> DEV void multiply_matrix(TokenTile<S>& tile, const u32 (*w)[READ_WORDS], const uint4* matrix) {
-  clear(tile);
-#pragma unroll 1
-  for (int p = 0; p < S::MATRIX_PARTS; p++)
-#pragma unroll
-    for (int m = 0; m < D / 16; m++)
-#pragma unroll
-      for (int q = 0; q < D / 16; q++) {
-        const uint4 f = matrix[((p * (D / 16) + m) * (D / 16) + q) * 32 + tile.lane];
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-          add_product(tile, q, k, [&](float* sum) {
-            if constexpr (S::KEY) mma_16bit<S::IN_TYPE>(sum, w[0][2 * m], w[1][2 * m], w[0][2 * m + 1], w[1][2 * m + 1], k ? f.z : f.x, k ? f.w : f.y);
-            else mma_16bit<S::IN_TYPE>(sum, f.x, f.y, f.z, f.w, w[k][m], w[k][m + D / 16]);
-          });
-      }
-}
-
 // x = FACTOR x - mean, the mean after the transform.
 template <class S> DEV void subtract_mean(TokenTile<S>& tile, const float* mean) {
 #pragma unroll
@@ -108,7 +73,7 @@ template <class S> DEV void subtract_mean(TokenTile<S>& tile, const float* mean)
   }
 }
 
-// --- bands: RoPE and a learnt matrix in fp16 ----------------------------------------------------------------------------------
+// --- RoPE and a matrix in fp16 ------------------------------------------------------------------------------------------------
 
 // The biased exponent of the largest magnitude of a row as it was read, of token g + 8 (t / 2): a power of two brings the row close to 2^8.
 template <class S> DEV u32 row_exponent(const TokenTile<S>& tile, const u32 (*w)[READ_WORDS]) {
@@ -123,81 +88,68 @@ template <class S> DEV u32 row_exponent(const TokenTile<S>& tile, const u32 (*w)
   }
   const auto larger = [](float a, float b) { return fmaxf(a, b); };
   const float both = tile.reduce_two(most[0], most[1], 2, larger), all = larger(both, __shfl_xor_sync(FULL, both, 1));
-  return min(max(__float_as_uint(all) >> 23, 8u), 254u);
+  return clamp_exponent(__float_as_uint(all) >> 23);
 }
 
-// Words m and m + D / 16 of a token as fp16 numbers close to 2^8 at most, y; where keys are unrotated, in two parts, y + rest. With the angle phi of
-// the start of the token's RoPE block, whose cosines and sines begin at `at`, the pair (one, two) becomes
-// (one cos phi + two sin phi, two cos phi - one sin phi): a lane's words m and m + D / 16 are channels that RoPE rotates together.
-template <class S> DEV void unrotate_words(const AppendArguments& a, u32 first, u32 second, s64 at, int m, float times, u32* y, u32* rest) {
-  constexpr int TYPE = S::IN_TYPE;
-  float one[2] = {low<TYPE>(first), high<TYPE>(first)}, two[2] = {low<TYPE>(second), high<TYPE>(second)};
-  if constexpr (S::ROPE_BLOCK > 0) {
-    const float2 c = *(const float2*)(a.cosine + at + 2 * m), s = *(const float2*)(a.sine + at + 2 * m);
+// The A operands of a step of 16 channels: of tokens g and g + 8, words m and m + D / 16 of the lane.
+struct StepOperands {
+  u32 y[4], rest[4];
+};
+template <class S> DEV StepOperands step_operands(const AppendArguments& a, const u32 (*w)[READ_WORDS], const s64* at, const float* times, int m) {
+  StepOperands made;
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float cosine = e ? c.y : c.x, sine = e ? s.y : s.x, unrotated = one[e] * cosine + two[e] * sine;
-      two[e] = two[e] * cosine - one[e] * sine, one[e] = unrotated;
-    }
+  for (int r = 0; r < 2; r++) {
+    u32 y[2], rest[2] = {0u, 0u};
+    unrotate_words<S>(a, w[r][m], w[r][m + D / 16], at[r], m, times[r], y, rest);
+    made.y[r] = y[0], made.y[r + 2] = y[1], made.rest[r] = rest[0], made.rest[r + 2] = rest[1];
   }
-#pragma unroll
-  for (int e = 0; e < 2; e++) one[e] *= times, two[e] *= times;
-  y[0] = fp16_pair(one[0], one[1]), y[1] = fp16_pair(two[0], two[1]);
-  if constexpr (S::ROPE_BLOCK > 0) {
-    rest[0] = fp16_pair(one[0] - fp16_low(y[0]), one[1] - fp16_high(y[0]));
-    rest[1] = fp16_pair(two[0] - fp16_low(y[1]), two[1] - fp16_high(y[1]));
-  }
+  return made;
 }
 
-// x = R x M - mean for streams of bands. M is two matrices of fp16, the larger one last, times matrix_unit; rows are brought into the range of
-// fp16 by a power of two of their own. R unrotates keys to the start of their RoPE block.
-template <class S> DEV void multiply_bands(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], int first, int head) {
-  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  constexpr bool KEY = S::KEY, UNROTATED = S::ROPE_BLOCK > 0;
+// x = R x M - mean. M is one or two matrices of fp16 in shared memory, the larger one last, times matrix_unit: [parts, D / 16 steps] of Warpgroup's
+// operands. Rows are brought into the range of fp16 by a power of two of their own. R unrotates keys to the start of their RoPE block. The warps
+// of a warpgroup come here together.
+template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+  static_assert(S::KEY, "a row lies in four lanes");
+  using Products = Warpgroup<D>;
+  constexpr int N = TokenTile<S>::N, STEPS = D / 16, PARTS = S::MATRIX_PARTS;
+  constexpr bool UNROTATED = S::ROPE_BLOCK > 0;
   const int lane = tile.lane, g = tile.g, t = tile.t;
-  const uint4* matrix = S::matrix(a, head);
   const u32 own_exponent = row_exponent(tile, w), other_exponent = __shfl_xor_sync(FULL, own_exponent, 2);
-  const float times[2] = {__uint_as_float((261u - (t & 2 ? other_exponent : own_exponent)) << 23), __uint_as_float((261u - (t & 2 ? own_exponent : other_exponent)) << 23)};
+  const u32 exponent[2] = {t & 2 ? other_exponent : own_exponent, t & 2 ? own_exponent : other_exponent};
+  const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
   s64 at[2] = {0, 0};
   if constexpr (UNROTATED) {
     const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
     at[0] = (s64)(t & 2 ? other : mine) * (D / 2) + t * (D / 8), at[1] = (s64)(t & 2 ? mine : other) * (D / 2) + t * (D / 8);
   }
-  clear(tile);
+  float sums[D / 2];
 #pragma unroll
-  for (int m = 0; m < D / 16; m++) {
-    u32 y[2][2], rest[2][2];
+  for (int i = 0; i < D / 2; i++) sums[i] = 0.f;
+  StepOperands now = step_operands<S>(a, w, at, times, 0);
 #pragma unroll
-    for (int r = 0; r < 2; r++) unrotate_words<S>(a, w[r][m], w[r][m + D / 16], at[r], m, times[r], y[r], rest[r]);
-#pragma unroll
-    for (int p = 0; p < 2; p++)
-#pragma unroll
-      for (int q = 0; q < D / 16; q++) {
-        const uint4 f = matrix[((p * (D / 16) + m) * (D / 16) + q) * 32 + lane];
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-          add_product(tile, q, k, [&](float* sum) {
-            if constexpr (KEY) {
-              if constexpr (UNROTATED)
-                if (p) mma_fp16(sum, rest[0][0], rest[1][0], rest[0][1], rest[1][1], k ? f.z : f.x, k ? f.w : f.y);
-              mma_fp16(sum, y[0][0], y[1][0], y[0][1], y[1][1], k ? f.z : f.x, k ? f.w : f.y);
-            } else {
-              mma_fp16(sum, f.x, f.y, f.z, f.w, y[k][0], y[k][1]);
-            }
-          });
-      }
+  for (int m = 0; m < STEPS; m++) {
+    const u8* large = matrix + ((PARTS - 1) * STEPS + m) * Products::STEP_BYTES;
+    Products::begin();
+    if constexpr (PARTS > 1) Products::multiply(sums, now.y, matrix + m * Products::STEP_BYTES);
+    if constexpr (UNROTATED) Products::multiply(sums, now.rest, large);
+    Products::multiply(sums, now.y, large);
+    Products::commit();
+    StepOperands next = now;
+    if (m + 1 < STEPS) next = step_operands<S>(a, w, at, times, m + 1);
+    Products::await();
+    Products::template hold<4>(now.y);
+    if constexpr (UNROTATED) Products::template hold<4>(now.rest);
+    now = next;
   }
-  float back[ROWS];  // undoes the powers of two
+  Products::template hold<D / 2>(sums);
+  const float factor = (S::MEAN ? S::HADAMARD_SCALE : 1.f) * S::matrix_unit(a);
+  const float back[2] = {scale_from_fp16(exponent[0]) * factor, scale_from_fp16(exponent[1]) * factor};
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    const int lane_of = KEY ? lane & 28 | 2 * r : 4 * (2 * t + (r & 1)) + (r & 2);
-    back[r] = __uint_as_float((__shfl_sync(FULL, own_exponent, lane_of) - 7u) << 23) * S::matrix_unit(a);
-  }
+  for (int i = 0; i < N; i += 2) {
+    float off[2] = {0.f, 0.f};
+    if constexpr (S::MEAN) load_floats<2>(off, S::mean(a) + head * D + tile.share() * N + i);
 #pragma unroll
-  for (int i = 0; i < N; i += 4) {
-    float off[4] = {0.f, 0.f, 0.f, 0.f};
-    if constexpr (S::MEAN) load_vector(off, S::mean(a) + head * D + tile.share() * N + i);
-#pragma unroll
-    for (int j = 0; j < 4 * ROWS; j++) tile.x[j / 4][i + j % 4] = fmaf(tile.x[j / 4][i + j % 4], back[j / 4], -off[j % 4]);
+    for (int j = 0; j < 4; j++) tile.x[j / 2][i + j % 2] = fmaf(sums[2 * i + j], back[j / 2], -off[j % 2]);
   }
 }

@@ -50,6 +50,11 @@ template <class S> struct TokenTile {
   DEV float sum_rows(const float* v) const {
     return reduce_rows(v, [](float a, float b) { return a + b; });
   }
+  // Of the held rows, v [ROWS], that of the owned one.
+  DEV float owned(const float* v) const {
+    if constexpr (KEY || AS_READ) return t & 2 ? v[1] : v[0];
+    else return lane & 16 ? (lane & 8 ? v[ROWS - 1] : v[ROWS - 2]) : lane & 8 ? v[1] : v[0];
+  }
   // From the owned row to the held rows: v [ROWS].
   template <class T> DEV void broadcast_rows(T mine, T* v) const {
     if constexpr (KEY) {

@@ -11,14 +11,40 @@ template <class F> DEV int last_sequence(int count, int half, F begins) {
     if (b + step < count && begins(b + step)) b += step;
   return b;
 }
-template <class A> DEV int sequence_of(const A& a, int token) {
+template <class A> DEV int search_sequence(const A& a, int token) {
   return last_sequence(a.batch, a.half_batch, [&](int b) { return a.query_start_loc[b] <= token; });
 }
+// In a decode step every sequence has one new token: then nothing is searched.
+template <class A> DEV int sequence_of(const A& a, int token) {
+  if (token < a.batch && (a.query_start_loc[token] == token & a.query_start_loc[token + 1] == token + 1)) return token;
+  return search_sequence(a, token);
+}
 
-// The RoPE block of a new token, counted from the one of its sequence's first token; rope_first is that token's RoPE position. Padding
+// A new token among the tokens of its sequence, found with as few loads after each other as there can be: `load` begins to load what is right in a
+// decode step, where every sequence has one new token; `settle` waits for it and, where it is another sequence's, searches.
+struct NewToken {
+  s64 begin, end, length, overlay_row;  // of the sequence: its first new token and the one after its last, its tokens, its row of the overlays
+
+  template <class A> DEV void load(const A& a, int token) {
+    const int b = min(token, a.batch - 1);
+    begin = a.query_start_loc[b], end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];
+  }
+  // Padding, a token that is not `wanted`, may stay with any sequence.
+  template <class A> DEV void settle(const A& a, int token, bool wanted) {
+    if (!wanted | token >= begin & token < end) return;
+    const int b = search_sequence(a, token);
+    end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];
+  }
+  DEV s64 position(int token) const { return length - (end - token); }
+};
+
+// The RoPE block of a position, counted from the one of its sequence's first token; rope_first is that token's RoPE position. Padding
 // tokens lie in no sequence, so the result is kept inside the table of blocks.
-template <int ROPE_BLOCK, class A> DEV int new_token_rope_block(const A& a, int token) {
+template <int ROPE_BLOCK, class A> DEV int rope_block_of(const A& a, int position) {
   constexpr int SIZE = ROPE_BLOCK ? ROPE_BLOCK : 1;
-  const int b = sequence_of(a, token), position = (int)(a.seq_lens[b] - a.query_start_loc[b + 1]) + token;
   return min(max((position + a.rope_first) / SIZE - a.rope_first / SIZE, 0), a.rope_blocks - 1);
+}
+template <int ROPE_BLOCK, class A> DEV int new_token_rope_block(const A& a, int token) {
+  const int b = sequence_of(a, token);
+  return rope_block_of<ROPE_BLOCK>(a, (int)(a.seq_lens[b] - a.query_start_loc[b + 1]) + token);
 }

@@ -6,19 +6,8 @@
 // together; any other value stores its halves of words.
 
 #pragma once
-#include "codecs/encode_affine.cuh"
-#include "codecs/encode_banded.cuh"
+#include "codecs/encode_rows.cuh"
 #include "include/append_stream.cuh"
-#include "include/page_codes.cuh"
-#include "include/rows.cuh"
-
-constexpr int CODE_WORDS = (LANE_CHANNELS + 3) / 4;  // of a lane's codes, a byte each
-
-DEV float sum_row(float x) {  // over the eight lanes of a row
-#pragma unroll
-  for (int o = 1; o < 8; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
-  return x;
-}
 
 // --- transform ----------------------------------------------------------------------------------------------------------------
 
@@ -46,118 +35,14 @@ DEV void transform_row(const AppendArguments& a, float* x, bool is_key, int head
     for (int i = 0; i < LANE_CHANNELS; i++) x[i] -= mean[head * D + j * LANE_CHANNELS + i];
 }
 
-// --- affine codes -------------------------------------------------------------------------------------------------------------
-
-// Codes of a lane's channels, a byte each; returns the scale and the minimum or zero of the row as one word.
-template <class S> DEV u32 encode_affine(const float* x, u32* codes) {
-  float least = x[0], most = x[0];
-#pragma unroll
-  for (int i = 1; i < LANE_CHANNELS; i++) least = fminf(least, x[i]), most = fmaxf(most, x[i]);
-#pragma unroll
-  for (int o = 1; o < 8; o <<= 1) {
-    least = fminf(least, __shfl_xor_sync(FULL, least, o));
-    most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
-  }
-  const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
-    const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(tried.scale, tried.reciprocal, tried.zero, 1.f);
-    float squares = 0.f;
-#pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) {
-      const float error = coder.error(x[i]);
-      squares = fmaf(error, error, squares);
-    }
-    return sum_row(squares);
-  });
-  const AffineCoder<S::BITS, S::SCALE_FORM, true> coder(best.scale, best.reciprocal, best.zero, 1.f);
-#pragma unroll
-  for (int i = 0; i < CODE_WORDS; i++) {
-    codes[i] = 0u;
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      if (4 * i + k < LANE_CHANNELS) codes[i] += (coder.bits(x[4 * i + k]) - coder.base()) << (8 * k);
-  }
-  return pair_of<S::SCALE_TYPE>(best.scale, best.zero);
-}
-
-// --- banded codes -------------------------------------------------------------------------------------------------------------
-
-struct BandedLane {  // a lane's channels lie in one band
-  int bits;
-  float step, top;       // between levels, over the scale; the largest code
-  const float* weights;  // of the errors of its channels, or null
-  DEV float weight(int i) const { return weights ? weights[i] : 1.f; }
-  DEV float code(float x, float scale) const { return fminf(fmaxf(rintf(__fdiv_rn(__fdiv_rn(x, scale), step) + top * 0.5f), 0.f), top); }
-  DEV float level(float code) const { return step * (code - top * 0.5f); }
-};
-
-// The scale of a row with the smallest weighted squared error, which goes to `least`.
-template <class S> DEV float banded_scale(const float* x, const BandedLane& band, float& least) {
-  float squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < LANE_CHANNELS; i++) squares += band.bits ? x[i] * x[i] : 0.f;
-  const float rms = sqrtf(__fdiv_rn(sum_row(squares), (float)S::CodeBands::CHANNELS));
-  return search_banded_scale<S>(rms, least, [&](float scale) {
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) {
-      const float error = band.bits ? x[i] - scale * band.level(band.code(x[i], scale)) : 0.f;
-      sum += error * error * band.weight(i);
-    }
-    return sum_row(sum);
-  });
-}
-
-// As `encode_affine`, for bands. Where the stream has a FLAG, the row less `flag_mean` [D] is tried too; if its error is smaller, it is
-// taken, and the scale is stored negative.
-template <class S> DEV u32 encode_banded(const float* row, u32* codes, const float* weights, const float* flag_mean, int j) {
-  S::CodeBands::each([](auto band) {
-    using B = decltype(band);
-    static_assert(B::WIDTH % LANE_CHANNELS == 0 && B::FIRST % LANE_CHANNELS == 0, "a lane's channels lie in one band");
-  });
-  BandedLane band;
-  band.bits = S::CodeBands::bits(j * LANE_CHANNELS), band.step = S::CodeBands::step(j * LANE_CHANNELS), band.top = (float)((1 << band.bits) - 1);
-  band.weights = weights ? weights + j * LANE_CHANNELS : nullptr;
-  float x[LANE_CHANNELS], error, sign = 1.f;
-#pragma unroll
-  for (int i = 0; i < LANE_CHANNELS; i++) x[i] = row[i];
-  float scale = banded_scale<S>(x, band, error);
-  if constexpr (S::FLAG) {
-    float centred[LANE_CHANNELS], centred_error;
-#pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) centred[i] = x[i] - flag_mean[j * LANE_CHANNELS + i];
-    const float centred_scale = banded_scale<S>(centred, band, centred_error);
-    if (centred_error < error) {
-      scale = centred_scale, sign = -1.f;
-#pragma unroll
-      for (int i = 0; i < LANE_CHANNELS; i++) x[i] = centred[i];
-    }
-  }
-  float reached = 0.f, wanted = 0.f;  // sum w x level, sum w x^2
-#pragma unroll
-  for (int i = 0; i < CODE_WORDS; i++) codes[i] = 0u;
-#pragma unroll
-  for (int i = 0; i < LANE_CHANNELS; i++) {
-    const float code = band.bits ? band.code(x[i], scale) : 0.f;
-    codes[i / 4] |= (u32)code << (8 * (i % 4));
-    reached += band.bits ? band.weight(i) * x[i] * band.level(code) : 0.f;
-    wanted += band.weight(i) * (x[i] * x[i]);
-  }
-  if constexpr (S::UNBIASED) {
-    reached = sum_row(reached), wanted = sum_row(wanted);
-    scale *= unbiased_factor(wanted, reached * scale);
-  }
-  scale = clamp_scale<S::SCALE_TYPE>(scale) * sign;
-  return pair_of<S::SCALE_TYPE>(scale, 0.f);
-}
-
 // --- codes of either stream ---------------------------------------------------------------------------------------------------
 
 template <class S> DEV u32 encode_stream(const AppendArguments& a, const float* x, u32* codes, int head, int j) {
   if constexpr (S::BANDED) {
     const float* weights = S::weights(a) ? S::weights(a) + head * D : nullptr;
-    return encode_banded<S>(x, codes, weights, S::flag_mean(a) + head * D, j);
+    return encode_banded<S, 8>(x, codes, weights ? weights + j * LANE_CHANNELS : nullptr, S::flag_mean(a) + head * D + j * LANE_CHANNELS, j);
   } else {
-    return encode_affine<S>(x, codes);
+    return encode_affine<S, 8>(x, codes);
   }
 }
 
@@ -166,13 +51,13 @@ DEV u32 encode_row(const AppendArguments& a, const float* x, u32* codes, bool is
   using K = KeyStream;
   using V = ValueStream;
   if constexpr (!K::BANDED && !V::BANDED && K::BITS == V::BITS && K::SCALE_FORM == V::SCALE_FORM && K::SCALE_TYPE == V::SCALE_TYPE && K::SEARCH == V::SEARCH) {
-    return encode_affine<K>(x, codes);
+    return encode_affine<K, 8>(x, codes);
   } else {
-    u32 value_codes[CODE_WORDS];
+    u32 value_codes[CODE_WORDS<8>];
     const u32 key_scale = encode_stream<K>(a, x, codes, head, j), value_scale = encode_stream<V>(a, x, value_codes, head, j);
     if (is_key) return key_scale;
 #pragma unroll
-    for (int i = 0; i < CODE_WORDS; i++) codes[i] = value_codes[i];
+    for (int i = 0; i < CODE_WORDS<8>; i++) codes[i] = value_codes[i];
     return value_scale;
   }
 }
@@ -183,17 +68,6 @@ struct AppendShared {
   u8 codes[Config::WARPS][4][(D + 15) / 16 * 16];                     // of the four rows of a warp
   float scratch[POWER_OF_TWO_CHANNELS ? 1 : Config::WARPS][4][D];     // of apply_hadamard
 };
-
-// Puts a lane's codes beside those of the other lanes of its row.
-DEV void share_codes(u8* row, const u32* codes, int j) {
-  if constexpr (LANE_CHANNELS % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < LANE_CHANNELS / 4; i++) ((u32*)row)[j * (LANE_CHANNELS / 4) + i] = codes[i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) row[j * LANE_CHANNELS + i] = (u8)(codes[i / 4] >> (8 * (i % 4)));
-  }
-}
 
 // Stores the codes of a warp's four rows. Slots are those of its two tokens, -1 where there is none.
 DEV void store_codes(const AppendArguments& a, const u8 (*codes)[(D + 15) / 16 * 16], const s64* slots, int head, int lane) {
@@ -232,12 +106,10 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
   if (slot >= 0) store_overlay(a, is_key ? a.overlay_key : a.overlay_value, x, token, head, j);
 
   // Scale and codes.
-  if constexpr (Config::CLIP)
-    clip_row<LANE_CHANNELS, 1, 8>(x, is_key ? a.key_clip_drop : a.value_clip_drop, max(a.key_clip_drop, a.value_clip_drop),
-                                  is_key ? a.key_clip_share : a.value_clip_share, 255u << (lane & 24), lane);
-  u32 codes[CODE_WORDS];
+  if constexpr (Config::CLIP) clip_row<LANE_CHANNELS>(x, clip_limit<LANE_CHANNELS, 1, 8>(x, is_key ? KeyStream::clip(a) : ValueStream::clip(a)));
+  u32 codes[CODE_WORDS<8>];
   const u32 scale = encode_row(a, x, codes, is_key, head, j);
-  share_codes(sh.codes[warp][row], codes, j);
+  share_codes<8>(sh.codes[warp][row], codes, j);
 
   // Store.
   if (j == 0 && slot >= 0)

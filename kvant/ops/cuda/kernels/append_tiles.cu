@@ -1,20 +1,37 @@
 // Appends prompts: does what append.cu does, for tiles of 16 tokens, with about a third of the instructions. include/token_tile.cuh says
-// which lane holds what. The two kernels need not write equal bytes: they round differently before they code (products on tensor cores here, a
-// kernel of its own for matrices there; reciprocals for divisions), so a number at the border of two codes may get either, most of all with
-// the bands of kvant-2. Each is held to the reference: fewer than 1e-4 of the bytes may differ (test_append_writes_what_the_reference_writes).
+// which lane holds what. The kernels need not write equal bytes: they round differently before they code (the order of sums, reciprocals for
+// divisions), so a number at the border of two codes may get either, most of all with the bands of kvant-2. Each is held to the reference: fewer than 1e-4 of the bytes may differ (test_append_writes_what_the_reference_writes).
 //
-// Grid: one dimension; a warp takes a tile. CTAs take keys and values alternately. Where streams are banded, all CTAs of a stream and head follow each
-// other, so that its matrix stays in the L2 cache.
+// Grid: one dimension; a warp takes a tile. CTAs take keys and values alternately. Where a stream has a matrix, a CTA has one head and some tiles of its
+// keys and then of its values, and keeps the matrix in shared memory.
 
 #pragma once
 #include "codecs/encode_banded.cuh"
+#include "include/copies.cuh"
 #include "include/tile_store.cuh"
 #include "include/tile_transform.cuh"
 #include "kernels/append.cu"
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
-template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], int first, int head) {
+// Clips rows; [least, most] becomes the range of the owned row. Where there are few codes, what lies beyond the range gets the code of its end anyway,
+// and is left as it is; unless the range is so narrow that the end, rounded, is another code.
+template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], float& least, float& most) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
+  const Clip clip = S::clip(a);
+  float limit[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, S::KEY ? 1 : 4, S::KEY ? 4 : 32>(tile.x[r], clip);
+  tile.range(w, least, most);
+  const float end = tile.owned(limit) * tile.FACTOR;
+  least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
+  if (!LEFT || __any_sync(FULL, clip.drop && most - least <= end * 0.0625f))
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
+}
+
+template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool KEY = S::KEY, AS_READ = TokenTile<S>::AS_READ;
   const s64 slot = tile_slot(a, first, tile.owned_token());
@@ -22,20 +39,17 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 
   // Transform: x = x M or H x, less the mean.
   if constexpr (AS_READ) tile.range(w, least, most);
-  if constexpr (S::MATRIX_PARTS > 0) multiply_matrix(tile, w, S::matrix(a, head));
-  else apply_hadamard(tile, w, S::signs(a));
-  if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
+  if constexpr (S::MATRIX_PARTS > 0) {
+    multiply(tile, a, w, matrix, first, head);
+  } else {
+    apply_hadamard(tile, w, S::signs(a));
+    if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
+  }
   if constexpr (!AS_READ && !Config::CLIP) tile.range(w, least, most);
   if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
 
   // Scale of the owned row.
-  if constexpr (Config::CLIP) {
-    constexpr u32 MATES = KEY ? 0xFu : 0x11111111u;  // lanes that hold a row
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-      clip_row<N, KEY ? 1 : 4, KEY ? 4 : 32>(tile.x[r], S::clip_drop(a), S::clip_drop(a), S::clip_share(a), MATES << (KEY ? tile.lane & 28 : tile.t), tile.lane);
-    tile.range(w, least, most);
-  }
+  if constexpr (Config::CLIP) clip_tile(tile, a, w, least, most);
   const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
     float squares[ROWS];
     tile.broadcast_rows(tried.reciprocal, reciprocal), tile.broadcast_rows(tried.zero, zero);
@@ -53,10 +67,12 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   });
   if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
-  // Codes. Numbers as they were read need no exact rounding.
+  // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
+  constexpr bool EXACT = !AS_READ && !(S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN);
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
-  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, !AS_READ>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
-  if constexpr (KEY) store_keys(tile, a, first, head, coder);
+  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
+  if constexpr (!S::VALUES) store_keys(tile, a, first, head, coder);
+  else if constexpr (KEY) store_value_rows(tile, a, first, head, coder);
   else store_values(tile, a, first, head, coder);
 }
 
@@ -146,11 +162,11 @@ template <class S> DEV float row_unbiased_factor(const TokenTile<S>& tile, const
   return unbiased_factor(to, is);
 }
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], int first, int head) {
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
   const s64 slot = tile_slot(a, first, tile.owned_token());
-  multiply_bands(tile, a, w, first, head);
+  multiply(tile, a, w, matrix, first, head);
   if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
 
   // Scale of the owned row; where the stream has a FLAG, that of the row less flag_mean if its error is smaller.
@@ -175,7 +191,7 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
   if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(scale, 0.f));
 
   // Codes.
-  if constexpr (S::KEY) {
+  if constexpr (!S::VALUES) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const s64 to = tile_slot(a, first, tile.token(r));
@@ -183,48 +199,66 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
     }
   } else {
     S::CodeBands::each([&](auto band) {
-      store_values(tile, a, first, head, [&](int r) { return BandCoder<decltype(band)>(reciprocal[r]); });
+      store_value_rows(tile, a, first, head, [&](int r) { return BandCoder<decltype(band)>(reciprocal[r]); });
     });
   }
 }
 
 // --- the kernel ---------------------------------------------------------------------------------------------------------------
 
-// Appends the tile of one stream and head that begins at token `first`.
-template <class S> DEV void append_tile(const AppendArguments& a, int first, int head, int lane) {
+// Where a lane reads row r of its tile from: channels that RoPE rotates together go to the same lane, as two halves of its words.
+template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, int head, int lane, int r) {
+  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * Config::KV_HEADS + head) * (2 * D) + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
+}
+
+// Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one.
+template <class S> DEV void append_tile(const AppendArguments& a, const u8* matrix, int first, int head, int lane) {
   TokenTile<S> tile{lane, lane >> 2, lane & 3};
   u32 w[2][READ_WORDS];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const u8* from = (const u8*)S::rows(a) + ((s64)min(first + tile.g + 8 * r, a.tokens - 1) * Config::KV_HEADS + head) * (2 * D);
-    if constexpr (S::ROPE_BLOCK > 0) {  // channels that RoPE rotates together go to the same lane
-      load_words<READ_WORDS / 2>(w[r], from + tile.t * (D / 4)), load_words<READ_WORDS / 2>(w[r] + READ_WORDS / 2, from + D + tile.t * (D / 4));
-    } else {
-      load_words<READ_WORDS>(w[r], from + tile.t * (D / 2));
-    }
+    const u8* from = tile_row<S>(a, first, head, lane, r);
+    if constexpr (S::ROPE_BLOCK > 0) load_words<READ_WORDS / 2>(w[r], from), load_words<READ_WORDS / 2>(w[r] + READ_WORDS / 2, from + D);
+    else load_words<READ_WORDS>(w[r], from);
   }
-  if constexpr (S::BANDED) append_banded(tile, a, w, first, head);
-  else append_affine(tile, a, w, first, head);
+  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head);
+  else append_affine(tile, a, w, matrix, first, head);
 }
 
-struct TileWork {
-  int head, first;  // token
-  bool is_key;
-};
-DEV TileWork tile_work(int warp) {
-  if constexpr (KeyStream::BANDED || ValueStream::BANDED) {
-    const int ctas = gridDim.x / (2 * Config::KV_HEADS), part = blockIdx.x / ctas;
-    return {part % Config::KV_HEADS, ((int)(blockIdx.x % ctas) * Config::TILE_WARPS + warp) * 16, part < Config::KV_HEADS};
-  } else {
-    const int job = blockIdx.x / 2 * Config::TILE_WARPS + warp;
-    return {job % Config::KV_HEADS, job / Config::KV_HEADS * 16, blockIdx.x % 2 == 0};
+// Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once.
+template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, int head, int cta, int ctas) {
+  constexpr int BYTES = S::MATRIX_PARTS * D * D * 2, APART = Config::TILE_WARPS * 16;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if constexpr (BYTES > 0) {
+    const u8* from = (const u8*)S::matrix(a, head);
+    for (int i = threadIdx.x * 16; i < BYTES; i += Config::TILE_WARPS * 32 * 16) copy16(shared + i, from + i);
+    await_copies();
+    fence_copies();
+    __syncthreads();
+  }
+  for (int first = cta * APART; first < a.tokens; first += ctas * APART) {
+    const int mine = first + warp * 16, next = mine + ctas * APART;
+    if (next < a.tokens)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        prefetch_l1(tile_row<S>(a, next, head, lane, r));
+        if constexpr (S::ROPE_BLOCK > 0) prefetch_l1(tile_row<S>(a, next, head, lane, r) + D);
+      }
+    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, shared, mine, head, lane);  // the warps of a product come together
   }
 }
 
 extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TILE_CTAS) kvant_append_tiles(const AppendArguments a) {
-  const int lane = threadIdx.x & 31;
-  const TileWork work = tile_work(threadIdx.x >> 5);
-  if (work.first >= a.tokens) return;
-  if (work.is_key) append_tile<KeyStream>(a, work.first, work.head, lane);
-  else append_tile<ValueStream>(a, work.first, work.head, lane);
+  if constexpr (KeyStream::MATRIX_PARTS > 0 || ValueStream::MATRIX_PARTS > 0) {
+    DYNAMIC_SHARED(shared);
+    const int ctas = gridDim.x / Config::KV_HEADS, head = blockIdx.x / ctas, cta = blockIdx.x % ctas;
+    append_tiles<KeyStream>(a, shared, head, cta, ctas);
+    __syncthreads();
+    append_tiles<Select<(ValueStream::MATRIX_PARTS > 0), ValueRows, ValueStream>>(a, shared, head, cta, ctas);
+  } else {
+    const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
+    if (first >= a.tokens) return;
+    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, nullptr, first, head, lane);
+    else append_tile<ValueStream>(a, nullptr, first, head, lane);
+  }
 }

@@ -131,6 +131,20 @@ static inline int __reduce_add_sync(u32, int x) {
     for (int i = 0; i < 32; i++) out[i] = all;
   });
 }
+static inline int __reduce_min_sync(u32, int x) {
+  return lanes_together<int>(12, x, [](const int* in, int* out) {
+    int all = in[0];
+    for (int i = 1; i < 32; i++) all = in[i] < all ? in[i] : all;
+    for (int i = 0; i < 32; i++) out[i] = all;
+  });
+}
+static inline int __reduce_max_sync(u32, int x) {
+  return lanes_together<int>(13, x, [](const int* in, int* out) {
+    int all = in[0];
+    for (int i = 1; i < 32; i++) all = in[i] > all ? in[i] : all;
+    for (int i = 0; i < 32; i++) out[i] = all;
+  });
+}
 static inline int __any_sync(u32 mask, int x) { return __ballot_sync(mask, x) != 0; }
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
@@ -193,6 +207,7 @@ DEV float log2_(float x) { return log2f(x); }
 static inline float held(float x) { return x > 0.f ? fminf(x, 1.f) : 0.f; }
 DEV float fma_held(float x, float y, float z) { return held(fmaf(x, y, z)); }
 DEV float add_held(float x, float y) { return held(x + y); }
+DEV float is_greater(float x, float y) { return x > y ? 1.f : 0.f; }
 template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
   const auto half = [](u32 w, int e) { return TYPE == 0 ? __uint_as_float((w >> 16 * e) << 16) : half_to_float(w >> 16 * e & 0xffff); };
   const float low = f(half(x, 0), half(y, 0)), high = f(half(x, 1), half(y, 1));

@@ -1,0 +1,152 @@
+// Codes of a row that LANES lanes of a warp hold (include/rows.cuh).
+
+#pragma once
+#include "codecs/encode_affine.cuh"
+#include "codecs/encode_banded.cuh"
+#include "include/page_codes.cuh"
+#include "include/rows.cuh"
+
+template <int LANES> constexpr int CODE_WORDS = (D / LANES + 3) / 4;  // of a lane's codes, a byte each
+
+template <int LANES> DEV float sum_row(float x) {  // over the lanes of a row
+#pragma unroll
+  for (int o = 1; o < LANES; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
+  return x;
+}
+
+// The least and the largest number of a row.
+template <int LANES> DEV void row_range(const float* x, float& least, float& most) {
+  least = most = x[0];
+#pragma unroll
+  for (int i = 1; i < D / LANES; i++) least = fminf(least, x[i]), most = fmaxf(most, x[i]);
+  if constexpr (LANES == 32) {
+    least = from_ordered(__reduce_min_sync(FULL, to_ordered(least))), most = from_ordered(__reduce_max_sync(FULL, to_ordered(most)));
+  } else {
+#pragma unroll
+    for (int o = 1; o < LANES; o <<= 1) {
+      least = fminf(least, __shfl_xor_sync(FULL, least, o));
+      most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
+    }
+  }
+}
+
+// --- affine codes -------------------------------------------------------------------------------------------------------------
+
+// Codes of a lane's channels, a byte each; returns the scale and the minimum or zero of the row as one word.
+template <class S, int LANES> DEV u32 encode_affine(const float* x, u32* codes) {
+  constexpr int N = D / LANES;
+  float least, most;
+  row_range<LANES>(x, least, most);
+  const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
+    const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(tried.scale, tried.reciprocal, tried.zero, 1.f);
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float error = coder.error(x[i]);
+      squares = fmaf(error, error, squares);
+    }
+    return sum_row<LANES>(squares);
+  });
+  const AffineCoder<S::BITS, S::SCALE_FORM, true> coder(best.scale, best.reciprocal, best.zero, 1.f);
+#pragma unroll
+  for (int i = 0; i < CODE_WORDS<LANES>; i++) {
+    codes[i] = 0u;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (4 * i + k < N) codes[i] += (coder.bits(x[4 * i + k]) - coder.base()) << (8 * k);
+  }
+  return pair_of<S::SCALE_TYPE>(best.scale, best.zero);
+}
+
+// --- banded codes -------------------------------------------------------------------------------------------------------------
+
+struct BandedLane {  // a lane's channels lie in one band
+  int bits;
+  float step, reciprocal, top;  // between levels, over the scale, and one over it; the largest code
+  const float* weights;         // of the errors of its channels, or null
+  DEV float weight(int i) const { return weights ? weights[i] : 1.f; }
+  DEV float code(float x, float scale, float reciprocal_scale) const {
+    const float level = quotient(quotient(x, scale, reciprocal_scale), step, reciprocal) + top * 0.5f;
+    return fminf(fmaxf(level, 0.f), top) + ROUNDER - ROUNDER;
+  }
+  DEV float level(float code) const { return step * (code - top * 0.5f); }
+};
+
+// The scale of a row with the smallest weighted squared error, which goes to `least`.
+template <class S, int LANES> DEV float banded_scale(const float* x, const BandedLane& band, float& least) {
+  constexpr int N = D / LANES;
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < N; i++) squares += band.bits ? x[i] * x[i] : 0.f;
+  const float rms = sqrtf(__fdiv_rn(sum_row<LANES>(squares), (float)S::CodeBands::CHANNELS));
+  if constexpr (S::SEARCH == 1 && !S::FLAG) return round_to<S::SCALE_TYPE>(clamp_scale<S::SCALE_TYPE>(rms));  // nobody asks for the error
+  return search_banded_scale<S>(rms, least, [&](float scale) {
+    const float reciprocal = __fdiv_rn(1.f, scale);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float error = band.bits ? x[i] - scale * band.level(band.code(x[i], scale, reciprocal)) : 0.f;
+      sum += error * error * band.weight(i);
+    }
+    return sum_row<LANES>(sum);
+  });
+}
+
+// As `encode_affine`, for bands. Where the stream has a FLAG, the row less `flag_mean` is tried too; if its error is smaller, it is taken,
+// and the scale is stored negative. `weights` and `flag_mean` are those of the lane's channels; `weights` may be null.
+template <class S, int LANES> DEV u32 encode_banded(const float* row, u32* codes, const float* weights, const float* flag_mean, int j) {
+  constexpr int N = D / LANES;
+  S::CodeBands::each([](auto band) {
+    using B = decltype(band);
+    static_assert(B::WIDTH % N == 0 && B::FIRST % N == 0, "a lane's channels lie in one band");
+  });
+  BandedLane band;
+  band.bits = S::CodeBands::bits(j * N), band.step = S::CodeBands::step(j * N), band.top = (float)((1 << band.bits) - 1);
+  band.reciprocal = __fdiv_rn(1.f, band.step), band.weights = weights;
+  float x[N], error, sign = 1.f;
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = row[i];
+  float scale = banded_scale<S, LANES>(x, band, error);
+  if constexpr (S::FLAG) {
+    float centred[N], centred_error;
+#pragma unroll
+    for (int i = 0; i < N; i++) centred[i] = x[i] - flag_mean[i];
+    const float centred_scale = banded_scale<S, LANES>(centred, band, centred_error);
+    if (centred_error < error) {
+      scale = centred_scale, sign = -1.f;
+#pragma unroll
+      for (int i = 0; i < N; i++) x[i] = centred[i];
+    }
+  }
+  const float reciprocal = __fdiv_rn(1.f, scale);
+  float reached = 0.f, wanted = 0.f;  // sum w x level, sum w x^2
+#pragma unroll
+  for (int i = 0; i < CODE_WORDS<LANES>; i++) codes[i] = 0u;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const float code = band.bits ? band.code(x[i], scale, reciprocal) : 0.f;
+    codes[i / 4] |= (u32)code << (8 * (i % 4));
+    reached += band.bits ? band.weight(i) * x[i] * band.level(code) : 0.f;
+    wanted += band.weight(i) * (x[i] * x[i]);
+  }
+  if constexpr (S::UNBIASED) {
+    reached = sum_row<LANES>(reached), wanted = sum_row<LANES>(wanted);
+    scale *= unbiased_factor(wanted, reached * scale);
+  }
+  scale = clamp_scale<S::SCALE_TYPE>(scale) * sign;
+  return pair_of<S::SCALE_TYPE>(scale, 0.f);
+}
+
+// --- bytes of codes -----------------------------------------------------------------------------------------------------------
+
+// Puts a lane's codes beside those of the other lanes of its row.
+template <int LANES> DEV void share_codes(u8* row, const u32* codes, int j) {
+  constexpr int N = D / LANES;
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) ((u32*)row)[j * (N / 4) + i] = codes[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) row[j * N + i] = (u8)(codes[i / 4] >> (8 * (i % 4)));
+  }
+}

@@ -1,0 +1,119 @@
+// Products of append_step.cu: 16 tokens of a head, a row a warp, times the head's matrix on the tensor cores.
+//
+//   rows     warp w reads the row of token w as fp16 operands into shared memory; where keys are unrotated, in two parts
+//   matrix   two parts of fp16, the smaller one first. Warp w has 16 columns, w / 2, and half w % 2 of the channels, in registers
+//   sums     of either half of the channels in float32, to shared memory; warp w takes those of token w back
+
+#pragma once
+#include "include/rows.cuh"
+#include "include/unrotate.cuh"
+
+constexpr int STEP_TOKENS = 16, STEP_CHANNELS = D / 32;          // tokens of a tile; channels of a lane
+constexpr int OPERAND_WORDS = D / 2 + 4, SUM_FLOATS = D + 8;     // of a row, so that lanes read and write different banks
+static_assert(Config::STEP_WARPS == STEP_TOKENS && D % 32 == 0 && D / 16 <= STEP_TOKENS / 2, "a warp a row, and 16 columns of half of the channels");
+
+struct StepShared {
+  u32 operand[2][STEP_TOKENS][OPERAND_WORDS];  // fp16 numbers, and what they lack
+  float sums[2][STEP_TOKENS][SUM_FLOATS];      // [half of the channels, token, column]
+};
+
+// A warp's share of the matrix of a stream and head: [parts, steps of 16 channels], as B operands of two tiles of 8 columns.
+template <class S> struct MatrixShare {
+  static constexpr int STEPS = D / 32;
+  uint4 f[2][STEPS];
+  bool active;  // at head_dim 128 all warps are
+
+  DEV void load(const AppendArguments& a, int head, int warp, int lane) {
+    active = warp / 2 < D / 16;
+    if (!active) return;
+    const uint4* from = S::matrix(a, head) + ((warp / 2) * (D / 16) + warp % 2 * STEPS) * 32 + lane;
+#pragma unroll
+    for (int p = 0; p < 2; p++)
+#pragma unroll
+      for (int m = 0; m < STEPS; m++) f[p][m] = __ldg(from + (p * (D / 16) * (D / 16) + m) * 32);
+  }
+
+  // The operands of all tokens times the share, to sh.sums.
+  DEV void multiply(StepShared& sh, int warp, int lane) const {
+    if (!active) return;
+    const int half = warp % 2, row = lane % 16, column = lane / 16 * 4;  // of the word that this lane names to ldmatrix
+    float large[2][4] = {}, small[2][4] = {};
+#pragma unroll
+    for (int m = 0; m < STEPS; m++) {
+      u32 x[4];
+      ldmatrix_x4(x, &sh.operand[0][row][(half * STEPS + m) * 8 + column]);
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        mma_fp16(small[k], x[0], x[1], x[2], x[3], k ? f[0][m].z : f[0][m].x, k ? f[0][m].w : f[0][m].y);
+        mma_fp16(large[k], x[0], x[1], x[2], x[3], k ? f[1][m].z : f[1][m].x, k ? f[1][m].w : f[1][m].y);
+      }
+      if constexpr (S::ROPE_BLOCK > 0) {
+        ldmatrix_x4(x, &sh.operand[1][row][(half * STEPS + m) * 8 + column]);
+#pragma unroll
+        for (int k = 0; k < 2; k++) mma_fp16(small[k], x[0], x[1], x[2], x[3], k ? f[1][m].z : f[1][m].x, k ? f[1][m].w : f[1][m].y);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {  // tokens g and g + 8, tiles of 8 columns
+      float* to = &sh.sums[half][lane / 4 + i / 2 * 8][warp / 2 * 16 + i % 2 * 8 + lane % 4 * 2];
+      *(float2*)to = {small[i % 2][i / 2 * 2] + large[i % 2][i / 2 * 2], small[i % 2][i / 2 * 2 + 1] + large[i % 2][i / 2 * 2 + 1]};
+    }
+  }
+};
+
+// The row of a warp as it was read: where it is multiplied, a lane has words `lane` and lane + D / 4, channels that RoPE rotates together.
+template <class S> struct StepRow {
+  static constexpr bool MULTIPLIED = S::MATRIX_PARTS > 0;
+  u32 w[2];
+  float x[STEP_CHANNELS];  // where it is not multiplied
+
+  DEV void load(const AppendArguments& a, int token, int head, int lane) {
+    const s64 at = ((s64)token * Config::KV_HEADS + head) * D;
+    if constexpr (MULTIPLIED) {
+      const u32* from = (const u32*)S::rows(a) + at / 2 + lane;
+      w[0] = w[1] = 0u;
+      if (lane < D / 4) w[0] = __ldg(from), w[1] = __ldg(from + D / 4);
+    } else {
+      load_row<S::IN_TYPE, 32>(x, S::rows(a), at + lane * STEP_CHANNELS);
+    }
+  }
+
+  // Writes the operands of row `warp`; returns the factor that brings its sums to numbers. `block` is the token's RoPE block.
+  DEV float put(const AppendArguments& a, StepShared& sh, int block, int warp, int lane) const {
+    constexpr int TYPE = S::IN_TYPE;
+    const u32 most = pair_max<TYPE>(w[0] & 0x7FFF7FFFu, w[1] & 0x7FFF7FFFu);
+    const u32 exponent = clamp_exponent((u32)__reduce_max_sync(FULL, __float_as_int(fmaxf(low<TYPE>(most), high<TYPE>(most)))) >> 23);
+    if (lane < D / 4) {
+      u32 y[2], rest[2];
+      unrotate_words<S>(a, w[0], w[1], (s64)block * (D / 2), lane, scale_to_fp16(exponent), y, rest);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        sh.operand[0][warp][i * (D / 4) + lane] = y[i];
+        if constexpr (S::ROPE_BLOCK > 0) sh.operand[1][warp][i * (D / 4) + lane] = rest[i];
+      }
+    }
+    return scale_from_fp16(exponent) * S::matrix_unit(a);
+  }
+};
+
+// x = R x M - mean or H x - mean: the channels of a lane, those of row `warp`. All warps of the CTA come here together.
+template <class S> DEV void transform_step(const AppendArguments& a, StepShared& sh, const StepRow<S>& row, const MatrixShare<S>& matrix, const float* mean, int block, int warp, int lane, float* x) {
+  constexpr int N = STEP_CHANNELS;
+  if constexpr (S::MATRIX_PARTS > 0) {
+    const float back = row.put(a, sh, block, warp, lane);
+    __syncthreads();
+    matrix.multiply(sh, warp, lane);
+    __syncthreads();
+    float more[N];
+    load_floats<N>(x, &sh.sums[0][warp][lane * N]), load_floats<N>(more, &sh.sums[1][warp][lane * N]);
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = fmaf(x[i] + more[i], back, -mean[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = row.x[i];
+    if constexpr (S::HADAMARD > 1) apply_hadamard<S::HADAMARD, 32>(x, S::signs(a), S::HADAMARD_SCALE, lane, sh.sums[0][warp]);
+    if constexpr (S::MEAN)
+#pragma unroll
+      for (int i = 0; i < N; i++) x[i] -= mean[i];
+  }
+}

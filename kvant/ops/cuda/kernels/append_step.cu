@@ -1,0 +1,107 @@
+// Appends the few new tokens of a decode step where rows are multiplied by a matrix or unrotated: does what append.cu does after transform_kv,
+// in one launch, with the products on the tensor cores. Also serves prompts whose codes append_tiles.cu does not write.
+//
+// Grid: (any, 2 KV_HEADS). A CTA has one stream of one head, keys or values, and every gridDim.x-th tile of 16 tokens, which may be of different
+// sequences: a warp a token. Its latency is what counts. Loads are begun before anything waits: a token's slot, sequence and row, then the
+// matrix, which stays in registers; after them, only cosines depend on what was loaded.
+
+#pragma once
+#include "codecs/encode_rows.cuh"
+#include "include/append_stream.cuh"
+#include "include/step_transform.cuh"
+
+// A token of a warp.
+template <class S> struct StepToken {
+  static constexpr bool PLACED = S::ROPE_BLOCK > 0 || Config::OVERLAY_TOKENS > 0;  // whether its place in its sequence matters
+  s64 slot;  // -1 where there is no such token
+  NewToken found;
+  StepRow<S> row;
+
+  // Begins to load it; where there are not so many tokens, the last one.
+  DEV void load(const AppendArguments& a, int token, int head, int lane) {
+    const int there = min(token, a.tokens - 1);
+    slot = a.slot_mapping[there];
+    if constexpr (PLACED) found.load(a, there);
+    row.load(a, there, head, lane);
+  }
+  // Waits for it; returns its position.
+  DEV s64 settle(const AppendArguments& a, int token) {
+    slot = token < a.tokens ? slot : -1;
+    if constexpr (!PLACED) return 0;
+    found.settle(a, min(token, a.tokens - 1), slot >= 0);
+    return found.position(min(token, a.tokens - 1));
+  }
+};
+
+// Constants of a lane's channels.
+template <class S> struct StepChannels {
+  float mean[STEP_CHANNELS], weights[STEP_CHANNELS], flag_mean[STEP_CHANNELS];
+
+  DEV void load(const AppendArguments& a, int head, int lane) {
+    const int at = head * D + lane * STEP_CHANNELS;
+#pragma unroll
+    for (int i = 0; i < STEP_CHANNELS; i++) mean[i] = 0.f, weights[i] = 1.f, flag_mean[i] = 0.f;
+    if constexpr (S::MEAN) load_floats<STEP_CHANNELS>(mean, S::mean(a) + at);
+    if constexpr (S::WEIGHTED)
+      if (S::weights(a)) load_floats<STEP_CHANNELS>(weights, S::weights(a) + at);
+    if constexpr (S::FLAG) load_floats<STEP_CHANNELS>(flag_mean, S::flag_mean(a) + at);
+  }
+};
+
+// Codes and scale of the row x of a warp, to the page of its slot.
+template <class S> DEV void store_row(const AppendArguments& a, const float* x, const StepChannels<S>& about, u8* bytes, s64 slot, int head, int lane) {
+  u32 codes[CODE_WORDS<32>], scale;
+  if constexpr (S::BANDED) scale = encode_banded<S, 32>(x, codes, S::WEIGHTED ? about.weights : nullptr, about.flag_mean, lane);
+  else scale = encode_affine<S, 32>(x, codes);
+  share_codes<32>(bytes, codes, lane);
+  u8* page_head = page_head_of(a, slot, head);
+  if (lane == 0) store_scale(page_head, S::SCALE_OFFSET, S::SCALE_FORM, slot, scale);
+  __syncwarp();
+  if constexpr (S::KEY) {
+    S::CodeBands::each([&](auto band) {
+      using B = decltype(band);
+      store_key_codes<B::WIDTH, B::BITS, B::OFFSET, B::HIGH_OFFSET>(page_head, PagePlace(slot), bytes + B::FIRST, lane, 32);
+    });
+  } else {
+    store_value_codes<S::BITS, S::OFFSET, S::HIGH_OFFSET>(page_head, PagePlace(slot), bytes, nullptr, lane);
+  }
+  __syncwarp();
+}
+
+template <class S> DEV void append_stream(const AppendArguments& a, StepShared& sh, u8* bytes, int head) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, apart = gridDim.x * STEP_TOKENS;
+  int first = blockIdx.x * STEP_TOKENS;
+  if (first >= a.tokens) return;
+  StepToken<S> token;
+  token.load(a, first + warp, head, lane);
+  MatrixShare<S> matrix;
+  if constexpr (S::MATRIX_PARTS > 0) matrix.load(a, head, warp, lane);
+  StepChannels<S> about;
+  about.load(a, head, lane);
+  while (true) {
+    // Transform.
+    float x[STEP_CHANNELS];
+    const s64 position = token.settle(a, first + warp);
+    const int block = S::ROPE_BLOCK > 0 ? rope_block_of<S::ROPE_BLOCK>(a, (int)position) : 0;
+    transform_step<S>(a, sh, token.row, matrix, about.mean, block, warp, lane, x);
+    const s64 slot = token.slot, at = Config::OVERLAY_TOKENS > 0 ? overlay_place(token.found.overlay_row, token.found.length, position) : -1;
+    first += apart;
+    if (first < a.tokens) token.load(a, first + warp, head, lane);
+
+    // Keep in the overlay, and code.
+    if (slot >= 0) {
+      if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row<32>(S::overlay(a), x, at, head, lane);
+      if constexpr (Config::CLIP) clip_row<STEP_CHANNELS>(x, clip_limit<STEP_CHANNELS, 1, 32>(x, S::clip(a)));
+      store_row<S>(a, x, about, bytes, slot, head, lane);
+    }
+    if (first >= a.tokens) return;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::STEP_WARPS * 32, Config::STEP_CTAS) kvant_append_step(const AppendArguments a) {
+  __shared__ __align__(16) StepShared sh;
+  __shared__ __align__(16) u8 bytes[STEP_TOKENS][(D + 15) / 16 * 16];  // codes of the row of each warp
+  const int head = blockIdx.y % Config::KV_HEADS, warp = threadIdx.x >> 5;
+  if (blockIdx.y < Config::KV_HEADS) append_stream<KeyStream>(a, sh, bytes[warp], head);
+  else append_stream<ValueStream>(a, sh, bytes[warp], head);
+}
