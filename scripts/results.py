@@ -211,7 +211,11 @@ class Bench:
             self.texts.scored[kind],
             batch=self.args.batch,
             make_cache=lambda named: Cache(
-                self.model, fitted[named.name][0], artifact=fitted[named.name][1], first_position=offset
+                self.model,
+                fitted[named.name][0],
+                artifact=fitted[named.name][1],
+                first_position=offset,
+                implementation="reference" if specs[named.name].random else None,  # kernels choose channels themselves
             ),
             offset=offset,
         )
@@ -222,7 +226,7 @@ class Bench:
             row.pop("profile", None)
             row |= {
                 "tokens": self.texts.scored[kind].tokens,
-                "bits": {str(dim): bits_at(recipe, dim) for dim in (64, 128)},
+                "bits": {str(dim): bits for dim in (64, 128) if (bits := bits_at(recipe, dim)) is not None},
                 "calibration_tokens": (spec.tokens or self.tokens_for(spec.recipe)) if recipe.calibrated else 0,
                 "calibration_seconds": self.seconds[dataclasses.replace(spec, offset=0)],
                 "device": self.model.device.type,
@@ -231,9 +235,14 @@ class Bench:
         return out
 
 
-def bits_at(recipe: Recipe, head_dim: int) -> list[float]:
-    """Bits per element of a page, and of a sequence of 32k tokens with its full-precision windows."""
-    layouts = Layouts.of(recipe, len(recipe.layers) if isinstance(recipe, MixedRecipe) else 1, 1, head_dim)
+def bits_at(recipe: Recipe, head_dim: int) -> list[float] | None:
+    """Bits per element of a page, and of a sequence of 32k tokens with its full-precision windows; None where a recipe does not fit
+    a head dim."""
+    layers = len(recipe.layers) if isinstance(recipe, MixedRecipe) else 1
+    try:
+        layouts = Layouts.of(recipe, layers, 1, head_dim)
+    except ValueError:
+        return None
     return [layouts.bits_per_element(), layouts.bits_per_element(32768)]
 
 

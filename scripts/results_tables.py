@@ -28,7 +28,7 @@ TASK_RECIPES = [
 ]
 OURS = [  # windows, widths and budgets
     *(f"kvant-2:recent={recent}" for recent in (64, 128, 160, 256)),
-    *("kvant-2:k.bits=4/3/2,v.bits=3", "kvant-2:bits=3", "kvant-2:k.bits=4/4/2,v.bits=2", "kvant-4:recent=64"),
+    *("kvant-3:k.bits=4/4/0", "kvant-3:k.bits=3", "kvant-2:k.bits=4/4/2,v.bits=2", "kvant-4:recent=64"),
     *("kvant-2%builtin", "kvant-3%builtin", "kvant-4%builtin"),
     *("tuned-2.3", "tuned-2.5", "tuned-3", "tuned-4"),
 ]
@@ -62,7 +62,8 @@ OSCAR_GROUPS = [
 ]
 SAW_ORDERS = [
     "int4",
-    *(f"saw-int4{both}:order={order}" for order in (16, 32, 64, 128) for both in ("", "-kv")),
+    *(f"saw-int4{both}:order={order}" for order in (16, 32, 64) for both in ("", "-kv")),
+    *("saw-int4", "saw-int4-kv"),  # order 128
     *("saw-int4:zero=float", "saw-int4-hessian", "saw-int4-hessian-kv"),
 ]
 SAW_CENTROIDS = [

@@ -109,6 +109,7 @@ def _attend(
     keep = position <= at  # [sequences, new tokens, tokens]
     if sliding_window is not None:
         keep &= position > at - sliding_window
+    asked = keep & (at < part.seq_lens[:, None, None])  # by queries that are no padding: pages hold codes of these tokens
     packed: dict[StreamName, Tensor] = {}
     from_page: dict[StreamName, Tensor] = {}
     pages_only = without_overlay(part)
@@ -117,6 +118,7 @@ def _attend(
         from_page[name] = (position >= spec.sink) & (position < spec.packed_end(at + 1))
         if full is not None:  # what the overlay does not hold is read from the page
             from_page[name] = from_page[name] | ~full.held[some, None]
+        from_page[name] = from_page[name] & asked
         codes = read(store, name, pages_only, part.seq_lens)[:, :total]
         packed[name] = torch.where(from_page[name].any(1)[..., None, None], codes, 0.0)
     q = query.float().view(rows, new, store.layout.heads, -1, dim)

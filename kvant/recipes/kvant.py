@@ -43,7 +43,7 @@ def _balanced(name: str, keys: str, values: str, summary: str) -> Recipe:
 
 
 KVANT_2 = _balanced("kvant-2", "4/2/0", "2", "keys in bands of 4, 2 and 0 bits by what queries read, values of 2 bits")
-KVANT_3 = _balanced("kvant-3", "4/4/0", "3", "as kvant-2, with keys in bands of 4, 4 and 0 bits and values of 3 bits")
+KVANT_3 = _balanced("kvant-3", "4/3/2", "3", "as kvant-2, with keys in bands of 4, 3 and 2 bits and values of 3 bits")
 KVANT_4 = _balanced("kvant-4", "4", "4", "as kvant-2, with keys and values of 4 bits")
 KVANT_4_FAST = Recipe(
     "kvant-4-fast",

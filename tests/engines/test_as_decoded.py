@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 import kvant
+from kvant.ops import LayerStore
 from tests.conftest import relative_error
 from tests.engines.test_hf import make_model, prompt
 
@@ -52,6 +55,30 @@ def test_rows_of_a_padded_batch_score_as_they_do_alone(recipe: str) -> None:
     for row, n in enumerate((60, 27, 1)):
         alone = read(model, ids[row : row + 1, 60 - n :], [1] * n, recipe)
         assert relative_error(found[row, 60 - n :], alone[0]) < SAME
+
+
+def test_padding_asks_for_no_codes_that_pages_do_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that has ended: its padding is longer than a group, and pages hold NaN where nothing was written."""
+    allocate = LayerStore.allocate
+
+    def poisoned(*args: Any) -> LayerStore:
+        store = allocate(*args)
+        store.pages.fill_(255)  # NaN as float16
+        return store
+
+    monkeypatch.setattr(LayerStore, "allocate", poisoned)
+    model, recipe = make_model("llama", **ONE_LAYER), "gear-l"  # groups of 128 tokens
+    ids, mask = prompt(2, 160), torch.ones(2, 160, dtype=torch.int64)
+    mask[1, 27:] = 0
+    position = (mask.cumsum(1) - 1).clamp_min(0)
+    cache, found = kvant.Cache(model, recipe, as_decoded=True, max_tokens=256, max_sequences=2), []
+    with torch.inference_mode():
+        for begin, end in ((0, 20), (20, 160)):
+            options = {"attention_mask": mask[:, :end], "position_ids": position[:, begin:end]}
+            found.append(model(ids[:, begin:end], past_key_values=cache, **options).logits)
+    for row, n in enumerate((160, 27)):
+        alone = read(model, ids[row : row + 1, :n], [1] * n, recipe)
+        assert relative_error(torch.cat(found, 1)[row, :n], alone[0]) < SAME
 
 
 def test_samples_of_one_text_and_the_old_name() -> None:
