@@ -55,6 +55,19 @@ ROTATED_HIGH_BATCH: list[tuple[str, int, int, dict[str, float]]] = [  # more, wh
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
     ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
 ]
+ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode rotates 16-bit queries itself
+    ("kvant-2", 4, 128, {}),
+    ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
+    ("kvant-2", 2, 64, {"sliding_window": 150}),
+    ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
+    ("kvant-2", 1, 128, {"sliding_window": 270, "first": 200}),
+    ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
+    ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 64, {}),
+    ("kvant-2:k.bits=0/2/4,rope_block=64", 4, 96, {"first": 5}),
+    ("kvant-2:k.bits=3/2/0,rope_block=64", 7, 64, {}),
+    ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
+    ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
+]
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
 
 

@@ -45,6 +45,7 @@ class QueryTransform(enum.IntEnum):
     HADAMARD = 1  # by the decode kernel, in shared memory
     MATRIX = 2  # by a kernel before the decode kernel
     FUSED_MATRIX = 3  # by the decode kernel, on tensor cores
+    ROTATED_MATRIX = 4  # by the warps of the decode kernel, for every RoPE block
 
 
 class OutputTransform(enum.IntEnum):
