@@ -23,8 +23,6 @@ DecodeArguments = Arguments(
     value_mean=optional("const float", "[KV_HEADS, HEAD_DIM]: subtracted from values with a negative scale"),
     mean_logit=optional("const float", "[batch, KV_HEADS * GROUP]: q . mu, with a soft cap"),
     query_matrix=optional("const uint4", "fragments of the queries' matrix, where this kernel transforms them"),
-    cosine=optional("const float", "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates"),
-    sine=optional("const float", "[rope_blocks, HEAD_DIM / 2]"),
     output_matrix=optional("const uint4", "the same of outputs"),
     output_offset=optional("const float", "[output_matrix_heads, HEAD_DIM]: added to outputs after their matrix"),
     partial=pointer("float", "[parts, 2, PARTIAL]: partial results"),
@@ -46,6 +44,8 @@ DecodeArguments = Arguments(
     first_position=int32("RoPE position of the first token"),
     matrix_heads=int32("matrices of queries: KV_HEADS or 1"),
     output_matrix_heads=int32("matrices of outputs: KV_HEADS or 1"),
+    cosine=optional("const float", "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates"),
+    sine=optional("const float", "[rope_blocks, HEAD_DIM / 2]"),
 )
 
 TransformQueriesArguments = Arguments(

@@ -35,6 +35,7 @@ LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many mu
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
 STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages, codebooks or a matrix
+ROTATED_STATIC_BYTES = 2048  # the same where warps rotate their queries, but for their operands; with what CUDA reserves
 ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
 BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
@@ -130,7 +131,8 @@ class Plan:
         """CTAs that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
         most = min(self._most_blocks, 12 // warps)
-        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + (8192 if grouped else 4096)
+        static = ROTATED_STATIC_BYTES if self.rotated_queries else 8192 if grouped else 4096
+        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + static
         return max(1, min(most, self.shared[1] // bytes_))
 
     @property
@@ -218,6 +220,7 @@ class Plan:
             "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
+            "PIPELINED_ROPE": 0,
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
             "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too
@@ -311,7 +314,8 @@ class Plan:
         if self.query == "float32" or dim % 32 or dim > 128 or dict(self.tuned).get("QUERY_TRANSFORM") == MATRIX:
             return False
         warps = LOW_BATCH_WARPS if self.low_batch and self._most_blocks == 3 else WARPS
-        pages, matrix = warps * self.warp_bytes + 4096, self._rotated_matrix_bytes + warps * self._rotated_operand_bytes
+        pages = warps * self.warp_bytes + ROTATED_STATIC_BYTES
+        matrix = self._rotated_matrix_bytes + warps * self._rotated_operand_bytes
         if self.fused_outputs:
             matrix = max(matrix, 2 * dim**2 + warps * self._rotated_operand_bytes)
         ctas = [min(12 // warps, self._most_blocks, self.shared[1] // room) for room in (pages, pages + matrix)]
@@ -324,8 +328,8 @@ class Plan:
 
     @property
     def _rotated_operand_bytes(self) -> int:
-        """Shared memory of a warp for the query operands of some RoPE blocks (include/rotated_query.cuh)."""
-        return (2 if self.tile_heads <= 4 else 1) * 4 * self.operand_words
+        """Shared memory of a warp for the query operands and angles of some RoPE blocks (include/rotated_query.cuh)."""
+        return (2 if self.tile_heads <= 4 else 1) * 4 * (self.operand_words + self.layout.head_dim)
 
     @property
     def rotated_bytes(self) -> int:

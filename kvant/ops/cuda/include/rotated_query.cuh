@@ -24,19 +24,31 @@ template <class K> struct RotatedMatrix {
   }
 };
 
+// Cosines and sines of the starts of ROTATED_BLOCKS RoPE blocks.
+struct RotatedAngles {
+  float cosine[ROTATED_BLOCKS][D / 2], sine[ROTATED_BLOCKS][D / 2];
+
+  // cp.async by the lanes of a warp, of RoPE blocks `block` on.
+  DEV void copy(const DecodeArguments& a, int block, int lane) {
+    for (int i = lane; i < ROTATED_BLOCKS * (D / 8); i += 32) {
+      const int from = min(block + i / (D / 8), a.rope_blocks - 1) * (D / 2) + i % (D / 8) * 4;
+      copy16(cosine[0] + 4 * i, a.cosine + from), copy16(sine[0] + 4 * i, a.sine + from);
+    }
+  }
+};
+
 // B operands of a lane's query, all steps. In steps 2k and 2k + 1 a lane has channels c = 16k + 4t to 16k + 4t + 3 and those that they are rotated with, c + D / 2:
 // x' = x cos + y sin, y' = y cos - x sin.
 struct RotatedFragment {
   u32 x[ROTATED_STEPS][2];
 
-  DEV void load(const DecodeArguments& a, s64 query, int block, int t) {
+  DEV void load(const DecodeArguments& a, s64 query, const RotatedAngles& angles, int member, int t) {
     const u8* q = (const u8*)a.query + (query * D + 4 * t) * 2;
-    const u32 angle = (u32)(block * (D / 2) + 4 * t);
 #pragma unroll
     for (int k = 0; k < D / 32; k++) {
       u32 u[2], v[2];
       load_words<2>(u, q + 32 * k), load_words<2>(v, q + 32 * k + D);
-      const float4 c = __ldg((const float4*)(a.cosine + angle + 16 * k)), s = __ldg((const float4*)(a.sine + angle + 16 * k));
+      const float4 c = *(const float4*)(angles.cosine[member] + 16 * k + 4 * t), s = *(const float4*)(angles.sine[member] + 16 * k + 4 * t);
       const float by[4] = {c.x, c.y, c.z, c.w}, across[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -66,10 +78,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   using Matrix = RotatedMatrix<K>;
   struct Shared {
     QueryOperand operands[WARPS][ROTATED_BLOCKS];  // of RoPE blocks `first` to first + ROTATED_BLOCKS - 1; for the overlay, sums and peaks of one
+    RotatedAngles angles[WARPS];                   // of RoPE blocks `next` on, on their way
   };
   static constexpr int NONE = 1 << 30;
   const uint4* matrix;  // in shared memory
-  int first;            // RoPE block of the first operand, or NONE
+  int first, next;      // RoPE block of the first operand, or NONE, and of the first angles
 
   // The column of an MMA: its head (`from` on) and its RoPE block among those of the product; columns beyond the last are idle.
   DEV static int member(int column) { return ROTATED_BLOCKS > 1 ? column / TILE_HEADS : 0; }
@@ -83,14 +96,23 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   }
 
   // Queries, and angles of the RoPE block of the warp's first token, are wanted soon.
-  DEV void request(const DecodeArguments& a, const HeadTileRows& rows, int token, int lane) const {
+  DEV void request(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int token, int lane) {
     if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
-    prefetch_angles(a, rope_block_of(a, token), lane);
+    await_copies();  // of angles that nobody asked for
+    first = NONE;
+    sh.angles[threadIdx.x >> 5].copy(a, next = rope_block_of(a, token), lane);
   }
-  DEV static void prefetch_angles(const DecodeArguments& a, int block, int lane) {
-    constexpr int LINES = (ROTATED_BLOCKS * D * 2 + 127) / 128;
-    const int at = block * (D / 2) + lane % LINES * 32;
-    if (lane < 2 * LINES && at < a.rope_blocks * (D / 2)) prefetch_l1((lane < LINES ? a.cosine : a.sine) + at);
+  // The angles of `block` on are there.
+  DEV const RotatedAngles& await_angles(Shared& sh, const DecodeArguments& a, int block, int lane) {
+    RotatedAngles& own = sh.angles[threadIdx.x >> 5];
+    if (next != block) {  // those on their way are of other blocks
+      await_copies();
+      __syncwarp();
+      own.copy(a, next = block, lane);
+    }
+    await_copies();
+    __syncwarp();
+    return own;
   }
   template <class SharedMatrix> DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
     const int which = rows.head % a.matrix_heads;
@@ -99,7 +121,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       await_copies();
       __syncthreads();
     }
-    matrix = (const uint4*)shared.bytes + (threadIdx.x & 31), first = NONE;
+    matrix = (const uint4*)shared.bytes + (threadIdx.x & 31);
   }
   template <class Pages> DEV void load(Pages&, Shared&, const DecodeArguments&, int) const {}
 
@@ -115,14 +137,13 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
 
   // Operands of RoPE blocks `block` to block + ROTATED_BLOCKS - 1. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes of a
   // word: lane g has word g >> 1 of register g & 1 of every two.
-  DEV void make_operands(QueryOperand* out, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) const {
+  DEV void make_operands(QueryOperand* out, const RotatedAngles& angles, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
     const int g = lane >> 2, t = lane & 3;
     constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, MISSING_WORDS = MISSING * K::REGISTERS * 8;  // operands of heads that do not exist are zero
-    __syncwarp();
 #pragma unroll 1
     for (int from = 0; from < TILE_HEADS; from += 8) {
       RotatedFragment q;
-      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), min(block + min(member(g), ROTATED_BLOCKS - 1), a.rope_blocks - 1), t);
+      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), angles, min(member(g), ROTATED_BLOCKS - 1), t);
       float c[Matrix::TILES][4];
       q.template multiply<Matrix::TILES>(c, matrix);
 #pragma unroll
@@ -154,8 +175,8 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   template <class Pages> DEV void load_block(Pages& pages, Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) {
     QueryOperand* own = sh.operands[threadIdx.x >> 5];
     if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
-      make_operands(own, a, rows, first = block, lane);
-      prefetch_angles(a, block + ROTATED_BLOCKS, lane);
+      make_operands(own, await_angles(sh, a, first = block, lane), a, rows, lane);
+      sh.angles[threadIdx.x >> 5].copy(a, next = block + ROTATED_BLOCKS, lane);
     }
     pages.load_query(own[block - first], lane, a.scale);
   }
@@ -176,13 +197,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
   }
   // Queries of a RoPE block as float32 rows [TILE_HEADS, D], by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
-  DEV void make_rows(float* rows_out, QueryOperand& out, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) const {
+  DEV void make_rows(float* rows_out, QueryOperand& out, const RotatedAngles& angles, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
     const int g = lane >> 2, t = lane & 3;
-    __syncwarp();
 #pragma unroll 1
     for (int from = 0; from < TILE_HEADS; from += 8) {
       RotatedFragment q;
-      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), block, t);
+      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), angles, 0, t);
       float c[Matrix::TILES][4];
       q.template multiply<Matrix::TILES>(c, matrix);
 #pragma unroll
@@ -217,13 +237,14 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
   }
   // Overlay tokens [at, last), those of one RoPE block at a time. The rows lie where the warp's pages were: the overlay comes after them.
-  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) {
     QueryOperand& own = sh.operands[threadIdx.x >> 5][0];
     for (int from = at; from < last;) {
       const int until = min(last, rope_block_end(a, from)), block = rope_block_of(a, from);
-      make_rows((float*)memory, own, a, rows, block, lane);
+      make_rows((float*)memory, own, await_angles(sh, a, block, lane), a, rows, lane);
       attend_overlay(a, at, from, until, overlay_row, rows.head, lane, own, (const float*)memory, softmax);
       from = until;
     }
+    __syncwarp();  // outputs come where the rows were
   }
 };

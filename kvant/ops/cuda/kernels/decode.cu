@@ -49,7 +49,7 @@ struct OperandQuery {
   struct Shared {};
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
 
-  DEV void request(const DecodeArguments&, const HeadTileRows&, int, int) {}
+  DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int) {}
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
@@ -85,7 +85,7 @@ struct CtaQuery {
   RawQuery raw;
 
   DEV static int matrix_of(const DecodeArguments& a, const HeadTileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
-  DEV void request(const DecodeArguments& a, const HeadTileRows& rows, int, int) {
+  DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int) {
     if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
   }
   DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
@@ -160,11 +160,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   launch_dependent_grids();  // the transform of outputs, or the next call
   int codebook_head = -1;    // whose codebooks are in shared memory
 
-  const TileScheduler<HEAD_TILES, 2 * WARPS> scheduler(a, lane);  // two pages a warp
+  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES> scheduler(a, lane);  // two pages a warp
   PageRing ring;
   ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
   for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
-    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work)) {
+    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work, a.batch)) {
       // schedule: this warp's pages and overlay tiles
       const SequenceWork found = sequence_work(a, work.b);
       if (lane == 0) sh.work[warp] = found;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       const HeadTileRows rows(work);
       ring.list(a.block_table + (s64)work.b * a.block_table_width + found.page, a.pages + rows.head * PAGE_HEAD_BYTES, range);
       Query query;
-      query.request(a, rows, max(found.packed, Config::ORIGIN + (found.page + range.page) * Config::PAGE_TOKENS), lane);
+      query.request(sh, a, rows, max(found.packed, Config::ORIGIN + (found.page + range.page) * Config::PAGE_TOKENS), lane);
       ring.fill(range, lane);
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves
@@ -218,5 +218,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       __syncthreads();
     }
   if (AFTER_KERNEL) wait_prior_grid();  // every CTA waits, also one without work: the next kernel waits for this one alone
-  if (FUSED_QUERIES || FUSED_OUTPUTS) await_copies();
+  if (FUSED_QUERIES || FUSED_OUTPUTS || ROTATED_QUERIES) await_copies();
 }
