@@ -10,6 +10,7 @@ too: after a change of names or of files alone it must stay as it was.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import struct
@@ -44,6 +45,9 @@ def texts() -> Iterator[tuple[str, str]]:
         for low_batch in (False, True):
             made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), low_batch=low_batch)
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text
+            if made.rotated_queries:  # where decode does not rotate queries itself
+                before = dataclasses.replace(made, tuned=(("QUERY_TRANSFORM", 2),))
+                yield f"decode {name} rotated before {'low' if low_batch else 'high'} batch", before.text
         if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4"):
             block = layout.recipe.key.effective_rope_block
             yield f"transform {name}", transform_kv.TransformPlan(layout, "bfloat16", block).text

@@ -153,7 +153,8 @@ def test_rotated_queries_of_a_high_batch_in_16_bits(
     wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 9), 1 << 40)), 1).contiguous()
     q = torch.randn(len(wide), 2 * group, dim).to(dtype)
     with attention.poisoned():
-        found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=dim**-0.5)
+        wider, tuned = batch._replace(block_table=wide), test_cuda.ROTATED_BEFORE
+        found, _ = cuda_decode.decode_with_lse(store, q, wider, scale=dim**-0.5, tuned=tuned)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
     assert many == ["_high_batch_kernel"]
 
@@ -176,9 +177,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         self.name = name
 
     monkeypatch.setattr(emulated.Kernel, "__init__", named)
-    monkeypatch.setattr(
-        emulated.Kernel, "launch", lambda self, *args: found.append(self.name) or launch(self, *args)
-    )
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: found.append(self.name) or launch(self, *args))
     return found
 
 
@@ -204,7 +203,7 @@ def check_rotated(
     store.pages.copy_(pages)
     batch = batch._replace(block_table=wide)
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
-    for tuned in ((), (("QUERY_TRANSFORM", 2),)):
+    for tuned in ((), test_cuda.ROTATED_BEFORE):
         launched.clear()
         with attention.poisoned():
             found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)  # type: ignore[arg-type]
@@ -250,7 +249,7 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         for low_batch in (False, True):
             found = made("kvant-2", group, low_batch=low_batch)
             assert found.rotated_queries and not found.query_kernel and found.constants["OVERLAY_LAST"]
-            usual = made("kvant-2", group, low_batch=low_batch, tuned=(("QUERY_TRANSFORM", 2),))
+            usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
             assert usual.query_kernel and not usual.rotated_queries
             assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
             bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048

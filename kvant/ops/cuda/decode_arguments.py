@@ -44,7 +44,9 @@ DecodeArguments = Arguments(
     first_position=int32("RoPE position of the first token"),
     matrix_heads=int32("matrices of queries: KV_HEADS or 1"),
     output_matrix_heads=int32("matrices of outputs: KV_HEADS or 1"),
-    cosine=optional("const float", "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates"),
+    cosine=optional(
+        "const float", "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates"
+    ),
     sine=optional("const float", "[rope_blocks, HEAD_DIM / 2]"),
 )
 

@@ -116,7 +116,8 @@ def decode_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) 
     rows = 16 * (2 * pair + g % 2) + 8 * tile + 2 * (g // 2) + high
     sums = product[:, :, picked : picked + 8]
     product = torch.cat(
-        (product[:, :, rows.reshape(-1).to(product.device)], sums, torch.zeros_like(sums), product[:, :, picked + 8 :]), 2
+        (product[:, :, rows.reshape(-1).to(product.device)], sums, torch.zeros_like(sums), product[:, :, picked + 8 :]),
+        2,
     )
     # a row is 16 tile + 8 high + g, a channel (dim / 2) half + 16 steps + 4 t + 2 step + element: from
     # [head, half, steps, t, step, element, tile, high, g] to [head, tile, steps, step, g, t, half, high, element]

@@ -35,7 +35,9 @@ LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many mu
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
 STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages, codebooks or a matrix
-ROTATED_STATIC_BYTES = 2048  # the same where warps rotate their queries, but for their operands; with what CUDA reserves
+ROTATED_STATIC_BYTES = (
+    2048  # the same where warps rotate their queries, but for their operands; with what CUDA reserves
+)
 ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
 BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
