@@ -231,12 +231,12 @@ def test_decode_of_a_low_batch_rotates_its_queries(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("blocks", [6, 60])  # so that a CTA has several (sequence, head)s, or CTAs share them
+@pytest.mark.parametrize("blocks", [1, 6, 60])  # so that a CTA has all (sequence, head)s, some of them, or a part of one
 def test_ctas_that_share_a_sequence_rotate_its_queries(
     blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1500, 5, 130], launched)
+    check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched)
 
 
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
@@ -249,6 +249,7 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         for low_batch in (False, True):
             found = made("kvant-2", group, low_batch=low_batch)
             assert found.rotated_queries and not found.query_kernel and found.constants["OVERLAY_LAST"]
+            assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
             usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
             assert usual.query_kernel and not usual.rotated_queries
             assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])

@@ -144,6 +144,7 @@ CONSTANTS: dict[str, Constant] = {
         ROTATE_CTAS="CTAs of kvant_rotate_queries that a multiprocessor is to hold, by registers",
         HIGH_BATCH_WARPS="warps of a CTA of kvant_rotate_queries_high_batch; 0 where it does not serve the layout",
         HIGH_BATCH_CTAS="CTAs of kvant_rotate_queries_high_batch that a multiprocessor is to hold",
+        ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",
         PIPELINED_ROPE="1 where keys of the next page are read while values of this one are multiplied also with RoPE blocks",
         OVERLAY_TILES="tiles of 16 overlay tokens that a warp attends to at once",
         OVERLAY_LAST="1 where the overlay is attended to after the pages",

@@ -222,6 +222,7 @@ class Plan:
             "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
+            "ROTATED_AHEAD": self.rotated_ahead,
             "PIPELINED_ROPE": 0,
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
@@ -329,9 +330,22 @@ class Plan:
         return (self.key_registers + 1) * self.layout.head_dim * 32
 
     @property
+    def _rotated_blocks(self) -> int:
+        """RoPE blocks whose queries are columns of one MMA (include/rotated_query.cuh)."""
+        return 2 if self.tile_heads <= 4 else 1
+
+    @property
+    def rotated_ahead(self) -> int:
+        """RoPE blocks whose query operands a warp makes for its CTA before it reads pages: at a low batch, where a CTA has few."""
+        fits = self.tile_heads <= 8 and self.operand_words >= self.layout.head_dim  # angles lie where operands will
+        count = 2 * self._rotated_blocks if self.low_batch and fits else 0
+        return dict(self.tuned).get("ROTATED_AHEAD", count)
+
+    @property
     def _rotated_operand_bytes(self) -> int:
-        """Shared memory of a warp for the query operands and angles of some RoPE blocks (include/rotated_query.cuh)."""
-        return (2 if self.tile_heads <= 4 else 1) * 4 * (self.operand_words + self.layout.head_dim)
+        """Shared memory of a warp for query operands and angles of some RoPE blocks."""
+        own = 4 * self.operand_words * (self.rotated_ahead or self._rotated_blocks)
+        return own + (0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks) + 32 * self.lane_heads
 
     @property
     def rotated_bytes(self) -> int:

@@ -4,7 +4,8 @@
 //
 // M lies in shared memory once for a CTA, as A operands: Q'^T = M^T Q^T. Columns of M fill the 16 rows of an MMA, one tile for each register of the query
 // operand, and the queries of ROTATED_BLOCKS RoPE blocks its 8 columns. When a warp enters a RoPE block that it has no operand of, it makes those of this block and
-// of the next into its own part of shared memory. Nothing goes through global memory, and warps do not wait for each other.
+// of the next into its own part of shared memory: nothing goes through global memory, and warps do not wait for each other. At a low batch, where a CTA has few pages,
+// its warps first make the operands of all its RoPE blocks together, AHEAD each: every one is made once, and fewer loads of M make them.
 
 #pragma once
 #include "include/head_tile_rows.cuh"
@@ -24,13 +25,13 @@ template <class K> struct RotatedMatrix {
   }
 };
 
-// Cosines and sines of the starts of ROTATED_BLOCKS RoPE blocks.
-struct RotatedAngles {
-  float cosine[ROTATED_BLOCKS][D / 2], sine[ROTATED_BLOCKS][D / 2];
+// Cosines and sines of the starts of N RoPE blocks.
+template <int N> struct RotatedAngles {
+  float cosine[N][D / 2], sine[N][D / 2];
 
   // cp.async by the lanes of a warp, of RoPE blocks `block` on.
   DEV void copy(const DecodeArguments& a, int block, int lane) {
-    for (int i = lane; i < ROTATED_BLOCKS * (D / 8); i += 32) {
+    for (int i = lane; i < N * (D / 8); i += 32) {
       const int from = min(block + i / (D / 8), a.rope_blocks - 1) * (D / 2) + i % (D / 8) * 4;
       copy16(cosine[0] + 4 * i, a.cosine + from), copy16(sine[0] + 4 * i, a.sine + from);
     }
@@ -42,13 +43,13 @@ struct RotatedAngles {
 struct RotatedFragment {
   u32 x[ROTATED_STEPS][2];
 
-  DEV void load(const DecodeArguments& a, s64 query, const RotatedAngles& angles, int member, int t) {
+  DEV void load(const DecodeArguments& a, s64 query, const float* cosine, const float* sine, int t) {
     const u8* q = (const u8*)a.query + (query * D + 4 * t) * 2;
 #pragma unroll
     for (int k = 0; k < D / 32; k++) {
       u32 u[2], v[2];
       load_words<2>(u, q + 32 * k), load_words<2>(v, q + 32 * k + D);
-      const float4 c = *(const float4*)(angles.cosine[member] + 16 * k + 4 * t), s = *(const float4*)(angles.sine[member] + 16 * k + 4 * t);
+      const float4 c = *(const float4*)(cosine + 16 * k + 4 * t), s = *(const float4*)(sine + 16 * k + 4 * t);
       const float by[4] = {c.x, c.y, c.z, c.w}, across[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -58,31 +59,52 @@ struct RotatedFragment {
       }
     }
   }
-  // c = M^T Q'^T of N tiles; `matrix` is the lane's own place.
-  template <int N> DEV void multiply(float (*c)[4], const uint4* matrix) const {
+};
+// c = M^T Q'^T of N tiles, for COLUMNS tiles of queries; `matrix` is the lane's own place.
+template <int COLUMNS, int N> DEV void multiply_rotated(float (*c)[N][4], const RotatedFragment* q, const uint4* matrix) {
 #pragma unroll
-    for (int n = 0; n < N; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
+  for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
-    for (int k = 0; k < ROTATED_STEPS; k++)
+    for (int n = 0; n < N; n++) c[j][n][0] = c[j][n][1] = c[j][n][2] = c[j][n][3] = 0.f;
 #pragma unroll
-      for (int n = 0; n < N; n++) {
-        const uint4 m = matrix[(n * ROTATED_STEPS + k) * 32];
-        mma_fp16(c[n], m.x, m.y, m.z, m.w, x[k][0], x[k][1]);
-      }
-  }
+  for (int k = 0; k < ROTATED_STEPS; k++)
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const uint4 m = matrix[(n * ROTATED_STEPS + k) * 32];
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++) mma_fp16(c[j][n], m.x, m.y, m.z, m.w, q[j].x[k][0], q[j].x[k][1]);
+    }
+}
+
+// What overlay_scores asks of a query, beside its rows.
+struct OverlaySums {
+  float mean_logit[4 * LANE_HEADS], peak[4 * LANE_HEADS];
+  DEV float peak_of(int head) const { return peak[head]; }
 };
 
 template <class K> struct RotatedQuery;
 template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   using K = KeyPlanes<P...>;
   using Matrix = RotatedMatrix<K>;
+  static constexpr int AHEAD = Config::ROTATED_AHEAD, OWN = AHEAD ? AHEAD : ROTATED_BLOCKS;  // operands of a warp
+  static constexpr bool ALIASED = AHEAD > 0;  // angles lie among operands
+  static_assert(AHEAD == 0 || (AHEAD == 2 * ROTATED_BLOCKS && TILE_HEADS <= 8 && sizeof(QueryOperand) >= 4 * D), "angles fit in the place of operands");
+  using Angles = RotatedAngles<ROTATED_BLOCKS>;
   struct Shared {
-    QueryOperand operands[WARPS][ROTATED_BLOCKS];  // of RoPE blocks `first` to first + ROTATED_BLOCKS - 1; for the overlay, sums and peaks of one
-    RotatedAngles angles[WARPS];                   // of RoPE blocks `next` on, on their way
+    QueryOperand operands[WARPS * OWN];  // OWN of each warp
+    Angles angles[ALIASED ? 1 : WARPS];  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
+    OverlaySums sums[WARPS];
   };
   static constexpr int NONE = 1 << 30;
   const uint4* matrix;  // in shared memory
   int first, next;      // RoPE block of the first operand, or NONE, and of the first angles
+  bool together;        // the warps of the CTA make the operands of all its RoPE blocks first; else each warp makes its own
+
+  DEV static Angles& own_angles(Shared& sh) {
+    const int warp = threadIdx.x >> 5;
+    if constexpr (ALIASED) return *(Angles*)(sh.operands + warp * OWN + ROTATED_BLOCKS);
+    else return sh.angles[warp];
+  }
 
   // The column of an MMA: its head (`from` on) and its RoPE block among those of the product; columns beyond the last are idle.
   DEV static int member(int column) { return ROTATED_BLOCKS > 1 ? column / TILE_HEADS : 0; }
@@ -95,33 +117,41 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     return all;
   }
 
-  // Queries, and angles of the RoPE block of the warp's first token, are wanted soon.
-  DEV void request(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int token, int lane) {
+  // Queries, and the angles of what the warp rotates first, are wanted soon. Tokens [begin, end) are packed ones of the CTA, those from `own` on of the warp.
+  DEV void request(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int begin, int end, int own, int lane) {
+    const int warp = threadIdx.x >> 5;
     if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
     await_copies();  // of angles that nobody asked for
-    first = NONE;
-    sh.angles[threadIdx.x >> 5].copy(a, next = rope_block_of(a, token), lane);
-  }
-  // The angles of `block` on are there.
-  DEV const RotatedAngles& await_angles(Shared& sh, const DecodeArguments& a, int block, int lane) {
-    RotatedAngles& own = sh.angles[threadIdx.x >> 5];
-    if (next != block) {  // those on their way are of other blocks
-      await_copies();
-      __syncwarp();
-      own.copy(a, next = block, lane);
+    first = NONE, together = false;
+    if constexpr (AHEAD > 0) {
+      first = rope_block_of(a, begin), next = begin < end ? rope_block_of(a, end - 1) : first - 1;  // here: the last RoPE block
+      together = next - first < AHEAD * WARPS;
+      if (together) {
+        if (first + warp * AHEAD <= next) ((RotatedAngles<AHEAD>*)(sh.operands + warp * AHEAD))->copy(a, first + warp * AHEAD, lane);
+        return;
+      }
+      first = NONE;
     }
-    await_copies();
-    __syncwarp();
-    return own;
+    own_angles(sh).copy(a, next = rope_block_of(a, own), lane);
   }
-  template <class SharedMatrix> DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
-    const int which = rows.head % a.matrix_heads;
+  template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
+    const int which = rows.head % a.matrix_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    matrix = (const uint4*)shared.bytes + lane;
     if (shared.head != which) {
       Matrix::copy(shared.bytes, a, shared.head = which);
       await_copies();
       __syncthreads();
     }
-    matrix = (const uint4*)shared.bytes + (threadIdx.x & 31);
+    if constexpr (AHEAD > 0)
+      if (together) {
+        if (first + warp * AHEAD <= next) {
+          const auto& angles = *(const RotatedAngles<AHEAD>*)(sh.operands + warp * AHEAD);
+          await_copies();
+          __syncwarp();
+          make_operands<2>(sh.operands + warp * AHEAD, angles.cosine[0], angles.sine[0], a, rows, lane);
+        }
+        __syncthreads();
+      }
   }
   template <class Pages> DEV void load(Pages&, Shared&, const DecodeArguments&, int) const {}
 
@@ -135,48 +165,68 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     return top;
   }
 
-  // Operands of RoPE blocks `block` to block + ROTATED_BLOCKS - 1. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes of a
-  // word: lane g has word g >> 1 of register g & 1 of every two.
-  DEV void make_operands(QueryOperand* out, const RotatedAngles& angles, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+  // Operands of COLUMNS * ROTATED_BLOCKS RoPE blocks, whose angles are given. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes
+  // of a word: lane g has word g >> 1 of register g & 1 of every two. `out` may lie where the angles are.
+  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
     const int g = lane >> 2, t = lane & 3;
     constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, MISSING_WORDS = MISSING * K::REGISTERS * 8;  // operands of heads that do not exist are zero
 #pragma unroll 1
     for (int from = 0; from < TILE_HEADS; from += 8) {
-      RotatedFragment q;
-      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), angles, min(member(g), ROTATED_BLOCKS - 1), t);
-      float c[Matrix::TILES][4];
-      q.template multiply<Matrix::TILES>(c, matrix);
+      RotatedFragment q[COLUMNS];
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int column = 2 * t + e, h = head_of(column, from);
-        const float top = column_top(c, e), by = __fdividef(QUERY_TOP, top), special = c[K::REGISTERS][e];
-        if (member(column) >= ROTATED_BLOCKS || h >= TILE_HEADS) continue;
-        QueryOperand& to = out[member(column)];
-        u32* f = to.f[h / 4][g & 1] + h % 4 * 8 + (g >> 1);
-#pragma unroll
-        for (int k = 0; k < K::REGISTERS; k += 2) {
-          u32 up, down;
-          split_bytes(c[k][e], c[k][2 + e], c[k + 1][e], c[k + 1][2 + e], by, up, down);
-          f[k * 32] = up, f[k * 32 + 4] = down;
-        }
-        if (g == 0) to.top[h] = top * (1.f / largest_weight(K{})), to.sum[h] = special;
-        if (g == 1) to.bias[h] = special;
-        if (g == 2) to.mean_logit[h] = special * a.scale;
+      for (int j = 0; j < COLUMNS; j++) {
+        const int angle = (j * ROTATED_BLOCKS + min(member(g), ROTATED_BLOCKS - 1)) * (D / 2);
+        q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
       }
+      float c[COLUMNS][Matrix::TILES][4];
+      multiply_rotated<COLUMNS, Matrix::TILES>(c, q, matrix);
+      if (COLUMNS > 1) __syncwarp();  // all lanes have read their angles
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++) store_operands(out + j * ROTATED_BLOCKS, c[j], a, from, g, t);
     }
     if constexpr (MISSING > 0)
-      for (int i = lane; i < ROTATED_BLOCKS * MISSING_WORDS; i += 32) {
+      for (int i = lane; i < COLUMNS * ROTATED_BLOCKS * MISSING_WORDS; i += 32) {
         const int none = TILE_HEADS + i / 8 / K::REGISTERS % MISSING;
         out[i / MISSING_WORDS].f[none / 4][i / 8 % K::REGISTERS][none % 4 * 8 + i % 8] = 0u;
       }
     __syncwarp();
   }
+  // Bytes of a tile of columns, and its sums.
+  DEV static void store_operands(QueryOperand* out, const float (*c)[4], const DecodeArguments& a, int from, int g, int t) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int column = 2 * t + e, h = head_of(column, from);
+      const float top = column_top(c, e), by = __fdividef(QUERY_TOP, top), special = c[K::REGISTERS][e];
+      if (member(column) >= ROTATED_BLOCKS || h >= TILE_HEADS) continue;
+      QueryOperand& to = out[member(column)];
+      u32* f = to.f[h / 4][g & 1] + h % 4 * 8 + (g >> 1);
+#pragma unroll
+      for (int k = 0; k < K::REGISTERS; k += 2) {
+        u32 up, down;
+        split_bytes(c[k][e], c[k][2 + e], c[k + 1][e], c[k + 1][2 + e], by, up, down);
+        f[k * 32] = up, f[k * 32 + 4] = down;
+      }
+      if (g == 0) to.top[h] = top * (1.f / largest_weight(K{})), to.sum[h] = special;
+      if (g == 1) to.bias[h] = special;
+      if (g == 2) to.mean_logit[h] = special * a.scale;
+    }
+  }
   // The operand of a RoPE block.
   template <class Pages> DEV void load_block(Pages& pages, Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) {
-    QueryOperand* own = sh.operands[threadIdx.x >> 5];
-    if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
-      make_operands(own, await_angles(sh, a, first = block, lane), a, rows, lane);
-      sh.angles[threadIdx.x >> 5].copy(a, next = block + ROTATED_BLOCKS, lane);
+    QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
+    if (AHEAD > 0 && together) own = sh.operands;
+    else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
+      Angles& angles = own_angles(sh);
+      if (next != block) {  // those on their way are of other blocks
+        await_copies();
+        __syncwarp();
+        angles.copy(a, block, lane);
+      }
+      await_copies();
+      __syncwarp();
+      make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
+      first = block, next = block + ROTATED_BLOCKS;
+      angles.copy(a, next, lane);
     }
     pages.load_query(own[block - first], lane, a.scale);
   }
@@ -197,31 +247,33 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
   }
   // Queries of a RoPE block as float32 rows [TILE_HEADS, D], by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
-  DEV void make_rows(float* rows_out, QueryOperand& out, const RotatedAngles& angles, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+  DEV void make_rows(float* rows_out, OverlaySums& out, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) const {
     const int g = lane >> 2, t = lane & 3;
+    __syncwarp();
 #pragma unroll 1
     for (int from = 0; from < TILE_HEADS; from += 8) {
       RotatedFragment q;
-      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), angles, 0, t);
-      float c[Matrix::TILES][4];
-      q.template multiply<Matrix::TILES>(c, matrix);
+      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), a.cosine + block * (D / 2), a.sine + block * (D / 2), t);
+      float c[1][Matrix::TILES][4];
+      multiply_rotated<1, Matrix::TILES>(c, &q, matrix);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int column = 2 * t + e, h = head_of(column, from);
         if (member(column) > 0 || h >= TILE_HEADS) continue;
-        (store_plane<P>(c, e, g, rows_out + h * D), ...);
-        if (g == 2) out.mean_logit[h] = c[K::REGISTERS][e] * a.scale;
+        (store_plane<P>(c[0], e, g, rows_out + h * D), ...);
+        if (g == 2) out.mean_logit[h] = c[0][K::REGISTERS][e] * a.scale;
       }
       const uint4* rest = Matrix::of(a, rows.head % a.matrix_heads) + Matrix::WORDS + lane;
 #pragma unroll 1
       for (int n = 0; n < D / 16; n++) {
         if (all_stored(n)) continue;
-        q.template multiply<1>(c, rest + n * ROTATED_STEPS * 32);
+        float y[1][1][4];
+        multiply_rotated<1, 1>(y, &q, rest + n * ROTATED_STEPS * 32);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int column = 2 * t + e, h = head_of(column, from);
           if (member(column) > 0 || h >= TILE_HEADS) continue;
-          rows_out[h * D + 16 * n + g] = c[0][e], rows_out[h * D + 16 * n + 8 + g] = c[0][2 + e];
+          rows_out[h * D + 16 * n + g] = y[0][0][e], rows_out[h * D + 16 * n + 8 + g] = y[0][0][2 + e];
         }
       }
     }
@@ -237,11 +289,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
   }
   // Overlay tokens [at, last), those of one RoPE block at a time. The rows lie where the warp's pages were: the overlay comes after them.
-  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) {
-    QueryOperand& own = sh.operands[threadIdx.x >> 5][0];
+  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+    OverlaySums& own = sh.sums[threadIdx.x >> 5];
     for (int from = at; from < last;) {
       const int until = min(last, rope_block_end(a, from)), block = rope_block_of(a, from);
-      make_rows((float*)memory, own, await_angles(sh, a, block, lane), a, rows, lane);
+      make_rows((float*)memory, own, a, rows, block, lane);
       attend_overlay(a, at, from, until, overlay_row, rows.head, lane, own, (const float*)memory, softmax);
       from = until;
     }

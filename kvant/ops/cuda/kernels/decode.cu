@@ -49,7 +49,7 @@ struct OperandQuery {
   struct Shared {};
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
 
-  DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int) {}
+  DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int, int, int) {}
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
@@ -85,7 +85,7 @@ struct CtaQuery {
   RawQuery raw;
 
   DEV static int matrix_of(const DecodeArguments& a, const HeadTileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
-  DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int) {
+  DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int, int, int) {
     if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
   }
   DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
@@ -179,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       const HeadTileRows rows(work);
       ring.list(a.block_table + (s64)work.b * a.block_table_width + found.page, a.pages + rows.head * PAGE_HEAD_BYTES, range);
       Query query;
-      query.request(sh, a, rows, max(found.packed, Config::ORIGIN + (found.page + range.page) * Config::PAGE_TOKENS), lane);
+      const TokenRange tokens(found, warp_range(found, work, scheduler.split, 0).page, warp_range(found, work, scheduler.split, WARPS - 1).page_end);  // of the CTA
+      query.request(sh, a, rows, tokens.begin, tokens.end, TokenRange(found, range.page, range.page_end).begin, lane);
       ring.fill(range, lane);
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves
