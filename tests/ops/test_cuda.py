@@ -64,7 +64,7 @@ ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode
     ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
     ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 64, {}),
     ("kvant-2:k.bits=0/2/4,rope_block=64", 4, 96, {"first": 5}),
-    ("kvant-2:k.bits=3/2/0,rope_block=64", 7, 64, {}),
+    ("kvant-2:k.bits=3,rope_block=64", 7, 64, {}),
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
     ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
 ]

@@ -231,7 +231,9 @@ def test_decode_of_a_low_batch_rotates_its_queries(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("blocks", [1, 6, 60])  # so that a CTA has all (sequence, head)s, some of them, or a part of one
+@pytest.mark.parametrize(
+    "blocks", [1, 6, 60]
+)  # so that a CTA has all (sequence, head)s, some of them, or a part of one
 def test_ctas_that_share_a_sequence_rotate_its_queries(
     blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages,
 ROTATED_STATIC_BYTES = (
     2048  # the same where warps rotate their queries, but for their operands; with what CUDA reserves
 )
+ROTATED_OPERAND_BYTES = 40 * 1024  # of static shared memory for those operands, at most; a kernel may have 48 KiB
 ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
 BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
@@ -321,6 +322,8 @@ class Plan:
         matrix = self._rotated_matrix_bytes + warps * self._rotated_operand_bytes
         if self.fused_outputs:
             matrix = max(matrix, 2 * dim**2 + warps * self._rotated_operand_bytes)
+        if warps * self._rotated_operand_bytes > ROTATED_OPERAND_BYTES:
+            return False
         ctas = [min(12 // warps, self._most_blocks, self.shared[1] // room) for room in (pages, pages + matrix)]
         return ctas[0] == ctas[1] and pages + matrix + STATIC_BYTES <= self.shared[0]
 
@@ -337,15 +340,19 @@ class Plan:
     @property
     def rotated_ahead(self) -> int:
         """RoPE blocks whose query operands a warp makes for its CTA before it reads pages: at a low batch, where a CTA has few."""
-        fits = self.tile_heads <= 8 and self.operand_words >= self.layout.head_dim  # angles lie where operands will
-        count = 2 * self._rotated_blocks if self.low_batch and fits else 0
-        return dict(self.tuned).get("ROTATED_AHEAD", count)
+        count, words = 2 * self._rotated_blocks, self.operand_words
+        fits = (
+            words >= self.layout.head_dim and LOW_BATCH_WARPS * count * 4 * words <= ROTATED_OPERAND_BYTES
+        )  # angles lie there first
+        return dict(self.tuned).get("ROTATED_AHEAD", count if self.low_batch and self.tile_heads <= 8 and fits else 0)
 
     @property
     def _rotated_operand_bytes(self) -> int:
         """Shared memory of a warp for query operands and angles of some RoPE blocks."""
         own = 4 * self.operand_words * (self.rotated_ahead or self._rotated_blocks)
-        return own + (0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks) + 32 * self.lane_heads
+        return (
+            own + (0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks) + 32 * self.lane_heads
+        )
 
     @property
     def rotated_bytes(self) -> int:

@@ -23,6 +23,11 @@ template <class K> struct RotatedMatrix {
     const uint4* from = of(a, which);
     for (int i = threadIdx.x; i < WORDS; i += WARPS * 32) copy16((uint4*)to + i, from + i);
   }
+  // Of all heads to L2, by all threads of the grid.
+  DEV static void prefetch(const DecodeArguments& a) {
+    const int line = blockIdx.x * (WARPS * 32) + threadIdx.x;  // of 128 bytes
+    if (line < a.matrix_heads * (ALL_WORDS / 8)) prefetch_l2(a.query_matrix + line * 8);
+  }
 };
 
 // Cosines and sines of the starts of N RoPE blocks.
@@ -60,8 +65,8 @@ struct RotatedFragment {
     }
   }
 };
-// c = M^T Q'^T of N tiles, for COLUMNS tiles of queries; `matrix` is the lane's own place.
-template <int COLUMNS, int N> DEV void multiply_rotated(float (*c)[N][4], const RotatedFragment* q, const uint4* matrix) {
+// c = M^T Q'^T of N tiles, for COLUMNS tiles of queries; tile(n, k) is the lane's part of the n-th tile in step k.
+template <int COLUMNS, int N, class Tile> DEV void multiply_rotated(float (*c)[N][4], const RotatedFragment* q, Tile tile) {
 #pragma unroll
   for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
@@ -70,7 +75,7 @@ template <int COLUMNS, int N> DEV void multiply_rotated(float (*c)[N][4], const 
   for (int k = 0; k < ROTATED_STEPS; k++)
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      const uint4 m = matrix[(n * ROTATED_STEPS + k) * 32];
+      const uint4 m = tile(n, k);
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) mma_fp16(c[j][n], m.x, m.y, m.z, m.w, q[j].x[k][0], q[j].x[k][1]);
     }
@@ -127,7 +132,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       first = rope_block_of(a, begin), next = begin < end ? rope_block_of(a, end - 1) : first - 1;  // here: the last RoPE block
       together = next - first < AHEAD * WARPS;
       if (together) {
-        if (first + warp * AHEAD <= next) ((RotatedAngles<AHEAD>*)(sh.operands + warp * AHEAD))->copy(a, first + warp * AHEAD, lane);
+        if (first + warp * AHEAD <= next) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
         return;
       }
       first = NONE;
@@ -145,10 +150,10 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     if constexpr (AHEAD > 0)
       if (together) {
         if (first + warp * AHEAD <= next) {
-          const auto& angles = *(const RotatedAngles<AHEAD>*)(sh.operands + warp * AHEAD);
+          const auto& angles = *(const RotatedAngles<OWN>*)(sh.operands + warp * OWN);
           await_copies();
           __syncwarp();
-          make_operands<2>(sh.operands + warp * AHEAD, angles.cosine[0], angles.sine[0], a, rows, lane);
+          make_operands<2>(sh.operands + warp * OWN, angles.cosine[0], angles.sine[0], a, rows, lane);
         }
         __syncthreads();
       }
@@ -179,7 +184,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
         q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
       }
       float c[COLUMNS][Matrix::TILES][4];
-      multiply_rotated<COLUMNS, Matrix::TILES>(c, q, matrix);
+      multiply_rotated<COLUMNS, Matrix::TILES>(c, q, [&](int n, int k) { return matrix[(n * ROTATED_STEPS + k) * 32]; });
       if (COLUMNS > 1) __syncwarp();  // all lanes have read their angles
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) store_operands(out + j * ROTATED_BLOCKS, c[j], a, from, g, t);
@@ -255,7 +260,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       RotatedFragment q;
       q.load(a, rows.query + min(head_of(g, from), rows.count - 1), a.cosine + block * (D / 2), a.sine + block * (D / 2), t);
       float c[1][Matrix::TILES][4];
-      multiply_rotated<1, Matrix::TILES>(c, &q, matrix);
+      multiply_rotated<1, Matrix::TILES>(c, &q, [&](int n, int k) { return matrix[(n * ROTATED_STEPS + k) * 32]; });
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int column = 2 * t + e, h = head_of(column, from);
@@ -264,11 +269,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
         if (g == 2) out.mean_logit[h] = c[0][K::REGISTERS][e] * a.scale;
       }
       const uint4* rest = Matrix::of(a, rows.head % a.matrix_heads) + Matrix::WORDS + lane;
-#pragma unroll 1
+#pragma unroll
       for (int n = 0; n < D / 16; n++) {
         if (all_stored(n)) continue;
         float y[1][1][4];
-        multiply_rotated<1, 1>(y, &q, rest + n * ROTATED_STEPS * 32);
+        multiply_rotated<1, 1>(y, &q, [&](int, int k) { return __ldg(rest + (n * ROTATED_STEPS + k) * 32); });
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int column = 2 * t + e, h = head_of(column, from);

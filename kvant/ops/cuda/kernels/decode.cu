@@ -27,6 +27,7 @@ struct SharedMatrix {
     bytes = memory;
     if constexpr (ROTATED_QUERIES) {
       head = -1;
+      RotatedMatrix<Keys>::prefetch(a);
     } else if constexpr (FUSED_QUERIES || FUSED_OUTPUTS) {
       head = (FUSED_QUERIES ? a.matrix_heads : a.output_matrix_heads) == 1 ? 0 : -1;  // one for all heads is copied now
       if (head == 0) copy_matrix(bytes, FUSED_QUERIES ? a.query_matrix : a.output_matrix, 0);
