@@ -101,9 +101,14 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     OverlaySums sums[WARPS];
   };
   static constexpr int NONE = 1 << 30;
-  const uint4* matrix;  // in shared memory
-  int first, next;      // RoPE block of the first operand, or NONE, and of the first angles
-  bool together;        // the warps of the CTA make the operands of all its RoPE blocks first; else each warp makes its own
+  int first, last;  // RoPE block of the first operand, or NONE; of the last of the CTA, where its warps make operands together
+  bool together;    // the warps of the CTA make the operands of all its RoPE blocks first; else each warp makes its own
+
+  // A lane's part of a tile of the matrix in shared memory, where SharedMatrix puts it. Not by a pointer, which would take registers of every page.
+  DEV static uint4 tile(int n, int k) {
+    DYNAMIC_SHARED(dynamic);
+    return ((const uint4*)(dynamic + WARPS * Config::WARP_BYTES))[(n * ROTATED_STEPS + k) * 32 + (threadIdx.x & 31)];
+  }
 
   DEV static Angles& own_angles(Shared& sh) {
     const int warp = threadIdx.x >> 5;
@@ -129,19 +134,18 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     await_copies();  // of angles that nobody asked for
     first = NONE, together = false;
     if constexpr (AHEAD > 0) {
-      first = rope_block_of(a, begin), next = begin < end ? rope_block_of(a, end - 1) : first - 1;  // here: the last RoPE block
-      together = next - first < AHEAD * WARPS;
+      first = rope_block_of(a, begin), last = begin < end ? rope_block_of(a, end - 1) : first - 1;
+      together = last - first < AHEAD * WARPS;
       if (together) {
-        if (first + warp * AHEAD <= next) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
+        if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
         return;
       }
       first = NONE;
     }
-    own_angles(sh).copy(a, next = rope_block_of(a, own), lane);
+    own_angles(sh).copy(a, rope_block_of(a, own), lane);
   }
   template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
-    const int which = rows.head % a.matrix_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    matrix = (const uint4*)shared.bytes + lane;
+    [[maybe_unused]] const int which = rows.head % a.matrix_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (shared.head != which) {
       Matrix::copy(shared.bytes, a, shared.head = which);
       await_copies();
@@ -149,7 +153,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
     if constexpr (AHEAD > 0)
       if (together) {
-        if (first + warp * AHEAD <= next) {
+        if (first + warp * AHEAD <= last) {
           const auto& angles = *(const RotatedAngles<OWN>*)(sh.operands + warp * OWN);
           await_copies();
           __syncwarp();
@@ -184,7 +188,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
         q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
       }
       float c[COLUMNS][Matrix::TILES][4];
-      multiply_rotated<COLUMNS, Matrix::TILES>(c, q, [&](int n, int k) { return matrix[(n * ROTATED_STEPS + k) * 32]; });
+      multiply_rotated<COLUMNS, Matrix::TILES>(c, q, tile);
       if (COLUMNS > 1) __syncwarp();  // all lanes have read their angles
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) store_operands(out + j * ROTATED_BLOCKS, c[j], a, from, g, t);
@@ -221,17 +225,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
     if (AHEAD > 0 && together) own = sh.operands;
     else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
-      Angles& angles = own_angles(sh);
-      if (next != block) {  // those on their way are of other blocks
-        await_copies();
-        __syncwarp();
-        angles.copy(a, block, lane);
-      }
+      Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
       await_copies();
       __syncwarp();
       make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
-      first = block, next = block + ROTATED_BLOCKS;
-      angles.copy(a, next, lane);
+      angles.copy(a, (first = block) + ROTATED_BLOCKS, lane);
     }
     pages.load_query(own[block - first], lane, a.scale);
   }
@@ -260,7 +258,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       RotatedFragment q;
       q.load(a, rows.query + min(head_of(g, from), rows.count - 1), a.cosine + block * (D / 2), a.sine + block * (D / 2), t);
       float c[1][Matrix::TILES][4];
-      multiply_rotated<1, Matrix::TILES>(c, &q, [&](int n, int k) { return matrix[(n * ROTATED_STEPS + k) * 32]; });
+      multiply_rotated<1, Matrix::TILES>(c, &q, tile);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int column = 2 * t + e, h = head_of(column, from);
