@@ -182,10 +182,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check_rotated(
-    name: str, group: int, dim: int, dtype: str, options: dict[str, float], lengths: list[int], launched: list[str]
+    name: str,
+    group: int,
+    dim: int,
+    dtype: str,
+    options: dict[str, float],
+    lengths: list[int],
+    launched: list[str],
+    constants: tuple[tuple[str, int], ...] = (),
 ) -> None:
-    """Decode that rotates queries itself against the reference, and against the kernel before that rotates them. Pages are in random
-    order, behind a table that is wider than sequences are long."""
+    """Decode that rotates queries itself against the reference, also with each of the other `constants`, and decode after the kernel
+    that rotates them. Pages are in random order, behind a table that is wider than sequences are long."""
     options = dict(options)
     first = int(options.pop("first", 0))
     cache, seqs = filled(name, 2, group, dim, lengths, dtype, first=first)
@@ -203,11 +210,11 @@ def check_rotated(
     store.pages.copy_(pages)
     batch = batch._replace(block_table=wide)
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
-    for tuned in ((), test_cuda.ROTATED_BEFORE):
+    for tuned in ((), *((constant,) for constant in constants), test_cuda.ROTATED_BEFORE):
         launched.clear()
         with attention.poisoned():
             found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)  # type: ignore[arg-type]
-        assert ("kvant_rotate_queries" in str(launched)) == bool(tuned), launched
+        assert ("kvant_rotate_queries" in str(launched)) == (tuned == test_cuda.ROTATED_BEFORE), launched
         assert relative_error(found, expected) < limit
         torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
@@ -221,7 +228,7 @@ def test_decode_rotates_its_queries(
     check_rotated(name, group, dim, dtype, options, [1, 63, 0, 64, 300, 170, 700], launched)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.ROTATED_INSIDE)
 def test_decode_of_a_low_batch_rotates_its_queries(
     name: str, group: int, dim: int, options: dict[str, float], few: None, launched: list[str]
@@ -238,7 +245,8 @@ def test_ctas_that_share_a_sequence_rotate_its_queries(
     blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched)
+    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0)
+    check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
 
 
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
