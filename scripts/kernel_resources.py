@@ -45,6 +45,9 @@ def texts() -> Iterator[tuple[str, str]]:
         for low_batch in (False, True):
             made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), low_batch=low_batch)
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text
+            if made.rotated_queries:  # where decode does not rotate queries itself
+                before = dataclasses.replace(made, tuned=(("QUERY_TRANSFORM", 2),))
+                yield f"decode {name} rotated before {'low' if low_batch else 'high'} batch", before.text
         if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4-fast"):
             block = layout.recipe.key.effective_rope_block
             yield f"transform {name}", transform_kv.TransformPlan(layout, "bfloat16", block).text

@@ -55,6 +55,21 @@ ROTATED_HIGH_BATCH: list[tuple[str, int, int, dict[str, float]]] = [  # more, wh
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
     ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
 ]
+ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode rotates 16-bit queries itself
+    ("kvant-2", 4, 128, {}),
+    ("kvant-2:rope_block=100", 5, 64, {"softcap": 5.0, "first": 1000}),
+    ("kvant-2", 2, 64, {"sliding_window": 150}),
+    ("kvant-2:rope_block=64,sink=70,recent=130", 3, 128, {"first": 30}),
+    ("kvant-2", 1, 128, {"sliding_window": 270, "first": 200}),
+    ("kvant-2:rope_block=64", 16, 128, {"softcap": 5.0, "first": 3}),
+    ("kvant-2:k.bits=4/4/0,rope_block=128", 8, 64, {}),
+    ("kvant-2:k.bits=0/2/4,rope_block=64", 4, 128, {"first": 5}),
+    ("kvant-2:k.bits=4,rope_block=64", 6, 96, {}),
+    ("kvant-2:k.bits=3,rope_block=64", 7, 64, {}),
+    ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
+    ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
+]
+ROTATED_BEFORE = (("QUERY_TRANSFORM", 2),)  # by a kernel before decode
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
 
 
@@ -107,6 +122,7 @@ def check_decode(
     limit: float = 5e-4,
     first: int = 0,
     rotated: int | None = None,
+    tuned: tuple[tuple[str, int], ...] = (),
 ) -> None:
     cache, seqs = filled(name, heads, group, dim, dtype, lengths or LENGTHS, page, first=first, rotated=rotated)
     assert cache.ops["decode"].name == "cuda"
@@ -114,7 +130,7 @@ def check_decode(
     q = torch.randn(len(seqs), heads * group, dim, device="cuda").to(getattr(torch, dtype))
     options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": sliding_window}
     with attention.poisoned():
-        found, lse = cuda_decode.decode_with_lse(store, q, batch, **options)  # type: ignore[arg-type]
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **options)  # type: ignore[arg-type]
     assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < limit  # type: ignore[arg-type]
     expected = log_sum_exp(store, q, batch, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
@@ -162,7 +178,56 @@ def test_decode_of_large_codebooks(name: str) -> None:
 def test_decode_of_rotated_queries(
     name: str, group: int, dim: int, options: dict[str, float], dtype: str, limit: float
 ) -> None:
-    check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
+    check_decode(name, group, dim, dtype, limit=limit, tuned=ROTATED_BEFORE, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "group", "dim", "options"), ROTATED_INSIDE)
+@pytest.mark.parametrize(("few", "dtype", "limit"), [(False, "float16", 5e-4), (True, "bfloat16", 2e-3)])
+def test_decode_that_rotates_its_queries(
+    name: str,
+    group: int,
+    dim: int,
+    options: dict[str, float],
+    dtype: str,
+    limit: float,
+    few: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By no kernel before it. Sequences that end inside a RoPE block and such that are shorter, and one that many CTAs share."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if few else 0)
+    monkeypatch.delattr(cuda_decode, "_rotate_queries")
+    for lengths in ([1, 63, 64, 129, 255, 256, 257, 700, 2000], [20000, 3], [5000] * 40):
+        check_decode(name, group, dim, dtype, limit=limit, lengths=lengths, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("pipelined", [0, 1])
+def test_queries_are_rotated_over_pages_in_random_order(
+    few: bool, pipelined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Qwen3-8B's shape. The table is wider than the sequences are long."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if few else 0)
+    lengths = [1, 255, 513, 0, 4000, 9001]
+    cache, seqs = filled("kvant-2", 8, 4, 128, "bfloat16", lengths, first=300)
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q = torch.randn(len(seqs), 32, 128, device="cuda").bfloat16()
+    expected = reference.decode(store, q.double(), batch, scale=128**-0.5)
+    order = torch.randperm(len(store.pages), device="cuda")
+    place = torch.argsort(order)
+    table = torch.full((len(seqs), batch.block_table.shape[1] + 50), 1 << 40, device="cuda")
+    for row, n in enumerate(lengths):
+        count = cache.layout.pages_for(n)
+        table[row, :count] = place[batch.block_table[row, :count]]
+    store.pages.copy_(store.pages[order])
+    batch = batch._replace(block_table=table)
+    for tuned in ((("PIPELINED_ROPE", pipelined),), ROTATED_BEFORE):
+        with attention.poisoned():
+            found, _ = cuda_decode.decode_with_lse(store, q, batch, scale=128**-0.5, tuned=tuned)
+        assert relative_error(found, expected) < 2e-3
 
 
 @gpu
@@ -180,25 +245,26 @@ def test_decode_of_rotated_queries_of_a_high_batch(
 ) -> None:
     """As where there are many blocks of positions."""
     monkeypatch.setattr(cuda_decode, "HIGH_BATCH_PASSES", 0)
-    check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
+    check_decode(name, group, dim, dtype, limit=limit, tuned=ROTATED_BEFORE, **options)  # type: ignore[arg-type]
 
 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
-def test_queries_are_rotated_alike_in_low_and_high_batches(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""
+def test_queries_are_rotated_alike_by_all_kernels(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the two before decode and by decode itself. More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""
     cache, seqs = filled("kvant-2:rope_block=64", 2, group, 128, "bfloat16", [1, 63, 64, 700, 2000], first=7)
     batch, store = cache.batch(seqs * 9), cache.stores[0]
     wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 30), 1 << 40, device="cuda")), 1)
     batch = batch._replace(block_table=wide.contiguous())
     q = torch.randn(len(wide), 2 * group, 128, device="cuda").bfloat16()
     found = []
-    for least in (0, 1 << 30):
+    for least, tuned in ((0, ROTATED_BEFORE), (1 << 30, ROTATED_BEFORE), (0, ())):
         monkeypatch.setattr(cuda_decode, "HIGH_BATCH_PASSES", least)
         with attention.poisoned():
-            found.append(cuda_decode.decode_with_lse(store, q, batch, scale=128**-0.5)[1])
+            found.append(cuda_decode.decode_with_lse(store, q, batch, scale=128**-0.5, tuned=tuned)[1])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-4)
 
 
 @gpu
@@ -935,11 +1001,14 @@ def test_numbers_that_may_be_negative_keep_their_sign(group: int, dim: int) -> N
         nvrtc.compiler()
     except OSError as error:
         pytest.skip(str(error))
-    made = plan.Plan(make_layout("kvant-2:rope_block=64", 2, dim), group, "bfloat16", (2, 1), (2, 1), False, True, H200)
+    layout = make_layout("kvant-2:rope_block=64", 2, dim)
+    made = plan.Plan(layout, group, "bfloat16", (2, 1), (2, 1), False, True, H200, ROTATED_BEFORE)
+    inside = dataclasses.replace(made, tuned=())
+    assert inside.rotated_queries == (dim <= 128)
     text = ptx_of(made.text, "compute_90")
     less: set[str] = set()  # registers that a constant was taken off
     assert made.high_batch_warps and ".entry kvant_rotate_queries_high_batch" in text
-    for line in text.splitlines():
+    for line in [*text.splitlines(), *ptx_of(inside.text, "compute_90").splitlines()]:
         if ".entry" in line:
             less.clear()
         if taken := re.match(r"\s+(?:add\.s32\s+(%r\d+), %r\d+, -\d+|sub\.s32\s+(%r\d+), (%r\d+), %r\d+);", line):

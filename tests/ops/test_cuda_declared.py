@@ -19,7 +19,13 @@ from scripts.kernel_resources import texts
 from tests.ops import emulated
 
 COMPILED = ("copy_rows", "decode kvant-2 group 4 high batch", "decode full", "transform kvant-2", "unpack kvant-2 key")
-COMPILED += ("append kvant-2 prompts", "append vecinfer-2 4 rows", "append kitty-pro", "overlay_step")
+COMPILED += (
+    "decode kvant-2 rotated before high batch",
+    "append kvant-2 prompts",
+    "append vecinfer-2 4 rows",
+    "append kitty-pro",
+    "overlay_step",
+)
 KERNEL = re.compile(r"(kvant_\w+)\(const (\w+) a\)")
 
 

@@ -153,7 +153,8 @@ def test_rotated_queries_of_a_high_batch_in_16_bits(
     wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 9), 1 << 40)), 1).contiguous()
     q = torch.randn(len(wide), 2 * group, dim).to(dtype)
     with attention.poisoned():
-        found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=dim**-0.5)
+        wider, tuned = batch._replace(block_table=wide), test_cuda.ROTATED_BEFORE
+        found, _ = cuda_decode.decode_with_lse(store, q, wider, scale=dim**-0.5, tuned=tuned)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
     assert many == ["_high_batch_kernel"]
 
@@ -163,6 +164,113 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device:
     """Any number of sequences is few; on a GPU that copies pages in bulk, and on one before."""
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lists the kernels that are launched."""
+    found: list[str] = []
+    make, launch = emulated.Kernel.__init__, emulated.Kernel.launch
+
+    def named(self: Any, text: str, name: str, *args: Any) -> None:
+        make(self, text, name, *args)
+        self.name = name
+
+    monkeypatch.setattr(emulated.Kernel, "__init__", named)
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: found.append(self.name) or launch(self, *args))
+    return found
+
+
+def check_rotated(
+    name: str,
+    group: int,
+    dim: int,
+    dtype: str,
+    options: dict[str, float],
+    lengths: list[int],
+    launched: list[str],
+    constants: tuple[tuple[str, int], ...] = (),
+) -> None:
+    """Decode that rotates queries itself against the reference, also with each of the other `constants`, and decode after the kernel
+    that rotates them. Pages are in random order, behind a table that is wider than sequences are long."""
+    options = dict(options)
+    first = int(options.pop("first", 0))
+    cache, seqs = filled(name, 2, group, dim, lengths, dtype, first=first)
+    batch, store = cache.batch(seqs), cache.stores[0]
+    order = torch.randperm(len(store.pages))
+    pages, table = store.pages[order].clone(), torch.argsort(order)[batch.block_table]
+    wide = torch.full((len(table), table.shape[1] + 40), 1 << 40)
+    for row, n in enumerate(lengths):
+        count = cache.layout.pages_for(n)
+        wide[row, :count] = table[row, :count]
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options}
+    q = torch.randn(len(seqs), 2 * group, dim).to(getattr(torch, dtype))
+    expected = reference.decode(store, q.double(), batch, **settings)  # type: ignore[arg-type]
+    sums = log_sum_exp(store, q, batch, **settings)  # type: ignore[arg-type]
+    store.pages.copy_(pages)
+    batch = batch._replace(block_table=wide)
+    limit = 2e-3 if dtype == "bfloat16" else 5e-4
+    for tuned in ((), *((constant,) for constant in constants), test_cuda.ROTATED_BEFORE):
+        launched.clear()
+        with attention.poisoned():
+            found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)  # type: ignore[arg-type]
+        assert ("kvant_rotate_queries" in str(launched)) == (tuned == test_cuda.ROTATED_BEFORE), launched
+        assert relative_error(found, expected) < limit
+        torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.ROTATED_INSIDE)
+def test_decode_rotates_its_queries(
+    name: str, group: int, dim: int, dtype: str, options: dict[str, float], launched: list[str]
+) -> None:
+    check_rotated(name, group, dim, dtype, options, [1, 63, 0, 64, 300, 170, 700], launched)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.ROTATED_INSIDE)
+def test_decode_of_a_low_batch_rotates_its_queries(
+    name: str, group: int, dim: int, options: dict[str, float], few: None, launched: list[str]
+) -> None:
+    check_rotated(name, group, dim, "float16", options, [1, 63, 0, 900], launched)
+    assert "kvant_transform_outputs" not in launched
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "blocks", [1, 6, 60]
+)  # so that a CTA has all (sequence, head)s, some of them, or a part of one
+def test_ctas_that_share_a_sequence_rotate_its_queries(
+    blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0)
+    check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
+
+
+def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
+    def made(name: str, group: int = 4, dim: int = 128, query: str = "bfloat16", **options: Any) -> plan.Plan:
+        layout = make_layout(name, 8, dim)
+        shared = options.pop("shared", emulated.H200)
+        return plan.Plan(layout, group, query, (2, 1), (0, 1), False, True, shared, **options)
+
+    for group in (1, 2, 4, 5, 8):
+        for low_batch in (False, True):
+            found = made("kvant-2", group, low_batch=low_batch)
+            assert found.rotated_queries and not found.query_kernel and found.constants["OVERLAY_LAST"]
+            assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
+            usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
+            assert usual.query_kernel and not usual.rotated_queries
+            assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
+            bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
+            assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
+    assert not made("kvant-2", query="float32").rotated_queries
+    assert not made("kvant-2", dim=256).rotated_queries
+    assert not made("kvant-2", partial_rope=True).rotated_queries
+    assert not made("kvant-2", shared=(101376, 102400)).rotated_queries
+    assert not made("kvant-2:rope=post").rotated_queries
+    assert not made("vecinfer-2:rope=block").rotated_queries
 
 
 @pytest.mark.few(2)

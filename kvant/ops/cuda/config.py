@@ -45,6 +45,7 @@ class QueryTransform(enum.IntEnum):
     HADAMARD = 1  # by the decode kernel, in shared memory
     MATRIX = 2  # by a kernel before the decode kernel
     FUSED_MATRIX = 3  # by the decode kernel, on tensor cores
+    ROTATED_MATRIX = 4  # by the warps of the decode kernel, for every RoPE block
 
 
 class OutputTransform(enum.IntEnum):
@@ -150,6 +151,8 @@ CONSTANTS: dict[str, Constant] = {
         ROTATE_CTAS="CTAs of kvant_rotate_queries that a multiprocessor is to hold, by registers",
         HIGH_BATCH_WARPS="warps of a CTA of kvant_rotate_queries_high_batch; 0 where it does not serve the layout",
         HIGH_BATCH_CTAS="CTAs of kvant_rotate_queries_high_batch that a multiprocessor is to hold",
+        ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",
+        PIPELINED_ROPE="1 where keys of the next page are read while values of this one are multiplied also with RoPE blocks",
         OVERLAY_TILES="tiles of 16 overlay tokens that a warp attends to at once",
         OVERLAY_LAST="1 where the overlay is attended to after the pages",
         OVERLAY_UNITS="units of work that OVERLAY_TILES tiles count; a page counts one",

@@ -1,5 +1,5 @@
 """Decode attention by kernels/decode.cu: one launch for any batch, or with a kernel before it that transforms the queries and one
-after it that transforms the outputs. No host synchronisation, safe in a CUDA graph."""
+after it that transforms the outputs (Plan says which). No host synchronisation, safe in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -96,17 +96,18 @@ def decode_with_lse(
     transforms, books = store.derive(DecodeTransforms), store.derive(Codebooks)
     dual, inverse = transforms.dual, transforms.inverse
     group = query.shape[1] // layout.heads
-    mean_logit, cosine, sine, first = None, None, None, 0
+    mean_logit, cosine, sine, first, partial_rope = None, None, None, 0, False
     if layout.recipe.key.effective_rope_block:
         assert store.key.rope is not None
         first = store.key.rope.first
         cosine, sine = rope_table(store, _blocks(layout, batch.block_table.shape[1], first))
+        partial_rope = 2 * cosine.shape[1] != layout.head_dim
     elif softcap is not None:
         mean_logit = store.key.mean_logit(query.float().view(len(query), layout.heads, group, layout.head_dim))
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
-    plan = _plan(layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch)
+    plan = _plan(layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope)
     return _decode(
         query.contiguous(),
         store.pages,
@@ -158,9 +159,11 @@ def _plan(
     device: torch.device,
     tuned: tuple[tuple[str, int], ...],
     low_batch: bool,
+    partial_rope: bool,
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
-    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared_memory(device), tuned, low_batch)
+    shared = shared_memory(device)
+    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope)
     return _PLANS.number(made)
 
 
@@ -211,8 +214,10 @@ def _decode(
     logit_scale = 2.0 * log2e * scale / softcap if softcap else scale * log2e
     operands: Tensor | None = None
     rows: Tensor | None = None
-    blocks = 0  # query operands of a (sequence, head tile); none where the decode kernel makes its own
-    if cosine is not None:
+    blocks = 0  # query operands of a (sequence, head tile); none where the decode kernel makes its own of one query
+    if made.rotated_queries:
+        blocks = _blocks(made.layout, block_table.shape[1], first)
+    elif cosine is not None:
         assert dual is not None and sine is not None
         blocks = _blocks(made.layout, block_table.shape[1], first)
         bounds = seq_lens, sinks, key_ring_start, value_ring_start, sliding_window
@@ -225,6 +230,7 @@ def _decode(
         blocks = 1
         operands, rows = _transform_queries(made, query, dual, mean_logit, logit_scale, early)
         query = rows
+    own_matrix = made.fused_queries or made.rotated_queries
     arguments = DecodeArguments.fill(
         query=query,
         out=out,
@@ -238,11 +244,13 @@ def _decode(
         value_ring_start=value_ring_start,
         overlay_key=overlay_key,
         overlay_value=overlay_value,
-        query_signs=None if blocks or made.fused_queries else dual,
+        query_signs=None if blocks or own_matrix else dual,
         output_signs=None if made.inverse[0] == MATRIX else inverse,
         value_mean=value_mean,
         mean_logit=mean_logit,
-        query_matrix=fused_dual if made.fused_queries else None,
+        query_matrix=fused_dual if own_matrix else None,
+        cosine=cosine if made.rotated_queries else None,
+        sine=sine if made.rotated_queries else None,
         output_matrix=fused_inverse if made.fused_outputs else None,
         output_offset=inverse_offset if made.fused_outputs else None,
         partial=partial,
@@ -258,7 +266,7 @@ def _decode(
         sliding_window=sliding_window,
         rope_blocks=blocks,
         first_position=first,
-        matrix_heads=_matrices(fused_dual, made) if made.fused_queries else 0,
+        matrix_heads=_query_matrices(fused_dual, made) if own_matrix else 0,
         output_matrix_heads=_matrices(fused_inverse, made) if made.fused_outputs else 0,
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
@@ -354,6 +362,12 @@ def _matrices(fragments: Tensor | None, plan: Plan) -> int:
     """How many matrices `fused_fragments` made these of."""
     assert fragments is not None
     return fragments.numel() // (plan.layout.head_dim**2 // 2 + 1)
+
+
+def _query_matrices(fragments: Tensor | None, plan: Plan) -> int:
+    """How many matrices the queries' fragments for the decode kernel are of."""
+    assert fragments is not None
+    return len(fragments) if plan.rotated_queries else _matrices(fragments, plan)
 
 
 def _rows(query: Tensor, plan: Plan) -> Tensor:

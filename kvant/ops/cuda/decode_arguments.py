@@ -40,10 +40,14 @@ DecodeArguments = Arguments(
     batch=int32("sequences"),
     block_table_width=int32("pages of a row of the block table"),
     sliding_window=int32("tokens that are attended to; 0 for all"),
-    rope_blocks=int32("operands of a (sequence, head tile)"),
+    rope_blocks=int32("operands of a (sequence, head tile): RoPE blocks that the block table may reach into"),
     first_position=int32("RoPE position of the first token"),
     matrix_heads=int32("matrices of queries: KV_HEADS or 1"),
     output_matrix_heads=int32("matrices of outputs: KV_HEADS or 1"),
+    cosine=optional(
+        "const float", "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates"
+    ),
+    sine=optional("const float", "[rope_blocks, HEAD_DIM / 2]"),
 )
 
 TransformQueriesArguments = Arguments(

@@ -7,7 +7,13 @@ from typing import Self
 
 import torch
 
-from kvant.ops.cuda.fragments import fused_fragments, high_batch_fragments, matrix_fragments, rotate_fragments
+from kvant.ops.cuda.fragments import (
+    decode_fragments,
+    fused_fragments,
+    high_batch_fragments,
+    matrix_fragments,
+    rotate_fragments,
+)
 from kvant.ops.fused import FusedTransform, TransformKind, fuse, matrix_of, mean_logit_vector
 from kvant.ops.types import Derived, LayerStore
 
@@ -23,7 +29,7 @@ class DecodeTransforms(Derived):
     dual: FusedTransform
     inverse: FusedTransform
     high_batch: Tensor | None = None  # the queries' matrix for kvant_rotate_queries_high_batch
-    fused_dual: Tensor | None = None  # the queries' matrix for the decode kernel itself
+    fused_dual: Tensor | None = None  # the queries' matrix for the decode kernel itself, also where it rotates them
     fused_inverse: Tensor | None = None  # the outputs' matrix for the decode kernel itself
     value_mean: Tensor | None = None  # float32 [heads, head_dim]: was taken off values whose scale is stored negative
 
@@ -43,6 +49,8 @@ class DecodeTransforms(Derived):
             dual = FusedTransform(TransformKind.MATRIX, 1, rotate_fragments(layout, matrix, mean_logit))
             if layout.head_dim % 32 == 0:
                 high_batch = high_batch_fragments(layout, matrix, mean_logit)
+                if layout.head_dim <= 128 and not layout.format("key").is_pq:
+                    fused_dual = decode_fragments(layout, matrix, mean_logit)
         else:
             dual = fuse(store.key.transforms, "dual", layout, device)
             if dual.kind is TransformKind.MATRIX:

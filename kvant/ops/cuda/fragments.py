@@ -104,6 +104,27 @@ def high_batch_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | No
     return parts.view(len(product), -1, dim // 16, 2, 32, 4)
 
 
+def decode_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
+    """A operand of the queries that kvant_decode rotates itself, int32 [1 or heads, tiles, steps of 16 channels, 32 lanes, 4
+    registers]: the matrix of `rotated_columns`, transposed, in fp16. Tiles of 16 rows are, in this order, the registers of the query
+    operand, the sums, and the channels in their order. In every two tiles of the operand, lane g holds the four bytes of word
+    g // 2 of register g % 2: two in rows g and g + 8 of the first tile, two in those of the second. Steps are in the order in which
+    lanes hold channels (include/rotated_query.cuh)."""
+    product, picked = rotated_columns(layout, matrix, mean_logit)
+    dim = layout.head_dim
+    pair, tile, high, g = torch.meshgrid(*map(torch.arange, (picked // 32, 2, 2, 8)), indexing="ij")
+    rows = 16 * (2 * pair + g % 2) + 8 * tile + 2 * (g // 2) + high
+    sums = product[:, :, picked : picked + 8]
+    product = torch.cat(
+        (product[:, :, rows.reshape(-1).to(product.device)], sums, torch.zeros_like(sums), product[:, :, picked + 8 :]),
+        2,
+    )
+    # a row is 16 tile + 8 high + g, a channel (dim / 2) half + 16 steps + 4 t + 2 step + element: from
+    # [head, half, steps, t, step, element, tile, high, g] to [head, tile, steps, step, g, t, half, high, element]
+    made = product.half().view(len(product), 2, dim // 32, 4, 2, 2, -1, 2, 8).permute(0, 6, 2, 4, 8, 3, 1, 7, 5)
+    return made.contiguous().view(torch.int32).view(len(product), -1, dim // 16, 32, 4)
+
+
 def matrix_fragments(matrix: Tensor) -> Tensor:
     """B operand of kvant_transform_queries, int32 [1 or heads, 16 columns each, steps of 16 channels,
     2 parts, 32 lanes, 4 registers], from a matrix [1 or heads, head_dim, head_dim]: high + low in bfloat16."""

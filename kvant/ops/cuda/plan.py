@@ -35,6 +35,10 @@ LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many mu
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
 STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages, codebooks or a matrix
+ROTATED_STATIC_BYTES = (
+    2048  # the same where warps rotate their queries, but for their operands; with what CUDA reserves
+)
+ROTATED_OPERAND_BYTES = 40 * 1024  # of static shared memory for those operands, at most; a kernel may have 48 KiB
 ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
 BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
@@ -90,6 +94,7 @@ class Plan:
     low_batch: bool = (
         False  # whether there are fewer (sequence, head)s than multiprocessors, and each is cut into many parts
     )
+    partial_rope: bool = False  # whether RoPE rotates some of the channels only
 
     @property
     def tile_heads(self) -> int:
@@ -112,8 +117,8 @@ class Plan:
             size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
         count = next((n for n in range(most, 1, -2) if n <= fit), 1)
-        if self.low_batch and count == WARPS and self._blocks(WARPS) == 3 and self._blocks(LOW_BATCH_WARPS) == 2:
-            count = LOW_BATCH_WARPS  # fewer parts to merge
+        if self.low_batch and count == WARPS and self._low_batch_warps == LOW_BATCH_WARPS:
+            count = LOW_BATCH_WARPS
         if self.layout.recipe.key.groupwise and fit > WARPS and self._blocks(WARPS) < self._most_blocks:
             count = max(
                 (WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps)
@@ -129,8 +134,15 @@ class Plan:
         """CTAs that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
         most = min(self._most_blocks, 12 // warps)
-        bytes_ = warps * self.warp_bytes + self.matrix_bytes + (8192 if grouped else 4096)
+        static = ROTATED_STATIC_BYTES if self.rotated_queries else 8192 if grouped else 4096
+        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + static
         return max(1, min(most, self.shared[1] // bytes_))
+
+    @property
+    def _low_batch_warps(self) -> int:
+        """Warps of a CTA at a low batch: more where as many fit on a multiprocessor then, so that there are fewer parts to merge."""
+        usual = self._most_blocks if self.rotated_queries else self._blocks(WARPS)  # CTAs
+        return LOW_BATCH_WARPS if usual == 3 and self._blocks(LOW_BATCH_WARPS) == 2 else WARPS
 
     @functools.cached_property
     def copies(self) -> tuple[int, ...]:
@@ -181,6 +193,7 @@ class Plan:
         tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if self.low_batch or self.lane_heads > 1 else 2))
         overlay_bytes = 16 * tiles * layout.head_dim * 4  # that are attended to at once
         pages_of_overlay = overlay_bytes / layout.page_head_bytes
+        overlay_units = round(pages_of_overlay / (1.0 if channelwise else 1.2 if self.low_batch else 2.0))
         return {
             **page_config(layout),
             "ORIGIN": layout.recipe.origin,
@@ -198,7 +211,7 @@ class Plan:
             "TILE_HEADS": heads,
             "QUERY_TILES": self.head_tiles // layout.heads,
             "QUERY_TYPE": ELEMENT_TYPES[self.query],
-            "QUERY_TRANSFORM": QueryTransform.FUSED_MATRIX if self.fused_queries else QueryTransform(self.dual[0]),
+            "QUERY_TRANSFORM": self._query_transform,
             "QUERY_HADAMARD": self.dual[1],
             "OUTPUT_TRANSFORM": OutputTransform.FUSED_MATRIX
             if self.fused_outputs
@@ -210,9 +223,11 @@ class Plan:
             "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
+            "ROTATED_AHEAD": self.rotated_ahead,
+            "PIPELINED_ROPE": 0,
             "OVERLAY_TILES": tiles,
-            "OVERLAY_LAST": int(self.low_batch),
-            "OVERLAY_UNITS": max(1, round(pages_of_overlay / (1.0 if channelwise else 1.2 if self.low_batch else 2.0))),
+            "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
+            "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too
             "MIXED_PAGE_UNITS": 4 if channelwise else 1,
             "SOFTCAP": int(self.softcap),
             "STAGES": self.stages,
@@ -227,7 +242,7 @@ class Plan:
     def text(self) -> str:
         arguments = [DecodeArguments, TransformQueriesArguments, TransformOutputsArguments]
         files = [self.page_codec.header, "kernels/decode.cu", "kernels/transform_queries.cu"]
-        if self.layout.recipe.key.effective_rope_block:
+        if self.layout.recipe.key.effective_rope_block and not self.rotated_queries:
             arguments.append(RotateQueriesArguments)
             files.append(f"kernels/rotate_queries{'_high_batch' if self.high_batch_warps else ''}.cu")
         return nvrtc.program(*files, config=self.constants, arguments=arguments, defines={"BULK": int(self.bulk)})
@@ -288,6 +303,63 @@ class Plan:
         }
 
     @property
+    def _query_transform(self) -> QueryTransform:
+        if self.rotated_queries:
+            return QueryTransform.ROTATED_MATRIX
+        return QueryTransform.FUSED_MATRIX if self.fused_queries else QueryTransform(self.dual[0])
+
+    @functools.cached_property
+    def rotated_queries(self) -> bool:
+        """Whether the warps of decode rotate their queries to every RoPE block themselves. That is so where queries have 16 bits,
+        RoPE rotates all channels, and a multiprocessor holds as many CTAs with the matrix in its shared memory as without."""
+        key, dim = self.layout.recipe.key, self.layout.head_dim
+        if not key.effective_rope_block or key.groupwise or self.pq or self.partial_rope:
+            return False
+        if self.query == "float32" or dim % 32 or dim > 128 or dict(self.tuned).get("QUERY_TRANSFORM") == MATRIX:
+            return False
+        warps = LOW_BATCH_WARPS if self.low_batch and self._most_blocks == 3 else WARPS
+        pages = warps * self.warp_bytes + ROTATED_STATIC_BYTES
+        matrix = self._rotated_matrix_bytes + warps * self._rotated_operand_bytes
+        if self.fused_outputs:
+            matrix = max(matrix, 2 * dim**2 + warps * self._rotated_operand_bytes)
+        if warps * self._rotated_operand_bytes > ROTATED_OPERAND_BYTES:
+            return False
+        ctas = [min(12 // warps, self._most_blocks, self.shared[1] // room) for room in (pages, pages + matrix)]
+        return ctas[0] == ctas[1] and pages + matrix + STATIC_BYTES <= self.shared[0]
+
+    @property
+    def _rotated_matrix_bytes(self) -> int:
+        """Shared memory of the matrix that rotated queries are multiplied by: columns of the operand, and 16 more."""
+        return (self.key_registers + 1) * self.layout.head_dim * 32
+
+    @property
+    def _rotated_blocks(self) -> int:
+        """RoPE blocks whose queries are columns of one MMA (include/rotated_query.cuh)."""
+        return 2 if self.tile_heads <= 4 else 1
+
+    @property
+    def rotated_ahead(self) -> int:
+        """RoPE blocks whose query operands a warp makes for its CTA before it reads pages: at a low batch, where a CTA has few."""
+        count, words = 2 * self._rotated_blocks, self.operand_words
+        fits = (
+            words >= self.layout.head_dim and LOW_BATCH_WARPS * count * 4 * words <= ROTATED_OPERAND_BYTES
+        )  # angles lie there first
+        return dict(self.tuned).get("ROTATED_AHEAD", count if self.low_batch and self.tile_heads <= 8 and fits else 0)
+
+    @property
+    def _rotated_operand_bytes(self) -> int:
+        """Shared memory of a warp for query operands and angles of some RoPE blocks."""
+        own = 4 * self.operand_words * (self.rotated_ahead or self._rotated_blocks)
+        return (
+            own + (0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks) + 32 * self.lane_heads
+        )
+
+    @property
+    def rotated_bytes(self) -> int:
+        """Static shared memory of a warp for the query operands that it makes itself."""
+        return self._rotated_operand_bytes if self.rotated_queries else 0
+
+    @property
     def fused_queries(self) -> bool:
         """Whether every CTA of decode multiplies its queries by their matrix. At a low batch this takes less time than waiting for
         a kernel before it."""
@@ -311,13 +383,15 @@ class Plan:
 
     @property
     def matrix_bytes(self) -> int:
-        """Shared memory of a matrix, of queries or of outputs."""
-        return 2 * self.layout.head_dim**2 if self.fused_queries or self.fused_outputs else 0
+        """Shared memory of a matrix, of queries or of outputs: where both are multiplied here, one after the other."""
+        square = 2 * self.layout.head_dim**2 if self.fused_queries or self.fused_outputs else 0
+        return max(square, self._rotated_matrix_bytes if self.rotated_queries else 0)
 
     @property
     def query_kernel(self) -> bool:
         """Whether a kernel before decode makes the query operands, and not every CTA for itself."""
-        return self.dual[0] == MATRIX and not self.layout.recipe.key.groupwise and not self.fused_queries
+        own = self.layout.recipe.key.groupwise or self.fused_queries or self.rotated_queries
+        return self.dual[0] == MATRIX and not own
 
     @property
     def operand_words(self) -> int:

@@ -4,9 +4,9 @@
 #include "codecs/values.cuh"
 #include "include/page_ring.cuh"
 
-// The keys of the next page are read while the values of this one are multiplied, where a page is one chunk and is copied in bulk. Not with RoPE
-// blocks: registers are short there.
-constexpr bool PIPELINED = BULK && STAGES > 1 && PAGE_TILES == CHUNK_TILES && !ROPE_BLOCK;
+// The keys of the next page are read while the values of this one are multiplied, where a page is one chunk and is copied in bulk. With RoPE blocks
+// registers are short.
+constexpr bool PIPELINED = BULK && STAGES > 1 && PAGE_TILES == CHUNK_TILES && (!ROPE_BLOCK || Config::PIPELINED_ROPE);
 
 // Words of the keys of N tiles of a page, of a lane.
 template <int N> struct KeyWords {

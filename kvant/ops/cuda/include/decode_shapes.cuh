@@ -19,6 +19,7 @@ constexpr bool PQ = Config::PQ, SOFTCAP = Config::SOFTCAP;
 constexpr int ROPE_BLOCK = Config::ROPE_BLOCK, PAGE_HEAD_BYTES = Config::PAGE_HEAD_BYTES, VALUE_GROUPS = Config::VALUE_GROUPS;
 constexpr bool CHANNELWISE = Config::KEY_GROUP > 0;  // keys are coded per channel over groups of tokens
 constexpr bool FUSED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::FUSED_MATRIX;
+constexpr bool ROTATED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::ROTATED_MATRIX;
 constexpr bool FUSED_OUTPUTS = Config::OUTPUT_TRANSFORM == OutputTransform::FUSED_MATRIX;
 constexpr bool OVERLAY = Config::OVERLAY_TOKENS > 0;
 

@@ -1,6 +1,7 @@
 // Queries of a tile of heads: from rows in global memory, through the transform into the space of the keys, to operands of the MMAs.
 //
-//   QueryOperand   what a kernel before decode makes, in global memory (kernels/transform_queries.cu, kernels/rotate_queries.cu)
+//   QueryOperand   what a kernel before decode makes, in global memory (kernels/transform_queries.cu, kernels/rotate_queries.cu); or a warp of decode in shared
+//                  memory (rotated_query.cuh)
 //   SharedQuery    what a CTA makes itself, in shared memory
 //   QueryFragment  a lane's registers, loaded from either
 //
@@ -47,6 +48,16 @@ template <class I> DEV constexpr float largest_weight(CentroidKeys<I>) { return 
 // two, so that 16-bit queries without a transform are exact.
 template <class... P> DEV float query_step(KeyPlanes<P...>, float top) { return top * (largest_weight(KeyPlanes<P...>{}) / QUERY_TOP); }
 template <class I> DEV float query_step(CentroidKeys<I>, float top) { return __uint_as_float(__float_as_uint(top) & 0x7f800000u) * (1.f / 256.f); }
+
+// round(x * by) of four numbers as 128 high + low in signed bytes. The last bits of a float of 1.5 * 2^23 count whole numbers: those from bit 7 on are the
+// high byte, those below the low byte, which is never negative.
+DEV void split_bytes(float x0, float x1, float x2, float x3, float by, u32& high, u32& low) {
+  constexpr float WHOLE = 12582912.f;
+  const u32 w0 = __float_as_uint(fmaf(x0, by, WHOLE)), w1 = __float_as_uint(fmaf(x1, by, WHOLE));
+  const u32 w2 = __float_as_uint(fmaf(x2, by, WHOLE)), w3 = __float_as_uint(fmaf(x3, by, WHOLE));
+  const u32 one = __byte_perm(w0, w1, 0x5410), two = __byte_perm(w2, w3, 0x5410);
+  high = __byte_perm(one << 1, two << 1, 0x7531), low = __byte_perm(one, two, 0x6420) & 0x7f7f7f7fu;
+}
 
 // Bytes of TILE_HEADS queries, rows of STRIDE floats, for one plane of the keys' codes. top(head) is the largest magnitude of a row.
 template <int THREADS, int STRIDE, class P, class Top> DEV void store_plane(const float* rows, Top top, u32 (*f)[OPERAND_REGISTERS][32]) {

@@ -1,8 +1,8 @@
 // Tile scheduler of a persistent grid: which work tiles a CTA attends to.
 //
 // The work of a batch is a line of units: of every sequence, of every head tile, the units that `sequence_work(a, b).units` counts, end to
-// end. The line is cut into equal parts, one for each CTA, so that a part may begin and end inside a (sequence, head tile): split-KV. Where
-// several CTAs share one, the last of them to finish merges their partial outputs.
+// end; with HEADS_FIRST, of every head tile, of every sequence. The line is cut into equal parts, one for each CTA, so that a part may begin
+// and end inside a (sequence, head tile): split-KV. Where several CTAs share one, the last of them to finish merges their partial outputs.
 //
 // A kernel gives its arguments (`batch` and what sequence_work reads) and a function sequence_work(arguments, sequence).
 
@@ -19,7 +19,7 @@ DEV int quotient(int x, int by) {
 // Part of the line of units that a CTA works on, one (sequence, head tile) at a time.
 struct WorkTile {
   int unit, end;  // the next unit of the line, and the end of this CTA's part
-  int b, before;  // the sequence, and the units of all head tiles of the sequences before it
+  int b, before;  // the sequence, and the units before it: of all head tiles of the sequences before; HEADS_FIRST: of all that comes before
   int units;      // of one (sequence, head tile)
   int head_tile;  // KV head * QUERY_TILES + tile of its query heads
   int start;      // first unit of the (sequence, head tile) on the line
@@ -28,8 +28,10 @@ struct WorkTile {
   DEV bool whole() const { return from == 0 && to == units; }  // no other CTA has a part of it
 };
 
-// HEADS head tiles a sequence; a CTA with fewer than MIN_UNITS units is not worth its merge.
-template <int HEADS, int MIN_UNITS> struct TileScheduler {
+// HEADS head tiles a sequence; a CTA with fewer than MIN_UNITS units is not worth its merge. HEADS_FIRST: neighbours on the line are sequences of one head tile, for
+// kernels that have something of a head in shared memory.
+template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false> struct TileScheduler {
+  static constexpr int AT_ONCE = HEADS_FIRST ? 1 : HEADS;  // head tiles of a sequence that are neighbours on the line
   int own;         // units of the lane-th sequence
   int parts;       // of the line: a CTA takes parts blockIdx.x, blockIdx.x + gridDim.x, ...
   bool split;      // CTAs outnumber (sequence, head tile)s three to one: each of those is cut into equal parts, and a unit is one of them
@@ -67,6 +69,10 @@ template <int HEADS, int MIN_UNITS> struct TileScheduler {
     work.unit = begin_of(part);
     work.end = begin_of(part + 1);
     work.b = work.before = 0;
+    if constexpr (HEADS_FIRST) {
+      const int all = begin_of(parts) / HEADS;  // units of a head tile
+      work.head_tile = quotient(work.unit, all), work.before = work.head_tile * all;
+    }
     for (int base = 0; base < a.batch; base += 32) {
       int units = own;
       if (base) units = base + lane < a.batch ? sequence_work(a, base + lane).units : 0;
@@ -77,27 +83,33 @@ template <int HEADS, int MIN_UNITS> struct TileScheduler {
         const int x = __shfl_up_sync(FULL, sum, o);
         if (lane >= o) sum += x;
       }
-      const u32 beyond = __ballot_sync(FULL, work.before + sum * HEADS > work.unit);
+      const u32 beyond = __ballot_sync(FULL, work.before + sum * AT_ONCE > work.unit);
       if (beyond) {
         const int found = __ffs(beyond) - 1;
         work.b = base + found;
-        work.before += __shfl_sync(FULL, sum - units, found) * HEADS;
+        work.before += __shfl_sync(FULL, sum - units, found) * AT_ONCE;
         break;
       }
-      work.before += __shfl_sync(FULL, sum, 31) * HEADS;
+      work.before += __shfl_sync(FULL, sum, 31) * AT_ONCE;
     }
     return work;
   }
   // The (sequence, head tile) at work.unit, of a sequence with so many units.
   DEV void enter(WorkTile& work, int sequence_units) const {
     work.units = split ? split_units(sequence_units) : sequence_units;
-    work.head_tile = quotient(work.unit - work.before, work.units);
-    work.start = work.before + work.head_tile * work.units;
+    if constexpr (HEADS_FIRST) {
+      work.start = work.before;
+    } else {
+      work.head_tile = quotient(work.unit - work.before, work.units);
+      work.start = work.before + work.head_tile * work.units;
+    }
     work.from = work.unit - work.start, work.to = min(work.end, work.start + work.units) - work.start;
   }
-  DEV void advance(WorkTile& work) const {
+  DEV void advance(WorkTile& work, [[maybe_unused]] int batch) const {
     work.unit = work.start + work.to;
-    if (work.unit == work.before + work.units * HEADS) work.before = work.unit, work.b++;
+    if (work.unit == work.before + work.units * AT_ONCE) work.before = work.unit, work.b++;
+    if constexpr (HEADS_FIRST)
+      if (work.b == batch) work.b = 0, work.head_tile++;
   }
   // Of a (sequence, head tile): the parts that share it, first to last.
   DEV int first_part(const WorkTile& work) const { return part_of(work.start); }

@@ -99,6 +99,14 @@ template <class Work> DEV WarpRange warp_range(const SequenceWork& w, const Work
   return range;
 }
 
+// The packed tokens [begin, end) of some pages of a sequence, counted from its first.
+struct TokenRange {
+  int begin, end;
+  DEV TokenRange(const SequenceWork& w, int page, int page_end) {
+    begin = max(w.packed, Config::ORIGIN + (w.page + page) * Config::PAGE_TOKENS), end = min(w.packed_end, Config::ORIGIN + (w.page + page_end) * Config::PAGE_TOKENS);
+  }
+};
+
 // The packed tokens of a sequence, in registers while a warp attends to its pages.
 struct PackedRange {
   int begin, end;    // tokens

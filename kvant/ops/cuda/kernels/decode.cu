@@ -10,8 +10,10 @@
 #include "include/output.cuh"
 #include "include/overlay.cuh"
 #include "include/page_ring.cuh"
+#include "include/rotated_query.cuh"
 
 using PageAttention = Config::PageAttention;
+static_assert(!ROTATED_QUERIES || Config::OVERLAY_LAST, "rows of rotated queries lie where pages were");
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------
 
@@ -23,7 +25,10 @@ struct SharedMatrix {
 
   DEV void open(u8* memory, const DecodeArguments& a) {
     bytes = memory;
-    if constexpr (FUSED_QUERIES || FUSED_OUTPUTS) {
+    if constexpr (ROTATED_QUERIES) {
+      head = -1;
+      RotatedMatrix<Keys>::prefetch(a);
+    } else if constexpr (FUSED_QUERIES || FUSED_OUTPUTS) {
       head = (FUSED_QUERIES ? a.matrix_heads : a.output_matrix_heads) == 1 ? 0 : -1;  // one for all heads is copied now
       if (head == 0) copy_matrix(bytes, FUSED_QUERIES ? a.query_matrix : a.output_matrix, 0);
     }
@@ -33,7 +38,8 @@ struct SharedMatrix {
   }
   DEV void copy_output_matrix(const DecodeArguments& a, int kv_head) {
     output_head = kv_head % a.output_matrix_heads;
-    if (FUSED_QUERIES || head != output_head) copy_matrix(bytes, a.output_matrix, output_head), head = FUSED_QUERIES ? -1 : output_head;
+    constexpr bool SHARED = FUSED_QUERIES || ROTATED_QUERIES;  // by the matrix of queries
+    if (SHARED || head != output_head) copy_matrix(bytes, a.output_matrix, output_head), head = SHARED ? -1 : output_head;
   }
 };
 
@@ -44,7 +50,7 @@ struct OperandQuery {
   struct Shared {};
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
 
-  DEV void request(const DecodeArguments&, const HeadTileRows&) {}
+  DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int, int, int) {}
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
@@ -52,13 +58,13 @@ struct OperandQuery {
     if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
   }
   // The operand of a RoPE block; the next one is prefetched.
-  template <class Pages> DEV void load_block(Pages& pages, const DecodeArguments& a, int block, int lane) const {
+  template <class Pages> DEV void load_block(Pages& pages, Shared&, const DecodeArguments& a, const HeadTileRows&, int block, int lane) const {
     constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
     pages.load_query(operands[block], lane, a.scale);
     if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
   }
   // Overlay tokens [at, last), those of one RoPE block at a time.
-  DEV void attend(Shared&, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared&, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
     if constexpr (ROPE_BLOCK > 0) {
       for (int first = at; first < last;) {
         const int until = min(last, rope_block_end(a, first));
@@ -80,7 +86,7 @@ struct CtaQuery {
   RawQuery raw;
 
   DEV static int matrix_of(const DecodeArguments& a, const HeadTileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
-  DEV void request(const DecodeArguments& a, const HeadTileRows& rows) {
+  DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int, int, int) {
     if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
   }
   DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
@@ -89,11 +95,11 @@ struct CtaQuery {
     load_shared_query(sh, a, raw, matrix.bytes, rows.query, rows.count);
   }
   template <class Pages> DEV void load(Pages& pages, Shared& sh, const DecodeArguments& a, int lane) const { pages.load_query(sh, lane, a.scale); }
-  DEV void attend(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared& sh, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
     attend_overlay(a, at, at, last, overlay_row, rows.head, lane, sh, sh.rows, softmax);
   }
 };
-using Query = Select<Config::QUERY_KERNEL, OperandQuery, CtaQuery>;
+using Query = Select<Config::QUERY_KERNEL, OperandQuery, Select<ROTATED_QUERIES, RotatedQuery<Keys>, CtaQuery>>;
 
 struct Shared : Query::Shared, MergeBuffers {
   u64 barrier[WARPS][STAGES];
@@ -111,7 +117,7 @@ struct OverlayChunks {
 };
 
 // A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
-template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, const Q& query, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
+template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, Q& query, typename Q::Shared& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
                       OnlineSoftmax& softmax) {
   [[maybe_unused]] int rope_block = -1;
   for (int page = range.page; page < range.page_end; page++) {
@@ -127,7 +133,7 @@ template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& rin
           const int last = min(end, rope_block_end(a, first));
           if (rope_block_of(a, first) != rope_block) {
             rope_block = rope_block_of(a, first);
-            query.load_block(pages, a, rope_block, lane);
+            query.load_block(pages, sh, a, rows, rope_block, lane);
           }
           attend(first, last, last == end);
           first = last;
@@ -155,11 +161,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   launch_dependent_grids();  // the transform of outputs, or the next call
   int codebook_head = -1;    // whose codebooks are in shared memory
 
-  const TileScheduler<HEAD_TILES, 2 * WARPS> scheduler(a, lane);  // two pages a warp
+  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES> scheduler(a, lane);  // two pages a warp
   PageRing ring;
   ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
   for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
-    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work)) {
+    for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work, a.batch)) {
       // schedule: this warp's pages and overlay tiles
       const SequenceWork found = sequence_work(a, work.b);
       if (lane == 0) sh.work[warp] = found;
@@ -174,14 +180,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       const HeadTileRows rows(work);
       ring.list(a.block_table + (s64)work.b * a.block_table_width + found.page, a.pages + rows.head * PAGE_HEAD_BYTES, range);
       Query query;
-      query.request(a, rows);
+      const TokenRange tokens(found, warp_range(found, work, scheduler.split, 0).page, warp_range(found, work, scheduler.split, WARPS - 1).page_end);  // of the CTA
+      query.request(sh, a, rows, tokens.begin, tokens.end, TokenRange(found, range.page, range.page_end).begin, lane);
       ring.fill(range, lane);
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves
         for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) prefetch_overlay(a, overlay.begin(i), overlay.end(i), overlay_row, rows.head, lane);
       if (AFTER_KERNEL) wait_prior_grid();  // pages and lengths read so far were complete: the kernel before started this one after its own wait
       query.finish(sh, a, matrix, rows);
-      if constexpr (FUSED_OUTPUTS) matrix.copy_output_matrix(a, rows.head);
+      if constexpr (FUSED_OUTPUTS && !ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);
 
       // tiles: S = Q K^T, P = softmax S, O += P V
       OnlineSoftmax softmax;
@@ -190,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
         if constexpr (OVERLAY)
           for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) {
             const int at = overlay.begin(i), last = overlay.end(i);
-            query.attend(sh, a, rows, w, at, last, overlay_row, lane, softmax);
+            query.attend(sh, dynamic + warp * Config::WARP_BYTES, a, rows, w, at, last, overlay_row, lane, softmax);
           }
       };
       if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_chunks(), scale_accumulators(softmax);
@@ -198,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       query.load(pages, sh, a, lane);
       const PackedRange packed(w, found.overlay_row);
       pages.begin(ring, dynamic, range.page < range.page_end, lane);
-      attend_pages(a, ring, pages, query, rows, range, packed, lane, softmax);
+      attend_pages(a, ring, pages, query, sh, rows, range, packed, lane, softmax);
       unscale_accumulators(softmax, lane & 3);
       if (Config::OVERLAY_LAST) attend_overlay_chunks();
 
@@ -206,11 +213,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       store_warp(softmax, sh, (float*)(dynamic + warp * Config::WARP_BYTES), warp, lane);
       if (FUSED_OUTPUTS) await_copies();
       __syncthreads();
+      if constexpr (FUSED_OUTPUTS && ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);  // where the matrix of queries was
       finish_cta(a, sh, (float*)dynamic, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL);
       if (!work.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(work), scheduler.last_part(work));
       fence_copies();  // outputs were written where pages will be copied to
       __syncthreads();
     }
   if (AFTER_KERNEL) wait_prior_grid();  // every CTA waits, also one without work: the next kernel waits for this one alone
-  if (FUSED_QUERIES || FUSED_OUTPUTS) await_copies();
+  if (FUSED_QUERIES || FUSED_OUTPUTS || ROTATED_QUERIES) await_copies();
 }

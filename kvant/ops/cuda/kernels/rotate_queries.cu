@@ -168,16 +168,6 @@ DEV float max_of_warps(const float* x) {
   return y;
 }
 
-// round(x * by) of four numbers as 128 high + low in signed bytes. The last bits of a float of 1.5 * 2^23 count whole numbers: those from bit 7 on are the
-// high byte, those below the low byte, which is never negative.
-DEV void split_bytes(float x0, float x1, float x2, float x3, float by, u32& high, u32& low) {
-  constexpr float WHOLE = 12582912.f;
-  const u32 w0 = __float_as_uint(fmaf(x0, by, WHOLE)), w1 = __float_as_uint(fmaf(x1, by, WHOLE));
-  const u32 w2 = __float_as_uint(fmaf(x2, by, WHOLE)), w3 = __float_as_uint(fmaf(x3, by, WHOLE));
-  const u32 one = __byte_perm(w0, w1, 0x5410), two = __byte_perm(w2, w3, 0x5410);
-  high = __byte_perm(one << 1, two << 1, 0x7531), low = __byte_perm(one, two, 0x6420) & 0x7f7f7f7fu;
-}
-
 // The words of a head's even and odd column, from the accumulators of a register's two column tiles.
 template <class... P> DEV void make_words(KeyPlanes<P...>, const float* x, const float* y, float top, u32& even, u32& odd) {
   split_bytes(x[0], x[1], y[0], y[1], __fdividef(QUERY_TOP, top), even, odd);

@@ -1,0 +1,305 @@
+// Queries that the warps of decode rotate themselves (QueryTransform::ROTATED_MATRIX), where keys are stored unrotated to the start of their RoPE block.
+//
+//   Q' = (Q unrotated to a RoPE block) M, with M into the space of the keys
+//
+// M lies in shared memory once for a CTA, as A operands: Q'^T = M^T Q^T. Columns of M fill the 16 rows of an MMA, one tile for each register of the query
+// operand, and the queries of ROTATED_BLOCKS RoPE blocks its 8 columns. When a warp enters a RoPE block that it has no operand of, it makes those of this block and
+// of the next into its own part of shared memory: nothing goes through global memory, and warps do not wait for each other. At a low batch, where a CTA has few pages,
+// its warps first make the operands of all its RoPE blocks together, AHEAD each: every one is made once, and fewer loads of M make them.
+
+#pragma once
+#include "include/head_tile_rows.cuh"
+#include "include/overlay.cuh"
+
+constexpr int ROTATED_BLOCKS = TILE_HEADS <= 4 ? 2 : 1;  // RoPE blocks whose queries are columns of one MMA
+constexpr int ROTATED_STEPS = D / 16;                    // of 16 channels
+
+// The matrix of a head, fp16 [ROTATED_TILES + D / 16 tiles, D / 16 steps, 32 lanes] of 16 bytes: fragments.decode_fragments. First the tiles that lie in shared
+// memory: those of the operand, and one of the sum, the bias and q . mu. Then the channels in their order, for the overlay.
+template <class K> struct RotatedMatrix {
+  static constexpr int TILES = K::REGISTERS + 1, WORDS = TILES * ROTATED_STEPS * 32, ALL_WORDS = (TILES + D / 16) * ROTATED_STEPS * 32;  // of uint4
+  DEV static const uint4* of(const DecodeArguments& a, int which) { return a.query_matrix + (s64)which * ALL_WORDS; }
+  DEV static void copy(u8* to, const DecodeArguments& a, int which) {
+    const uint4* from = of(a, which);
+    for (int i = threadIdx.x; i < WORDS; i += WARPS * 32) copy16((uint4*)to + i, from + i);
+  }
+  // Of all heads to L2, by all threads of the grid.
+  DEV static void prefetch(const DecodeArguments& a) {
+    const int line = blockIdx.x * (WARPS * 32) + threadIdx.x;  // of 128 bytes
+    if (line < a.matrix_heads * (ALL_WORDS / 8)) prefetch_l2(a.query_matrix + line * 8);
+  }
+};
+
+// Cosines and sines of the starts of N RoPE blocks.
+template <int N> struct RotatedAngles {
+  float cosine[N][D / 2], sine[N][D / 2];
+
+  // cp.async by the lanes of a warp, of RoPE blocks `block` on.
+  DEV void copy(const DecodeArguments& a, int block, int lane) {
+    for (int i = lane; i < N * (D / 8); i += 32) {
+      const int from = min(block + i / (D / 8), a.rope_blocks - 1) * (D / 2) + i % (D / 8) * 4;
+      copy16(cosine[0] + 4 * i, a.cosine + from), copy16(sine[0] + 4 * i, a.sine + from);
+    }
+  }
+};
+
+// B operands of a lane's query, all steps. In steps 2k and 2k + 1 a lane has channels c = 16k + 4t to 16k + 4t + 3 and those that they are rotated with, c + D / 2:
+// x' = x cos + y sin, y' = y cos - x sin.
+struct RotatedFragment {
+  u32 x[ROTATED_STEPS][2];
+
+  DEV void load(const DecodeArguments& a, s64 query, const float* cosine, const float* sine, int t) {
+    const u8* q = (const u8*)a.query + (query * D + 4 * t) * 2;
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) {
+      u32 u[2], v[2];
+      load_words<2>(u, q + 32 * k), load_words<2>(v, q + 32 * k + D);
+      const float4 c = *(const float4*)(cosine + 16 * k + 4 * t), s = *(const float4*)(sine + 16 * k + 4 * t);
+      const float by[4] = {c.x, c.y, c.z, c.w}, across[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float x0 = low<Config::QUERY_TYPE>(u[i]), x1 = high<Config::QUERY_TYPE>(u[i]), y0 = low<Config::QUERY_TYPE>(v[i]), y1 = high<Config::QUERY_TYPE>(v[i]);
+        x[2 * k + i][0] = fp16_pair(x0 * by[2 * i] + y0 * across[2 * i], x1 * by[2 * i + 1] + y1 * across[2 * i + 1]);
+        x[2 * k + i][1] = fp16_pair(y0 * by[2 * i] - x0 * across[2 * i], y1 * by[2 * i + 1] - x1 * across[2 * i + 1]);
+      }
+    }
+  }
+};
+// c = M^T Q'^T of N tiles, for COLUMNS tiles of queries; tile(n, k) is the lane's part of the n-th tile in step k.
+template <int COLUMNS, int N, class Tile> DEV void multiply_rotated(float (*c)[N][4], const RotatedFragment* q, Tile tile) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+    for (int n = 0; n < N; n++) c[j][n][0] = c[j][n][1] = c[j][n][2] = c[j][n][3] = 0.f;
+#pragma unroll
+  for (int k = 0; k < ROTATED_STEPS; k++)
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const uint4 m = tile(n, k);
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++) mma_fp16(c[j][n], m.x, m.y, m.z, m.w, q[j].x[k][0], q[j].x[k][1]);
+    }
+}
+
+// What overlay_scores asks of a query, beside its rows.
+struct OverlaySums {
+  float mean_logit[4 * LANE_HEADS], peak[4 * LANE_HEADS];
+  DEV float peak_of(int head) const { return peak[head]; }
+};
+
+template <class K> struct RotatedQuery;
+template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
+  using K = KeyPlanes<P...>;
+  using Matrix = RotatedMatrix<K>;
+  static constexpr int AHEAD = Config::ROTATED_AHEAD, OWN = AHEAD ? AHEAD : ROTATED_BLOCKS;  // operands of a warp
+  static constexpr bool ALIASED = AHEAD > 0;  // angles lie among operands
+  static_assert(AHEAD == 0 || (AHEAD == 2 * ROTATED_BLOCKS && TILE_HEADS <= 8 && sizeof(QueryOperand) >= 4 * D), "angles fit in the place of operands");
+  using Angles = RotatedAngles<ROTATED_BLOCKS>;
+  struct Shared {
+    QueryOperand operands[WARPS * OWN];  // OWN of each warp
+    Angles angles[ALIASED ? 1 : WARPS];  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
+    OverlaySums sums[WARPS];
+  };
+  static constexpr int NONE = 1 << 30;
+  int first, last;  // RoPE block of the first operand, or NONE; of the last of the CTA, where its warps make operands together
+  bool together;    // the warps of the CTA make the operands of all its RoPE blocks first; else each warp makes its own
+
+  // A lane's part of a tile of the matrix in shared memory, where SharedMatrix puts it. Not by a pointer, which would take registers of every page.
+  DEV static uint4 tile(int n, int k) {
+    DYNAMIC_SHARED(dynamic);
+    return ((const uint4*)(dynamic + WARPS * Config::WARP_BYTES))[(n * ROTATED_STEPS + k) * 32 + (threadIdx.x & 31)];
+  }
+
+  DEV static Angles& own_angles(Shared& sh) {
+    const int warp = threadIdx.x >> 5;
+    if constexpr (ALIASED) return *(Angles*)(sh.operands + warp * OWN + ROTATED_BLOCKS);
+    else return sh.angles[warp];
+  }
+
+  // The column of an MMA: its head (`from` on) and its RoPE block among those of the product; columns beyond the last are idle.
+  DEV static int member(int column) { return ROTATED_BLOCKS > 1 ? column / TILE_HEADS : 0; }
+  DEV static int head_of(int column, int from) { return ROTATED_BLOCKS > 1 ? column % TILE_HEADS : from + column; }
+  DEV static bool stored(int channel) { return ((channel >= P::FIRST && channel < P::FIRST + P::WIDTH) || ...); }
+  DEV static bool all_stored(int tile) {  // of 16 channels
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < 16; i++) all = all && stored(16 * tile + i);
+    return all;
+  }
+
+  // Queries, and the angles of what the warp rotates first, are wanted soon. Tokens [begin, end) are packed ones of the CTA, those from `own` on of the warp.
+  DEV void request(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int begin, int end, int own, int lane) {
+    const int warp = threadIdx.x >> 5;
+    if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
+    await_copies();  // of angles that nobody asked for
+    first = NONE, together = false;
+    if constexpr (AHEAD > 0) {
+      first = rope_block_of(a, begin), last = begin < end ? rope_block_of(a, end - 1) : first - 1;
+      together = last - first < AHEAD * WARPS;
+      if (together) {
+        if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
+        return;
+      }
+      first = NONE;
+    }
+    own_angles(sh).copy(a, rope_block_of(a, own), lane);
+  }
+  template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
+    [[maybe_unused]] const int which = rows.head % a.matrix_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (shared.head != which) {
+      Matrix::copy(shared.bytes, a, shared.head = which);
+      await_copies();
+      __syncthreads();
+    }
+    if constexpr (AHEAD > 0)
+      if (together) {
+        if (first + warp * AHEAD <= last) {
+          const auto& angles = *(const RotatedAngles<OWN>*)(sh.operands + warp * OWN);
+          await_copies();
+          __syncwarp();
+          make_operands<2>(sh.operands + warp * OWN, angles.cosine[0], angles.sine[0], a, rows, lane);
+        }
+        __syncthreads();
+      }
+  }
+  template <class Pages> DEV void load(Pages&, Shared&, const DecodeArguments&, int) const {}
+
+  // The largest of a column's magnitudes, over the eight lanes that hold it.
+  DEV static float column_top(const float (*c)[4], int e) {
+    float top = 1e-30f;
+#pragma unroll
+    for (int n = 0; n < K::REGISTERS; n++) top = fmaxf(top, fmaxf(fabsf(c[n][e]), fabsf(c[n][2 + e])));
+#pragma unroll
+    for (int o = 4; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(FULL, top, o));
+    return top;
+  }
+
+  // Operands of COLUMNS * ROTATED_BLOCKS RoPE blocks, whose angles are given. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes
+  // of a word: lane g has word g >> 1 of register g & 1 of every two. `out` may lie where the angles are.
+  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+    const int g = lane >> 2, t = lane & 3;
+    constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, MISSING_WORDS = MISSING * K::REGISTERS * 8;  // operands of heads that do not exist are zero
+#pragma unroll 1
+    for (int from = 0; from < TILE_HEADS; from += 8) {
+      RotatedFragment q[COLUMNS];
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++) {
+        const int angle = (j * ROTATED_BLOCKS + min(member(g), ROTATED_BLOCKS - 1)) * (D / 2);
+        q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
+      }
+      float c[COLUMNS][Matrix::TILES][4];
+      multiply_rotated<COLUMNS, Matrix::TILES>(c, q, tile);
+      if (COLUMNS > 1) __syncwarp();  // all lanes have read their angles
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++) store_operands(out + j * ROTATED_BLOCKS, c[j], a, from, g, t);
+    }
+    if constexpr (MISSING > 0)
+      for (int i = lane; i < COLUMNS * ROTATED_BLOCKS * MISSING_WORDS; i += 32) {
+        const int none = TILE_HEADS + i / 8 / K::REGISTERS % MISSING;
+        out[i / MISSING_WORDS].f[none / 4][i / 8 % K::REGISTERS][none % 4 * 8 + i % 8] = 0u;
+      }
+    __syncwarp();
+  }
+  // Bytes of a tile of columns, and its sums.
+  DEV static void store_operands(QueryOperand* out, const float (*c)[4], const DecodeArguments& a, int from, int g, int t) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int column = 2 * t + e, h = head_of(column, from);
+      const float top = column_top(c, e), by = __fdividef(QUERY_TOP, top), special = c[K::REGISTERS][e];
+      if (member(column) >= ROTATED_BLOCKS || h >= TILE_HEADS) continue;
+      QueryOperand& to = out[member(column)];
+      u32* f = to.f[h / 4][g & 1] + h % 4 * 8 + (g >> 1);
+#pragma unroll
+      for (int k = 0; k < K::REGISTERS; k += 2) {
+        u32 up, down;
+        split_bytes(c[k][e], c[k][2 + e], c[k + 1][e], c[k + 1][2 + e], by, up, down);
+        f[k * 32] = up, f[k * 32 + 4] = down;
+      }
+      if (g == 0) to.top[h] = top * (1.f / largest_weight(K{})), to.sum[h] = special;
+      if (g == 1) to.bias[h] = special;
+      if (g == 2) to.mean_logit[h] = special * a.scale;
+    }
+  }
+  // The operand of a RoPE block.
+  template <class Pages> DEV void load_block(Pages& pages, Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) {
+    QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
+    if (AHEAD > 0 && together) own = sh.operands;
+    else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
+      Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
+      await_copies();
+      __syncwarp();
+      make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
+      angles.copy(a, (first = block) + ROTATED_BLOCKS, lane);
+    }
+    pages.load_query(own[block - first], lane, a.scale);
+  }
+
+  // --- the overlay ----------------------------------------------------------------------------------------------------------
+
+  // The channels of a column that a plane holds.
+  template <class One> DEV static void store_plane(const float (*c)[4], int e, int g, float* row) {
+#pragma unroll
+    for (int k = 0; k < One::REGISTERS; k += 2) {
+      const int i = k + (g & 1);
+      const float by = (float)(1 << One::raised(i)) / One::WEIGHT;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int channel = One::channel(i, j, g >> 1);
+        if (channel >= 0) row[channel] = c[One::BEFORE + k + j / 2][j % 2 * 2 + e] * by;
+      }
+    }
+  }
+  // Queries of a RoPE block as float32 rows [TILE_HEADS, D], by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
+  DEV void make_rows(float* rows_out, OverlaySums& out, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) const {
+    const int g = lane >> 2, t = lane & 3;
+    __syncwarp();
+#pragma unroll 1
+    for (int from = 0; from < TILE_HEADS; from += 8) {
+      RotatedFragment q;
+      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), a.cosine + block * (D / 2), a.sine + block * (D / 2), t);
+      float c[1][Matrix::TILES][4];
+      multiply_rotated<1, Matrix::TILES>(c, &q, tile);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int column = 2 * t + e, h = head_of(column, from);
+        if (member(column) > 0 || h >= TILE_HEADS) continue;
+        (store_plane<P>(c[0], e, g, rows_out + h * D), ...);
+        if (g == 2) out.mean_logit[h] = c[0][K::REGISTERS][e] * a.scale;
+      }
+      const uint4* rest = Matrix::of(a, rows.head % a.matrix_heads) + Matrix::WORDS + lane;
+#pragma unroll
+      for (int n = 0; n < D / 16; n++) {
+        if (all_stored(n)) continue;
+        float y[1][1][4];
+        multiply_rotated<1, 1>(y, &q, [&](int, int k) { return __ldg(rest + (n * ROTATED_STEPS + k) * 32); });
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int column = 2 * t + e, h = head_of(column, from);
+          if (member(column) > 0 || h >= TILE_HEADS) continue;
+          rows_out[h * D + 16 * n + g] = y[0][0][e], rows_out[h * D + 16 * n + 8 + g] = y[0][0][2 + e];
+        }
+      }
+    }
+    __syncwarp();
+    if constexpr (Config::OVERLAY_TYPE == 1) {
+      for (int h = 0; h < TILE_HEADS; h++) {
+        float peak = 1e-30f;
+        for (int i = lane; i < D; i += 32) peak = fmaxf(peak, fabsf(rows_out[h * D + i]));
+        peak = warp_max(peak);
+        if (lane == 0) out.peak[h] = peak;
+      }
+      __syncwarp();
+    }
+  }
+  // Overlay tokens [at, last), those of one RoPE block at a time. The rows lie where the warp's pages were: the overlay comes after them.
+  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+    OverlaySums& own = sh.sums[threadIdx.x >> 5];
+    for (int from = at; from < last;) {
+      const int until = min(last, rope_block_end(a, from)), block = rope_block_of(a, from);
+      make_rows((float*)memory, own, a, rows, block, lane);
+      attend_overlay(a, at, from, until, overlay_row, rows.head, lane, own, (const float*)memory, softmax);
+      from = until;
+    }
+    __syncwarp();  // outputs come where the rows were
+  }
+};
