@@ -28,8 +28,9 @@ from kvant.eval.tasks.gsm8k import GSM8K, last_number
 
 RECIPES = [
     *("full", "int8", "kvant-4-fast", "kvant-2", "kivi-k4v4", "kvant-4-fast:k.bits=3", "kvant-4-fast:v.bits=2"),
-    *("kvant-4-fast:bits=3", "kvant-2:recent=0", "kivi-k2v2", "kvant-2:sink=0,recent=0", "kvant-2:k.bits=2/2/0,recent=0", "int8:v.bits=2"),
-    *("kvant-4-fast:k.bits=2", "kvant-4-fast:bits=2", "int8:k.bits=4", "saw-int4-kv", "int4", "saw-int4", "turboquant-4"),
+    *("kvant-4-fast:bits=3", "kvant-2:recent=0", "kivi-k2v2", "kvant-2:sink=0,recent=0"),
+    *("kvant-2:k.bits=2/2/0,recent=0", "int8:v.bits=2", "kvant-4-fast:k.bits=2", "kvant-4-fast:bits=2"),
+    *("int8:k.bits=4", "saw-int4-kv", "int4", "saw-int4", "turboquant-4"),
 ]
 
 
