@@ -109,7 +109,9 @@ def _attend(
     keep = position <= at  # [sequences, new tokens, tokens]
     if sliding_window is not None:
         keep &= position > at - sliding_window
-    asked = keep & (at < part.seq_lens[:, None, None])  # by queries that are no padding: pages hold codes of these tokens
+    asked = keep & (
+        at < part.seq_lens[:, None, None]
+    )  # by queries that are no padding: pages hold codes of these tokens
     packed: dict[StreamName, Tensor] = {}
     from_page: dict[StreamName, Tensor] = {}
     pages_only = without_overlay(part)

@@ -210,7 +210,8 @@ def check_rotated(
     store.pages.copy_(pages)
     batch = batch._replace(block_table=wide)
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
-    for tuned in ((), *((constant,) for constant in constants), test_cuda.ROTATED_BEFORE):
+    inside = [(*test_cuda.ROTATED_BY_DECODE, *more) for more in ((), *((constant,) for constant in constants))]
+    for tuned in (*inside, test_cuda.ROTATED_BEFORE):
         launched.clear()
         with attention.poisoned():
             found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)  # type: ignore[arg-type]
@@ -257,7 +258,8 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
 
     for group in (1, 2, 4, 5, 8):
         for low_batch in (False, True):
-            found = made("kvant-2", group, low_batch=low_batch)
+            assert made("kvant-2", group, low_batch=low_batch).rotated_queries == low_batch
+            found = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BY_DECODE)
             assert found.rotated_queries and not found.query_kernel and found.constants["OVERLAY_LAST"]
             assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
             usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
@@ -265,12 +267,12 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
             assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
             bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
             assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
-    assert not made("kvant-2", query="float32").rotated_queries
-    assert not made("kvant-2", dim=256).rotated_queries
-    assert not made("kvant-2", partial_rope=True).rotated_queries
-    assert not made("kvant-2", shared=(101376, 102400)).rotated_queries
-    assert not made("kvant-2:rope=post").rotated_queries
-    assert not made("vecinfer-2:rope=block").rotated_queries
+    assert not made("kvant-2", query="float32", low_batch=True).rotated_queries
+    assert not made("kvant-2", dim=256, low_batch=True).rotated_queries
+    assert not made("kvant-2", partial_rope=True, low_batch=True).rotated_queries
+    assert not made("kvant-2", shared=(101376, 102400), low_batch=True).rotated_queries
+    assert not made("kvant-2:rope=post", low_batch=True).rotated_queries
+    assert not made("vecinfer-2:rope=block", low_batch=True).rotated_queries
 
 
 @pytest.mark.few(2)
