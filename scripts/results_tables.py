@@ -24,7 +24,18 @@ PAGES = [ROOT / "docs" / "results.md", ROOT / "docs" / "ablations.md"]
 SMOLLM2, QWEN = "smollm2-135m", "qwen2.5-coder-1.5b"
 HEAD_DIMS = {SMOLLM2: 64, QWEN: 128}
 TASK_RECIPES = [
-    *("full", "int8", "kvant-4", "kvant-3", "kvant-2", "kvant-4-fast", "oscar", "kitty-pro", "kivi-k2v2-sink", "saw-int4")
+    *(
+        "full",
+        "int8",
+        "kvant-4",
+        "kvant-3",
+        "kvant-2",
+        "kvant-4-fast",
+        "oscar",
+        "kitty-pro",
+        "kivi-k2v2-sink",
+        "saw-int4",
+    )
 ]
 OURS = [  # windows, widths and budgets
     *(f"kvant-2:recent={recent}" for recent in (64, 128, 160, 256)),
@@ -33,16 +44,17 @@ OURS = [  # windows, widths and budgets
     *("tuned-2.3", "tuned-2.5", "tuned-3", "tuned-4"),
 ]
 NEEDLES = [4096, 8192, 16384, 28000]
-LONG = ["saw-int4", "kvant-2:search=9", "oscar:sink=4,recent=64"]
+LONG = ["saw-int4", "kvant-2:search=9,recent=64", "oscar:sink=4,recent=64"]
 
-KVANT_PARTS = [
-    *("kvant-2", "kvant-2:rope_block=512", "kvant-2:rope_block=1024", "kvant-2:search=9"),
-    *("kvant-2:search=9,rope=post", "kvant-2:search=9,k.mean=false", "kvant-2:search=9,share=0"),
-    *("kvant-2:search=9,k.bits=2,k.bands=one", "kvant-2:search=9,k.bits=3/2/1"),
-    *("kvant-2:search=9,k.hadamard=false", "kvant-2:search=9,k.unbiased=false", "kvant-2:search=9,levels=lloyd"),
-    *("kvant-2:search=9,recent=16", "kvant-2:search=9,recent=256", "kvant-2:search=9,sink=0"),
+KVANT_PARTS = [  # with the window that kvant-2 had when they were measured
+    *("kvant-2", "kvant-2:recent=64", "kvant-2:rope_block=512,recent=64", "kvant-2:rope_block=1024,recent=64"),
+    *("kvant-2:search=9,recent=64", "kvant-2:search=9,rope=post,recent=64", "kvant-2:search=9,k.mean=false,recent=64"),
+    *("kvant-2:search=9,share=0,recent=64", "kvant-2:search=9,k.bits=2,k.bands=one,recent=64"),
+    *("kvant-2:search=9,k.bits=3/2/1,recent=64", "kvant-2:search=9,k.hadamard=false,recent=64"),
+    *("kvant-2:search=9,k.unbiased=false,recent=64", "kvant-2:search=9,levels=lloyd,recent=64"),
+    *("kvant-2:search=9,recent=16", "kvant-2:search=9,recent=256", "kvant-2:search=9,sink=0,recent=64"),
     *("oscar:sink=4,recent=64", "oscar:sink=4,recent=256"),
-    *("kvant-4", "kvant-4:search=1", "kvant-4:sink=4"),
+    *("kvant-3", "kvant-4", "kvant-4-fast", "kvant-4-fast:search=1", "kvant-4-fast:sink=4"),
     *("saw-int4-kv", "saw-int4-kv:zero=float,search=5", "saw-int4-kv:sink=4"),
 ]
 OSCAR_FACTORS = [  # table 4
@@ -56,9 +68,8 @@ OSCAR_CLIPS = [  # table 6
 ]
 OSCAR_CALIBRATION = ["oscar#2048", "oscar", "oscar#16384", "oscar#32768", "oscar%chat", "oscar%code"]  # table 7
 OSCAR_GROUPS = [
-    name
-    for group in (128, 64, 32)
-    for name in (("oscar" if group == 128 else f"oscar:group={group}"), f"oscar:group={group},bitrev=false")
+    *("oscar", "oscar:bitrev=false", "oscar:group=64", "oscar:group=64,bitrev=false"),
+    *("oscar:group=32", "oscar:group=32,bitrev=false"),
 ]
 SAW_ORDERS = [
     "int4",
@@ -66,14 +77,15 @@ SAW_ORDERS = [
     *("saw-int4", "saw-int4-kv"),  # order 128
     *("saw-int4:zero=float", "saw-int4-hessian", "saw-int4-hessian-kv"),
 ]
-SAW_CENTROIDS = [
-    f"saw-int4-kmeans{rotated}:centroids={count}" for count in (1, 16, 256, 2048) for rotated in ("", "-rot")
-]
-VECINFER_TRANSFORMS = [  # table 4, at 1.5 bits; then at 4 bits
-    *(f"vecinfer-1.5{changes}" for changes in (":power=0,order=1", ":order=1", ":power=0", "")),
-    *("vecinfer-1.5@2048", "million-1.5", "million-1.5@2048"),
+SAW_CENTROIDS = [f"saw-int4-kmeans{rotated}:centroids={count}" for count in (1, 16) for rotated in ("", "-rot")]
+SAW_CENTROIDS += ["saw-int4-kmeans", "saw-int4-kmeans-rot"]  # 256
+VECINFER_TRANSFORMS = [  # table 4
     *(f"vecinfer-4{changes}" for changes in (":power=0,order=1", ":order=1", ":power=0", "")),
-    *("vecinfer-4@2048", "million-4", "million-4@2048"),
+    *("million-4", "vecinfer-1.5", "million-1.5"),
+]
+VECINFER_SHORT = [  # at 1.5 bits, calibrated on 8,192 tokens
+    *(f"vecinfer-1.5{changes}#8192" for changes in (":power=0", ":order=1", "", "@2048")),
+    *("million-1.5#8192", "million-1.5@2048#8192"),
 ]
 SQUAT = [
     "kivi-k2v2:group=32,k.flush=32,v.recent=32",
@@ -83,8 +95,31 @@ SQUAT = [
 ]
 KITTY = [
     "kivi-k2v2-sink:k.group=128,k.flush=128",
-    *(f"kitty:boost={share}{how}" for share in (0.125, 0.25, 0.5, 0.75) for how in ("", "~random")),
-    "kitty:boost=1",
+    *(f"kitty:boost={share}" for share in (0.125, 0.25, 0.5, 0.75)),
+    *("kitty:boost=0.75~random", "kitty:boost=1"),
+]
+KITTY_CONTROL = [f"kitty:boost={share}{how}" for share in (0.25, 0.5) for how in ("", "~random")]
+FRONT = [  # before and after, and the best of the others
+    *(
+        "kvant-2:recent=64",
+        "kvant-2:recent=128",
+        "kvant-2:recent=160",
+        "kvant-2",
+        "kvant-2:recent=256",
+        "kvant-2%builtin",
+    ),
+    *("tuned-2.3", "tuned-2.5", "tuned-3", "tuned-4"),
+    *(
+        "kvant-3:k.bits=4/4/0",
+        "kvant-3:k.bits=3",
+        "kvant-3",
+        "kvant-4-fast",
+        "kvant-4:recent=64",
+        "kvant-4",
+        "kvant-4%builtin",
+    ),
+    *("kitty-pro", "kivi-k2v2-sink", "million-3", "kivi-k4v2-sink", "million-4", "vecinfer-4:power=0"),
+    *("saw-int4-kmeans-rot", "kivi-k4v4", "int8"),
 ]
 
 ABLATIONS: dict[str, dict[str, list[str]]] = {
@@ -97,7 +132,7 @@ ABLATIONS: dict[str, dict[str, list[str]]] = {
         ],
         "Positions": [
             *("oscar", "oscar+20000", "oscar@2048", "oscar@2048+20000", "int4:zero=float", "int4:zero=float+20000"),
-            *("kvant-2", "kvant-2+20000", "kvant-4@32768", "kvant-4@32768+20000"),
+            *("kvant-2", "kvant-2+20000", "kvant-4-fast@32768", "kvant-4-fast@32768+20000"),
         ],
         "SQuat and KIVI": ["kivi-k2v2:group=32,k.flush=32,v.recent=32", "squat", "squat-pre"],
         "VQ and the first token": [
@@ -112,6 +147,9 @@ ABLATIONS: dict[str, dict[str, list[str]]] = {
             ),
             *("saw-int4-hessian:zero=float", "saw-int4-hessian-kv:zero=float"),
         ],
+        "SAW-INT4 table 9": SAW_CENTROIDS,
+        "Kitty's control": KITTY_CONTROL,
+        "VecInfer and MILLION": VECINFER_SHORT,
     },
     QWEN: {
         "OSCAR table 4": OSCAR_FACTORS,
@@ -120,7 +158,7 @@ ABLATIONS: dict[str, dict[str, list[str]]] = {
         "OSCAR table 7": OSCAR_CALIBRATION,
         "OSCAR groups": OSCAR_GROUPS,
         "SAW-INT4 table 8": SAW_ORDERS,
-        "SAW-INT4 table 9": SAW_CENTROIDS,
+        "SAW-INT4 table 9": ["int4", "saw-int4", "saw-int4-kmeans", "saw-int4-kmeans-rot"],
         "SQuat table 3": SQUAT,
         "Kitty figure 4": KITTY,
         "VecInfer table 4": VECINFER_TRANSFORMS,
@@ -177,16 +215,18 @@ def quality_table(rows: dict[str, dict[str, Any]], names: list[str], dim: int, w
         cells = [f"{bits:.3f}" for at in (("64", "128") if whole else (str(dim),)) for bits in row["bits"][at]]
         cells += [f"{max(0.0, row['kl']):.4f}", f"{row['kl_se']:.4f}", f"{row['top1']:.1%}"]
         cells += [f"{row['ppl']:.2f}"] if whole else []
-        body.append([f"`{name}`", *cells, f"{row['attn_rel_mse']:.4f}"])
+        shown = name.replace(",recent=64", "")  # the documents say so above the table
+        body.append([f"`{shown}`", *cells, f"{row['attn_rel_mse']:.4f}"])
     return markdown(headings, body)
 
 
-def texts_table(data: dict[str, Any], dim: int) -> str:
-    """Every recipe on every text, by KL on prose."""
+def texts_table(data: dict[str, Any], dim: int, chosen: list[str] | None = None) -> str:
+    """Every recipe on every text, by KL on prose; or chosen ones, by bits."""
     kinds = list(data["texts"])
     rows = {kind: {row["recipe"]: row for row in data["texts"][kind]["results"]} for kind in kinds}
-    names = [name for name in recipes.names() if name in rows[kinds[0]]]
-    names.sort(key=lambda name: rows[kinds[0]][name]["kl"])
+    prose = rows[kinds[0]]
+    names = [name for name in chosen or recipes.names() if name in prose]
+    names.sort(key=lambda name: prose[name]["bits"][str(dim)][1] if chosen else prose[name]["kl"])
     body = []
     for name in names:
         cells = [f"{bits:.3f}" for bits in rows[kinds[0]][name]["bits"][str(dim)]]
@@ -195,7 +235,9 @@ def texts_table(data: dict[str, Any], dim: int) -> str:
             cells += ["", ""] if row is None else [f"{max(0.0, row['kl']):.4f}", f"{row['top1']:.1%}"]
         body.append([f"`{name}`", *cells])
     body += [
-        [f"`{name}`", "not measured", *[""] * (1 + 2 * len(kinds))] for name in recipes.names() if name not in names
+        [f"`{name}`", "not measured", *[""] * (1 + 2 * len(kinds))]
+        for name in chosen or recipes.names()
+        if name not in names
     ]
     headings = ["recipe", "bits", "at 32k"]
     for kind in kinds:
@@ -262,6 +304,7 @@ def tables_of(model: str, data: dict[str, Any]) -> dict[str, str]:
         )
     else:
         out["texts"] = texts_table(data, dim)
+        out["front"] = texts_table(data, dim, FRONT)
         tasks = data.get("tasks", {})
         if "gsm8k" in tasks:
             out["gsm8k"] = tasks_table(tasks["gsm8k"])
