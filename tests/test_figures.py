@@ -1,0 +1,35 @@
+"""scripts/figures.py draws the README's pictures from what is in results/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import figures
+
+
+@pytest.mark.parametrize("theme", figures.THEMES)
+def test_quality_has_every_recipe_and_our_front(theme: str) -> None:
+    figures.style(figures.THEMES[theme])
+    figure = figures.quality(figures.THEMES[theme])
+    for axis, (_, dim) in zip(figure.axes, figures.MODELS.values(), strict=True):
+        assert sum(len(points.get_offsets()) for points in axis.collections) >= 40
+        (front,) = axis.lines
+        bits, kl = front.get_xdata(), front.get_ydata()
+        assert sorted(bits) == list(bits) and sorted(kl, reverse=True) == list(kl), dim
+        shown = {label.get_text() for label in axis.texts}
+        assert shown == figures.LABELLED
+
+
+def test_the_pictures_are_those_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels and figures of a picture are text in the SVG: those of the repository are the ones that are drawn now."""
+    monkeypatch.setattr("sys.argv", ["figures.py", "--out", str(tmp_path)])
+    assert figures.main() == 0
+    kept = figures.ROOT / "docs" / "figures"
+    for made in sorted(tmp_path.glob("*.svg")):
+        shown = [re.findall(r">([^<]+)</text>", file.read_text()) for file in (made, kept / made.name)]
+        assert len(shown[0]) > 10
+        assert shown[0] == shown[1]
+    assert len(list(tmp_path.glob("*.svg"))) == len(list(kept.glob("*.svg"))) == 4
