@@ -102,7 +102,7 @@ def quality(theme: dict[str, str]) -> Any:
             )
         front = [plain[name] for name in OURS]
         axis.plot([row["bits"][str(dim)][1] for row in front], [row["kl"] for row in front], color=theme["ours"], lw=1)
-        for name in LABELLED & plain.keys():
+        for name in sorted(LABELLED & plain.keys()):
             at = plain[name]["bits"][str(dim)][1], max(LEAST_KL, plain[name]["kl"])
             side = -1 if name in LEFT else 1
             options = {"ha": "right" if side < 0 else "left", "va": "center", "color": theme[kind(name)]}
