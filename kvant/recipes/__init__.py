@@ -11,7 +11,14 @@ from kvant.spec import split_names
 
 DEFAULT = "kvant-2"  # default of commands: the best quality at its bits; it is fitted to a model once
 PLAIN = "kivi-k4v4"  # default of kvant.Cache without recipe and artifact: it needs no fit and tolerates large key means
-LADDER = (DEFAULT, "kvant-3", "kvant-4", "kvant-4-fast", PLAIN, "int8")  # candidates where no recipe is named, fewest bits first
+LADDER = (
+    DEFAULT,
+    "kvant-3",
+    "kvant-4",
+    "kvant-4-fast",
+    PLAIN,
+    "int8",
+)  # candidates where no recipe is named, fewest bits first
 
 
 def _collect() -> dict[str, Recipe]:

@@ -109,7 +109,9 @@ def test_the_old_name_of_the_length_of_an_excerpt_works_and_warns() -> None:
     assert found.digest == calibrate(model, None, SMALL, ids_of(150), excerpt_tokens=60).digest
 
 
-@pytest.mark.parametrize("name", ["kvant-2", "kvant-4-fast", "saw-int4-hessian-kv", SMALL, "saw-int4-kmeans:centroids=4"])
+@pytest.mark.parametrize(
+    "name", ["kvant-2", "kvant-4-fast", "saw-int4-hessian-kv", SMALL, "saw-int4-kmeans:centroids=4"]
+)
 def test_what_no_fitter_reads_is_not_gathered_and_changes_no_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     seen: list[Plan] = []

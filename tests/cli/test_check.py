@@ -108,7 +108,9 @@ def test_serve_refuses_and_chooses_as_generate_does(
 
     args: Any = type("Args", (), {"artifact": []})
     for expected in (1, 1):
-        with pytest.raises(Unfit, match="recipe saw-int4 is unfit for this model.*what fits: kvant-4-fast.*--unfit-anyway"):
+        with pytest.raises(
+            Unfit, match="recipe saw-int4 is unfit for this model.*what fits: kvant-4-fast.*--unfit-anyway"
+        ):
             serve.require_fit(recipes.get("saw-int4"), None, lambda: named, load)
         assert len(calls) == expected
     monkeypatch.setattr(recipes, "LADDER", ("kvant-2", "kivi-k4v4", "kvant-4-fast"))  # vLLM cannot serve the second

@@ -176,7 +176,9 @@ def test_where_nothing_is_good_the_usable_is_taken_and_the_unfit_never(
 
 
 def test_an_unfit_recipe_is_refused_and_what_fits_is_named(biased: Any) -> None:
-    with pytest.raises(Unfit, match="recipe saw-int4 is unfit .*; what fits: kvant-4-fast: good, KL .*; --please takes it"):
+    with pytest.raises(
+        Unfit, match="recipe saw-int4 is unfit .*; what fits: kvant-4-fast: good, KL .*; --please takes it"
+    ):
         require_fit(biased, Bytes(), recipes.get("saw-int4"), None, "--please")
     assert require_fit(biased, Bytes(), recipes.get("int8"), None, "--please").word == "good"
 

@@ -128,7 +128,18 @@ def test_a_fitted_recipe_needs_its_artifact(tmp_path: Path) -> None:
 
 def test_every_recipe_is_served_or_refused_with_its_reason() -> None:
     served = {name for name in recipes.names() if refusal(recipes.get(name)) is None}
-    wanted = ("int8", "int4", "int3", "int2", "kvant-4-fast", "kvant-2", "oscar", "saw-int4", "quarot-int2", "vecinfer-2")
+    wanted = (
+        "int8",
+        "int4",
+        "int3",
+        "int2",
+        "kvant-4-fast",
+        "kvant-2",
+        "oscar",
+        "saw-int4",
+        "quarot-int2",
+        "vecinfer-2",
+    )
     assert served.issuperset(wanted)
     assert served.issuperset(
         n for n in recipes.names() if n.startswith(("saw", "quarot", "vecinfer", "million", "turbo"))
