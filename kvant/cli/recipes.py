@@ -8,13 +8,23 @@ from typing import Any
 
 from kvant.cli.common import print_table
 
+RECOMMENDED = {  # what each is for
+    "kvant-2": "the least memory; the default of commands",
+    "kvant-3": "between",
+    "kvant-4": "the best quality at four bits",
+    "kvant-4-fast": "four bits at the highest speed",
+    "kivi-k4v4": "no fit; the default of kvant.Cache",
+    "int8": "nearly exact on most models, no fit",
+}
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "recipes",
         help="list the recipes",
-        description="Lists the recipes, with bits per number counted from the page layout.",
+        description="Lists the recommended recipes, or all, with bits per number counted from the page layout.",
     )
+    parser.add_argument("--all", action="store_true", help="all recipes, those of papers and baselines too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--head-dim", type=int, default=128, metavar="D", help="head dim to count bits at (default 128)"
@@ -67,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
+    if not args.all:
+        return _recommended(found, args.head_dim)
     columns = [("recipe", "left"), ("bits", "right"), ("at 32k", "right"), ("windows", "left"), ("calibrated", "left")]
     columns += [("shared prefixes", "left"), ("what it is", "left")]
     rows = []
@@ -79,4 +91,19 @@ def run(args: argparse.Namespace) -> int:
     caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; "
     caption += "windows: sink/recent tokens in full precision"
     print_table("", columns, rows, caption)
+    return 0
+
+
+def _recommended(found: list[dict[str, Any]], head_dim: int) -> int:
+    columns = [("recipe", "left"), ("bits at 32k", "right"), ("fit", "left"), ("in vLLM", "left"), ("for", "left")]
+    rows = []
+    for entry in (entry for entry in found if entry["name"] in RECOMMENDED):
+        bits = "refused" if entry["bpe_32k"] is None else f"{entry['bpe_32k']:.2f}"
+        fit, served = ("yes" if yes else "no" for yes in (entry["calibration"], "vllm" in entry["engines"]))
+        rows.append([entry["name"], bits, fit, served, RECOMMENDED[entry["name"]]])
+    rows.sort(key=lambda row: list(RECOMMENDED).index(row[0]))
+    caption = (
+        f"bits per cached number at head_dim {head_dim}, 32k tokens, windows counted; kvant check says which fits a "
+    )
+    print_table("", columns, rows, f"{caption}model; --all lists all {len(found)}")
     return 0

@@ -13,6 +13,7 @@ import tokenizers
 import transformers
 
 from kvant import recipes
+from kvant.cli.recipes import RECOMMENDED
 from kvant.cli import main
 from kvant.layout import Layout
 from kvant.ops import OPS, choose
@@ -67,10 +68,18 @@ def test_recipes_lists_all_with_the_fields_others_rely_on(capsys: pytest.Capture
     assert by_name["quarot-int2-win"]["windows"]["key"] == {"sink": 64, "recent": 256, "flush": 1}
     assert by_name["quarot-int2-win"]["bpe_32k"] > by_name["quarot-int2"]["bpe_32k"] == 2.25
     assert by_name["int4"]["prefix_safe"] is True
-    code, out, _ = run(capsys, "recipes", "--head-dim", "64")
+    code, out, _ = run(capsys, "recipes", "--all", "--head-dim", "64")
     assert code == 0
     assert "saw-int4" in out
     assert "4.500" in out
+
+
+def test_recipes_recommends_a_few(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "recipes")
+    named = [line.split()[0] for line in out.splitlines() if line.split() and line.split()[0] in recipes.names()]
+    assert (code, named) == (0, list(RECOMMENDED))
+    assert recipes.DEFAULT in named and recipes.PLAIN in named
+    assert "2.22" in out and f"all {len(recipes.names())}" in out
 
 
 def test_doctor_names_every_implementation(capsys: pytest.CaptureFixture[str]) -> None:
