@@ -13,8 +13,8 @@ import tokenizers
 import transformers
 
 from kvant import recipes
-from kvant.cli.recipes import RECOMMENDED
 from kvant.cli import main
+from kvant.cli.recipes import RECOMMENDED
 from kvant.layout import Layout
 from kvant.ops import OPS, choose
 from kvant.ops.cpu import library
