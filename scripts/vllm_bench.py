@@ -129,8 +129,8 @@ def measure(cache: str, args: argparse.Namespace) -> dict[str, Any]:
         options["attention_config"] = {"backend": "CUSTOM"}
         options["additional_config"] = {"kvant": given}
         layout = Layout.of(recipe, model["num_key_value_heads"], model["head_dim"], dtype=model["torch_dtype"])
-        overlays = args.layers * (args.max_num_seqs + args.spare_overlay_rows + 1) * layout.overlay_bytes
-        if overlays >= memory:
+        windows = args.layers * (args.max_num_seqs + args.spare_overlay_rows + 1) * layout.overlay_bytes
+        if windows >= memory:
             raise SystemExit(
                 f"{cache}: the overlays of {args.max_num_seqs} sequences take more than --kv-gib {args.kv_gib}"
             )
