@@ -116,8 +116,9 @@ def report(args: argparse.Namespace, points: list[Point], results: list[dict[str
         print(work_table(point.work, results) if point.kind == "work" else point_table(point, results))
     if any(point.kind != "work" for point in points):
         print(
-            "\nTTFT and TPOT: median/p99 of the requests. Tokens/s: each = output of a request (median), all = of all\n"
-            "requests, prefill = prompt tokens computed in steps that compute any, decode = output in the other steps."
+            "\nTTFT and TPOT: median/p99 of the requests. Tokens/s: each = output of a request (median),\n"
+            "all = of all requests, prefill = prompt tokens computed in steps that compute any, decode =\n"
+            "output in the other steps. The last column compares all; for long contexts it compares decode."
         )
         rows = [[each["cache"], number(each.get("tokens_that_fit"))] for each in results]
         print(table(f"tokens that {args.kv_gib:g} GiB hold", ["cache", "tokens"], rows))

@@ -169,7 +169,7 @@ def test_tables_fit_a_terminal(bench: Any, capsys: pytest.CaptureFixture[str]) -
     results.append({"cache": "oscar", "points": [], "failed": "over 60 s"})
     bench.report(args, points, results)
     printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 110, printed
+    assert max(map(len, printed.splitlines())) <= 100, printed
     for text in ("int4_per_token_head", "failed (over 60 s)", "no such cache outside vLLM", "16 of 16", "1.00"):
         assert text in printed
 
