@@ -137,8 +137,8 @@ def test_the_full_cache_of_a_padded_batch_is_not_repeated_for_every_query_head(
                 steps.append(model(new, attention_mask=mask[:, :end], past_key_values=cache).logits[:, 0])
         outputs[attention], key_heads[attention] = torch.cat(steps), seen
     torch.testing.assert_close(outputs[ATTENTION], outputs["sdpa"], rtol=1e-5, atol=1e-5)
-    config = model.config
-    assert key_heads == {"sdpa": {config.num_attention_heads}, ATTENTION: {config.num_key_value_heads}}
+    assert key_heads[ATTENTION] == {model.config.num_key_value_heads}
+    assert model.config.num_attention_heads in key_heads["sdpa"]  # as transformers does, in some of its steps at least
 
 
 def test_a_prompt_is_prefilled_once_within_the_budget() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvant import recipes
 from kvant.report import Request, render
 from tests.report import browser
 from tests.report.test_page import whole_report
@@ -58,7 +59,7 @@ def test_charts_are_drawn(tab: browser.Browser, page: Path, dark: bool) -> None:
     assert int(tab.evaluate(DRAWN)) == charts
     assert tab.evaluate("document.querySelectorAll('.chart .main-svg').length") >= charts
     points = "document.querySelectorAll('[data-figure=quality-0] .trace.scatter:not(:last-child) .point').length"
-    assert tab.evaluate(points) == 41, "a point for every recipe"
+    assert tab.evaluate(points) == len(recipes.names()), "a point for every recipe"
     assert tab.evaluate("document.querySelectorAll('[data-figure=task-0] .point').length") == 4
     assert tab.evaluate("document.querySelectorAll('[data-figure=memory] .point path').length") >= 43
     assert tab.evaluate("document.querySelectorAll('#profile image').length") == 1, "a heat map is an image"

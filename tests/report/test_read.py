@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvant import recipes
 from kvant.report import Request, bench_of, combine, load, report_of
 from tests.report import samples
 
@@ -19,7 +20,7 @@ def test_texts_of_two_files_with_other_recipes_are_one(tmp_path: Path) -> None:
     rows = first["texts"][0]["results"]
     first["texts"][0]["results"], second["texts"][0]["results"] = rows[:20], rows[20:]
     found = combine([("a", report_of(first, "a")), ("b", report_of(second, "b"))])
-    assert [len(text.results) for text in found.texts] == [41]
+    assert [len(text.results) for text in found.texts] == [len(recipes.names())]
     second["texts"][0]["context"] = 4096
     found = combine([("a", report_of(first, "a")), ("b", report_of(second, "b"))])
     assert [text.name for text in found.texts] == ["wikitext2.test.txt", "wikitext2.test.txt (2)"], "measured otherwise"
@@ -31,7 +32,7 @@ def test_results_of_one_text_as_older_files_have_them() -> None:
     data = samples.text_results()
     entry = data.pop("texts")[0]
     report = report_of({**data, **entry}, "old.json")
-    assert [(text.name, len(text.results)) for text in report.texts] == [("wikitext2.test.txt", 41)]
+    assert [(text.name, len(text.results)) for text in report.texts] == [("wikitext2.test.txt", len(recipes.names()))]
     both = report_of({**data, **entry, "texts": [entry]}, "both.json")
     assert both.texts == report.texts, "a file of one text has it twice"
 

@@ -341,7 +341,7 @@ def test_an_artifact_with_a_recipe_for_every_layer_is_handed_over(
     command, _ = start(served, "--artifact", str(tmp_path / "tuned"))
     kvant = json.loads(after(command, "--additional-config"))["kvant"]
     assert kvant == {"artifact": [str(tmp_path / "tuned")]}
-    assert serve.overlay_bytes(served, kvant) == 4 * 2 * 2 * 68 * 64 * 2
+    assert serve.overlay_bytes(served, kvant) == 4 * 2 * 2 * (4 + 192) * 64 * 2
     layers = {layer: made_up_tensors(recipe, 2, 64) for layer, recipe in enumerate(each[:2])}
     Artifact(MixedRecipe.of("tuned", each[0], each[:2]), 2, 64, 2, layers).save(tmp_path / "other")
     with pytest.raises(ValueError, match="the model has 4"):
