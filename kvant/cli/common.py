@@ -28,11 +28,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="Hugging Face directory or id, a .gguf file, or smollm2 (default)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="default: float32 on a CPU; on a GPU the checkpoint's if it is a 16-bit one, else bfloat16",
+    add_device_options(
+        parser, "default: float32 on a CPU; on a GPU the checkpoint's if it is a 16-bit one, else bfloat16"
     )
+
+
+def add_device_options(parser: argparse.ArgumentParser, dtype_help: str) -> None:
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype_help)
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default): cuda where there is a GPU")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
 

@@ -1,4 +1,4 @@
-"""kvant-4 and kvant-2: kvant's own recipes.
+"""kvant-2, kvant-3, kvant-4 and kvant-4-fast: kvant's own recipes.
 
 **kvant-2** spends its bits where queries have variance. Keys are unrotated to the start of their RoPE block of 256
 positions, so that their statistics do not depend on the position, and their mean is removed. They are then mapped to
@@ -7,13 +7,16 @@ first channels matter most to the logits. The first quarter of the channels has 
 quarter none. There is one scale per token: the root mean square, stretched so that <x, decoded x> = <x, x> in the
 product weighted by the queries' variances (codecs.banded). Values are partly whitened, mixed by a Hadamard matrix and
 have 2 bits and one scale, whose sign says whether the values' mean was removed. 2.25 bits per element at head dim 64,
-2.125 at 128. `search=9` first searches the scale with the least error; this gains nothing once the scale is
-stretched.
+2.125 at 128. 4 sinks and 192 recent tokens stay in full precision. `search=9` first searches the scale with the least
+error; this gains nothing once the scale is stretched.
+
+**kvant-3** and **kvant-4** are the same with more bits: keys in bands of 4, 3 and 2 bits and values of 3; keys and values
+of 4.
 
 Queries are unrotated once per RoPE block, which costs head_dim / 256 of the products. `rope=post` codes keys after RoPE
 instead; statistics are then measured over all positions that will be served, as for the other recipes.
 
-**kvant-4** is SAW-INT4 with keys and values rotated, a float minimum, the keys' mean removed, which costs nothing at
+**kvant-4-fast** is SAW-INT4 with keys and values rotated, a float minimum, the keys' mean removed, which costs nothing at
 decode, and a searched range for each token. It has the bytes and kernels of saw-int4-kv. `sink=4` improves it further.
 
 In calibration a token is weighted partly by how much attention depends on it. Keys: 0.7 + 0.3 min(a / mean a, 100),
