@@ -422,6 +422,10 @@ HISTORIES = [
     "vecinfer-4",
     "million-2:k.bits=10,v.bits=9",
     "million-1.5:bits=8,books=head",
+    "turboquant-2",
+    "turboquant-3",
+    "saw-int4-kmeans:centroids=64",
+    "saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64",
 ]
 
 
@@ -882,13 +886,11 @@ def test_boosted_channels_that_a_word_does_not_hold_are_refused() -> None:
 
 def test_prefill_refuses_what_it_cannot_unpack() -> None:
     served = ("saw-int4-kv", "oscar", "oscar:group=32", "kvant-2", "kvant-3", "int3", "vecinfer-2", "million-1.5")
-    for name in (*served, "kivi-k2v2-sink", "kitty-pro", "squat"):
+    for name in (*served, "kivi-k2v2-sink", "kitty-pro", "squat", "turboquant-3", "saw-int4-kmeans-rot"):
         assert cuda_prefill.refuse_layout(make_layout(name, 2, 128)) is None, name
     for name, reason in (
         ("gear", "the keys are coded by LowRank"),
         ("zipcache", "the keys are coded by Salient"),
-        ("saw-int4-kmeans", "the keys are coded by ResidualKMeans"),
-        ("turboquant-3", "evenly spaced levels"),
         ("squat-pre", "stored unrotated one by one"),
         ("million-1.5:books=space", "one for each of 16 sub-vectors"),
     ):

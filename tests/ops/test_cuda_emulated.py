@@ -689,6 +689,9 @@ READ = [
     ("million-2:k.bits=10,v.bits=9", 96, 0),
     ("million-1.5:bits=8,books=head", 128, 0),
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 64, 30),
+    ("turboquant-3", 64, 0),
+    ("saw-int4-kmeans:centroids=64", 64, 0),
+    ("saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64", 128, 0),
 ]
 LENGTHS = [1, 63, 300, 20]
 

@@ -140,6 +140,9 @@ CONSTANTS: dict[str, Constant] = {
         PASS_TILES="tiles of 8 output channels that a warp computes at once",
         ROTATED="pairs of channels that RoPE rotates when keys are read; 0 where none",
         SCALE_GROUPS="scales of a token",
+        LEVELS="1 where codes are places in a table of levels",
+        CENTROIDS="centroids of head vectors whose residuals are coded; 0 where they are not",
+        INDEX_BITS="bits of the index of a token's centroid; 0 where one needs none",
         ORDER_GROUPS="parts of a token's vector that the order of its codes is made of",
     ),
     # decode attention

@@ -11,13 +11,12 @@ from typing import NamedTuple, Self
 
 import torch
 
-from kvant.codecs.format import ScaleKind
+from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, int64, optional, pointer
 from kvant.ops.cuda.bands import ONE, code_bands
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
-from kvant.ops.cuda.decode_matrices import Codebooks
 from kvant.ops.fused import FusedTransform, blocks_of, matrix_of, rope_table
 from kvant.ops.types import Derived, LayerStore, PagedBatch
 
@@ -41,8 +40,12 @@ UnpackArguments = Arguments(
     new_rows=optional("const void", "[new tokens, KV_HEADS, HEAD_DIM], rows new_stride numbers apart"),
     matrix=pointer("const u8", "fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM] in fragment order, for what pages hold"),
     number_matrix=pointer("const u8", "the same for numbers, of the overlay"),
-    terms=pointer("const float", "[KV_HEADS, 3, HEAD_DIM]: what a row's z, one and flag are multiplied by"),
-    codebooks=optional("const u8", "fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]"),
+    terms=pointer("const float", "[KV_HEADS, 3, HEAD_DIM]: what a row's z (or a table of levels), one and flag are multiplied by"),
+    codebooks=optional(
+        "const u8",
+        "fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]; of residuals, centroids times the matrix, float32 [KV_HEADS, "
+        "CENTROIDS, HEAD_DIM]",
+    ),
     cosine=optional("const float", "[RoPE blocks, ROTATED]"),
     sine=optional("const float", "[RoPE blocks, ROTATED]"),
     out=pointer("void", "[tokens, KV_HEADS, HEAD_DIM]"),
@@ -67,10 +70,10 @@ def refuse_layout(layout: Layout) -> str | None:
             reason = f"it unpacks pages in fragment order: {layout.order_reason or 'the layout is plain'}"
         elif name == "key" and stream.is_channelwise:
             reason = _refuse_channelwise(layout)
-        elif not stream.is_tokenwise:
+        elif not _by_token(stream):
             reason = f"it unpacks codes with scales per token, keys coded per channel and centroids, and the {name}s are coded by {stream.codec}"
-        elif not stream.uniform:
-            reason = f"it unpacks evenly spaced levels, and those of the {name}s are not"
+        elif not stream.uniform and len(stream.bands) > 1:
+            reason = f"it unpacks one table of levels, and the {name}s have bands"
         elif name == "value" and len(stream.bands) > 1:
             reason = "it unpacks values of one width, and they have bands"
         elif stream.mean_flag and stream.scale_groups > 1:
@@ -80,6 +83,11 @@ def refuse_layout(layout: Layout) -> str | None:
         if reason is not None:
             return reason
     return None
+
+
+def _by_token(stream: StreamFormat) -> bool:
+    """Codes with scales per token, and perhaps a centroid whose residual they are."""
+    return stream.is_tokenwise or (stream.is_residual and stream.scales is not None and stream.scales.axis == "token")
 
 
 def _refuse_pq(layout: Layout, name: StreamName) -> str | None:
@@ -106,7 +114,8 @@ def _refuse_channelwise(layout: Layout) -> str | None:
 
 def shared_bytes(layout: Layout, name: StreamName) -> int:
     """Shared memory of a CTA: a matrix, terms of rows, a codebook."""
-    dim, book = layout.head_dim, layout.format(name).codebook
+    dim, stream = layout.head_dim, layout.format(name)
+    book = stream.codebook if stream.is_pq else None
     return 2 * dim * dim + 12 * dim + (0 if book is None else 2 * book.dim * book.centroids)
 
 
@@ -136,7 +145,7 @@ class UnpackPlan:
     def coded(self) -> bool:
         """Whether codes are operands of the product, and scales are applied to sums."""
         stream = self.layout.format(self.stream)
-        return stream.is_tokenwise and stream.scale_groups == 1
+        return _by_token(stream) and stream.scale_groups == 1 and stream.uniform
 
     @property
     def vector(self) -> int:
@@ -154,8 +163,9 @@ class UnpackPlan:
     def text(self) -> str:
         layout, name = self.layout, self.stream
         stream = layout.format(name)
-        constants: dict[str, object] = {"FLAG": int(stream.mean_flag), "OFFSETS": int(self.offset)}
-        if stream.codebook is not None:
+        constants: dict[str, object] = {"FLAG": int(stream.mean_flag), "OFFSETS": int(self.offset), "BOOK_HEADS": 1}
+        if stream.is_pq:
+            assert stream.codebook is not None
             low, *high = (s for s in layout.sections if s.stream == name and s.kind == "index")
             bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
             place = 2 * layout.head_dim**2 + 12 * layout.head_dim
@@ -168,7 +178,13 @@ class UnpackPlan:
             }
         else:
             constants |= {**scale_config(layout, name), "CodeBands": code_bands(layout, name)}
-        high_offset = index_offset = 0
+        high_offset = index_offset = index_bits = centroids = 0
+        if stream.is_residual:
+            assert stream.codebook is not None
+            centroids, index_bits = stream.codebook.centroids, stream.codebook.bits
+            constants |= {"BOOK_HEADS": layout.heads}
+            places = [s.offset for s in layout.sections if s.stream == name and s.kind == "index"]
+            index_offset, high_offset = (*places, 0, 0)[:2]
         if stream.boosted:
             high_offset, index_offset = (
                 next(s.offset for s in layout.sections if s.stream == name and s.names == (field,))
@@ -189,6 +205,9 @@ class UnpackPlan:
             "HIGH_OFFSET": high_offset,
             "INDEX_OFFSET": index_offset,
             "SCALE_GROUPS": stream.scale_groups,
+            "LEVELS": int(not stream.uniform),
+            "CENTROIDS": centroids,
+            "INDEX_BITS": index_bits,
             "ORDER_GROUPS": layout.scale_groups(name),
             "ROPE_BLOCK": layout.recipe.streams[name].effective_rope_block if self.rotated else 1,
             "TILES": self.tiles,
@@ -255,6 +274,7 @@ class Tables(NamedTuple):
     terms: Tensor  # float32 [heads, 3, head_dim]
     unit: float
     number_unit: float
+    codebooks: Tensor | None  # of product quantization; of residuals, centroids times M
 
     @staticmethod
     def of(store: LayerStore, made: UnpackPlan) -> Tables:
@@ -273,10 +293,13 @@ class Tables(NamedTuple):
         plain = fragments(inverse / number_unit, numbers, columns)
         if not made.coded:
             rows = numbers
-            if stream.is_tokenwise:
+            if _by_token(stream):
                 bands = [(band.first, band.width) for band in stream.stored_bands]
                 rows = key_channels(bands, dim) if name == "key" else value_channels(layout.scale_groups(name), dim)
             page, unit = fragments(inverse / number_unit, rows, columns), number_unit
+            if not stream.uniform:
+                (band,) = stream.bands
+                terms[:, 0, : len(band.levels)] = torch.tensor(band.levels, dtype=torch.float64)
         else:
             bands = [(band.first, band.width) for band in stream.stored_bands]
             rows = key_channels(bands, dim) if name == "key" else value_channels(layout.scale_groups(name), dim)
@@ -305,7 +328,13 @@ class Tables(NamedTuple):
             if mean is not None:
                 terms[:, 2] = (mean.double().cpu()[:, None] @ inverse)[:, 0]
         page, plain = (x.to(device) for x in (page, plain))
-        return Tables(page, plain, terms.float().contiguous().to(device), unit, number_unit)
+        books = bound.codec.tensors.codebooks
+        if books is not None and stream.is_residual:
+            books = (books.double().cpu().flatten(1, -2) @ inverse).expand(layout.heads, -1, -1)
+            books = books.float().contiguous().to(device)
+        elif books is not None:
+            books = books.clone(memory_format=torch.contiguous_format)
+        return Tables(page, plain, terms.float().contiguous().to(device), unit, number_unit, books)
 
 
 def code_power(bits: int, element: int) -> int:
@@ -452,7 +481,7 @@ def unpack(
         matrix=table.matrix,
         number_matrix=table.number_matrix,
         terms=table.terms,
-        codebooks=getattr(store.derive(Codebooks), name) if layout.format(name).is_pq else None,
+        codebooks=table.codebooks,
         cosine=cosine,
         sine=sine,
         out=out,

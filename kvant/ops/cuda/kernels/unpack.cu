@@ -23,7 +23,7 @@ constexpr int VECTOR = Config::VECTOR, BLOCK_TILES = VECTOR / 2, BLOCK_CHANNELS 
 constexpr int PASS_TILES = Config::PASS_TILES, PASS_BLOCKS = PASS_TILES / BLOCK_TILES;
 constexpr int HALF_BLOCKS = Config::ROTATED / BLOCK_CHANNELS;  // blocks of the first channels of rotated pairs
 constexpr int MATRIX_BYTES = D * D * 2, TERM_BYTES = 3 * D * 4;
-constexpr bool CODED = !Config::PQ && Config::KEY_GROUP == 0 && Config::SCALE_GROUPS == 1;  // codes are operands
+constexpr bool CODED = !Config::PQ && Config::KEY_GROUP == 0 && Config::SCALE_GROUPS == 1 && !Config::LEVELS;  // codes are operands
 static_assert(PASS_TILES % 2 == 0 && PASS_TILES % BLOCK_TILES == 0 && COLUMN_TILES % PASS_TILES == 0, "passes are whole blocks");
 static_assert(!Config::ROTATED || (Config::ROTATED % BLOCK_CHANNELS == 0 && PASS_BLOCKS % 2 == 0), "rotated pairs are in one pass");
 
@@ -51,23 +51,33 @@ DEV Scale load_scale(const u8* page_head, int token, int group = 0) {
   return {low<Stream::SCALE_TYPE>(x), high<Stream::SCALE_TYPE>(x)};
 }
 
-// How a row of sums becomes numbers: y = acc scale + z bias + flag mean + offset.
+// How a row of sums becomes numbers: y = acc scale + z bias + flag mean + offset + centroid M.
 struct RowTerms {
   float scale, z, flag;
+  int centroid;  // of the token's residual; -1 without
 };
 
 // The terms of a coded token. The sign of a scale alone is a flag: the mean was subtracted before the row was coded.
 DEV RowTerms coded_terms(const Scale& s, float unit) {
-  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return {s.scale * unit, s.zero, 0.f};
-  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return {s.scale * unit, -s.zero * s.scale, 0.f};
-  return {fabsf(s.scale) * unit, fabsf(s.scale), Stream::FLAG && s.scale < 0.f ? 1.f : 0.f};
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return {s.scale * unit, s.zero, 0.f, -1};
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return {s.scale * unit, -s.zero * s.scale, 0.f, -1};
+  return {fabsf(s.scale) * unit, fabsf(s.scale), Stream::FLAG && s.scale < 0.f ? 1.f : 0.f, -1};
 }
 
 // The number that a code of band B stands for.
-template <class B> DEV float decode_number(float code, const Scale& s) {
+template <class B> DEV float decode_number(float code, const Scale& s, const float* levels) {
+  if constexpr (Config::LEVELS) return levels[(int)code] * s.scale;
   if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return fmaf(code, s.scale, s.zero);
   if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return (code - s.zero) * s.scale;
   return (code - B::TOP * 0.5f) * (B::WEIGHT * fabsf(s.scale));
+}
+
+// The centroid that a token of the page is the residual of.
+DEV int load_centroid(const u8* page_head, int token) {
+  if constexpr (Config::INDEX_BITS == 0) return 0;
+  int index = page_head[Config::INDEX_OFFSET + token];
+  if constexpr (Config::INDEX_BITS == 16) index |= page_head[Config::HIGH_OFFSET + token] << 8;
+  return min(index, Config::CENTROIDS - 1);  // a token that is not there names anything
 }
 
 // --- operands: codes ------------------------------------------------------------------------------------------------------------
@@ -180,8 +190,8 @@ struct NumberOperand {
     }
   }
 
-  // Token-wise codes with several scales a token. Values come as in CodeOperand, in the order of the page's places.
-  template <class B> DEV void load_groups(const u8* page_head, int tile, int g, int t) {
+  // Token-wise codes with several scales a token, or with a table of levels. Values come as in CodeOperand, in the order of the page's places.
+  template <class B> DEV void load_groups(const u8* page_head, int tile, int g, int t, const float* levels) {
     constexpr int GROUP = D / Config::SCALE_GROUPS, N = B::WIDTH / 8;
     ValueCodes<B::WIDTH, B::BITS, B::OFFSET, B::HIGH_OFFSET, 1, true> codes;
     codes.load(page_head, tile, 4 * g + t);
@@ -195,7 +205,7 @@ struct NumberOperand {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
           const int token = tile * 16 + r * 8 + (Config::VALUES ? 2 * t + k : g);
-          y[k] = decode_number<B>(code_at(codes, r, e, k), load_scale(page_head, token, (channel + (Config::VALUES ? 0 : k)) / GROUP));
+          y[k] = decode_number<B>(code_at(codes, r, e, k), load_scale(page_head, token, (channel + (Config::VALUES ? 0 : k)) / GROUP), levels);
         }
         const u32 w = fp16_pair(y[0], y[1]);
         x[B::FIRST / 16 + e / 2][e % 2 * 2 + r] = Config::VALUES ? transpose_8x8(w) : w;
@@ -243,6 +253,7 @@ template <int T, class Operand>
 DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const uint4* matrix, const float* terms, const RowTerms* rows, u32 keep, s64 out_row, int at,
                          int head, int lane) {
   const int g = lane >> 2, t = lane & 3;
+  const float* centroids = Config::CENTROIDS > 0 ? (const float*)a.codebooks + (Stream::BOOK_HEADS > 1 ? (s64)head * Config::CENTROIDS * D : 0) : nullptr;
   const int begin = at + a.rope_first;  // RoPE position of the first token
   const bool same = !Config::ROTATED || (begin / Config::ROPE_BLOCK == (begin + 16 * T - 1) / Config::ROPE_BLOCK && begin + 16 * T - 1 <= a.rope_last);
   // Place of the angles of a token's RoPE block. Tokens after the last one have none.
@@ -297,6 +308,8 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
             float z = Stream::OFFSETS ? offset[b][e] : 0.f;
             if constexpr (CODED) z = fmaf(rows[r].z, bias[b][e], z);
             if constexpr (Stream::FLAG) z = fmaf(rows[r].flag, mean[b][e], z);
+            if constexpr (Config::CENTROIDS > 0)
+              if (rows[r].centroid >= 0) z += centroids[(s64)rows[r].centroid * D + block_channel(first + b) + t * VECTOR + e];
             y[b][e] = fmaf(acc[r / 2][(k + b) * BLOCK_TILES + e / 2][r % 2 * 2 + e % 2], rows[r].scale, z);
           }
         if (rotated) {
@@ -352,7 +365,7 @@ DEV void unpack_overlay(const UnpackArguments& a, const float* terms, u32 keep, 
   NumberOperand numbers;
   float back[2];
   numbers.load_rows<Config::OVERLAY_TYPE>(from, back, t);
-  const RowTerms rows[2] = {{back[0] * a.number_unit, 0.f, 0.f}, {back[1] * a.number_unit, 0.f, 0.f}};
+  const RowTerms rows[2] = {{back[0] * a.number_unit, 0.f, 0.f, -1}, {back[1] * a.number_unit, 0.f, 0.f, -1}};
   const uint4* matrix = (const uint4*)(a.number_matrix + (a.matrices > 1 ? (s64)head * MATRIX_BYTES : 0));
   transform_tiles<1>(a, numbers, matrix, terms, rows, keep, out_row, at, head, lane);
 }
@@ -362,7 +375,7 @@ template <class S> DEV void load_numbers(NumberOperand& numbers, const u8* memor
   const int g = lane >> 2, t = lane & 3;
   if constexpr (Config::PQ) numbers.load_centroids<typename S::Codebook>(page_head, tile, g, t, S::Codebook::copy_of(memory, lane));
   else if constexpr (Config::KEY_GROUP > 0) S::CodeBands::each([&](auto band) { numbers.load_channels<decltype(band)>(page_head, tile, g, t); });
-  else S::CodeBands::each([&](auto band) { numbers.load_groups<decltype(band)>(page_head, tile, g, t); });
+  else S::CodeBands::each([&](auto band) { numbers.load_groups<decltype(band)>(page_head, tile, g, t, (const float*)(memory + MATRIX_BYTES)); });
 }
 
 // The tokens of T tiles of a page.
@@ -375,13 +388,17 @@ DEV void unpack_page(const UnpackArguments& a, const u8* memory, const u8* page_
     typename CodeOperandOf<T, typename S::CodeBands>::type codes;
     codes.load(page_head, tile, lane);
 #pragma unroll
-    for (int r = 0; r < 2 * T; r++) rows[r] = coded_terms(load_scale(page_head, tile * 16 + r * 8 + g), a.unit);
+    for (int r = 0; r < 2 * T; r++) {
+      rows[r] = coded_terms(load_scale(page_head, tile * 16 + r * 8 + g), a.unit);
+      if constexpr (Config::CENTROIDS > 0) rows[r].centroid = load_centroid(page_head, tile * 16 + r * 8 + g);
+    }
     transform_tiles<T>(a, codes, (const uint4*)memory, terms, rows, keep, out_row, at, head, lane);
   } else {
     static_assert(T == 1, "numbers of one tile are held");
     NumberOperand numbers;
     load_numbers<S>(numbers, memory, page_head, tile, lane);
-    rows[0] = rows[1] = {a.unit, 0.f, 0.f};
+#pragma unroll
+    for (int r = 0; r < 2; r++) rows[r] = {a.unit, 0.f, 0.f, Config::CENTROIDS > 0 ? load_centroid(page_head, tile * 16 + r * 8 + g) : -1};
     transform_tiles<1>(a, numbers, (const uint4*)memory, terms, rows, keep, out_row, at, head, lane);
   }
 }
