@@ -70,7 +70,10 @@ def measure(
             f"{chosen.name} prefills recipe {recipe.name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"
         )
     workspace = allocated_by(run, device)
-    calls = {"ours": [run], **{name: [call] for name, call in _baselines(shape, new_tokens, device).items()}}
+    calls: dict[str, list[Call]] = {
+        "ours": [run],
+        **{name: [call] for name, call in _baselines(shape, new_tokens, device).items()},
+    }
     times = {name: found.median for name, found in all_times(calls, device, repeat, graph=False).items()}
     seconds = times.pop("ours")
     best = min(times, key=lambda name: times[name])

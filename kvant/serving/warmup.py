@@ -58,7 +58,9 @@ def warm_up(
     def batch(first: int, last: int, count: int = 1) -> PagedBatch:
         """Sequences in the same pages, whose tokens [first, last) are new."""
         slot_mapping = torch.arange(first, last, device=device).repeat(count)
-        table = (torch.arange(width, device=device) % pages).repeat(count, 1)  # of a history that is longer, pages come again
+        table = (torch.arange(width, device=device) % pages).repeat(
+            count, 1
+        )  # of a history that is longer, pages come again
         seq_lens, overlay_rows = (
             torch.full((count,), last, device=device),
             torch.zeros(count, dtype=torch.int64, device=device),

@@ -9,6 +9,7 @@ decides that, and `kvant doctor` prints the rule (ABOUT).
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -137,11 +138,11 @@ def _fused(
     fused, device = store.flash, query.device
     starts, spans = batch.query_start_loc.tolist(), spans_of(batch.query_start_loc.tolist(), batch.seq_lens.tolist())
     if not any(span.last for span in spans):  # nothing was stored before
-        rows = flash.row_starts(tuple(starts), device)
         most = max((span.new for span in spans), default=0)
         if not most:
             return torch.empty_like(query)
-        bounds = flash.Bounds(rows, rows, most, most)
+        own = flash.row_starts(tuple(starts), device)
+        bounds = flash.Bounds(own, own, most, most)
         return fused.run(query, new["key"], new["value"], bounds, scale, True, softcap)[0]
     dtype = fused.dtype or query.dtype
     out: Tensor | None = None
@@ -154,27 +155,13 @@ def _fused(
         if len(here) == 1 and here[0].tokens > JOINED_TOKENS:
             found = _long(store, q, new, sequences, here[0], dtype, scale, softcap)
         else:
-            found = _joined(store, q, new, sequences, here, dtype, scale, softcap)
+            found = _attend(store, q, new, sequences, here, dtype, scale, softcap, True).out
         if rows.stop - rows.start == len(query):
             return found.to(query.dtype)
         out = torch.empty_like(query) if out is None else out
         out[rows] = found
     assert out is not None
     return out
-
-
-def _joined(
-    store: LayerStore,
-    q: Tensor,
-    new: dict[StreamName, Tensor],
-    batch: PagedBatch,
-    spans: list[Span],
-    dtype: torch.dtype,
-    scale: float,
-    softcap: float | None,
-    causal: bool = True,
-) -> Tensor:
-    return _attend(store, q, new, batch, spans, dtype, scale, softcap, causal).out
 
 
 def _attend(
@@ -191,13 +178,9 @@ def _attend(
     """Attention of rows q to the spans of their sequences, in one call."""
     keys, values = (unpack(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
     where = joined(store.layout, tuple(spans), q.device)
-    starts = [0]
-    for span in spans:
-        starts.append(starts[-1] + span.new)
-    if not causal:  # spans of a history, without the new tokens
-        starts = [0, len(q)]
-    most = max(b - a for a, b in zip(starts, starts[1:], strict=False))
-    bounds = flash.Bounds(flash.row_starts(tuple(starts), q.device), where.starts, most, where.longest)
+    counts = [span.new for span in spans] if causal else [len(q)]  # a span of a history alone has no new tokens
+    starts = (0, *itertools.accumulate(counts))
+    bounds = flash.Bounds(flash.row_starts(starts, q.device), where.starts, max(counts), where.longest)
     out, lse = store.flash.run(q, keys, values, bounds, scale, causal, softcap)
     return Part(out, lse[..., None])
 

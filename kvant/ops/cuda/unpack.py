@@ -40,7 +40,9 @@ UnpackArguments = Arguments(
     new_rows=optional("const void", "[new tokens, KV_HEADS, HEAD_DIM], rows new_stride numbers apart"),
     matrix=pointer("const u8", "fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM] in fragment order, for what pages hold"),
     number_matrix=pointer("const u8", "the same for numbers, of the overlay"),
-    terms=pointer("const float", "[KV_HEADS, 3, HEAD_DIM]: what a row's z (or a table of levels), one and flag are multiplied by"),
+    terms=pointer(
+        "const float", "[KV_HEADS, 3, HEAD_DIM]: what a row's z (or a table of levels), one and flag are multiplied by"
+    ),
     codebooks=optional(
         "const u8",
         "fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]; of residuals, centroids times the matrix, float32 [KV_HEADS, "
@@ -71,7 +73,7 @@ def refuse_layout(layout: Layout) -> str | None:
         elif name == "key" and stream.is_channelwise:
             reason = _refuse_channelwise(layout)
         elif not _by_token(stream):
-            reason = f"it unpacks codes with scales per token, keys coded per channel and centroids, and the {name}s are coded by {stream.codec}"
+            reason = f"it unpacks scales per token, keys coded per channel and centroids, and the {name}s are coded by {stream.codec}"
         elif not stream.uniform and len(stream.bands) > 1:
             reason = f"it unpacks one table of levels, and the {name}s have bands"
         elif name == "value" and len(stream.bands) > 1:
@@ -267,7 +269,8 @@ def fragments(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 class Tables(NamedTuple):
     """What a stream's tokens are multiplied by: y = x M + offset. Of codes c with one scale a token, x = scale (w c + low) + z, and
     rows of `matrix` are w M times a power of two; its places of codes at bit p of an fp16 number, which are c 2^(p - 24), have
-    2^(CODE_POWER - p) more. `unit` takes the powers back. terms: (w M) summed over channels, for the z of a row; the offset; mean M."""
+    2^(CODE_POWER - p) more. `unit` takes the powers back. terms: w M summed over channels, for the z of a row (or a table of
+    levels); the offset; mean M."""
 
     matrix: Tensor
     number_matrix: Tensor
