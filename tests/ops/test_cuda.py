@@ -52,6 +52,7 @@ ROTATED_HIGH_BATCH: list[tuple[str, int, int, dict[str, float]]] = [  # more, wh
     ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
     ("kvant-2:rope_block=64", 8, 128, {"sliding_window": 100, "softcap": 5.0}),
     ("kvant-2:rope_block=64,k.bits=2", 4, 64, {}),
+    ("kvant-3:rope_block=64", 4, 128, {"first": 5}),
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
     ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
 ]

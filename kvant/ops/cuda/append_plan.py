@@ -83,10 +83,11 @@ def is_banded(stream: StreamFormat) -> bool:
 def tileable(layout: Layout) -> bool:
     """Whether tiles of 16 tokens can be written, if they come in 16 bits: every lane then has whole words of codes."""
     dim, formats = layout.head_dim, list(layout.formats.values())
-    if any(3 in stream.widths for stream in formats):
-        return False  # two planes
+    three = [band for stream in formats for band in stream.stored_bands if band.bits == 3]  # whose codes are two planes
     if all(is_banded(stream) for stream in formats):
-        return dim in BAND_DIMS
+        return dim in BAND_DIMS and not any(band.width % 64 for band in three) and not (three and dim < 128)
+    if three:
+        return False
     if any(is_banded(stream) or not stream.is_tokenwise for stream in formats):
         return False
     return dim in TILE_DIMS and all(dim * bits % 128 == 0 for stream in formats for bits in stream.widths)

@@ -27,7 +27,7 @@ struct PageRing {
     for (int i = 0; i <= STAGES; i++) upcoming[i] = range.page + i < range.page_end ? (u32)table[range.page + i] : 0u;
   }
   DEV void copy(u32 to, u32 page, int lane) {
-    copy_stage<PAGE_HEAD_BYTES>(room + to * PAGE_HEAD_BYTES, pages + (u64)page * (Config::KV_HEADS * PAGE_HEAD_BYTES), barriers + to * 8, lane);
+    copy_stage<PAGE_HEAD_BYTES, Config::PAGES_ONCE>(room + to * PAGE_HEAD_BYTES, pages + (u64)page * (Config::KV_HEADS * PAGE_HEAD_BYTES), barriers + to * 8, lane);
   }
   DEV void fill(const WarpRange& range, int lane) {
 #pragma unroll

@@ -195,11 +195,18 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const s64 to = tile_slot(a, first, tile.token(r));
-      S::CodeBands::each([&](auto band) { store_key_band<S, decltype(band)>(tile, a, to, head, r, BandCoder<decltype(band)>(reciprocal[r])); });
+      S::CodeBands::each([&](auto band) {
+        using B = decltype(band);
+        const BandCoder<B> coder(reciprocal[r]);
+        if constexpr (B::BITS == 3) store_three_bit_keys<S, B>(tile, a, to, head, r, coder);
+        else store_key_band<S, B>(tile, a, to, head, r, coder);
+      });
     }
   } else {
     S::CodeBands::each([&](auto band) {
-      store_value_rows(tile, a, first, head, [&](int r) { return BandCoder<decltype(band)>(reciprocal[r]); });
+      const auto coder = [&](int r) { return BandCoder<decltype(band)>(reciprocal[r]); };
+      if constexpr (S::BITS == 3) store_three_bit_value_rows(tile, a, first, head, coder);
+      else store_value_rows(tile, a, first, head, coder);
     });
   }
 }

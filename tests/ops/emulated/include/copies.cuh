@@ -37,7 +37,7 @@ static void check_loads(u32 to, u32 bytes) {
 DEV void begin_copies(u64*, int, int) {}
 
 #if BULK
-template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
   check_loads(to, BYTES);
   if (lane == 0) {
     if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
@@ -53,7 +53,7 @@ template <int STAGES> DEV void await_stage(u32 barrier, u32) {
   __syncwarp();
 }
 #else
-template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
   for (int o = lane * 16; o < BYTES; o += 512) copy16(emulated_dynamic + to + o, from + o);
   current->copies.push_back({});
 }
