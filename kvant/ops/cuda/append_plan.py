@@ -120,14 +120,17 @@ class AppendPlan:
 
     @property
     def tile_warps(self) -> int:
-        """Warps of a CTA of kvant_append_tiles: with a matrix, one or two warpgroups that share it."""
-        return 8 if any(self.parts) and not is_banded(self.layout.format("key")) else 4
+        """Warps of a CTA of kvant_append_tiles: with a matrix, warpgroups that share it. Of banded rows registers hold twelve warps, in
+        one CTA where a multiprocessor has no room for three matrices."""
+        if not any(self.parts):
+            return 4
+        return 8 if not is_banded(self.layout.format("key")) else 4 if self.shared <= 72 * 1024 else 12
 
     @property
     def _tile_ctas(self) -> int:
         """CTAs of kvant_append_tiles that a multiprocessor is to hold: with a matrix, rows take more registers and shared memory."""
         if any(self.parts):
-            return 2 if self.tile_warps == 8 else 3
+            return {8: 2, 4: 3, 12: 1}[self.tile_warps]
         encodings = [stream.encoding for stream in self.layout.formats.values()]
         return 4 if any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
 

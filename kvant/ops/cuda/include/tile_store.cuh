@@ -99,7 +99,7 @@ template <class S, class B, class Coder> DEV void store_three_bit_keys(const Tok
 // Stores codes of three bits of values that are held as keys are, as store_value_rows does. coder(r) codes the held row r.
 template <class S, class F> DEV void store_three_bit_value_rows(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, F coder) {
   constexpr int WORDS = D / 64, THIRD = D / 128;  // of a token and eighth, in its half of them
-  static_assert(D % 128 == 0, "a lane has whole halves of words");
+  static_assert(S::BITS == 3 && D % 128 == 0, "a lane has whole halves of words");
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const s64 slot = tile_slot(a, first, tile.token(r)), at = max(slot, (s64)0);
