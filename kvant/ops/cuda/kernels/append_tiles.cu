@@ -21,8 +21,15 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
   constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
   const Clip clip = S::clip(a);
   float limit[ROWS];
+  if constexpr (S::KEY) {
+    ClipSearch search[2];
+    search[0].template begin<N, 1, 4>(tile.x[0], clip), search[1].template begin<N, 1, 4>(tile.x[1], clip);
+    narrow_search<N>(search, tile.x, clip);
+    limit[0] = search[0].template finish<N, 1, 4>(tile.x[0], clip), limit[1] = search[1].template finish<N, 1, 4>(tile.x[1], clip);
+  } else {
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, S::KEY ? 1 : 4, S::KEY ? 4 : 32>(tile.x[r], clip);
+    for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, 4, 32>(tile.x[r], clip);
+  }
   tile.range(w, least, most);
   const float end = tile.owned(limit) * tile.FACTOR;
   least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
