@@ -34,7 +34,7 @@ STAGES = 2  # pages that a warp has in flight
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
-OVERLAY_PASS_UNITS = 4  # passes of it that take as long as one for the overlay
+OVERLAY_PASS_UNITS = 3  # passes of it that take as long as one for the overlay
 STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages, codebooks or a matrix
 ROTATED_STATIC_BYTES = (
     2048  # the same where warps rotate their queries, but for their operands; with what CUDA reserves

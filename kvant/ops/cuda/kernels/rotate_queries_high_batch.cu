@@ -12,7 +12,7 @@ constexpr int HIGH_BATCH_TILES = SPECIAL + 1, HIGH_BATCH_TILE_PAIRS = HIGH_BATCH
 constexpr int HIGH_BATCH_STEPS = D / 32;                                        // of two MMAs each
 constexpr int OVERLAY_PASSES = OVERLAY ? (OVERLAY_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
 constexpr int PASSES = OVERLAY_PASSES ? OVERLAY_PASSES : 1;
-constexpr int OVERLAY_COLUMN_TILES = 4;                    // of columns for the overlay at a time
+constexpr int OVERLAY_COLUMN_TILES = D / 8 % 8 ? 4 : 8;     // of columns for the overlay at a time: as many as registers hold, since each waits for its matrix
 constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // both rows of a lane are the same query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
