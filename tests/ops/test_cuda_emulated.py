@@ -455,7 +455,8 @@ extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (th
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("name", "dim"), [("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("kvant-3", 128), ("int8", 96)]
+    ("name", "dim"),
+    [("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("kvant-3", 128), ("int8", 96)],
 )
 def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> None:
     layout = make_layout(name, 2, dim)

@@ -120,8 +120,8 @@ class AppendPlan:
 
     @property
     def tile_warps(self) -> int:
-        """Warps of a CTA of kvant_append_tiles: with a matrix, warpgroups that share it. Of banded rows registers hold twelve warps, in
-        one CTA where a multiprocessor has no room for three matrices."""
+        """Warps of a CTA of kvant_append_tiles: with a matrix, warpgroups that share it. Registers hold twelve warps of banded
+        rows: in one CTA where a multiprocessor has no room for three matrices."""
         if not any(self.parts):
             return 4
         return 8 if not is_banded(self.layout.format("key")) else 4 if self.shared <= 72 * 1024 else 12
