@@ -110,11 +110,12 @@ template <class S> DEV StepOperands step_operands(const AppendArguments& a, cons
 template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix) {
   using Products = Warpgroup<D, S::IN_TYPE>;
   constexpr int STEPS = D / 16;
+  const typename Products::Operand b = Products::operand(matrix);
   Products::begin();
 #pragma unroll
   for (int i = 0; i < S::MATRIX_PARTS * STEPS; i++) {
     const u32 y[4] = {w[0][i % STEPS], w[1][i % STEPS], w[0][i % STEPS + STEPS], w[1][i % STEPS + STEPS]};
-    Products::multiply(sums, y, matrix + i * Products::STEP_BYTES);
+    Products::multiply(sums, y, Products::later(b, i * Products::STEP_BYTES));
   }
   Products::commit();
   Products::await();
@@ -133,12 +134,13 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
   const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
   const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
   const s64 at[2] = {(s64)(t & 2 ? other : mine) * (D / 2) + t * (D / 8), (s64)(t & 2 ? mine : other) * (D / 2) + t * (D / 8)};
+  const Products::Operand b = Products::operand(matrix);
   StepOperands now = step_operands<S>(a, w, at, times, 0);
 #pragma unroll
   for (int m = 0; m < STEPS; m++) {
-    const u8* large = matrix + ((PARTS - 1) * STEPS + m) * Products::STEP_BYTES;
+    const Products::Operand large = Products::later(b, ((PARTS - 1) * STEPS + m) * Products::STEP_BYTES);
     Products::begin();
-    if constexpr (PARTS > 1) Products::multiply(sums, now.y, matrix + m * Products::STEP_BYTES);
+    if constexpr (PARTS > 1) Products::multiply(sums, now.y, Products::later(b, m * Products::STEP_BYTES));
     Products::multiply(sums, now.rest, large);
     Products::multiply(sums, now.y, large);
     Products::commit();

@@ -13,9 +13,11 @@ template <int N, int TYPE> struct Warpgroup {
 #if WGMMA
   // Between writing registers and products of them.
   DEV static void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-  DEV static void multiply(float* c, const u32* a, const u8* b) {
-    // a descriptor: address, bytes from 8 rows to the next 8, bytes from 8 columns to the next 8, all in 16 bytes; no swizzle
-    const u64 operand = (u64)((u32)__cvta_generic_to_shared(b) >> 4 & 0x3FFFu) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
+  // Where b lies, as a descriptor: address, bytes from 8 rows to the next 8, bytes from 8 columns to the next 8, all in 16 bytes; no swizzle.
+  using Operand = u64;
+  DEV static Operand operand(const u8* b) { return (u64)((u32)__cvta_generic_to_shared(b) >> 4 & 0x3FFFu) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32; }
+  DEV static Operand later(Operand b, int bytes) { return b + (bytes >> 4); }  // so many bytes on
+  DEV static void multiply(float* c, const u32* a, Operand operand) {
     if constexpr (N == 64 && TYPE == 0)
       asm volatile(
           "{.reg .pred p; setp.ne.b32 p, 1, 0;\n"
@@ -112,7 +114,10 @@ template <int N, int TYPE> struct Warpgroup {
   }
 #else
   DEV static void begin() {}
-  DEV static void multiply(float* c, const u32* a, const u8* b) {
+  using Operand = const u8*;
+  DEV static Operand operand(const u8* b) { return b; }
+  DEV static Operand later(Operand b, int bytes) { return b + bytes; }
+  DEV static void multiply(float* c, const u32* a, Operand b) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < N / 8; n++) {
