@@ -175,7 +175,7 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
         made = made._replace(weights=tensors.weights, flag_mean=tensors.mean)
     # at head_dim 96 the blocks of a Hadamard do not end where the shares of lanes do
     if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and layout.head_dim == 96)):
-        made = tile_matrix(store, name)
+        made = tile_matrix(store, name, x.dtype)
     if made is not None:
         return _Rows(
             x.contiguous(),
