@@ -176,6 +176,8 @@ template <class A> DEV void find_rows(const A& a) {
     if (same) held[i] = min((int)a.held[row[i]], before[i]);
     if (tied[i]) held[i] = min((int)a.held[found[i]], before[i]);
     if (matched[i] || tied[i]) ring_start[i] = (int)a.ring_start[found[i]];
+    // The tail of its group is nowhere. A server that captures a step invents sequences: they write nothing, or lie in its first page.
+    if (a.unit && ring_start[i] > before[i] - before[i] % a.unit && first[i] > 0 && load_integer(a.slot_mapping, a.slot_bytes, start[b]) >= 0) *a.lost = 1;
     whole[i] = held[i] == wanted[i];
     after[i] = whole[i] ? min(length[i], sink) : held[i];
   }
