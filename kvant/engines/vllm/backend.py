@@ -200,10 +200,10 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
         for part in step.appends:
             layers.append(store, q, k, v, part)
-        if step.last is not None:
-            layers.append_pages(self.place, q, k, v, step.last)
         if step.match is not None and step.overlay is not None:
             step.overlay.finish_sinks(self.place, step.match)
+        if step.last is not None:  # after the sinks: rows may be copied, see append_pages
+            layers.append_pages(self.place, q, k, v, step.last)
         if step.prefill is None:
             n = len(step.batch.seq_lens)
             out[:n] = decode(store, q[:n], step.batch, **options)

@@ -134,8 +134,8 @@ def default_recipe(artifacts: tuple[Artifact, ...], named: str | None) -> str | 
         if each.recipe.split(":")[0] not in recipes.names():
             continue  # the verdict on a mixed recipe, which its artifact alone names
         recipe = recipes.get(each.recipe)
-        if recipe.not_prefix_safe is not None:
-            continue  # it needs other settings of vLLM than the usual ones
+        if recipe.not_prefix_safe is not None or recipe.origin:
+            continue  # it needs other settings of vLLM than the usual ones, or its groups begin at another token there
         if each.word == "good" and each.artifact in known and refusal(recipe) is None:
             return each.recipe
     raise ValueError(

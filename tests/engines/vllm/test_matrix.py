@@ -159,3 +159,42 @@ def test_tensor_parallel(start: Any, size: int) -> None:
     assert found[0].num_cached_tokens == 128
     seen = compared(llm)
     assert seen["prefills"] and seen["behind a prefix"], seen
+
+
+def alone(start: Any, **options: Any) -> Any:
+    """An engine for `squat`, which is fitted on each request's own prompt: nothing is shared, prompts come as a whole."""
+    return start(64, "squat", enable_prefix_caching=False, enable_chunked_prefill=False, **options)
+
+
+def test_a_recipe_that_is_fitted_on_the_prompt(start: Any) -> None:
+    """Prompts of less than a group and of several; several in a step."""
+    llm = alone(start)
+    run(llm, [prompt(0, 150), prompt(1, 20), prompt(2, 2), prompt(3, 64)], 45)
+    run(llm, [prompt(0, 150)], 3)
+    seen = compared(llm)
+    assert seen["fresh"] >= 4 * 4 and not seen["behind a prefix"] and not seen["prefills"], seen
+
+
+@pytest.mark.slow
+def test_preemption_of_what_is_fitted_on_the_prompt(start: Any) -> None:
+    """What was preempted is computed anew: then its answer so far counts as part of its prompt."""
+    llm = alone(start, blocks=12, max_model_len=640)
+    run(llm, [prompt(i, 170) for i in range(4)], 80)
+    seen = compared(llm)
+    assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
+
+
+@pytest.mark.slow
+def test_parallel_sampling_of_what_is_fitted_on_the_prompt(start: Any) -> None:
+    llm = alone(start)
+    (found,) = run(llm, [prompt(0, 150)], 40, n=4, temperature=1.0, seed=1)
+    assert len({tuple(output.token_ids) for output in found.outputs}) == 4
+    seen = compared(llm)
+    assert not seen["shared at once"] and not seen["behind a prefix"], seen
+
+
+@pytest.mark.slow
+def test_tensor_parallel_of_what_is_fitted_on_the_prompt(start: Any) -> None:
+    llm = alone(start, tensor_parallel_size=2)
+    run(llm, [prompt(0, 150), prompt(1, 90)], 20)
+    assert compared(llm)["fresh"]
