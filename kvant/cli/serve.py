@@ -144,7 +144,7 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
         say(f"--kv-cache-memory-bytes {size}: {human_bytes(size)} of memory for pages")
         options += ["--kv-cache-memory-bytes", str(size)]
     for option in vllm_options(source, kvant):
-        if option not in given and option.replace("--no-", "--") not in given:  # what is given against it, the engine refuses
+        if not given & {option, option.replace("--no-", "--")}:  # what is given against it, the engine refuses
             say(f"{option}: the recipe is fitted on each request's own prompt")
             options.append(option)
     window = overlay_bytes(source, kvant)

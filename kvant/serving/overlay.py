@@ -17,9 +17,9 @@ A sequence that is not found (it is new, was preempted, or begins behind a share
 row holds its tokens from there on; those before are read from their pages, except the sinks, which are copied from a row whose
 sequence begins with the same physical page.
 
-Where a stream codes groups of tokens, the row also holds the tail, the tokens of the unfinished group, which are nowhere else; and what
-a corrector remembers. The server's blocks end where groups end, and so do prefix hits: a sequence that begins behind one needs no tail.
-A sequence that goes on inside a block has to find its row. Where it does not, `check` raises an error: its next group would be wrong.
+Where a stream codes groups of tokens, the row also holds the tail, the tokens of the unfinished group, which are nowhere else; and
+what a corrector remembers. Pages end where groups end, and so do prefix hits: a sequence that begins behind one needs no tail. A
+sequence that goes on inside a page has to find its row. Where it does not, `check` raises an error: its next group would be wrong.
 
 Speculative decoding takes tokens back: a step begins before the end of the step before, but after its first token. The ring then has
 as many places more than recent tokens as there are drafts (`Window.rollback`), so that no draft overwrites a token that is needed
@@ -103,7 +103,9 @@ class OverlayRows:
         for stream in layout.recipe.streams.values():
             spare = stream.window.ring - stream.window.recent
             assert spare >= drafts or not stream.window.recent, (stream.window, drafts)
-            whole = not stream.window.first and layout.page_tokens % stream.window.flush == 0 and not stream.window.recent
+            whole = (
+                not stream.window.first and layout.page_tokens % stream.window.flush == 0 and not stream.window.recent
+            )
             assert whole or not stream.groupwise, "a full page must hold whole groups of tokens"
         # Without its row, a sequence may go on at multiples of so many tokens only; 0: anywhere.
         self.unit = 0
@@ -188,7 +190,7 @@ class OverlayRows:
         held = torch.where(tied, torch.minimum(self.held[found], before), held)
         ring_start = torch.where(matched | tied, self.ring_start[found], before)
         if self.unit:
-            # a server that measures or captures a step invents sequences, which write nothing or lie in its first page, which is nobody's
+            # a server that captures a step invents sequences: they write nothing, or lie in its first page, which is nobody's
             new = slot_mapping[query_start_loc[:-1].clamp_max(len(slot_mapping) - 1)] >= 0
             self._check_tails(real & new & (first > 0) & (ring_start > before - before % self.unit))
         wanted = before.clamp_max(sink)
@@ -241,8 +243,8 @@ class OverlayRows:
         """Raises an error where a sequence of an earlier step, or on a CPU of this one, did not find the row with its tail."""
         if self.lost.item():
             raise RuntimeError(
-                "kvant lost the full-precision tokens of a running sequence: its unfinished group of tokens cannot be coded. There are "
-                f"{self.rows} overlay rows; give more (spare_overlay_rows), or a recipe that codes tokens one by one"
+                "kvant lost the full-precision tokens of a running sequence: its unfinished group of tokens cannot be coded. There "
+                f"are {self.rows} overlay rows; give more (spare_overlay_rows), or a recipe that codes tokens one by one"
             )
 
     def _check_tails(self, lost: Tensor) -> None:

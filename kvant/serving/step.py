@@ -5,8 +5,8 @@ follows from two facts. A prefill reads the history of its sequence as it was be
 recent tokens. And a server may let a sequence share a page that another one writes in this very step, so all pages are written
 before anything is read. Hence the order: first pages and overlays of decodes and of prefills without history, and the pages alone of
 the other prefills; then attention; then the overlays of those other prefills. Each append is given a range of consecutive tokens, so
-that as few tokens as possible are packed and not stored; or, where tokens are coded in groups and none of a sequence's can be left out,
-the tokens of some sequences.
+that as few tokens as possible are packed and not stored; or, where tokens are coded in groups and none of a sequence's can be left
+out, the tokens of some sequences.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Tensor = torch.Tensor
 
 
 class Part(NamedTuple):
-    """Some sequences of a step, and their new tokens: a range where the sequences are consecutive, otherwise indices, int64. Tokens with
-    slot -1 are not written."""
+    """Some sequences of a step, and their new tokens: a range where the sequences are consecutive, otherwise indices, int64. Tokens
+    with slot -1 are not written."""
 
     tokens: slice | Tensor
     batch: PagedBatch
@@ -86,8 +86,8 @@ class Step:
         self.appends = [part_of(batch, host_starts, i, j) for i, j in around if host_starts[i] < host_starts[j]]
         self.last = part
         if len(places) < high - low and groupwise:
-            between = torch.tensor(sorted({*range(low, high)} - {*places.tolist()}))
-            self.appends.append(part_of_some(batch, host_starts, between))
+            others = torch.tensor(sorted({*range(low, high)} - {*places.tolist()}))
+            self.appends.append(part_of_some(batch, host_starts, others))
             self.last = part_of_some(batch, host_starts, places)
         elif len(places) < high - low:  # prefills without history lie between those with one
             assert isinstance(part.tokens, slice)

@@ -95,7 +95,7 @@ def backend_for(layers: LayerGroup) -> type[KvantBackend]:
     """The backend class of a group of layers. vLLM distinguishes backends by their names."""
     recipe = layers.layout.recipe
     name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
-    members = {"token_bytes": layers.token_bytes, "page_tokens": layers.layout.page_tokens}
+    members: dict[str, Any] = {"token_bytes": layers.token_bytes, "page_tokens": layers.layout.page_tokens}
     members |= {"__module__": __name__, "__qualname__": name}
     return type(name, (KvantBackend,), members)
 

@@ -43,7 +43,7 @@ def check_groups(config: Any, recipe: Recipe, drafts: int) -> None:
         return
     if getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1:
         raise ValueError(
-            f"recipe {recipe.name} is not served with pipeline_parallel_size > 1: its keys are coded in groups, and a sequence that is "
+            f"recipe {recipe.name} is not served with pipeline_parallel_size > 1: it codes groups of tokens, and a sequence that is "
             "left out of a step could lose its unfinished group"
         )
     if recipe.wants_queries and drafts:

@@ -225,13 +225,13 @@ def refusal(recipe: Recipe) -> str | None:
             continue
         if stream.window.recent:
             return (
-                f"its {name}s are coded in groups, and the last {stream.window.recent} are in none: a full block, which vLLM may share, "
-                "would not be complete"
+                f"its {name}s are coded in groups, and the last {stream.window.recent} are in none: a full block, which vLLM may "
+                "share, would not be complete"
             )
         if size > LARGEST_PAGE:
             return (
-                f"its {name}s are coded {stream.window.flush} tokens at a time, and a block that ends where they do has {size} tokens, "
-                f"more than {LARGEST_PAGE}"
+                f"its {name}s are coded {stream.window.flush} tokens at a time, and a block that ends where they do has {size} "
+                f"tokens, more than {LARGEST_PAGE}"
             )
         if getattr(stream.corrector, "shared", False):
             return f"its {name}s are coded with what the first sequence of a batch asks (shared), and vLLM's batches change"

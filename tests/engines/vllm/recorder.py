@@ -216,7 +216,9 @@ def _plain(store: LayerStore, n: int) -> LayerStore:
     return LayerStore(store.layout, store.key, store.value, runs, overlays, states)
 
 
-def _append(run: Any, plain: LayerStore, tokens: tuple[Tensor, Tensor, Tensor], given: Tensor, first: int, last: int) -> None:
+def _append(
+    run: Any, plain: LayerStore, tokens: tuple[Tensor, Tensor, Tensor], given: Tensor, first: int, last: int
+) -> None:
     """Appends tokens [first, last) of a sequence in one go; `given` has the step that wrote each. What is fitted on the request is
     fitted on the tokens of the steps up to the one that completes the first group, so these come as they came."""
     size, recipe = plain.layout.page_tokens, plain.layout.recipe

@@ -57,7 +57,7 @@ def described(before: list[int], counts: list[int]) -> Any:
     )
 
 
-GROUPED = "kivi-k2v2-sink:k.flush=64,shift=false"
+GROUPED = "kivi-k2v2-sink:k.flush=64,v.group=0,shift=false"
 
 
 @needs_vllm

@@ -138,7 +138,10 @@ def test_parallel_sampling(start: Any, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "size"), [(None, 64), ("int4:sink=4,recent=3", 64), (None, 128)])  # as many recent as drafts
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [(None, 64), ("int4:sink=4,recent=3", 64), (None, 128)],  # the second has as many recent tokens as drafts
+)
 def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: str | None, size: int) -> None:
     # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")

@@ -65,7 +65,11 @@ def test_what_is_wrong_is_named(given: Any, message: str) -> None:
         ("squat", 64, None),
         ("int2:sink=64,recent=100", 64, None),
         ("kivi-k2v2:k.flush=32", 64, None),
-        ("kivi-k2v2:k.recent=3", 128, "the last 3 are in none: a full block, which vLLM may share, would not be complete"),
+        (
+            "kivi-k2v2:k.recent=3",
+            128,
+            "the last 3 are in none: a full block, which vLLM may share, would not be complete",
+        ),
         ("kivi-k2v2:k.flush=96", 192, "a block that ends where they do has 192 tokens, more than 128"),
         ("squat:shared=true", 64, "with what the first sequence of a batch asks"),
         ("int2:sink=65", 64, "its 65 sink tokens do not fit into one block of 64 tokens"),

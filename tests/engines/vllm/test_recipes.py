@@ -19,9 +19,7 @@ from tests.fitted import made_up_tensors
 
 pytestmark = needs_vllm
 SERVED = [
-    name
-    for name in recipes.names()
-    if refusal(recipes.get(name)) is None and recipes.get(name).not_prefix_safe is None
+    name for name in recipes.names() if refusal(recipes.get(name)) is None and recipes.get(name).not_prefix_safe is None
 ]
 
 
@@ -84,9 +82,17 @@ def test_an_artifact_with_a_recipe_for_every_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kvant", "options", "message"),
     [
-        ({"recipe": "kivi-k2v2:k.recent=9"}, {}, "cannot be served inside vLLM: its keys are coded in groups, and the last 9"),
+        (
+            {"recipe": "kivi-k2v2:k.recent=9"},
+            {},
+            "cannot be served inside vLLM: its keys are coded in groups, and the last 9",
+        ),
         ({"recipe": "kitty-pro"}, {}, "block_size must be a multiple of 128, got 64"),
-        ({"recipe": "squat"}, {}, "recipe squat cannot share blocks between requests: .* enable_prefix_caching must be false"),
+        (
+            {"recipe": "squat"},
+            {},
+            "recipe squat cannot share blocks between requests: .* enable_prefix_caching must be false",
+        ),
         (
             {"recipe": "squat"},
             {"enable_prefix_caching": False},
@@ -153,7 +159,12 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
-        ("kitty-pro", "parallel_config.pipeline_parallel_size", 2, "recipe kitty-pro is not served with pipeline_parallel_size > 1"),
+        (
+            "kitty-pro",
+            "parallel_config.pipeline_parallel_size",
+            2,
+            "recipe kitty-pro is not served with pipeline_parallel_size > 1",
+        ),
         ("squat", "cache_config.enable_prefix_caching", True, "squat cannot share blocks between requests"),
         ("squat", "scheduler_config.enable_chunked_prefill", True, "squat needs prompts as a whole"),
         ("squat", "scheduler_config.long_prefill_token_threshold", 512, "squat needs prompts as a whole"),

@@ -323,7 +323,8 @@ def test_vllm_is_given_what_it_needs(served: str, start: Any) -> None:
 def test_a_recipe_that_is_fitted_on_the_prompt_shares_nothing(served: str, start: Any) -> None:
     command, _ = start(served, "--recipe", "squat", "--unfit-anyway")
     assert {"--no-enable-prefix-caching", "--no-enable-chunked-prefill"} <= {*command}
-    command, _ = start(served, "--recipe", "squat", "--unfit-anyway", "--enable-chunked-prefill")  # the engine refuses it
+    # the engine refuses it
+    command, _ = start(served, "--recipe", "squat", "--unfit-anyway", "--enable-chunked-prefill")
     assert "--no-enable-prefix-caching" in command and "--no-enable-chunked-prefill" not in command
 
 
