@@ -167,6 +167,7 @@ class Layout:
     order: Order
     dtype: str  # the model's
     order_reason: str = ""
+    align: int = ALIGN  # a (page, head) has a multiple of so many bytes, itself a multiple of ALIGN
 
     @staticmethod
     def of(
@@ -299,7 +300,7 @@ class Layout:
     def page_head_bytes(self) -> int:
         """Bytes of one (page, head)."""
         last = self.sections[-1]
-        return last.offset + -(-last.nbytes // ALIGN) * ALIGN
+        return -(-(last.offset + last.nbytes) // self.align) * self.align
 
     @property
     def page_bytes(self) -> int:
@@ -361,6 +362,8 @@ class Layout:
         ]
         if self.scale_groups("value") > 1 or any(self.section_places(s) == "apart" for s in self.sections):
             data.append("arranged for groups")
+        if self.align != ALIGN:
+            data.append(f"aligned to {self.align}")
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     # --- packing ---------------------------------------------------------------------------------------------------

@@ -31,12 +31,16 @@ class Window(Spec):
 
     Tokens enter the packed region `flush` at a time; a codec that codes groups of tokens needs a flush of whole groups.
     `rollback` more tokens are held than are read, so that the window is still exact when so many tokens are taken back.
+    `shift` says where the groups of a group-wise stream begin: after the sinks, which are then in no group; or at the first token,
+    where the sinks are coded with the others and read from the overlay all the same. A server whose blocks begin at the first token
+    needs the latter.
     """
 
     sink: int = 0
     recent: int = 0
     flush: int = 1
     rollback: int = 0
+    shift: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("sink", 0), ("recent", 0), ("flush", 1), ("rollback", 0)):
@@ -46,11 +50,22 @@ class Window(Spec):
     def packed_end(self, n: N) -> N:
         """Of n tokens, [min(n, sink), packed_end) are read from packed pages; n is a number or a tensor of numbers.
 
-        packed_end = min(n, sink) + floor(max(0, n - sink - recent) / flush) * flush
+        packed_end = min(n, first) + floor(max(0, n - first - recent) / flush) * flush
         """
-        past_sinks = n - self.sink
-        waiting = past_sinks - self.recent  # a product with x > 0 is max(0, x), of numbers and of tensors alike
-        return n - past_sinks * (past_sinks > 0) + waiting * (waiting > 0) // self.flush * self.flush
+        past_first = n - self.first
+        waiting = past_first - self.recent  # a product with x > 0 is max(0, x), of numbers and of tensors alike
+        return n - past_first * (past_first > 0) + waiting * (waiting > 0) // self.flush * self.flush
+
+    @property
+    def first(self) -> int:
+        """Position of the first token that is packed, where groups of tokens are: the others are counted from it."""
+        return self.sink if self.shift else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        out = super().to_dict()
+        if self.shift:
+            del out["shift"]  # digests and artifacts of recipes that shift are those from before there was a choice
+        return out
 
     @property
     def ring(self) -> int:
@@ -129,6 +144,8 @@ class Recipe(Spec):
         sinks = self.key.window.sink, self.value.window.sink
         if sinks[0] != sinks[1]:
             raise ValueError(f"keys and values must keep the same sink tokens, got k.sink={sinks[0]} v.sink={sinks[1]}")
+        if self.key.window.shift != self.value.window.shift:
+            raise ValueError("keys and values must begin their pages with the same token, got two values of shift")
         if self.value.rope != "post":
             raise ValueError("only keys are rotated by RoPE: a value stream cannot be stored before it")
         if self.wants_rope and any(stream.codec.ranked for stream in self.streams.values()):
@@ -141,8 +158,8 @@ class Recipe(Spec):
 
     @property
     def origin(self) -> int:
-        """Position of the first token of the first page. Sinks shift the grid of group-wise streams."""
-        return self.key.window.sink if self.key.groupwise or self.value.groupwise else 0
+        """Position of the first token of the first page. Sinks shift the grid of group-wise streams, unless `shift` is off."""
+        return self.key.window.first if self.key.groupwise or self.value.groupwise else 0
 
     @property
     def digest(self) -> str:

@@ -29,6 +29,10 @@ SMALL = [  # the same codecs with groups that a short test fills many times, win
     "gear-l:block=16,k.group=8,flush=48,recent=5,sink=3",
     "zipcache:group=16,flush=16",
     "zipcache:group=16,flush=32,recent=6,sink=5,share=0.25",
+    "kivi-k2v4-sink:k.group=16,k.flush=32,v.recent=20,sink=16,shift=false",
+    "kitty:k.group=32,k.flush=32,v.recent=5,sink=9,shift=false",
+    "gear:block=32,k.group=16,flush=32,sink=5,shift=false",
+    "zipcache:group=16,flush=32,sink=5,shift=false",
 ]
 
 
@@ -90,7 +94,7 @@ def whole_groups(layout: Layout, side: str, tokens: Tokens, prompt: int, rope: R
         q = rope.rotate(q, -torch.arange(len(q)))
     for transform in layout.recipe.key.transforms:
         q = transform.bind(layout.head_dim).dual(q)
-    group, sink = stream.codec.group_tokens, stream.window.sink
+    group, sink = stream.codec.group_tokens, stream.window.first
     out = torch.full_like(x, float("nan"))
     for start in range(sink, len(x) - group + 1, group):
         at = slice(start, start + group)

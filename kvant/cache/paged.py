@@ -235,7 +235,7 @@ class PagedCache:
                 seq.ring_start[name] = min(held, length)
                 continue
 
-            def aligned(position: int, start: int = window.sink, group: int = group) -> int:
+            def aligned(position: int, start: int = window.first, group: int = group) -> int:
                 return start + max(0, position - start) // group * group
 
             stop = min(held, length)
@@ -247,8 +247,9 @@ class PagedCache:
                 seq.requantized_from = first if seq.requantized_from is None else min(seq.requantized_from, first)
             if first < stop:
                 pages = torch.tensor(seq.pages, device=self.device)
-                for layer in layers:
-                    refill(self.stores[layer], name, pages, seq.overlay_row, first, stop)
+                here = max(first, min(seq.sinks, stop))  # sinks that are held stay as they are
+                for layer in layers if here < stop else ():
+                    refill(self.stores[layer], name, pages, seq.overlay_row, here, stop)
             seq.ring_start[name] = min(held, first)
         self.retract(seq, length)
 

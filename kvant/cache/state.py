@@ -112,7 +112,7 @@ def _sequence(item: Any, row: int, cache: PagedCache, count: int) -> Sequence:
     for name, stream in layout.recipe.streams.items():
         window, group = stream.window, stream.codec.group_tokens
         first = ring_start[name]
-        if stream.groupwise and first > window.packed_end(length) and (first - window.sink) % group:
+        if stream.groupwise and first > window.packed_end(length) and (first - window.first) % group:
             raise Wrong("the ring of a sequence starts inside a group")
     if layout.recipe.origin and not slid and sinks != min(length, layout.recipe.origin):
         raise Wrong("sinks of a sequence are in no page and in no overlay")

@@ -143,6 +143,10 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
         size = min(CPU_CACHE, _free_memory() // 4)
         say(f"--kv-cache-memory-bytes {size}: {human_bytes(size)} of memory for pages")
         options += ["--kv-cache-memory-bytes", str(size)]
+    for option in vllm_options(source, kvant):
+        if not given & {option, option.replace("--no-", "--")}:  # what is given against it, the engine refuses
+            say(f"{option}: the recipe is fitted on each request's own prompt")
+            options.append(option)
     window = overlay_bytes(source, kvant)
     if (
         not cpu and window and "--max-num-seqs" not in given
@@ -202,7 +206,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     chosen = [whole] if isinstance(whole, MixedRecipe) else each
     for recipe in each:
         options.check(recipe)
-        Layout.of(recipe, shape.heads, shape.head_dim, options.PAGE_TOKENS)
+        Layout.of(recipe, shape.heads, shape.head_dim, options.page_tokens(recipe))
     fitted = [recipe for recipe in chosen if recipe.calibrated]
     if not fitted and args.artifact:
         raise ValueError(f"--artifact: recipe {chosen[0].name} takes no artifact")
@@ -263,6 +267,17 @@ def _handed_over(found: LocatedArtifact) -> str:
     return str(Path(path).absolute())
 
 
+def vllm_options(source: str, kvant: dict[str, Any]) -> list[str]:
+    """Options of vLLM that the recipes need."""
+    import transformers
+
+    from kvant.shape import ModelShape
+
+    shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source))
+    alone = any(recipe.not_prefix_safe for recipe in _recipes(shape, kvant))
+    return ["--no-enable-prefix-caching", "--no-enable-chunked-prefill"] if alone else []
+
+
 def overlay_bytes(source: str, kvant: dict[str, Any]) -> int:
     """Bytes of a sequence's overlay rows in all layers."""
     import transformers
@@ -272,8 +287,8 @@ def overlay_bytes(source: str, kvant: dict[str, Any]) -> int:
     from kvant.shape import ModelShape
 
     shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source))
-    layouts = (Layout.of(each, shape.heads, shape.head_dim, options.PAGE_TOKENS) for each in _recipes(shape, kvant))
-    return sum(layout.overlay_bytes for layout in layouts)
+    each = _recipes(shape, kvant)
+    return sum(Layout.of(one, shape.heads, shape.head_dim, options.page_tokens(one)).overlay_bytes for one in each)
 
 
 def _recipes(shape: Any, kvant: dict[str, Any]) -> tuple[Recipe, ...]:

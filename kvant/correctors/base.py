@@ -20,10 +20,10 @@ Tensor = torch.Tensor
 class Progress(NamedTuple):
     """How far a sequence has come when new tokens arrive."""
 
-    first: int  # the first token after the sinks that is not packed yet
+    first: int  # the first token of the groups that is not packed yet
     before: int  # tokens before the new ones
     total: int  # tokens with the new ones
-    sink: int
+    sink: int  # the first token of the first group: the number of sinks, unless groups begin before their end
     ring: int  # tokens after the sinks that are held in full precision
     group: int  # tokens that are coded together
 

@@ -103,8 +103,8 @@ def _progress(name: StreamName, stream: Stream, batch: PagedBatch, b: int) -> Pr
     window, group = stream.window, stream.codec.group_tokens
     total = int(batch.seq_lens[b])
     before = total - int(batch.query_start_loc[b + 1] - batch.query_start_loc[b])
-    first = max(window.sink, window.packed_end(before), int(batch.ring_start[name][b]))
-    return Progress(first, before, total, window.sink, window.ring, group)
+    first = max(window.first, window.packed_end(before), int(batch.ring_start[name][b]))
+    return Progress(first, before, total, window.first, window.ring, group)
 
 
 def _unpacked(

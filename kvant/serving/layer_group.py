@@ -10,8 +10,9 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops import Implementation, LayerStore
 from kvant.ops.registry import Op
-from kvant.ops.types import empty_overlay
+from kvant.ops.types import empty_overlay, empty_states
 from kvant.serving.overlay import without_windows
+from kvant.serving.step import Part
 
 Tensor = torch.Tensor
 
@@ -23,7 +24,7 @@ class LayerGroup:
     layout: Layout
     names: list[str]
     stores: list[LayerStore]
-    pages_only: list[LayerStore]  # the same pages, without overlays
+    pages_only: list[LayerStore]  # the same pages, without overlays; or with rows of their own, see `append_pages`
     overlays: dict[StreamName, Tensor]  # [layers, rows + 1, tokens, heads, head_dim]
     ops: dict[Op, Implementation]
     drafts: int  # tokens that a step may write and the next one take back
@@ -38,6 +39,37 @@ class LayerGroup:
 
         with sharing_counters(self.counters):
             return self.ops["decode"].run(*args, **options)
+
+    def append(self, store: LayerStore, query: Tensor, key: Tensor, value: Tensor, part: Part) -> None:
+        """The operation append, of a part of a step's new tokens. Correctors also learn from the queries."""
+        options = {"query": query[part.tokens]} if self.layout.recipe.wants_queries else {}
+        self.ops["append"].run(store, key[part.tokens], value[part.tokens], part.batch, **options)
+
+    def append_pages(self, place: int, query: Tensor, key: Tensor, value: Tensor, part: Part) -> None:
+        """Writes the pages of a layer, and leaves its overlay rows as they are until `append_overlays`: attention reads them first.
+
+        Groups of tokens are coded from the tail, which is in the overlay row, and the new tokens. So the rows are copied, and the
+        tokens are appended to the copies."""
+        if self.groupwise:
+            count, rows = len(part.batch.overlay_rows), part.batch.overlay_rows
+            for mine, theirs in zip(self.pages_only[place].owned, self.stores[place].owned, strict=True):
+                torch.index_select(theirs, 0, rows, out=mine[:count])
+            part = part._replace(batch=part.batch._replace(overlay_rows=torch.arange(count, device=rows.device)))
+        self.append(self.pages_only[place], query, key, value, part)
+
+    def append_overlays(self, place: int, query: Tensor, key: Tensor, value: Tensor, part: Part) -> None:
+        """Writes the overlay rows of a part whose pages `append_pages` has written, in the same layer and step."""
+        if not self.groupwise:
+            self.append(self.stores[place], query, key, value, part)
+            return
+        rows = part.batch.overlay_rows
+        for mine, theirs in zip(self.pages_only[place].owned, self.stores[place].owned, strict=True):
+            theirs.index_copy_(0, rows, mine[: len(rows)])
+
+    @property
+    def groupwise(self) -> bool:
+        """Whether a stream codes groups of tokens."""
+        return any(stream.groupwise for stream in self.layout.recipe.streams.values())
 
     @property
     def has_overlay(self) -> bool:
@@ -59,6 +91,22 @@ class LayerGroup:
 def layered_overlay(layout: Layout, name: StreamName, layers: int, rows: int, device: torch.device) -> Tensor:
     one = empty_overlay(layout, name, 1, device)
     return one.new_zeros(layers, rows, *one.shape[1:])
+
+
+def layered_states(layout: Layout, layers: int, rows: int, device: torch.device) -> dict[StreamName, Tensor]:
+    """What correctors remember: [layers, rows, heads, ...]."""
+    return {name: x.new_zeros(layers, rows, *x.shape[1:]) for name, x in empty_states(layout, 1, device).items()}
+
+
+def copied_rows(layout: Layout, rows: int, device: torch.device) -> tuple[dict[StreamName, Tensor], ...]:
+    """Rows for `LayerGroup.append_pages`, which layers share: overlays and what correctors remember."""
+    overlays = {name: layered_overlay(layout, name, 1, rows, device)[0] for name in layout.recipe.streams}
+    return overlays, {name: states[0] for name, states in layered_states(layout, 1, rows, device).items()}
+
+
+def with_rows(store: LayerStore, overlays: dict[StreamName, Tensor], states: dict[StreamName, Tensor]) -> LayerStore:
+    """The same pages with other overlay rows."""
+    return dataclasses.replace(store, overlays=overlays, states=states, derived={})
 
 
 def pages_only(store: LayerStore) -> LayerStore:

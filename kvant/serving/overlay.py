@@ -17,6 +17,10 @@ A sequence that is not found (it is new, was preempted, or begins behind a share
 row holds its tokens from there on; those before are read from their pages, except the sinks, which are copied from a row whose
 sequence begins with the same physical page.
 
+Where a stream codes groups of tokens, the row also holds the tail, the tokens of the unfinished group, which are nowhere else; and
+what a corrector remembers. Pages end where groups end, and so do prefix hits: a sequence that begins behind one needs no tail. A
+sequence that goes on inside a page has to find its row. Where it does not, `check` raises an error: its next group would be wrong.
+
 Speculative decoding takes tokens back: a step begins before the end of the step before, but after its first token. The ring then has
 as many places more than recent tokens as there are drafts (`Window.rollback`), so that no draft overwrites a token that is needed
 when the draft is rejected.
@@ -39,6 +43,7 @@ from kvant.ops.cuda.copy_rows import copy_rows
 from kvant.recipe import Recipe, Window
 
 Tensor = torch.Tensor
+NO_UNIT = 1 << 30  # more tokens than a sequence has
 
 
 def fused(device: torch.device) -> bool:
@@ -54,6 +59,14 @@ def without_windows(recipe: Recipe) -> Recipe:
 def with_rollback(recipe: Recipe, drafts: int) -> Recipe:
     """The recipe with rings that still hold all recent tokens when so many drafts are taken back."""
     windows = {name: dataclasses.replace(stream.window, rollback=drafts) for name, stream in recipe.streams.items()}
+    return _with_windows(recipe, windows)
+
+
+def from_first_token(recipe: Recipe) -> Recipe:
+    """The recipe with groups of tokens that begin at the first token, as a server's blocks do; sinks are coded with the others."""
+    if not any(stream.groupwise for stream in recipe.streams.values()):
+        return recipe
+    windows = {name: dataclasses.replace(stream.window, shift=False) for name, stream in recipe.streams.items()}
     return _with_windows(recipe, windows)
 
 
@@ -90,6 +103,14 @@ class OverlayRows:
         for stream in layout.recipe.streams.values():
             spare = stream.window.ring - stream.window.recent
             assert spare >= drafts or not stream.window.recent, (stream.window, drafts)
+            whole = (
+                not stream.window.first and layout.page_tokens % stream.window.flush == 0 and not stream.window.recent
+            )
+            assert whole or not stream.groupwise, "a full page must hold whole groups of tokens"
+        # Without its row, a sequence may go on at multiples of so many tokens only; 0: anywhere.
+        self.unit = 0
+        if any(stream.groupwise for stream in layout.recipe.streams.values()):
+            self.unit = layout.page_tokens if layout.recipe.not_prefix_safe is None else NO_UNIT
 
         def column(count: int, value: int) -> Tensor:
             return torch.full((count,), value, dtype=torch.int64, device=self.device)
@@ -108,12 +129,16 @@ class OverlayRows:
         self.begun = column(self.rows + 1, 0)  # first token that its last step wrote
         self.used = column(self.rows + 1, 0)  # step that used it last
         self.clock = 0
+        # on the host: 1 from the step on in which a sequence did not find the row with its tail
+        self.lost = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         # copies of a step: on a GPU at most so many, so that the host need not know how many
         self.copies = None if self.device.type == "cpu" else overlay_step.COPIES
         self.kernel: overlay_step.Overlays | None = None
         if fused(self.device):
             state = {name: getattr(self, name) for name in overlay_step.STATE}
-            self.kernel = overlay_step.Overlays(state, overlays, layout.page_tokens, self.sink, drafts)
+            self.kernel = overlay_step.Overlays(
+                state, overlays, layout.page_tokens, self.sink, drafts, self.unit, self.lost
+            )
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +149,7 @@ class OverlayRows:
     ) -> OverlayMatch:
         """Finds the rows of a step's sequences, and records the step. Arguments are those of a PagedBatch. `late`: the caller will
         call `finish_sinks`; otherwise sinks that this very step writes are copied in the next step."""
+        self.check()
         if self.kernel is not None:
             inputs = overlay_step.Inputs(table, seq_lens, query_start_loc, slot_mapping)
             out = overlay_step.Outputs.allocate(len(seq_lens), table.shape[1], len(slot_mapping), self.device)
@@ -132,6 +158,7 @@ class OverlayRows:
 
     def step_by(self, launch: overlay_step.Launcher, inputs: overlay_step.Inputs, late: bool) -> OverlayMatch:
         """As `step`, by the kernel, into the tensors of a launcher; these get the step's metadata, too."""
+        self.check()
         assert self.kernel is not None and launch.overlays is self.kernel
         self.clock += 1
         launch(inputs, self.clock, late)
@@ -162,6 +189,10 @@ class OverlayRows:
         self._copy(*self._chosen(tied, found, overlay_rows))
         held = torch.where(tied, torch.minimum(self.held[found], before), held)
         ring_start = torch.where(matched | tied, self.ring_start[found], before)
+        if self.unit:
+            # a server that captures a step invents sequences: they write nothing, or lie in its first page, which is nobody's
+            new = slot_mapping[query_start_loc[:-1].clamp_max(len(slot_mapping) - 1)] >= 0
+            self._check_tails(real & new & (first > 0) & (ring_start > before - before % self.unit))
         wanted = before.clamp_max(sink)
         whole = real & (held == wanted)
         after = torch.where(whole, seq_lens.clamp_max(sink), held)
@@ -207,6 +238,20 @@ class OverlayRows:
             -1
         )  # the row of padding is no sequence's; assigning a number would wait for the device
         return OverlayMatch(overlay_rows, after, ring_start, source, target)
+
+    def check(self) -> None:
+        """Raises an error where a sequence of an earlier step, or on a CPU of this one, did not find the row with its tail."""
+        if self.lost.item():
+            raise RuntimeError(
+                "kvant lost the full-precision tokens of a running sequence: its unfinished group of tokens cannot be coded. There "
+                f"are {self.rows} overlay rows; give more (spare_overlay_rows), or a recipe that codes tokens one by one"
+            )
+
+    def _check_tails(self, lost: Tensor) -> None:
+        """Notes sequences without their tails. On a GPU nothing waits: a later step finds the note."""
+        self.lost.copy_((self.lost.to(lost.device) | lost.any()).int(), non_blocking=True)
+        if self.device.type == "cpu":
+            self.check()
 
     def finish_sinks(self, layer: int, match: OverlayMatch) -> None:
         """Copies the sinks that this very step has written, in one layer."""

@@ -5,7 +5,8 @@ follows from two facts. A prefill reads the history of its sequence as it was be
 recent tokens. And a server may let a sequence share a page that another one writes in this very step, so all pages are written
 before anything is read. Hence the order: first pages and overlays of decodes and of prefills without history, and the pages alone of
 the other prefills; then attention; then the overlays of those other prefills. Each append is given a range of consecutive tokens, so
-that as few tokens as possible are packed and not stored.
+that as few tokens as possible are packed and not stored; or, where tokens are coded in groups and none of a sequence's can be left
+out, the tokens of some sequences.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ Tensor = torch.Tensor
 
 
 class Part(NamedTuple):
-    """Consecutive sequences of a step, and the range of their new tokens. Tokens with slot -1 are not written."""
+    """Some sequences of a step, and their new tokens: a range where the sequences are consecutive, otherwise indices, int64. Tokens
+    with slot -1 are not written."""
 
-    tokens: slice
+    tokens: slice | Tensor
     batch: PagedBatch
 
 
@@ -58,9 +60,10 @@ class Step:
             ring_start,
         )
 
-    def split(self, host_starts: Tensor, host_lens: Tensor, ring: bool) -> None:
+    def split(self, host_starts: Tensor, host_lens: Tensor, ring: bool, groupwise: bool = False) -> None:
         """Fills in what concerns prefills. `host_starts` is query_start_loc of all sequences and `host_lens` seq_lens of the
-        prefills, both int64 on the host. `ring`: the recipe keeps recent tokens in full precision."""
+        prefills, both int64 on the host. `ring`: the recipe keeps recent tokens in full precision. `groupwise`: it codes groups of
+        tokens, of which an append may leave out none."""
         batch, first, count = self.batch, self.decodes, len(host_starts) - 1
         query_start_loc = host_starts[first:] - host_starts[first]
         older = host_lens > query_start_loc.diff()
@@ -82,7 +85,12 @@ class Step:
         around = ((0, low), (high, count))
         self.appends = [part_of(batch, host_starts, i, j) for i, j in around if host_starts[i] < host_starts[j]]
         self.last = part
-        if len(places) < high - low:  # prefills without history lie between those with one
+        if len(places) < high - low and groupwise:
+            others = torch.tensor(sorted({*range(low, high)} - {*places.tolist()}))
+            self.appends.append(part_of_some(batch, host_starts, others))
+            self.last = part_of_some(batch, host_starts, places)
+        elif len(places) < high - low:  # prefills without history lie between those with one
+            assert isinstance(part.tokens, slice)
             mask = torch.zeros(part.tokens.stop - part.tokens.start, dtype=torch.bool)
             for b in places.tolist():
                 begin, end = int(host_starts[b]), int(host_starts[b + 1])
@@ -102,6 +110,24 @@ def part_of(batch: PagedBatch, host: Tensor, first: int, last: int) -> Part:
         seq_lens=batch.seq_lens[at],
         slot_mapping=batch.slot_mapping[tokens],
         query_start_loc=batch.query_start_loc[first : last + 1] - tokens.start,
+        overlay_rows=batch.overlay_rows[at],
+        sinks=batch.sinks[at],
+        ring_start={name: ring_start[at] for name, ring_start in batch.ring_start.items()},
+    )
+    return Part(tokens, part)
+
+
+def part_of_some(batch: PagedBatch, host: Tensor, places: Tensor) -> Part:
+    """The sequences of a batch at these places, int64 on the host; `host` is its query_start_loc on the host."""
+    device = batch.slot_mapping.device
+    tokens = torch.cat([torch.arange(int(host[b]), int(host[b + 1])) for b in places.tolist()]).to(device)
+    starts = torch.nn.functional.pad(host.diff()[places].cumsum(0), (1, 0)).to(device)
+    at = places.to(device)
+    part = batch._replace(
+        block_table=batch.block_table[at],
+        seq_lens=batch.seq_lens[at],
+        slot_mapping=batch.slot_mapping[tokens],
+        query_start_loc=starts,
         overlay_rows=batch.overlay_rows[at],
         sinks=batch.sinks[at],
         ring_start={name: ring_start[at] for name, ring_start in batch.ring_start.items()},

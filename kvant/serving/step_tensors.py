@@ -60,6 +60,11 @@ class StepTensors:
         out, (table, seq_lens, query_start_loc, slot_mapping) = self.out, inputs
         table = table[:, : out.table.shape[1]]
         out.table[: len(table), : table.shape[1]] = table
+        if overlay is not None and overlay.unit and len(slot_mapping):
+            # groups of tokens are written by the table: who writes nothing gets the server's first page, which is nobody's
+            first = query_start_loc[:-1].long()
+            invented = (first < len(slot_mapping)) & (slot_mapping[first.clamp_max(len(slot_mapping) - 1)] < 0)
+            out.table[: len(table)].masked_fill_(invented[:, None], 0)
         for to, x, padding in (
             (out.seq_lens, seq_lens, 0),
             (out.query_start_loc, query_start_loc, None),

@@ -16,7 +16,7 @@ from kvant.ops import Implementation, LayerStore, PagedBatch
 from kvant.ops.cuda.prefill import JOINED_TOKENS
 from kvant.ops.memory import allocated_by
 from kvant.ops.registry import Op
-from kvant.ops.types import empty_overlay
+from kvant.ops.types import empty_overlay, empty_states
 
 Tensor = torch.Tensor
 HISTORY = 16384 + 64  # tokens that are appended: appends of many tokens use another kernel than those of few
@@ -52,6 +52,7 @@ def warm_up(
         store,
         pages=torch.zeros(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
         overlays={name: empty_overlay(layout, name, 1, device).zero_() for name in layout.recipe.streams},
+        states={name: state.zero_() for name, state in empty_states(layout, 1, device).items()},
         derived={},
     )
 
@@ -77,7 +78,9 @@ def warm_up(
     needed = [0]
     for first, last in ((0, history), (history, history + 1)):
         x = rows(last - first, layout.heads)
-        needed.append(allocated_by(partial(ops["append"].run, scratch, x, x, batch(first, last)), device))
+        more_options = {"query": rows(last - first, query_heads)} if layout.recipe.wants_queries else {}
+        append = partial(ops["append"].run, scratch, x, x, batch(first, last), **more_options)
+        needed.append(allocated_by(append, device))
     if not reads:
         return max(needed)
     for count in sorted({1, largest.sequences}):  # low and high batch sizes may use different kernels

@@ -505,11 +505,14 @@ def test_an_odd_number_of_rotated_pairs_is_refused() -> None:
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {}),
         ("kitty:k.boost=1.0", 4, 64, {}),
         ("squat", 1, 64, {}),
+        ("kivi-k2v2-sink:shift=false", 4, 64, {"page": 128}),
+        ("kitty-pro:k.group=64,k.flush=64,v.recent=40,sink=9,shift=false", 4, 64, {}),
     ],
 )
 def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, float]) -> None:
     """Keys per channel over groups of tokens, with tails of all lengths; then cut, so that keys wait where values are packed."""
-    cache, seqs = filled(name, 2, group, dim, [1, 63, 130, 300])
+    options = dict(options)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 130, 300], page=options.pop("page", None))  # type: ignore[arg-type]
     for cut in (0, 111):
         for seq in seqs:
             cache.crop(seq, max(1, seq.length - cut))
@@ -539,10 +542,17 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         ("kivi-k2v2:k.bits=3,k.flush=32,v.bits=3,v.group=16", 64),
         ("kitty-pro:k.group=32,k.flush=64,v.recent=40,sink=2", 64),
         ("kitty:k.group=64,k.flush=64,sink=0", 128),
+        ("kitty-pro:k.group=64,k.flush=64,v.recent=40,sink=9,shift=false", 64),
     ],
 )
 def test_append(name: str, dim: int) -> None:
     check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
+
+
+@pytest.mark.parametrize("name", ["kivi-k2v2-sink:shift=false", "kitty-pro:k.group=64,k.flush=64,sink=9"])
+def test_a_step_of_groups_may_be_padded(name: str) -> None:
+    """As a graph of a server's decode step is: sequences of no tokens, and tokens of no sequence."""
+    test_cuda.check_padded_step(name, "cpu")
 
 
 @pytest.mark.few(2)

@@ -7,7 +7,8 @@ import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops.types import empty_overlay
-from kvant.serving.overlay import OverlayRows, with_rollback
+from kvant.recipes import get
+from kvant.serving.overlay import OverlayRows, from_first_token, with_rollback
 from tests.serving.schedules import PAGE, Part, Read, Schedule, draw_schedule, reads, windowed
 
 NAMES: tuple[StreamName, StreamName] = ("key", "value")
@@ -49,6 +50,57 @@ def test_few_rows(seed: int) -> None:
     """With no more rows than sequences, windows may be lost, but none is ever another's."""
     seen = missing(reads(draw_schedule(seed, 24, 3, 5), 4, 24, rows=5), 4)
     assert seen["recent"] < seen["reads"] // 2, seen
+
+
+def grouped(device: str, drafts: int = 0, rows: int = 2, recipe: str = "kivi-k2v2-sink:k.flush=64") -> OverlayRows:
+    """Overlay rows for sequences whose keys are coded in groups, in pages of 64 tokens."""
+    layout = Layout.of(with_rollback(from_first_token(get(recipe)), drafts), 1, 32, PAGE, dtype="bfloat16")
+    overlays = {name: empty_overlay(layout, name, 2 * (rows + 1), device).unflatten(0, (2, rows + 1)) for name in NAMES}
+    return OverlayRows(layout, 20, overlays, drafts)
+
+
+def described(parts: list[tuple[list[int], int, int]], device: str, written: bool = True) -> list[torch.Tensor]:
+    """Sequences as (block table, tokens before, tokens after): table, seq_lens, query_start_loc, slot_mapping."""
+    width = max(len(table) for table, _, _ in parts)
+    slots = [table[p // PAGE] * PAGE + p % PAGE if written else -1 for table, a, b in parts for p in range(a, b)]
+    counts = torch.tensor([0] + [b - a for _, a, b in parts])
+    tables = torch.tensor([table + [0] * (width - len(table)) for table, _, _ in parts])
+    return [x.to(device) for x in (tables, torch.tensor([b for *_, b in parts]), counts.cumsum(0), torch.tensor(slots))]
+
+
+def check_lost(device: str) -> None:
+    """A sequence that goes on inside a block finds its row, or an error tells; at the end of a block it needs none."""
+
+    def step(rows: OverlayRows, *parts: tuple[list[int], int, int], written: bool = True) -> None:
+        rows.step(*described(list(parts), device, written))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        rows.check()  # by a kernel, the next step would find it
+
+    rows = grouped(device)
+    step(rows, ([1, 2], 0, 70))
+    step(rows, ([1, 2], 70, 71), ([1, 3], 64, 90))  # the second behind a prefix hit
+    step(rows, ([4], 0, 10))  # takes the row of the first
+    step(rows, ([1, 3], 90, 91))
+    step(rows, ([1, 2], 71, 72), written=False)  # one that a server invents to measure a step
+    step(rows, ([0, 0], 71, 72))  # and one in its first page
+    with pytest.raises(RuntimeError, match="lost the full-precision tokens of a running sequence"):
+        step(rows, ([1, 2], 71, 72))
+    rows = grouped(device, recipe="squat:k.flush=64")  # what it has learnt is nowhere else, whatever the length
+    step(rows, ([1], 0, 64))
+    step(rows, ([1, 2], 64, 65))
+    with pytest.raises(RuntimeError, match="lost"):
+        step(rows, ([5, 6], 64, 65))
+
+
+def test_a_tail_that_is_lost_is_an_error() -> None:
+    check_lost("cpu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_tail_that_is_lost_is_an_error_on_a_gpu() -> None:
+    check_lost("cuda")
 
 
 # --- single cases, each of which was once read wrong ---------------------------------------------------------------

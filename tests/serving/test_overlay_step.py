@@ -128,6 +128,36 @@ def check_history(
     return twins.seen
 
 
+@needs_compiler
+def test_a_tail_that_is_lost_is_an_error(emulator: pytest.MonkeyPatch) -> None:
+    test_overlay.check_lost("cpu")
+
+
+def check_invented(device: str) -> None:
+    """Groups of tokens are written by the table: a sequence that writes nothing, and padding, get the first page."""
+    rows, tensors = test_overlay.grouped(device), StepTensors(4, 3, 300, PAGE, torch.device(device))
+    step = test_overlay.described([([1, 2], 0, 70), ([3, 4, 5], 129, 130)], device)
+    step[3][70:] = -1
+    batch, _ = tensors.prepare(Inputs(*step), rows, True)
+    assert batch.block_table[0, :2].tolist() == [1, 2] and batch.block_table[1].tolist() == [0, 0, 0]
+    if device == "cuda":
+        torch.cuda.synchronize()
+    rows.check()
+
+
+@needs_compiler
+def test_a_sequence_that_writes_nothing_has_the_first_page(emulator: pytest.MonkeyPatch) -> None:
+    check_invented("cpu")
+    emulator.setattr(step_tensors, "fused", lambda device: False)
+    check_invented("cpu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_sequence_that_writes_nothing_has_the_first_page_on_a_gpu() -> None:
+    check_invented("cuda")
+
+
 # --- on a CPU -----------------------------------------------------------------------------------------------------------
 
 

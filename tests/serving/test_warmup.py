@@ -12,15 +12,20 @@ from kvant import recipes
 from kvant.bench.synthetic import Shape, fitted
 from kvant.layout import Layout
 from kvant.ops import OPS, LayerStore, choose
-from kvant.serving.overlay import without_windows
+from kvant.serving.overlay import from_first_token, without_windows
 from kvant.serving.warmup import LargestStep, warm_up
 from tests.calibrate.synthetic import rope_of
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "oscar", "kvant-2", "vecinfer-2"])
-@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        *((name, windows) for name in ("saw-int4", "oscar", "kvant-2", "vecinfer-2") for windows in (True, False)),
+        *((name, True) for name in ("kitty-pro", "squat")),
+    ],
+)
 def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -> None:
-    recipe = recipes.get(name) if windows else without_windows(recipes.get(name))
+    recipe = from_first_token(recipes.get(name)) if windows else without_windows(recipes.get(name))
     layout = Layout.of(recipe, 2, 64, dtype="float32")
     tensors = fitted(recipe, Shape(1, 1, 4, 2, 64, "float32"), "cpu")
     store = LayerStore.allocate(layout, 0, 0, "cpu", tensors, rope_of(64) if recipe.wants_rope else None)
@@ -42,4 +47,4 @@ def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -
     assert called == [(*call, True) for call in expected]
     warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150, reads=False)
     assert [call[:2] for call in called[len(expected) :]] == expected[:2]
-    assert store.pages.numel() == 0 and not store.derived
+    assert store.pages.numel() == 0 and not store.derived and not any(state.numel() for state in store.states.values())

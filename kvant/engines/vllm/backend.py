@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from kvant.engines.vllm import flash, folding, versions
 from kvant.engines.vllm.bind import bind
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
-from kvant.engines.vllm.options import PAGE_TOKENS
+from kvant.engines.vllm.options import named_page_tokens
 from kvant.ops import LayerStore
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.varlen_prefill import varlen_prefill
@@ -32,6 +32,7 @@ class KvantBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
     token_bytes: ClassVar[int | None] = None  # bytes of one token and head
+    page_tokens: ClassVar[int | None] = None  # tokens of a page
 
     @staticmethod
     def get_name() -> str:
@@ -45,9 +46,11 @@ class KvantBackend(AttentionBackend):
     def get_builder_cls() -> type[Any]:
         return KvantBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [PAGE_TOKENS]
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        if cls.page_tokens is not None:
+            return [cls.page_tokens]
+        return [named_page_tokens(get_current_vllm_config().additional_config)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -92,7 +95,8 @@ def backend_for(layers: LayerGroup) -> type[KvantBackend]:
     """The backend class of a group of layers. vLLM distinguishes backends by their names."""
     recipe = layers.layout.recipe
     name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
-    members = {"token_bytes": layers.token_bytes, "__module__": __name__, "__qualname__": name}
+    members: dict[str, Any] = {"token_bytes": layers.token_bytes, "page_tokens": layers.layout.page_tokens}
+    members |= {"__module__": __name__, "__qualname__": name}
     return type(name, (KvantBackend,), members)
 
 
@@ -191,15 +195,15 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         step, layers = attn_metadata, self.layers
         assert layers is not None and output_scale is None and output_block_scale is None
         store = self._store(kv_cache)
-        append, decode = layers.ops["append"].run, layers.decode
+        decode = layers.decode
         q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
         for part in step.appends:
-            append(store, k[part.tokens], v[part.tokens], part.batch)
-        if step.last is not None:
-            append(layers.pages_only[self.place], k[step.last.tokens], v[step.last.tokens], step.last.batch)
+            layers.append(store, q, k, v, part)
         if step.match is not None and step.overlay is not None:
             step.overlay.finish_sinks(self.place, step.match)
+        if step.last is not None:  # after the sinks: rows may be copied, see append_pages
+            layers.append_pages(self.place, q, k, v, step.last)
         if step.prefill is None:
             n = len(step.batch.seq_lens)
             out[:n] = decode(store, q[:n], step.batch, **options)
@@ -213,7 +217,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         if n:
             out[:n] = decode(store, q[:n], step.decoding, **options)
         if step.last is not None:
-            append(store, k[step.last.tokens], v[step.last.tokens], step.last.batch)
+            layers.append_overlays(self.place, q, k, v, step.last)
         return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -22,8 +23,8 @@ from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
 from kvant.recipe import Recipe
-from kvant.serving.layer_group import LayerGroup, layered_overlay, pages_only
-from kvant.serving.overlay import with_rollback
+from kvant.serving.layer_group import LayerGroup, copied_rows, layered_overlay, layered_states, pages_only, with_rows
+from kvant.serving.overlay import from_first_token, with_rollback
 from kvant.serving.tp_shard import shard_heads, shard_tensors
 from kvant.serving.warmup import LargestStep, warm_up
 
@@ -31,9 +32,36 @@ Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
 
 
-def check_block(size: int) -> None:
-    if size % PAGE_TOKENS:
-        raise ValueError(f"block_size must be a multiple of {PAGE_TOKENS}, got {size}")
+def check_block(size: int, page_tokens: int = PAGE_TOKENS) -> None:
+    if size % page_tokens:
+        raise ValueError(f"block_size must be a multiple of {page_tokens}, got {size}")
+
+
+def check_groups(config: Any, recipe: Recipe, drafts: int) -> None:
+    """Refuses a vLLM configuration with which a recipe that codes groups of tokens would not be exact."""
+    if not any(stream.groupwise for stream in recipe.streams.values()):
+        return
+    if getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1:
+        raise ValueError(
+            f"recipe {recipe.name} is not served with pipeline_parallel_size > 1: it codes groups of tokens, and a sequence that is "
+            "left out of a step could lose its unfinished group"
+        )
+    if recipe.wants_queries and drafts:
+        raise ValueError(
+            f"recipe {recipe.name} is not served with speculation: it learns from queries, and cannot forget those of rejected drafts"
+        )
+    reason, scheduler = recipe.not_prefix_safe, config.scheduler_config
+    if reason is None:
+        return
+    if config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            f"recipe {recipe.name} cannot share blocks between requests: {reason}; enable_prefix_caching must be false"
+        )
+    if scheduler.enable_chunked_prefill or getattr(scheduler, "long_prefill_token_threshold", 0):
+        raise ValueError(
+            f"recipe {recipe.name} needs prompts as a whole: {reason}, and how a prompt is cut depends on the server's load; "
+            "enable_chunked_prefill must be false, and long_prefill_token_threshold 0"
+        )
 
 
 def check_config(config: Any) -> int:
@@ -77,6 +105,11 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     fingerprint = functools.cache(lambda: _fingerprint(config))
     chosen = Options.of(config.additional_config, count, lambda: fingerprint()[0])
+    for recipe in dict.fromkeys(chosen.layers):
+        options.check(recipe)
+        check_groups(config, recipe, drafts)
+    if config.cache_config.user_specified_block_size:
+        check_block(config.cache_config.block_size, chosen.page_tokens)
     named, reason = fingerprint()
     if named is None and any("fingerprint" in each.source for each in chosen.artifacts):
         logger.warning_once(
@@ -98,33 +131,40 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         groups.setdefault((chosen.layers[index], layer.num_heads, layer.head_size), []).append(name)
     out = []
     for (recipe, query_heads, head_dim), names in groups.items():
-        options.check(recipe)
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
         options.judge(chosen, recipe, artifact, named, logger.warning_once)
         recipe = _served(config, chosen, recipe, artifact, {name: attention[name] for name in names}, total, heads)
         dtype = str(model.dtype).removeprefix("torch.")
-        recipe = with_rollback(recipe, drafts)
-        layout = Layout.of(recipe, len(heads), head_dim, PAGE_TOKENS, dtype=dtype, device=device)
+        recipe = with_rollback(from_first_token(recipe), drafts)
+        layout = Layout.of(recipe, len(heads), head_dim, chosen.page_tokens, dtype=dtype, device=device)
+        layout = dataclasses.replace(layout, align=layout.page_tokens)  # vLLM counts the bytes of a token
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
         overlays = {name: layered_overlay(layout, name, len(names), rows + 1, device) for name in recipe.streams}
+        states = layered_states(layout, len(names), rows + 1, device)
         stores = []
         for place, name in enumerate(names):
             index = extract_layer_index(name)
             tensors = {} if artifact is None else shard_tensors(artifact.tensors[index], total, heads)
             store = LayerStore.allocate(layout, 0, 0, device, tensors, None if ropes is None else ropes[index])
             store.overlays = {stream: overlay[place] for stream, overlay in overlays.items()}
+            store.states = {stream: state[place] for stream, state in states.items()}
             if device.type == "cuda" and (fused := flash.with_lse()) is not None:
                 store.flash = fused
             stores.append(store)
         ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
-        group = LayerGroup(layout, names, stores, [pages_only(store) for store in stores], overlays, ops, drafts)
+        if any(stream.groupwise for stream in recipe.streams.values()):
+            own = copied_rows(layout, config.scheduler_config.max_num_seqs, device)
+            others = [with_rows(store, *own) for store in stores]
+        else:
+            others = [pages_only(store) for store in stores]
+        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts)
         _tell(group, artifact, rows, rank)
         if device.type == "cuda":
             begin, scheduler = time.perf_counter(), config.scheduler_config
             largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
             softcap = attention[names[0]].impl.softcap
             group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap)
-            if group.ring:  # prefills with a history first append without overlays
+            if group.ring and not group.groupwise:  # prefills with a history first append without overlays
                 warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
             seconds = time.perf_counter() - begin
             if not rank:
@@ -178,7 +218,7 @@ def _tell(group: LayerGroup, artifact: Artifact | None, rows: int, rank: int) ->
     if rank:
         return
     layout = group.layout
-    windows = sum(overlay.nbytes for overlay in group.overlays.values())
+    windows = sum(owned.nbytes for store in group.stores for owned in store.owned)
     logger.info(
         "kvant serves %d layers with recipe %s: %.3f bits per element, artifact %s, kernels %s, pages of %d tokens in %s order, "
         "overlays of %d sequences %s",

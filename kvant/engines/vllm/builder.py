@@ -38,11 +38,11 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        check_block(kv_cache_spec.block_size)
         context = vllm_config.compilation_config.static_forward_context
         self.attention = [context[name] for name in layer_names]
         layers: LayerGroup = self.attention[0].impl.layers
         assert sorted(layers.names) == sorted(layer_names), (layers.names, layer_names)
+        check_block(kv_cache_spec.block_size, layers.layout.page_tokens)
         self.layers, self.device = layers, torch.device(device)
         for store in (
             *layers.stores,
@@ -89,7 +89,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         lens = getattr(m, "seq_lens_cpu_upper_bound", None)
         if self.device.type == "cpu" or lens is None or self.layers.drafts:  # drafts make the bound inexact
             lens = m.seq_lens.cpu()
-        step.split(host, lens[step.decodes : m.num_reqs].long(), self.layers.ring)
+        step.split(host, lens[step.decodes : m.num_reqs].long(), self.layers.ring, self.layers.groupwise)
 
     def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""

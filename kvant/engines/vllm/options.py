@@ -10,6 +10,7 @@ measures nothing: it refuses a recipe whose stored verdict is unfit, and warns o
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from kvant.recipe import MixedRecipe, Recipe
 KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "implementation", "unfit_anyway", "fold")
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
+LARGEST_PAGE = 128
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 
@@ -91,6 +93,11 @@ class Options:
             return self.mixed
         return self.layers[0] if len(set(self.layers)) == 1 else None
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of every layer: layers share block tables."""
+        return max(map(page_tokens, self.layers))
+
     def artifact(
         self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None
     ) -> Artifact | None:
@@ -126,7 +133,10 @@ def default_recipe(artifacts: tuple[Artifact, ...], named: str | None) -> str | 
     for each in [] if named is None else verdicts.verdicts(named):
         if each.recipe.split(":")[0] not in recipes.names():
             continue  # the verdict on a mixed recipe, which its artifact alone names
-        if each.word == "good" and each.artifact in known and refusal(recipes.get(each.recipe)) is None:
+        recipe = recipes.get(each.recipe)
+        if recipe.not_prefix_safe is not None or recipe.origin:
+            continue  # it needs other settings of vLLM than the usual ones, or its groups begin at another token there
+        if each.word == "good" and each.artifact in known and refusal(recipe) is None:
             return each.recipe
     raise ValueError(
         'additional_config["kvant"] has no recipe, and none is known to fit this model: name one as {"kvant": {"recipe": NAME}}; '
@@ -183,18 +193,50 @@ def per_layer(default: str | Recipe | None, ranges: Mapping[str, str] | None, la
     return tuple(recipe or rest.at(layer) for layer, recipe in enumerate(found))  # type: ignore[union-attr]
 
 
+def page_tokens(recipe: Recipe) -> int:
+    """Tokens of a page inside vLLM, which shares whole blocks: of groups that are coded together, no page has a part."""
+    if isinstance(recipe, MixedRecipe):
+        return max(map(page_tokens, recipe.recipes))
+    return math.lcm(PAGE_TOKENS, *(stream.window.flush for stream in recipe.streams.values()))
+
+
+def named_page_tokens(additional: Any) -> int:
+    """Tokens of a page by the names in vLLM's additional_config alone, before the layers are known. What it names wrongly is refused
+    later."""
+    given = additional.get("kvant") if isinstance(additional, Mapping) else None
+    if not isinstance(given, Mapping):
+        return PAGE_TOKENS
+    ranges = given.get("layers")
+    named = [given.get("recipe"), *(ranges.values() if isinstance(ranges, Mapping) else ())]
+    sizes = [PAGE_TOKENS]
+    for name in named:
+        if isinstance(name, str) and name.split(":")[0] in recipes.names():
+            sizes.append(page_tokens(recipes.get(name)))
+    return max(sizes)
+
+
 def refusal(recipe: Recipe) -> str | None:
     """Why a recipe cannot be served inside vLLM, or None where it can."""
     if isinstance(recipe, MixedRecipe):
         return next(filter(None, map(refusal, recipe.recipes)), None)
+    size = page_tokens(recipe)
     for name, stream in recipe.streams.items():
-        if stream.groupwise:
+        if not stream.groupwise:
+            continue
+        if stream.window.recent:
             return (
-                f"its {name}s are coded in groups of {stream.codec.group_tokens} tokens, and the unfinished group of a sequence has "
-                "no place in vLLM's blocks; kvant generate and kvant.Cache serve this recipe"
+                f"its {name}s are coded in groups, and the last {stream.window.recent} are in none: a full block, which vLLM may "
+                "share, would not be complete"
             )
-    if recipe.key.window.sink > PAGE_TOKENS:
-        return f"its {recipe.key.window.sink} sink tokens do not fit into one block of {PAGE_TOKENS} tokens"
+        if size > LARGEST_PAGE:
+            return (
+                f"its {name}s are coded {stream.window.flush} tokens at a time, and a block that ends where they do has {size} "
+                f"tokens, more than {LARGEST_PAGE}"
+            )
+        if getattr(stream.corrector, "shared", False):
+            return f"its {name}s are coded with what the first sequence of a batch asks (shared), and vLLM's batches change"
+    if recipe.key.window.sink > size:
+        return f"its {recipe.key.window.sink} sink tokens do not fit into one block of {size} tokens"
     return None
 
 

@@ -51,6 +51,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
     layout, window = store.layout, store.stream(name).spec.window
     form, tensors = layout.format(name), store.stream(name).codec.tensors
     out = structures.Stream(sink=window.sink, ring=window.ring, flush=window.flush, recent=window.recent)
+    out.first = window.first
     out.overlay_tokens, out.group_tokens = layout.overlay_tokens(name), form.group_tokens
     kept: list[Tensor] = []
 

@@ -55,6 +55,7 @@ OverlayStepArguments = Arguments(
     sink_target=optional("s64", "[COPIES], and where to; `rows` for no copy"),
     late_source=optional("s64", "[COPIES], rows to which this step writes sinks"),
     late_target=optional("s64", "[COPIES], rows that need them; `rows` for no copy"),
+    lost=optional("int", "[1], on the host: set to 1 where a sequence goes on inside `unit` tokens without its row"),
     key=optional("uint4", "[layers, rows + 1, ...], overlays of the keys"),
     value=optional("uint4", "[layers, rows + 1, ...], overlays of the values"),
     key_layer_words=int64("16-byte words from a layer of the keys' overlays to the next"),
@@ -82,6 +83,7 @@ OverlayStepArguments = Arguments(
     layers=int32("layers of the overlays"),
     sink=int32("first tokens of a sequence that its row holds"),
     drafts=int32("tokens that a step may write and the next one take back"),
+    unit=int32("tokens that are coded together; 0 where a sequence may go on anywhere without its row"),
     late=int32("1 where late_source and late_target are wanted"),
 )
 STATE = ("writer", "sink_row", "lease", "last", "length", "first", "held", "ring_start", "begun", "used")
@@ -132,6 +134,8 @@ class Overlays:
         page_tokens: int,
         sink: int,
         drafts: int,
+        unit: int,
+        lost: Tensor,
     ) -> None:
         assert set(state) == set(STATE), sorted(state)
         self.state, self.page_tokens = state, page_tokens
@@ -152,6 +156,8 @@ class Overlays:
             "layers": next(iter(overlays.values())).shape[0],
             "sink": sink,
             "drafts": drafts,
+            "unit": unit,
+            "lost": lost,
         }
 
 
@@ -174,10 +180,10 @@ def _placed(name: str, x: Tensor | None, sink: int) -> dict[str, object]:
 
 
 NO_OVERLAYS: dict[str, object] = {
-    **dict.fromkeys((*STATE, "written", "claimed", *LISTS)),
+    **dict.fromkeys((*STATE, "written", "claimed", *LISTS, "lost")),
     **_placed("key", None, 0),
     **_placed("value", None, 0),
-    **dict.fromkeys(("rows", "layers", "sink", "drafts"), 0),
+    **dict.fromkeys(("rows", "layers", "sink", "drafts", "unit"), 0),
 }
 
 

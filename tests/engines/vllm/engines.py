@@ -14,6 +14,7 @@ from kvant import recipes
 from kvant.artifact import Artifact
 from tests.fitted import made_up_tensors
 
+GROUPS = {"0": "kivi-k2v2-sink", "1": "kitty-pro", "2": "kivi-k4v4", "3": "saw-int4"}  # in blocks of 128 tokens
 LAYERS = {"0": "saw-int4", "1": "oscar", "2": "kvant-2", "3": "vecinfer-2"}
 HEADS, KV_HEADS, DIM, VOCAB = 4, 2, 64, 512
 needs_vllm = pytest.mark.skipif(

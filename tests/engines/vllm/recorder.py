@@ -117,9 +117,11 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
     size = layout.page_tokens
     blocks = len(store.pages)
     # what every slot was last given, in full precision; and the step that gave it
-    shadow = {name: torch.full((blocks * size, layout.heads, layout.head_dim), float("nan")) for name in NAMES}
+    heads = {"key": layout.heads, "value": layout.heads, "query": impl.num_heads}
+    shadow = {name: torch.full((blocks * size, count, layout.head_dim), float("nan")) for name, count in heads.items()}
     written = torch.full((blocks * size,), -1)
-    append, decode, prefill = (impl.layers.ops[op].run for op in ("append", "decode", "prefill"))
+    append = functools.partial(_append, impl.layers.ops["append"].run)
+    decode, prefill = (impl.layers.ops[op].run for op in ("decode", "prefill"))
     options = {"scale": impl.scale, "softcap": impl.softcap}
     sink = layout.recipe.key.window.sink
     previous: dict[tuple[int, ...], int] = {}
@@ -131,7 +133,7 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
         )
         for pages, n, first, last in batch:  # everything is written before anything is read
             slots = _slots(pages, n - (last - first), n, size)
-            for name in NAMES:
+            for name in heads:
                 shadow[name][slots] = call.tensors[name][first:last].float()
             written[slots] = number
             starts = {slot // size for slot in slots.tolist() if slot % size == 0}
@@ -143,26 +145,26 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
                 continue
             before = n - count
             all_slots = _slots(pages, 0, n, size)
-            k, v = (shadow[name][all_slots] for name in NAMES)
+            tokens = tuple(shadow[name][all_slots] for name in (*NAMES, "query"))
+            k, given = tokens[0], written[all_slots]
             assert not k.isnan().any(), "a sequence has a token that nobody wrote"
             plain = _plain(store, n)
-            whole = _batch(n, n, size)
             q, out = (call.tensors[name][first:last] for name in ("query", "out"))
             rows = {"overlay_rows": torch.zeros(1, dtype=torch.int64), "sinks": torch.tensor([call.sinks[b]])}
             exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, torch.tensor([call.ring_start[b]]))
             if count == 1:
-                append(plain, k, v, whole)
+                append(plain, tokens, given, 0, n)
                 expected = decode(plain, q, _batch(n, 1, size)._replace(**rows, ring_start=exact), **options)
                 seen["decodes"] += 1
             else:
                 if before:
-                    append(plain, k[:before], v[:before], _batch(before, before, size))
+                    append(plain, tokens, given, 0, before)
                 args = call.tensors["key"][first:last], call.tensors["value"][first:last]
                 expected = prefill(
                     plain, q, *args, _batch(n, count, size)._replace(**rows, ring_start=exact), **options
                 )
                 seen["prefills" if before else "fresh"] += 1
-                append(plain, k[before:], v[before:], _batch(n, count, size))
+                append(plain, tokens, given, before, n)
             torch.testing.assert_close(out, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=n: f"at {n}: {m}")
             if layout.overlay_tokens("key"):
                 seen["short of sinks"] += call.sinks[b] < min(n, sink)
@@ -187,9 +189,12 @@ def _same_pages(
         table = pages[: -(-n // size)]
         mine = store.layout.unpack(name, store.pages[table])
         theirs = store.layout.unpack(name, plain.pages[: len(table)])
+        stream = store.layout.recipe.streams[name]
+        end = stream.window.packed_end(n) if stream.groupwise else n  # of an unfinished group nothing is in a page
         for part, found in mine.items():
+            rows = len(found) // len(table)  # of a page: tokens, or groups of them
             for place, page in enumerate(table):
-                at = slice(place * size, min(n, (place + 1) * size))
+                at = slice(place * rows, min(end * rows // size, (place + 1) * rows))
                 if page not in later:
                     assert torch.equal(found[at], theirs[part][at]), f"{name} {part} of page {page} differ"
 
@@ -207,7 +212,25 @@ def _plain(store: LayerStore, n: int) -> LayerStore:
         for name, overlay in store.overlays.items()
     }
     runs = torch.full((pages, *store.pages.shape[1:]), 0xFF, dtype=torch.uint8)
-    return LayerStore(store.layout, store.key, store.value, runs, overlays, {})
+    states = {name: torch.full((1, *state.shape[1:]), float("nan")) for name, state in store.states.items()}
+    return LayerStore(store.layout, store.key, store.value, runs, overlays, states)
+
+
+def _append(
+    run: Any, plain: LayerStore, tokens: tuple[Tensor, Tensor, Tensor], given: Tensor, first: int, last: int
+) -> None:
+    """Appends tokens [first, last) of a sequence in one go; `given` has the step that wrote each. What is fitted on the request is
+    fitted on the tokens of the steps up to the one that completes the first group, so these come as they came."""
+    size, recipe = plain.layout.page_tokens, plain.layout.recipe
+    ends = [last]
+    if recipe.not_prefix_safe is not None:
+        new = (given[first : last - 1] != given[first + 1 : last]).nonzero()[:, 0] + first + 1
+        before = [end for end in new.tolist() if end < recipe.key.codec.group_tokens]
+        ends = [*before, *[end for end in new.tolist() if end >= recipe.key.codec.group_tokens][:1], last]
+    for start, end in zip([first, *ends], ends, strict=False):
+        if start < end:
+            k, v, q = (x[start:end] for x in tokens)
+            run(plain, k, v, _batch(end, end - start, size), **({"query": q} if recipe.wants_queries else {}))
 
 
 def _batch(n: int, count: int, size: int) -> PagedBatch:

@@ -182,7 +182,7 @@ def test_tables_fit_a_terminal(bench: Any, capsys: pytest.CaptureFixture[str]) -
     ("options", "message"),
     [
         ("--recipe nosuch", "nosuch"),
-        ("--recipe kivi-k2v2", "cannot be served inside vLLM"),
+        ("--recipe kivi-k2v2:k.recent=32", "cannot be served inside vLLM"),
         ("--against fp4", "unknown fp4; known: bf16"),
         ("--recipe int4,int4", "int4: named twice"),
         ("--long 9000", "9008 tokens are more than the model's 8192 positions"),

@@ -29,7 +29,8 @@ def builder(recipe: str) -> Any:
     made = object.__new__(KvantBuilder)
     made.device, made.graphs, made.overlay = torch.device("cpu"), False, None
     made.layers = SimpleNamespace(layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring)
-    made.attention = [SimpleNamespace(kv_cache=torch.empty(100, 1))]
+    made.layers.groupwise = any(stream.groupwise for stream in layout.recipe.streams.values())
+    made.attention = [SimpleNamespace(kv_cache=torch.empty(2000, 1))]
     return made
 
 
@@ -56,16 +57,20 @@ def described(before: list[int], counts: list[int]) -> Any:
     )
 
 
+GROUPED = "kivi-k2v2-sink:k.flush=64,v.group=0,shift=false"
+
+
 @needs_vllm
-@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=20"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=20", GROUPED])
 @pytest.mark.parametrize("seed", range(6))
 def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     draw = random.Random(seed)
     decodes = draw.randrange(3)
-    before = [draw.randrange(1, 200) for _ in range(decodes)]
+    unit = PAGE if recipe == GROUPED else 1  # whole groups: nothing is known of these sequences
+    before = [draw.randrange(1, 200) * unit for _ in range(decodes)]
     counts = [1] * decodes
     for _ in range(draw.randrange(1, 5)):  # prefills, some of them with a history
-        before.append(draw.choice([0, 0, draw.randrange(1, 200)]))
+        before.append(draw.choice([0, 0, draw.randrange(1, 200)]) * unit)
         counts.append(draw.randrange(2, 100))
     made, m = builder(recipe), described(before, counts)
     step = made.build(0, m)
@@ -79,6 +84,7 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     for part in (*step.appends, *([step.last] if late else [])):
         own = torch.arange(step.tokens)[part.tokens]
         meant = part.batch.slot_mapping >= 0
+        assert recipe != GROUPED or bool(meant.all())
         times[own[meant]] += 1
         if late:  # windows of prefills that have read their history come last, and those alone
             assert bool((torch.tensor(older)[sequence[own[meant]]] == (part is step.last)).all())
@@ -107,7 +113,7 @@ def on_a_gpu(recipe: str, device: str = "cuda") -> Any:
 
 @needs_vllm
 @pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=20"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=20", GROUPED])
 def test_a_step_of_a_gpu_is_one_launch_and_the_same_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the emulated kernel: the same batch as on a CPU, at the same addresses in every step."""
     from kvant.engines.vllm import builder as builders

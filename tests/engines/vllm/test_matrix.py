@@ -1,5 +1,6 @@
 """What vLLM's scheduler does to a cache, over four recipes at once, a layer each: pages and attention are those of a plain
-run over the same keys and values."""
+run over the same keys and values. Each is run with recipes that code tokens one by one, in blocks of 64, and with recipes that code
+groups of tokens, in blocks of 128."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.engines import LAYERS, close, engine, made_up_artifacts, needs_vllm, prompt, run, tiny_model
+from tests.engines.vllm.engines import (
+    GROUPS,
+    LAYERS,
+    close,
+    engine,
+    made_up_artifacts,
+    needs_vllm,
+    prompt,
+    run,
+    tiny_model,
+)
 
 pytestmark = needs_vllm
 
@@ -20,14 +31,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return tiny_model(root / "model"), {"layers": LAYERS, "artifact": made_up_artifacts(root)}
 
 
+@pytest.fixture(params=[64, 128])
+def size(request: pytest.FixtureRequest) -> int:
+    """Tokens of a block: 64 where tokens are coded one by one, 128 where groups of them are."""
+    return int(request.param)
+
+
 @pytest.fixture
 def start(model: tuple[Path, dict[str, Any]]) -> Iterator[Any]:
     made: list[Any] = []
 
-    def begin(recipe: str | None = None, **options: Any) -> Any:
-        """All recipes of LAYERS, or one for all layers."""
+    def begin(size: int = 64, recipe: str | None = None, **options: Any) -> Any:
+        """All recipes of LAYERS or of GROUPS, or one for all layers."""
         path, kvant = model
-        made.append(engine(path, {**kvant, "layers": {"0-": recipe}} if recipe else kvant, **options))
+        kvant = kvant if size == 64 else {"layers": GROUPS}
+        kvant = {**kvant, "layers": {"0-": recipe}} if recipe else kvant
+        made.append(engine(path, kvant, block_size=size, **options))
         assert made[0].collective_rpc("record") == [4] * options.get("tensor_parallel_size", 1)
         return made[0]
 
@@ -46,8 +65,8 @@ def compared(llm: Any) -> dict[str, int]:
     return seen
 
 
-def test_prefix_hit(start: Any) -> None:
-    llm = start()
+def test_prefix_hit(start: Any, size: int) -> None:
+    llm = start(size)
     shared = prompt(0, 150)
     run(llm, [shared + prompt(1, 30)], 5)
     found = run(llm, [shared + prompt(2, 60), shared[:129], shared + prompt(3, 200)], 70)
@@ -57,8 +76,8 @@ def test_prefix_hit(start: Any) -> None:
 
 
 @pytest.mark.slow
-def test_prefix_hit_after_eviction(start: Any) -> None:
-    llm = start(blocks=12, max_model_len=640)
+def test_prefix_hit_after_eviction(start: Any, size: int) -> None:
+    llm = start(size, blocks=12 * 64 // size, max_model_len=640)
     shared = prompt(0, 330)
     run(llm, [shared], 3)
     run(llm, [prompt(1, 450)], 3)  # takes the last of the blocks that are shared
@@ -71,17 +90,17 @@ def test_prefix_hit_after_eviction(start: Any) -> None:
     assert seen["overwritten"] and seen["behind a prefix"], seen
 
 
-def test_chunked_prefill(start: Any) -> None:
-    llm = start(max_num_batched_tokens=96)
+def test_chunked_prefill(start: Any, size: int) -> None:
+    llm = start(size, max_num_batched_tokens=96)
     run(llm, [prompt(0, 430), prompt(1, 5), prompt(2, 200), prompt(3, 64)], 12)
     seen = compared(llm)
     assert seen["prefills"] > 4 * 6 and not seen["behind a prefix"], seen
 
 
 @pytest.mark.slow
-def test_prefix_of_a_chunk_of_the_same_step(start: Any) -> None:
+def test_prefix_of_a_chunk_of_the_same_step(start: Any, size: int) -> None:
     """The second request shares blocks that the second chunk of the first one is to write in this very step."""
-    llm = start(max_num_batched_tokens=300)
+    llm = start(size, max_num_batched_tokens=300)
     shared = prompt(0, 400)
     found = run(llm, [shared, shared + prompt(1, 40)], 12)
     assert found[1].num_cached_tokens == 384
@@ -90,28 +109,28 @@ def test_prefix_of_a_chunk_of_the_same_step(start: Any) -> None:
 
 
 @pytest.mark.slow
-def test_preemption(start: Any) -> None:
-    llm = start(blocks=12, max_model_len=640, enable_prefix_caching=False)
-    run(llm, [prompt(i, 170) for i in range(4)], 80)
+def test_preemption(start: Any, size: int) -> None:
+    llm = start(size, blocks=12 * 64 // size, max_model_len=640, enable_prefix_caching=False)
+    run(llm, [prompt(i, 170) for i in range(4)], 120)
     seen = compared(llm)
     assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
 
 
-def test_a_block_that_another_tenant_left(start: Any) -> None:
+def test_a_block_that_another_tenant_left(start: Any, size: int) -> None:
     """Tenant A's request ends with its fourth block. The first of tenant B's takes the blocks up such that this one is its fourth,
     too, and the second shares it in the step that writes it: it must not find A's window."""
-    llm = start("kvant-2", blocks=8, max_model_len=448)
-    run(llm, [prompt(0, 256)], 1, salt="A")
-    shared = prompt(1, 256)
+    llm = start(size, "kvant-2" if size == 64 else "kitty-pro", blocks=8, max_model_len=7 * size)
+    run(llm, [prompt(0, 4 * size)], 1, salt="A")
+    shared = prompt(1, 4 * size)
     found = run(llm, [shared + prompt(2, 5), shared + prompt(3, 9)], 20, salt="B")
-    assert found[1].num_cached_tokens == 256
+    assert found[1].num_cached_tokens == 4 * size
     seen = compared(llm)
     assert seen["shared at once"] and seen["overwritten"], seen
 
 
 @pytest.mark.slow
-def test_parallel_sampling(start: Any) -> None:
-    llm = start()
+def test_parallel_sampling(start: Any, size: int) -> None:
+    llm = start(size)
     (found,) = run(llm, [prompt(0, 150)], 80, n=4, temperature=1.0, seed=1)
     assert len({tuple(output.token_ids) for output in found.outputs}) == 4
     seen = compared(llm)
@@ -119,12 +138,15 @@ def test_parallel_sampling(start: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [None, "int4:sink=4,recent=3"])  # as many recent tokens as drafts
-def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: str | None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [(None, 64), ("int4:sink=4,recent=3", 64), (None, 128)],  # the second has as many recent tokens as drafts
+)
+def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: str | None, size: int) -> None:
     # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = start(recipe, speculative_config=drafts)
+    llm = start(size, recipe, speculative_config=drafts)
     few = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)]
     run(llm, few, 60)
     seen = compared(llm)
@@ -132,11 +154,50 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
 
 
 @pytest.mark.slow
-def test_tensor_parallel(start: Any) -> None:
-    llm = start(tensor_parallel_size=2, max_num_batched_tokens=256)
+def test_tensor_parallel(start: Any, size: int) -> None:
+    llm = start(size, tensor_parallel_size=2, max_num_batched_tokens=256)
     shared = prompt(0, 150)
     run(llm, [shared + prompt(1, 30), prompt(2, 300)], 6)
     found = run(llm, [shared + prompt(3, 60)], 20)
     assert found[0].num_cached_tokens == 128
     seen = compared(llm)
     assert seen["prefills"] and seen["behind a prefix"], seen
+
+
+def alone(start: Any, **options: Any) -> Any:
+    """An engine for `squat`, which is fitted on each request's own prompt: nothing is shared, prompts come as a whole."""
+    return start(64, "squat", enable_prefix_caching=False, enable_chunked_prefill=False, **options)
+
+
+def test_a_recipe_that_is_fitted_on_the_prompt(start: Any) -> None:
+    """Prompts of less than a group and of several; several in a step."""
+    llm = alone(start)
+    run(llm, [prompt(0, 150), prompt(1, 20), prompt(2, 2), prompt(3, 64)], 45)
+    run(llm, [prompt(0, 150)], 3)
+    seen = compared(llm)
+    assert seen["fresh"] >= 4 * 4 and not seen["behind a prefix"] and not seen["prefills"], seen
+
+
+@pytest.mark.slow
+def test_preemption_of_what_is_fitted_on_the_prompt(start: Any) -> None:
+    """What was preempted is computed anew: then its answer so far counts as part of its prompt."""
+    llm = alone(start, blocks=12, max_model_len=640)
+    run(llm, [prompt(i, 170) for i in range(4)], 80)
+    seen = compared(llm)
+    assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
+
+
+@pytest.mark.slow
+def test_parallel_sampling_of_what_is_fitted_on_the_prompt(start: Any) -> None:
+    llm = alone(start)
+    (found,) = run(llm, [prompt(0, 150)], 40, n=4, temperature=1.0, seed=1)
+    assert len({tuple(output.token_ids) for output in found.outputs}) == 4
+    seen = compared(llm)
+    assert not seen["shared at once"] and not seen["behind a prefix"], seen
+
+
+@pytest.mark.slow
+def test_tensor_parallel_of_what_is_fitted_on_the_prompt(start: Any) -> None:
+    llm = alone(start, tensor_parallel_size=2)
+    run(llm, [prompt(0, 150), prompt(1, 90)], 20)
+    assert compared(llm)["fresh"]

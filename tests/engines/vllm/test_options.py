@@ -12,7 +12,7 @@ from kvant import recipes, verdicts
 from kvant.artifact import Artifact
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.vllm import versions
-from kvant.engines.vllm.options import Options, judge, per_layer, refusal
+from kvant.engines.vllm.options import Options, judge, named_page_tokens, page_tokens, per_layer, refusal
 from kvant.recipe import MixedRecipe
 from kvant.rope import ropes_of
 from kvant.serving.tp_shard import shard_heads, shard_tensors
@@ -57,6 +57,34 @@ def test_what_is_wrong_is_named(given: Any, message: str) -> None:
         Options.of(given, 6)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("kivi-k2v2-sink", 128, None),
+        ("kitty-pro", 128, None),
+        ("squat", 64, None),
+        ("int2:sink=64,recent=100", 64, None),
+        ("kivi-k2v2:k.flush=32", 64, None),
+        (
+            "kivi-k2v2:k.recent=3",
+            128,
+            "the last 3 are in none: a full block, which vLLM may share, would not be complete",
+        ),
+        ("kivi-k2v2:k.flush=96", 192, "a block that ends where they do has 192 tokens, more than 128"),
+        ("squat:shared=true", 64, "with what the first sequence of a batch asks"),
+        ("int2:sink=65", 64, "its 65 sink tokens do not fit into one block of 64 tokens"),
+    ],
+)
+def test_blocks_hold_whole_groups(name: str, size: int, reason: str | None) -> None:
+    recipe = recipes.get(name)
+    assert page_tokens(recipe) == size
+    found = refusal(recipe)
+    assert found is None if reason is None else reason in str(found)
+    given = {"kvant": {"recipe": "int4", "layers": {"1": name}}}
+    assert named_page_tokens(given) == size and Options.of(given, 2).page_tokens == size
+    assert named_page_tokens({"kvant": {"recipe": "nosuch"}}) == named_page_tokens(None) == 64
+
+
 def test_the_old_name_of_spare_overlay_rows_works_and_warns() -> None:
     assert Options.of({"kvant": {"recipe": "int4", "spare_overlay_rows": 3}}, 2).spare_overlay_rows == 3
     with pytest.warns(DeprecationWarning, match="spare_windows of additional_config is now called spare_overlay_rows"):
@@ -96,7 +124,9 @@ def test_an_engine_goes_by_kept_verdicts(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="none is known to fit this model"):
         Options.of({"kvant": {}}, 2, lambda: model)
     keep("int8", 0.001, 0.99, 8.5)
-    keep("kivi-k4v4", 0.001, 0.99, 5.0)  # which vLLM cannot serve
+    keep("squat", 0.001, 0.99, 2.9)  # which vLLM serves with other settings only
+    keep("kitty-pro", 0.001, 0.99, 2.6)  # whose groups begin elsewhere in vLLM
+    keep("kivi-k4v4:k.recent=8", 0.001, 0.99, 5.0)  # which vLLM cannot serve
     keep("kvant-4-fast", 0.01, 0.95, 4.5, "f" * 64)  # whose artifact is not given
     assert {recipe.name for recipe in Options.of({"kvant": {}}, 2, lambda: model).layers} == {"int8"}
     with pytest.raises(ValueError, match="none is known to fit this model"):

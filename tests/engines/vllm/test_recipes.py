@@ -1,4 +1,4 @@
-"""Every recipe that is coded token by token, each behind a layer of one vLLM engine."""
+"""Every recipe that needs no settings of its own, each behind a layer of one vLLM engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.engines.vllm.engines import DIM, KV_HEADS, close, engine, needs_vllm,
 from tests.fitted import made_up_tensors
 
 pytestmark = needs_vllm
-SERVED = [name for name in recipes.names() if refusal(recipes.get(name)) is None]
+SERVED = [
+    name for name in recipes.names() if refusal(recipes.get(name)) is None and recipes.get(name).not_prefix_safe is None
+]
 
 
 @pytest.mark.slow
@@ -38,7 +40,7 @@ def test_all_recipes(plain: bool, tmp_path: Path) -> None:
     chosen: dict[str, Any] = {"layers": {str(place): name for place, name in enumerate(SERVED)}, "artifact": artifacts}
     if plain:
         chosen["implementation"] = "reference"
-    llm = engine(model, chosen, max_num_batched_tokens=256)
+    llm = engine(model, chosen, max_num_batched_tokens=256, block_size=128)
     try:
         assert llm.collective_rpc("record") == [len(SERVED)]
         run(llm, [prompt(0, 400), prompt(1, 65)], 4)
@@ -80,7 +82,22 @@ def test_an_artifact_with_a_recipe_for_every_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kvant", "options", "message"),
     [
-        ({"recipe": "kivi-k2v2"}, {}, "recipe kivi-k2v2 cannot be served inside vLLM: its keys are coded in groups of"),
+        (
+            {"recipe": "kivi-k2v2:k.recent=9"},
+            {},
+            "cannot be served inside vLLM: its keys are coded in groups, and the last 9",
+        ),
+        ({"recipe": "kitty-pro"}, {}, "block_size must be a multiple of 128, got 64"),
+        (
+            {"recipe": "squat"},
+            {},
+            "recipe squat cannot share blocks between requests: .* enable_prefix_caching must be false",
+        ),
+        (
+            {"recipe": "squat"},
+            {"enable_prefix_caching": False},
+            "recipe squat needs prompts as a whole: .* enable_chunked_prefill must be false",
+        ),
         ({"recipe": "oscar"}, {}, "recipe oscar is fitted offline: it needs an artifact"),
         ({"recipe": "saw-int5"}, {}, "unknown recipe 'saw-int5'"),
         ({"layers": {"0-7": "int4"}}, {}, "'0-7' is no range of the model's layers 0 to 3"),
@@ -137,3 +154,41 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
     setattr(target, last, value)
     with pytest.raises(ValueError, match=message):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        (
+            "kitty-pro",
+            "parallel_config.pipeline_parallel_size",
+            2,
+            "recipe kitty-pro is not served with pipeline_parallel_size > 1",
+        ),
+        ("squat", "cache_config.enable_prefix_caching", True, "squat cannot share blocks between requests"),
+        ("squat", "scheduler_config.enable_chunked_prefill", True, "squat needs prompts as a whole"),
+        ("squat", "scheduler_config.long_prefill_token_threshold", 512, "squat needs prompts as a whole"),
+        ("squat", "drafts", 3, "squat is not served with speculation: it learns from queries"),
+        ("zipcache", "drafts", 3, "zipcache is not served with speculation: it learns from queries"),
+    ],
+)
+def test_configurations_that_groups_refuse(name: str, place: str, value: Any, message: str) -> None:
+    from kvant.engines.vllm.bind import check_groups
+
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=False, long_prefill_token_threshold=0),
+    )
+    recipe = recipes.get(name)
+    check_groups(config, recipe, 0)
+    if place == "drafts":
+        with pytest.raises(ValueError, match=message):
+            check_groups(config, recipe, value)
+        check_groups(config, recipes.get("kitty-pro"), value)
+        return
+    part, field = place.split(".")
+    setattr(getattr(config, part), field, value)
+    with pytest.raises(ValueError, match=message):
+        check_groups(config, recipe, 0)
+    check_groups(config, recipes.get("int4"), 3)

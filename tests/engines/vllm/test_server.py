@@ -236,7 +236,7 @@ def test_many_clients_of_whom_some_hang_up(server: Server) -> None:
     ("arguments", "message"),
     [
         (["--recipe", "int5"], "unknown recipe 'int5'"),
-        (["--recipe", "kitty"], "recipe kitty cannot be served inside vLLM"),
+        (["--recipe", "kitty:k.recent=8"], "recipe kitty:k.recent=8 cannot be served inside vLLM"),
         (["--recipe", "oscar", "--artifact", "/nowhere"], "artifact '/nowhere': no such file or directory"),
         (["--recipe", "int4", "--artifact", "/nowhere"], "recipe int4 takes no artifact"),
         (["--recipe", "int4", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype is set by kvant"),
@@ -317,7 +317,15 @@ def test_vllm_is_given_what_it_needs(served: str, start: Any) -> None:
     assert command[3:5] == ["--model", served]
     assert after(command, "--host") == "::1" and command[-2:] == ["--port", "8001"]
     assert after(command, "--additional-config") == '{"kvant": {"recipe": "int4"}}'
-    assert "--middleware" not in command
+    assert "--middleware" not in command and "--no-enable-prefix-caching" not in command
+
+
+def test_a_recipe_that_is_fitted_on_the_prompt_shares_nothing(served: str, start: Any) -> None:
+    command, _ = start(served, "--recipe", "squat", "--unfit-anyway")
+    assert {"--no-enable-prefix-caching", "--no-enable-chunked-prefill"} <= {*command}
+    # the engine refuses it
+    command, _ = start(served, "--recipe", "squat", "--unfit-anyway", "--enable-chunked-prefill")
+    assert "--no-enable-prefix-caching" in command and "--no-enable-chunked-prefill" not in command
 
 
 def test_an_artifact_with_a_recipe_for_every_layer_is_handed_over(

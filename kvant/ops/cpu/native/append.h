@@ -136,7 +136,7 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
   if (s->group_tokens <= 1 || call->refused) return;
   int64_t first = packed_end(s, before);
   if (first < s->ring_start[b]) first = s->ring_start[b];
-  if (first < s->sink) first = s->sink;
+  if (first < s->first) first = s->first;
   const int64_t overlay = call->batch->overlay_rows[b] * s->overlay_tokens, last = packed_end(s, n);
   for (; first < last; first += s->group_tokens) {
     for (int t = 0; t < s->group_tokens; t++) {

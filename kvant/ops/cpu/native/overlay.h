@@ -2,8 +2,8 @@
 
 /* First position that a sequence of n tokens keeps in full precision behind its sinks: recipe.py's Window.packed_end. */
 INLINE int64_t packed_end(const Stream *s, int64_t n) {
-  const int64_t waiting = n - s->sink - s->recent;
-  return (n < s->sink ? n : s->sink) + (waiting > 0 ? waiting / s->flush * s->flush : 0);
+  const int64_t waiting = n - s->first - s->recent;
+  return (n < s->first ? n : s->first) + (waiting > 0 ? waiting / s->flush * s->flush : 0);
 }
 
 /* Positions that are read from the overlay: [0, sinks) and [recent, length); the others are read from pages. */

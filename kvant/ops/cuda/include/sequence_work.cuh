@@ -21,8 +21,9 @@ struct SequenceWork {
 };
 
 // The first of the last tokens of a stream that the overlay's ring holds, where the keys of a group are packed together.
+// Groups are counted from ORIGIN on, which is SINK or 0.
 DEV int ring_begin(int n, int ring_start, int recent, int flush) {
-  return min(n, max(min(n, Config::SINK) + max(0, n - Config::SINK - recent) / flush * flush, max(ring_start, Config::SINK)));
+  return min(n, max(min(n, Config::ORIGIN) + max(0, n - Config::ORIGIN - recent) / flush * flush, max(ring_start, Config::SINK)));
 }
 // The same where tokens are packed one by one.
 DEV int overlay_start(int n, int key_ring_start, int value_ring_start) {

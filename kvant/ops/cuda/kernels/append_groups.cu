@@ -36,8 +36,8 @@ DEV u8* page_head_of(const AppendGroupsArguments& a, int b, int position, int he
 
 // --- keys ---------------------------------------------------------------------------------------------------------------------
 
-// The position before which the keys of a sequence of n tokens are packed: sinks, and whole flushes behind them that leave KEY_RECENT tokens.
-DEV int packed_end(int n) { return min(n, Config::SINK) + max(0, n - Config::SINK - Config::KEY_RECENT) / Config::KEY_FLUSH * Config::KEY_FLUSH; }
+// The position before which the keys of a sequence of n tokens are packed: ORIGIN, and whole flushes behind it that leave KEY_RECENT tokens.
+DEV int packed_end(int n) { return min(n, Config::ORIGIN) + max(0, n - Config::ORIGIN - Config::KEY_RECENT) / Config::KEY_FLUSH * Config::KEY_FLUSH; }
 
 // The number of the first candidate group of a sequence: candidates are the groups that its new tokens may complete. The numbers of two sequences do not meet,
 // and the grid does not depend on which groups are really completed.
@@ -66,7 +66,7 @@ DEV void load_group(const AppendGroupsArguments& a, u16* x, int b, int head, int
   for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) {
     const int at = position + i / D;
     if (at < before)
-      x[i] = overlay[((a.overlay_rows[b] * Config::Key::OVERLAY_TOKENS + Config::SINK + (at - Config::SINK) % Config::Key::RING) * Config::KV_HEADS + head) * D + i % D];
+      x[i] = overlay[((a.overlay_rows[b] * Config::Key::OVERLAY_TOKENS + overlay_token<Config::Key>(at)) * Config::KV_HEADS + head) * D + i % D];
     else x[i] = (u16)bits_of<Config::OVERLAY_TYPE>(load_number<Config::Key::IN_TYPE>(a.key, ((s64)(start + at - before) * Config::KV_HEADS + head) * D + i % D));
   }
   __syncthreads();
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_groups(const 
   const int candidate = blockIdx.x, head = blockIdx.y;
   const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_candidate(a, i) <= candidate; });
   const int total = (int)a.seq_lens[b], start = (int)a.query_start_loc[b], before = total - ((int)a.query_start_loc[b + 1] - start);
-  const int position = max(max(Config::SINK, packed_end(before)), (int)a.key_ring_start[b]) + (candidate - first_candidate(a, b)) * KEY_GROUP;
+  const int position = max(max(Config::ORIGIN, packed_end(before)), (int)a.key_ring_start[b]) + (candidate - first_candidate(a, b)) * KEY_GROUP;
   if (position + KEY_GROUP > packed_end(total)) return;
   load_group(a, x, b, head, position, start, before);
 
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_tokens(const 
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const s64 job = (s64)blockIdx.x * Config::WARPS + warp;
   const int head = (int)(job % Config::KV_HEADS), token = (int)(job / Config::KV_HEADS);
-  if (token >= a.tokens) return;
+  if (token >= a.tokens || token >= a.query_start_loc[a.batch]) return;  // the latter is padding
   const int b = sequence_of(a, token);
   const int length = (int)a.seq_lens[b], position = length - (int)(a.query_start_loc[b + 1] - token);
   float x[D / 32];  // channels lane, lane + 32, ...

@@ -176,6 +176,8 @@ template <class A> DEV void find_rows(const A& a) {
     if (same) held[i] = min((int)a.held[row[i]], before[i]);
     if (tied[i]) held[i] = min((int)a.held[found[i]], before[i]);
     if (matched[i] || tied[i]) ring_start[i] = (int)a.ring_start[found[i]];
+    // The tail of its group is nowhere. A server that captures a step invents sequences: they write nothing, or lie in its first page.
+    if (a.unit && ring_start[i] > before[i] - before[i] % a.unit && first[i] > 0 && load_integer(a.slot_mapping, a.slot_bytes, start[b]) >= 0) *a.lost = 1;
     whole[i] = held[i] == wanted[i];
     after[i] = whole[i] ? min(length[i], sink) : held[i];
   }
@@ -262,12 +264,15 @@ template <class A> DEV void copy_metadata(const A& a, int cta, int ctas) {
     a.out_query_start_loc[b] = load_integer(a.query_start_loc, a.query_start_bytes, min(b, (s64)a.batch));
     if (b >= a.batch || !a.rows) a.out_rows[b] = a.out_sinks[b] = a.out_ring_start[b] = 0;
   }
-  // Entries of the table past a sequence's last page are never read.
+  // Entries of the table past a sequence's last page are never read. Groups of tokens are written by the table, not by slots: a sequence whose
+  // tokens have none, which a server invents to run an empty step, gets the server's first page, which is nobody's.
 #pragma unroll 1
   for (int b = (int)(index / ROW_THREADS); b < a.batch; b += (int)(stride / ROW_THREADS)) {
     const s64 pages = min((load_integer(a.seq_lens, a.seq_lens_bytes, b) + SIZE - 1) / SIZE, (s64)a.table_width);
+    const s64 first = a.unit ? load_integer(a.query_start_loc, a.query_start_bytes, b) : 0;
+    const bool invented = a.unit && first < a.tokens && load_integer(a.slot_mapping, a.slot_bytes, first) < 0;
     for (s64 i = threadIdx.x % ROW_THREADS; i < pages; i += ROW_THREADS)
-      a.out_table[b * a.out_table_stride + i] = load_integer(a.table, a.table_bytes, b * a.table_stride + i);
+      a.out_table[b * a.out_table_stride + i] = invented ? 0 : load_integer(a.table, a.table_bytes, b * a.table_stride + i);
   }
 }
 
