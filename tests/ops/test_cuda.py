@@ -69,6 +69,18 @@ ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
     ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
 ]
+SCALES: list[tuple[str, int, int, dict[str, float]]] = [  # several scales a token
+    ("int4:group=32", 4, 128, {}),
+    ("oscar:group=64,sink=3,recent=20", 4, 128, {"sliding_window": 150}),
+    ("oscar:group=32", 2, 64, {"softcap": 5.0}),
+    ("int4:group=32,zero=integer,meta=float16", 5, 64, {}),
+    ("saw-int4:group=64", 9, 128, {"softcap": 5.0}),
+    ("int2:k.group=32,v.group=16", 16, 64, {}),
+    ("int8:k.group=64,v.group=32", 1, 128, {}),
+    ("int4:v.group=32", 8, 96, {}),
+    ("int4:k.group=32", 3, 96, {}),
+    ("int2:group=64,sink=2,recent=5", 4, 256, {}),
+]
 ROTATED_BEFORE = (("QUERY_TRANSFORM", 2),)  # by a kernel before decode
 ROTATED_BY_DECODE = (("QUERY_TRANSFORM", 4),)  # at any batch
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor

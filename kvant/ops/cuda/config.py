@@ -131,6 +131,7 @@ CONSTANTS: dict[str, Constant] = {
         HIGH_OFFSET="byte of the boosted channels' high bits in a page of a head",
         INDEX_OFFSET="byte of the boosted channels' indices in a page of a head",
         VALUE_GROUPS="scales of a value vector",
+        KEY_GROUPS="scales of a key vector that is coded token by token",
         VALUE_ORDER_GROUPS="parts of a value vector that the order of its codes is made of",
     ),
     # decode attention
@@ -212,6 +213,7 @@ TEMPLATES = {
     "Planes": "template <class...> struct Planes;",
     "Book": "template <int, int, int, int, int> struct Book;",
     "KeyPlane": "template <int, int, int, int, int, int> struct KeyPlane;",
+    "GroupedKeyPlane": "template <int, int, int, int, int> struct GroupedKeyPlane;",
     "KeyPlanes": "template <class...> struct KeyPlanes;",
     "ValueCodes": "template <int, int, int, int, int, bool> struct ValueCodes;",
     "SharedCodebook": "template <int, int, int, int, int, int, int> struct SharedCodebook;",

@@ -18,10 +18,13 @@ class KeyPlane(NamedTuple):
     first: int  # channel
     weight: int  # what a code of the plane counts, over ONE: the band's step times 2**shift
     before: int  # registers of the planes before
+    groups: int = 1  # groups of channels with a scale each, which the order of the codes keeps together
 
     @property
     def text(self) -> str:
-        return f"KeyPlane<{', '.join(map(str, self))}>"
+        if self.groups > 1:
+            return f"GroupedKeyPlane<{self.width}, {self.bits}, {self.offset}, {self.weight}, {self.groups}>"
+        return f"KeyPlane<{', '.join(map(str, self[:6]))}>"
 
     @property
     def places(self) -> int:
@@ -39,6 +42,10 @@ class KeyPlane(NamedTuple):
 
     def channel(self, i: int, byte: int, lane: int) -> int:
         """The channel of a byte of register i in a lane of four, or -1."""
+        if self.groups > 1:
+            group, share = self.width // self.groups, self.width // self.groups // 4
+            element = i // 2 * 8 + ((byte & 1) * 2 + i % 2) * 2 + (byte >> 1)
+            return element // share * group + lane * share + element % share
         per = 8 // self.bits
         pair = i // per * (16 // self.bits) + (byte & 1) * per + i % per
         there = pair < self.width // 8 and i < self.places
@@ -53,5 +60,7 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
             if (section.stream, section.kind, section.names) == ("key", "code", (band.field,)):
                 before = planes[-1].before + planes[-1].registers if planes else 0
                 weight = round(ONE * band.step * (1 << section.shift))
-                planes.append(KeyPlane(section.width, section.bits, section.offset, band.first, weight, before))
+                planes.append(
+                    KeyPlane(section.width, section.bits, section.offset, band.first, weight, before, section.groups)
+                )
     return planes

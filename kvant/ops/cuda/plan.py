@@ -205,6 +205,7 @@ class Plan:
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
             **self._boosted(),
             "VALUE_GROUPS": layout.scale_groups("value"),
+            "KEY_GROUPS": self.key_groups,
             "PageAttention": f"struct {self.page_codec.type}",
             "PQ": int(self.pq),
             "GROUP": self.group,
@@ -400,7 +401,13 @@ class Plan:
     @property
     def operand_words(self) -> int:
         """32-bit words of the query operand of a head tile: the kernels' `QueryOperand`."""
-        return self.lane_heads * (self.key_registers * 32 + 20)
+        sums = 4 * self.key_groups if self.key_groups > 1 else 0  # of the channels of each scale
+        return self.lane_heads * (self.key_registers * 32 + 20 + sums)
+
+    @property
+    def key_groups(self) -> int:
+        """Scales of a key vector that is coded token by token."""
+        return self.layout.scale_groups("key")
 
     @property
     def overlay_slots(self) -> int:

@@ -1,6 +1,7 @@
 // Values with scales per token: O^T += V^T P^T over codes as fp16 numbers. Scales touch P, never the elements of V.
 
 #pragma once
+#include "codecs/scaled_values.cuh"
 #include "include/overlay.cuh"
 
 // Values with one scale (and minimum or zero point) a token: V = scale * (code - TOP / 2) + rest. The accumulators end up with centred
@@ -169,7 +170,7 @@ template <int N> struct GroupValues {
 };
 
 template <bool SEVERAL, int N> struct ValuesOf { using type = TokenValues<N>; };
-template <int N> struct ValuesOf<true, N> { using type = GroupValues<N>; };
+template <int N> struct ValuesOf<true, N> { using type = Select<SCALED_PROBS, ScaledValues<N>, GroupValues<N>>; };
 template <int N> using PageValues = typename ValuesOf<(VALUE_GROUPS > 1), N>::type;
 
 // --- a chunk of a page ----------------------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
         for (int h = warp; h < TILE_HEADS; h += TRANSFORM_WARPS) {
           const float bias = Key::SCALE_FORM == ScaleForm::SCALE ? warp_sum(centre_bias(Keys{}, rows + (sequence * TILE_HEADS + h) * STRIDE, lane)) : 0.f;
           if (lane == 0) out.bias[h] = bias;
+          out.set_groups(h, rows + (sequence * TILE_HEADS + h) * STRIDE, lane);
         }
         store_query_planes<TRANSFORM_WARPS * 32, STRIDE>(Keys{}, rows + sequence * TILE_HEADS * STRIDE, top_of, out.f);
       }
