@@ -518,6 +518,8 @@ STEPS = [  # recipe, head_dim, type and tokens of a page of rows that kernels/ap
     ("oscar:per_head=true,sink=0,recent=0", 64, "bfloat16", 16),
     ("oscar:v.target=none,v.hadamard=none,v.bitrev=false,clip=1", 128, "float16", None),  # values have no matrix
     ("oscar:bits=3,k.clip=0.6", 128, "bfloat16", None),
+    ("oscar:group=64,sink=3,recent=20", 128, "bfloat16", None),
+    ("oscar:group=32", 64, "float16", 16),
     ("saw-int4-hessian", 96, "bfloat16", None),
     ("saw-int4-hessian-kv:sink=2,recent=5", 64, "float16", None),
     ("kvant-2", 128, "bfloat16", None),

@@ -173,8 +173,9 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
     if way == "step" and multiplied:
         made = step_matrix(store, name)
         made = made._replace(weights=tensors.weights, flag_mean=tensors.mean)
-    # at head_dim 96 the blocks of a Hadamard do not end where the shares of lanes do
-    if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and layout.head_dim == 96)):
+    # at head_dim 96, or of groups with a scale each, the blocks of a Hadamard do not end where the shares of lanes do
+    apart = layout.head_dim == 96 or layout.format(name).scale_groups > 1
+    if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and apart)):
         made = tile_matrix(store, name)
     if made is not None:
         return _Rows(

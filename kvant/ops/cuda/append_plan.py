@@ -72,6 +72,8 @@ def refuse_layout(layout: Layout) -> str | None:
             return f"it writes token-wise codes, and the {name}s are coded by {stream.codec}"
         for bits in stream.widths - {2, 3, 4, 8}:
             return f"it writes codes of 2, 3, 4 or 8 bits, and the {name}s have {bits}"
+        if 8 % stream.scale_groups:
+            return f"it writes 1, 2, 4 or 8 scales a token, and the {name}s have {stream.scale_groups}"
     return refusals.refuse_layout(layout)
 
 
@@ -115,6 +117,9 @@ class AppendPlan:
         """Whether there is a kernel for tiles of 16 tokens, too."""
         if self.step or not tileable(self.layout) or "float32" in self.types:
             return False
+        scales = [stream.scale_groups for stream in self.layout.formats.values()]
+        if any(n > 1 and order > 1 and not parts for n, order, parts in zip(scales, self.orders, self.parts, strict=True)):
+            return False  # tiles multiply such rows by a matrix
         return all(self.parts) or not is_banded(self.layout.format("key"))
 
     @property
@@ -128,7 +133,8 @@ class AppendPlan:
         if any(self.parts):
             return 2 if self.tile_warps == 8 else 3
         encodings = [stream.encoding for stream in self.layout.formats.values()]
-        return 4 if any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
+        several = any(stream.scale_groups > 1 for stream in self.layout.formats.values())
+        return 4 if several or any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
 
     @property
     def shared(self) -> int:
@@ -172,6 +178,7 @@ class AppendPlan:
             "OFFSET": offset,
             "HIGH_OFFSET": high_offset,
             "SEARCH": stream.encoding.search,
+            "GROUPS": stream.scale_groups,
             "UNBIASED": int(stream.encoding.unbiased),
             "WEIGHTED": int(stream.encoding.weighted),
             "FLAG": int(stream.mean_flag),

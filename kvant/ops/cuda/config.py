@@ -184,6 +184,7 @@ STREAM_CONSTANTS: dict[str, Constant] = {
         WEIGHTED="1 where the errors of channels are weighted",
         FLAG="1 where the sign of a scale says whether the mean was subtracted",
         SEARCH="ranges or scales that are tried for a row",
+        GROUPS="scales of a row",
         ROPE_BLOCK="positions of a RoPE block, to whose start rows are unrotated; 0 where they are not",
         SCALE_FORM="ScaleForm of the stream",
         SCALE_TYPE="ElementType of scales, minima and zeros",
