@@ -81,6 +81,14 @@ SCALES: list[tuple[str, int, int, dict[str, float]]] = [  # several scales a tok
     ("int4:k.group=32", 3, 96, {}),
     ("int2:group=64,sink=2,recent=5", 4, 256, {}),
 ]
+RESIDUAL: list[tuple[str, int, int, dict[str, float]]] = [  # centroids of whole head vectors, and codes of residuals
+    ("saw-int4-kmeans", 4, 128, {}),
+    ("saw-int4-kmeans-rot:centroids=16,sink=3,recent=20", 5, 64, {"sliding_window": 150}),
+    ("saw-int4-kmeans:centroids=40,books=layer,zero=float,meta=float16", 1, 64, {"softcap": 5.0}),
+    ("saw-int4-kmeans-rot:bits=2,group=32", 16, 64, {}),
+    ("saw-int4-kmeans:centroids=1", 8, 96, {}),
+    ("saw-int4-kmeans:k.centroids=1,v.centroids=33,group=64,recent=5", 3, 128, {"softcap": 5.0}),
+]
 ROTATED_BEFORE = (("QUERY_TRANSFORM", 2),)  # by a kernel before decode
 ROTATED_BY_DECODE = (("QUERY_TRANSFORM", 4),)  # at any batch
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor

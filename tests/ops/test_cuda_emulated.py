@@ -86,6 +86,7 @@ def filled(
         ("kvant-4-fast", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
         *test_cuda.SCALES,
+        *test_cuda.RESIDUAL,
         ("vecinfer-2", 4, 64, {}),
         ("vecinfer-4", 9, 64, {"softcap": 5.0}),
         ("million-1.5:bits=8,books=head", 2, 128, {"sliding_window": 150}),

@@ -77,14 +77,18 @@ template <int N, class P> DEV void group_scores(KeyPlanes<P>, const KeyWords<N>&
     }
   }
 #pragma unroll
-  for (int i = 0; i < N; i++)
+  for (int i = 0; i < N; i++) {
+    [[maybe_unused]] float of_centroid[2][LANE_HEADS];
+    if constexpr (RESIDUAL_KEYS) centroid_scores(of_centroid, page_head, tile + i, lane);
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int n = 0; n < LANE_HEADS; n++) {
-        if constexpr (SOFTCAP) s[i][n][r] = soft_cap(fmaf(s[i][n][r], q.factor[n], q.mean_logit[n]), softmax.m[n], cap);
-        else s[i][n][r] = fmaf(s[i][n][r], q.factor[n], -softmax.m[n]);
+        const float more = RESIDUAL_KEYS ? of_centroid[r][n] : 0.f;
+        if constexpr (SOFTCAP) s[i][n][r] = soft_cap(fmaf(s[i][n][r], q.factor[n], q.mean_logit[n] + more), softmax.m[n], cap);
+        else s[i][n][r] = fmaf(s[i][n][r], q.factor[n], more - softmax.m[n]);
       }
+  }
 }
 
 // S of N tiles of a page in log2, less m: (128 high + low) . codes from the tensor cores, then each token's scale, minimum or zero point and each query's
@@ -104,11 +108,13 @@ template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_
   for (int i = 0; i < N; i++) {
     Scales key[2];
     load_scales<Key::SCALE_FORM, Key::SCALE_TYPE>(key, page_head + Key::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
+    [[maybe_unused]] float of_centroid[2][LANE_HEADS];
+    if constexpr (RESIDUAL_KEYS) centroid_scores(of_centroid, page_head, tile + i, lane);
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int n = 0; n < LANE_HEADS; n++) {
-        const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : ROPE_BLOCK ? softmax.m[n] - q.mean_logit[n] : softmax.m[n];
+        const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = (SOFTCAP ? 0.f : ROPE_BLOCK ? softmax.m[n] - q.mean_logit[n] : softmax.m[n]) - (RESIDUAL_KEYS ? of_centroid[r][n] : 0.f);
         float y;
         if (Key::SCALE_FORM == ScaleForm::SCALE_MIN) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
         if (Key::SCALE_FORM == ScaleForm::SCALE_ZERO) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
@@ -129,7 +135,9 @@ struct TokenwisePages {
   u32 barrier, parity;        // the barrier that it arrives at,
   bool ready;                 // whether it has arrived, or none follows: its keys are then loaded from a stale stage and not used
 
-  DEV static void load_codebooks(int&, u8*, const DecodeArguments&, int) {}
+  DEV static void load_codebooks(int& loaded, u8* memory, const DecodeArguments& a, int head) {
+    if constexpr (RESIDUAL_VALUES) load_value_centroids(loaded, memory, a, head);
+  }
   template <class From> DEV void load_query(From& from, int lane, float scale) { ::load_query(q, from, lane, scale); }
   // Before the first of a warp's pages.
   DEV void begin(PageRing& ring, const u8*, bool any, int lane) {

@@ -1,6 +1,7 @@
 // Values with scales per token: O^T += V^T P^T over codes as fp16 numbers. Scales touch P, never the elements of V.
 
 #pragma once
+#include "codecs/residual.cuh"
 #include "codecs/scaled_values.cuh"
 #include "include/overlay.cuh"
 
@@ -199,5 +200,6 @@ template <class PageHead, class Scores, class Before> DEV void attend_chunk(Page
   }
   softmax.update<CHUNK_TILES>(s, largest);
   before_values();
+  if constexpr (RESIDUAL_VALUES) add_centroids<CHUNK_TILES>(softmax, s, page_head, tile, lane);
   values.accumulate(softmax, s, page_head, tile, lane);
 }

@@ -25,6 +25,7 @@ struct OnlineSoftmax {
   float group_z[SCALED_PROBS ? LANE_HEADS : 1][SCALED_PROBS ? VALUE_GROUPS : 1];  // the same of the channels of a scale, times norm
   float flags[LANE_HEADS];  // sum of P over tokens whose value had its mean subtracted
   float acc[ACC_TILES][ACC_STEPS][4];  // O^T, unnormalised, times norm
+  float centroids[RESIDUAL_VALUES ? ACC_TILES : 1][RESIDUAL_VALUES ? ACC_STEPS : 1][4];  // the part of O^T that is P times the values' centroids
   float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row g: group g
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
   float limit;                         // scores above it move m: minus infinity before the first score, then HEADROOM
@@ -47,6 +48,9 @@ struct OnlineSoftmax {
       for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] = 0.f;
+    if constexpr (RESIDUAL_VALUES)
+#pragma unroll
+      for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] = 0.f;
     norm = INITIAL_NORM;
     limit = minus_infinity();
   }
@@ -101,6 +105,9 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
     }
+    if constexpr (RESIDUAL_VALUES)
+#pragma unroll
+      for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] *= factor[head(i / 4 / ACC_STEPS, i % 4) % LANE_HEADS];
     float own[2 * ACC_TILES];
 #pragma unroll
     for (int n = 0; n < ACC_TILES; n++)
@@ -160,6 +167,7 @@ DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
           const float bias = softmax.bias[n][i & 1];
           softmax.acc[n][k][i] = ((softmax.acc[n][k][i] - bias) * power - bias * (Values::TOP * 0.5f / 1024.f)) * back;
         }
+        if constexpr (RESIDUAL_VALUES) softmax.acc[n][k][i] += softmax.centroids[n][k][i];
       }
   }
 }
