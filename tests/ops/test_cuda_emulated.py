@@ -20,7 +20,7 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import blocked, flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, nearest_centroids, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
@@ -50,7 +50,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
-    caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (nearest_centroids._kernel, unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -535,6 +535,10 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         ("saw-int4-kv:bits=3,sink=3,recent=20", 128),
         ("int4:k.bits=3,search=3,zero=float", 64),
         ("int8:v.bits=3", 128),
+        ("saw-int4-kmeans", 128),
+        ("saw-int4-kmeans-rot:centroids=16,sink=3,recent=20,bits=2", 64),
+        ("saw-int4-kmeans-rot:centroids=20,books=layer,zero=float", 96),
+        ("saw-int4-kmeans:k.centroids=1,v.centroids=33,group=32,sink=2", 64),
         ("int4:group=32", 128),
         ("saw-int4:group=64", 128),
         ("int2:k.group=32,v.group=16", 64),
@@ -581,6 +585,10 @@ def test_append_of_a_step(
         ("int4:k.clip=0.6", 64, "bfloat16", None),
         ("oscar:sink=3,recent=20", 128, "bfloat16", None),
         ("oscar", 64, "float16", None),
+        ("saw-int4-kmeans", 128, "bfloat16", None),
+        ("saw-int4-kmeans-rot:centroids=16,sink=3,recent=20,bits=2", 64, "float16", 16),
+        ("saw-int4-kmeans-rot:centroids=20,books=layer,zero=float", 96, "bfloat16", None),
+        ("saw-int4-kmeans-rot:k.centroids=1,v.centroids=33,group=32,sink=2", 64, "bfloat16", None),
         ("int4:group=32", 128, "bfloat16", None),
         ("int4:group=64,zero=integer,sink=2,recent=5", 128, "float16", 16),
         ("int2:k.group=32,v.group=16,search=3", 64, "bfloat16", None),

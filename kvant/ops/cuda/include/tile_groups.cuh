@@ -49,6 +49,18 @@ template <class S> struct TileGroups {
     least = tile.reduce_rows(low_, [](float a, float b) { return fminf(a, b); }) * tile.FACTOR;
     most = tile.reduce_rows(high_, [](float a, float b) { return fmaxf(a, b); }) * tile.FACTOR;
   }
+  // x = HADAMARD_SCALE x where nothing has been subtracted; the overlay wants it so.
+  DEV static void scale(Tile& tile) {
+    if constexpr (S::CENTROIDS > 0 && !S::MEAN && S::MATRIX_PARTS == 0 && S::HADAMARD > 1)
+#pragma unroll
+      for (int i = 0; i < Tile::ROWS * N; i++) tile.x[i / N][i % N] *= S::HADAMARD_SCALE;
+  }
+  DEV static void subtract_centroids(Tile& tile, const AppendArguments& a, int first, int head) {
+#pragma unroll
+    for (int r = 0; r < Tile::ROWS; r++)
+#pragma unroll
+      for (int i = 0; i < N; i += CHUNK) subtract_centroid<S, CHUNK>(a, tile.x[r] + i, first + tile.token(r), head, channel(tile.share(), i));
+  }
   DEV static void subtract_mean(Tile& tile, const float* mean) {  // in the order of channels
 #pragma unroll
     for (int i = 0; i < N; i++) {

@@ -143,7 +143,7 @@ template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& 
     now = next;
   }
   Products::template hold<D / 2>(sums);
-  const float factor = (S::MEAN ? S::HADAMARD_SCALE : 1.f) * S::matrix_unit(a);
+  const float factor = (S::MEAN || S::CENTROIDS ? S::HADAMARD_SCALE : 1.f) * S::matrix_unit(a);
   const float back[2] = {scale_from_fp16(exponent[0]) * factor, scale_from_fp16(exponent[1]) * factor};
 #pragma unroll
   for (int i = 0; i < N; i += 2) {

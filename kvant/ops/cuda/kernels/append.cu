@@ -108,6 +108,10 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
   if (slot >= 0) store_overlay(a, is_key ? a.overlay_key : a.overlay_value, x, token, head, j);
 
   // Scale and codes.
+  if constexpr (KeyStream::CENTROIDS > 0)
+    if (is_key) subtract_centroid<KeyStream, LANE_CHANNELS>(a, x, token, head, j * LANE_CHANNELS);
+  if constexpr (ValueStream::CENTROIDS > 0)
+    if (!is_key) subtract_centroid<ValueStream, LANE_CHANNELS>(a, x, token, head, j * LANE_CHANNELS);
   if constexpr (Config::CLIP) clip_row<LANE_CHANNELS>(x, clip_limit<LANE_CHANNELS, 1, 8>(x, is_key ? KeyStream::clip(a) : ValueStream::clip(a)));
   u32 codes[CODE_WORDS<8>];
   const u32 scale = encode_row(a, x, codes, is_key, head, j);

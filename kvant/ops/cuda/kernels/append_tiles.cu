@@ -46,8 +46,13 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
   }
+  if constexpr (S::CENTROIDS > 0) {
+    TileGroups<S>::scale(tile);
+    if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+    TileGroups<S>::subtract_centroids(tile, a, first, head);
+  }
   if constexpr (!AS_READ && !Config::CLIP) tile.range(w, least, most);
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0 && !S::CENTROIDS) store_overlay(tile, a, first, head, slot);
 
   // Scale of the owned row.
   if constexpr (Config::CLIP) clip_tile(tile, a, w, least, most);
@@ -92,7 +97,9 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
     apply_hadamard(tile, w, nullptr);
     if constexpr (S::MEAN) Groups::subtract_mean(tile, S::mean(a) + head * D);
   }
+  if constexpr (S::CENTROIDS > 0) Groups::scale(tile);
   if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, first, head, slot);
+  if constexpr (S::CENTROIDS > 0) Groups::subtract_centroids(tile, a, first, head);
   if constexpr (Config::CLIP) {
     const Clip clip = S::clip(a);
 #pragma unroll
