@@ -13,8 +13,8 @@ fragment  the order in which the lanes of a warp feed the tensor core (keys mma.
           even channels, the high half odd ones;
           lane (g, t) holds tokens g and g + 8, channels t * D/4 onwards. Values: the halves hold two neighbouring tokens of one
           channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Where a token's channels have several
-          scales, that holds for the channels of each, so that 16 rows of a product have one scale. Scales lie in the same
-          lanes' order: those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels
+          scales, that holds for the channels of each: of values, 16 rows of a product then have one scale, of keys the 32
+          channels that a product sums. Scales lie in the same lanes' order: those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels
           lie, so this costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing. Of what a
           group of tokens shares, the scales of all channels lie together, then the minima.
 
@@ -105,8 +105,13 @@ def code_places(stream: StreamName, order: Places, page_tokens: int, width: int,
     tile, inside = token // 16, token % 16
     if stream == "key":
         row, g = inside // 8, inside % 8
-        t, rest = channel // (width // 4), channel % (width // 4)
+        group, share = width // groups, width // groups // 4  # channels of a group, and of a lane of it
+        t, rest = channel % group // share, channel // group * share + channel % share
         pair, half = rest // 2, rest % 2
+        if groups > 1:  # registers 2m and 2m + 1 of a lane, which one product takes, hold its elements 8m to 8m + 7
+            per_byte = 8 // bits
+            register, byte = rest // 8 * 2 + pair % 2, pair % 4 // 2
+            pair = register // per_byte * 2 * per_byte + byte * per_byte + register % per_byte
         place = row * (width // 8) + pair
     else:
         pair, half = inside // 2, inside % 2
@@ -242,15 +247,17 @@ class Layout:
 
     def scale_groups(self, stream: StreamName) -> int:
         """Groups of channels that the order of a stream's codes keeps together: those that have a scale of their own, if each is
-        a whole number of 16-channel tiles. Keys have none: their scales come after the product over all channels."""
-        if self.order != "fragment" or stream == "key":
+        a whole number of the channels that share a product: 16 of values, 32 of keys, whose lanes must also own whole words."""
+        if self.order != "fragment":
             return 1
         widths = {field.width for field in self.fields(stream) if field.kind == "meta" and field.tokens == 1}
-        codes = {field.width for field in self.fields(stream) if field.kind == "code" and field.tokens == 1}
+        codes = {(field.width, field.bits) for field in self.fields(stream) if field.kind == "code" and field.tokens == 1}
         if len(widths) != 1 or len(codes) != 1:
             return 1
-        groups, width = widths.pop(), codes.pop()
-        return groups if width % (16 * groups) == 0 else 1
+        groups, (width, bits) = widths.pop(), codes.pop()
+        if stream == "key" and (len(planes(bits)) > 1 or width * bits % 128):
+            return 1
+        return groups if width % ((32 if stream == "key" else 16) * groups) == 0 else 1
 
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
@@ -364,6 +371,8 @@ class Layout:
             data.append("arranged for groups")
         if self.align != ALIGN:
             data.append(f"aligned to {self.align}")
+        if self.scale_groups("key") > 1:
+            data.append("keys arranged for groups")
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     # --- packing ---------------------------------------------------------------------------------------------------

@@ -70,6 +70,26 @@ ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
     ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
 ]
+SCALES: list[tuple[str, int, int, dict[str, float]]] = [  # several scales a token
+    ("int4:group=32", 4, 128, {}),
+    ("oscar:group=64,sink=3,recent=20", 4, 128, {"sliding_window": 150}),
+    ("oscar:group=32", 2, 64, {"softcap": 5.0}),
+    ("int4:group=32,zero=integer,meta=float16", 5, 64, {}),
+    ("saw-int4:group=64", 9, 128, {"softcap": 5.0}),
+    ("int2:k.group=32,v.group=16", 16, 64, {}),
+    ("int8:k.group=64,v.group=32", 1, 128, {}),
+    ("int4:v.group=32", 8, 96, {}),
+    ("int4:k.group=32", 3, 96, {}),
+    ("int2:group=64,sink=2,recent=5", 4, 256, {}),
+]
+RESIDUAL: list[tuple[str, int, int, dict[str, float]]] = [  # centroids of whole head vectors, and codes of residuals
+    ("saw-int4-kmeans", 4, 128, {}),
+    ("saw-int4-kmeans-rot:centroids=16,sink=3,recent=20", 5, 64, {"sliding_window": 150}),
+    ("saw-int4-kmeans:centroids=40,books=layer,zero=float,meta=float16", 1, 64, {"softcap": 5.0}),
+    ("saw-int4-kmeans-rot:bits=2,group=32", 16, 64, {}),
+    ("saw-int4-kmeans:centroids=1", 8, 96, {}),
+    ("saw-int4-kmeans:k.centroids=1,v.centroids=33,group=64,recent=5", 3, 128, {"softcap": 5.0}),
+]
 ROTATED_BEFORE = (("QUERY_TRANSFORM", 2),)  # by a kernel before decode
 ROTATED_BY_DECODE = (("QUERY_TRANSFORM", 4),)  # at any batch
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
@@ -619,6 +639,8 @@ STEPS = [  # recipe, head_dim, type and tokens of a page of rows that kernels/ap
     ("oscar:per_head=true,sink=0,recent=0", 64, "bfloat16", 16),
     ("oscar:v.target=none,v.hadamard=none,v.bitrev=false,clip=1", 128, "float16", None),  # values have no matrix
     ("oscar:bits=3,k.clip=0.6", 128, "bfloat16", None),
+    ("oscar:group=64,sink=3,recent=20", 128, "bfloat16", None),
+    ("oscar:group=32", 64, "float16", 16),
     ("saw-int4-hessian", 96, "bfloat16", None),
     ("saw-int4-hessian-kv:sink=2,recent=5", 64, "float16", None),
     ("kvant-2", 128, "bfloat16", None),

@@ -20,7 +20,7 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, nearest_centroids, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
@@ -49,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
-    caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (nearest_centroids._kernel, unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -84,6 +84,8 @@ def filled(
         *test_cuda.ROTATED,
         ("kvant-4-fast", 9, 64, {"softcap": 5.0}),
         ("int3", 1, 64, {}),
+        *test_cuda.SCALES,
+        *test_cuda.RESIDUAL,
         ("vecinfer-2", 4, 64, {}),
         ("vecinfer-4", 9, 64, {"softcap": 5.0}),
         ("million-1.5:bits=8,books=head", 2, 128, {"sliding_window": 150}),
@@ -536,6 +538,15 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         ("saw-int4-kv:bits=3,sink=3,recent=20", 128),
         ("int4:k.bits=3,search=3,zero=float", 64),
         ("int8:v.bits=3", 128),
+        ("saw-int4-kmeans", 128),
+        ("saw-int4-kmeans-rot:centroids=16,sink=3,recent=20,bits=2", 64),
+        ("saw-int4-kmeans-rot:centroids=20,books=layer,zero=float", 96),
+        ("saw-int4-kmeans:k.centroids=1,v.centroids=33,group=32,sink=2", 64),
+        ("int4:group=32", 128),
+        ("saw-int4:group=64", 128),
+        ("int2:k.group=32,v.group=16", 64),
+        ("int8:k.group=32,v.bits=3,v.group=32,search=3", 64),
+        ("int2:k.group=0,v.group=32,sink=3,recent=20", 64),
         ("kvant-2:rope=post,k.bits=3/2/0,v.bits=3", 256),
         ("kivi-k2v2:k.flush=64", 64),
         ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 96),
@@ -584,6 +595,18 @@ def test_append_of_a_step(
         ("int4:k.clip=0.6", 64, "bfloat16", None),
         ("oscar:sink=3,recent=20", 128, "bfloat16", None),
         ("oscar", 64, "float16", None),
+        ("saw-int4-kmeans", 128, "bfloat16", None),
+        ("saw-int4-kmeans-rot:centroids=16,sink=3,recent=20,bits=2", 64, "float16", 16),
+        ("saw-int4-kmeans-rot:centroids=20,books=layer,zero=float", 96, "bfloat16", None),
+        ("saw-int4-kmeans-rot:k.centroids=1,v.centroids=33,group=32,sink=2", 64, "bfloat16", None),
+        ("int4:group=32", 128, "bfloat16", None),
+        ("int4:group=64,zero=integer,sink=2,recent=5", 128, "float16", 16),
+        ("int2:k.group=32,v.group=16,search=3", 64, "bfloat16", None),
+        ("int8:k.group=32,v.group=0", 64, "bfloat16", None),
+        ("oscar:group=64,sink=3,recent=20", 128, "bfloat16", None),
+        ("oscar:group=32,sink=0,recent=9", 128, "float16", None),
+        ("oscar:k.group=0,v.group=32", 64, "bfloat16", None),
+        ("saw-int4-kv:group=32", 64, "bfloat16", None),
         ("int4:sink=2,recent=5", 96, "bfloat16", None),
         ("kvant-4-fast", 96, "bfloat16", None),
         ("saw-int4:seed=1", 96, "float16", None),

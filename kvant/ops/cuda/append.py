@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import append_groups, append_plan, append_pq, nvrtc, refusals
+from kvant.ops.cuda import append_groups, append_plan, append_pq, nearest_centroids, nvrtc, refusals
 from kvant.ops.cuda.append_matrices import AppendTransforms, TileMatrix, step_matrix, tile_matrix
 from kvant.ops.cuda.append_plan import (
     STEP_WARPS,
@@ -100,6 +100,12 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         rope_block, rope_first = store.key.spec.effective_rope_block, store.key.rope.first
         tokens = batch.block_table.shape[1] * store.layout.page_tokens + store.layout.recipe.origin
         cosine, sine = rope_table(store, blocks_of(tokens, rope_first, rope_block))
+    books, indices = nearest_centroids.Centroids(None, None), (None, None)
+    if nearest_centroids.serves(store.layout):
+        books = store.derive(nearest_centroids.Centroids)
+        indices = nearest_centroids.nearest_centroids(
+            store, _searched(store, "key", k), _searched(store, "value", v), batch
+        )
     made = AppendPlan(
         store.layout,
         (_type(k.rows), _type(v.rows)),
@@ -126,6 +132,9 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         v.flag_mean,
         k.matrix,
         v.matrix,
+        books.key,
+        books.value,
+        *indices,
         cosine,
         sine,
         batch.slot_mapping,
@@ -144,13 +153,24 @@ def _way(store: LayerStore, key: Tensor, value: Tensor) -> Way:
     layout, rope = store.layout, store.key.rope
     if any(x.dtype not in TENSOR_CORE_TYPES for x in (key, value)):
         return "rows"
+    forward = store.derive(AppendTransforms).forward
+    if nearest_centroids.serves(layout) and any(fused.kind is TransformKind.MATRIX for fused in forward.values()):
+        return "rows"  # the search for centroids and the kernel that codes residuals take rows that are multiplied already
     whole = rope is None or 2 * len(rope.inv_freq) == layout.head_dim  # RoPE rotates all channels
     tiled = tileable(layout) and (rope is None or is_banded(layout.format("key")))
     if whole and tiled and len(key) * layout.heads >= TILE_ROWS:
         return "tiles"
-    forward = store.derive(AppendTransforms).forward
     multiplied = rope is not None or any(fused.kind is TransformKind.MATRIX for fused in forward.values())
     return "step" if multiplied and whole and steppable(layout) else "rows"
+
+
+def _searched(store: LayerStore, name: StreamName, given: _Rows) -> nearest_centroids.SearchedRows:
+    """The rows of a stream for the search for centroids. Those that a launch before has transformed are searched as they are."""
+    forward = store.derive(AppendTransforms).forward[name]
+    if forward.kind is TransformKind.MATRIX:
+        return nearest_centroids.SearchedRows(given.rows, 1, None, None)
+    signs = forward.tensor if forward.kind is TransformKind.HADAMARD else None
+    return nearest_centroids.SearchedRows(given.rows, forward.order, signs, forward.mean)
 
 
 def _type(x: Tensor) -> str:
@@ -173,8 +193,9 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
     if way == "step" and multiplied:
         made = step_matrix(store, name)
         made = made._replace(weights=tensors.weights, flag_mean=tensors.mean)
-    # at head_dim 96 the blocks of a Hadamard do not end where the shares of lanes do
-    if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and layout.head_dim == 96)):
+    # at head_dim 96, or of groups with a scale each, the blocks of a Hadamard do not end where the shares of lanes do
+    apart = layout.head_dim == 96 or layout.format(name).scale_groups > 1
+    if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and apart)):
         made = tile_matrix(store, name, x.dtype)
     if made is not None:
         return _Rows(
@@ -207,6 +228,10 @@ def _append(
     value_flag_mean: Tensor | None,
     key_matrix: Tensor | None,
     value_matrix: Tensor | None,
+    key_books: Tensor | None,
+    value_books: Tensor | None,
+    key_indices: Tensor | None,
+    value_indices: Tensor | None,
     cosine: Tensor | None,
     sine: Tensor | None,
     slot_mapping: Tensor,
@@ -237,6 +262,10 @@ def _append(
         value_flag_mean=value_flag_mean,
         key_matrix=key_matrix,
         value_matrix=value_matrix,
+        key_books=key_books,
+        value_books=value_books,
+        key_indices=key_indices,
+        value_indices=value_indices,
         pages=pages,
         slot_mapping=slot_mapping,
         query_start_loc=query_start_loc,

@@ -75,13 +75,15 @@ def _tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype, fused:
         assert dual is not None
         signs = dual.sign().to(dtype)[:, None]
         tensors = stream.codec.tensors
-        return TileMatrix(_fragments(signs, rows, columns), 1.0, fused.order, fused.mean, tensors.weights, tensors.mean)
+        order = _group_order(layout, name)
+        mean = None if fused.mean is None else fused.mean[:, order.to(device)].contiguous()
+        return TileMatrix(_fragments(signs, rows, order[columns]), 1.0, fused.order, mean, tensors.weights, tensors.mean)
     forward = matrix_in(store, name)
     assert forward.tensor is not None
     # rows as they are read are multiplied by parts of their own type, keys that are unrotated as fp16
     bf16 = dtype is torch.bfloat16 and stream.rope is None
     parts, entry_step = (_bf16_parts if bf16 else _fp16_parts)(forward.tensor.to(device))
-    order = _lane_order(layout) if name == "key" and banded else torch.arange(layout.head_dim)
+    order = _lane_order(layout) if name == "key" and banded else _group_order(layout, name)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
     mean, weights, flag_mean = (
         None if x is None else x.to(device)[:, order.to(device)].contiguous()
@@ -148,6 +150,17 @@ def tile_index(dim: int, rope: bool) -> tuple[Tensor, Tensor]:
     m, n, j, column, t, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 8, 2, 8, 4, 2)), indexing="ij")
     share, apart = (dim // 8, dim // 2) if rope else (dim // 4, dim // 8)
     return t * share + j * apart + 2 * m + e, column // 2 * (dim // 4) + 2 * n + column % 2
+
+
+def _group_order(layout: Layout, name: StreamName) -> Tensor:
+    """Channels as four lanes hold them where several groups of them have a scale each (include/tile_groups.cuh): of keys, a lane has
+    a quarter of every group; of values, an eighth of every group, and then the next eighth. In order where there is one scale."""
+    groups, dim = layout.format(name).scale_groups, layout.head_dim
+    if groups == 1:
+        return torch.arange(dim)
+    parts = 1 if name == "key" else 2
+    channels = torch.arange(dim).view(groups, 4 * parts, dim // groups // (4 * parts))
+    return channels.permute(1, 0, 2).flatten()
 
 
 def _lane_order(layout: Layout) -> Tensor:

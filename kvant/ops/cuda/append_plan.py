@@ -34,6 +34,10 @@ AppendArguments = Arguments(
     value_flag_mean=optional("const float", "[KV_HEADS, HEAD_DIM]"),
     key_matrix=optional("const u32", "[1 or KV_HEADS, parts, ...], in the order in which the kernel multiplies"),
     value_matrix=optional("const u32", "[1 or KV_HEADS, parts, ...]"),
+    key_books=optional("const u8", "float16 [KV_HEADS or 1, centroids, HEAD_DIM]: their residuals are coded"),
+    value_books=optional("const u8", "float16 [KV_HEADS or 1, centroids, HEAD_DIM]"),
+    key_indices=optional("const u8", "[tokens, KV_HEADS], the nearest centroids"),
+    value_indices=optional("const u8", "[tokens, KV_HEADS]"),
     pages=pointer("u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
     slot_mapping=pointer("const s64", "[tokens], page * PAGE_TOKENS + place; -1 is padding"),
     query_start_loc=pointer("const s64", "[batch + 1], first new token of a sequence"),
@@ -68,10 +72,12 @@ AppendArguments = Arguments(
 def refuse_layout(layout: Layout) -> str | None:
     """Why the kernels cannot write the codes of a layout, or None."""
     for name, stream in layout.formats.items():
-        if not stream.is_tokenwise:
+        if not (stream.is_tokenwise or stream.is_residual):
             return f"it writes token-wise codes, and the {name}s are coded by {stream.codec}"
         for bits in stream.widths - {2, 3, 4, 8}:
             return f"it writes codes of 2, 3, 4 or 8 bits, and the {name}s have {bits}"
+        if 8 % stream.scale_groups:
+            return f"it writes 1, 2, 4 or 8 scales a token, and the {name}s have {stream.scale_groups}"
     return refusals.refuse_layout(layout)
 
 
@@ -88,7 +94,7 @@ def tileable(layout: Layout) -> bool:
         return dim in BAND_DIMS and not any(band.width % 64 for band in three) and not (three and dim < 128)
     if three:
         return False
-    if any(is_banded(stream) or not stream.is_tokenwise for stream in formats):
+    if any(is_banded(stream) or not (stream.is_tokenwise or stream.is_residual) for stream in formats):
         return False
     return dim in TILE_DIMS and all(dim * bits % 128 == 0 for stream in formats for bits in stream.widths)
 
@@ -116,6 +122,9 @@ class AppendPlan:
         """Whether there is a kernel for tiles of 16 tokens, too."""
         if self.step or not tileable(self.layout) or "float32" in self.types:
             return False
+        scales = [stream.scale_groups for stream in self.layout.formats.values()]
+        if any(n > 1 and order > 1 and not parts for n, order, parts in zip(scales, self.orders, self.parts, strict=True)):
+            return False  # tiles multiply such rows by a matrix
         return all(self.parts) or not is_banded(self.layout.format("key"))
 
     @property
@@ -132,7 +141,8 @@ class AppendPlan:
         if any(self.parts):
             return {8: 2, 4: 3, 12: 1}[self.tile_warps]
         encodings = [stream.encoding for stream in self.layout.formats.values()]
-        return 4 if any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
+        several = any(stream.scale_groups > 1 or stream.is_residual for stream in self.layout.formats.values())
+        return 4 if several or any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
 
     @property
     def shared(self) -> int:
@@ -176,6 +186,9 @@ class AppendPlan:
             "OFFSET": offset,
             "HIGH_OFFSET": high_offset,
             "SEARCH": stream.encoding.search,
+            "GROUPS": stream.scale_groups,
+            "CENTROIDS": stream.codebook.centroids if stream.codebook is not None else 0,
+            "BOOK_HEADS": stream.codebook.heads(self.layout.heads) if stream.codebook is not None else 1,
             "UNBIASED": int(stream.encoding.unbiased),
             "WEIGHTED": int(stream.encoding.weighted),
             "FLAG": int(stream.mean_flag),

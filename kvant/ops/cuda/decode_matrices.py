@@ -66,7 +66,8 @@ class DecodeTransforms(Derived):
 
 @dataclasses.dataclass(frozen=True)
 class Codebooks(Derived):
-    """Contiguous copies of the codebooks of product quantization: fp16 [heads or 1, 1, centroids, dim], or None."""
+    """Contiguous copies of codebooks: fp16 [heads or 1, 1, centroids, dim], or None. Where they are centroids of whole value vectors,
+    channels are in the order of the accumulators' rows (codecs/residual.cuh)."""
 
     key: Tensor | None
     value: Tensor | None
@@ -74,4 +75,10 @@ class Codebooks(Derived):
     @classmethod
     def of(cls, store: LayerStore) -> Self:
         books = [stream.codec.tensors.codebooks for stream in (store.key, store.value)]
-        return cls(*(None if book is None else book.clone(memory_format=torch.contiguous_format) for book in books))
+        layout = store.layout
+        if books[1] is not None and layout.format("value").is_residual:
+            groups, dim = layout.scale_groups("value"), layout.head_dim
+            share = dim // groups // 8
+            order = torch.arange(dim).view(groups, 8, share).permute(0, 2, 1).flatten()  # [element, g]
+            books[1] = books[1][..., order.to(books[1].device)]
+        return cls(*(None if book is None else book.half().clone(memory_format=torch.contiguous_format) for book in books))

@@ -19,9 +19,12 @@ class KeyPlane(NamedTuple):
     first: int  # channel
     weight: int  # what a code counts, over ONE: the band's step
     before: int  # registers of the bands before
+    groups: int = 1  # groups of channels with a scale each, which the order of the codes keeps together
 
     @property
     def text(self) -> str:
+        if self.groups > 1:
+            return f"GroupedKeyPlane<{self.width}, {self.bits}, {self.offset}, {self.weight}, {self.groups}>"
         place = f"{self.first}, {self.weight}, {self.before}"
         if self.bits == 3:
             return f"ThreeBitKeys<{self.width}, {self.offset}, {self.high}, {place}>"
@@ -57,6 +60,10 @@ class KeyPlane(NamedTuple):
 
     def channel(self, i: int, byte: int, lane: int) -> int:
         """The channel of a byte of register i in a lane of four, or -1."""
+        if self.groups > 1:
+            group, share = self.width // self.groups, self.width // self.groups // 4
+            element = i // 2 * 8 + ((byte & 1) * 2 + i % 2) * 2 + (byte >> 1)
+            return element // share * group + lane * share + element % share
         per = self._per
         pair = i // per * (16 // self._low_bits) + (byte & 1) * per + i % per
         there = pair < self.width // 8 and i < self.places
@@ -67,8 +74,9 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
     """All stored bands of the keys; none for product quantization."""
     planes: list[KeyPlane] = []
     for band in layout.format("key").stored_bands:
-        if any(section.names == (band.field,) and section.kind == "code" for section in layout.sections):
+        sections = [s for s in layout.sections if (s.stream, s.kind, s.names) == ("key", "code", (band.field,))]
+        if sections:
             low, high = code_offsets(layout, "key", band)
-            before = planes[-1].before + planes[-1].registers if planes else 0
-            planes.append(KeyPlane(band.width, band.bits, low, high, band.first, round(ONE * band.step), before))
+            before, weight = planes[-1].before + planes[-1].registers if planes else 0, round(ONE * band.step)
+            planes.append(KeyPlane(band.width, band.bits, low, high, band.first, weight, before, sections[0].groups))
     return planes

@@ -30,6 +30,7 @@ from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
+RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA, whose lanes have twice the accumulators
 STAGES = 2  # pages that a warp has in flight
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
 LOW_BATCH_PREFETCH = 4  # pages of a warp that come to the L2 cache while it makes its queries ready, at a low batch
@@ -61,6 +62,16 @@ def codebook_bytes(layout: Layout) -> list[int]:
     """Bytes of one copy of the codebooks, fp16, of a head's keys and values; none without product quantization."""
     books = [layout.format(name).codebook for name in layout.recipe.streams if layout.format(name).is_pq]
     return [2 * book.dim * book.centroids for book in books if book is not None]
+
+
+def residual_bytes(layout: Layout, lane_heads: int = 4) -> list[int]:
+    """Shared memory of decode where residuals of centroids are coded: scores of a lane's query heads with the keys' centroids, then
+    the values' centroids, whose rows begin in different banks (codecs/residual.cuh)."""
+    key, value = (stream.codebook if stream.is_residual else None for stream in layout.formats.values())
+    return [
+        0 if key is None else 16 * lane_heads * key.centroids,
+        0 if value is None else (2 * layout.head_dim + 16) * value.centroids,
+    ]
 
 
 class PageCodec(NamedTuple):
@@ -112,9 +123,14 @@ class Plan:
         return self.layout.format("key").is_pq
 
     @property
+    def residual(self) -> bool:
+        """Whether residuals of centroids of whole head vectors are coded."""
+        return any(stream.is_residual for stream in self.layout.formats.values())
+
+    @property
     def warps(self) -> int:
-        fit = (self.shared[0] - STATIC_BYTES - sum(self.book_bytes) - self.matrix_bytes) // self.warp_bytes
-        most = WARPS
+        fit = (self.shared[0] - self._static_bytes - sum(self.book_bytes) - self.matrix_bytes) // self.warp_bytes
+        most = RESIDUAL_WARPS if self.residual else WARPS
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
@@ -128,9 +144,16 @@ class Plan:
         return dict(self.tuned).get("WARPS", count)
 
     @property
+    def _static_bytes(self) -> int:
+        """Static shared memory, at most. Beside centroids it is counted: rows and operands of the queries, and the rest."""
+        if not self.residual:
+            return STATIC_BYTES
+        return 4 * self.layout.head_dim * self.tile_heads + 128 * self.lane_heads * self.key_registers + 3072 * self.lane_heads
+
+    @property
     def _most_blocks(self) -> int:
         """CTAs that the registers of a multiprocessor are enough for."""
-        return 1 if self.pq else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+        return 1 if self.pq or self.residual else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
 
     def _blocks(self, warps: int) -> int:
         """CTAs that a multiprocessor is to hold."""
@@ -165,6 +188,8 @@ class Plan:
     @property
     def book_bytes(self) -> list[int]:
         """Shared memory of the codebooks."""
+        if self.residual:
+            return residual_bytes(self.layout, self.lane_heads)
         return [n * size for n, size in zip(self.copies, codebook_bytes(self.layout), strict=True)]
 
     @property
@@ -207,6 +232,7 @@ class Plan:
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
             **self._boosted(),
             "VALUE_GROUPS": layout.scale_groups("value"),
+            "KEY_GROUPS": self.key_groups,
             "PageAttention": f"struct {self.page_codec.type}",
             "PQ": int(self.pq),
             "GROUP": self.group,
@@ -260,7 +286,7 @@ class Plan:
         return [s for s in self.layout.sections if s.stream == stream and s.kind == kind]
 
     def _boosted(self) -> dict[str, object]:
-        found = {} if self.pq else {section.names[0]: section for section in self._sections("key", "index")}
+        found = {} if self.pq or self.residual else {s.names[0]: s for s in self._sections("key", "index")}
         return {
             "BOOSTED": found["high"].width if found else 0,
             "HIGH_OFFSET": found["high"].offset if found else 0,
@@ -276,6 +302,7 @@ class Plan:
             "RING": max(1, window.ring),
             "OVERLAY_TOKENS": layout.overlay_tokens(name),
             "FLAG": int(layout.format(name).mean_flag),
+            **self._centroids(name),
         }
         if self.pq:
             return constants | self._book(name)
@@ -285,6 +312,20 @@ class Plan:
         if layout.recipe.key.groupwise:
             return constants | {"Operand": "KeyPlanes<>", "Codes": self._codes("key", bare=True)}
         return constants | {"Operand": f"KeyPlanes<{', '.join(plane.text for plane in key_planes(layout))}>"}
+
+    def _centroids(self, name: StreamName) -> dict[str, object]:
+        """Centroids whose residuals a stream codes: behind the pages of all warps, what belongs to the keys first."""
+        stream = self.layout.format(name)
+        if not stream.is_residual:
+            return {"CENTROIDS": 0, "INDEX_OFFSET": -1, "CENTROID_OFFSET": 0, "BOOK_HEADS": 1}
+        assert stream.codebook is not None
+        index = self._sections(name, "index")
+        return {
+            "CENTROIDS": stream.codebook.centroids,
+            "INDEX_OFFSET": index[0].offset if index else -1,
+            "CENTROID_OFFSET": self.warps * self.warp_bytes + (self.book_bytes[0] if name == "value" else 0),
+            "BOOK_HEADS": stream.codebook.heads(self.layout.heads),
+        }
 
     def _book(self, name: StreamName) -> dict[str, object]:
         """The codebook of a stream: behind the pages of all warps, that of the keys first."""
@@ -375,13 +416,13 @@ class Plan:
         key = self.layout.recipe.key
         if not self.low_batch or self.dual[0] != MATRIX or key.groupwise or key.effective_rope_block or self.pq:
             return False
-        return self._holds_matrix and dict(self.tuned).get("QUERY_TRANSFORM") != MATRIX
+        return self._holds_matrix and not self.residual and dict(self.tuned).get("QUERY_TRANSFORM") != MATRIX
 
     @property
     def fused_outputs(self) -> bool:
         """Whether every CTA of decode multiplies its outputs by their matrix: at a low batch. At a high one, a kernel after decode
         takes less time (docs/performance.md)."""
-        fused = self.low_batch and self.inverse[0] == MATRIX and not self.pq and self._holds_matrix
+        fused = self.low_batch and self.inverse[0] == MATRIX and not (self.pq or self.residual) and self._holds_matrix
         return fused and dict(self.tuned).get("OUTPUT_TRANSFORM") != MATRIX
 
     @property
@@ -399,13 +440,19 @@ class Plan:
     @property
     def query_kernel(self) -> bool:
         """Whether a kernel before decode makes the query operands, and not every CTA for itself."""
-        own = self.layout.recipe.key.groupwise or self.fused_queries or self.rotated_queries
+        own = self.layout.recipe.key.groupwise or self.fused_queries or self.rotated_queries or self.residual
         return self.dual[0] == MATRIX and not own
 
     @property
     def operand_words(self) -> int:
         """32-bit words of the query operand of a head tile: the kernels' `QueryOperand`."""
-        return self.lane_heads * (self.key_registers * 32 + 20)
+        sums = 4 * self.key_groups if self.key_groups > 1 else 0  # of the channels of each scale
+        return self.lane_heads * (self.key_registers * 32 + 20 + sums)
+
+    @property
+    def key_groups(self) -> int:
+        """Scales of a key vector that is coded token by token."""
+        return self.layout.scale_groups("key")
 
     @property
     def overlay_slots(self) -> int:

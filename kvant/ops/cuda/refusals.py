@@ -7,12 +7,14 @@ import torch
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, shared_memory
+from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, residual_bytes, shared_memory
 from kvant.ops.fused import refuse_rope
 
 MAX_HEAD_DIM = 256
 MAX_BOOSTED = 64  # boosted channels: a lane holds the high bits of a token's share of them in one word
 MAX_SCALE_GROUPS = 8  # groups of channels of a token's values that have a scale each
+MAX_CENTROIDS = 256  # of whole head vectors
+GROUP_TILES: dict[StreamName, int] = {"key": 32, "value": 16}  # channels that share a product, and so a scale
 INDEX_BITS = (8, 9, 10, 12)  # widths of the indices of product quantization
 INDEX_LANES: dict[StreamName, int] = {"key": 4, "value": 8}  # lanes that share the sub-vectors of a token
 
@@ -22,7 +24,8 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     reason = refuse_machine(device, refuse_layout(layout))
     if reason is not None:
         return reason
-    room, books = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES, codebook_bytes(layout)
+    room = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES
+    books = codebook_bytes(layout) + residual_bytes(layout)
     if room < 0:
         return f"two pages of {layout.page_head_bytes} bytes a head are more than this GPU's shared memory holds"
     if room < sum(books):
@@ -48,7 +51,9 @@ def refuse_layout(layout: Layout) -> str | None:
         if stream.is_pq:
             reason = _refuse_indices(stream, name) if pq else f"of both streams, only the {name}s are vector-quantized"
         elif stream.is_tokenwise:
-            reason = _refuse_tokenwise(stream, name, key.is_channelwise)
+            reason = _refuse_tokenwise(layout, stream, name, key.is_channelwise)
+        elif stream.is_residual and not key.is_channelwise:
+            reason = _refuse_residual(stream, name) or _refuse_tokenwise(layout, stream, name, False)
         elif name == "key" and stream.is_channelwise:
             reason = None
         else:
@@ -61,19 +66,48 @@ def refuse_layout(layout: Layout) -> str | None:
         return "keys and values have different windows"
     if dim > MAX_HEAD_DIM:
         return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
+    if layout.recipe.key.effective_rope_block and any(stream.is_residual for stream in layout.formats.values()):
+        return "it reads residuals of centroids beside keys that are stored rotated, and theirs are unrotated by RoPE blocks"
     return refuse_rope(layout) or (_refuse_channelwise(layout) if key.is_channelwise else None)
 
 
-def _refuse_tokenwise(stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
-    """Why codes with scales per token cannot be read. Values beside channel-wise keys may have several scales a token."""
+def _refuse_tokenwise(layout: Layout, stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
+    """Why codes with scales per token cannot be read. Values beside channel-wise keys are looked at by `_refuse_channelwise`."""
     if not stream.uniform:
         return f"it reads evenly spaced levels, and those of the {name}s are not"
     if stream.scale_groups > 1 and not (channelwise_keys and name == "value"):
-        return f"it reads one scale a token, and the {name}s have {stream.scale_groups}"
+        reason = _refuse_groups(layout, stream, name)
+        if reason is not None:
+            return reason
     if name == "key" and stream.mean_flag:
         return "it reads keys that keep their mean, and theirs may be taken off token by token"
     if name == "value" and len(stream.bands) > 1:
         return "it reads values of one width, and they have bands"
+    return None
+
+
+def _refuse_residual(stream: StreamFormat, name: StreamName) -> str | None:
+    """Why an index of a centroid of the whole head vector, and codes of the residual, cannot be read."""
+    assert stream.codebook is not None and stream.scales is not None
+    if stream.codebook.centroids > MAX_CENTROIDS:
+        return f"it holds at most {MAX_CENTROIDS} centroids a head in shared memory, and the {name}s have {stream.codebook.centroids}"
+    if stream.scales.axis != "token":
+        return f"it reads residuals with scales per token, and those of the {name}s are per channel"
+    return None
+
+
+def _refuse_groups(layout: Layout, stream: StreamFormat, name: StreamName) -> str | None:
+    """Why several scales a token cannot be read."""
+    groups, tile = stream.scale_groups, GROUP_TILES[name]
+    assert stream.scales is not None
+    if stream.scales.kind is ScaleKind.ALONE:
+        return f"it reads one scale alone a token, and the {name}s have {groups}"
+    if groups > MAX_SCALE_GROUPS:
+        return f"it reads at most {MAX_SCALE_GROUPS} scales a token, and the {name}s have {groups}"
+    if layout.order == "fragment" and layout.scale_groups(name) != groups:
+        return f"it reads scales of a multiple of {tile} channels of 2, 4 or 8 bits, and the {name}s have {groups} others a token"
+    if name == "key" and layout.recipe.key.effective_rope_block:
+        return f"it reads one scale a token of keys that are unrotated by RoPE blocks, and they have {groups}"
     return None
 
 

@@ -14,16 +14,16 @@ template <int LANES> DEV float sum_row(float x) {  // over the lanes of a row
   return x;
 }
 
-// The least and the largest number of a row.
-template <int LANES> DEV void row_range(const float* x, float& least, float& most) {
+// The least and the largest number of a row that OVER of its LANES lanes hold.
+template <int LANES, int OVER = LANES> DEV void row_range(const float* x, float& least, float& most) {
   least = most = x[0];
 #pragma unroll
   for (int i = 1; i < D / LANES; i++) least = fminf(least, x[i]), most = fmaxf(most, x[i]);
-  if constexpr (LANES == 32) {
+  if constexpr (OVER == 32) {
     least = from_ordered(__reduce_min_sync(FULL, to_ordered(least))), most = from_ordered(__reduce_max_sync(FULL, to_ordered(most)));
   } else {
 #pragma unroll
-    for (int o = 1; o < LANES; o <<= 1) {
+    for (int o = 1; o < OVER; o <<= 1) {
       least = fminf(least, __shfl_xor_sync(FULL, least, o));
       most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
     }
@@ -32,11 +32,12 @@ template <int LANES> DEV void row_range(const float* x, float& least, float& mos
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
-// Codes of a lane's channels, a byte each; returns the scale and the minimum or zero of the row as one word.
+// Codes of a lane's channels, a byte each; returns the scale and the minimum or zero of the row, or of the lane's group of its channels, as one word.
 template <class S, int LANES> DEV u32 encode_affine(const float* x, u32* codes) {
-  constexpr int N = D / LANES;
+  constexpr int N = D / LANES, OVER = LANES / S::GROUPS;
+  static_assert(LANES % S::GROUPS == 0, "a lane's channels have one scale");
   float least, most;
-  row_range<LANES>(x, least, most);
+  row_range<LANES, OVER>(x, least, most);
   const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
     const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(tried.scale, tried.reciprocal, tried.zero, 1.f);
     float squares = 0.f;
@@ -45,7 +46,7 @@ template <class S, int LANES> DEV u32 encode_affine(const float* x, u32* codes) 
       const float error = coder.error(x[i]);
       squares = fmaf(error, error, squares);
     }
-    return sum_row<LANES>(squares);
+    return sum_row<OVER>(squares);
   });
   const AffineCoder<S::BITS, S::SCALE_FORM, true> coder(best.scale, best.reciprocal, best.zero, 1.f);
 #pragma unroll
@@ -139,6 +140,35 @@ template <class S, int LANES> DEV u32 encode_banded(const float* row, u32* codes
 
 // --- bytes of codes -----------------------------------------------------------------------------------------------------------
 
+// Where several groups of channels of S have a scale each: the channel that has, in the order of codes for one scale, the place of channel c
+// (kvant/layout.py). RUN neighbouring channels stay neighbours.
+template <class S> struct GroupOrder {
+  static constexpr int GROUP = D / S::GROUPS, SHARE = GROUP / (S::KEY ? 4 : 8);  // channels of a group, and of a lane of it
+  static constexpr int RUN = (S::KEY ? S::BITS < 8 : SHARE % 4 == 0) ? 4 : 2;
+  DEV static int place(int c) {
+    const int lane = c % GROUP / SHARE, element = c / GROUP * SHARE + c % SHARE;
+    if constexpr (S::GROUPS == 1) {
+      return c;
+    } else if constexpr (S::KEY) {
+      constexpr int PER = 8 / S::BITS;
+      const int pair = element / 2, i = element / 8 * 2 + pair % 2;  // register
+      return lane * (D / 4) + 2 * (i / PER * (2 * PER) + pair % 4 / 2 * PER + i % PER) + element % 2;
+    } else {
+      return lane * (D / 8) + element;
+    }
+  }
+};
+// Puts a lane's codes beside those of the other lanes of its row, in the order in which they are stored.
+template <class S, int LANES> DEV void share_group_codes(u8* row, const u32* codes, int j) {
+  constexpr int N = D / LANES, RUN = N % 4 == 0 ? GroupOrder<S>::RUN : 2;
+  static_assert(N % RUN == 0, "a lane has whole runs");
+#pragma unroll
+  for (int i = 0; i < N; i += RUN) {
+    u8* to = row + GroupOrder<S>::place(j * N + i);
+    if constexpr (RUN == 4) *(u32*)to = codes[i / 4];
+    else *(u16*)to = (u16)(codes[i / 4] >> (8 * (i % 4)));
+  }
+}
 // Puts a lane's codes beside those of the other lanes of its row.
 template <int LANES> DEV void share_codes(u8* row, const u32* codes, int j) {
   constexpr int N = D / LANES;

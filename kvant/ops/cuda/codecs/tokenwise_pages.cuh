@@ -42,9 +42,62 @@ template <int N, class... P> DEV void all_products(KeyPlanes<P...>, const KeyWor
   ((key_products<N, P>(keys, before, q, c), before += P::WORDS), ...);
 }
 
+// S of N tiles where a token's keys have KEY_GROUPS scales (codecs/group_keys.cuh): sums of the groups are added in steps of the query operand.
+template <int N, class P> DEV void group_scores(KeyPlanes<P>, const KeyWords<N>& keys, SharedBytes page_head, int tile, int lane, const QueryFragment& q, const OnlineSoftmax& softmax, float cap, float s[N][LANE_HEADS][2]) {
+  static_assert(Key::SCALE_FORM != ScaleForm::SCALE && !ROPE_BLOCK, "a scale and a minimum or zero point for each group");
+#pragma unroll
+  for (int j = 0; j < KEY_GROUPS; j++) {
+    int c[N][LANE_HEADS][4];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
+#pragma unroll
+    for (int step = 0; step < P::GROUP_REGISTERS; step += 2)
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const int k = j * P::GROUP_REGISTERS + step;
+        const u32* w = keys.w[i];
+        const u32 a0 = P::get(w, 0, k), a1 = P::get(w, 1, k), a2 = P::get(w, 0, k + 1), a3 = P::get(w, 1, k + 1);
+#pragma unroll
+        for (int n = 0; n < LANE_HEADS; n++) mma_u8s8(c[i][n], a0, a1, a2, a3, q.f[n][k], q.f[n][k + 1]);
+      }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      Scales key[2];
+      load_scales<Key::SCALE_FORM, Key::SCALE_TYPE>(key, page_head + (Key::SCALE_OFFSET + j * Config::PAGE_TOKENS * 4), (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int n = 0; n < LANE_HEADS; n++) {
+          const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), before = j ? s[i][n][r] : 0.f;
+          if (Key::SCALE_FORM == ScaleForm::SCALE_MIN) s[i][n][r] = fmaf(x, key[r].scale, fmaf(q.group_sum[n][j], key[r].zero, before));
+          if (Key::SCALE_FORM == ScaleForm::SCALE_ZERO) s[i][n][r] = fmaf(fmaf(-q.group_sum[n][j], key[r].zero, x), key[r].scale, before);
+        }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    [[maybe_unused]] float of_centroid[2][LANE_HEADS];
+    if constexpr (RESIDUAL_KEYS) centroid_scores(of_centroid, page_head, tile + i, lane);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) {
+        const float more = RESIDUAL_KEYS ? of_centroid[r][n] : 0.f;
+        if constexpr (SOFTCAP) s[i][n][r] = soft_cap(fmaf(s[i][n][r], q.factor[n], q.mean_logit[n] + more), softmax.m[n], cap);
+        else s[i][n][r] = fmaf(s[i][n][r], q.factor[n], more - softmax.m[n]);
+      }
+  }
+}
+
 // S of N tiles of a page in log2, less m: (128 high + low) . codes from the tensor cores, then each token's scale, minimum or zero point and each query's
 // factor. x = code * scale + min: S = scale (q . code) + min sum(q); zero point: scale (q . code - zero sum(q)); centred: scale (q . code + bias).
 template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_head, int tile, int lane, const QueryFragment& q, const OnlineSoftmax& softmax, float cap, float s[N][LANE_HEADS][2]) {
+  if constexpr (KEY_GROUPS > 1) {
+    group_scores<N>(Keys{}, keys, page_head, tile, lane, q, softmax, cap, s);
+    return;
+  }
   int c[N][LANE_HEADS][4];
 #pragma unroll
   for (int i = 0; i < N; i++)
@@ -55,11 +108,13 @@ template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_
   for (int i = 0; i < N; i++) {
     Scales key[2];
     load_scales<Key::SCALE_FORM, Key::SCALE_TYPE>(key, page_head + Key::SCALE_OFFSET, (lane >> 2) * (Config::PAGE_TOKENS / 8) + (tile + i) * 2);
+    [[maybe_unused]] float of_centroid[2][LANE_HEADS];
+    if constexpr (RESIDUAL_KEYS) centroid_scores(of_centroid, page_head, tile + i, lane);
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int n = 0; n < LANE_HEADS; n++) {
-        const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = SOFTCAP ? 0.f : ROPE_BLOCK ? softmax.m[n] - q.mean_logit[n] : softmax.m[n];
+        const float x = (float)(c[i][n][2 * r] * 128 + c[i][n][2 * r + 1]), less = (SOFTCAP ? 0.f : ROPE_BLOCK ? softmax.m[n] - q.mean_logit[n] : softmax.m[n]) - (RESIDUAL_KEYS ? of_centroid[r][n] : 0.f);
         float y;
         if (Key::SCALE_FORM == ScaleForm::SCALE_MIN) y = fmaf(x * key[r].scale, q.factor[n], fmaf(q.sum[n], key[r].zero, -less));
         if (Key::SCALE_FORM == ScaleForm::SCALE_ZERO) y = fmaf(fmaf(x, q.factor[n], -q.sum[n] * key[r].zero), key[r].scale, -less);
@@ -80,7 +135,9 @@ struct TokenwisePages {
   u32 barrier, parity;        // the barrier that it arrives at,
   bool ready;                 // whether it has arrived, or none follows: its keys are then loaded from a stale stage and not used
 
-  DEV static void load_codebooks(int&, u8*, const DecodeArguments&, int) {}
+  DEV static void load_codebooks(int& loaded, u8* memory, const DecodeArguments& a, int head) {
+    if constexpr (RESIDUAL_VALUES) load_value_centroids(loaded, memory, a, head);
+  }
   template <class From> DEV void load_query(From& from, int lane, float scale) { ::load_query(q, from, lane, scale); }
   // Before the first of a warp's pages.
   DEV void begin(PageRing& ring, const u8*, bool any, int lane) {

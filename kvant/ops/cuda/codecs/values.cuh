@@ -1,6 +1,8 @@
 // Values with scales per token: O^T += V^T P^T over codes as fp16 numbers. Scales touch P, never the elements of V.
 
 #pragma once
+#include "codecs/residual.cuh"
+#include "codecs/scaled_values.cuh"
 #include "include/overlay.cuh"
 
 // Values with one scale (and minimum or zero point) a token: V = scale * (code - TOP / 2) + rest. The accumulators end up with centred
@@ -169,7 +171,7 @@ template <int N> struct GroupValues {
 };
 
 template <bool SEVERAL, int N> struct ValuesOf { using type = TokenValues<N>; };
-template <int N> struct ValuesOf<true, N> { using type = GroupValues<N>; };
+template <int N> struct ValuesOf<true, N> { using type = Select<SCALED_PROBS, ScaledValues<N>, GroupValues<N>>; };
 template <int N> using PageValues = typename ValuesOf<(VALUE_GROUPS > 1), N>::type;
 
 // --- a chunk of a page ----------------------------------------------------------------------------------------------------
@@ -198,5 +200,6 @@ template <class PageHead, class Scores, class Before> DEV void attend_chunk(Page
   }
   softmax.update<CHUNK_TILES>(s, largest);
   before_values();
+  if constexpr (RESIDUAL_VALUES) add_centroids<CHUNK_TILES>(softmax, s, page_head, tile, lane);
   values.accumulate(softmax, s, page_head, tile, lane);
 }

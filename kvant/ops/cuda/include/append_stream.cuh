@@ -16,6 +16,8 @@ template <bool KEY_> struct AppendStream : StreamConfig<KEY_> {
   DEV static const float* weights(const AppendArguments& a) { return KEY_ ? a.key_weights : a.value_weights; }
   DEV static const float* flag_mean(const AppendArguments& a) { return KEY_ ? a.key_flag_mean : a.value_flag_mean; }
   DEV static void* overlay(const AppendArguments& a) { return KEY_ ? a.overlay_key : a.overlay_value; }
+  DEV static const u8* books(const AppendArguments& a) { return KEY_ ? a.key_books : a.value_books; }
+  DEV static const u8* indices(const AppendArguments& a) { return KEY_ ? a.key_indices : a.value_indices; }
   DEV static float matrix_unit(const AppendArguments& a) { return KEY_ ? a.key_matrix_unit : a.value_matrix_unit; }
   DEV static Clip clip(const AppendArguments& a) {
     if (KEY_) return {a.key_clip_drop, a.key_clip_share, a.key_clip_start, a.key_clip_gap};
@@ -32,3 +34,13 @@ using ValueStream = AppendStream<false>;
 struct ValueRows : ValueStream {
   static constexpr bool KEY = true, VALUES = true;
 };
+
+// Subtracts N channels, from `channel` on, of the centroid of a new token from x: its residual is coded.
+template <class S, int N> DEV void subtract_centroid(const AppendArguments& a, float* x, int token, int head, int channel) {
+  static_assert(N % 2 == 0, "pairs of channels");
+  const int row = S::CENTROIDS > 1 ? S::indices(a)[(s64)min(token, a.tokens - 1) * Config::KV_HEADS + head] : 0;
+  u32 c[N / 2];
+  load_words<N / 2>(c, S::books(a) + (((s64)(S::BOOK_HEADS > 1 ? head : 0) * S::CENTROIDS + row) * Config::HEAD_DIM + channel) * 2);
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) x[2 * i] -= fp16_low(c[i]), x[2 * i + 1] -= fp16_high(c[i]);
+}

@@ -13,6 +13,11 @@ template <int N> DEV void load_shared(u32* w, u32 address) {
   if constexpr (N == 4)
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
 }
+DEV u32 load_shared_byte(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address));
+  return x;
+}
 // cp.async of 16 bytes: visible to this thread after await_copies, to the others after a barrier, too.
 DEV void copy16(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
 DEV void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -5,6 +5,7 @@
 
 #pragma once
 #include "codecs/tokenwise.cuh"
+#include "codecs/group_keys.cuh"
 #include "codecs/product_vq.cuh"
 #include "include/copies.cuh"
 #include "include/hadamard.cuh"
@@ -17,11 +18,14 @@ using Values = Value::Codes;  // ValueCodes<...> or CentroidValues<...>
 constexpr int D = Config::HEAD_DIM, TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES;
 constexpr bool PQ = Config::PQ, SOFTCAP = Config::SOFTCAP;
 constexpr int ROPE_BLOCK = Config::ROPE_BLOCK, PAGE_HEAD_BYTES = Config::PAGE_HEAD_BYTES, VALUE_GROUPS = Config::VALUE_GROUPS;
+constexpr int KEY_GROUPS = Config::KEY_GROUPS;
 constexpr bool CHANNELWISE = Config::KEY_GROUP > 0;  // keys are coded per channel over groups of tokens
 constexpr bool FUSED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::FUSED_MATRIX;
 constexpr bool ROTATED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::ROTATED_MATRIX;
 constexpr bool FUSED_OUTPUTS = Config::OUTPUT_TRANSFORM == OutputTransform::FUSED_MATRIX;
 constexpr bool OVERLAY = Config::OVERLAY_TOKENS > 0;
+constexpr bool RESIDUAL_KEYS = Key::CENTROIDS > 0, RESIDUAL_VALUES = Value::CENTROIDS > 0;  // codes are those of residuals (codecs/residual.cuh)
+constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multiplied by the scales of every group in float32 (codecs/scaled_values.cuh)
 
 constexpr int PAGE_TILES = Config::PAGE_TOKENS / 16;           // of 16 tokens
 constexpr int CHUNK_TILES = PAGE_TILES < 4 ? PAGE_TILES : 4;   // that a warp attends to at once

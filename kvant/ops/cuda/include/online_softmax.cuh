@@ -10,7 +10,7 @@
 // scores may rise by HEADROOM - REFERENCE = 8 powers of two before m moves again, and P of 20 powers of two below the largest are still normal
 // fp16 numbers (2^-14).
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;
-constexpr float INITIAL_NORM = PQ || VALUE_GROUPS > 1 ? 1.f : 1099511627776.f;  // 2^40, until a value's scale has been seen
+constexpr float INITIAL_NORM = PQ || (VALUE_GROUPS > 1 && !SCALED_PROBS) ? 1.f : 1099511627776.f;  // 2^40, until a value's scale has been seen
 
 // A score in log2 units, less m. x is 2 log2(e) / cap times the logit with a soft cap: cap tanh(logit / cap) = cap (1 - 2 / (1 + e^(2 logit / cap))).
 DEV float soft_cap(float x, float m, float cap) {
@@ -22,8 +22,10 @@ struct OnlineSoftmax {
   float m[LANE_HEADS];      // reference of the exponents, log2; the same in all lanes of a head
   float l[LANE_HEADS];      // sum of P of the lane's tokens
   float z[LANE_HEADS];      // sum of P times what all channels of a token's value have in common (minimum or zero point)
+  float group_z[SCALED_PROBS ? LANE_HEADS : 1][SCALED_PROBS ? VALUE_GROUPS : 1];  // the same of the channels of a scale, times norm
   float flags[LANE_HEADS];  // sum of P over tokens whose value had its mean subtracted
   float acc[ACC_TILES][ACC_STEPS][4];  // O^T, unnormalised, times norm
+  float centroids[RESIDUAL_VALUES ? ACC_TILES : 1][RESIDUAL_VALUES ? ACC_STEPS : 1][4];  // the part of O^T that is P times the values' centroids
   float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row g: group g
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
   float limit;                         // scores above it move m: minus infinity before the first score, then HEADROOM
@@ -33,6 +35,9 @@ struct OnlineSoftmax {
   DEV void clear() {
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) m[h] = l[h] = z[h] = flags[h] = 0.f;
+    if constexpr (SCALED_PROBS)
+#pragma unroll
+      for (int i = 0; i < LANE_HEADS * VALUE_GROUPS; i++) group_z[i / VALUE_GROUPS][i % VALUE_GROUPS] = 0.f;
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
@@ -43,6 +48,9 @@ struct OnlineSoftmax {
       for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] = 0.f;
+    if constexpr (RESIDUAL_VALUES)
+#pragma unroll
+      for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] = 0.f;
     norm = INITIAL_NORM;
     limit = minus_infinity();
   }
@@ -91,9 +99,15 @@ struct OnlineSoftmax {
       const float by = fresh ? fmaxf(x, -1e30f) : fmaxf(x, 0.f);
       factor[h] = fresh ? 1.f : exp2_(-by);
       m[h] += by, l[h] *= factor[h], z[h] *= factor[h], flags[h] *= factor[h];
+      if constexpr (SCALED_PROBS)
+#pragma unroll
+        for (int j = 0; j < VALUE_GROUPS; j++) group_z[h][j] *= factor[h] * ratio;
 #pragma unroll
       for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
     }
+    if constexpr (RESIDUAL_VALUES)
+#pragma unroll
+      for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] *= factor[head(i / 4 / ACC_STEPS, i % 4) % LANE_HEADS];
     float own[2 * ACC_TILES];
 #pragma unroll
     for (int n = 0; n < ACC_TILES; n++)
@@ -129,6 +143,13 @@ DEV void scale_accumulators(OnlineSoftmax& softmax) {
 DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
   if constexpr (!PQ) {
   const float back = 1.f / softmax.norm;
+  if constexpr (SCALED_PROBS)  // sums over the tokens of all lanes
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++)
+#pragma unroll
+      for (int j = 0; j < VALUE_GROUPS; j++)
+#pragma unroll
+        for (int o = 4; o < 32; o <<= 1) softmax.group_z[h][j] += __shfl_xor_sync(FULL, softmax.group_z[h][j], o);
 #pragma unroll
   for (int n = 0; n < ACC_TILES; n++)
 #pragma unroll
@@ -136,13 +157,17 @@ DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float power = 1.f / Values::code_step(2 * k + (i >> 1));
-        if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
+        if constexpr (SCALED_PROBS) {  // PAIRED: both columns are of one head, and are added
+          const float rest = PAIRED && (i & 1) ? 0.f : softmax.group_z[OnlineSoftmax::head(n, i) % LANE_HEADS][2 * k / GROUP_SHARE];
+          softmax.acc[n][k][i] = fmaf(softmax.acc[n][k][i], power, rest) * back;
+        } else if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
           const float least = __shfl_sync(FULL, softmax.bias[n][i & 1], 2 * k / GROUP_SHARE * 4 + t);
           softmax.acc[n][k][i] = (softmax.acc[n][k][i] * power + least) * back;
         } else {
           const float bias = softmax.bias[n][i & 1];
           softmax.acc[n][k][i] = ((softmax.acc[n][k][i] - bias) * power - bias * (Values::TOP * 0.5f / 1024.f)) * back;
         }
+        if constexpr (RESIDUAL_VALUES) softmax.acc[n][k][i] += softmax.centroids[n][k][i];
       }
   }
 }

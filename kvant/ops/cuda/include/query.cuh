@@ -12,9 +12,26 @@
 
 constexpr int OPERAND_REGISTERS = Keys::REGISTERS ? Keys::REGISTERS : 1;  // of a lane, for each of its heads
 
+// Sums of a query's channels by the groups of channels that have a scale of their own; nothing where there is one group.
+template <int GROUPS> struct GroupSums {
+  float group_sum[GROUPS][4 * LANE_HEADS];  // by query head
+  DEV void set_groups(int h, const float* row, int lane) {  // by one warp
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+      float x = 0.f;
+      for (int i = lane; i < D / GROUPS; i += 32) x += row[j * (D / GROUPS) + i];
+      x = warp_sum(x);
+      if (lane == 0) group_sum[j][h] = x;
+    }
+  }
+};
+template <> struct GroupSums<1> {
+  DEV void set_groups(int, const float*, int) {}
+};
+
 // Query operand of the int8 MMA: two signed bytes, high * 128 + low, in neighbouring columns. Exact in integers: S = (128 high + low) codes. Of
 // product quantization: fp16 numbers. One for each (sequence, head tile), and for each RoPE block where there are any.
-struct QueryOperand {
+struct QueryOperand : GroupSums<KEY_GROUPS> {
   u32 f[LANE_HEADS][OPERAND_REGISTERS][32];                   // by lane
   float top[4 * LANE_HEADS];                                  // by query head: max |q|; of rotated queries, divided by the largest weight of a plane
   float sum[4 * LANE_HEADS], bias[4 * LANE_HEADS];            // sum_c q_c, and that of centred levels
@@ -26,6 +43,7 @@ struct QueryOperand {
 struct QueryFragment {
   u32 f[LANE_HEADS][OPERAND_REGISTERS];  // B operands. Column g: head g / 2 (+ 4, ...), high byte in even columns, low byte in odd ones
   float factor[LANE_HEADS], bias[LANE_HEADS], sum[LANE_HEADS], mean_logit[LANE_HEADS];  // of the lane's heads t, t + 4, ...
+  float group_sum[LANE_HEADS][KEY_GROUPS];  // where there are several groups: GroupSums in steps of the operand
 };
 
 // sum_c q_c times the middle of the levels of channel c: codes with a scale alone have centred levels, code - TOP / 2.
@@ -89,7 +107,7 @@ template <int THREADS, int STRIDE, class Top, class I> DEV void store_query_plan
 }
 
 // Query of a CTA in shared memory.
-struct SharedQueryBase {
+struct SharedQueryBase : GroupSums<KEY_GROUPS> {
   float rows[TILE_HEADS * D];  // in the space of the keys
   float top[4 * LANE_HEADS], sum[4 * LANE_HEADS], bias[4 * LANE_HEADS], mean_logit[4 * LANE_HEADS];  // as QueryOperand's
   u32 f[LANE_HEADS][OPERAND_REGISTERS][32];
@@ -99,6 +117,7 @@ struct SharedQueryBase {
   DEV void set_head(int h, float total, int lane) {
     const float x = Key::SCALE_FORM == ScaleForm::SCALE ? warp_sum(centre_bias(Keys{}, rows + h * D, lane)) : 0.f;
     if (lane == 0) sum[h] = total, bias[h] = x;
+    this->set_groups(h, rows + h * D, lane);
   }
   DEV void store_operand() { store_query_planes<WARPS * 32, D>(Keys{}, rows, [&](int head) { return top[head]; }, f); }
 };
@@ -114,6 +133,11 @@ template <class From> DEV void load_query(QueryFragment& q, const From& sh, int 
     const int head = min(4 * n + (lane & 3), TILE_HEADS - 1);
     q.factor[n] = scale * query_step(Keys{}, sh.top[head]);
     q.bias[n] = sh.bias[head] * scale, q.sum[n] = sh.sum[head] * scale, q.mean_logit[n] = SOFTCAP || ROPE_BLOCK ? sh.mean_logit[head] : 0.f;
+    if constexpr (KEY_GROUPS > 1) {
+      const float back = __fdividef(1.f, query_step(Keys{}, sh.top[head]));
+#pragma unroll
+      for (int j = 0; j < KEY_GROUPS; j++) q.group_sum[n][j] = sh.group_sum[j][head] * back;
+    }
 #pragma unroll
     for (int i = 0; i < OPERAND_REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
   }
@@ -248,6 +272,7 @@ template <class Shared> DEV void load_shared_query(Shared& sh, const DecodeArgum
 #pragma unroll
     for (int i = 0; i < WARPS; i++) sum += sh.sums[i][h];
     if (lane == 0) sh.top[h] = top_of(h), sh.sum[h] = sum, sh.bias[h] = bias, sh.mean_logit[h] = load_mean_logit(a, query, h, heads);
+    sh.set_groups(h, sh.rows + h * D, lane);
   }
   store_query_planes<WARPS * 32, D>(Keys{}, sh.rows, top_of, sh.f);
   __syncthreads();

@@ -50,7 +50,7 @@ template <class S> DEV u32 encode_stream(const AppendArguments& a, const float* 
 DEV u32 encode_row(const AppendArguments& a, const float* x, u32* codes, bool is_key, int head, int j) {
   using K = KeyStream;
   using V = ValueStream;
-  if constexpr (!K::BANDED && !V::BANDED && K::BITS == V::BITS && K::SCALE_FORM == V::SCALE_FORM && K::SCALE_TYPE == V::SCALE_TYPE && K::SEARCH == V::SEARCH) {
+  if constexpr (!K::BANDED && !V::BANDED && K::BITS == V::BITS && K::SCALE_FORM == V::SCALE_FORM && K::SCALE_TYPE == V::SCALE_TYPE && K::SEARCH == V::SEARCH && K::GROUPS == V::GROUPS) {
     return encode_affine<K, 8>(x, codes);
   } else {
     u32 value_codes[CODE_WORDS<8>];
@@ -63,6 +63,8 @@ DEV u32 encode_row(const AppendArguments& a, const float* x, u32* codes, bool is
 }
 
 // --- stores -------------------------------------------------------------------------------------------------------------------
+
+constexpr bool SEVERAL_SCALES = KeyStream::GROUPS > 1 || ValueStream::GROUPS > 1;  // a row has; a stream of one scale is stored alike
 
 struct AppendShared {
   u8 codes[Config::WARPS][4][(D + 15) / 16 * 16];                     // of the four rows of a warp
@@ -106,13 +108,25 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
   if (slot >= 0) store_overlay(a, is_key ? a.overlay_key : a.overlay_value, x, token, head, j);
 
   // Scale and codes.
+  if constexpr (KeyStream::CENTROIDS > 0)
+    if (is_key) subtract_centroid<KeyStream, LANE_CHANNELS>(a, x, token, head, j * LANE_CHANNELS);
+  if constexpr (ValueStream::CENTROIDS > 0)
+    if (!is_key) subtract_centroid<ValueStream, LANE_CHANNELS>(a, x, token, head, j * LANE_CHANNELS);
   if constexpr (Config::CLIP) clip_row<LANE_CHANNELS>(x, clip_limit<LANE_CHANNELS, 1, 8>(x, is_key ? KeyStream::clip(a) : ValueStream::clip(a)));
   u32 codes[CODE_WORDS<8>];
   const u32 scale = encode_row(a, x, codes, is_key, head, j);
-  share_codes<8>(sh.codes[warp][row], codes, j);
+  if constexpr (SEVERAL_SCALES) {
+    if (is_key) share_group_codes<KeyStream, 8>(sh.codes[warp][row], codes, j);
+    else share_group_codes<ValueStream, 8>(sh.codes[warp][row], codes, j);
+    const int over = is_key ? 8 / KeyStream::GROUPS : 8 / ValueStream::GROUPS;  // lanes of a scale
+    if (j % over == 0 && slot >= 0)
+      store_scale(page_head_of(a, slot, head), (is_key ? KeyStream::SCALE_OFFSET : ValueStream::SCALE_OFFSET) + j / over * (Config::PAGE_TOKENS * 4), is_key ? KeyStream::SCALE_FORM : ValueStream::SCALE_FORM, slot, scale);
+  } else {
+    share_codes<8>(sh.codes[warp][row], codes, j);
+  }
 
   // Store.
-  if (j == 0 && slot >= 0)
+  if (!SEVERAL_SCALES && j == 0 && slot >= 0)
     store_scale(page_head_of(a, slot, head), is_key ? KeyStream::SCALE_OFFSET : ValueStream::SCALE_OFFSET, is_key ? KeyStream::SCALE_FORM : ValueStream::SCALE_FORM, slot, scale);
   __syncwarp();
   const s64 slots[2] = {__shfl_sync(FULL, slot, 0), __shfl_sync(FULL, slot, 8)};

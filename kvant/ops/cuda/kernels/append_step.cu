@@ -53,9 +53,15 @@ template <class S> DEV void store_row(const AppendArguments& a, const float* x, 
   u32 codes[CODE_WORDS<32>], scale;
   if constexpr (S::BANDED) scale = encode_banded<S, 32>(x, codes, S::WEIGHTED ? about.weights : nullptr, about.flag_mean, lane);
   else scale = encode_affine<S, 32>(x, codes);
-  share_codes<32>(bytes, codes, lane);
   u8* page_head = page_head_of(a, slot, head);
-  if (lane == 0) store_scale(page_head, S::SCALE_OFFSET, S::SCALE_FORM, slot, scale);
+  if constexpr (S::GROUPS > 1) {
+    constexpr int OVER = 32 / S::GROUPS;  // lanes of a scale
+    share_group_codes<S, 32>(bytes, codes, lane);
+    if (lane % OVER == 0) store_scale(page_head, S::SCALE_OFFSET + lane / OVER * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, slot, scale);
+  } else {
+    share_codes<32>(bytes, codes, lane);
+  }
+  if (S::GROUPS == 1 && lane == 0) store_scale(page_head, S::SCALE_OFFSET, S::SCALE_FORM, slot, scale);
   __syncwarp();
   if constexpr (S::KEY) {
     S::CodeBands::each([&](auto band) {

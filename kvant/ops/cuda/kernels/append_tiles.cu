@@ -8,6 +8,7 @@
 #pragma once
 #include "codecs/encode_banded.cuh"
 #include "include/copies.cuh"
+#include "include/tile_groups.cuh"
 #include "include/tile_store.cuh"
 #include "include/tile_transform.cuh"
 #include "kernels/append.cu"
@@ -52,8 +53,13 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
   }
+  if constexpr (S::CENTROIDS > 0) {
+    TileGroups<S>::scale(tile);
+    if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+    TileGroups<S>::subtract_centroids(tile, a, first, head);
+  }
   if constexpr (!AS_READ && !Config::CLIP) tile.range(w, least, most);
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0 && !S::CENTROIDS) store_overlay(tile, a, first, head, slot);
 
   // Scale of the owned row.
   if constexpr (Config::CLIP) clip_tile(tile, a, w, least, most);
@@ -81,6 +87,62 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   if constexpr (!S::VALUES) store_keys(tile, a, first, head, coder);
   else if constexpr (KEY) store_value_rows(tile, a, first, head, coder);
   else store_values(tile, a, first, head, coder);
+}
+
+// The same where GROUPS groups of a row's channels have a scale each: a group after the other.
+template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  constexpr bool AS_READ = TokenTile<S>::AS_READ, EXACT = !AS_READ && !(S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN);
+  using Groups = TileGroups<S>;
+  const s64 slot = tile_slot(a, first, tile.owned_token());
+
+  // Transform: x = x M, less the mean; or as it is. Then clip.
+  if constexpr (S::MATRIX_PARTS > 0) {
+    multiply(tile, a, w, matrix, first, head);
+  } else {
+    static_assert(S::HADAMARD == 1, "channels are in the order of groups before a Hadamard");
+    apply_hadamard(tile, w, nullptr);
+    if constexpr (S::MEAN) Groups::subtract_mean(tile, S::mean(a) + head * D);
+  }
+  if constexpr (S::CENTROIDS > 0) Groups::scale(tile);
+  if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, first, head, slot);
+  if constexpr (S::CENTROIDS > 0) Groups::subtract_centroids(tile, a, first, head);
+  if constexpr (Config::CLIP) {
+    const Clip clip = S::clip(a);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], clip_limit<N, S::KEY ? 1 : 4, S::KEY ? 4 : 32>(tile.x[r], clip));
+  }
+
+  // Scale of the owned row, and codes, of each group.
+  GroupWords<S> words;
+  words.clear();
+#pragma unroll
+  for (int j = 0; j < S::GROUPS; j++) {
+    float least, most, scale[ROWS], reciprocal[ROWS], zero[ROWS];
+    Groups::range(tile, w, j, least, most);
+    const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
+      float squares[ROWS];
+      tile.broadcast_rows(tried.reciprocal, reciprocal), tile.broadcast_rows(tried.zero, zero);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(0.f, reciprocal[r], zero[r], tile.FACTOR);
+        squares[r] = 0.f;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+          if (Groups::of(i) == j) {
+            const float error = coder.error(tile.x[r][i]);
+            squares[r] = fmaf(error, error, squares[r]);
+          }
+      }
+      return tile.sum_rows(squares);
+    });
+    if (slot >= 0 && tile.stores_scale())
+      store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET + j * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
+    tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
+  }
+  words.store(tile, a, first, head);
 }
 
 // --- banded codes -------------------------------------------------------------------------------------------------------------
@@ -249,9 +311,11 @@ template <class S> DEV void append_tile(const AppendArguments& a, const u8* matr
   for (int r = 0; r < 2; r++) {
     const u8* from = tile_row<S>(a, first, head, lane, r);
     if constexpr (S::ROPE_BLOCK > 0) load_words<READ_WORDS / 2>(w[r], from), load_words<READ_WORDS / 2>(w[r] + READ_WORDS / 2, from + D);
+    else if constexpr (S::GROUPS > 1 && S::MATRIX_PARTS == 0) TileGroups<S>::read(w[r], from - (lane & 3) * (D / 2), lane & 3);
     else load_words<READ_WORDS>(w[r], from);
   }
   if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head);
+  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, first, head);
   else append_affine(tile, a, w, matrix, first, head);
 }
 

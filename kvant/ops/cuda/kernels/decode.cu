@@ -93,6 +93,7 @@ struct CtaQuery {
     if constexpr (FUSED_QUERIES) matrix.copy_query_matrix(a, matrix_of(a, rows));
     if (AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
     load_shared_query(sh, a, raw, matrix.bytes, rows.query, rows.count);
+    if constexpr (RESIDUAL_KEYS) store_centroid_scores(sh.rows, sh.top, a, rows.head);
   }
   template <class Pages> DEV void load(Pages& pages, Shared& sh, const DecodeArguments& a, int lane) const { pages.load_query(sh, lane, a.scale); }
   DEV void attend(Shared& sh, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {

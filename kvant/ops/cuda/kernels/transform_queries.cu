@@ -92,12 +92,12 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
       const float* y = products[r];
       const float none[4] = {0.f, 0.f, 0.f, 0.f};
       const int row = g + 8 * r, column = warp * 16 + 4 * t;
-      if ((OVERLAY || CHANNELWISE) && there[r]) store_four<2>(a.rows, place[r] + column, y);
+      if ((OVERLAY || CHANNELWISE || RESIDUAL_KEYS || RESIDUAL_VALUES) && there[r]) store_four<2>(a.rows, place[r] + column, y);
       store_four<2>(rows, row * STRIDE + column, there[r] ? y : none);
       const float top = quad_max(max_abs(y)), sum = quad_sum((y[0] + y[1]) + (y[2] + y[3]));
       if (t == 0) tops[row][warp] = there[r] ? top : 0.f, sums[row][warp] = there[r] ? sum : 0.f;
     }
-    if constexpr (!CHANNELWISE) {
+    if constexpr (!CHANNELWISE && !RESIDUAL_KEYS && !RESIDUAL_VALUES) {
       __syncthreads();
       for (int sequence = 0; sequence < a.at_once && first + sequence < a.batch; sequence++) {
         QueryOperand& out = a.operands[(s64)(first + sequence) * HEAD_TILES + tile];
@@ -118,6 +118,7 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
         for (int h = warp; h < TILE_HEADS; h += TRANSFORM_WARPS) {
           const float bias = Key::SCALE_FORM == ScaleForm::SCALE ? warp_sum(centre_bias(Keys{}, rows + (sequence * TILE_HEADS + h) * STRIDE, lane)) : 0.f;
           if (lane == 0) out.bias[h] = bias;
+          out.set_groups(h, rows + (sequence * TILE_HEADS + h) * STRIDE, lane);
         }
         store_query_planes<TRANSFORM_WARPS * 32, STRIDE>(Keys{}, rows + sequence * TILE_HEADS * STRIDE, top_of, out.f);
       }

@@ -24,6 +24,10 @@ template <int N> DEV void load_shared(u32* w, u32 address) {
   memcpy(w, emulated_dynamic + address, 4 * N);
   current->loads.push_back({address, 4 * N});
 }
+DEV u32 load_shared_byte(u32 address) {
+  current->loads.push_back({address, 1});
+  return emulated_dynamic[address];
+}
 DEV void fence_copies() { current->loads.clear(); }
 DEV void release_stage() {
   fence_copies();

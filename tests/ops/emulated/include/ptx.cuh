@@ -280,6 +280,14 @@ DEV void ldmatrix_x4(u32* x, const void* row) {
   });
   memcpy(x, found.x, sizeof found.x);
 }
+DEV void ldmatrix_x4_transposed(u32* x, u32 row) {
+  struct Tiles { u32 x[4]; };
+  const Tiles found = lanes_together<Tiles>(12, (const u16*)(emulated_dynamic + row), [](const u16* const* in, Tiles* out) {
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 4; i++) out[lane].x[i] = in[8 * i + lane % 4 * 2][lane / 4] | (u32)in[8 * i + lane % 4 * 2 + 1][lane / 4] << 16;
+  });
+  memcpy(x, found.x, sizeof found.x);
+}
 DEV u32 transpose_8x8(u32 x) {
   return lanes_together<u32>(9, x, [](const u32* in, u32* out) {
     const auto at = [&](int row, int column) { return in[row * 4 + column / 2] >> column % 2 * 16 & 0xffff; };
