@@ -20,7 +20,7 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import blocked, flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, append_pq, copy_rows, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import append_groups, append_pq, copy_rows, fit_subspace, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
@@ -51,6 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
     caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (fit_subspace._kernel,)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -543,6 +544,21 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
 )
 def test_append(name: str, dim: int) -> None:
     check_append(name, dim, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "group", "dim", "rounds"), test_cuda.SQUAT)
+def test_append_of_corrected_keys(name: str, group: int, dim: int, rounds: tuple[list[int], ...]) -> None:
+    test_cuda.check_squat(name, group, dim, rounds, "cpu")
+
+
+def test_sums_over_the_queries_of_a_prompt_are_spread(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_subspace, "LEAST_CHUNK", 16)
+    test_cuda.check_squat("squat", 2, 32, ([40, 1, 17], [1, 1, 1]), "cpu")
+    assert launched == [
+        *("kvant_subspace_gram", "kvant_fit_subspace", "kvant_append_groups", "kvant_append_tokens"),
+        *("kvant_fit_subspace", "kvant_append_sequences"),
+    ]
 
 
 @pytest.mark.few(2)

@@ -85,7 +85,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         if str(x.dtype).removeprefix("torch.") not in ELEMENT_TYPES:
             raise ValueError(f"{name}s must be {', '.join(ELEMENT_TYPES)}, got {x.dtype}")
     if store.layout.recipe.key.groupwise:
-        append_groups.append(store, key, value, batch)
+        append_groups.append(store, key, value, batch, query)
     elif append_pq.serves(store.layout):
         append_pq.append(store, rows, batch)
     else:

@@ -130,9 +130,12 @@ CONSTANTS: dict[str, Constant] = {
         BOOSTED="channels of a group of keys with two bits more; 0 without",
         HIGH_OFFSET="byte of the boosted channels' high bits in a page of a head",
         INDEX_OFFSET="byte of the boosted channels' indices in a page of a head",
+        RANK="rows of the subspace that errors of keys are kept orthogonal to; 0 where keys are coded as they are",
+        BLOCK_CHANNELS="channels of keys that are coded at a time, where they are corrected",
         VALUE_GROUPS="scales of a value vector",
         VALUE_ORDER_GROUPS="parts of a value vector that the order of its codes is made of",
     ),
+    "SUBSPACE_WEIGHT": Constant("double", "weight of the subspace beside the error itself, lambda of SQuat's paper"),
     # decode attention
     **_types(PageAttention="how a page is attended to: a type of codecs/*_pages.cuh"),
     **_ints(

@@ -61,7 +61,7 @@ def refuse_layout(layout: Layout) -> str | None:
         return "keys and values have different windows"
     if dim > MAX_HEAD_DIM:
         return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
-    return refuse_rope(layout) or (_refuse_channelwise(layout) if key.is_channelwise else None)
+    return _refuse_channelwise(layout) if key.is_channelwise else refuse_rope(layout)
 
 
 def _refuse_tokenwise(stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:

@@ -162,6 +162,9 @@ static inline int __float_as_int(float x) { return bits_as<int>(x); }
 static inline int __float2int_rn(float x) { return (int)lrintf(x); }
 static inline float __fdividef(float x, float y) { return x / y; }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline float __fadd_rn(float x, float y) { return x + y; }
+static inline float __fsub_rn(float x, float y) { return x - y; }
 static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 static inline int __popc(u32 x) { return __builtin_popcount(x); }
 static inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
