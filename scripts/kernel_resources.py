@@ -49,6 +49,7 @@ def texts() -> Iterator[tuple[str, str]]:
         ("kvant-2", 4, (2, 1), (0, 1)),
         ("kivi-k2v2", 4, (0, 1), (0, 1)),
         ("kitty-pro", 4, (0, 1), (0, 1)),
+        ("squat-pre", 4, (0, 1), (0, 1)),
         ("vecinfer-2", 4, (2, 1), (2, 1)),
         ("int4", 8, (0, 1), (0, 1)),
     ):
@@ -87,7 +88,8 @@ def texts() -> Iterator[tuple[str, str]]:
             yield f"append {name} prompts", tiled.text
     for name in ("squat", "squat-pre"):
         layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
-        yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
+        if name == "squat":
+            yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
         yield f"fit {name}", fit_subspace.FitPlan(layout, 4, "bfloat16").text
     yield "overlay_step", overlay_step.text(64)
     layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")

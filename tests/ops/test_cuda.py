@@ -69,6 +69,13 @@ ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
     ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
 ]
+ROTATED_KEYS: list[tuple[str, int, int, dict[str, float]]] = [  # where decode rotates keys that are stored before RoPE
+    ("squat-pre", 4, 64, {"first": 1000}),
+    ("squat-pre:sink=3,k.bits=4,k.flush=64,v.recent=5", 9, 64, {"softcap": 5.0, "first": 77}),
+    ("squat-pre:v.group=0,k.bits=3", 2, 128, {"sliding_window": 150}),
+    ("squat-pre:k.group=16,k.flush=48,k.recent=7,v.recent=70,k.bits=8", 5, 32, {"first": 5}),
+    ("squat-pre:v.bits=4", 1, 96, {}),
+]
 ROTATED_BEFORE = (("QUERY_TRANSFORM", 2),)  # by a kernel before decode
 ROTATED_BY_DECODE = (("QUERY_TRANSFORM", 4),)  # at any batch
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
@@ -870,13 +877,10 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", None),
         ("kitty-pro", None),
         ("squat", None),
-        (
-            "squat-pre",
-            "it reads keys that are coded per channel as they come, and they are stored unrotated",
-        ),
+        ("squat-pre", None),
         (
             "squat-pre:rope=block",
-            "it reads keys that are coded per channel as they come, and they are stored unrotated",
+            "it rotates keys that are coded per channel one by one, and they are stored unrotated by blocks",
         ),
         ("kivi-k2v2:k.group=8", "it reads groups of at least 16 tokens, and those of the keys have 8"),
         ("kivi-k2v2:k.meta=bfloat16", "it reads the scales of channels as float16, and they are bfloat16"),
@@ -903,7 +907,7 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ),
         (
             "kvant-2:rope=pre",
-            "it reads keys that are coded per channel as they come, and they are stored unrotated",
+            "it rotates queries for blocks of positions, and the keys are stored unrotated one by one",
         ),
     ],
 )
@@ -946,7 +950,7 @@ def test_append_refuses_what_it_cannot_write() -> None:
     assert "fragment order" in (cuda_append.refuse_layout(make_layout("int3", 2, 96)) or "")
     uneven = "the 12 sub-vectors of the values cannot be shared evenly by 8 lanes"
     assert cuda_append.refuse_layout(make_layout("million-1.5", 2, 96)) == uneven
-    for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5", "kivi-k2v2", "kitty-pro", "squat"):
+    for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5", "kivi-k2v2", "kitty-pro", "squat", "squat-pre"):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
 

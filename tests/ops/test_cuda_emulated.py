@@ -517,6 +517,18 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.ROTATED_KEYS)
+def test_decode_of_keys_before_rope(name: str, group: int, dim: int, options: dict[str, float]) -> None:
+    """Keys are rotated one by one when they are read: from pages, from tails of all lengths and from sinks, at odd positions."""
+    options = dict(options)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 130, 300], first=int(options.pop("first", 0)))
+    for cut in (0, 41):
+        for seq in seqs:
+            cache.crop(seq, max(1, seq.length - cut))
+        check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim"),

@@ -37,8 +37,6 @@ def refuse_layout(layout: Layout) -> str | None:
     reason = fit_subspace.refuse_layout(layout) if layout.recipe.key.corrector is not None else None
     if reason is not None:
         return reason
-    if layout.recipe.key.rope != "post" and layout.recipe.key.transforms:
-        return "it unrotates keys that are coded per channel, and they are transformed as well"
     if value.scales.kind is not ScaleKind.MIN or value.encoding.clip or value.encoding.search != 1:
         return "it writes values by their whole range and minimum, and they are clipped, searched or have integer zero points"
     width = dim // value.scale_groups

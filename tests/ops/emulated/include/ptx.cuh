@@ -226,6 +226,7 @@ DEV void pause_thread() { stop("a block waits for one that has not run"); }  // 
 template <class T> static T atomicMax(T* p, T x) { const T old = *p; *p = max(old, x); return old; }  // a fiber runs until it waits
 template <class T> static T atomicMin(T* p, T x) { const T old = *p; *p = min(old, x); return old; }
 template <class T> static T atomicAdd(T* p, T x) { const T old = *p; *p = old + x; return old; }
+DEV u32 fma_fp16x2(u32 x, u32 y, u32 z) { return fp16_pair(fmaf(fp16_low(x), fp16_low(y), fp16_low(z)), fmaf(fp16_high(x), fp16_high(y), fp16_high(z))); }
 DEV u32 mul_fp16x2(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
 DEV u32 and_xor(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
