@@ -364,6 +364,21 @@ def test_decode_of_every_group_wise_recipe(name: str, dim: int) -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*ROTATED_KEYS, ("squat-pre", 4, 128, {"first": 3})])
+@pytest.mark.parametrize("few", [False, True])
+def test_decode_of_keys_before_rope(
+    name: str, group: int, dim: int, options: dict[str, float], few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are rotated when they are read, from pages, tails and sinks."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if few else 0)
+    for dtype, limit in (("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)):
+        check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
+    for lengths in ([40_000, 3], list(range(1, 500, 7))):
+        check_decode(name, group, dim, "bfloat16", limit=2e-3, lengths=lengths, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@needs_gpu
 def test_decode_of_groups_after_a_cut() -> None:
     """Keys that came back into a tail beside values that are read from pages."""
     for name in ("kivi-k2v2", "kitty-pro"):
@@ -950,7 +965,17 @@ def test_append_refuses_what_it_cannot_write() -> None:
     assert "fragment order" in (cuda_append.refuse_layout(make_layout("int3", 2, 96)) or "")
     uneven = "the 12 sub-vectors of the values cannot be shared evenly by 8 lanes"
     assert cuda_append.refuse_layout(make_layout("million-1.5", 2, 96)) == uneven
-    for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5", "kivi-k2v2", "kitty-pro", "squat", "squat-pre"):
+    for name in (
+        "saw-int4-kv",
+        "oscar",
+        "kvant-2",
+        "vecinfer-2",
+        "million-1.5",
+        "kivi-k2v2",
+        "kitty-pro",
+        "squat",
+        "squat-pre",
+    ):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
 

@@ -287,6 +287,7 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("int3", 4, 128, {}),
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
+        ("squat-pre:sink=3", 4, 64, {}),
         ("vecinfer-2", 4, 64, {}),
     ],
 )
@@ -527,6 +528,12 @@ def test_decode_of_keys_before_rope(name: str, group: int, dim: int, options: di
         for seq in seqs:
             cache.crop(seq, max(1, seq.length - cut))
         check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+
+
+def test_keys_of_which_rope_rotates_some_channels_are_refused() -> None:
+    cache, seqs = filled("squat-pre", 2, 4, 64, [5], rotated=32)
+    with pytest.raises(ValueError, match="all of their 64 channels, and rope rotates 32 of them"):
+        cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(seqs), scale=0.1)
 
 
 @pytest.mark.few(3)

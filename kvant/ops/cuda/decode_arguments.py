@@ -49,7 +49,9 @@ DecodeArguments = Arguments(
         "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates; of every position for keys",
     ),
     sine=optional("const float", "[rope_blocks, HEAD_DIM / 2]"),
-    angles=optional("const uint4", "fp16 [tokens of a chunk, row]: fragments of angles inside a chunk, of rotated keys"),
+    angles=optional(
+        "const uint4", "fp16 [tokens of a chunk, row]: fragments of angles inside a chunk, of rotated keys"
+    ),
 )
 
 TransformQueriesArguments = Arguments(
