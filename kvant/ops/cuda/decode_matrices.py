@@ -67,8 +67,8 @@ class DecodeTransforms(Derived):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkAngles(Derived):
-    """Cosines and sines of the positions inside a chunk of tokens, where keys are rotated when they are read: int32 [tokens, words of a
-    row], fp16 numbers of all pairs of channels."""
+    """Cosines and sines of the positions inside a chunk of tokens, where keys are rotated when they are read: int32 [tokens, words
+    of a row], fp16 numbers of all pairs of channels."""
 
     table: Tensor | None
 

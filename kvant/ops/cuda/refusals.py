@@ -87,8 +87,10 @@ def _refuse_channelwise(layout: Layout) -> str | None:
     if layout.recipe.key.rope == "pre":
         if layout.recipe.key.transforms:
             return "it rotates keys that are coded per channel as they are stored, and they are transformed"
-        if key.boosted or dim > MAX_ROTATED_DIM:
-            return f"it rotates keys of at most {MAX_ROTATED_DIM} channels without boosted ones, and they have {dim} and {key.boosted}"
+        if dim > MAX_ROTATED_DIM:
+            return f"it rotates keys of at most {MAX_ROTATED_DIM} channels, and they have {dim}"
+        if key.boosted:
+            return f"it rotates keys of one width, and {key.boosted} channels are boosted"
     if key.group_tokens < 16:
         return f"it reads groups of at least 16 tokens, and those of the keys have {key.group_tokens}"
     if dim % 32:
