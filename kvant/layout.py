@@ -251,7 +251,9 @@ class Layout:
         if self.order != "fragment":
             return 1
         widths = {field.width for field in self.fields(stream) if field.kind == "meta" and field.tokens == 1}
-        codes = {(field.width, field.bits) for field in self.fields(stream) if field.kind == "code" and field.tokens == 1}
+        codes = {
+            (field.width, field.bits) for field in self.fields(stream) if field.kind == "code" and field.tokens == 1
+        }
         if len(widths) != 1 or len(codes) != 1:
             return 1
         groups, (width, bits) = widths.pop(), codes.pop()

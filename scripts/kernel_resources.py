@@ -22,7 +22,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvant import recipes
 from kvant.layout import Layout
-from kvant.ops.cuda import append, append_groups, append_pq, full, nvrtc, overlay_step, plan, transform_kv, unpack
+from kvant.ops.cuda import (
+    append,
+    append_groups,
+    append_pq,
+    fit_subspace,
+    full,
+    nvrtc,
+    overlay_step,
+    plan,
+    transform_kv,
+    unpack,
+)
 
 H200 = (227 * 1024, 228 * 1024)  # shared memory of a thread block and of a multiprocessor
 FRAME_SIZE, REGCOUNT = 0x11, 0x2F  # attributes of a kernel in .nv.info
@@ -40,6 +51,7 @@ def texts() -> Iterator[tuple[str, str]]:
         ("kvant-4", 4, (2, 1), (0, 1)),
         ("kivi-k2v2", 4, (0, 1), (0, 1)),
         ("kitty-pro", 4, (0, 1), (0, 1)),
+        ("squat-pre", 4, (0, 1), (0, 1)),
         ("vecinfer-2", 4, (2, 1), (2, 1)),
         ("int4", 8, (0, 1), (0, 1)),
     ):
@@ -77,6 +89,11 @@ def texts() -> Iterator[tuple[str, str]]:
                 tiled = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2 if block else 3, 3), block)
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True).text
             yield f"append {name} prompts", tiled.text
+    for name in ("squat", "squat-pre"):
+        layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
+        if name == "squat":
+            yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
+        yield f"fit {name}", fit_subspace.FitPlan(layout, 4, "bfloat16").text
     yield "overlay_step", overlay_step.text(64)
     layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")
     yield "decode full", full.FullPlan(layout, 4, False, True, H200).text

@@ -1,4 +1,5 @@
-"""Benchmark of decode with equal memory: the largest batch that each cache holds, and the tokens per second at that batch.
+"""Benchmark of decode with equal memory: the largest batch that each cache holds, and the tokens per second at that batch; or of
+given batches, with the peak of the memory.
 
 The model is a Qwen3 with random weights. By default prompts are not prefilled: one sequence of random keys and values is
 appended to a cache, and its bytes are copied to all sequences and layers, so that pages, overlays and lengths are those of
@@ -63,8 +64,13 @@ class Result:
     high: float = 0.0
     steps: int = 0  # number of timed steps
     tokens_per_second: float = 0.0
-    times: float = 0.0  # tokens/s relative to the full cache at its largest batch
+    times: float = 0.0  # tokens/s relative to the full cache, at its largest batch or at the same one
+    peak_bytes: int = 0  # most bytes of the GPU that were allocated at once, weights included; 0 on a CPU
     failed: str = ""
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.failed.startswith("OutOfMemoryError")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +139,48 @@ def measure(
     return results
 
 
+def sweep(
+    model: Any,
+    recipes: list[Recipe],
+    work: Work,
+    batches: list[int],
+    say: Callable[[str], None],
+    done: Callable[[list[Result]], None],
+) -> list[Result]:
+    """Measures the full cache and every recipe at these batches: tokens per second and peak memory. A batch that does not fit is
+    recorded as such. `work.memory` is not used."""
+    if work.new_tokens <= UNTIMED:
+        raise ValueError(f"--new-tokens must be more than {UNTIMED}, which are not timed; got {work.new_tokens}")
+    device, shape = model.device, work.shape
+    results: list[Result] = []
+    small = dataclasses.replace(shape, batch=min(batches))
+    errors = {}
+    for recipe in recipes:
+        say(f"{recipe.name}: checking append and decode against the reference")
+        errors[recipe] = generate.check(recipe, small, device, work.implementation)
+    for batch in batches:
+        blank = functools.partial(
+            Result,
+            batch=batch,
+            largest=False,
+            memory=0,
+            prompt=shape.context,
+            new_tokens=work.new_tokens,
+            layers=work.layers,
+            shape=dataclasses.asdict(shape),
+            filled="read by the model" if work.prefill else "random",
+        )
+        by, error = _fastest(dataclasses.replace(shape, batch=batch, context=work.tokens), device)
+        why = "" if device.type == "cuda" else "CUDA graphs need a CUDA device"
+        full = blank("full", by, not why, why, cache_bytes=batch * work.full_request, error=error)
+        job = functools.partial(_transformers, model, "full", work, batch, by, full.graph)
+        _run(full, job, device, say, results, done)
+        for recipe in recipes:
+            result = blank(recipe.name, "", False, "", cache_bytes=0, error=errors[recipe])
+            _run(result, functools.partial(_packed, model, recipe, work, batch, result), device, say, results, done)
+    return results
+
+
 def _run(
     result: Result,
     job: Callable[[], contextlib.AbstractContextManager[Step]],
@@ -144,15 +192,19 @@ def _run(
     """Times the steps of one cache at one batch."""
     say(f"{result.cache}: {result.batch} x {result.prompt} + {result.new_tokens} tokens")
     started = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     try:
         found = _timed(job, result.batch, result.new_tokens, device)
         result.step, result.low, result.high, result.steps = found.median, found.low, found.high, found.runs
         result.tokens_per_second = result.batch / found.median
-        full = next((r for r in results if r.cache == "full"), result)
+        full = next((r for r in results if r.cache == "full" and (r.largest or r.batch == result.batch)), result)
         result.times = result.tokens_per_second / full.tokens_per_second if full.tokens_per_second else 0.0
         said = f"{result.tokens_per_second:.1f} tokens/s, {result.step * 1e3:.2f} ms a step"
     except (RuntimeError, ValueError, MemoryError) as error:  # RuntimeError includes CUDA errors
         result.failed = said = f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"
+    if device.type == "cuda":
+        result.peak_bytes = torch.cuda.max_memory_allocated(device)
     say(f"{result.cache}: {said} ({time.perf_counter() - started:.1f} s in all)")
     gc.collect()  # caches and layers refer to each other
     if device.type == "cuda":

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 def refuse(layout: Layout) -> str | None:
     """Why sequences of a layout cannot grow on the device alone, or None."""
-    if layout.recipe.wants_queries:
+    if any(stream.codec.ranked for stream in layout.recipe.streams.values()):
         return f"recipe {layout.recipe.name} learns from queries on the host"
     return None
 
@@ -66,11 +66,17 @@ class StaticBatch:
         self.batch.slot_mapping.copy_(self._slots.index_select(0, self._step)[0])
         torch.minimum(self._sinks, self.batch.seq_lens, out=self.batch.sinks)
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Writes the new token of every sequence: key and value [sequences, heads, head_dim]."""
+    def append(self, layer: int, key: Tensor, value: Tensor, query: Tensor | None = None) -> None:
+        """Writes the new token of every sequence: key and value [sequences, heads, head_dim], query [sequences, query heads,
+        head_dim] where the recipe learns from queries."""
         if self.cache.check:
             torch.maximum(key.abs().amax((1, 2)), value.abs().amax((1, 2)), out=self.worst[layer])
-        self.cache.ops_of[layer]["append"].run(self.cache.stores[layer], key, value, self.batch)
+        options = {}
+        if self.cache.layout.recipe.wants_queries:
+            assert query is not None
+            # a step may be taken back; what a corrector has learnt is not
+            options["query"] = torch.nan_to_num(query, 0.0, 0.0, 0.0) if self.cache.check else query
+        self.cache.ops_of[layer]["append"].run(self.cache.stores[layer], key, value, self.batch, **options)
 
     def decode(self, layer: int, query: Tensor, **options: Any) -> Tensor:
         return self.cache.ops_of[layer]["decode"].run(self.cache.stores[layer], query, self.batch, **options)

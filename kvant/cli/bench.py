@@ -64,9 +64,14 @@ def add(commands: Any) -> None:
         f"(default {MEMORY} on a GPU, where no --batch is given)",
     )
     parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="generate with random weights: tokens/s and peak memory of every --batch, beside an unquantized cache",
+    )
+    parser.add_argument(
         "--prefill",
         action="store_true",
-        help="generate with equal memory: prefill the prompts with the model (default: fill caches with random keys and values)",
+        help="generate with equal memory or --sweep: prefill the prompts with the model (default: fill caches with random keys and values)",
     )
     parser.add_argument("--heads", type=int, help="query heads (default 32; on a CPU 9/3 x 64 and 32/8 x 128)")
     parser.add_argument("--kv-heads", type=int, help="KV heads (default 8)")
@@ -165,6 +170,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "--memory is for generate with random weights and without --batch: the batch is the largest that fits"
         )
+    if args.sweep and (args.work != "generate" or not args.batch or args.memory or args.model):
+        raise ValueError("--sweep is for generate with random weights and --batch, without --memory and --model")
     device, before = torch.device(args.device), torch.get_num_threads()
     shapes = _shapes(args)
     torch.manual_seed(0)
@@ -307,6 +314,8 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
 def _generate(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
     if _in_memory(args):
         return _equal_memory(args, recipes, shapes, device)
+    if args.sweep:
+        return _sweep(args, recipes, shapes, device)
     shaped = any((args.heads, args.kv_heads, args.head_dim, args.layers))
     if args.model or not (shaped or device.type == "cuda"):
         return _real_model(args, recipes, sorted({shape.context for shape in shapes}), device)
@@ -390,6 +399,53 @@ def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any
         print(f"{name} ran without a graph: {reason}")
     found = [dataclasses.asdict(each) for each in results]
     failed = [f"{each.cache} at batch {each.batch}: {each.failed}" for each in results if each.failed]
+    if failed:
+        _write(args, device, found)
+        raise ValueError("could not be measured: " + "; ".join(failed))
+    return found
+
+
+def _sweep(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
+    """Generation with random weights at every batch: tokens per second and peak memory."""
+    from kvant.bench import generate, memory
+    from kvant.layout import human_bytes
+
+    layers, new_tokens, shape = args.layers or 36, args.new_tokens or 128, shapes[-1]
+    if len({(each.context, each.heads, each.kv_heads, each.head_dim) for each in shapes}) > 1:
+        raise ValueError("--sweep takes one --context and one shape of heads")
+    work = memory.Work(shape, layers, new_tokens, 0, args.prefill, args.implementation)
+    say(f"making a Qwen3 of {layers} layers with random weights")
+    model = generate.make_model(shape, layers, device, memory.VOCABULARY)
+
+    def done(found: list[memory.Result]) -> None:
+        _write(args, device, [dataclasses.asdict(each) for each in found])
+
+    results = memory.sweep(model, recipes, work, sorted({each.batch for each in shapes}), say, done)
+    rows = [
+        [
+            str(each.batch),
+            each.cache,
+            f"{each.by}, {'graph' if each.graph else 'eager'}" if each.by else "-",
+            human_bytes(each.cache_bytes) if each.cache_bytes else "-",
+            human_bytes(each.peak_bytes) if each.peak_bytes else "-",
+            f"{each.step * 1e3:.2f}" if each.step else "-",
+            f"{each.tokens_per_second:.0f}" if each.step else "out of memory" if each.out_of_memory else "failed",
+            f"{each.times:.2f}" if each.times else "-",
+        ]
+        for each in results
+    ]
+    caption = (
+        "cache: bytes of the cache; peak: most bytes that were allocated at once, weights included; times: tokens/s over those of "
+        "full at the same batch. Prompts: "
+        + ("prefilled by the model" if args.prefill else "random keys and values, not prefilled")
+    )
+    heads = f"{shape.heads}/{shape.kv_heads} x {shape.head_dim}"
+    title = f"decode, {layers} layers of {heads}, random weights, {shape.context} + {new_tokens} tokens"
+    _table(title, "batch | <cache | <by | cache | peak | ms a step | tokens/s | times", rows, caption)
+    for name, reason in {each.cache: each.reason for each in results if each.reason}.items():
+        print(f"{name} ran without a graph: {reason}")
+    found = [dataclasses.asdict(each) for each in results]
+    failed = [f"{r.cache} at batch {r.batch}: {r.failed}" for r in results if r.failed and not r.out_of_memory]
     if failed:
         _write(args, device, found)
         raise ValueError("could not be measured: " + "; ".join(failed))

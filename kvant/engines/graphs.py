@@ -232,7 +232,7 @@ class Decoder:
             raise ValueError("cannot serve this attention mask in fixed steps: every sequence attends to all of itself")
         batch, index, window = self._places[handle.layer]
         q, k, v = (flatten(x, None) for x in (query, handle.key, handle.value))
-        batch.append(index, k, v)
+        batch.append(index, k, v, q)
         flat = batch.decode(index, q, scale=scale, softcap=softcap, sliding_window=window)
         return unflatten(flat, None, len(query), 1)
 

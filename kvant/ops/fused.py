@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import weakref
 from collections.abc import Sequence
 from typing import Literal, Self
 
@@ -127,7 +128,19 @@ class RopeTable(Derived):
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
-        return cls()
+        """One for all layers that have the same frequencies: of keys that are stored unrotated one by one it is long."""
+        rope = store.key.rope
+        assert rope is not None
+        frequencies = rope.inv_freq.double().cpu().numpy().tobytes()
+        key = cls, frequencies, rope.first, store.key.spec.effective_rope_block, store.pages.device
+        found = _TABLES.get(key)
+        if found is None:
+            found = _TABLES[key] = cls()
+        assert isinstance(found, cls)
+        return found
+
+
+_TABLES: weakref.WeakValueDictionary[tuple[object, ...], RopeTable] = weakref.WeakValueDictionary()  # stores hold them
 
 
 def rope_table(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:

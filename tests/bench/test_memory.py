@@ -77,6 +77,33 @@ def test_every_cache_has_the_largest_batch_that_fits(
     assert ("prefilled by the model" if prefill else "not prefilled") in said
 
 
+def test_a_sweep_measures_every_batch_and_says_which_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = memory.filled
+
+    def broken(model: Any, recipe: Any, work: Any, batch: int) -> Any:
+        if batch == 3:
+            raise torch.OutOfMemoryError("there is no more")
+        return kept(model, recipe, work, batch)
+
+    monkeypatch.setattr(memory, "VOCABULARY", 1000)
+    monkeypatch.setattr(memory, "filled", broken)
+    options = ["--context", "70", "--new-tokens", "5", "--recipe", "squat,kivi-k2v2", "--sweep", "--batch"]
+    code, found = run(tmp_path / "out.json", *options, "1,3")
+    assert code == 0
+    expected = [(batch, name) for batch in (1, 3) for name in ("full", "squat", "kivi-k2v2")]
+    assert [(each["batch"], each["cache"]) for each in found] == expected
+    for each in found:
+        fits = each["batch"] == 1 or each["cache"] == "full"
+        assert (each["tokens_per_second"] > 0) == fits and ("OutOfMemory" in each["failed"]) != fits
+        assert each["peak_bytes"] == 0, "there is no GPU"
+        assert not fits or each["times"] > 0 and (each["times"] == 1.0) == (each["cache"] == "full")
+    assert "out of memory" in capsys.readouterr().out
+    for wrong in (["--memory", "1MiB"], ["--model", "smollm2"]):
+        assert run(tmp_path / "wrong.json", *options, "1", *wrong)[0] != 0
+
+
 @pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "kitty"])
 def test_caches_are_filled_as_if_prompts_had_been_read(name: str) -> None:
     model = generate.make_model(SHAPE, 2, torch.device("cpu"), 100)

@@ -16,7 +16,8 @@ def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedC
     batch = cache.extend(sequences, lengths)
     for layer in range(2):
         generator = torch.Generator().manual_seed(layer)
-        cache.append(layer, *torch.randn(2, sum(lengths), 2, 64, generator=generator), batch)
+        key, value, query = torch.randn(3, sum(lengths), 2, 64, generator=generator)
+        cache.append(layer, key, value, batch, query)
     return cache
 
 
@@ -28,6 +29,7 @@ def prompts(recipe: str, lengths: list[int], pages: int | None = None) -> PagedC
         "kivi-k2v2:k.group=16,k.flush=16,v.recent=16",
         "kivi-k4v4:k.group=16,k.flush=32,k.recent=7,v.recent=9,sink=5",
         "kitty:k.group=16,k.flush=16,sink=3",
+        "squat:k.group=16,k.flush=16,v.recent=16,weight=0.1",
     ],
 )
 def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
@@ -48,8 +50,8 @@ def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
             assert torch.equal(here.slot_mapping, place), cache
         for layer in range(2):
             key, value, query = torch.randn(3, 3, 2, 64, generator=torch.Generator().manual_seed(step))
-            batch.append(layer, key, value)
-            plain.append(layer, key, value, expected)
+            batch.append(layer, key, value, query)
+            plain.append(layer, key, value, expected, query)
             found = batch.decode(layer, query, scale=0.1)
             torch.testing.assert_close(found, plain.decode(layer, query, expected, scale=0.1))
     assert addresses == [x.data_ptr() for x in (*batch.batch[:6], *batch.batch.ring_start.values())]
@@ -59,6 +61,22 @@ def test_steps_say_what_extending_one_by_one_says(recipe: str) -> None:
         for one, other in zip(static.stores, plain.stores, strict=True):
             assert torch.equal(one.pages[mine.pages], other.pages[theirs.pages])
     assert static.pool.used == plain.pool.used
+
+
+def test_queries_that_are_not_finite_teach_a_corrector_nothing() -> None:
+    """Their step is taken back, and the subspace is as it was, to rounding."""
+    cache = prompts("squat:k.group=16,k.flush=16", [7, 3])
+    before = [store.states["key"].clone() for store in cache.stores]
+    batch = StaticBatch(cache, cache.sequences, 5)
+    batch.advance()
+    key, value, query = torch.full((3, 2, 2, 64), float("nan"))
+    for layer in range(2):
+        batch.append(layer, key, value, query)
+    with pytest.raises(NotFinite):
+        batch.check()
+    batch.close(0, 1)
+    for store, was in zip(cache.stores, before, strict=True):
+        torch.testing.assert_close(store.states["key"], was, rtol=1e-5, atol=1e-4)
 
 
 def test_room_is_taken_at_once_or_not_at_all() -> None:
@@ -124,7 +142,7 @@ def test_a_step_that_is_taken_back_leaves_groups_as_they_were(recipe: str, good:
 
 @pytest.mark.parametrize(
     ("recipe", "steps", "message"),
-    [("squat", 4, "recipe squat learns from queries on the host"), ("int4", 0, "steps must be positive, got 0")],
+    [("zipcache", 4, "recipe zipcache learns from queries on the host"), ("int4", 0, "steps must be positive, got 0")],
 )
 def test_what_it_cannot_do_is_refused(recipe: str, steps: int, message: str) -> None:
     cache = PagedCache(make_layout(recipe), 1)

@@ -203,7 +203,7 @@ def test_a_number_that_cannot_be_stored_takes_its_step_back() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("squat", "recipe squat learns from queries on the host"),
+        ("zipcache", "recipe zipcache learns from queries on the host"),
         ("saw-int4", "model and cache must lie on one CUDA device, and they lie on cpu"),
     ],
 )

@@ -90,6 +90,13 @@ RESIDUAL: list[tuple[str, int, int, dict[str, float]]] = [  # centroids of whole
     ("saw-int4-kmeans:centroids=1", 8, 96, {}),
     ("saw-int4-kmeans:k.centroids=1,v.centroids=33,group=64,recent=5", 3, 128, {"softcap": 5.0}),
 ]
+ROTATED_KEYS: list[tuple[str, int, int, dict[str, float]]] = [  # where decode rotates keys that are stored before RoPE
+    ("squat-pre", 4, 64, {"first": 1000}),
+    ("squat-pre:sink=3,k.bits=4,k.flush=64,v.recent=5", 9, 64, {"softcap": 5.0, "first": 77}),
+    ("squat-pre:v.group=0,k.bits=3", 2, 128, {"sliding_window": 150}),
+    ("squat-pre:k.group=16,k.flush=48,k.recent=7,v.recent=70,k.bits=8", 5, 32, {"first": 5}),
+    ("squat-pre:v.bits=4", 1, 96, {}),
+]
 ROTATED_BEFORE = (("QUERY_TRANSFORM", 2),)  # by a kernel before decode
 ROTATED_BY_DECODE = (("QUERY_TRANSFORM", 4),)  # at any batch
 H200 = (232448, 233472)  # shared memory of a block and of a multiprocessor
@@ -375,6 +382,21 @@ def test_decode_of_every_group_wise_recipe(name: str, dim: int) -> None:
     check_decode(name, 4, dim, softcap=5.0, sliding_window=300)
     for dtype, limit in (("bfloat16", 2e-3), ("float16", 5e-4)):
         check_decode(name, 4, dim, dtype, limit=limit)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*ROTATED_KEYS, ("squat-pre", 4, 128, {"first": 3})])
+@pytest.mark.parametrize("few", [False, True])
+def test_decode_of_keys_before_rope(
+    name: str, group: int, dim: int, options: dict[str, float], few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are rotated when they are read, from pages, tails and sinks."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if few else 0)
+    for dtype, limit in (("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)):
+        check_decode(name, group, dim, dtype, limit=limit, **options)  # type: ignore[arg-type]
+    for lengths in ([40_000, 3], list(range(1, 500, 7))):
+        check_decode(name, group, dim, "bfloat16", limit=2e-3, lengths=lengths, **options)  # type: ignore[arg-type]
 
 
 @gpu
@@ -806,6 +828,107 @@ def test_steps_are_appended_in_a_cuda_graph(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
+SQUAT = [  # recipe, query heads a KV head, head_dim, rounds of new tokens after 1, 63 and 0
+    ("squat", 2, 32, ([40, 1, 0], [1, 1, 1], [1, 1, 1], [0, 30, 40])),  # rows and Gram matrices
+    ("squat:k.group=16,k.flush=16,v.recent=5,rank=12,block=8", 1, 32, ([3, 1, 6], [1, 1, 1], [20, 30, 4])),
+    ("squat:sink=5,k.recent=3,weight=0.01", 1, 64, ([1, 1, 1], [40, 2, 9])),
+    ("squat-pre:weight=0.05", 2, 32, ([7, 1, 0], [1, 1, 1], [60, 30, 2])),
+    ("squat-pre:sink=3,k.group=16,k.flush=32,k.bits=4", 1, 64, ([5, 1, 2], [1, 1, 1], [30, 2, 9])),
+]
+
+
+def check_squat(
+    name: str, group: int, dim: int, rounds: tuple[list[int], ...], device: str = "cuda", dtype: str = "bfloat16"
+) -> None:
+    """Pages, overlays and subspaces are those of the reference, which runs on the CPU. Subspaces are compared as Q^T Q: vectors of equal
+    singular values are not determined."""
+    torch.manual_seed(0)
+    first = 1013 if "pre" in name else 0
+    made = [
+        filled(name, 2, group, dim, dtype, [1, 63, 0], device=where, first=first, spare=9) for where in (device, "cpu")
+    ]
+    mine, theirs = (cache.stores[0] for cache, _ in made)
+    mine.pages.copy_(theirs.pages)
+    for one, two in zip(mine.owned, theirs.owned, strict=True):
+        one.copy_(two)
+    for counts in rounds:
+        k, v, q = (
+            vectors(sum(counts), heads, dim, "cpu", shift).to(getattr(torch, dtype))
+            for heads, shift in ((2, 0.0), (2, 0.4), (2 * group, 0.2))
+        )
+        for (cache, seqs), run in zip(made, (cuda_append.append, reference.append), strict=True):
+            where = cache.stores[0].pages.device
+            run(cache.stores[0], k.to(where), v.to(where), cache.extend(seqs, counts), q.to(where))
+    assert bool((theirs.pages != 0xFF).any())
+    assert float((mine.pages.cpu() != theirs.pages).double().mean()) < 1e-3
+    for side, overlay in theirs.overlays.items():
+        torch.testing.assert_close(mine.overlays[side].cpu(), overlay, rtol=1e-2, atol=1e-2, equal_nan=True)
+    rows = torch.tensor([seq.overlay_row for seq in made[1][1]])
+    found, expected = (store.states["key"].cpu()[rows].double() for store in (mine, theirs))
+    assert bool(expected.any())
+    assert relative_error(found.mT @ found, expected.mT @ expected) < 1e-6
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "rounds"),
+    [
+        *SQUAT,
+        ("squat", 4, 128, ([1000, 1, 40], [1, 1, 1], [1, 700, 1])),
+        ("squat:rank=60,weight=0.0005", 4, 128, ([300, 1, 40], [1, 1, 1])),
+        ("squat-pre", 4, 128, ([400, 1, 40], [1, 1, 1], [1, 1, 1])),
+        ("squat", 3, 96, ([70, 1, 40], [1, 1, 1])),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_append_of_corrected_keys(name: str, group: int, dim: int, rounds: tuple[list[int], ...], dtype: str) -> None:
+    check_squat(name, group, dim, rounds, dtype=dtype)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["squat", "squat-pre"])
+def test_corrected_keys_are_appended_in_a_cuda_graph(name: str) -> None:
+    """Steps of one graph: sequences whose subspace is still fitted, which complete their first group and later ones, and such that
+    have one."""
+    lengths, heads, dim, steps = [0, 20, 90], 2, 64, 80
+    caches = [filled(name, heads, 2, dim, "bfloat16", lengths, device=where, spare=9) for where in ("cuda", "cpu")]
+    stores = [cache.stores[0] for cache, _ in caches]
+    stores[0].pages.copy_(stores[1].pages)
+    for one, two in zip(stores[0].owned, stores[1].owned, strict=True):
+        one.copy_(two)
+    new = torch.empty(2, len(lengths), heads, dim, dtype=torch.bfloat16, device="cuda")
+    queries = torch.empty(len(lengths), 2 * heads, dim, dtype=torch.bfloat16, device="cuda")
+    graph, still = torch.cuda.CUDAGraph(), None
+    for _ in range(steps):
+        k, v = (vectors(len(lengths), heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+        q = vectors(len(lengths), 2 * heads, dim, "cpu", 0.2).bfloat16()
+        batches = [cache.extend(own, [1] * len(lengths)) for cache, own in caches]
+        reference.append(stores[1], k, v, batches[1], q)
+        table = torch.zeros(len(lengths), 8, dtype=torch.int64, device="cuda")
+        table[:, : batches[0].block_table.shape[1]] = batches[0].block_table
+        batch = batches[0]._replace(block_table=table)
+        new[0].copy_(k), new[1].copy_(v), queries.copy_(q)
+        if still is None:
+            still = batch
+            kept = [x.clone() for x in (stores[0].pages, *stores[0].owned)]
+            cuda_append.append(
+                stores[0], new[0], new[1], still, queries
+            )  # kernels are compiled; what it learnt is forgotten
+            for into, out in zip((stores[0].pages, *stores[0].owned), kept, strict=True):
+                into.copy_(out)
+            with torch.cuda.graph(graph):
+                cuda_append.append(stores[0], new[0], new[1], still, queries)
+        for name_, tensor in batch._asdict().items():
+            for into, out in zip(_tensors(getattr(still, name_)), _tensors(tensor), strict=True):
+                into.copy_(out)
+        graph.replay()
+    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < 1e-3
+    for side, overlay in stores[1].overlays.items():
+        torch.testing.assert_close(stores[0].overlays[side].cpu(), overlay, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("name", ["kivi-k2v2:k.flush=32,v.recent=32", "kitty:k.group=32,k.flush=32,sink=3"])
@@ -906,13 +1029,10 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", None),
         ("kitty-pro", None),
         ("squat", None),
-        (
-            "squat-pre",
-            "it rotates queries for blocks of positions, and the keys are stored unrotated one by one",
-        ),
+        ("squat-pre", None),
         (
             "squat-pre:rope=block",
-            "it reads keys that are coded per channel as they come, and they are stored unrotated",
+            "it rotates keys that are coded per channel one by one, and they are stored unrotated by blocks",
         ),
         ("kivi-k2v2:k.group=8", "it reads groups of at least 16 tokens, and those of the keys have 8"),
         ("kivi-k2v2:k.meta=bfloat16", "it reads the scales of channels as float16, and they are bfloat16"),
@@ -970,7 +1090,9 @@ def test_prefill_refuses_what_it_cannot_unpack() -> None:
 
 
 def test_append_refuses_what_it_cannot_write() -> None:
-    assert "corrected by Subspace" in (cuda_append.refuse_layout(make_layout("squat")) or "")
+    assert "all of a batch share one" in (cuda_append.refuse_layout(make_layout("squat:shared=true")) or "")
+    assert "the head dim is 256" in (cuda_append.refuse_layout(make_layout("squat", 2, 256)) or "")
+    assert "the rank is 65" in (cuda_append.refuse_layout(make_layout("squat:rank=65", 2, 128)) or "")
     assert "coded by Salient" in (cuda_append.refuse_layout(make_layout("zipcache")) or "")
     assert "clipped, searched" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.search=3")) or "")
     assert "of 16 or a multiple of 32" in (cuda_append.refuse_layout(make_layout("kivi-k2v2:v.group=48", 2, 96)) or "")
@@ -984,7 +1106,17 @@ def test_append_refuses_what_it_cannot_write() -> None:
     assert "fragment order" in (cuda_append.refuse_layout(make_layout("int3", 2, 96)) or "")
     uneven = "the 12 sub-vectors of the values cannot be shared evenly by 8 lanes"
     assert cuda_append.refuse_layout(make_layout("million-1.5", 2, 96)) == uneven
-    for name in ("saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5", "kivi-k2v2", "kitty-pro"):
+    for name in (
+        "saw-int4-kv",
+        "oscar",
+        "kvant-2",
+        "vecinfer-2",
+        "million-1.5",
+        "kivi-k2v2",
+        "kitty-pro",
+        "squat",
+        "squat-pre",
+    ):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
 

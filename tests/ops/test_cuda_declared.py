@@ -24,6 +24,7 @@ COMPILED += (
     "append kvant-2 prompts",
     "append vecinfer-2 4 rows",
     "append kitty-pro",
+    "fit squat",
     "overlay_step",
 )
 KERNEL = re.compile(r"(kvant_\w+)\(const (\w+) a\)")
@@ -119,4 +120,4 @@ def test_config_is_a_struct_of_documented_constants() -> None:
     with pytest.raises(ValueError, match="no constant 'HEADDIM'"):
         config_text({"HEADDIM": 128})
     for table in (CONSTANTS, STREAM_CONSTANTS):
-        assert all(about.doc and about.type in ("int", "float", "type") for about in table.values())
+        assert all(about.doc and about.type in ("int", "float", "double", "type") for about in table.values())

@@ -20,7 +20,17 @@ from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, append_pq, copy_rows, nearest_centroids, nvrtc, plan, transform_kv, unpack
+from kvant.ops.cuda import (
+    append_groups,
+    append_pq,
+    copy_rows,
+    fit_subspace,
+    nearest_centroids,
+    nvrtc,
+    plan,
+    transform_kv,
+    unpack,
+)
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
@@ -49,7 +59,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
-    caches += (nearest_centroids._kernel, unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (fit_subspace._kernel,)
+    caches += (nearest_centroids._kernel,)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -287,6 +299,7 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("int3", 4, 128, {}),
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
+        ("squat-pre:sink=3", 4, 64, {}),
         ("vecinfer-2", 4, 64, {}),
     ],
 )
@@ -521,6 +534,24 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
         check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.ROTATED_KEYS)
+def test_decode_of_keys_before_rope(name: str, group: int, dim: int, options: dict[str, float]) -> None:
+    """Keys are rotated one by one when they are read: from pages, from tails of all lengths and from sinks, at odd positions."""
+    options = dict(options)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 130, 300], first=int(options.pop("first", 0)))
+    for cut in (0, 41):
+        for seq in seqs:
+            cache.crop(seq, max(1, seq.length - cut))
+        check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+
+
+def test_keys_of_which_rope_rotates_some_channels_are_refused() -> None:
+    cache, seqs = filled("squat-pre", 2, 4, 64, [5], rotated=32)
+    with pytest.raises(ValueError, match="all of their 64 channels, and rope rotates 32 of them"):
+        cuda_decode.decode(cache.stores[0], torch.randn(1, 8, 64), cache.batch(seqs), scale=0.1)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim"),
@@ -564,6 +595,21 @@ def test_append(name: str, dim: int) -> None:
 def test_a_step_of_groups_may_be_padded(name: str) -> None:
     """As a graph of a server's decode step is: sequences of no tokens, and tokens of no sequence."""
     test_cuda.check_padded_step(name, "cpu")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "group", "dim", "rounds"), test_cuda.SQUAT)
+def test_append_of_corrected_keys(name: str, group: int, dim: int, rounds: tuple[list[int], ...]) -> None:
+    test_cuda.check_squat(name, group, dim, rounds, "cpu")
+
+
+def test_sums_over_the_queries_of_a_prompt_are_spread(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_subspace, "LEAST_CHUNK", 16)
+    test_cuda.check_squat("squat", 2, 32, ([40, 1, 17], [1, 1, 1]), "cpu")
+    assert launched == [
+        *("kvant_subspace_gram", "kvant_fit_subspace", "kvant_append_groups", "kvant_append_tokens"),
+        *("kvant_fit_subspace", "kvant_append_sequences"),
+    ]
 
 
 @pytest.mark.few(2)

@@ -85,7 +85,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         if str(x.dtype).removeprefix("torch.") not in ELEMENT_TYPES:
             raise ValueError(f"{name}s must be {', '.join(ELEMENT_TYPES)}, got {x.dtype}")
     if store.layout.recipe.key.groupwise:
-        append_groups.append(store, key, value, batch)
+        append_groups.append(store, key, value, batch, query)
     elif append_pq.serves(store.layout):
         append_pq.append(store, rows, batch)
     else:
@@ -155,7 +155,9 @@ def _way(store: LayerStore, key: Tensor, value: Tensor) -> Way:
         return "rows"
     forward = store.derive(AppendTransforms).forward
     if nearest_centroids.serves(layout) and any(fused.kind is TransformKind.MATRIX for fused in forward.values()):
-        return "rows"  # the search for centroids and the kernel that codes residuals take rows that are multiplied already
+        return (
+            "rows"  # the search for centroids and the kernel that codes residuals take rows that are multiplied already
+        )
     whole = rope is None or 2 * len(rope.inv_freq) == layout.head_dim  # RoPE rotates all channels
     tiled = tileable(layout) and (rope is None or is_banded(layout.format("key")))
     if whole and tiled and len(key) * layout.heads >= TILE_ROWS:

@@ -1,5 +1,6 @@
-"""Appends by kernels/append_groups.cu, where keys are coded per channel over groups of tokens. What is launched depends on the shapes
-alone: a step whose tokens complete no group launches the same grid, which then finds nothing to do."""
+"""Appends by kernels/append_groups.cu, where keys are coded per channel over groups of tokens; SQuat's with their correction.
+What is launched depends on the shapes alone: one launch for a step, in which a CTA appends a head of a sequence and codes a group
+where one is complete; two for prompts. Where keys are corrected, fit_subspace is launched before."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ import functools
 import torch
 
 from kvant.codecs.format import ScaleKind
+from kvant.correctors.subspace import Subspace
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import nvrtc, refusals
-from kvant.ops.cuda.arguments import Arguments, int32, pointer
+from kvant.ops.cuda import fit_subspace, nvrtc, refusals
+from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
+from kvant.ops.fused import blocks_of, rope_table
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 WARPS = 8
+STEP_TOKENS = 2  # new tokens a sequence, at most, for a CTA to append all of a sequence's
 _PLANS: nvrtc.Numbered[GroupPlan] = nvrtc.Numbered()
 
 
@@ -28,8 +32,11 @@ def refuse_layout(layout: Layout) -> str | None:
     if not value.is_tokenwise or value.scales is None or value.scales.kind is ScaleKind.ALONE:
         return f"beside keys per channel it writes affine values, and they are coded by {value.codec}"
     for name, stream in layout.recipe.streams.items():
-        if stream.corrector is not None:
+        if stream.corrector is not None and (name == "value" or not isinstance(stream.corrector, Subspace)):
             return f"it writes codes as they are, and those of the {name}s are corrected by {type(stream.corrector).__name__}"
+    reason = fit_subspace.refuse_layout(layout) if layout.recipe.key.corrector is not None else None
+    if reason is not None:
+        return reason
     if value.scales.kind is not ScaleKind.MIN or value.encoding.clip or value.encoding.search != 1:
         return "it writes values by their whole range and minimum, and they are clipped, searched or have integer zero points"
     width = dim // value.scale_groups
@@ -50,6 +57,12 @@ AppendGroupsArguments = Arguments(
     key_ring_start=pointer("const s64", "[batch], position before which the ring of keys holds nothing"),
     overlay_key=pointer("void", "[rows, OVERLAY_TOKENS of keys, KV_HEADS, HEAD_DIM]"),
     overlay_value=pointer("void", "[rows, OVERLAY_TOKENS of values, KV_HEADS, HEAD_DIM]"),
+    subspace=optional("const float", "[rows, KV_HEADS, RANK, HEAD_DIM], where keys are corrected"),
+    cosine=optional("const float", "[rope_blocks, rope_half]: of the start of a RoPE block, where keys are unrotated"),
+    sine=optional("const float", "[rope_blocks, rope_half]"),
+    rope_first=int32("RoPE position of a sequence's first token"),
+    rope_blocks=int32("RoPE blocks of the tables"),
+    rope_half=int32("rotated pairs of channels"),
     tokens=int32("new tokens"),
     batch=int32("sequences"),
     half_batch=int32("largest power of two below the batch, or 0: where a binary search begins"),
@@ -65,6 +78,11 @@ class GroupPlan:
     types: tuple[str, str]
 
     @property
+    def rank(self) -> int:
+        corrector = self.layout.recipe.key.corrector
+        return corrector.rank if isinstance(corrector, Subspace) else 0
+
+    @property
     def group(self) -> int:
         return self.layout.recipe.key.codec.group_tokens
 
@@ -75,13 +93,20 @@ class GroupPlan:
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.group * self.layout.head_dim * 2
+        """Of a group: 16-bit numbers, then codes; where they are corrected, what SubspaceShared holds."""
+        group, dim, rank = self.group, self.layout.head_dim, self.rank
+        if not rank:
+            return group * dim * 2
+        rows = -(-group * (dim + 1) * 4 // 16) * 16
+        return rows + 2 * group * rank * 8 + rank * rank * 8 + rank * dim * 4 + group * dim * 2
 
     @functools.cached_property
     def text(self) -> str:
         layout, window = self.layout, self.layout.recipe.key.window
         sections = {(s.stream, s.names[0]): s for s in layout.sections}
         high, index = sections.get(("key", "high")), sections.get(("key", "index"))
+        corrector = layout.recipe.key.corrector
+        assert corrector is None or isinstance(corrector, Subspace)
         config: dict[str, object] = {
             **page_config(layout),
             "WARPS": WARPS,
@@ -95,6 +120,10 @@ class GroupPlan:
             "BOOSTED": high.width if high else 0,
             "HIGH_OFFSET": high.offset if high else 0,
             "INDEX_OFFSET": index.offset if index else 0,
+            "ROPE_BLOCK": layout.recipe.key.effective_rope_block,
+            "RANK": self.rank,
+            "BLOCK_CHANNELS": (corrector.block if corrector else 0) or layout.head_dim // 2,
+            "SUBSPACE_WEIGHT": corrector.weight if corrector else 0.0,
             "VALUE_GROUPS": layout.format("value").scale_groups,
             "VALUE_ORDER_GROUPS": layout.scale_groups("value"),
             "Key": self._stream("key", 0),
@@ -120,11 +149,22 @@ class GroupPlan:
 
 @functools.lru_cache(maxsize=256)
 def _kernel(made: GroupPlan, name: str, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(made.text, name, device, WARPS * 32, made.dynamic_bytes if name == "kvant_append_groups" else 0)
+    return nvrtc.Kernel(made.text, name, device, WARPS * 32, 0 if name == "kvant_append_tokens" else made.dynamic_bytes)
 
 
-def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
+def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
     """As the reference's `append`, for layouts that `refuse_layout` lets through. Transforms are done in torch before."""
+    cosine, sine, first = None, None, 0
+    if store.key.rope is not None:
+        first, layout = store.key.rope.first, store.layout
+        tokens = batch.block_table.shape[1] * layout.page_tokens + layout.recipe.origin
+        cosine, sine = rope_table(store, blocks_of(tokens, first, store.key.spec.effective_rope_block))
+    if store.states:
+        if query is None:
+            raise ValueError(
+                f"recipe {store.layout.recipe.name} learns from queries: append needs the new tokens' queries"
+            )
+        fit_subspace.fit(store, query, batch, cosine, sine)
     rows: dict[StreamName, Tensor] = {"key": key, "value": value}
     for name, x in rows.items():
         stream = store.stream(name)
@@ -142,6 +182,10 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> 
         batch.seq_lens,
         batch.overlay_rows,
         batch.ring_start["key"],
+        store.states.get("key"),
+        cosine,
+        sine,
+        first,
         _PLANS.number(GroupPlan(store.layout, types)),  # type: ignore[arg-type]
     )
 
@@ -158,6 +202,10 @@ def _append_groups(
     seq_lens: Tensor,
     overlay_rows: Tensor,
     key_ring_start: Tensor,
+    subspace: Tensor | None,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    rope_first: int,
     plan: int,
 ) -> None:
     made = _PLANS[plan]
@@ -175,11 +223,20 @@ def _append_groups(
         key_ring_start=key_ring_start,
         overlay_key=overlay_key,
         overlay_value=overlay_value,
+        subspace=subspace,
+        cosine=cosine,
+        sine=sine,
+        rope_first=rope_first,
+        rope_blocks=1 if cosine is None else len(cosine),
+        rope_half=0 if cosine is None else cosine.shape[1],
         tokens=tokens,
         batch=batch,
         half_batch=nvrtc.half_of(batch),
         table_width=block_table.shape[1],
     )
+    if tokens <= STEP_TOKENS * batch:
+        _kernel(made, "kvant_append_sequences", key.device).launch((batch, heads), arguments)
+        return
     units = tokens // made.group + batch * made.spare
     # groups first: they read the ring, which the second kernel overwrites
     _kernel(made, "kvant_append_groups", key.device).launch((units, heads), arguments)

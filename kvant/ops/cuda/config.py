@@ -130,6 +130,8 @@ CONSTANTS: dict[str, Constant] = {
         BOOSTED="channels of a group of keys with two bits more; 0 without",
         HIGH_OFFSET="byte of the boosted channels' high bits in a page of a head",
         INDEX_OFFSET="byte of the boosted channels' indices in a page of a head",
+        RANK="rows of the subspace that errors of keys are kept orthogonal to; 0 where keys are coded as they are",
+        BLOCK_CHANNELS="channels of keys that are coded at a time, where they are corrected",
         VALUE_GROUPS="scales of a value vector",
         KEY_GROUPS="scales of a key vector that is coded token by token",
         VALUE_ORDER_GROUPS="parts of a value vector that the order of its codes is made of",
@@ -146,6 +148,7 @@ CONSTANTS: dict[str, Constant] = {
         INDEX_BITS="bits of the index of a token's centroid; 0 where one needs none",
         ORDER_GROUPS="parts of a token's vector that the order of its codes is made of",
     ),
+    "SUBSPACE_WEIGHT": Constant("double", "weight of the subspace beside the error itself, lambda of SQuat's paper"),
     # decode attention
     **_types(PageAttention="how a page is attended to: a type of codecs/*_pages.cuh"),
     **_ints(
@@ -168,6 +171,8 @@ CONSTANTS: dict[str, Constant] = {
         PAGES_ONCE="1 where pages leave the L2 cache before query operands do",
         OVERLAY_PASS_UNITS="passes of kvant_rotate_queries_high_batch that take as long as one for the overlay",
         ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",
+        ROTATED_KEYS="1 where keys are stored before RoPE and rotated when they are read",
+        ANGLE_OFFSET="byte of dynamic shared memory of the angles inside a chunk of tokens, where keys are rotated",
         PIPELINED_ROPE="1 where keys of the next page are read while values of this one are multiplied also with RoPE blocks",
         OVERLAY_TILES="tiles of 16 overlay tokens that a warp attends to at once",
         OVERLAY_LAST="1 where the overlay is attended to after the pages",

@@ -18,7 +18,7 @@ from kvant.ops.cuda.decode_arguments import (
     TransformOutputsArguments,
     TransformQueriesArguments,
 )
-from kvant.ops.cuda.decode_matrices import Codebooks, DecodeTransforms
+from kvant.ops.cuda.decode_matrices import ChunkAngles, Codebooks, DecodeTransforms
 from kvant.ops.cuda.plan import LOW_BATCH, Plan, shared_memory
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
@@ -93,7 +93,7 @@ def decode_with_lse(
     dtype = str(query.dtype).removeprefix("torch.")
     # An early start is safe only if an earlier call made the matrices: kernels read them before their wait.
     early = DecodeTransforms in store.derived
-    transforms, books = store.derive(DecodeTransforms), store.derive(Codebooks)
+    transforms, books, angles = store.derive(DecodeTransforms), store.derive(Codebooks), store.derive(ChunkAngles)
     dual, inverse = transforms.dual, transforms.inverse
     group = query.shape[1] // layout.heads
     mean_logit, cosine, sine, first, partial_rope = None, None, None, 0, False
@@ -131,6 +131,7 @@ def decode_with_lse(
         books.value,
         cosine,
         sine,
+        angles.table,
         first,
         plan,
         scale,
@@ -191,6 +192,7 @@ def _decode(
     value_codebooks: Tensor | None,
     cosine: Tensor | None,
     sine: Tensor | None,
+    angles: Tensor | None,
     first: int,
     plan: int,
     scale: float,
@@ -215,7 +217,7 @@ def _decode(
     operands: Tensor | None = None
     rows: Tensor | None = None
     blocks = 0  # query operands of a (sequence, head tile); none where the decode kernel makes its own of one query
-    if made.rotated_queries:
+    if made.rotated_queries or made.rotated_keys:
         blocks = _blocks(made.layout, block_table.shape[1], first)
     elif cosine is not None:
         assert dual is not None and sine is not None
@@ -244,13 +246,14 @@ def _decode(
         value_ring_start=value_ring_start,
         overlay_key=overlay_key,
         overlay_value=overlay_value,
-        query_signs=None if blocks or own_matrix else dual,
+        query_signs=None if operands is not None or own_matrix else dual,
         output_signs=None if made.inverse[0] == MATRIX else inverse,
         value_mean=value_mean,
         mean_logit=mean_logit,
         query_matrix=fused_dual if own_matrix else None,
-        cosine=cosine if made.rotated_queries else None,
-        sine=sine if made.rotated_queries else None,
+        cosine=cosine if made.rotated_queries or made.rotated_keys else None,
+        sine=sine if made.rotated_queries or made.rotated_keys else None,
+        angles=angles,
         output_matrix=fused_inverse if made.fused_outputs else None,
         output_offset=inverse_offset if made.fused_outputs else None,
         partial=partial,

@@ -45,9 +45,13 @@ DecodeArguments = Arguments(
     matrix_heads=int32("matrices of queries: KV_HEADS or 1"),
     output_matrix_heads=int32("matrices of outputs: KV_HEADS or 1"),
     cosine=optional(
-        "const float", "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates"
+        "const float",
+        "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates; of every position for keys",
     ),
     sine=optional("const float", "[rope_blocks, HEAD_DIM / 2]"),
+    angles=optional(
+        "const uint4", "fp16 [tokens of a chunk, row]: fragments of angles inside a chunk, of rotated keys"
+    ),
 )
 
 TransformQueriesArguments = Arguments(

@@ -14,6 +14,7 @@ from kvant.ops.cuda.fragments import (
     matrix_fragments,
     rotate_fragments,
 )
+from kvant.ops.cuda.plan import CHUNK_TOKENS, angle_row, rotates_keys
 from kvant.ops.fused import FusedTransform, TransformKind, fuse, matrix_of, mean_logit_vector
 from kvant.ops.types import Derived, LayerStore
 
@@ -37,7 +38,7 @@ class DecodeTransforms(Derived):
     def of(cls, store: LayerStore) -> Self:
         layout, device = store.layout, store.pages.device
         high_batch, fused_dual, fused_inverse = None, None, None
-        if store.key.rope is not None:
+        if store.key.rope is not None and not rotates_keys(layout):
             if len(store.key.rope.inv_freq) % 2:
                 raise ValueError(
                     f"the CUDA kernel rotates channels in twos, and rope rotates {len(store.key.rope.inv_freq)} pairs of them"
@@ -65,6 +66,30 @@ class DecodeTransforms(Derived):
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkAngles(Derived):
+    """Cosines and sines of the positions inside a chunk of tokens, where keys are rotated when they are read: int32 [tokens, words
+    of a row], fp16 numbers of all pairs of channels."""
+
+    table: Tensor | None
+
+    @classmethod
+    def of(cls, store: LayerStore) -> Self:
+        rope, layout = store.key.rope, store.layout
+        if rope is None or not rotates_keys(layout):
+            return cls(None)
+        if 2 * len(rope.inv_freq) != layout.head_dim:
+            raise ValueError(
+                f"the CUDA kernel rotates keys in all of their {layout.head_dim} channels, and rope rotates "
+                f"{2 * len(rope.inv_freq)} of them"
+            )
+        tokens = min(CHUNK_TOKENS, layout.page_tokens)
+        angle = torch.arange(tokens, dtype=torch.float64)[:, None] * rope.inv_freq.cpu().double()
+        rows = torch.zeros(tokens, 2 * angle_row(layout.head_dim), dtype=torch.float16)
+        rows[:, : layout.head_dim] = torch.cat((angle.cos(), angle.sin()), 1).half()
+        return cls(rows.to(store.pages.device).view(torch.int32))
+
+
+@dataclasses.dataclass(frozen=True)
 class Codebooks(Derived):
     """Contiguous copies of codebooks: fp16 [heads or 1, 1, centroids, dim], or None. Where they are centroids of whole value vectors,
     channels are in the order of the accumulators' rows (codecs/residual.cuh)."""
@@ -81,4 +106,6 @@ class Codebooks(Derived):
             share = dim // groups // 8
             order = torch.arange(dim).view(groups, 8, share).permute(0, 2, 1).flatten()  # [element, g]
             books[1] = books[1][..., order.to(books[1].device)]
-        return cls(*(None if book is None else book.half().clone(memory_format=torch.contiguous_format) for book in books))
+        return cls(
+            *(None if book is None else book.half().clone(memory_format=torch.contiguous_format) for book in books)
+        )

@@ -56,7 +56,9 @@ class Centroids(Derived):
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
-        books = (store.stream(name).codec.tensors.codebooks if _centroids(store.layout, name) else None for name in _NAMES)
+        books = (
+            store.stream(name).codec.tensors.codebooks if _centroids(store.layout, name) else None for name in _NAMES
+        )
         return cls(*(None if book is None else book[:, 0].half().contiguous() for book in books))
 
 
@@ -92,7 +94,12 @@ class NearestPlan:
         dim, sizes = self.layout.head_dim, []
         for i, name in enumerate(_NAMES):
             count = -(-_centroids(self.layout, name) // 8) * 8
-            sizes.append((dim + 8) * 2 * (count + self._parts(i) * ROWS) + 4 * count + ROWS * (4 * dim + 8 + 12 * WARPS) + 4 * WARPS)
+            sizes.append(
+                (dim + 8) * 2 * (count + self._parts(i) * ROWS)
+                + 4 * count
+                + ROWS * (4 * dim + 8 + 12 * WARPS)
+                + 4 * WARPS
+            )
         return -(-max(sizes) // 16) * 16
 
     @functools.cached_property
@@ -129,7 +136,9 @@ def _kernel(made: NearestPlan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(made.text, "kvant_nearest_centroids", device, WARPS * 32, made.dynamic_bytes)
 
 
-def nearest_centroids(store: LayerStore, key: SearchedRows, value: SearchedRows, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+def nearest_centroids(
+    store: LayerStore, key: SearchedRows, value: SearchedRows, batch: PagedBatch
+) -> tuple[Tensor, Tensor]:
     """Indices of the nearest centroids of new keys and values, uint8 [tokens, heads], which are also written to their pages. Those of a
     stream with one centroid, or without, are undefined."""
     books = store.derive(Centroids)

@@ -30,7 +30,9 @@ from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
-RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA, whose lanes have twice the accumulators
+RESIDUAL_WARPS = (
+    8  # the same, at most, where centroids are in shared memory: one CTA, whose lanes have twice the accumulators
+)
 STAGES = 2  # pages that a warp has in flight
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
 LOW_BATCH_PREFETCH = 4  # pages of a warp that come to the L2 cache while it makes its queries ready, at a low batch
@@ -43,6 +45,7 @@ ROTATED_STATIC_BYTES = (
 )
 ROTATED_OPERAND_BYTES = 40 * 1024  # of static shared memory for those operands, at most; a kernel may have 48 KiB
 ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
+CHUNK_TOKENS = 64  # that a warp attends to at once, at most
 BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
 
@@ -56,6 +59,16 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     """Bytes of shared memory that a CTA may have, and that a multiprocessor has."""
     found = torch.cuda.get_device_properties(device)
     return found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor  # type: ignore[attr-defined]
+
+
+def rotates_keys(layout: Layout) -> bool:
+    """Whether decode rotates a layout's keys when it reads them."""
+    return layout.format("key").is_channelwise and layout.recipe.key.rope == "pre"
+
+
+def angle_row(head_dim: int) -> int:
+    """32-bit words of a row of angles: ANGLE_ROW of codecs/rotated_channel.cuh."""
+    return head_dim // 2 + (16 if head_dim == 64 else 8)
 
 
 def codebook_bytes(layout: Layout) -> list[int]:
@@ -129,7 +142,8 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        fit = (self.shared[0] - self._static_bytes - sum(self.book_bytes) - self.matrix_bytes) // self.warp_bytes
+        room = self.shared[0] - self._static_bytes - sum(self.book_bytes) - self.matrix_bytes - self.angle_bytes
+        fit = room // self.warp_bytes
         most = RESIDUAL_WARPS if self.residual else WARPS
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
@@ -148,7 +162,11 @@ class Plan:
         """Static shared memory, at most. Beside centroids it is counted: rows and operands of the queries, and the rest."""
         if not self.residual:
             return STATIC_BYTES
-        return 4 * self.layout.head_dim * self.tile_heads + 128 * self.lane_heads * self.key_registers + 3072 * self.lane_heads
+        return (
+            4 * self.layout.head_dim * self.tile_heads
+            + 128 * self.lane_heads * self.key_registers
+            + 3072 * self.lane_heads
+        )
 
     @property
     def _most_blocks(self) -> int:
@@ -160,7 +178,7 @@ class Plan:
         grouped = self.layout.recipe.key.groupwise
         most = min(self._most_blocks, 12 // warps)
         static = ROTATED_STATIC_BYTES if self.rotated_queries else 8192 if grouped else 4096
-        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + static
+        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + self.angle_bytes + static
         return max(1, min(most, self.shared[1] // bytes_))
 
     @property
@@ -208,7 +226,18 @@ class Plan:
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.warps * self.warp_bytes + self.matrix_bytes + sum(self.book_bytes)
+        return self.warps * self.warp_bytes + self.matrix_bytes + self.angle_bytes + sum(self.book_bytes)
+
+    @property
+    def rotated_keys(self) -> bool:
+        """Whether keys are stored before RoPE and rotated when they are read: those that are coded per channel."""
+        return rotates_keys(self.layout)
+
+    @property
+    def angle_bytes(self) -> int:
+        """Shared memory of the angles inside a chunk of tokens."""
+        tokens = min(CHUNK_TOKENS, self.layout.page_tokens)
+        return 4 * tokens * angle_row(self.layout.head_dim) if self.rotated_keys else 0
 
     @functools.cached_property
     def constants(self) -> dict[str, object]:
@@ -217,7 +246,8 @@ class Plan:
         channelwise = layout.recipe.key.groupwise
         parts = 2 if self.query == "float32" else 1  # one fp16 number holds what a 16-bit query does
         words = parts * self.key_registers // self.rotate_warps * layout.head_dim // 4  # of a thread, of its matrix
-        tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if self.low_batch or self.lane_heads > 1 else 2))
+        one = self.low_batch or self.lane_heads > 1 or self.rotated_keys
+        tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if one else 2))
         overlay_bytes = 16 * tiles * layout.head_dim * 4  # that are attended to at once
         pages_of_overlay = overlay_bytes / layout.page_head_bytes
         overlay_units = round(pages_of_overlay / (1.0 if channelwise else 1.2 if self.low_batch else 2.0))
@@ -228,7 +258,9 @@ class Plan:
             "OVERLAY_TOKENS": layout.overlay_tokens("key"),
             "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
             "WARPS": self.warps,
-            "ROPE_BLOCK": layout.recipe.key.effective_rope_block,
+            "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
+            "ROTATED_KEYS": int(self.rotated_keys),
+            "ANGLE_OFFSET": self.warps * self.warp_bytes + self.matrix_bytes,
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
             **self._boosted(),
             "VALUE_GROUPS": layout.scale_groups("value"),
@@ -273,7 +305,7 @@ class Plan:
     def text(self) -> str:
         arguments = [DecodeArguments, TransformQueriesArguments, TransformOutputsArguments]
         files = [self.page_codec.header, "kernels/decode.cu", "kernels/transform_queries.cu"]
-        if self.layout.recipe.key.effective_rope_block and not self.rotated_queries:
+        if self.layout.recipe.key.effective_rope_block and not self.rotated_queries and not self.rotated_keys:
             arguments.append(RotateQueriesArguments)
             files.append(f"kernels/rotate_queries{'_high_batch' if self.high_batch_warps else ''}.cu")
         return nvrtc.program(*files, config=self.constants, arguments=arguments, defines={"BULK": int(self.bulk)})

@@ -11,6 +11,7 @@ from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, residual_b
 from kvant.ops.fused import refuse_rope
 
 MAX_HEAD_DIM = 256
+MAX_ROTATED_DIM = 128  # channels of keys that are rotated when they are read
 MAX_BOOSTED = 64  # boosted channels: a lane holds the high bits of a token's share of them in one word
 MAX_SCALE_GROUPS = 8  # groups of channels of a token's values that have a scale each
 MAX_CENTROIDS = 256  # of whole head vectors
@@ -68,7 +69,7 @@ def refuse_layout(layout: Layout) -> str | None:
         return f"head_dim {dim} is more than {MAX_HEAD_DIM}"
     if layout.recipe.key.effective_rope_block and any(stream.is_residual for stream in layout.formats.values()):
         return "it reads residuals of centroids beside keys that are stored rotated, and theirs are unrotated by RoPE blocks"
-    return refuse_rope(layout) or (_refuse_channelwise(layout) if key.is_channelwise else None)
+    return _refuse_channelwise(layout) if key.is_channelwise else refuse_rope(layout)
 
 
 def _refuse_tokenwise(layout: Layout, stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
@@ -115,8 +116,15 @@ def _refuse_channelwise(layout: Layout) -> str | None:
     """Why keys with one scale per channel of a group of tokens, or the values beside them, cannot be read."""
     key, value, dim = layout.format("key"), layout.format("value"), layout.head_dim
     assert key.scales is not None and value.scales is not None
-    if layout.recipe.key.rope != "post":
-        return "it reads keys that are coded per channel as they come, and they are stored unrotated"
+    if layout.recipe.key.rope == "block":
+        return "it rotates keys that are coded per channel one by one, and they are stored unrotated by blocks"
+    if layout.recipe.key.rope == "pre":
+        if layout.recipe.key.transforms:
+            return "it rotates keys that are coded per channel as they are stored, and they are transformed"
+        if dim > MAX_ROTATED_DIM:
+            return f"it rotates keys of at most {MAX_ROTATED_DIM} channels, and they have {dim}"
+        if key.boosted:
+            return f"it rotates keys of one width, and {key.boosted} channels are boosted"
     if key.group_tokens < 16:
         return f"it reads groups of at least 16 tokens, and those of the keys have {key.group_tokens}"
     if dim % 32:

@@ -8,6 +8,8 @@
 //
 // The overlay of keys and that of values reach back differently far: a page may have tokens whose keys, or values, are still in the overlay.
 
+// Keys that are stored before RoPE are rotated when they are read: codecs/rotated_channel.cuh.
+
 #pragma once
 #include "codecs/values.cuh"
 #include "include/page_ring.cuh"
@@ -21,6 +23,8 @@ DEV float query_power(float top) { return __uint_as_float((255u - (__float_as_ui
 // The query head of column g of S^T = K Q^T. PAIRED: odd columns hold what fp16 leaves of the even ones (`limb`).
 DEV int query_column(int n, int g) { return PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1); }
 DEV float limb(float x, int g) { return PAIRED && (g & 1) ? x - fp16_low(fp16_pair(x, 0.f)) : x; }
+
+#include "codecs/rotated_channel.cuh"
 
 // Query of a CTA in shared memory.
 struct ChannelQuery {
@@ -54,6 +58,9 @@ struct ChannelFragment {
   float factor[LANE_HEADS], back[LANE_HEADS], base[LANE_HEADS], mean_logit[LANE_HEADS];  // base: q . min
   int group;  // of the page; -1 before the first
   ChannelQuery* shared;
+
+  const u32* angles;  // of rotated keys alone
+  DEV void enter_chunk(const DecodeArguments&, int, int) {}
 };
 
 DEV void load_query(ChannelFragment& q, ChannelQuery& sh, int lane, float scale) {
@@ -201,11 +208,14 @@ template <int N> DEV void page_scores(const u8* page_head, int tile, int lane, C
   }
 }
 
-constexpr int MIXED_TILES = PAIRED && CHUNK_TILES > 1 ? 2 : 1;
+using PageQuery = Select<Config::ROTATED_KEYS, RotatedChannelQuery, ChannelQuery>;
+using PageFragment = Select<Config::ROTATED_KEYS, RotatedChannelFragment, ChannelFragment>;
+
+constexpr int MIXED_TILES = PAIRED && CHUNK_TILES > 1 && !Config::ROTATED_KEYS ? 2 : 1;
 
 // Attends to MIXED_TILES tiles of which some tokens have keys, from the keys-th token on, or values, from the values-th on, in the overlay.
 DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, int at, int first, int last, int keys, int values, s64 overlay_row, int head, int lane,
-                      ChannelFragment& q, OnlineSoftmax& softmax) {
+                      PageFragment& q, OnlineSoftmax& softmax) {
   float s[MIXED_TILES][LANE_HEADS][2];
   if (at < keys) page_scores<MIXED_TILES>(page_head, tile, lane, q, softmax, a.cap, s);
   mask_scores<MIXED_TILES>(s, at, first, min(keys, last), lane);
@@ -253,15 +263,24 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
 }
 
 struct ChannelPages {
-  using Shared = ChannelQuery;
+  using Shared = PageQuery;
   static constexpr bool HAS_OPERAND = false;
 
-  ChannelFragment q;
+  PageFragment q;
   const u8* page_head;
 
-  DEV static void load_codebooks(int&, u8*, const DecodeArguments&, int) {}
-  DEV void load_query(ChannelQuery& from, int lane, float scale) { ::load_query(q, from, lane, scale); }
-  DEV void begin(PageRing&, const u8*, bool, int) {}
+  // The angles inside a chunk, once: queries are loaded later, with a barrier.
+  DEV static void load_codebooks(int& loaded, u8* dynamic, const DecodeArguments& a, int) {
+    if constexpr (Config::ROTATED_KEYS) {
+      if (loaded < 0)
+        for (int i = threadIdx.x; i < ANGLE_WORDS / 4; i += WARPS * 32) ((uint4*)(dynamic + Config::ANGLE_OFFSET))[i] = a.angles[i];
+      loaded = 0;
+    }
+  }
+  DEV void load_query(PageQuery& from, int lane, float scale) { ::load_query(q, from, lane, scale); }
+  DEV void begin(PageRing&, const u8* dynamic, bool, int) {
+    q.angles = (const u32*)(dynamic + Config::ANGLE_OFFSET);
+  }
   DEV void enter(PageRing& ring, bool) {
     ring.await();
     page_head = ring.bytes + ring.stage * PAGE_HEAD_BYTES;
@@ -270,6 +289,7 @@ struct ChannelPages {
   }
   // As TokenwisePages.
   DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
+    q.enter_chunk(a, at, lane);
     if (at + 16 * CHUNK_TILES <= min(w.keys, w.values) || w.keys == w.values) {
       attend_chunk(page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {});
     } else {

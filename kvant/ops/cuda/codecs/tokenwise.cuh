@@ -118,10 +118,17 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ =
   }
   // Codes of two neighbouring tokens of a channel as fp16: 1024 + c 2^p in the low half, -(1024 + (TOP - c) 2^p) =
   // c 2^p - 1024 - TOP 2^p in the high half. The two offsets have opposite signs, so their sum over a sequence stays small.
-  DEV u32 get(int second, int element) const {
+  DEV u32 get(int second, int element) const { return masked(second, element, BARE ? 0u : 0x64006400u ^ (0x8000u | (u32)((1 << BITS) - 1) << power(element)) << 16); }
+  // BARE: the codes themselves as two fp16 numbers. 1024 + c 2^p, of which the rest is taken off, exactly.
+  DEV u32 number(int second, int element) const {
+    static_assert(BARE, "neither half is negative");
+    const u32 p = power(element);
+    return fma_fp16x2(masked(second, element, 0x64006400u), (15u - p) * 0x04000400u, 0x80008000u | (25u - p) * 0x04000400u);
+  }
+  // The bits of two codes at bit p of their half words, exclusive or `rest`.
+  DEV u32 masked(int second, int element, u32 rest) const {
     const int place = second * PAIRS + element, p = power(element);
     const u32 mask = (u32)((1 << BITS) - 1) << p;
-    const u32 rest = BARE ? 0u : 0x64006400u ^ (0x8000u | mask) << 16;
     if constexpr (BITS == 3) {
       const u32 part = and_xor(moved(w[place / PER], bit_of<2>(place) - p), 0x00030003u << p, rest);
       return and_xor(moved(h[place / 16], place % 16 - p - 2), 0x00040004u << p, part);

@@ -54,8 +54,71 @@ DEV void prefetch_overlay(const DecodeArguments& a, int from, int last, s64 over
 
 // S = Q K^T of N tiles of tokens from `from` on; minus infinity outside [first, last). Q [TILE_HEADS, D] in float32 is split into two numbers of the
 // overlay's type, high + low; fp16 is scaled to a largest magnitude of 256 first. PAIRED: odd columns hold the low part.
+//
+// Where keys are stored before RoPE, each is rotated by its position (codecs/rotated_channel.cuh): K cos and K sin as fp16, times q and q''.
+template <int N, class From>
+DEV void rotated_overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, int from, int first, int last, int lane, const From& sh, const float* rows, const OnlineSoftmax& softmax, float s[N][LANE_HEADS][2]) {
+  const int g = lane >> 2, t = lane & 3, pair = (t & 1) * (D / 4);
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head
+    const float* row = rows + min(column, TILE_HEADS - 1) * D + pair;
+    const float by = column < TILE_HEADS ? 256.f / sh.peak_of(column) : 0.f, odd = PAIRED && (g & 1) ? 1.f : 0.f;
+    float c[N][4] = {};
+#pragma unroll
+    for (int e = 0; e < D / 8; e += 2) {
+      float one[4], two[4], x[2][4];  // q and q''
+      load_floats<4>(one, row + 2 * e), load_floats<4>(two, row + D / 2 + 2 * e);
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[0][j] = (t < 2 ? one[j] : two[j]) * by, x[1][j] = (t < 2 ? two[j] : -one[j]) * by;
+      u32 k[N][2][2][2];  // cos or sin, row, register
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int position = max(first, min(from + i * 16 + r * 8 + g, last - 1));
+          float cosine[4], sine[4];
+          load_floats<4>(cosine, a.cosine + (s64)position * (D / 2) + pair + 2 * e), load_floats<4>(sine, a.sine + (s64)position * (D / 2) + pair + 2 * e);
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const u32 w = keys.k[i][r][e + j];
+            const float y = low<Config::OVERLAY_TYPE>(w), z = high<Config::OVERLAY_TYPE>(w);
+            k[i][0][r][j] = fp16_pair(y * cosine[2 * j], z * cosine[2 * j + 1]), k[i][1][r][j] = fp16_pair(y * sine[2 * j], z * sine[2 * j + 1]);
+          }
+        }
+#pragma unroll
+      for (int way = 0; way < 2; way++)
+#pragma unroll
+        for (int part = 0; part < (PAIRED ? 1 : 2); part++) {
+          u32 q[2];
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const float less = PAIRED ? odd : (float)part;
+            const u32 whole = fp16_pair(x[way][2 * j], x[way][2 * j + 1]);
+            q[j] = fp16_pair(fmaf(-less, fp16_low(whole), x[way][2 * j]), fmaf(-less, fp16_high(whole), x[way][2 * j + 1]));
+          }
+#pragma unroll
+          for (int i = 0; i < N; i++) mma_fp16(c[i], k[i][way][0][0], k[i][way][1][0], k[i][way][0][1], k[i][way][1][1], q[0], q[1]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
+      const int h = PAIRED ? 0 : (2 * n + j) % LANE_HEADS, own = min(4 * h + t, TILE_HEADS - 1);
+      const float back = sh.peak_of(own) * (a.scale / 256.f), mean_logit = SOFTCAP ? sh.mean_logit[own] : 0.f;
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int position = from + i * 16 + r * 8 + g;
+          const float y = soft_cap((PAIRED ? c[i][2 * r] + c[i][2 * r + 1] : c[i][2 * r + j]) * back + mean_logit, softmax.m[h], a.cap);
+          s[i][h][r] = position >= first && position < last ? y : minus_infinity();
+        }
+    }
+  }
+}
 template <int N, class From>  // From: SharedQuery or QueryOperand
 DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, int from, int first, int last, int lane, const From& sh, const float* rows, const OnlineSoftmax& softmax, float s[N][LANE_HEADS][2]) {
+  if constexpr (Config::ROTATED_KEYS) return rotated_overlay_scores<N>(keys, a, from, first, last, lane, sh, rows, softmax, s);
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {

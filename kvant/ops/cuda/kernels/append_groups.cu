@@ -1,8 +1,14 @@
-// Appends new tokens where keys are coded per channel over groups of tokens. kvant_append_groups first codes the groups of keys that the new
-// tokens complete, whose older tokens come from the overlay; then kvant_append_tokens stores values and the overlay, token by token.
+// Appends new tokens where keys are coded per channel over groups of tokens. The groups of keys that the new tokens complete are coded first; their older
+// tokens come from the overlay. Then values and the overlay are stored, token by token, which overwrites the older tokens.
+//
+//   kvant_append_groups, kvant_append_tokens  for prompts: a CTA takes a group, then a warp a token
+//   kvant_append_sequences                    for steps: a CTA takes a head of a sequence and does both, one after the other
+//
+// Keys that are corrected (SQuat) are coded block by block of channels, see SubspaceShared.
 
 #pragma once
 #include "include/rounding.cuh"
+#include "include/subspace.cuh"
 #include "include/tokens.cuh"
 
 constexpr int D = Config::HEAD_DIM, THREADS = Config::WARPS * 32, KEY_GROUP = Config::KEY_GROUP;
@@ -36,8 +42,16 @@ DEV u8* page_head_of(const AppendGroupsArguments& a, int b, int position, int he
 
 // --- keys ---------------------------------------------------------------------------------------------------------------------
 
+// Channel c of a new key as it is stored: unrotated by its position, or by that of the start of its RoPE block.
+DEV float stored_key(const AppendGroupsArguments& a, int token, int position, int head, int c) {
+  return load_unrotated<Config::Key::IN_TYPE>(a, a.key, ((s64)token * Config::KV_HEADS + head) * D, position, c);
+}
+
 // The position before which the keys of a sequence of n tokens are packed: ORIGIN, and whole flushes behind it that leave KEY_RECENT tokens.
 DEV int packed_end(int n) { return min(n, Config::ORIGIN) + max(0, n - Config::ORIGIN - Config::KEY_RECENT) / Config::KEY_FLUSH * Config::KEY_FLUSH; }
+
+// The first position of sequence b, from ORIGIN on, whose key is not packed, before its new tokens are.
+DEV int first_unpacked(const AppendGroupsArguments& a, int b, int before) { return max(max(Config::ORIGIN, packed_end(before)), (int)a.key_ring_start[b]); }
 
 // The number of the first candidate group of a sequence: candidates are the groups that its new tokens may complete. The numbers of two sequences do not meet,
 // and the grid does not depend on which groups are really completed.
@@ -67,9 +81,15 @@ DEV void load_group(const AppendGroupsArguments& a, u16* x, int b, int head, int
     const int at = position + i / D;
     if (at < before)
       x[i] = overlay[((a.overlay_rows[b] * Config::Key::OVERLAY_TOKENS + overlay_token<Config::Key>(at)) * Config::KV_HEADS + head) * D + i % D];
-    else x[i] = (u16)bits_of<Config::OVERLAY_TYPE>(load_number<Config::Key::IN_TYPE>(a.key, ((s64)(start + at - before) * Config::KV_HEADS + head) * D + i % D));
+    else x[i] = (u16)bits_of<Config::OVERLAY_TYPE>(stored_key(a, start + at - before, at, head, i % D));
   }
   __syncthreads();
+}
+
+// Stores the scale and the minimum of a channel of a group of the page.
+DEV void store_channel_scale(u8* page_head, int group, int c, Scale s) {
+  u16* scales = (u16*)(page_head + Config::Key::SCALE_OFFSET) + group * 2 * D;  // [2, D]: scales, minima
+  scales[c] = (u16)bits_of<ElementType::FP16>(s.scale), scales[D + c] = (u16)bits_of<ElementType::FP16>(s.least);
 }
 
 // Computes and stores the scales of the group's channels, and which of them are boosted to 4 bits.
@@ -97,8 +117,7 @@ DEV void scale_group(GroupShared& sh, const u16* x, u8* page_head, int group) {
     }
     const Scale s = scale_of<ElementType::FP16>(sh.least[c], sh.scale[c], top);
     sh.scale[c] = s.scale, sh.least[c] = s.least, sh.top[c] = top;
-    u16* scales = (u16*)(page_head + Config::Key::SCALE_OFFSET) + group * 2 * D;  // [2, D]: scales, minima
-    scales[c] = (u16)bits_of<ElementType::FP16>(s.scale), scales[D + c] = (u16)bits_of<ElementType::FP16>(s.least);
+    store_channel_scale(page_head, group, c, s);
   }
   __syncthreads();
 }
@@ -132,28 +151,137 @@ template <int BOOSTED> DEV void store_high_bits(const GroupShared& sh, const u16
   }
 }
 
+// SQuat: after a block of channels is coded, the channels that are still free take up its error e [KEY_GROUP, block]. With Q = [Q1, Q2] the subspace of the
+// block and of the free channels, and w its weight, they are moved by
+//
+//   -(I + w Q2^T Q2)^-1 w Q2^T Q1 e = -w Q2^T (I + w Q2 Q2^T)^-1 Q1 e,
+//
+// which is B_t H_t of the paper's Lemma 2, with a matrix of RANK rows to invert.
+struct SubspaceShared {
+  static constexpr int RANK = Config::RANK > 0 ? Config::RANK : 1, ROW = D + 1;  // floats of a token: neighbouring tokens lie in other banks
+  static constexpr int X = (KEY_GROUP * ROW * 4 + 15) / 16 * 16, PROJECTED = KEY_GROUP * RANK * 8;
+  float* x;               // [KEY_GROUP, ROW]: keys; of blocks that are coded, their error
+  double *once, *inside;  // [KEY_GROUP, RANK]: Q1 e, and the inverse times it
+  double* inverse;        // [RANK, RANK]
+  float* q;               // [RANK, D]
+  u16* codes;             // [KEY_GROUP, D]
+
+  DEV SubspaceShared(u8* memory)
+      : x((float*)memory), once((double*)(memory + X)), inside((double*)(memory + X + PROJECTED)), inverse((double*)(memory + X + 2 * PROJECTED)),
+        q((float*)(inverse + RANK * RANK)), codes((u16*)(q + RANK * D)) {}
+
+  // Codes channels [first, last) of the group.
+  DEV void code_block(GroupShared& sh, u8* page_head, int group, int first, int last) {
+    constexpr float TOP = (1 << Config::Key::BITS) - 1;
+    for (int c = first + threadIdx.x; c < last; c += THREADS) {
+      float least = x[c], most = least;
+      for (int i = 1; i < KEY_GROUP; i++) least = fminf(least, x[i * ROW + c]), most = fmaxf(most, x[i * ROW + c]);
+      const Scale s = scale_of<ElementType::FP16>(least, most, TOP);
+      sh.scale[c] = s.scale, sh.least[c] = s.least;
+      store_channel_scale(page_head, group, c, s);
+    }
+    __syncthreads();
+    const int width = last - first;
+    for (int i = threadIdx.x; i < KEY_GROUP * width; i += THREADS) {
+      const int token = i / width, c = first + i % width;
+      float& y = x[token * ROW + c];
+      const int code = code_of(y, {sh.scale[c], sh.least[c]}, TOP);
+      codes[token * D + c] = (u16)code;
+      y = __fsub_rn(__fadd_rn(__fmul_rn((float)code, sh.scale[c]), sh.least[c]), y);
+    }
+    __syncthreads();
+  }
+  // inverse = (I + w Q2 Q2^T)^-1 of the channels from `first` on, by Gauss-Jordan elimination: the matrix is symmetric and positive definite.
+  DEV void invert(int first) {
+    for (int i = threadIdx.x; i < RANK * RANK; i += THREADS) {
+      double sum = i / RANK == i % RANK ? 1. : 0.;
+      for (int c = first; c < D; c++) sum += Config::SUBSPACE_WEIGHT * ((double)q[i / RANK * D + c] * (double)q[i % RANK * D + c]);
+      inverse[i] = sum;
+    }
+    for (int k = 0; k < RANK; k++) {
+      constexpr int EACH = (RANK * RANK + THREADS - 1) / THREADS;
+      double next[EACH];
+      __syncthreads();
+      const double pivot = 1. / inverse[k * RANK + k];
+#pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        const int i = min((int)threadIdx.x + j * THREADS, RANK * RANK - 1), row = i / RANK, column = i % RANK;
+        const double across = inverse[row * RANK + k], above = inverse[k * RANK + column];
+        next[j] = row == k ? (column == k ? pivot : above * pivot) : column == k ? -across * pivot : inverse[i] - across * above * pivot;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < EACH; j++)
+        if (threadIdx.x + j * THREADS < RANK * RANK) inverse[threadIdx.x + j * THREADS] = next[j];
+    }
+    __syncthreads();
+  }
+  // Moves the channels from `last` on by the error of channels [first, last).
+  DEV void move_free(int first, int last) {
+    invert(last);
+    for (int i = threadIdx.x; i < KEY_GROUP * RANK; i += THREADS) {
+      double sum = 0.;
+      for (int c = first; c < last; c++) sum += (double)q[i % RANK * D + c] * (double)x[i / RANK * ROW + c];
+      once[i] = sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < KEY_GROUP * RANK; i += THREADS) {
+      double sum = 0.;
+      for (int k = 0; k < RANK; k++) sum += inverse[i % RANK * RANK + k] * once[i / RANK * RANK + k];
+      inside[i] = sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < KEY_GROUP * (D - last); i += THREADS) {
+      const int token = i / (D - last), c = last + i % (D - last);
+      double sum = 0.;
+      for (int k = 0; k < RANK; k++) sum += (double)q[k * D + c] * inside[token * RANK + k];
+      x[token * ROW + c] = (float)((double)x[token * ROW + c] - Config::SUBSPACE_WEIGHT * sum);
+    }
+    __syncthreads();
+  }
+};
+
+// Codes one group of keys of sequence b from `position` on, by all threads of the CTA.
+DEV void code_group(const AppendGroupsArguments& a, GroupShared& sh, u8* memory, int b, int head, int position, int start, int before) {
+  const int in_page = (position - Config::ORIGIN) % Config::PAGE_TOKENS;
+  u8* page_head = page_head_of(a, b, position, head);
+  if constexpr (Config::RANK > 0) {
+    SubspaceShared squat(memory);
+    load_group(a, squat.codes, b, head, position, start, before);
+    for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) squat.x[i / D * squat.ROW + i % D] = low<Config::OVERLAY_TYPE>(squat.codes[i]);
+    const float* subspace = a.subspace + (a.overlay_rows[b] * Config::KV_HEADS + head) * (Config::RANK * D);
+    for (int i = threadIdx.x; i < Config::RANK * D; i += THREADS) squat.q[i] = subspace[i];
+    __syncthreads();
+    for (int first = 0; first < D; first += Config::BLOCK_CHANNELS) {
+      const int last = first + Config::BLOCK_CHANNELS;
+      squat.code_block(sh, page_head, in_page / KEY_GROUP, first, last);
+      if (last < D) squat.move_free(first, last);
+    }
+    Config::Key::CodePlanes::each([&](auto plane) { store_key_plane<decltype(plane)>(squat.codes, page_head, in_page); });
+  } else {
+    u16* x = (u16*)memory;  // [KEY_GROUP, D]: keys as the overlay holds them, then codes
+    load_group(a, x, b, head, position, start, before);
+    scale_group(sh, x, page_head, in_page / KEY_GROUP);
+    for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) {
+      const int c = i % D;
+      x[i] = (u16)code_of(low<Config::OVERLAY_TYPE>(x[i]), {sh.scale[c], sh.least[c]}, sh.top[c]);
+    }
+    __syncthreads();
+    Config::Key::CodePlanes::each([&](auto plane) { store_key_plane<decltype(plane)>(x, page_head, in_page); });
+    if constexpr (Config::BOOSTED > 0) store_high_bits<Config::BOOSTED>(sh, x, page_head, in_page);
+  }
+}
+
 // Grid: (candidate groups, KV_HEADS). A CTA codes one group of one head, if the new tokens complete it.
 extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_groups(const AppendGroupsArguments a) {
   DYNAMIC_SHARED(dynamic);
   __shared__ __align__(16) GroupShared sh;
-  u16* x = (u16*)dynamic;  // [KEY_GROUP, D]: keys as the overlay holds them, then codes
   const int candidate = blockIdx.x, head = blockIdx.y;
   const int b = last_sequence(a.batch, a.half_batch, [&](int i) { return first_candidate(a, i) <= candidate; });
   const int total = (int)a.seq_lens[b], start = (int)a.query_start_loc[b], before = total - ((int)a.query_start_loc[b + 1] - start);
-  const int position = max(max(Config::ORIGIN, packed_end(before)), (int)a.key_ring_start[b]) + (candidate - first_candidate(a, b)) * KEY_GROUP;
+  const int position = first_unpacked(a, b, before) + (candidate - first_candidate(a, b)) * KEY_GROUP;
   if (position + KEY_GROUP > packed_end(total)) return;
-  load_group(a, x, b, head, position, start, before);
-
-  const int in_page = (position - Config::ORIGIN) % Config::PAGE_TOKENS;
-  u8* page_head = page_head_of(a, b, position, head);
-  scale_group(sh, x, page_head, in_page / KEY_GROUP);
-  for (int i = threadIdx.x; i < KEY_GROUP * D; i += THREADS) {
-    const int c = i % D;
-    x[i] = (u16)code_of(low<Config::OVERLAY_TYPE>(x[i]), {sh.scale[c], sh.least[c]}, sh.top[c]);
-  }
-  __syncthreads();
-  Config::Key::CodePlanes::each([&](auto plane) { store_key_plane<decltype(plane)>(x, page_head, in_page); });
-  if constexpr (Config::BOOSTED > 0) store_high_bits<Config::BOOSTED>(sh, x, page_head, in_page);
+  code_group(a, sh, dynamic, b, head, position, start, before);
 }
 
 // --- values and the overlay ---------------------------------------------------------------------------------------------------
@@ -201,10 +329,32 @@ DEV void encode_values(const float* x, u8* codes, u8* page_head, int scale_place
   }
 }
 
-// Grid: one dimension. A warp takes a token of a head.
-extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_tokens(const AppendGroupsArguments a) {
+// Stores a token of a head of sequence b by a warp: its value, and key and value in the overlay. `codes` [D] is shared memory of the warp.
+DEV void store_token(const AppendGroupsArguments& a, u8* codes, int b, int head, int token, int position, int length, int lane) {
   using Key = Config::Key;
   using Value = Config::Value;
+  float x[D / 32];  // channels lane, lane + 32, ...
+  const bool key = position < Config::SINK || position >= length - Key::RING, value = position < Config::SINK || position >= length - Value::RING_TOKENS;
+  const s64 row = a.overlay_rows[b], from = ((s64)token * Config::KV_HEADS + head) * D;
+#pragma unroll
+  for (int i = 0; i < D / 32; i++) {
+    const int c = lane + 32 * i;
+    x[i] = load_number<Value::IN_TYPE>(a.value, from + c);
+    if (key) store_number<Config::OVERLAY_TYPE>(a.overlay_key, ((row * Key::OVERLAY_TOKENS + overlay_token<Key>(position)) * Config::KV_HEADS + head) * D + c, stored_key(a, token, position, head, c));
+    if (value) store_number<Config::OVERLAY_TYPE>(a.overlay_value, ((row * Value::OVERLAY_TOKENS + overlay_token<Value>(position)) * Config::KV_HEADS + head) * D + c, x[i]);
+  }
+  if (position < Config::ORIGIN) return;  // the overlay alone has it
+
+  const int in_page = (position - Config::ORIGIN) % Config::PAGE_TOKENS, tile = in_page / 16, inside = in_page % 16;
+  u8* page_head = page_head_of(a, b, position, head);
+  encode_values(x, codes, page_head, in_page % 8 * (Config::PAGE_TOKENS / 8) + tile * 2 + inside / 8, lane);
+  __syncwarp();
+  Value::CodePlanes::each([&](auto plane) { store_value_plane<decltype(plane)>(codes, page_head, tile, inside, lane); });
+  __syncwarp();
+}
+
+// Grid: one dimension. A warp takes a token of a head.
+extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_tokens(const AppendGroupsArguments a) {
   __shared__ u8 codes[Config::WARPS][D];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const s64 job = (s64)blockIdx.x * Config::WARPS + warp;
@@ -212,25 +362,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_tokens(const 
   if (token >= a.tokens || token >= a.query_start_loc[a.batch]) return;  // the latter is padding
   const int b = sequence_of(a, token);
   const int length = (int)a.seq_lens[b], position = length - (int)(a.query_start_loc[b + 1] - token);
-  float x[D / 32];  // channels lane, lane + 32, ...
-#pragma unroll
-  for (int i = 0; i < D / 32; i++) {
-    const int c = lane + 32 * i;
-    x[i] = load_number<Value::IN_TYPE>(a.value, ((s64)token * Config::KV_HEADS + head) * D + c);
-    if (position < Config::SINK || position >= length - Key::RING) {
-      const s64 row = (a.overlay_rows[b] * Key::OVERLAY_TOKENS + overlay_token<Key>(position)) * Config::KV_HEADS + head;
-      store_number<Config::OVERLAY_TYPE>(a.overlay_key, row * D + c, load_number<Key::IN_TYPE>(a.key, ((s64)token * Config::KV_HEADS + head) * D + c));
-    }
-    if (position < Config::SINK || position >= length - Value::RING_TOKENS) {
-      const s64 row = (a.overlay_rows[b] * Value::OVERLAY_TOKENS + overlay_token<Value>(position)) * Config::KV_HEADS + head;
-      store_number<Config::OVERLAY_TYPE>(a.overlay_value, row * D + c, x[i]);
-    }
-  }
-  if (position < Config::ORIGIN) return;  // the overlay alone has it
+  store_token(a, codes[warp], b, head, token, position, length, lane);
+}
 
-  const int in_page = (position - Config::ORIGIN) % Config::PAGE_TOKENS, tile = in_page / 16, inside = in_page % 16;
-  u8* page_head = page_head_of(a, b, position, head);
-  encode_values(x, codes[warp], page_head, in_page % 8 * (Config::PAGE_TOKENS / 8) + tile * 2 + inside / 8, lane);
-  __syncwarp();
-  Value::CodePlanes::each([&](auto plane) { store_value_plane<decltype(plane)>(codes[warp], page_head, tile, inside, lane); });
+// Grid: (batch, KV_HEADS). A CTA appends all new tokens of a head of a sequence. What it overwrites in the overlay, no other CTA reads.
+extern "C" __global__ void __launch_bounds__(THREADS) kvant_append_sequences(const AppendGroupsArguments a) {
+  DYNAMIC_SHARED(dynamic);
+  __shared__ __align__(16) GroupShared sh;
+  __shared__ u8 codes[Config::WARPS][D];
+  const int b = blockIdx.x, head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int total = (int)a.seq_lens[b], start = (int)a.query_start_loc[b], stop = (int)a.query_start_loc[b + 1], before = total - (stop - start);
+  const int end = packed_end(total);
+  for (int position = first_unpacked(a, b, before); position + KEY_GROUP <= end; position += KEY_GROUP) {
+    code_group(a, sh, dynamic, b, head, position, start, before);
+    __syncthreads();
+  }
+  for (int token = start + warp; token < stop; token += Config::WARPS) store_token(a, codes[warp], b, head, token, before + token - start, total, lane);
 }

@@ -1,0 +1,123 @@
+// Channel-wise keys that are stored before RoPE: S = q^T R(p) k for the key k at position p.
+//
+// A chunk of 64 tokens begins at p0, and R(p) = R(p0) R(j). Queries are rotated back by p0 once a chunk, q' = R(p0)^T q. Keys are made fp16 numbers
+// k = code * scale + min in registers and rotated by j as two operands: with q''_c = q'_(c + D/2) in the first half of the channels and -q'_(c - D/2) in the
+// second,
+//
+//   q'^T R(j) k = sum_c q'_c (k_c cos(j f_c)) + q''_c (k_c sin(j f_c)).
+//
+// No lane needs the other channel of a pair. The cosines and sines of j = 0 ... 63 are fp16 numbers in shared memory, the same for all chunks.
+
+#pragma once
+#include "codecs/values.cuh"
+
+constexpr int ANGLE_ROW = D / 2 + (D == 64 ? 16 : 8);  // words of a token: cosines of D / 2 pairs, sines, and room so that neighbouring tokens lie in other banks
+constexpr int ANGLE_WORDS = 16 * CHUNK_TILES * ANGLE_ROW;
+
+// Query of a CTA in shared memory.
+struct RotatedChannelQuery {
+  float rows[TILE_HEADS * D], scaled[TILE_HEADS * D];  // as it comes; times query_power
+  float top[4 * LANE_HEADS], mean_logit[4 * LANE_HEADS];
+
+  DEV float peak_of(int head) const { return top[head]; }
+  DEV void set_head(int, float, int) {}
+  DEV void store_operand() {
+    for (int i = threadIdx.x; i < TILE_HEADS * D; i += WARPS * 32) scaled[i] = rows[i] * query_power(top[i / D]);
+  }
+};
+// A lane's registers: B operands of a chunk of tokens.
+struct RotatedChannelFragment {
+  u32 cosine[COLUMN_TILES][D / 8], sine[COLUMN_TILES][D / 8];  // q' and q''
+  float factor[LANE_HEADS], mean_logit[LANE_HEADS];
+  int group;  // not used: scales are read with the codes
+  int chunk;  // position of its first token; -1 before the first
+  const u32* angles;  // [16 CHUNK_TILES, ANGLE_ROW]
+  RotatedChannelQuery* shared;
+
+  // Queries for the chunk of tokens from `at` on.
+  DEV void enter_chunk(const DecodeArguments& a, int at, int lane) {
+    if (at == chunk) return;
+    chunk = at;
+    const int g = lane >> 2, t = lane & 3, pair = (t & 1) * (D / 4);
+    const float *c = a.cosine + (s64)at * (D / 2) + pair, *s = a.sine + (s64)at * (D / 2) + pair;
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++) {
+      const float* row = shared->scaled + min(query_column(n, g), TILE_HEADS - 1) * D + pair;
+#pragma unroll
+      for (int i = 0; i < D / 4; i += 4) {
+        float x[4], y[4], by[4], across[4];
+        load_floats<4>(x, row + i), load_floats<4>(y, row + D / 2 + i), load_floats<4>(by, c + i), load_floats<4>(across, s + i);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          const u32 u = fp16_pair(fmaf(x[j], by[j], y[j] * across[j]), fmaf(x[j + 1], by[j + 1], y[j + 1] * across[j + 1]));
+          const u32 v = fp16_pair(fmaf(y[j], by[j], -x[j] * across[j]), fmaf(y[j + 1], by[j + 1], -x[j + 1] * across[j + 1]));
+          cosine[n][(i + j) / 2] = t < 2 ? u : v, sine[n][(i + j) / 2] = t < 2 ? v : u ^ 0x80008000u;
+        }
+      }
+    }
+  }
+};
+
+DEV void load_query(RotatedChannelFragment& q, RotatedChannelQuery& sh, int lane, float scale) {
+  q.shared = &sh, q.chunk = -1;
+#pragma unroll
+  for (int n = 0; n < LANE_HEADS; n++) {
+    const int head = min(4 * n + (lane & 3), TILE_HEADS - 1);
+    q.factor[n] = scale / query_power(sh.top[head]);
+    q.mean_logit[n] = SOFTCAP ? sh.mean_logit[head] : 0.f;
+  }
+}
+
+// As page_scores of ChannelFragment, in the chunk that was entered.
+template <int N> DEV void page_scores(const u8* page_head, int tile, int lane, RotatedChannelFragment& q, const OnlineSoftmax& softmax, float cap, float s[N][LANE_HEADS][2]) {
+  constexpr int T = N < GROUP_TILES ? (N < 2 ? N : 2) : GROUP_TILES < 2 ? GROUP_TILES : 2;
+  const int t = lane & 3;
+#pragma unroll
+  for (int first = 0; first < N; first += T) {
+    const u8* meta = page_head + Key::SCALE_OFFSET + (tile + first) / GROUP_TILES * D * 4 + t * (D / 2);
+    const u32* angles = q.angles + ((tile + first) % CHUNK_TILES * 16 + (lane >> 2)) * ANGLE_ROW + (t & 1) * (D / 8);
+    float c[T][COLUMN_TILES][4];
+    KeyCodes codes[T];
+#pragma unroll
+    for (int i = 0; i < T; i++) {
+      codes[i].load(page_head, tile + first + i, lane);
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0.f;
+    }
+#pragma unroll
+    for (int k = 0; k < D / 8; k += 4) {
+      u32 scale[4], least[4];
+      load_words<4>(scale, meta + 4 * k), load_words<4>(least, meta + D * 2 + 4 * k);
+#pragma unroll
+      for (int i = 0; i < T; i++) {
+        u32 x[2][4], y[2][4];  // of rows g and g + 8: k cos, k sin
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          load_words<4>(x[r], (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + k)), load_words<4>(y[r], (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + D / 4 + k));
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const u32 key = fma_fp16x2(codes[i].number(r, k + j), scale[j], least[j]);
+            x[r][j] = mul_fp16x2(key, x[r][j]), y[r][j] = mul_fp16x2(key, y[r][j]);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)
+#pragma unroll
+          for (int n = 0; n < COLUMN_TILES; n++) {
+            mma_fp16(c[i][n], x[0][j], x[1][j], x[0][j + 1], x[1][j + 1], q.cosine[n][k + j], q.cosine[n][k + j + 1]);
+            mma_fp16(c[i][n], y[0][j], y[1][j], y[0][j + 1], y[1][j + 1], q.sine[n][k + j], q.sine[n][k + j + 1]);
+          }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < T; i++)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float sum = PAIRED ? c[i][0][2 * r] : c[i][n / 2][2 * r + n % 2];
+          const float x = fmaf(sum, q.factor[n], SOFTCAP ? q.mean_logit[n] : -softmax.m[n]);
+          s[first + i][n][r] = SOFTCAP ? soft_cap(x, softmax.m[n], cap) : x;
+        }
+  }
+}
