@@ -1,5 +1,45 @@
 """kvant: serve large language models from a 2- to 4-bit KV cache.
 
+A tour, with a tiny model of random weights that needs no network; `kvant.models.load("smollm2")` gives a real one, and any
+transformers model and tokenizer will do.
+
+>>> import kvant
+>>> from kvant.models import tiny
+>>> model, tokenizer = tiny()
+
+1. A cache. It goes where transformers takes one, and `model.generate` works as usual.
+
+>>> cache = kvant.Cache(model, "int4")
+>>> inputs = tokenizer("The capital of France is", return_tensors="pt")
+>>> output = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+>>> cache.get_seq_length()  # the last new token has not been read yet
+27
+
+2. A recipe says how keys and values are stored. Any field can be changed by name.
+
+>>> kvant.recipe("int4:sink=4,recent=64").value.codec.bits
+4
+>>> "kvant-2" in kvant.recipe_names()
+True
+
+3. Recipes such as kvant-2 are fitted to a model once; the artifact is kept in the user's cache directory.
+
+>>> artifact = kvant.artifact_for(model, tokenizer, "kvant-4-fast")
+>>> kvant.Cache(model, artifact=artifact).recipe.name
+'kvant-4-fast'
+
+4. Does a recipe fit the model, and what fits into memory?
+
+>>> [verdict.word for verdict in kvant.check(model, tokenizer, "int8")]
+['good']
+>>> plan = kvant.plan("qwen3-8b", "kvant-2", memory="24GiB", context=32768)
+>>> plan.recipe.requests, plan.bf16.requests
+(38, 5)
+
+The public names are those of `__all__`: Cache, artifact_for, check, plan, recipe, recipe_names; what they take and return,
+Recipe and Verdict; what a full or damaged cache raises, PoolFull and NotFinite. Servers build on `kvant.cache.PagedCache`,
+new recipes on `kvant.recipe` and `kvant.codecs`. docs/ and `kvant --help` lead on.
+
 Nothing is imported before it is asked for: torch takes seconds, and a command line that prints its help needs none of it.
 """
 
@@ -13,13 +53,18 @@ from typing import TYPE_CHECKING, Any
 from kvant.version import VERSION
 
 if TYPE_CHECKING:
-    from kvant.cache import NotFinite, PagedCache, PoolFull
+    from kvant.cache import NotFinite, PoolFull
+    from kvant.cache import PagedCache as PagedCache
     from kvant.calibrate.artifact_cache import artifact_for
     from kvant.engines.hf import Cache
     from kvant.eval.check import check
-    from kvant.layout import Layout
+    from kvant.layout import Layout as Layout
     from kvant.plan import plan
-    from kvant.recipe import Recipe, Span, Stream, Window, spans
+    from kvant.recipe import Recipe
+    from kvant.recipe import Span as Span
+    from kvant.recipe import Stream as Stream
+    from kvant.recipe import Window as Window
+    from kvant.recipe import spans as spans
     from kvant.recipes import get as recipe
     from kvant.recipes import names as recipe_names
     from kvant.verdicts import Verdict
@@ -27,24 +72,18 @@ if TYPE_CHECKING:
 __version__ = VERSION
 __all__ = [
     "Cache",
-    "Layout",
     "NotFinite",
-    "PagedCache",
     "PoolFull",
     "Recipe",
-    "Span",
-    "Stream",
     "Verdict",
-    "Window",
     "artifact_for",
     "check",
     "plan",
     "recipe",
     "recipe_names",
-    "spans",
 ]
 
-_HOMES = {  # public name -> where it is defined, and under which name
+_HOMES = {  # name -> where it is defined, and under which name; those outside __all__ are parts to build with
     "Cache": ("kvant.engines.hf", "Cache"),
     "Layout": ("kvant.layout", "Layout"),
     "NotFinite": ("kvant.cache", "NotFinite"),

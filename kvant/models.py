@@ -200,6 +200,43 @@ def directory_of(source: str, revision: str | None = None, *, download: bool = F
     return Path(found)
 
 
+def tiny(layers: int = 2, head_dim: int = 64, seed: int = 0) -> tuple[Any, Any]:
+    """A Llama with random weights and a tokenizer of bytes, for examples and tests: it is made in a moment and says nothing
+    meaningful.
+
+    >>> model, tokenizer = tiny()
+    >>> tokenizer.decode(tokenizer("any text")["input_ids"])
+    'any text'
+    """
+    import tokenizers
+    import torch
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
+    coded = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    coded.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coded.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=coded, pad_token="<pad>", eos_token="<eos>")
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=4 * head_dim,
+        intermediate_size=8 * head_dim,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config)
+    return model.eval(), tokenizer
+
+
 def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = None) -> tuple[Any, Any]:
     """Model and tokenizer, ready to generate. Without `dtype`: float32 on a CPU; elsewhere the checkpoint's if it is a 16-bit
     one, else bfloat16."""

@@ -100,6 +100,11 @@ def plan(
     context          tokens of a request, prompt and answer.
     tensor_parallel  devices that share the KV heads; where there are more devices than heads, each holds one.
     dtype            of the model (default: that of its config), which is also the dtype of overlays.
+
+    >>> import kvant
+    >>> plan = kvant.plan("qwen3-8b", "kvant-2", memory="24GiB", context=32768)
+    >>> f"{plan.recipe.requests} requests in {plan.recipe.bits:.2f} bits, {plan.bf16.requests} in bf16"
+    '38 requests in 2.12 bits, 5 in bf16'
     """
     shape, name = _named_shape(model)
     recipe = recipes.get(recipe)

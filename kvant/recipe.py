@@ -132,7 +132,17 @@ class Stream(Spec):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(Spec):
-    """A method. `name`, `paper` and `summary` are for people; everything else decides bytes."""
+    """A method. `name`, `paper` and `summary` are for people; everything else decides bytes.
+
+    >>> import dataclasses, kvant
+    >>> from kvant.recipe import Recipe, Stream, Window
+    >>> int4 = kvant.recipe("int4").key.codec
+    >>> keys = Stream(int4, window=Window(sink=4, recent=64))
+    >>> values = Stream(dataclasses.replace(int4, bits=2), window=Window(sink=4, recent=64))
+    >>> mine = Recipe("mine", key=keys, value=values, summary="keys of 4 bits, values of 2")
+    >>> mine.calibrated, Recipe.from_dict(mine.to_dict()) == mine
+    (False, True)
+    """
 
     name: str
     key: Stream

@@ -57,6 +57,12 @@ class Verdict:
     tokens        tokens that were scored.
     noise         KL of the unquantized recipe `full`, which differs only in the order of sums; None where it was not measured.
     why           the reason in plain words, where one was found; else "".
+
+    >>> import kvant
+    >>> from kvant.models import tiny
+    >>> [verdict] = kvant.check(*tiny(), "int8", tokens=256)
+    >>> verdict.recipe, verdict.word, verdict.to_dict()["verdict"]
+    ('int8', 'good', 'good')
     """
 
     recipe: str

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvant import recipes as known
 from kvant.bench.synthetic import Filled, Shape, copies, fill
-from kvant.bench.timing import Call, Times, all_times, buffer_bytes
+from kvant.bench.timing import Call, Times, all_times, buffer_bytes, hopeless
 from kvant.layout import Layout
 from kvant.ops import choose, explain, reference
 from kvant.ops.registry import Implementation
@@ -310,11 +310,26 @@ def _matmul(shape: Shape, device: torch.device) -> tuple[Call, float]:
 
 
 def measure(
-    recipes: Sequence[Recipe], shape: Shape, device: torch.device, implementation: str | None = None, repeat: int = 20
+    recipes: Sequence[Recipe],
+    shape: Shape,
+    device: torch.device,
+    implementation: str | None = None,
+    repeat: int = 20,
+    say: Callable[[str], None] | None = None,
 ) -> list[Result]:
-    """Times decode from every recipe's pages, and attention over full caches, in the same run."""
-    works = [packed(recipe, shape, device, implementation) for recipe in recipes] + full(shape, device)
+    """Times decode from every recipe's pages, and attention over full caches, in the same run. On a CPU a baseline is tried once
+    first; those that are ten times slower than the fastest are left out, which `say` is told: some of torch's products of 16-bit
+    numbers take a hundred times as long as others there."""
+    works = [packed(recipe, shape, device, implementation) for recipe in recipes]
+    baselines = full(shape, device)
     with torch.inference_mode():
+        if device.type == "cpu":
+            slow = hopeless({work.result.name: work.calls[0] for work in baselines})
+            baselines = [work for work in baselines if work.result.name not in slow]
+            if slow and say is not None:
+                told = ", ".join(f"{name} ({times:.0f}x)" for name, times in slow.items())
+                say(f"left out, since they are at least ten times slower than the fastest baseline: {told}")
+        works += baselines
         times = all_times({work.result.name: work.calls for work in works}, device, repeat)
     return compared(works, times)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from kvant.artifact import Artifact
-from kvant.bench.timing import Run, compared, timed
+from kvant.bench.timing import HOPELESS, Run, compared, timed
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
@@ -172,6 +172,13 @@ def contenders(
     return found, missing
 
 
+def _hopeless(readers: Sequence[Reader], steps: Mapping[str, Sequence[Run]]) -> list[Reader]:
+    """Caches of others whose fastest step is HOPELESS times slower than the first reader's."""
+    fastest = {name: min(seconds for seconds, _ in runs) for name, runs in steps.items()}
+    limit = HOPELESS * fastest[readers[0].name]
+    return [reader for reader in readers if not isinstance(reader, Packed) and fastest[reader.name] >= limit]
+
+
 @torch.inference_mode()
 def measure(
     readers: Sequence[Reader],
@@ -181,8 +188,11 @@ def measure(
     repeat: int,
     say: Callable[[str], None],
 ) -> list[Result]:
-    """Times decode steps after each of `contexts` tokens: `repeat` rounds, in each `new_tokens` steps of every reader."""
+    """Times decode steps after each of `contexts` tokens: `repeat` rounds, in each `new_tokens` steps of every reader. After the
+    first round, caches of others that are ten times slower than DynamicCache, the first reader, are left out, which `say` is
+    told."""
     results = []
+    readers = list(readers)
     at = 0
     for context in sorted(contexts):
         if context <= at:
@@ -205,6 +215,10 @@ def measure(
                 for token in tokens[at : at + new_tokens]:
                     steps[reader.name].append(timed(functools.partial(reader.read, [token])))
             at += new_tokens
+            for reader in _hopeless(readers, steps):
+                say(f"left out, since it is at least {HOPELESS:.0f} times slower than {readers[0].name}: {reader.name}")
+                del found[readers.index(reader)], steps[reader.name]
+                readers.remove(reader)
         times = compared(steps)
         for result, reader in zip(found, readers, strict=True):
             took = times[reader.name]

@@ -18,6 +18,7 @@ import torch
 Call = Callable[[], object]
 L2_FACTOR = 4  # the buffers that calls cycle through are together this many times the L2 cache
 PATIENCE = 4  # at most this many times the wanted runs are made to get undisturbed ones
+HOPELESS = 10.0  # a baseline that is so many times slower than the fastest one is not measured
 DISTURBED = 0.02  # a run is disturbed if threads waited for a core for more than this share of it
 
 
@@ -76,6 +77,16 @@ def timed(call: Call) -> Run:
     call()
     seconds = time.perf_counter() - start
     return seconds, waiting() - before
+
+
+def hopeless(calls: Mapping[str, Call], times: float = HOPELESS) -> dict[str, float]:
+    """Calls that are so many times slower than the fastest, on a CPU, and by how much. Each has run before and is tried once; what
+    seems slow is tried a second time, since another process may have had the core."""
+    seconds = {name: timed(call)[0] for name, call in calls.items()}
+    best = min(seconds.values())
+    for name in [name for name, took in seconds.items() if took >= times * best]:
+        seconds[name] = min(seconds[name], timed(calls[name])[0])
+    return {name: took / best for name, took in seconds.items() if took >= times * best}
 
 
 def in_turn(calls: Mapping[str, Call], repeat: int) -> dict[str, Times]:

@@ -19,7 +19,19 @@ def largest(layout: Layout) -> float:
 
 
 class NotFinite(ValueError):
-    """A key or value that is NaN, infinite or beyond `largest`. The layer's pages were not written."""
+    """A key or value that is NaN, infinite or beyond `largest`. The layer's pages were not written.
+
+    >>> import torch, kvant
+    >>> from kvant.models import tiny
+    >>> model, tokenizer = tiny()
+    >>> _ = model.model.layers[1].self_attn.v_proj.weight.data.fill_(torch.nan)
+    >>> try:
+    ...     with torch.no_grad():
+    ...         _ = model(**tokenizer("x", return_tensors="pt"), past_key_values=kvant.Cache(model, "int4"))
+    ... except kvant.NotFinite as error:
+    ...     print(error.layer, error.stream)
+    1 value
+    """
 
     def __init__(self, layer: int, stream: str, sequence: int, token: int, number: float, limit: float) -> None:
         super().__init__(

@@ -13,6 +13,16 @@ class PoolFull(RuntimeError):
     evictable  of these, pages that only the prefix cache holds. Evicting them would not have been enough
     sequences  where an overlay row for one more sequence was asked for: the number of rows
     frees      of every sequence, pages that freeing (or swapping out) it alone would give back
+
+    >>> import kvant
+    >>> from kvant.models import tiny
+    >>> model, tokenizer = tiny()
+    >>> inputs = tokenizer("A text of more than one page. " * 5, return_tensors="pt")
+    >>> try:
+    ...     _ = model.generate(**inputs, past_key_values=kvant.Cache(model, "int4", max_tokens=64), max_new_tokens=1)
+    ... except kvant.PoolFull as full:
+    ...     print(full.asked, full.total)
+    3 1
     """
 
     def __init__(

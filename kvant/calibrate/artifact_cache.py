@@ -25,7 +25,17 @@ def artifact_for(
 ) -> Artifact | None:
     """The artifact that a recipe needs for a model, or None where it needs none. It is taken from the cache, or fitted now and
     cached. `text` and `progress` are those of `calibrate`: without `text` the built-in one is read; without `progress`, bars or
-    lines are printed on stderr. An artifact is found only by the text that it was fitted on."""
+    lines are printed on stderr. An artifact is found only by the text that it was fitted on.
+
+    >>> import kvant
+    >>> from kvant.models import tiny
+    >>> model, tokenizer = tiny()
+    >>> artifact = kvant.artifact_for(model, tokenizer, "kvant-4-fast")
+    >>> kvant.Cache(model, artifact=artifact).recipe.name
+    'kvant-4-fast'
+    >>> kvant.artifact_for(model, tokenizer, "int4") is None  # it needs no fit
+    True
+    """
     recipe = recipes.get(recipe)
     if not recipe.calibrated:
         return None

@@ -13,13 +13,36 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
+from kvant.cli.parsers import Parser
+from kvant.cli.quiet import one_line_warnings
 from kvant.version import VERSION
+
+START = f"""\
+kvant {VERSION}: serve large language models from a 2- to 4-bit KV cache
+
+try it
+  kvant doctor                                      can this machine, and if not why
+  kvant generate --prompt "Why is the sky blue?"    SmolLM2-135M answers from a packed cache (94 MB, once)
+
+with your model M: a Hugging Face directory or id, or a .gguf file
+  kvant doctor --model M                            is it supported, and what serves it here
+  kvant plan --model M --memory 24GiB               how many tokens and requests fit
+  kvant check --model M                             which recipes fit it: good, usable, unfit
+  kvant eval --model M --recipe kvant-2 --text F    what a recipe costs on your text
+  kvant serve M --recipe kvant-2                    an OpenAI-compatible server, on vLLM
+
+kvant --help lists all commands, kvant COMMAND --help shows examples of each
+"""
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="kvant", description="Serve large language models from a 2- to 4-bit KV cache.")
+    top = Parser(
+        prog="kvant",
+        description="Serve large language models from a 2- to 4-bit KV cache.",
+        examples=("kvant doctor", 'kvant generate --prompt "Why is the sky blue?"'),
+    )
     top.add_argument("--version", action="version", version=f"kvant {VERSION}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         if hasattr(module, "add"):
@@ -28,7 +51,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if argv is None:  # from a shell: libraries' warnings are not the user's business
+        with one_line_warnings():
+            return main(sys.argv[1:])
     label = "kvant"
+    if not argv:
+        print(START, end="")
+        return 0
     try:
         args, rest = parser().parse_known_args(argv)
         if rest and not hasattr(args, "passes_on"):

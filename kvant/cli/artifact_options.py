@@ -23,13 +23,12 @@ def add_artifact_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="directory that kvant calibrate or kvant tune wrote; may be repeated (default: the cached artifact; if there is "
-        "none, it is fitted and cached)",
+        help="of kvant calibrate or tune (default: a cached one, or it is fitted now)",
     )
     parser.add_argument(
         "--calibration-text",
         metavar="FILE",
-        help="text, or chats (.jsonl), to fit an artifact on, where none is cached (default: the built-in text)",
+        help="text, or chats (.jsonl), to fit on (default: the built-in text)",
     )
 
 

@@ -16,6 +16,10 @@ from typing import Any
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "artifacts",
+        examples=(
+            "kvant artifacts",
+            "kvant artifacts remove 3f2a91",
+        ),
         help="list, show and remove cached artifacts",
         description="Artifacts that commands and kvant.artifact_for have fitted and stored in the user's cache directory. An ID is "
         "the beginning of an artifact's digest, or its directory.",

@@ -20,73 +20,76 @@ CPU_SHAPES = ((9, 3, 64), (32, 8, 128))  # query heads, KV heads, head dim: Smol
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
+        examples=(
+            "kvant bench attention --recipe kvant-2,oscar --device cuda --batch 32 --context 32768",
+            "kvant bench generate --recipe kvant-2 --context 4096",
+        ),
         help="measure speed",
-        description="Checks an operation against the reference on the same bytes, then times it and torch's fastest unquantized "
-        "kernels in the same run. On a CPU their runs alternate, and generation uses a real model.",
+        description="Checks an operation against the reference on the same bytes, then times it and the fastest unquantized ones "
+        "in the same run. Baselines that are ten times slower than the best are left out.",
     )
-    parser.add_argument("work", choices=sorted(WORK), help="what to measure")
+    parser.add_argument("work", choices=sorted(WORK), metavar="WORK", help=", ".join(sorted(WORK)))
     parser.add_argument(
         "--recipe",
         metavar="R[,R...]",
-        help=f"recipes, or all (default {RECIPES}; for generation with equal memory {IN_MEMORY})",
+        help=f"recipes, or all (default {RECIPES})",
     )
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (default 2)")
     parser.add_argument("--batch", metavar="B[,B...]", help="sequences (default 8; 1 on a CPU)")
     parser.add_argument(
         "--context",
         metavar="L[,L...]",
-        help="tokens per sequence: one number for each --batch, or one for all (default 8192; on a CPU attention 16384, "
-        "append 1 and 2048, generate 4096 and 8192)",
+        help="tokens per sequence, one number or as many as --batch (default 8192)",
     )
     parser.add_argument(
         "--new-tokens",
         type=int,
         metavar="N",
-        help="prefill, generate: new tokens of a sequence (default 512; 128 with equal memory; 4 per timed run of "
-        "generation with a real model)",
+        help="prefill, generate: new tokens (default 512; --memory 128; --model 4)",
     )
     parser.add_argument(
         "--new",
         metavar="N[,N...]",
-        help="prefill: numbers of new tokens of a sequence, each measured with every shape (default: --new-tokens)",
+        help="prefill: several numbers of new tokens (default: --new-tokens)",
     )
     parser.add_argument(
         "--model",
         metavar="M",
-        help="generate: a real model (default: smollm2 on a CPU; random weights on a GPU, or where options give a shape)",
+        help="generate: a real model (default: smollm2; on a GPU random weights)",
     )
-    parser.add_argument("--layers", type=int, help="generate with random weights: layers (default 36)")
+    parser.add_argument("--layers", type=int, metavar="N", help="generate, random weights: layers (default 36)")
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="generate with random weights: memory for the cache; every cache runs with the largest batch that fits "
-        f"(default {MEMORY} on a GPU, where no --batch is given)",
+        help=f"generate, random weights: memory that every cache fills (GPU: {MEMORY})",
     )
     parser.add_argument(
         "--sweep",
         action="store_true",
-        help="generate with random weights: tokens/s and peak memory of every --batch, beside an unquantized cache",
+        help="generate, random weights: tokens/s and peak memory of every --batch",
     )
     parser.add_argument(
         "--prefill",
         action="store_true",
-        help="generate with equal memory or --sweep: prefill the prompts with the model (default: fill caches with random keys and values)",
+        help="--memory, --sweep: prefill with the model (default: random keys and values)",
     )
-    parser.add_argument("--heads", type=int, help="query heads (default 32; on a CPU 9/3 x 64 and 32/8 x 128)")
-    parser.add_argument("--kv-heads", type=int, help="KV heads (default 8)")
-    parser.add_argument("--head-dim", type=int, help="head dim (default 128)")
+    parser.add_argument("--heads", type=int, metavar="N", help="query heads (default 32; on a CPU 9 and 32)")
+    parser.add_argument("--kv-heads", type=int, metavar="N", help="KV heads (default 8; on a CPU 3 and 8)")
+    parser.add_argument("--head-dim", type=int, metavar="N", help="head dim (default 128; on a CPU 64 and 128)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 elsewhere"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        metavar="T",
+        help="float32 (default on a CPU), bfloat16 (default elsewhere) or float16",
     )
     parser.add_argument(
-        "--implementation", metavar="NAME", help="name of an implementation (default: the best that serves the recipe)"
+        "--implementation", metavar="NAME", help="an implementation of kvant doctor --all (default: the best)"
     )
     parser.add_argument(
         "--folded",
         action="store_true",
-        help="attention, append, prefill: measure recipes without value transforms, as for a model with folded weights "
-        "(kvant.engines.fold)",
+        help="without value transforms, as for a model of kvant fold",
     )
     parser.add_argument(
         "--repeat", type=int, default=20, metavar="N", help="timed runs; the median counts (default 20)"
@@ -228,7 +231,7 @@ def _attention(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], 
     results = []
     for shape in shapes:
         say(f"{', '.join(recipe.name for recipe in recipes)}: {shape}")
-        found = attention.measure(recipes, shape, device, args.implementation, args.repeat)
+        found = attention.measure(recipes, shape, device, args.implementation, args.repeat, say)
         results += [dataclasses.asdict(result) for result in found]
         rows = [
             [

@@ -15,9 +15,13 @@ from kvant.cli.common import add_model_options, load_model, read_source, say, st
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
+        examples=(
+            "kvant calibrate --model Qwen/Qwen3-8B --recipe kvant-2 --out fitted",
+            "kvant calibrate --recipe oscar --text chats.jsonl --out fitted",
+        ),
         help="fit a recipe to a model",
         description="Measures a model on a text, fits the recipe's calibrated tensors and writes them to DIR/artifact.safetensors. "
-        "Ctrl-C writes a checkpoint: the same command continues from there. Example: kvant calibrate --recipe oscar --out fitted",
+        "Ctrl-C writes a checkpoint: the same command continues from there.",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that needs calibration")

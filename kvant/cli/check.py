@@ -17,6 +17,10 @@ UNFIT = 1  # exit status if a recipe that --recipe names is unfit
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
+        examples=(
+            "kvant check --model Qwen/Qwen3-8B --recipe kvant-2,kvant-4 --fit",
+            "kvant check --model path/to/finetune --choose",
+        ),
         help="which recipes fit a model",
         description="Reads a built-in text through each recipe's packed cache and through the full one, and says whether the recipe "
         "fits the model: good, usable or unfit (docs/check.md has the thresholds). Verdicts are stored; kvant serve "

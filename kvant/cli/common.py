@@ -28,14 +28,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="Hugging Face directory or id, a .gguf file, or smollm2 (default)",
     )
-    add_device_options(
-        parser, "default: float32 on a CPU; on a GPU the checkpoint's if it is a 16-bit one, else bfloat16"
-    )
+    add_device_options(parser, "float32 (a CPU's default), bfloat16, float16 (a GPU's: the checkpoint's)")
 
 
 def add_device_options(parser: argparse.ArgumentParser, dtype_help: str) -> None:
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype_help)
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default): cuda where there is a GPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), metavar="T", help=dtype_help)
+    parser.add_argument(
+        "--device", default="auto", metavar="D", help="cpu, cuda or auto (default): cuda where there is a GPU"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
 
 
@@ -188,11 +188,12 @@ def processor() -> str:
 
 
 def tell_reference(model: Any, cache: Any) -> None:
-    """Prints a message where a cache on a CPU is read by the slow reference, with the reasons. On a GPU `ops.choose` warns."""
+    """Says in a line where a cache on a CPU is read by the slow reference, and why. On a GPU `ops.choose` warns."""
     from kvant.ops import explain
 
     for layout in cache.layouts.distinct if model.device.type == "cpu" else ():
         name, refusals = explain("decode", layout, model.device)
         if name == "reference":
-            reasons = "; ".join(f"{k}: {v}" for k, v in refusals.items() if "CUDA" not in v)
-            say(f"{layout.recipe.name} decodes by the plain reference, which is slow ({reasons})")
+            reason = next((f"{k}: {v}" for k, v in refusals.items() if "CUDA" not in v), "")
+            recipe = layout.recipe.name
+            say(f"{recipe} decodes by the slow reference ({reason}); kvant doctor --recipe {recipe} says more")

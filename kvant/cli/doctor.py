@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
+        examples=(
+            "kvant doctor --model Qwen/Qwen3-8B",
+            "kvant doctor --recipe kvant-2,kitty-pro --all",
+        ),
         help="show what this machine can run",
-        description="Shows what this machine can run, and why not the rest.",
+        description="Says what this machine can run, and why not the rest; with --model, whether a model is supported and what "
+        "serves it here.",
     )
     parser.add_argument(
         "--recipe", metavar="R[,R...]", help="show which implementation serves these, and why better ones refuse"
@@ -32,7 +37,13 @@ def add(commands: Any) -> None:
         metavar="DIR",
         help="as --recipe, for the recipe of an artifact, or of each of its layers (kvant tune)",
     )
-    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="head dim of the model (default 128)")
+    parser.add_argument(
+        "--model",
+        metavar="M",
+        help="a Hugging Face directory or id, a .gguf file or a preset of kvant plan; config only",
+    )
+    parser.add_argument("--all", action="store_true", help="every implementation of every operation, with its refusals")
+    parser.add_argument("--head-dim", type=int, metavar="N", help="head dim (default: that of --model, or 128)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -67,6 +78,66 @@ def compiled() -> dict[str, Any]:
     kinds = library.kinds()
     used = kinds[library.isa()] if kinds else None
     return {"model": processor(), "missing": library.missing(), "instruction_sets": kinds, "used": used}
+
+
+CONTEXT = 32768  # tokens of a request, for sizes
+
+
+def _gpu() -> str | None:
+    """Why there is no GPU to run on, or None where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: https://pytorch.org says how to install one with it"
+    return "torch sees no CUDA device: nvidia-smi says whether there is one, and which driver"
+
+
+def _named_model(name: str) -> dict[str, Any]:
+    """Whether a model is supported, and its shape; from its config alone."""
+    from kvant.cli.plan import find
+    from kvant.plan import shape_of
+
+    try:
+        shape = shape_of(find(name))
+    except (ValueError, ModuleNotFoundError) as error:
+        return {"name": name, "refused": " ".join(str(error).split())}
+    return {
+        "name": name,
+        "refused": None,
+        "layers": len(shape.layers),
+        "sliding": sum(window is not None for window in shape.layers),
+        "kv_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "dtype": shape.dtype,
+    }
+
+
+def recommended(head_dim: int, devices: Sequence[str], shape: Any = None) -> list[dict[str, Any]]:
+    """Of the recipes that we recommend: what serves each of them, and what a request takes."""
+    from kvant import recipes
+    from kvant.cli.recipes import RECOMMENDED
+    from kvant.engines.vllm.options import refusal
+    from kvant.layout import Layout
+    from kvant.ops import OPS, explain
+    from kvant.plan import PRESETS, plan
+
+    out = []
+    for name in RECOMMENDED:
+        recipe = recipes.get(name)
+        entry: dict[str, Any] = {"recipe": name, "refused": None, "vllm": refusal(recipe), "devices": {}}
+        try:
+            layouts = {device: Layout.of(recipe, 8, head_dim, device=device) for device in devices}
+            size = plan(shape or PRESETS["qwen3-8b"], recipe, context=CONTEXT)
+        except ValueError as error:
+            out.append(entry | {"refused": str(error)})
+            continue
+        for device, layout in layouts.items():
+            slow = {op: why for op in OPS for by, why in [explain(op, layout, device)] if by in (None, "reference")}
+            entry["devices"][device] = slow
+        out.append(entry | {"request_bytes": size.recipe.request_bytes, "full_bytes": size.bf16.request_bytes})
+    return out
 
 
 def examine(names: Sequence[str | Recipe] | None = None, head_dim: int = 128) -> dict[str, Any]:
@@ -146,58 +217,129 @@ def run(args: argparse.Namespace) -> int:
 
     names: list[str | Recipe] = list(recipes.split(args.recipe)) if args.recipe else []
     artifact = None if args.artifact is None else Artifact.load(args.artifact)
+    model = None if args.model is None else _named_model(args.model)
     if artifact is not None:
         names += recipes_of(artifact)
         args.head_dim = artifact.head_dim
+    args.head_dim = args.head_dim or (model or {}).get("head_dim") or 128
     found = examine(names or None, args.head_dim)
+    found["gpu_missing"], found["model"] = _gpu(), model
+    shape = _shape(model)
+    found["recommended"] = [] if _refused(model) else recommended(args.head_dim, found["devices"], shape)
     if args.json:
         print(json.dumps(found, indent=2))
-        return 0
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
-    print(f"Python {found['python']} on {found['machine']}, {found['threads']} threads; {versions}")
-    print(f"devices: {', '.join(found['devices'])}{' (' + found['gpu'] + ')' if found['gpu'] else ' (no CUDA device)'}")
-    cpu = found["cpu"]
-    if cpu["missing"]:
-        print(f"cpu: {cpu['model']}; no compiled operations: {cpu['missing']}")
-    else:
-        others = f" (it could also run {', '.join(k for k in cpu['instruction_sets'] if k != cpu['used'])})"
-        print(f"cpu: {cpu['model']}; compiled operations use {cpu['used']}{others}, {found['threads']} threads")
-    for engine, reason in found["engines"].items():
-        print(f"engine {engine}: {reason or 'ready'}")
-    print(f"smollm2: {found['smollm2'] or 'not fetched yet; any command with --model smollm2 fetches it'}")
-    rows = []
+        return 1 if _refused(model) else 0
+    _print_machine(found)
     if found["taken"]:
-        for entry in found["taken"]:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in entry["refused"].items())
-            rows.append([entry["recipe"], entry["device"], entry["op"], entry["by"] or "nothing", reasons or "-"])
-        headings = ("recipe", "device", "operation", "is done by", "because better ones refuse")
-        print_table("", [(heading, "left") for heading in headings], rows, f"head dim {args.head_dim}")
+        _print_taken(found["taken"], args.head_dim)
         if artifact is not None:
             tell_layers(artifact, found["taken"])
-        return 0
-    for entry in found["implementations"]:
+    elif not _refused(model):
+        _print_recommended(found, args.head_dim)
+    if args.all:
+        _print_matrix(found["implementations"])
+    elif not found["taken"]:
+        print("kvant doctor --recipe R says what serves a recipe and why nothing better; --all shows everything")
+    return 1 if _refused(model) else 0
+
+
+def _refused(model: dict[str, Any] | None) -> bool:
+    return model is not None and model["refused"] is not None
+
+
+def _shape(model: dict[str, Any] | None) -> Any:
+    from kvant.shape import ModelShape
+
+    if model is None or _refused(model):
+        return None
+    return ModelShape((None,) * model["layers"], model["kv_heads"], model["head_dim"], model["dtype"])
+
+
+def _print_machine(found: dict[str, Any]) -> None:
+    """One line for everything that a user may ask of the machine: yes or no, and why."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+    cpu, model = found["cpu"], found["model"]
+    if cpu["missing"]:
+        compiled = f"{cpu['model']}; no compiled operations, so that all recipes are slow: {cpu['missing']}"
+    else:
+        compiled = f"{cpu['model']}; compiled operations use {cpu['used']}, threads: {found['threads']}"
+    lines = [
+        (True, "Python", f"{found['python']} on {found['machine']}; {versions}"),
+        (not cpu["missing"], "CPU", compiled),
+        (found["gpu"] is not None, "GPU", found["gpu"] or found["gpu_missing"]),
+        *((reason is None, engine, reason or "ready") for engine, reason in found["engines"].items()),
+    ]
+    if model is None:
+        there = found["smollm2"] or "not fetched yet; any command with --model smollm2 fetches it (94 MB)"
+        lines.append((found["smollm2"] is not None, "smollm2", there))
+    elif model["refused"]:
+        lines.append((False, "model", f"{model['name']}: {model['refused']}"))
+    else:
+        sliding = f", {model['sliding']} of them with a sliding window" if model["sliding"] else ""
+        told = (
+            f"{model['layers']} layers{sliding}, {model['kv_heads']} KV heads of {model['head_dim']}, {model['dtype']}"
+        )
+        lines.append((True, "model", f"{model['name']}: {told}"))
+    for good, name, text in lines:
+        print(f"{'yes' if good else 'no':3} {name:12} {text}")
+
+
+def _print_recommended(found: dict[str, Any], head_dim: int) -> None:
+    from kvant.layout import human_bytes
+
+    devices, model, notes = found["devices"], found["model"], []
+    sliding = model is not None and model["sliding"]
+    rows = []
+    for entry in found["recommended"]:
+        if entry["refused"]:
+            rows.append([entry["recipe"], *["no"] * (len(devices) + 1), "-"])
+            notes.append(f"{entry['recipe']}: {entry['refused']}")
+            continue
+        speeds = []
+        for device in devices:
+            slow = entry["devices"][device]
+            speeds.append(f"slow {', '.join(slow)}" if slow else "fast")
+            told = dict.fromkeys(f"{by}: {why}" for reasons in slow.values() for by, why in reasons.items())
+            notes += [
+                f"{entry['recipe']} on {device}: {'; '.join(why for why in told if 'CUDA devices' not in why)}"
+            ] * bool(slow)
+        why = entry["vllm"] or ("layers with a sliding window are not served yet" if sliding else None)
+        notes += [f"{entry['recipe']} in vLLM: {why}"] * (why is not None)
+        size = f"{human_bytes(entry['request_bytes'])} of {human_bytes(entry['full_bytes'])}"
+        rows.append([entry["recipe"], *speeds, "no" if why else "yes", size])
+    named = "this model" if model else "Qwen3-8B"
+    check = f"kvant check --model {model['name']}" if model else "kvant check --model M"
+    columns = [("recipe", "left"), *((device, "left") for device in devices), ("in vLLM", "left")]
+    print_table(
+        "",
+        [*columns, (f"a request of {CONTEXT // 1024}k of {named}, of bf16's", "right")],
+        rows,
+        f"head dim {head_dim}; {check} says which recipe fits the model",
+    )
+    for note in dict.fromkeys(notes):
+        print(note)
+
+
+def _print_taken(taken: Sequence[dict[str, Any]], head_dim: int) -> None:
+    rows = []
+    for entry in taken:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in entry["refused"].items())
+        rows.append([entry["recipe"], entry["device"], entry["op"], entry["by"] or "nothing", reasons or "-"])
+    headings = ("recipe", "device", "operation", "is done by", "because better ones refuse")
+    print_table("", [(heading, "left") for heading in headings], rows, f"head dim {head_dim}")
+
+
+def _print_matrix(implementations: Sequence[dict[str, Any]]) -> None:
+    rows = []
+    for entry in implementations:
         why = [reason for reason, _ in Counter(entry["refused"].values()).most_common()]
         if len(why) > 3:
             why[2:] = [f"and {len(why) - 2} more reasons"]
         total = len(entry["serves"]) + len(entry["refused"])
-        rows.append(
-            [
-                entry["op"],
-                entry["name"],
-                entry["device"],
-                f"{len(entry['serves'])} of {total} recipes",
-                "; ".join(why) or "-",
-            ]
-        )
-    columns = [
-        ("operation", "left"),
-        ("implementation", "left"),
-        ("device", "left"),
-        ("serves", "left"),
-        ("refuses", "left"),
-    ]
-    print_table("", columns, rows)
-    for op, name, about in dict.fromkeys((e["op"], e["name"], e["about"]) for e in found["implementations"]):
+        serves = f"{len(entry['serves'])} of {total} recipes"
+        rows.append([entry["op"], entry["name"], entry["device"], serves, "; ".join(why) or "-"])
+    headings = ("operation", "implementation", "device", "serves", "refuses")
+    print_table("", [(heading, "left") for heading in headings], rows)
+    for op, name, about in dict.fromkeys((e["op"], e["name"], e["about"]) for e in implementations):
         if about:
             print(f"{op} by {name}: {about}")
-    return 0

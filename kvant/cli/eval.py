@@ -36,19 +36,21 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
+        examples=(
+            "kvant eval --recipe saw-int4,kvant-2 --text book.txt,chats.jsonl",
+            "kvant eval --recipe kvant-2 --task gsm8k,needle:length=8192 --html report.html",
+        ),
         help="measure quality against the full cache",
         description="With --text: teacher-forced over segments of a text, next-token KL, top-1 agreement and perplexity of each "
-        "recipe. With --task: answers that the model writes, scored, beside the full cache. Examples: kvant eval --recipe "
-        "saw-int4,int4 --text book.txt,chats.jsonl; kvant eval --recipe kvant-2 --task gsm8k,needle:length=8192",
+        "recipe. With --task: answers that the model writes, scored, beside the full cache.",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", metavar="R[,R...]", help="recipes, or all (default: those of --artifact)")
     parser.add_argument(
         "--text",
         action="append",
-        metavar="FILE[,FILE...]",
-        help="UTF-8 texts, or chats: a .jsonl file with messages a line, of which the assistant's answers are scored; a table "
-        "for each; may be repeated",
+        metavar="FILE[,...]",
+        help="UTF-8 texts, or chats (.jsonl), of which the answers are scored",
     )
     add_task_options(parser)
     parser.add_argument(
@@ -61,18 +63,16 @@ def add(commands: Any) -> None:
         "--prompt",
         type=int,
         metavar="P",
-        help="tokens per segment of a text that are prefilled (default a third); of a chat, what is before the first answer",
+        help="tokens of a segment that are prefilled (default a third)",
     )
     parser.add_argument(
-        "--chunk", type=int, default=1, metavar="C", help="tokens fed at a time; 1 (default) is decode, token by token"
+        "--chunk", type=int, default=1, metavar="C", help="tokens fed at a time (default 1, which is decode)"
     )
-    parser.add_argument(
-        "--stepwise", action="store_true", help="with --chunk 1: feed tokens one by one for real (slow, same result)"
-    )
+    parser.add_argument("--stepwise", action="store_true", help="feed tokens one by one for real (slow, same result)")
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="also print attention KL and errors of keys, values, logits and outputs, by layer and by length of context",
+        help="also print errors by layer and by length of context",
     )
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="add N to all positions (default 0)")
     parser.add_argument(

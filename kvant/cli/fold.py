@@ -14,10 +14,14 @@ from kvant.cli.common import add_device_options, load_model, pick_device, say, s
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "fold",
+        examples=(
+            "kvant fold smollm2 --artifact fitted --out folded",
+            "kvant fold Qwen/Qwen3-8B --recipe saw-int4-kv --out folded",
+        ),
         help="write a model whose weights hold a recipe's value transforms",
         description="Multiplies the value transforms of a recipe into the value and output projections of a model, and writes the "
         "model to DIR with a mark in its config.json. kvant.Cache, kvant serve and vLLM read the mark and leave the transforms "
-        "out; with a full cache it is the same model as before. Example: kvant fold smollm2 --artifact fitted --out folded",
+        "out; with a full cache it is the same model as before.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face directory or id, a .gguf file, or smollm2")
     parser.add_argument(

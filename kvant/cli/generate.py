@@ -34,9 +34,13 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
+        examples=(
+            'kvant generate --prompt "Why is the sky blue?"',
+            'kvant generate --recipe full,kvant-4,kvant-2 --prompt "Why is the sky blue?"',
+        ),
         help="generate text from a packed cache",
         description="Generates from a packed cache and streams the text. With several recipes, compares them with the "
-        'full cache in a table. Example: kvant generate --prompt "Why is the sky blue?"',
+        "full cache in a table.",
     )
     add_model_options(parser)
     parser.add_argument(
@@ -44,7 +48,7 @@ def add(commands: Any) -> None:
         metavar="R[,R...]",
         help="a recipe, or several to compare (default: the best recipe whose verdict for this model is good, else kivi-k4v4)",
     )
-    parser.add_argument("--prompt", help="the prompt; required without --chat")
+    parser.add_argument("--prompt", metavar="TEXT", help="the prompt; required without --chat")
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -55,7 +59,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of sampling (default 0)")
     parser.add_argument("--max-cache-tokens", type=int, metavar="N", help="size of the cache (default: it grows)")
     parser.add_argument(
         "--unfit-anyway", action="store_true", help="generate even if the recipe's verdict for this model is unfit"

@@ -20,18 +20,18 @@ def add_html_options(parser: argparse.ArgumentParser, required: bool = False) ->
         "--html",
         metavar="FILE",
         required=required,
-        help="write a page with charts and tables here, one file that needs no network (needs kvant[report])",
+        help="write a page with charts and tables here (needs kvant[report])",
     )
     parser.add_argument(
         "--bench",
         metavar="FILE",
-        help="with --html: a JSON file of kvant bench attention, for quality against speed",
+        help="with --html: a JSON file of kvant bench attention",
     )
     parser.add_argument(
         "--request-context",
         type=int,
         metavar="N",
-        help="with --html: count bits and memory for requests of N tokens, as kvant plan --context does (default 8192)",
+        help="with --html: count memory for requests of N tokens (default 8192)",
     )
     parser.add_argument(
         "--requests", type=int, metavar="R", help="with --html: count memory for R requests at a time (default 1)"

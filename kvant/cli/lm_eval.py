@@ -15,11 +15,13 @@ from typing import Any
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "lm-eval",
+        examples=(
+            "kvant lm-eval --model kvant --model_args pretrained=smollm2,recipe=kvant-4 --tasks arc_easy",
+            "kvant lm-eval run --help",
+        ),
         help="lm-evaluation-harness with the model kvant",
         description='Registers the model "kvant" and starts lm-evaluation-harness with all arguments as they are. Of the model: '
-        "pretrained=M, recipe=R, artifact=DIR, calibration_text=FILE, graph=False, and all of --model hf. Example: kvant lm-eval "
-        "--model kvant --model_args pretrained=smollm2,recipe=kvant-4 --tasks arc_easy --limit 100. The harness's own options: "
-        "kvant lm-eval run --help",
+        "pretrained=M, recipe=R, artifact=DIR, calibration_text=FILE, graph=False, and all of --model hf.",
         usage="kvant lm-eval [run | ls | validate] [options of lm_eval]",
         add_help=False,
         allow_abbrev=False,

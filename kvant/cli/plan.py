@@ -13,10 +13,13 @@ from kvant.cli.common import DEFAULT_RECIPE, print_table
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
+        examples=(
+            "kvant plan --model qwen3-8b --recipe kvant-2,kvant-4 --memory 40GiB --context 32768",
+            "kvant plan --model llama-3.1-70b --tensor-parallel 4",
+        ),
         help="compute how many tokens and requests fit into memory",
         description="Computes how many tokens and requests fit into memory, compared with a 16-bit and an 8-bit cache. Needs only "
-        "the model's config, no weights. "
-        "Example: kvant plan --model qwen3-8b --memory 24GiB",
+        "the model's config, no weights.",
     )
     parser.add_argument(
         "--model",
@@ -42,7 +45,10 @@ def add(commands: Any) -> None:
         help="devices over which the KV heads are split (default 1)",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the model (default: that of its config)"
+        "--dtype",
+        metavar="T",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the model (default: that of its config)",
     )
     parser.add_argument("--presets", action="store_true", help="list the presets")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -21,6 +21,10 @@ RECOMMENDED = {  # what each is for
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "recipes",
+        examples=(
+            "kvant recipes",
+            "kvant recipes --all --head-dim 64",
+        ),
         help="list the recipes",
         description="Lists the recommended recipes, or all, with bits per number counted from the page layout.",
     )

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
+        examples=(
+            "kvant report text.json tasks.json --html report.html",
+            "kvant report text.json --html report.html --request-context 32768 --requests 16",
+        ),
         help="make a page with charts from results of kvant eval",
-        description="Puts JSON files of kvant eval --text and --task of one model on one page, with charts and tables. "
-        "Example: kvant report text.json tasks.json --html report.html --request-context 32768 --requests 16",
+        description="Puts JSON files of kvant eval --text and --task of one model on one page, with charts and tables.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON files that kvant eval wrote")
     parser.add_argument(

@@ -34,13 +34,16 @@ SEQUENCES = 16, 256  # smallest and largest --max-num-seqs that is chosen
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
+        examples=(
+            "kvant serve Qwen/Qwen3-8B --recipe kvant-2 --max-model-len 32768 --port 8000",
+            "kvant serve smollm2 --recipe kvant-4",
+        ),
         help="serve a model with vLLM, OpenAI-compatible",
         description="Serves a model with vLLM's OpenAI-compatible server from a packed cache, on loopback unless --host says "
         "otherwise. Other options are passed on to vLLM, for instance --port, --max-model-len, "
         f"--tensor-parallel-size. An API key that clients must send is read from the environment variable {KEY} or from a "
         "file, since other users can see the command line of a process.",
-        usage="kvant serve M [--recipe R] [--layers JSON] [--artifact DIR] [--calibration-text FILE] [--unfit-anyway] "
-        "[--no-fold] [--api-key-file FILE] [vLLM's own options]",
+        usage="kvant serve M [options] [vLLM's own options]",
         allow_abbrev=False,
     )
     parser.add_argument(

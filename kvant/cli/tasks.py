@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task",
-        metavar="T[,T...]",
-        help="tasks to answer and score: gsm8k, needle, needle-multikey, needle-multivalue, needle-multiquery, tracking, words, "
-        "passage, passage-count, or your FILE.jsonl with prompt and answer; options as in needle:length=8192",
+        metavar="T[,...]",
+        help="gsm8k, needle, needle-multikey, needle-multivalue, needle-multiquery, tracking, words, passage, passage-count, or your "
+        "FILE.jsonl; options as in needle:length=8192",
     )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="questions per task (default: all; 20 of a generated task)"

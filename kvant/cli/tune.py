@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
+        examples=(
+            "kvant tune --model Qwen/Qwen3-8B --bits 2.5 --out tuned",
+            "kvant tune --bits 3 --context 8192 --text chats.jsonl --out tuned",
+        ),
         help="choose a recipe for every layer under a budget of bits",
         description="Measures how much the model's output depends on every layer's keys and values, chooses band patterns and "
         "widths for each layer and one window under a budget of bits, fits them, measures the result on held-out text and writes "
-        "one artifact, which --artifact of other commands takes. Example: kvant tune --bits 2.5 --out tuned",
+        "one artifact, which --artifact of other commands takes.",
     )
     add_model_options(parser)
     parser.add_argument(

@@ -69,6 +69,23 @@ class Cache(Serving, transformers.Cache):
     A cache belongs to one thread: the one whose sequences it holds. Others are refused until that thread has left
     `cache.generate`, called `finish` or `reset`, or ended. Gradients do not flow through packed pages: call the model under
     torch.no_grad().
+
+    >>> import kvant
+    >>> from kvant.models import tiny
+    >>> model, tokenizer = tiny()
+    >>> cache = kvant.Cache(model, "saw-int4", max_tokens=256)
+    >>> inputs = tokenizer("Once upon a time", return_tensors="pt")
+    >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    >>> cache
+    Cache(recipe='saw-int4', layers=2, tokens=23, nbytes=...)
+
+    A chat that goes on reads only what is new, and with `share=True` other requests find its pages by their tokens:
+
+    >>> cache = kvant.Cache(model, "saw-int4", share=True)
+    >>> first = cache.generate(model, inputs["input_ids"], max_new_tokens=8, do_sample=False)
+    >>> _ = cache.generate(model, first, max_new_tokens=8, do_sample=False)
+    >>> cache.reused  # tokens that were not computed again
+    23
     """
 
     def __init__(

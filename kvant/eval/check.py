@@ -56,6 +56,12 @@ def check(
     model, tokenizer  of transformers, loaded.
     recipe            one or several; without it, all that have fast kernels on the model's device and need no long fit.
     options           artifacts, fit, tokens, again, progress: those of `examine`.
+
+    >>> import kvant
+    >>> from kvant.models import tiny
+    >>> [verdict] = kvant.check(*tiny(), "int8", tokens=256)
+    >>> verdict.word, verdict.top1 > 0.8
+    ('good', True)
     """
     asked = None if recipe is None else [recipe] if isinstance(recipe, str | Recipe) else list(recipe)
     found = examine(model, tokenizer, asked, **options)

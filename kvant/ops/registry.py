@@ -34,6 +34,28 @@ class Implementation:
     about: str = ""  # what a user should know of it, such as which of its ways a call takes
 
 
+class SlowReference(UserWarning):
+    """A recipe's operation is done by the plain reference. `short` is the same for all operations of a recipe, for those who
+    show it once."""
+
+    def __init__(self, text: str, recipe: str = "", device: str = "") -> None:
+        super().__init__(text)
+        self.short = (
+            f"recipe {recipe} runs on the slow reference on {device}: kvant doctor --recipe {recipe} says why, kvant recipes "
+            "lists what is fast"
+        )
+
+
+class IncompleteInstallation(SlowReference, RuntimeWarning):
+    """The reference is taken because something is missing that an installation should have."""
+
+    def __init__(self, text: str, recipe: str = "", device: str = "") -> None:
+        super().__init__(text, recipe, device)
+        self.short = (
+            "the compiled operations are missing, so that everything is slow: kvant doctor says how to get them"
+        )
+
+
 _FOUND: dict[tuple[Op, str], Implementation] = {}
 
 
@@ -88,15 +110,21 @@ def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None 
         if reason is None:
             incomplete = any(NOT_BUILT in refusal for refusal in refusals)
             if name is None and candidate.rank == 0 and refusals and (device.type != "cpu" or incomplete):
-                warnings.warn(
+                kind = IncompleteInstallation if incomplete else SlowReference
+                text = (
                     f"{op} of recipe {layout.recipe.name} on {device} is the plain torch reference, which is slow: "
-                    f"{'; '.join(refusals)} (implementation='{candidate.name}' takes it in silence)",
-                    RuntimeWarning if incomplete else UserWarning,
-                    stacklevel=2,
+                    f"{'; '.join(_telling(refusals, device))} (implementation='{candidate.name}' takes it in silence)"
                 )
+                warnings.warn(kind(text, layout.recipe.name, str(device)), stacklevel=2)
             return candidate
         refusals.append(f"{candidate.name}: {reason}")
     raise ValueError(f"nothing can {op} recipe {layout.recipe.name} on {device}: {'; '.join(refusals)}")
+
+
+def _telling(refusals: list[str], device: torch.device) -> list[str]:
+    """Of the reasons, those that are not about the kind of device; all where there are no others."""
+    other = "CUDA devices" if device.type == "cpu" else "CPU"
+    return [reason for reason in refusals if other not in reason] or refusals
 
 
 def explain(op: Op, layout: Layout, device: torch.device | str) -> tuple[str | None, dict[str, str]]:

@@ -35,12 +35,25 @@ _RECIPES = _collect()
 
 
 def names() -> list[str]:
-    """All recipes, in the order of their files."""
+    """All recipes, in the order of their files.
+
+    >>> import kvant
+    >>> {"kvant-2", "kvant-4", "oscar", "int4"} <= set(kvant.recipe_names())
+    True
+    """
     return list(_RECIPES)
 
 
 def get(text: str | Recipe) -> Recipe:
-    """The recipe that a command line names: NAME or NAME:field=value,field=value."""
+    """The recipe that a command line names: NAME or NAME:field=value,field=value. A field with the prefix k. or v. is that
+    of the keys or of the values alone.
+
+    >>> import kvant
+    >>> kvant.recipe("int4:sink=4,recent=64").key.window
+    Window(sink=4, recent=64, flush=1, rollback=0)
+    >>> kvant.recipe("int4:v.bits=2").value.codec.bits
+    2
+    """
     if isinstance(text, Recipe):
         return text
     name, colon, rest = text.strip().partition(":")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvant import recipes
-from kvant.bench import append, attention, prefill
+from kvant.bench import append, attention, prefill, timing
 from kvant.bench.synthetic import Shape, copies, fill, fitted
 from kvant.bench.timing import DISTURBED, Times, compared, in_turn, waiting
 from kvant.cli import main
@@ -138,8 +138,25 @@ def test_the_command_writes_its_results(work: str, tmp_path: Path, capsys: pytes
         ("int4", 2),
         ("int2", 2),
     ]
-    assert len(named) == (4 if work != "attention" else 4 + 2 * 12)
-    assert "int2" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    left_out = sum(line.count("x)") for line in err.splitlines() if "left out" in line)
+    assert len(named) + left_out == (4 if work != "attention" else 4 + 2 * 12)
+    assert "int2" in out
+
+
+def test_baselines_that_are_ten_times_slower_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"fast": iter([1.0]), "slower": iter([9.0]), "disturbed": iter([50.0, 2.0]), "hopeless": iter([80.0, 30.0])}
+    monkeypatch.setattr(timing, "timed", lambda call: (next(took[call()]), 0.0))
+    found = timing.hopeless({name: lambda name=name: name for name in took})  # type: ignore[misc]
+    assert found == {"hopeless": 30.0}
+    monkeypatch.undo()
+
+    slow = attention.full(SHAPE, CPU)[0].result.name
+    monkeypatch.setattr(attention, "hopeless", lambda calls: {slow: 31.0})
+    told: list[str] = []
+    results = attention.measure([recipes.get("int4")], SHAPE, CPU, repeat=1, say=told.append)
+    assert slow not in {result.name for result in results}
+    assert told == [f"left out, since they are at least ten times slower than the fastest baseline: {slow} (31x)"]
 
 
 def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ def tiny() -> Any:
     return make_model("llama", vocab_size=97, head_dim=64)
 
 
-def test_every_cache_reads_the_same_tokens() -> None:
+def test_every_cache_reads_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "HOPELESS", float("inf"))
     model = tiny()
     chosen = [recipes.get(name) for name in ("int4", "kivi-k2v2")]
     readers, missing = caches.contenders(model, chosen, dict.fromkeys(("int4", "kivi-k2v2")), None, 99, None)
@@ -47,6 +48,29 @@ def test_every_cache_reads_the_same_tokens() -> None:
             assert 0 < result.append < 1 and 0 < result.decode < 1 and result.append + result.decode < 1
             assert result.cache_bytes > 0
     assert found[-2].cache_bytes < full.cache_bytes / 4
+
+
+class Tiring(caches.OfTransformers):
+    """Reads no token after the prompt, which takes it long."""
+
+    def read(self, tokens: Any) -> None:
+        self.steps = getattr(self, "steps", 0) + (len(tokens) == 1)
+
+
+def test_a_hopeless_cache_is_left_out_after_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    readers, _ = caches.contenders(model, [recipes.get("int4")], {"int4": None}, None, 99, None)
+    first, last, slow = readers[0], readers[-1], Tiring(model, "slow", None)
+    measured = caches.timed
+    monkeypatch.setattr(
+        caches, "timed", lambda call: (call(), (99.0, 0.0))[1] if call.func == slow.read else measured(call)
+    )
+    told: list[str] = []
+    tokens = torch.randint(0, model.config.vocab_size, (60,)).tolist()
+    found = caches.measure([first, slow, last], tokens, [40], new_tokens=2, repeat=3, say=told.append)
+    assert [result.name for result in found] == ["DynamicCache", "int4"]
+    assert slow.steps == 2
+    assert told[-1] == "left out, since it is at least 10 times slower than DynamicCache: slow"
 
 
 def test_contexts_too_close_are_refused() -> None:

@@ -77,6 +77,7 @@ class FitPlan:
         config: dict[str, object] = {
             **page_config(layout),
             "SINK": window.sink,
+            "ORIGIN": layout.recipe.origin,
             "KEY_RECENT": window.recent,
             "KEY_FLUSH": window.flush,
             "ROPE_BLOCK": layout.recipe.key.effective_rope_block,

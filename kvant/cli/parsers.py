@@ -1,0 +1,56 @@
+"""The parser of all commands: a help text fits a screen of 40 lines and 100 columns, and ends with examples that can be copied."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+WIDTH = 100
+EXAMPLES = "examples:\n"
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help of at most WIDTH columns with a short usage: what is required, then [options]. Examples keep their lines."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        columns = min(WIDTH, shutil.get_terminal_size((WIDTH, 40)).columns)
+        super().__init__(prog, max_help_position=27, width=columns, **options)
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
+    ) -> None:
+        actions = list(actions)
+        if usage is None:
+            needed = [f"{a.option_strings[-1]} {self._metavar(a)}" for a in actions if a.option_strings and a.required]
+            options = ["[options]"] if any(a.option_strings and not a.required for a in actions) else []
+            places = [self._place(a) for a in actions if not a.option_strings]
+            usage = " ".join(["%(prog)s", *places, *needed, *options])
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _metavar(self, action: argparse.Action) -> str:
+        return str(action.metavar or action.dest.upper())
+
+    def _place(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse._SubParsersAction):
+            name = f"{self._metavar(action)} ..."
+            return name if action.required else f"[{name}]"
+        name = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else self._metavar(action)
+        return {"+": f"{name} [{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLES):
+            return "".join(indent + line for line in text.splitlines(keepends=True))
+        return super()._fill_text(text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """`examples`: command lines that the help ends with; they are in `self.examples` too, for who checks them."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
+        self.examples = tuple(examples)
+        options.setdefault("formatter_class", Formatter)
+        if examples:
+            options["epilog"] = EXAMPLES + "\n".join(f"  {line}" for line in examples)
+        super().__init__(*args, **options)
