@@ -170,12 +170,12 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Pages that a warp has in flight. With RoPE blocks and large pages there is one more, in two CTAs instead of three, which then
-        have registers enough: 335 us instead of 344 at 32 x 32768, 358 instead of 370 at 128 x 8192 (kvant-4, H200). kvant-2 and
-        kvant-3, whose pages are smaller, lose by it."""
-        page, large = self.layout.page_head_bytes, self.layout.page_head_bytes >= LARGE_PAGE
+        """Pages that a warp has in flight. With RoPE blocks and large pages there is one more, in two CTAs instead of three,
+        which then have registers enough: 335 us instead of 344 at 32 x 32768, 358 instead of 370 at 128 x 8192 (kvant-4, H200).
+        kvant-2 and kvant-3, whose pages are smaller, lose by it."""
+        page, rope = self.layout.page_head_bytes, self.layout.recipe.key.effective_rope_block > 0
         fits = 2 * (WARPS * (STAGES + 1) * page + 4096) <= self.shared[1]
-        more = large and fits and bool(self.layout.recipe.key.effective_rope_block) and not self.low_batch and not self.pq
+        more = rope and page >= LARGE_PAGE and fits and not self.low_batch and not self.pq
         return dict(self.tuned).get("STAGES", STAGES + more)
 
     @property
