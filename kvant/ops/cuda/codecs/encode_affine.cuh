@@ -142,7 +142,9 @@ template <class S> DEV AffineScale affine_scale(float least, float most) {
 // clamps the code at TOP; subtracting REST = (UNIT - TOP) / UNIT, again saturating, clamps it at 0. Between 0.5 and 1 floats are
 // UNIT / 2^24 of a code apart, which rounds away the error of the reciprocal at exact halves. An integer zero point is added after
 // rounding and changes which code is even, so ROUNDER gets its lowest bit.
-template <int BITS, int SCALE_FORM, bool EXACT> struct AffineCoder {
+//
+// PRODUCT: a product has rounded x already. The minimum may then be subtracted after x is divided by the scale, in the same FMA.
+template <int BITS, int SCALE_FORM, bool EXACT, bool PRODUCT = false> struct AffineCoder {
   static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
   static constexpr bool MINIMUM = SCALE_FORM == ScaleForm::SCALE_MIN;
   float scale, reciprocal, zero, factor, rounder;
@@ -155,7 +157,10 @@ template <int BITS, int SCALE_FORM, bool EXACT> struct AffineCoder {
       const float least = MINIMUM ? 0.f : -zero;
       return fminf(fmaxf(quotient(y, scale, reciprocal), least), TOP + least) + ROUNDER;
     } else {
-      const float u = MINIMUM ? fma_held(y, reciprocal * (1.f / UNIT), REST) : fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
+      float u;
+      if (MINIMUM && PRODUCT) u = fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(-zero, reciprocal * (1.f / UNIT), REST));
+      else if (MINIMUM) u = fma_held(y, reciprocal * (1.f / UNIT), REST);
+      else u = fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
       return fmaf(add_held(u, -REST), UNIT, rounder);
     }
   }

@@ -81,9 +81,9 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
   // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
-  constexpr bool EXACT = !AS_READ && !(S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN);
+  constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !AS_READ && !PRODUCT;
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
-  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
+  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
   if constexpr (!S::VALUES) store_keys(tile, a, first, head, coder);
   else if constexpr (KEY) store_value_rows(tile, a, first, head, coder);
   else store_values(tile, a, first, head, coder);
