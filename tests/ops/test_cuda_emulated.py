@@ -682,6 +682,8 @@ READ = [
     ("kitty-pro", 64, 0),
     ("kitty:sink=3", 128, 0),
     ("squat", 64, 0),
+    ("squat-pre", 64, 30),
+    ("kvant-2:rope_block=24", 64, 100),
     ("oscar:group=32,sink=3,recent=20", 64, 0),
     ("int4:group=16", 64, 0),
     ("vecinfer-2", 64, 0),

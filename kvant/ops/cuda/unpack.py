@@ -17,8 +17,9 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, int64, optional, pointer
 from kvant.ops.cuda.bands import ONE, code_bands
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
-from kvant.ops.fused import FusedTransform, blocks_of, matrix_of, rope_table
+from kvant.ops.fused import SHORTEST_BLOCK, FusedTransform, blocks_of, matrix_of, rope_table
 from kvant.ops.types import Derived, LayerStore, PagedBatch
+from kvant.rope import Rope
 
 Tensor = torch.Tensor
 STREAMS: tuple[StreamName, StreamName] = ("key", "value")
@@ -50,6 +51,8 @@ UnpackArguments = Arguments(
     ),
     cosine=optional("const float", "[RoPE blocks, ROTATED]"),
     sine=optional("const float", "[RoPE blocks, ROTATED]"),
+    step_cosine=optional("const float", "[ROPE_BLOCK / ROPE_STEP, ROTATED]"),
+    step_sine=optional("const float", "[ROPE_BLOCK / ROPE_STEP, ROTATED]"),
     out=pointer("void", "[tokens, KV_HEADS, HEAD_DIM]"),
     table_stride=int64("entries of a row of the block table"),
     new_stride=int64("numbers from a new token to the next"),
@@ -192,6 +195,7 @@ class UnpackPlan:
                 next(s.offset for s in layout.sections if s.stream == name and s.names == (field,))
                 for field in ("high", "index")
             )
+        block = layout.recipe.streams[name].effective_rope_block
         config: dict[str, object] = {
             **page_config(layout),
             **overlay_config(layout, name),
@@ -211,7 +215,8 @@ class UnpackPlan:
             "CENTROIDS": centroids,
             "INDEX_BITS": index_bits,
             "ORDER_GROUPS": layout.scale_groups(name),
-            "ROPE_BLOCK": layout.recipe.streams[name].effective_rope_block if self.rotated else 1,
+            "ROPE_BLOCK": table_block(block) if self.rotated else 1,
+            "ROPE_STEP": block if self.rotated and block < SHORTEST_BLOCK else 0,
             "TILES": self.tiles,
             "VECTOR": self.vector,
             "PASS_TILES": self.pass_tiles,
@@ -361,6 +366,7 @@ class StoredTables(Derived):
 
     inverse: dict[StreamName, FusedTransform]
     found: dict[StreamName, Tables] = dataclasses.field(default_factory=dict)
+    angles: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of short RoPE blocks
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -433,6 +439,45 @@ def _joined(layout: Layout, spans: tuple[Span, ...], device: torch.device, strea
     return Joined(starts[-1], longest, packed[2 * half :], both, units)  # type: ignore[arg-type]
 
 
+class Angles(NamedTuple):
+    """Cosines and sines by which keys are rotated when they are read: float32 [tabulated blocks, pairs], and of RoPE blocks inside a
+    tabulated one where these are short."""
+
+    cosine: Tensor
+    sine: Tensor
+    steps: tuple[Tensor, Tensor] | None
+    first: int  # RoPE position of the first token
+    last: int  # last RoPE position that is tabulated
+
+
+def table_block(size: int) -> int:
+    """Positions of a tabulated block: a RoPE block, or as many as make about SHORTEST_BLOCK positions."""
+    return size if size >= SHORTEST_BLOCK else SHORTEST_BLOCK // size * size
+
+
+def angles_of(store: LayerStore, tokens: int) -> Angles:
+    """The angles of the first `tokens` of a sequence."""
+    rope, size = store.key.rope, store.key.spec.effective_rope_block
+    assert rope is not None
+    block, steps = table_block(size), None
+    blocks = blocks_of(tokens, rope.first, block)
+    if block == size:
+        cosine, sine = rope_table(store, blocks)
+    else:
+        held = store.derive(StoredTables)
+        if held.angles is None or len(held.angles[0]) < blocks:
+            at = torch.arange(rope.first // block, rope.first // block + max(64, 2 * blocks)) * block
+            held.angles = *_tabulated(rope, at), *_tabulated(rope, torch.arange(0, block, size))
+        cosine, sine, *rest = held.angles
+        steps = rest[0], rest[1]
+    return Angles(cosine, sine, steps, rope.first, (rope.first // block + len(cosine)) * block - 1)
+
+
+def _tabulated(rope: Rope, position: Tensor) -> tuple[Tensor, Tensor]:
+    angle = position.to(rope.inv_freq.device)[:, None].double() * rope.inv_freq.double()
+    return angle.cos().float().contiguous(), angle.sin().float().contiguous()
+
+
 def rotated_pairs(store: LayerStore, name: StreamName) -> int:
     """Pairs of channels that RoPE rotates when a stream is read."""
     rope = store.stream(name).rope
@@ -455,14 +500,7 @@ def unpack(
     offset = store.derive(StoredTables).inverse[name].offset is not None
     made = UnpackPlan(layout, name, new_type, _type(dtype), rotated_pairs(store, name), offset)
     table, where = tables(store, made), joined(layout, spans, device)
-    cosine = sine = None
-    rope_first = rope_last = 0
-    rope = store.stream(name).rope
-    if rope is not None:
-        size = store.stream(name).spec.effective_rope_block
-        blocks = blocks_of(max(span.last for span in spans), rope.first, size)
-        cosine, sine = rope_table(store, blocks)
-        rope_first, rope_last = rope.first, (rope.first // size + len(cosine)) * size - 1
+    angles = None if made.rotated == 0 else angles_of(store, max(span.last for span in spans))
     if new is not None and (new.stride()[1:] != (layout.head_dim, 1) or new.stride(0) % 8 or new.data_ptr() % 16):
         new = new.clone(memory_format=torch.contiguous_format)
     block_table = batch.block_table
@@ -485,16 +523,18 @@ def unpack(
         number_matrix=table.number_matrix,
         terms=table.terms,
         codebooks=table.codebooks,
-        cosine=cosine,
-        sine=sine,
+        cosine=angles.cosine if angles else None,
+        sine=angles.sine if angles else None,
+        step_cosine=angles.steps[0] if angles and angles.steps else None,
+        step_sine=angles.steps[1] if angles and angles.steps else None,
         out=out,
         table_stride=block_table.stride(0),
         new_stride=0 if new is None else new.stride(0),
         batch=len(spans),
         units=units,
         matrices=len(table.matrix),
-        rope_first=rope_first,
-        rope_last=rope_last,
+        rope_first=angles.first if angles else 0,
+        rope_last=angles.last if angles else 0,
         unit=table.unit,
         number_unit=table.number_unit,
     )

@@ -255,9 +255,23 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
   const int g = lane >> 2, t = lane & 3;
   const float* centroids = Config::CENTROIDS > 0 ? (const float*)a.codebooks + (Stream::BOOK_HEADS > 1 ? (s64)head * Config::CENTROIDS * D : 0) : nullptr;
   const int begin = at + a.rope_first;  // RoPE position of the first token
-  const bool same = !Config::ROTATED || (begin / Config::ROPE_BLOCK == (begin + 16 * T - 1) / Config::ROPE_BLOCK && begin + 16 * T - 1 <= a.rope_last);
+  const bool same = !Config::ROTATED || (Config::ROPE_STEP == 0 && begin / Config::ROPE_BLOCK == (begin + 16 * T - 1) / Config::ROPE_BLOCK && begin + 16 * T - 1 <= a.rope_last);
   // Place of the angles of a token's RoPE block. Tokens after the last one have none.
   const auto angles = [&](int token) { return (min(begin + token, a.rope_last) / Config::ROPE_BLOCK - a.rope_first / Config::ROPE_BLOCK) * Config::ROTATED; };
+  // Cosines and sines of a lane's channels from `channel` on.
+  const auto load_angles = [&](float* cosine, float* sine, int token, int channel) {
+    load_vector<VECTOR>(cosine, a.cosine + angles(token) + channel), load_vector<VECTOR>(sine, a.sine + angles(token) + channel);
+    if constexpr (Config::ROPE_STEP > 0) {  // the angle inside the block is added
+      const int step = min(begin + token, a.rope_last) % Config::ROPE_BLOCK / Config::ROPE_STEP * Config::ROTATED;
+      float c[VECTOR], s[VECTOR];
+      load_vector<VECTOR>(c, a.step_cosine + step + channel), load_vector<VECTOR>(s, a.step_sine + step + channel);
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) {
+        const float x = cosine[e], y = sine[e];
+        cosine[e] = x * c[e] - y * s[e], sine[e] = y * c[e] + x * s[e];
+      }
+    }
+  };
 #pragma unroll 1
   for (int pass = 0; pass < COLUMN_TILES / PASS_TILES; pass++) {
     float acc[T][PASS_TILES][4];
@@ -293,10 +307,7 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
       }
       const bool rotated = Config::ROTATED > 0 && first < 2 * HALF_BLOCKS;
       float cosine[VECTOR], sine[VECTOR];
-      if (rotated && same) {
-        load_vector<VECTOR>(cosine, a.cosine + angles(0) + block_channel(first) + t * VECTOR);
-        load_vector<VECTOR>(sine, a.sine + angles(0) + block_channel(first) + t * VECTOR);
-      }
+      if (rotated && same) load_angles(cosine, sine, 0, block_channel(first) + t * VECTOR);
 #pragma unroll
       for (int r = 0; r < 2 * T; r++) {
         if (!(keep >> r & 1)) continue;
@@ -313,10 +324,7 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
             y[b][e] = fmaf(acc[r / 2][(k + b) * BLOCK_TILES + e / 2][r % 2 * 2 + e % 2], rows[r].scale, z);
           }
         if (rotated) {
-          if (!same) {
-            load_vector<VECTOR>(cosine, a.cosine + angles(8 * r + g) + block_channel(first) + t * VECTOR);
-            load_vector<VECTOR>(sine, a.sine + angles(8 * r + g) + block_channel(first) + t * VECTOR);
-          }
+          if (!same) load_angles(cosine, sine, 8 * r + g, block_channel(first) + t * VECTOR);
 #pragma unroll
           for (int e = 0; e < VECTOR; e++) {  // of the pair of channels (c, c + half):  x' = x cos - y sin,  y' = y cos + x sin
             const float x = y[0][e], z = y[PAIRED - 1][e];
