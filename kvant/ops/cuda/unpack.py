@@ -14,7 +14,7 @@ import torch
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.arguments import Arguments, float32, int32, int64, optional, pointer
+from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
 from kvant.ops.cuda.bands import ONE, code_bands
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
 from kvant.ops.fused import SHORTEST_BLOCK, FusedTransform, blocks_of, matrix_of, rope_table
@@ -44,6 +44,9 @@ UnpackArguments = Arguments(
     terms=pointer(
         "const float", "[KV_HEADS, 3, HEAD_DIM]: what a row's z (or a table of levels), one and flag are multiplied by"
     ),
+    powers=pointer(
+        "const float", "[KV_HEADS, 2]: what products with `matrix`, and with `number_matrix`, are multiplied by"
+    ),
     codebooks=optional(
         "const u8",
         "fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]; of residuals, centroids times the matrix, float32 [KV_HEADS, "
@@ -61,8 +64,6 @@ UnpackArguments = Arguments(
     matrices=int32("matrices: 1, or one for each head"),
     rope_first=int32("RoPE position of the first token of a sequence"),
     rope_last=int32("last RoPE position that the table of angles serves"),
-    unit=float32("what sums of products with `matrix` are multiplied by"),
-    number_unit=float32("the same with `number_matrix`"),
 )
 
 
@@ -274,14 +275,13 @@ def fragments(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 class Tables(NamedTuple):
     """What a stream's tokens are multiplied by: y = x M + offset. Of codes c with one scale a token, x = scale (w c + low) + z, and
     rows of `matrix` are w M times a power of two; its places of codes at bit p of an fp16 number, which are c 2^(p - 24), have
-    2^(CODE_POWER - p) more. `unit` takes the powers back. terms: w M summed over channels, for the z of a row (or a table of
+    2^(CODE_POWER - p) more. `powers` are taken back. terms: w M summed over channels, for the z of a row (or a table of
     levels); the offset; mean M."""
 
     matrix: Tensor
     number_matrix: Tensor
     terms: Tensor  # float32 [heads, 3, head_dim]
-    unit: float
-    number_unit: float
+    powers: Tensor  # float32 [heads, 2]
     codebooks: Tensor | None  # of product quantization; of residuals, centroids times M
 
     @staticmethod
@@ -294,17 +294,17 @@ class Tables(NamedTuple):
         inverse = inverse.double().cpu()
         columns = output_channels(made.vector, made.rotated, dim)
         numbers = key_channels([(0, dim)], dim)
-        number_unit = _power(inverse)
+        number_power = _power(inverse) / 2.0**CODE_POWER
         terms = torch.zeros(layout.heads, 3, dim, dtype=torch.float64)
         if found.offset is not None:
             terms[:, 1] = found.offset.double().cpu()
-        plain = fragments(inverse / number_unit, numbers, columns)
+        plain = fragments(inverse / number_power, numbers, columns)
         if not made.coded:
             rows = numbers
             if _by_token(stream):
                 bands = [(band.first, band.width) for band in stream.stored_bands]
                 rows = key_channels(bands, dim) if name == "key" else value_channels(layout.scale_groups(name), dim)
-            page, unit = fragments(inverse / number_unit, rows, columns), number_unit
+            page, power = fragments(inverse / number_power, rows, columns), number_power
             if not stream.uniform:
                 (band,) = stream.bands
                 terms[:, 0, : len(band.levels)] = torch.tensor(band.levels, dtype=torch.float64)
@@ -320,18 +320,18 @@ class Tables(NamedTuple):
                 lowest[part] = -((1 << band.bits) - 1) / 2 if alone else 1.0
                 for m in range(band.width // 16):
                     for register in range(2):
-                        power = code_power(band.bits, 2 * m + register)
-                        raised[band.first // 16 + m, register] = 2.0 ** (CODE_POWER - power)
+                        bit = code_power(band.bits, 2 * m + register)
+                        raised[band.first // 16 + m, register] = 2.0 ** (CODE_POWER - bit)
             weighted = inverse * weight.double()[:, None]
-            unit = _power(weighted)
+            power = _power(weighted)
             factor = torch.zeros(dim, dtype=torch.float64)  # of channels
             coded = raised[:, 0] > 0  # steps of bands that have codes
             factor[rows[coded].flatten()] = raised[coded].double().repeat_interleave(8, 1).flatten()
-            stored = (weighted / unit * factor[:, None]).half().double()
+            stored = (weighted / power * factor[:, None]).half().double()
             page = fragments(stored, rows, columns)
-            rounded = torch.where(factor[:, None] > 0, stored / factor[:, None].clamp_min(1e-30), 0.0) * unit
+            rounded = torch.where(factor[:, None] > 0, stored / factor[:, None].clamp_min(1e-30), 0.0) * power
             terms[:, 0] = (rounded * lowest.double()[:, None]).sum(1)
-            unit *= 2.0 ** (24 - CODE_POWER)
+            power = power * 2.0 ** (24 - CODE_POWER)
             mean = bound.codec.tensors.mean
             if mean is not None:
                 terms[:, 2] = (mean.double().cpu()[:, None] @ inverse)[:, 0]
@@ -342,7 +342,8 @@ class Tables(NamedTuple):
             books = books.float().contiguous().to(device)
         elif books is not None:
             books = books.clone(memory_format=torch.contiguous_format)
-        return Tables(page, plain, terms.float().contiguous().to(device), unit, number_unit, books)
+        powers = torch.stack([x.flatten().expand(layout.heads) for x in (power, number_power)], 1)
+        return Tables(page, plain, *(x.float().contiguous().to(device) for x in (terms, powers)), books)
 
 
 def code_power(bits: int, element: int) -> int:
@@ -354,10 +355,10 @@ def code_power(bits: int, element: int) -> int:
     return bit if bit + bits <= 10 else bit - 6
 
 
-def _power(matrix: Tensor) -> float:
-    """The power of two that is the largest magnitude of a matrix, or above it."""
-    top = float(matrix.abs().max())
-    return 2.0 ** math.ceil(math.log2(top)) if top > 0 else 1.0
+def _power(matrix: Tensor) -> Tensor:
+    """The power of two that is the largest magnitude of each of some matrices, or above it: [matrices, 1, 1]."""
+    top = matrix.abs().amax((1, 2), keepdim=True)
+    return torch.where(top > 0, top.log2().ceil().exp2(), 1.0)
 
 
 @dataclasses.dataclass
@@ -522,6 +523,7 @@ def unpack(
         matrix=table.matrix,
         number_matrix=table.number_matrix,
         terms=table.terms,
+        powers=table.powers,
         codebooks=table.codebooks,
         cosine=angles.cosine if angles else None,
         sine=angles.sine if angles else None,
@@ -535,8 +537,6 @@ def unpack(
         matrices=len(table.matrix),
         rope_first=angles.first if angles else 0,
         rope_last=angles.last if angles else 0,
-        unit=table.unit,
-        number_unit=table.number_unit,
     )
     kernel = _kernel(made, device)
     kernel.launch((max(1, min(-(-units // WARPS), kernel.blocks // layout.heads)), layout.heads), arguments)

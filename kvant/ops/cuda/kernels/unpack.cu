@@ -58,10 +58,10 @@ struct RowTerms {
 };
 
 // The terms of a coded token. The sign of a scale alone is a flag: the mean was subtracted before the row was coded.
-DEV RowTerms coded_terms(const Scale& s, float unit) {
-  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return {s.scale * unit, s.zero, 0.f, -1};
-  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return {s.scale * unit, -s.zero * s.scale, 0.f, -1};
-  return {fabsf(s.scale) * unit, fabsf(s.scale), Stream::FLAG && s.scale < 0.f ? 1.f : 0.f, -1};
+DEV RowTerms coded_terms(const Scale& s, float power) {
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return {s.scale * power, s.zero, 0.f, -1};
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return {s.scale * power, -s.zero * s.scale, 0.f, -1};
+  return {fabsf(s.scale) * power, fabsf(s.scale), Stream::FLAG && s.scale < 0.f ? 1.f : 0.f, -1};
 }
 
 // The number that a code of band B stands for.
@@ -373,7 +373,8 @@ DEV void unpack_overlay(const UnpackArguments& a, const float* terms, u32 keep, 
   NumberOperand numbers;
   float back[2];
   numbers.load_rows<Config::OVERLAY_TYPE>(from, back, t);
-  const RowTerms rows[2] = {{back[0] * a.number_unit, 0.f, 0.f, -1}, {back[1] * a.number_unit, 0.f, 0.f, -1}};
+  const float number_power = a.powers[2 * head + 1];
+  const RowTerms rows[2] = {{back[0] * number_power, 0.f, 0.f, -1}, {back[1] * number_power, 0.f, 0.f, -1}};
   const uint4* matrix = (const uint4*)(a.number_matrix + (a.matrices > 1 ? (s64)head * MATRIX_BYTES : 0));
   transform_tiles<1>(a, numbers, matrix, terms, rows, keep, out_row, at, head, lane);
 }
@@ -391,13 +392,14 @@ template <class S, int T>
 DEV void unpack_page(const UnpackArguments& a, const u8* memory, const u8* page_head, int tile, u32 keep, s64 out_row, int at, int head, int lane) {
   const int g = lane >> 2;
   const float* terms = (const float*)(memory + MATRIX_BYTES);
+  const float power = a.powers[2 * head];
   RowTerms rows[2 * T];
   if constexpr (CODED) {
     typename CodeOperandOf<T, typename S::CodeBands>::type codes;
     codes.load(page_head, tile, lane);
 #pragma unroll
     for (int r = 0; r < 2 * T; r++) {
-      rows[r] = coded_terms(load_scale(page_head, tile * 16 + r * 8 + g), a.unit);
+      rows[r] = coded_terms(load_scale(page_head, tile * 16 + r * 8 + g), power);
       if constexpr (Config::CENTROIDS > 0) rows[r].centroid = load_centroid(page_head, tile * 16 + r * 8 + g);
     }
     transform_tiles<T>(a, codes, (const uint4*)memory, terms, rows, keep, out_row, at, head, lane);
@@ -406,7 +408,7 @@ DEV void unpack_page(const UnpackArguments& a, const u8* memory, const u8* page_
     NumberOperand numbers;
     load_numbers<S>(numbers, memory, page_head, tile, lane);
 #pragma unroll
-    for (int r = 0; r < 2; r++) rows[r] = {a.unit, 0.f, 0.f, Config::CENTROIDS > 0 ? load_centroid(page_head, tile * 16 + r * 8 + g) : -1};
+    for (int r = 0; r < 2; r++) rows[r] = {power, 0.f, 0.f, Config::CENTROIDS > 0 ? load_centroid(page_head, tile * 16 + r * 8 + g) : -1};
     transform_tiles<1>(a, numbers, (const uint4*)memory, terms, rows, keep, out_row, at, head, lane);
   }
 }
