@@ -245,6 +245,16 @@ def key_channels(bands: Sequence[tuple[int, int]], dim: int) -> Tensor:
     return out.flatten(1)
 
 
+def grouped_key_channels(groups: int, bits: int, dim: int) -> Tensor:
+    """The same where lane t has the t-th quarter of the channels of each of `groups` groups, and the places of a lane's pairs are
+    those of layout.code_places: `key_pair` of kernels/unpack.cu."""
+    m, r, t, j = torch.meshgrid(*map(torch.arange, (dim // 16, 2, 4, 2)), indexing="ij")
+    place, per = 2 * m + r, 8 // bits
+    register, byte = place // (2 * per) * per + place % per, place % (2 * per) // per
+    element, share = 2 * (register // 2 * 4 + byte * 2 + register % 2), dim // groups // 4
+    return (element // share * (dim // groups) + t * share + element % share + j).flatten(1)
+
+
 def value_channels(groups: int, dim: int) -> Tensor:
     """The same for values, of which lane g has the g-th eighth of the channels of each of `groups` groups, after a
     transposition."""
@@ -304,6 +314,9 @@ class Tables(NamedTuple):
             if _by_token(stream):
                 bands = [(band.first, band.width) for band in stream.stored_bands]
                 rows = key_channels(bands, dim) if name == "key" else value_channels(layout.scale_groups(name), dim)
+                if name == "key" and layout.scale_groups(name) > 1:
+                    (band,) = stream.bands
+                    rows = grouped_key_channels(layout.scale_groups(name), band.bits, dim)
             page, power = fragments(inverse / number_power, rows, columns), number_power
             if not stream.uniform:
                 (band,) = stream.bands

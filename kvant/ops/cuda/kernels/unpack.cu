@@ -124,6 +124,13 @@ template <class Codes> DEV float code_at(const Codes& codes, int row, int e, int
   return (float)code;
 }
 
+// The pair of a lane's channels at place e of its codes of keys. Where the order has parts, registers 2m and 2m + 1 of KeyPlane hold elements 8m to 8m + 7.
+template <int BITS> DEV constexpr int key_pair(int e) {
+  constexpr int PER = BITS < 8 ? 8 / BITS : 1;  // codes of a byte
+  const int reg = e / (2 * PER) * PER + e % PER, byte = e % (2 * PER) / PER;
+  return Config::ORDER_GROUPS == 1 ? e : reg / 2 * 4 + byte * 2 + reg % 2;
+}
+
 // --- operands: numbers ----------------------------------------------------------------------------------------------------------
 
 // A tile of fp16 numbers. Unless it is said otherwise, lane (g, t) has tokens g and g + 8, the t-th quarter of the channels.
@@ -199,8 +206,9 @@ struct NumberOperand {
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int e = 0; e < N; e++) {
-        constexpr int SHARE = D / Config::ORDER_GROUPS / 8;
-        const int channel = Config::VALUES ? e / SHARE * (D / Config::ORDER_GROUPS) + g * SHARE + e % SHARE : B::FIRST + t * (B::WIDTH / 4) + 2 * e;
+        constexpr int ORDERED = B::WIDTH / Config::ORDER_GROUPS, SHARE = ORDERED / (Config::VALUES ? 8 : 4);  // channels of a part, and of a lane of it
+        const int element = Config::VALUES ? e : 2 * key_pair<B::BITS>(e);
+        const int channel = B::FIRST + element / SHARE * ORDERED + (Config::VALUES ? g : t) * SHARE + element % SHARE;
         float y[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
