@@ -510,6 +510,7 @@ def unpack(
     tokens of the stream, [new tokens, heads, head_dim], of 16 bits; None where no span has any."""
     layout, device = store.layout, store.pages.device
     assert len(spans) == len(batch.block_table)
+    assert new is not None or not any(span.new for span in spans)
     new_type = layout.overlay_dtype if new is None else _type(new.dtype)
     offset = store.derive(StoredTables).inverse[name].offset is not None
     made = UnpackPlan(layout, name, new_type, _type(dtype), rotated_pairs(store, name), offset)

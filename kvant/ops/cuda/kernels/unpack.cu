@@ -321,16 +321,22 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
         if (!(keep >> r & 1)) continue;
         float y[PAIRED][VECTOR];
 #pragma unroll
-        for (int b = 0; b < PAIRED; b++)
+        for (int b = 0; b < PAIRED; b++) {
+          float centroid[VECTOR];
+          if constexpr (Config::CENTROIDS > 0) {
+#pragma unroll
+            for (int e = 0; e < VECTOR; e++) centroid[e] = 0.f;
+            if (rows[r].centroid >= 0) load_vector<VECTOR>(centroid, centroids + (s64)rows[r].centroid * D + block_channel(first + b) + t * VECTOR);
+          }
 #pragma unroll
           for (int e = 0; e < VECTOR; e++) {
             float z = Stream::OFFSETS ? offset[b][e] : 0.f;
             if constexpr (CODED) z = fmaf(rows[r].z, bias[b][e], z);
             if constexpr (Stream::FLAG) z = fmaf(rows[r].flag, mean[b][e], z);
-            if constexpr (Config::CENTROIDS > 0)
-              if (rows[r].centroid >= 0) z += centroids[(s64)rows[r].centroid * D + block_channel(first + b) + t * VECTOR + e];
+            if constexpr (Config::CENTROIDS > 0) z += centroid[e];
             y[b][e] = fmaf(acc[r / 2][(k + b) * BLOCK_TILES + e / 2][r % 2 * 2 + e % 2], rows[r].scale, z);
           }
+        }
         if (rotated) {
           if (!same) load_angles(cosine, sine, 8 * r + g, block_channel(first) + t * VECTOR);
 #pragma unroll
