@@ -356,7 +356,8 @@ class Tables(NamedTuple):
         elif books is not None:
             books = books.clone(memory_format=torch.contiguous_format)
         powers = torch.stack([x.flatten().expand(layout.heads) for x in (power, number_power)], 1)
-        return Tables(page, plain, *(x.float().contiguous().to(device) for x in (terms, powers)), books)
+        terms, powers = (x.float().contiguous().to(device) for x in (terms, powers))
+        return Tables(page, plain, terms, powers, books)
 
 
 def code_power(bits: int, element: int) -> int:
