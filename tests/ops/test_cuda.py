@@ -502,6 +502,8 @@ HISTORIES = [
     "kitty-pro",
     "kitty:sink=3",
     "squat",
+    "squat-pre",
+    "kvant-2:rope_block=24",
     "vecinfer-2",
     "vecinfer-4",
     "million-2:k.bits=10,v.bits=9",
@@ -1077,12 +1079,11 @@ def test_boosted_channels_that_a_word_does_not_hold_are_refused() -> None:
 
 def test_prefill_refuses_what_it_cannot_unpack() -> None:
     served = ("saw-int4-kv", "oscar", "oscar:group=32", "kvant-2", "kvant-3", "int3", "vecinfer-2", "million-1.5")
-    for name in (*served, "kivi-k2v2-sink", "kitty-pro", "squat", "turboquant-3", "saw-int4-kmeans-rot"):
+    for name in (*served, "kivi-k2v2-sink", "kitty-pro", "squat", "squat-pre", "turboquant-3", "saw-int4-kmeans-rot"):
         assert cuda_prefill.refuse_layout(make_layout(name, 2, 128)) is None, name
     for name, reason in (
         ("gear", "the keys are coded by LowRank"),
         ("zipcache", "the keys are coded by Salient"),
-        ("squat-pre", "stored unrotated one by one"),
         ("million-1.5:books=space", "one for each of 16 sub-vectors"),
     ):
         assert reason in (cuda_prefill.refuse_layout(make_layout(name, 2, 128)) or ""), name

@@ -765,6 +765,8 @@ READ = [
     ("kitty-pro", 64, 0),
     ("kitty:sink=3", 128, 0),
     ("squat", 64, 0),
+    ("squat-pre", 64, 30),
+    ("kvant-2:rope_block=24", 64, 100),
     ("oscar:group=32,sink=3,recent=20", 64, 0),
     ("int4:group=16", 64, 0),
     ("vecinfer-2", 64, 0),
@@ -871,6 +873,23 @@ def test_prefill(name: str, dim: int, first: int, room: int, monkeypatch: pytest
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         assert relative_error(found, expected) < 2e-3
+
+
+def test_unpacked_rows_have_matrices_of_any_magnitude() -> None:
+    """float16 holds up to 65504, and nothing below 6e-5 in full; heads may differ."""
+    cache, seqs = filled("oscar:sink=3,recent=20", 2, 1, 64, [100])
+    store, batch = cache.stores[0], cache.batch(seqs)
+    spans, sizes = (unpack.Span(0, 100, 100),), torch.tensor([2.0**20, 2.0**-20])
+    one = [unpack.unpack(store, name, batch, spans, None, torch.float32) for name in unpack.STREAMS]
+    held = store.derive(unpack.StoredTables)
+    for name in unpack.STREAMS:
+        matrix = held.inverse[name].tensor
+        assert matrix is not None
+        held.inverse[name] = dataclasses.replace(held.inverse[name], tensor=matrix * sizes[:, None, None])
+    held.found.clear()
+    for before, name in zip(one, unpack.STREAMS, strict=True):
+        found = unpack.unpack(store, name, batch, spans, None, torch.float32)
+        torch.testing.assert_close(found, before * sizes[:, None], rtol=1e-6, atol=0)
 
 
 def test_sequences_share_the_workspace_of_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

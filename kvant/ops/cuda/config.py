@@ -142,6 +142,7 @@ CONSTANTS: dict[str, Constant] = {
         VECTOR="neighbouring channels that a lane stores at once",
         PASS_TILES="tiles of 8 output channels that a warp computes at once",
         ROTATED="pairs of channels that RoPE rotates when keys are read; 0 where none",
+        ROPE_STEP="positions of the RoPE blocks, where ROPE_BLOCK is a multiple that angles are tabulated for; 0 where it is them",
         SCALE_GROUPS="scales of a token",
         LEVELS="1 where codes are places in a table of levels",
         CENTROIDS="centroids of head vectors whose residuals are coded; 0 where they are not",

@@ -19,9 +19,7 @@ from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans
 from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.cuda.refusals import refuse_machine
-from kvant.ops.cuda.unpack import STREAMS, Span, joined, rotated_pairs, shared_bytes, unpack
-from kvant.ops.cuda.unpack import refuse_layout as refuse_pages
-from kvant.ops.fused import refuse_rope
+from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, prefill_each, some_sequences
 
@@ -38,11 +36,6 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
         if needed > shared_memory(device)[0]:
             reason = f"a matrix and a codebook of {needed} bytes are more than this GPU's shared memory holds"
     return reason
-
-
-def refuse_layout(layout: Layout) -> str | None:
-    """The part of `refuse` that does not look at the machine."""
-    return refuse_pages(layout) or refuse_rope(layout)
 
 
 class Way(enum.Enum):

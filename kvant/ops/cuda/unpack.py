@@ -14,11 +14,12 @@ import torch
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.arguments import Arguments, float32, int32, int64, optional, pointer
+from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
 from kvant.ops.cuda.bands import ONE, code_bands
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
-from kvant.ops.fused import FusedTransform, blocks_of, matrix_of, rope_table
+from kvant.ops.fused import SHORTEST_BLOCK, FusedTransform, blocks_of, matrix_of, rope_table
 from kvant.ops.types import Derived, LayerStore, PagedBatch
+from kvant.rope import Rope
 
 Tensor = torch.Tensor
 STREAMS: tuple[StreamName, StreamName] = ("key", "value")
@@ -43,6 +44,9 @@ UnpackArguments = Arguments(
     terms=pointer(
         "const float", "[KV_HEADS, 3, HEAD_DIM]: what a row's z (or a table of levels), one and flag are multiplied by"
     ),
+    powers=pointer(
+        "const float", "[KV_HEADS, 2]: what products with `matrix`, and with `number_matrix`, are multiplied by"
+    ),
     codebooks=optional(
         "const u8",
         "fp16 [KV_HEADS or 1, centroids, channels of a sub-vector]; of residuals, centroids times the matrix, float32 [KV_HEADS, "
@@ -50,6 +54,8 @@ UnpackArguments = Arguments(
     ),
     cosine=optional("const float", "[RoPE blocks, ROTATED]"),
     sine=optional("const float", "[RoPE blocks, ROTATED]"),
+    step_cosine=optional("const float", "[ROPE_BLOCK / ROPE_STEP, ROTATED]"),
+    step_sine=optional("const float", "[ROPE_BLOCK / ROPE_STEP, ROTATED]"),
     out=pointer("void", "[tokens, KV_HEADS, HEAD_DIM]"),
     table_stride=int64("entries of a row of the block table"),
     new_stride=int64("numbers from a new token to the next"),
@@ -58,8 +64,6 @@ UnpackArguments = Arguments(
     matrices=int32("matrices: 1, or one for each head"),
     rope_first=int32("RoPE position of the first token of a sequence"),
     rope_last=int32("last RoPE position that the table of angles serves"),
-    unit=float32("what sums of products with `matrix` are multiplied by"),
-    number_unit=float32("the same with `number_matrix`"),
 )
 
 
@@ -192,6 +196,7 @@ class UnpackPlan:
                 next(s.offset for s in layout.sections if s.stream == name and s.names == (field,))
                 for field in ("high", "index")
             )
+        block = layout.recipe.streams[name].effective_rope_block
         config: dict[str, object] = {
             **page_config(layout),
             **overlay_config(layout, name),
@@ -211,7 +216,8 @@ class UnpackPlan:
             "CENTROIDS": centroids,
             "INDEX_BITS": index_bits,
             "ORDER_GROUPS": layout.scale_groups(name),
-            "ROPE_BLOCK": layout.recipe.streams[name].effective_rope_block if self.rotated else 1,
+            "ROPE_BLOCK": table_block(block) if self.rotated else 1,
+            "ROPE_STEP": block if self.rotated and block < SHORTEST_BLOCK else 0,
             "TILES": self.tiles,
             "VECTOR": self.vector,
             "PASS_TILES": self.pass_tiles,
@@ -237,6 +243,16 @@ def key_channels(bands: Sequence[tuple[int, int]], dim: int) -> Tensor:
         m, r, t, j = torch.meshgrid(*map(torch.arange, (width // 16, 2, 4, 2)), indexing="ij")
         out[first // 16 : (first + width) // 16] = first + t * (width // 4) + 2 * (2 * m + r) + j
     return out.flatten(1)
+
+
+def grouped_key_channels(groups: int, bits: int, dim: int) -> Tensor:
+    """The same where lane t has the t-th quarter of the channels of each of `groups` groups, and the places of a lane's pairs are
+    those of layout.code_places: `key_pair` of kernels/unpack.cu."""
+    m, r, t, j = torch.meshgrid(*map(torch.arange, (dim // 16, 2, 4, 2)), indexing="ij")
+    place, per = 2 * m + r, 8 // bits
+    register, byte = place // (2 * per) * per + place % per, place % (2 * per) // per
+    element, share = 2 * (register // 2 * 4 + byte * 2 + register % 2), dim // groups // 4
+    return (element // share * (dim // groups) + t * share + element % share + j).flatten(1)
 
 
 def value_channels(groups: int, dim: int) -> Tensor:
@@ -269,14 +285,13 @@ def fragments(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 class Tables(NamedTuple):
     """What a stream's tokens are multiplied by: y = x M + offset. Of codes c with one scale a token, x = scale (w c + low) + z, and
     rows of `matrix` are w M times a power of two; its places of codes at bit p of an fp16 number, which are c 2^(p - 24), have
-    2^(CODE_POWER - p) more. `unit` takes the powers back. terms: w M summed over channels, for the z of a row (or a table of
+    2^(CODE_POWER - p) more. `powers` are taken back. terms: w M summed over channels, for the z of a row (or a table of
     levels); the offset; mean M."""
 
     matrix: Tensor
     number_matrix: Tensor
     terms: Tensor  # float32 [heads, 3, head_dim]
-    unit: float
-    number_unit: float
+    powers: Tensor  # float32 [heads, 2]
     codebooks: Tensor | None  # of product quantization; of residuals, centroids times M
 
     @staticmethod
@@ -289,17 +304,20 @@ class Tables(NamedTuple):
         inverse = inverse.double().cpu()
         columns = output_channels(made.vector, made.rotated, dim)
         numbers = key_channels([(0, dim)], dim)
-        number_unit = _power(inverse)
+        number_power = _power(inverse) / 2.0**CODE_POWER
         terms = torch.zeros(layout.heads, 3, dim, dtype=torch.float64)
         if found.offset is not None:
             terms[:, 1] = found.offset.double().cpu()
-        plain = fragments(inverse / number_unit, numbers, columns)
+        plain = fragments(inverse / number_power, numbers, columns)
         if not made.coded:
             rows = numbers
             if _by_token(stream):
                 bands = [(band.first, band.width) for band in stream.stored_bands]
                 rows = key_channels(bands, dim) if name == "key" else value_channels(layout.scale_groups(name), dim)
-            page, unit = fragments(inverse / number_unit, rows, columns), number_unit
+                if name == "key" and layout.scale_groups(name) > 1:
+                    (band,) = stream.bands
+                    rows = grouped_key_channels(layout.scale_groups(name), band.bits, dim)
+            page, power = fragments(inverse / number_power, rows, columns), number_power
             if not stream.uniform:
                 (band,) = stream.bands
                 terms[:, 0, : len(band.levels)] = torch.tensor(band.levels, dtype=torch.float64)
@@ -315,18 +333,18 @@ class Tables(NamedTuple):
                 lowest[part] = -((1 << band.bits) - 1) / 2 if alone else 1.0
                 for m in range(band.width // 16):
                     for register in range(2):
-                        power = code_power(band.bits, 2 * m + register)
-                        raised[band.first // 16 + m, register] = 2.0 ** (CODE_POWER - power)
+                        bit = code_power(band.bits, 2 * m + register)
+                        raised[band.first // 16 + m, register] = 2.0 ** (CODE_POWER - bit)
             weighted = inverse * weight.double()[:, None]
-            unit = _power(weighted)
+            power = _power(weighted)
             factor = torch.zeros(dim, dtype=torch.float64)  # of channels
             coded = raised[:, 0] > 0  # steps of bands that have codes
             factor[rows[coded].flatten()] = raised[coded].double().repeat_interleave(8, 1).flatten()
-            stored = (weighted / unit * factor[:, None]).half().double()
+            stored = (weighted / power * factor[:, None]).half().double()
             page = fragments(stored, rows, columns)
-            rounded = torch.where(factor[:, None] > 0, stored / factor[:, None].clamp_min(1e-30), 0.0) * unit
+            rounded = torch.where(factor[:, None] > 0, stored / factor[:, None].clamp_min(1e-30), 0.0) * power
             terms[:, 0] = (rounded * lowest.double()[:, None]).sum(1)
-            unit *= 2.0 ** (24 - CODE_POWER)
+            power = power * 2.0 ** (24 - CODE_POWER)
             mean = bound.codec.tensors.mean
             if mean is not None:
                 terms[:, 2] = (mean.double().cpu()[:, None] @ inverse)[:, 0]
@@ -337,7 +355,9 @@ class Tables(NamedTuple):
             books = books.float().contiguous().to(device)
         elif books is not None:
             books = books.clone(memory_format=torch.contiguous_format)
-        return Tables(page, plain, terms.float().contiguous().to(device), unit, number_unit, books)
+        powers = torch.stack([x.flatten().expand(layout.heads) for x in (power, number_power)], 1)
+        terms, powers = (x.float().contiguous().to(device) for x in (terms, powers))
+        return Tables(page, plain, terms, powers, books)
 
 
 def code_power(bits: int, element: int) -> int:
@@ -349,10 +369,10 @@ def code_power(bits: int, element: int) -> int:
     return bit if bit + bits <= 10 else bit - 6
 
 
-def _power(matrix: Tensor) -> float:
-    """The power of two that is the largest magnitude of a matrix, or above it."""
-    top = float(matrix.abs().max())
-    return 2.0 ** math.ceil(math.log2(top)) if top > 0 else 1.0
+def _power(matrix: Tensor) -> Tensor:
+    """The power of two that is the largest magnitude of each of some matrices, or above it: [matrices, 1, 1]."""
+    top = matrix.abs().amax((1, 2), keepdim=True)
+    return torch.where(top > 0, top.log2().ceil().exp2(), 1.0)
 
 
 @dataclasses.dataclass
@@ -361,6 +381,7 @@ class StoredTables(Derived):
 
     inverse: dict[StreamName, FusedTransform]
     found: dict[StreamName, Tables] = dataclasses.field(default_factory=dict)
+    angles: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of short RoPE blocks
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -433,6 +454,45 @@ def _joined(layout: Layout, spans: tuple[Span, ...], device: torch.device, strea
     return Joined(starts[-1], longest, packed[2 * half :], both, units)  # type: ignore[arg-type]
 
 
+class Angles(NamedTuple):
+    """Cosines and sines by which keys are rotated when they are read: float32 [tabulated blocks, pairs], and of RoPE blocks inside a
+    tabulated one where these are short."""
+
+    cosine: Tensor
+    sine: Tensor
+    steps: tuple[Tensor, Tensor] | None
+    first: int  # RoPE position of the first token
+    last: int  # last RoPE position that is tabulated
+
+
+def table_block(size: int) -> int:
+    """Positions of a tabulated block: a RoPE block, or as many as make about SHORTEST_BLOCK positions."""
+    return size if size >= SHORTEST_BLOCK else SHORTEST_BLOCK // size * size
+
+
+def angles_of(store: LayerStore, tokens: int) -> Angles:
+    """The angles of the first `tokens` of a sequence."""
+    rope, size = store.key.rope, store.key.spec.effective_rope_block
+    assert rope is not None
+    block, steps = table_block(size), None
+    blocks = blocks_of(tokens, rope.first, block)
+    if block == size:
+        cosine, sine = rope_table(store, blocks)
+    else:
+        held = store.derive(StoredTables)
+        if held.angles is None or len(held.angles[0]) < blocks:
+            at = torch.arange(rope.first // block, rope.first // block + max(64, 2 * blocks)) * block
+            held.angles = *_tabulated(rope, at), *_tabulated(rope, torch.arange(0, block, size))
+        cosine, sine, *rest = held.angles
+        steps = rest[0], rest[1]
+    return Angles(cosine, sine, steps, rope.first, (rope.first // block + len(cosine)) * block - 1)
+
+
+def _tabulated(rope: Rope, position: Tensor) -> tuple[Tensor, Tensor]:
+    angle = position.to(rope.inv_freq.device)[:, None].double() * rope.inv_freq.double()
+    return angle.cos().float().contiguous(), angle.sin().float().contiguous()
+
+
 def rotated_pairs(store: LayerStore, name: StreamName) -> int:
     """Pairs of channels that RoPE rotates when a stream is read."""
     rope = store.stream(name).rope
@@ -451,18 +511,12 @@ def unpack(
     tokens of the stream, [new tokens, heads, head_dim], of 16 bits; None where no span has any."""
     layout, device = store.layout, store.pages.device
     assert len(spans) == len(batch.block_table)
+    assert new is not None or not any(span.new for span in spans)
     new_type = layout.overlay_dtype if new is None else _type(new.dtype)
     offset = store.derive(StoredTables).inverse[name].offset is not None
     made = UnpackPlan(layout, name, new_type, _type(dtype), rotated_pairs(store, name), offset)
     table, where = tables(store, made), joined(layout, spans, device)
-    cosine = sine = None
-    rope_first = rope_last = 0
-    rope = store.stream(name).rope
-    if rope is not None:
-        size = store.stream(name).spec.effective_rope_block
-        blocks = blocks_of(max(span.last for span in spans), rope.first, size)
-        cosine, sine = rope_table(store, blocks)
-        rope_first, rope_last = rope.first, (rope.first // size + len(cosine)) * size - 1
+    angles = None if made.rotated == 0 else angles_of(store, max(span.last for span in spans))
     if new is not None and (new.stride()[1:] != (layout.head_dim, 1) or new.stride(0) % 8 or new.data_ptr() % 16):
         new = new.clone(memory_format=torch.contiguous_format)
     block_table = batch.block_table
@@ -484,19 +538,20 @@ def unpack(
         matrix=table.matrix,
         number_matrix=table.number_matrix,
         terms=table.terms,
+        powers=table.powers,
         codebooks=table.codebooks,
-        cosine=cosine,
-        sine=sine,
+        cosine=angles.cosine if angles else None,
+        sine=angles.sine if angles else None,
+        step_cosine=angles.steps[0] if angles and angles.steps else None,
+        step_sine=angles.steps[1] if angles and angles.steps else None,
         out=out,
         table_stride=block_table.stride(0),
         new_stride=0 if new is None else new.stride(0),
         batch=len(spans),
         units=units,
         matrices=len(table.matrix),
-        rope_first=rope_first,
-        rope_last=rope_last,
-        unit=table.unit,
-        number_unit=table.number_unit,
+        rope_first=angles.first if angles else 0,
+        rope_last=angles.last if angles else 0,
     )
     kernel = _kernel(made, device)
     kernel.launch((max(1, min(-(-units // WARPS), kernel.blocks // layout.heads)), layout.heads), arguments)

@@ -58,10 +58,10 @@ struct RowTerms {
 };
 
 // The terms of a coded token. The sign of a scale alone is a flag: the mean was subtracted before the row was coded.
-DEV RowTerms coded_terms(const Scale& s, float unit) {
-  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return {s.scale * unit, s.zero, 0.f, -1};
-  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return {s.scale * unit, -s.zero * s.scale, 0.f, -1};
-  return {fabsf(s.scale) * unit, fabsf(s.scale), Stream::FLAG && s.scale < 0.f ? 1.f : 0.f, -1};
+DEV RowTerms coded_terms(const Scale& s, float power) {
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_MIN) return {s.scale * power, s.zero, 0.f, -1};
+  if constexpr (Stream::SCALE_FORM == ScaleForm::SCALE_ZERO) return {s.scale * power, -s.zero * s.scale, 0.f, -1};
+  return {fabsf(s.scale) * power, fabsf(s.scale), Stream::FLAG && s.scale < 0.f ? 1.f : 0.f, -1};
 }
 
 // The number that a code of band B stands for.
@@ -122,6 +122,13 @@ template <class Codes> DEV float code_at(const Codes& codes, int row, int e, int
   u32 code = codes.w[place / Codes::PER] >> (half * 16 + bit_of<Codes::LOW_BITS>(place)) & ((1u << Codes::LOW_BITS) - 1u);
   if constexpr (Codes::BITS == 3) code += (codes.h[place / 16] >> (half * 16 + place % 16) & 1u) * 4u;
   return (float)code;
+}
+
+// The pair of a lane's channels at place e of its codes of keys. Where the order has parts, registers 2m and 2m + 1 of KeyPlane hold elements 8m to 8m + 7.
+template <int BITS> DEV constexpr int key_pair(int e) {
+  constexpr int PER = BITS < 8 ? 8 / BITS : 1;  // codes of a byte
+  const int reg = e / (2 * PER) * PER + e % PER, byte = e % (2 * PER) / PER;
+  return Config::ORDER_GROUPS == 1 ? e : reg / 2 * 4 + byte * 2 + reg % 2;
 }
 
 // --- operands: numbers ----------------------------------------------------------------------------------------------------------
@@ -199,8 +206,9 @@ struct NumberOperand {
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int e = 0; e < N; e++) {
-        constexpr int SHARE = D / Config::ORDER_GROUPS / 8;
-        const int channel = Config::VALUES ? e / SHARE * (D / Config::ORDER_GROUPS) + g * SHARE + e % SHARE : B::FIRST + t * (B::WIDTH / 4) + 2 * e;
+        constexpr int ORDERED = B::WIDTH / Config::ORDER_GROUPS, SHARE = ORDERED / (Config::VALUES ? 8 : 4);  // channels of a part, and of a lane of it
+        const int element = Config::VALUES ? e : 2 * key_pair<B::BITS>(e);
+        const int channel = B::FIRST + element / SHARE * ORDERED + (Config::VALUES ? g : t) * SHARE + element % SHARE;
         float y[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -255,9 +263,23 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
   const int g = lane >> 2, t = lane & 3;
   const float* centroids = Config::CENTROIDS > 0 ? (const float*)a.codebooks + (Stream::BOOK_HEADS > 1 ? (s64)head * Config::CENTROIDS * D : 0) : nullptr;
   const int begin = at + a.rope_first;  // RoPE position of the first token
-  const bool same = !Config::ROTATED || (begin / Config::ROPE_BLOCK == (begin + 16 * T - 1) / Config::ROPE_BLOCK && begin + 16 * T - 1 <= a.rope_last);
+  const bool same = !Config::ROTATED || (Config::ROPE_STEP == 0 && begin / Config::ROPE_BLOCK == (begin + 16 * T - 1) / Config::ROPE_BLOCK && begin + 16 * T - 1 <= a.rope_last);
   // Place of the angles of a token's RoPE block. Tokens after the last one have none.
   const auto angles = [&](int token) { return (min(begin + token, a.rope_last) / Config::ROPE_BLOCK - a.rope_first / Config::ROPE_BLOCK) * Config::ROTATED; };
+  // Cosines and sines of a lane's channels from `channel` on.
+  const auto load_angles = [&](float* cosine, float* sine, int token, int channel) {
+    load_vector<VECTOR>(cosine, a.cosine + angles(token) + channel), load_vector<VECTOR>(sine, a.sine + angles(token) + channel);
+    if constexpr (Config::ROPE_STEP > 0) {  // the angle inside the block is added
+      const int step = min(begin + token, a.rope_last) % Config::ROPE_BLOCK / Config::ROPE_STEP * Config::ROTATED;
+      float c[VECTOR], s[VECTOR];
+      load_vector<VECTOR>(c, a.step_cosine + step + channel), load_vector<VECTOR>(s, a.step_sine + step + channel);
+#pragma unroll
+      for (int e = 0; e < VECTOR; e++) {
+        const float x = cosine[e], y = sine[e];
+        cosine[e] = x * c[e] - y * s[e], sine[e] = y * c[e] + x * s[e];
+      }
+    }
+  };
 #pragma unroll 1
   for (int pass = 0; pass < COLUMN_TILES / PASS_TILES; pass++) {
     float acc[T][PASS_TILES][4];
@@ -293,30 +315,30 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
       }
       const bool rotated = Config::ROTATED > 0 && first < 2 * HALF_BLOCKS;
       float cosine[VECTOR], sine[VECTOR];
-      if (rotated && same) {
-        load_vector<VECTOR>(cosine, a.cosine + angles(0) + block_channel(first) + t * VECTOR);
-        load_vector<VECTOR>(sine, a.sine + angles(0) + block_channel(first) + t * VECTOR);
-      }
+      if (rotated && same) load_angles(cosine, sine, 0, block_channel(first) + t * VECTOR);
 #pragma unroll
       for (int r = 0; r < 2 * T; r++) {
         if (!(keep >> r & 1)) continue;
         float y[PAIRED][VECTOR];
 #pragma unroll
-        for (int b = 0; b < PAIRED; b++)
+        for (int b = 0; b < PAIRED; b++) {
+          float centroid[VECTOR];
+          if constexpr (Config::CENTROIDS > 0) {
+#pragma unroll
+            for (int e = 0; e < VECTOR; e++) centroid[e] = 0.f;
+            if (rows[r].centroid >= 0) load_vector<VECTOR>(centroid, centroids + (s64)rows[r].centroid * D + block_channel(first + b) + t * VECTOR);
+          }
 #pragma unroll
           for (int e = 0; e < VECTOR; e++) {
             float z = Stream::OFFSETS ? offset[b][e] : 0.f;
             if constexpr (CODED) z = fmaf(rows[r].z, bias[b][e], z);
             if constexpr (Stream::FLAG) z = fmaf(rows[r].flag, mean[b][e], z);
-            if constexpr (Config::CENTROIDS > 0)
-              if (rows[r].centroid >= 0) z += centroids[(s64)rows[r].centroid * D + block_channel(first + b) + t * VECTOR + e];
+            if constexpr (Config::CENTROIDS > 0) z += centroid[e];
             y[b][e] = fmaf(acc[r / 2][(k + b) * BLOCK_TILES + e / 2][r % 2 * 2 + e % 2], rows[r].scale, z);
           }
+        }
         if (rotated) {
-          if (!same) {
-            load_vector<VECTOR>(cosine, a.cosine + angles(8 * r + g) + block_channel(first) + t * VECTOR);
-            load_vector<VECTOR>(sine, a.sine + angles(8 * r + g) + block_channel(first) + t * VECTOR);
-          }
+          if (!same) load_angles(cosine, sine, 8 * r + g, block_channel(first) + t * VECTOR);
 #pragma unroll
           for (int e = 0; e < VECTOR; e++) {  // of the pair of channels (c, c + half):  x' = x cos - y sin,  y' = y cos + x sin
             const float x = y[0][e], z = y[PAIRED - 1][e];
@@ -365,7 +387,8 @@ DEV void unpack_overlay(const UnpackArguments& a, const float* terms, u32 keep, 
   NumberOperand numbers;
   float back[2];
   numbers.load_rows<Config::OVERLAY_TYPE>(from, back, t);
-  const RowTerms rows[2] = {{back[0] * a.number_unit, 0.f, 0.f, -1}, {back[1] * a.number_unit, 0.f, 0.f, -1}};
+  const float number_power = a.powers[2 * head + 1];
+  const RowTerms rows[2] = {{back[0] * number_power, 0.f, 0.f, -1}, {back[1] * number_power, 0.f, 0.f, -1}};
   const uint4* matrix = (const uint4*)(a.number_matrix + (a.matrices > 1 ? (s64)head * MATRIX_BYTES : 0));
   transform_tiles<1>(a, numbers, matrix, terms, rows, keep, out_row, at, head, lane);
 }
@@ -383,13 +406,14 @@ template <class S, int T>
 DEV void unpack_page(const UnpackArguments& a, const u8* memory, const u8* page_head, int tile, u32 keep, s64 out_row, int at, int head, int lane) {
   const int g = lane >> 2;
   const float* terms = (const float*)(memory + MATRIX_BYTES);
+  const float power = a.powers[2 * head];
   RowTerms rows[2 * T];
   if constexpr (CODED) {
     typename CodeOperandOf<T, typename S::CodeBands>::type codes;
     codes.load(page_head, tile, lane);
 #pragma unroll
     for (int r = 0; r < 2 * T; r++) {
-      rows[r] = coded_terms(load_scale(page_head, tile * 16 + r * 8 + g), a.unit);
+      rows[r] = coded_terms(load_scale(page_head, tile * 16 + r * 8 + g), power);
       if constexpr (Config::CENTROIDS > 0) rows[r].centroid = load_centroid(page_head, tile * 16 + r * 8 + g);
     }
     transform_tiles<T>(a, codes, (const uint4*)memory, terms, rows, keep, out_row, at, head, lane);
@@ -398,7 +422,7 @@ DEV void unpack_page(const UnpackArguments& a, const u8* memory, const u8* page_
     NumberOperand numbers;
     load_numbers<S>(numbers, memory, page_head, tile, lane);
 #pragma unroll
-    for (int r = 0; r < 2; r++) rows[r] = {a.unit, 0.f, 0.f, Config::CENTROIDS > 0 ? load_centroid(page_head, tile * 16 + r * 8 + g) : -1};
+    for (int r = 0; r < 2; r++) rows[r] = {power, 0.f, 0.f, Config::CENTROIDS > 0 ? load_centroid(page_head, tile * 16 + r * 8 + g) : -1};
     transform_tiles<1>(a, numbers, (const uint4*)memory, terms, rows, keep, out_row, at, head, lane);
   }
 }
