@@ -28,6 +28,7 @@ class LayerGroup:
     overlays: dict[StreamName, Tensor]  # [layers, rows + 1, tokens, heads, head_dim]
     ops: dict[Op, Implementation]
     drafts: int  # tokens that a step may write and the next one take back
+    block_tokens: int  # the server shares multiples of so many tokens
     workspace: int = 0  # bytes that operations allocate while they run
     counters: Tensor | None = None  # zeros that the decode kernels of all graphs share: graphs run one after another
 

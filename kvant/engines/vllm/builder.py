@@ -42,7 +42,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         self.attention = [context[name] for name in layer_names]
         layers: LayerGroup = self.attention[0].impl.layers
         assert sorted(layers.names) == sorted(layer_names), (layers.names, layer_names)
-        check_block(kv_cache_spec.block_size, layers.layout.page_tokens)
+        check_block(kv_cache_spec.block_size, layers.layout.page_tokens)  # of the blocks that the kernels see
+        check_block(vllm_config.cache_config.block_size, layers.block_tokens)
         self.layers, self.device = layers, torch.device(device)
         for store in (
             *layers.stores,

@@ -165,6 +165,7 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
             2,
             "recipe kitty-pro is not served with pipeline_parallel_size > 1",
         ),
+        ("kivi-k2v2", "cache_config.prefix_match_unit", 64, "hit must end at a multiple of 128 tokens"),
         ("squat", "cache_config.enable_prefix_caching", True, "squat cannot share blocks between requests"),
         ("squat", "scheduler_config.enable_chunked_prefill", True, "squat needs prompts as a whole"),
         ("squat", "scheduler_config.long_prefill_token_threshold", 512, "squat needs prompts as a whole"),
@@ -176,7 +177,7 @@ def test_configurations_that_groups_refuse(name: str, place: str, value: Any, me
     from kvant.engines.vllm.bind import check_groups
 
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=False, prefix_match_unit=None),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=False, long_prefill_token_threshold=0),
     )
