@@ -68,6 +68,12 @@ class LayerGroup:
             theirs.index_copy_(0, rows, mine[: len(rows)])
 
     @property
+    def room(self) -> int:
+        """New tokens of a sequence that its rings take up beside all that is read without them. Where groups of tokens are coded, so
+        many are written before attention: nothing is copied in the steps of speculative decoding."""
+        return min(stream.window.rollback for stream in self.layout.recipe.streams.values()) if self.groupwise else 0
+
+    @property
     def groupwise(self) -> bool:
         """Whether a stream codes groups of tokens."""
         return any(stream.groupwise for stream in self.layout.recipe.streams.values())

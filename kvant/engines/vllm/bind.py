@@ -141,7 +141,8 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         options.judge(chosen, recipe, artifact, named, logger.warning_once)
         recipe = _served(config, chosen, recipe, artifact, {name: attention[name] for name in names}, total, heads)
         dtype = str(model.dtype).removeprefix("torch.")
-        recipe = with_rollback(from_first_token(recipe), drafts)
+        groupwise = any(stream.groupwise for stream in recipe.streams.values())
+        recipe = with_rollback(from_first_token(recipe), drafts + 1 if groupwise and drafts else drafts)
         layout = Layout.of(recipe, len(heads), head_dim, chosen.page_tokens, dtype=dtype, device=device)
         layout = dataclasses.replace(layout, align=layout.page_tokens)  # vLLM counts the bytes of a token
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
@@ -158,7 +159,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
                 store.flash = fused
             stores.append(store)
         ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
-        if any(stream.groupwise for stream in recipe.streams.values()):
+        if groupwise:
             own = copied_rows(layout, config.scheduler_config.max_num_seqs, device)
             others = [with_rows(store, *own) for store in stores]
         else:

@@ -90,7 +90,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         lens = getattr(m, "seq_lens_cpu_upper_bound", None)
         if self.device.type == "cpu" or lens is None or self.layers.drafts:  # drafts make the bound inexact
             lens = m.seq_lens.cpu()
-        step.split(host, lens[step.decodes : m.num_reqs].long(), self.layers.ring, self.layers.groupwise)
+        own = self.layers
+        step.split(host, lens[step.decodes : m.num_reqs].long(), own.ring, own.groupwise, own.room)
 
     def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""

@@ -30,6 +30,7 @@ def builder(recipe: str) -> Any:
     made.device, made.graphs, made.overlay = torch.device("cpu"), False, None
     made.layers = SimpleNamespace(layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring)
     made.layers.groupwise = any(stream.groupwise for stream in layout.recipe.streams.values())
+    made.layers.room = 0
     made.attention = [SimpleNamespace(kv_cache=torch.empty(2000, 1))]
     return made
 
