@@ -152,6 +152,10 @@ def memory_of(cache: str, args: argparse.Namespace) -> tuple[int, int]:
 
     layout = Layout.of(recipes.get(cache), model["num_key_value_heads"], model["head_dim"], dtype=model["torch_dtype"])
     overlay = args.layers * (args.max_num_seqs + args.spare_overlay_rows + 1) * layout.overlay_bytes
+    if any(stream.groupwise for stream in layout.recipe.streams.values()):
+        overlay += (
+            args.max_num_seqs * layout.overlay_bytes
+        )  # rows to which prefills with a history are copied, of one layer
     return overlay, max(0, memory - overlay) // (args.layers * layout.page_bytes) * layout.page_tokens
 
 
@@ -174,11 +178,13 @@ def backend_options(cache: str, given: dict[str, Any]) -> dict[str, Any]:
         chosen: dict[str, Any] = {"kv_cache_dtype": dtype}
         return chosen if backend is None else chosen | {"attention_config": {"backend": backend}}
     import kvant.engines.vllm
+    from kvant import recipes
 
     kvant.engines.vllm.register()  # where kvant is on the path and not installed, vLLM does not find it
     return {
         "attention_config": {"backend": "CUSTOM"},
         "additional_config": {"kvant": {"recipe": cache, **given}},
+        **({} if recipes.get(cache).not_prefix_safe is None else {"enable_chunked_prefill": False}),
     }
 
 
@@ -514,8 +520,13 @@ def choices(model: Any, cache: str, artifact: Any, prompt: list[int], answer: li
     import transformers
 
     import kvant
+    from kvant import recipes
+    from kvant.serving.overlay import from_first_token
 
-    past = transformers.DynamicCache() if cache in OWN else kvant.Cache(model, cache, artifact=artifact)
+    if cache in OWN:
+        past = transformers.DynamicCache()
+    else:  # groups of tokens begin where they do in vLLM
+        past = kvant.Cache(model, from_first_token(recipes.get(cache)), artifact=artifact)
     found, given = [], prompt
     with torch.inference_mode():
         for token in answer:

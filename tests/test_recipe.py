@@ -61,6 +61,23 @@ def test_digest_sees_what_decides_bytes_and_not_the_name() -> None:
     assert len(digests) == 5
 
 
+def test_groups_may_begin_at_the_first_token() -> None:
+    """Then sinks are coded as well, and read in full precision all the same. Recipes that do not say so have the digest they had."""
+    shifted, other = recipes.get("kitty-pro"), recipes.get("kitty-pro:shift=false")
+    assert (shifted.origin, other.origin) == (32, 0) and shifted.digest != other.digest
+    assert "shift" not in shifted.key.window.to_dict() and Recipe.from_json(other.to_json()) == other
+    assert [shifted.key.window.packed_end(n) for n in (10, 127, 128, 159, 160, 300)] == [10, 32, 32, 32, 160, 288]
+    assert [other.key.window.packed_end(n) for n in (10, 127, 128, 159, 160, 300)] == [0, 0, 128, 128, 128, 256]
+    assert [tuple(span) for span in spans(other, 300)] == [
+        (0, 32, "full", "full"),
+        (32, 172, "packed", "packed"),
+        (172, 256, "packed", "full"),
+        (256, 300, "full", "full"),
+    ]
+    with pytest.raises(ValueError, match="two values of shift"):
+        recipes.get("kitty-pro:k.shift=false")
+
+
 def test_fields_override_parts_of_both_streams_or_of_one() -> None:
     recipe = recipes.get("saw-int4:order=16")
     assert recipe.key.transforms == (Hadamard(order=16),)

@@ -28,6 +28,7 @@ class LayerGroup:
     overlays: dict[StreamName, Tensor]  # [layers, rows + 1, tokens, heads, head_dim]
     ops: dict[Op, Implementation]
     drafts: int  # tokens that a step may write and the next one take back
+    block_tokens: int  # the server shares multiples of so many tokens
     workspace: int = 0  # bytes that operations allocate while they run
     counters: Tensor | None = None  # zeros that the decode kernels of all graphs share: graphs run one after another
 
@@ -65,6 +66,12 @@ class LayerGroup:
         rows = part.batch.overlay_rows
         for mine, theirs in zip(self.pages_only[place].owned, self.stores[place].owned, strict=True):
             theirs.index_copy_(0, rows, mine[: len(rows)])
+
+    @property
+    def room(self) -> int:
+        """New tokens of a sequence that its rings take up beside all that is read without them. Where groups of tokens are coded, so
+        many are written before attention: nothing is copied in the steps of speculative decoding."""
+        return min(stream.window.rollback for stream in self.layout.recipe.streams.values()) if self.groupwise else 0
 
     @property
     def groupwise(self) -> bool:

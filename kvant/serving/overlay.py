@@ -18,8 +18,9 @@ row holds its tokens from there on; those before are read from their pages, exce
 sequence begins with the same physical page.
 
 Where a stream codes groups of tokens, the row also holds the tail, the tokens of the unfinished group, which are nowhere else; and
-what a corrector remembers. Pages end where groups end, and so do prefix hits: a sequence that begins behind one needs no tail. A
-sequence that goes on inside a page has to find its row. Where it does not, `check` raises an error: its next group would be wrong.
+what a corrector remembers. A server's blocks, which are one or several pages, end where groups end, and so do prefix hits: a
+sequence that begins behind one needs no tail. A sequence that goes on inside a block has to find its row. Where it does not,
+`check` raises an error: its next group would be wrong.
 
 Speculative decoding takes tokens back: a step begins before the end of the step before, but after its first token. The ring then has
 as many places more than recent tokens as there are drafts (`Window.rollback`), so that no draft overwrites a token that is needed
@@ -32,6 +33,7 @@ torch code here is that of CPUs, and what the kernel is tested against.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -103,14 +105,13 @@ class OverlayRows:
         for stream in layout.recipe.streams.values():
             spare = stream.window.ring - stream.window.recent
             assert spare >= drafts or not stream.window.recent, (stream.window, drafts)
-            whole = (
-                not stream.window.first and layout.page_tokens % stream.window.flush == 0 and not stream.window.recent
-            )
-            assert whole or not stream.groupwise, "a full page must hold whole groups of tokens"
+            whole = not stream.window.first and not stream.window.recent
+            assert whole or not stream.groupwise, "what a server shares must be whole groups of tokens"
         # Without its row, a sequence may go on at multiples of so many tokens only; 0: anywhere.
-        self.unit = 0
-        if any(stream.groupwise for stream in layout.recipe.streams.values()):
-            self.unit = layout.page_tokens if layout.recipe.not_prefix_safe is None else NO_UNIT
+        grouped = [stream.window.flush for stream in layout.recipe.streams.values() if stream.groupwise]
+        self.unit = math.lcm(layout.page_tokens, *grouped) if grouped else 0
+        if grouped and layout.recipe.not_prefix_safe is not None:
+            self.unit = NO_UNIT
 
         def column(count: int, value: int) -> Tensor:
             return torch.full((count,), value, dtype=torch.int64, device=self.device)

@@ -60,10 +60,10 @@ class Step:
             ring_start,
         )
 
-    def split(self, host_starts: Tensor, host_lens: Tensor, ring: bool, groupwise: bool = False) -> None:
+    def split(self, host_starts: Tensor, host_lens: Tensor, ring: bool, groupwise: bool = False, room: int = 0) -> None:
         """Fills in what concerns prefills. `host_starts` is query_start_loc of all sequences and `host_lens` seq_lens of the
         prefills, both int64 on the host. `ring`: the recipe keeps recent tokens in full precision. `groupwise`: it codes groups of
-        tokens, of which an append may leave out none."""
+        tokens, of which an append may leave out none. `room`: new tokens of a sequence that overwrite nothing of its history."""
         batch, first, count = self.batch, self.decodes, len(host_starts) - 1
         query_start_loc = host_starts[first:] - host_starts[first]
         older = host_lens > query_start_loc.diff()
@@ -77,9 +77,9 @@ class Step:
             sinks=batch.sinks[first:],
             ring_start={name: ring_start[first:] for name, ring_start in batch.ring_start.items()},
         )
-        if not (self.history and ring):
+        places = (older & (query_start_loc.diff() > room)).nonzero()[:, 0] + first
+        if not (len(places) and ring):
             return
-        places = older.nonzero()[:, 0] + first
         low, high = int(places[0]), int(places[-1]) + 1
         part = part_of(batch, host_starts, low, high)
         around = ((0, low), (high, count))

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from kvant.engines.vllm import flash, folding, versions
 from kvant.engines.vllm.bind import bind
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
-from kvant.engines.vllm.options import named_page_tokens
+from kvant.engines.vllm.options import PAGE_TOKENS
 from kvant.ops import LayerStore
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.varlen_prefill import varlen_prefill
@@ -32,7 +32,8 @@ class KvantBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
     token_bytes: ClassVar[int | None] = None  # bytes of one token and head
-    page_tokens: ClassVar[int | None] = None  # tokens of a page
+    page_tokens: ClassVar[int] = PAGE_TOKENS  # tokens of a page, which vLLM calls a kernel block
+    block_tokens: ClassVar[int] = PAGE_TOKENS  # vLLM's own blocks have a multiple of so many tokens
 
     @staticmethod
     def get_name() -> str:
@@ -48,9 +49,13 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        if cls.page_tokens is not None:
-            return [cls.page_tokens]
-        return [named_page_tokens(get_current_vllm_config().additional_config)]
+        # where vLLM looks for a size of its own blocks, 0.32 has no spec yet; 0.26 asks get_preferred_block_size
+        own = kv_cache_spec is None and hasattr(AttentionBackend, "customize_spec")
+        return [cls.block_tokens if own else cls.page_tokens]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return cls.block_tokens if default_block_size % cls.block_tokens else default_block_size
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -96,7 +101,7 @@ def backend_for(layers: LayerGroup) -> type[KvantBackend]:
     recipe = layers.layout.recipe
     name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
     members: dict[str, Any] = {"token_bytes": layers.token_bytes, "page_tokens": layers.layout.page_tokens}
-    members |= {"__module__": __name__, "__qualname__": name}
+    members |= {"block_tokens": layers.block_tokens, "__module__": __name__, "__qualname__": name}
     return type(name, (KvantBackend,), members)
 
 

@@ -32,9 +32,9 @@ Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
 
 
-def check_block(size: int, page_tokens: int = PAGE_TOKENS) -> None:
-    if size % page_tokens:
-        raise ValueError(f"block_size must be a multiple of {page_tokens}, got {size}")
+def check_block(size: int, block_tokens: int = PAGE_TOKENS) -> None:
+    if size % block_tokens:
+        raise ValueError(f"block_size must be a multiple of {block_tokens}, got {size}")
 
 
 def check_groups(config: Any, recipe: Recipe, drafts: int) -> None:
@@ -45,6 +45,12 @@ def check_groups(config: Any, recipe: Recipe, drafts: int) -> None:
         raise ValueError(
             f"recipe {recipe.name} is not served with pipeline_parallel_size > 1: it codes groups of tokens, and a sequence that is "
             "left out of a step could lose its unfinished group"
+        )
+    unit = getattr(config.cache_config, "prefix_match_unit", None)
+    if unit is not None and unit % options.block_tokens(recipe):
+        raise ValueError(
+            f"recipe {recipe.name} is not served with prefix_match_unit={unit}: a prefix hit must end at a multiple of "
+            f"{options.block_tokens(recipe)} tokens, which are coded together"
         )
     if recipe.wants_queries and drafts:
         raise ValueError(
@@ -109,7 +115,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         options.check(recipe)
         check_groups(config, recipe, drafts)
     if config.cache_config.user_specified_block_size:
-        check_block(config.cache_config.block_size, chosen.page_tokens)
+        check_block(config.cache_config.block_size, chosen.block_tokens)
     named, reason = fingerprint()
     if named is None and any("fingerprint" in each.source for each in chosen.artifacts):
         logger.warning_once(
@@ -135,7 +141,8 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         options.judge(chosen, recipe, artifact, named, logger.warning_once)
         recipe = _served(config, chosen, recipe, artifact, {name: attention[name] for name in names}, total, heads)
         dtype = str(model.dtype).removeprefix("torch.")
-        recipe = with_rollback(from_first_token(recipe), drafts)
+        groupwise = any(stream.groupwise for stream in recipe.streams.values())
+        recipe = with_rollback(from_first_token(recipe), drafts + 1 if groupwise and drafts else drafts)
         layout = Layout.of(recipe, len(heads), head_dim, chosen.page_tokens, dtype=dtype, device=device)
         layout = dataclasses.replace(layout, align=layout.page_tokens)  # vLLM counts the bytes of a token
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
@@ -152,12 +159,12 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
                 store.flash = fused
             stores.append(store)
         ops: dict[Op, Implementation] = {op: choose(op, layout, device, chosen.implementation) for op in OPS}
-        if any(stream.groupwise for stream in recipe.streams.values()):
+        if groupwise:
             own = copied_rows(layout, config.scheduler_config.max_num_seqs, device)
             others = [with_rows(store, *own) for store in stores]
         else:
             others = [pages_only(store) for store in stores]
-        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts)
+        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts, chosen.block_tokens)
         _tell(group, artifact, rows, rank)
         if device.type == "cuda":
             begin, scheduler = time.perf_counter(), config.scheduler_config

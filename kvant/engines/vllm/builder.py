@@ -42,7 +42,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         self.attention = [context[name] for name in layer_names]
         layers: LayerGroup = self.attention[0].impl.layers
         assert sorted(layers.names) == sorted(layer_names), (layers.names, layer_names)
-        check_block(kv_cache_spec.block_size, layers.layout.page_tokens)
+        check_block(kv_cache_spec.block_size, layers.layout.page_tokens)  # of the blocks that the kernels see
+        check_block(vllm_config.cache_config.block_size, layers.block_tokens)
         self.layers, self.device = layers, torch.device(device)
         for store in (
             *layers.stores,
@@ -89,7 +90,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         lens = getattr(m, "seq_lens_cpu_upper_bound", None)
         if self.device.type == "cpu" or lens is None or self.layers.drafts:  # drafts make the bound inexact
             lens = m.seq_lens.cpu()
-        step.split(host, lens[step.decodes : m.num_reqs].long(), self.layers.ring, self.layers.groupwise)
+        own = self.layers
+        step.split(host, lens[step.decodes : m.num_reqs].long(), own.ring, own.groupwise, own.room)
 
     def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""

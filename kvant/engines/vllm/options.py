@@ -23,7 +23,7 @@ from kvant.recipe import MixedRecipe, Recipe
 KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "implementation", "unfit_anyway", "fold")
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
-LARGEST_PAGE = 128
+LARGEST_BLOCK = 128
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 
@@ -97,6 +97,11 @@ class Options:
     def page_tokens(self) -> int:
         """Tokens of a page of every layer: layers share block tables."""
         return max(map(page_tokens, self.layers))
+
+    @property
+    def block_tokens(self) -> int:
+        """A block of vLLM has a multiple of so many tokens."""
+        return math.lcm(*map(block_tokens, self.layers))
 
     def artifact(
         self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None
@@ -194,32 +199,24 @@ def per_layer(default: str | Recipe | None, ranges: Mapping[str, str] | None, la
 
 
 def page_tokens(recipe: Recipe) -> int:
-    """Tokens of a page inside vLLM, which shares whole blocks: of groups that are coded together, no page has a part."""
+    """Tokens of a page inside vLLM: whole groups of tokens."""
     if isinstance(recipe, MixedRecipe):
         return max(map(page_tokens, recipe.recipes))
-    return math.lcm(PAGE_TOKENS, *(stream.window.flush for stream in recipe.streams.values()))
+    return max(PAGE_TOKENS, *(stream.codec.group_tokens for stream in recipe.streams.values()))
 
 
-def named_page_tokens(additional: Any) -> int:
-    """Tokens of a page by the names in vLLM's additional_config alone, before the layers are known. What it names wrongly is refused
-    later."""
-    given = additional.get("kvant") if isinstance(additional, Mapping) else None
-    if not isinstance(given, Mapping):
-        return PAGE_TOKENS
-    ranges = given.get("layers")
-    named = [given.get("recipe"), *(ranges.values() if isinstance(ranges, Mapping) else ())]
-    sizes = [PAGE_TOKENS]
-    for name in named:
-        if isinstance(name, str) and name.split(":")[0] in recipes.names():
-            sizes.append(page_tokens(recipes.get(name)))
-    return max(sizes)
+def block_tokens(recipe: Recipe) -> int:
+    """A block of vLLM has a multiple of so many tokens: whole pages, and all that are coded together. vLLM shares whole blocks."""
+    if isinstance(recipe, MixedRecipe):
+        return math.lcm(*map(block_tokens, recipe.recipes))
+    return math.lcm(page_tokens(recipe), *(stream.window.flush for stream in recipe.streams.values()))
 
 
 def refusal(recipe: Recipe) -> str | None:
     """Why a recipe cannot be served inside vLLM, or None where it can."""
     if isinstance(recipe, MixedRecipe):
         return next(filter(None, map(refusal, recipe.recipes)), None)
-    size = page_tokens(recipe)
+    size = block_tokens(recipe)
     for name, stream in recipe.streams.items():
         if not stream.groupwise:
             continue
@@ -228,15 +225,15 @@ def refusal(recipe: Recipe) -> str | None:
                 f"its {name}s are coded in groups, and the last {stream.window.recent} are in none: a full block, which vLLM may "
                 "share, would not be complete"
             )
-        if size > LARGEST_PAGE:
+        if size > LARGEST_BLOCK:
             return (
                 f"its {name}s are coded {stream.window.flush} tokens at a time, and a block that ends where they do has {size} "
-                f"tokens, more than {LARGEST_PAGE}"
+                f"tokens, more than {LARGEST_BLOCK}"
             )
         if getattr(stream.corrector, "shared", False):
             return f"its {name}s are coded with what the first sequence of a batch asks (shared), and vLLM's batches change"
-    if recipe.key.window.sink > size:
-        return f"its {recipe.key.window.sink} sink tokens do not fit into one block of {size} tokens"
+    if recipe.key.window.sink > page_tokens(recipe):
+        return f"its {recipe.key.window.sink} sink tokens do not fit into one page of {page_tokens(recipe)} tokens"
     return None
 
 

@@ -164,6 +164,17 @@ def test_tensor_parallel(start: Any, size: int) -> None:
     assert seen["prefills"] and seen["behind a prefix"], seen
 
 
+def test_blocks_of_two_pages(start: Any) -> None:
+    """Keys of 128 tokens are coded together, and a page has 64: prefix hits end at blocks of two pages. Chunks end anywhere."""
+    llm = start(128, "kivi-k2v2-sink", max_num_batched_tokens=150)
+    shared = prompt(0, 250)
+    run(llm, [shared + prompt(1, 30), prompt(2, 70)], 5)
+    found = run(llm, [shared + prompt(3, 60), shared[:200], shared + prompt(4, 200)], 70)
+    assert [request.num_cached_tokens for request in found] == [128, 128, 128]
+    seen = compared(llm)
+    assert seen["prefills"] and seen["behind a prefix"], seen
+
+
 def alone(start: Any, **options: Any) -> Any:
     """An engine for `squat`, which is fitted on each request's own prompt: nothing is shared, prompts come as a whole."""
     return start(64, "squat", enable_prefix_caching=False, enable_chunked_prefill=False, **options)

@@ -12,7 +12,7 @@ from kvant import recipes, verdicts
 from kvant.artifact import Artifact
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.vllm import versions
-from kvant.engines.vllm.options import Options, judge, named_page_tokens, page_tokens, per_layer, refusal
+from kvant.engines.vllm.options import Options, block_tokens, judge, page_tokens, per_layer, refusal
 from kvant.recipe import MixedRecipe
 from kvant.rope import ropes_of
 from kvant.serving.tp_shard import shard_heads, shard_tensors
@@ -58,31 +58,26 @@ def test_what_is_wrong_is_named(given: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "reason"),
+    ("name", "page", "block", "reason"),
     [
-        ("kivi-k2v2-sink", 128, None),
-        ("kitty-pro", 128, None),
-        ("squat", 64, None),
-        ("int2:sink=64,recent=100", 64, None),
-        ("kivi-k2v2:k.flush=32", 64, None),
-        (
-            "kivi-k2v2:k.recent=3",
-            128,
-            "the last 3 are in none: a full block, which vLLM may share, would not be complete",
-        ),
-        ("kivi-k2v2:k.flush=96", 192, "a block that ends where they do has 192 tokens, more than 128"),
-        ("squat:shared=true", 64, "with what the first sequence of a batch asks"),
-        ("int2:sink=65", 64, "its 65 sink tokens do not fit into one block of 64 tokens"),
+        ("kivi-k2v2-sink", 64, 128, None),
+        ("kitty-pro", 128, 128, None),
+        ("squat", 64, 64, None),
+        ("int2:sink=64,recent=100", 64, 64, None),
+        ("kivi-k2v2:k.flush=32", 64, 64, None),
+        ("kivi-k2v2:k.recent=3", 64, 128, "the last 3 are in none: a full block, which vLLM may share, would not be"),
+        ("kivi-k2v2:k.flush=96", 64, 192, "a block that ends where they do has 192 tokens, more than 128"),
+        ("squat:shared=true", 64, 64, "with what the first sequence of a batch asks"),
+        ("int2:sink=65", 64, 64, "its 65 sink tokens do not fit into one page of 64 tokens"),
     ],
 )
-def test_blocks_hold_whole_groups(name: str, size: int, reason: str | None) -> None:
+def test_blocks_hold_whole_groups(name: str, page: int, block: int, reason: str | None) -> None:
     recipe = recipes.get(name)
-    assert page_tokens(recipe) == size
+    assert page_tokens(recipe) == page and block_tokens(recipe) == block
     found = refusal(recipe)
     assert found is None if reason is None else reason in str(found)
-    given = {"kvant": {"recipe": "int4", "layers": {"1": name}}}
-    assert named_page_tokens(given) == size and Options.of(given, 2).page_tokens == size
-    assert named_page_tokens({"kvant": {"recipe": "nosuch"}}) == named_page_tokens(None) == 64
+    options = Options.of({"kvant": {"recipe": "int4", "layers": {"1": name}}}, 2)
+    assert options.page_tokens == page and options.block_tokens == block
 
 
 def test_the_old_name_of_spare_overlay_rows_works_and_warns() -> None:
@@ -177,7 +172,7 @@ def test_every_recipe_is_served_or_refused_with_its_reason() -> None:
     for name in set(recipes.names()) - served:
         reason = refusal(recipes.get(name))
         assert reason is not None and "groups of" in reason, (name, reason)
-    assert "sink tokens do not fit into one block" in str(refusal(recipes.get("int4:sink=65")))
+    assert "sink tokens do not fit into one page" in str(refusal(recipes.get("int4:sink=65")))
 
 
 def test_versions() -> None:

@@ -34,7 +34,10 @@ def test_all_recipes(plain: bool, tmp_path: Path) -> None:
         recipe = recipes.get(name)
         if recipe.calibrated:
             torch.manual_seed(place)
-            tensors = {place: made_up_tensors(recipe, KV_HEADS, DIM)}
+            made = made_up_tensors(recipe, KV_HEADS, DIM)
+            tensors = dict.fromkeys(
+                range(len(SERVED)), made
+            )  # an artifact may serve several recipes, such as kvant-2's
             Artifact(recipe, KV_HEADS, DIM, len(SERVED), tensors).save(tmp_path / name)
             artifacts.append(str(tmp_path / name))
     chosen: dict[str, Any] = {"layers": {str(place): name for place, name in enumerate(SERVED)}, "artifact": artifacts}
@@ -165,6 +168,7 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
             2,
             "recipe kitty-pro is not served with pipeline_parallel_size > 1",
         ),
+        ("kivi-k2v2", "cache_config.prefix_match_unit", 64, "hit must end at a multiple of 128 tokens"),
         ("squat", "cache_config.enable_prefix_caching", True, "squat cannot share blocks between requests"),
         ("squat", "scheduler_config.enable_chunked_prefill", True, "squat needs prompts as a whole"),
         ("squat", "scheduler_config.long_prefill_token_threshold", 512, "squat needs prompts as a whole"),
@@ -176,7 +180,7 @@ def test_configurations_that_groups_refuse(name: str, place: str, value: Any, me
     from kvant.engines.vllm.bind import check_groups
 
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=False, prefix_match_unit=None),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=False, long_prefill_token_threshold=0),
     )
