@@ -22,7 +22,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvant import recipes
 from kvant.layout import Layout
-from kvant.ops.cuda import append, append_groups, append_pq, full, nvrtc, overlay_step, plan, transform_kv, unpack
+from kvant.ops.cuda import (
+    append,
+    append_groups,
+    append_pq,
+    full,
+    nearest_centroids,
+    nvrtc,
+    overlay_step,
+    plan,
+    prefill,
+    transform_kv,
+    unpack,
+)
 
 H200 = (227 * 1024, 228 * 1024)  # shared memory of a thread block and of a multiprocessor
 FRAME_SIZE, REGCOUNT = 0x11, 0x2F  # attributes of a kernel in .nv.info
@@ -34,6 +46,10 @@ def texts() -> Iterator[tuple[str, str]]:
         ("saw-int4", 4, (1, 128), (1, 128)),
         ("kvant-4-fast", 4, (2, 1), (2, 1)),
         ("oscar", 4, (2, 1), (0, 1)),
+        ("oscar:group=64", 4, (2, 1), (0, 1)),
+        ("oscar:group=32", 4, (2, 1), (0, 1)),
+        ("int4:group=32", 4, (0, 1), (0, 1)),
+        ("saw-int4-kmeans", 4, (0, 1), (0, 1)),
         ("int2", 4, (0, 1), (0, 1)),
         ("kvant-2", 4, (2, 1), (0, 1)),
         ("kivi-k2v2", 4, (0, 1), (0, 1)),
@@ -59,17 +75,21 @@ def texts() -> Iterator[tuple[str, str]]:
                 made_pq = append_pq.AppendPqPlan(layout, ("bfloat16", "bfloat16"), (128, 1), rows)
                 yield f"append {name} {rows} rows", made_pq.text
             continue
-        for stream in ("key", "value"):
+        if nearest_centroids.serves(layout):
+            for order in (1, 128):
+                found = nearest_centroids.NearestPlan(layout, ("bfloat16", "bfloat16"), (order, 1), (False, False))
+                yield f"nearest centroids {name} order {order}", found.text
+        for stream in ("key", "value") if prefill.refuse_layout(layout) is None else ():
             yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "float16").text  # type: ignore[arg-type]
         if append.refuse_layout(layout) is None:
             types = ("bfloat16", "bfloat16")
             yield f"append {name} rows", append.AppendPlan(layout, types, (128, 1)).text
-            if name in ("oscar", "kvant-2"):
+            if name.partition(":")[0] in ("oscar", "kvant-2"):
                 block = layout.recipe.key.effective_rope_block
                 step = append.AppendPlan(layout, types, (1, 1), (name == "kvant-2", False), (2, 2), block, step=True)
                 yield f"append {name} a step", step.text
             tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
-            if name in ("oscar", "kvant-2"):
+            if name.partition(":")[0] in ("oscar", "kvant-2"):
                 block = layout.recipe.key.effective_rope_block
                 tiled = append.AppendPlan(layout, types, (1, 1), (name == "kvant-2", False), (2, 2), block)
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True).text

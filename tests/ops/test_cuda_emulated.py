@@ -50,7 +50,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     caches = (cuda_decode._kernel, cuda_decode._transform_kernel, cuda_decode._rotate_kernel, cuda_append._kernel)
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
-    caches += (nearest_centroids._kernel, unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
+    caches += (
+        nearest_centroids._kernel,
+        unpack._kernel,
+        transform_kv._kernel,
+        append_pq._kernel,
+        append_groups._kernel,
+        copy_rows._kernel,
+    )
     for cache in caches:
         cache.cache_clear()
     yield

@@ -77,7 +77,9 @@ def _tile_matrix(store: LayerStore, name: StreamName, fused: FusedTransform) -> 
         tensors = stream.codec.tensors
         order = _group_order(layout, name)
         mean = None if fused.mean is None else fused.mean[:, order.to(device)].contiguous()
-        return TileMatrix(_fragments(signs, rows, order[columns]), 1.0, fused.order, mean, tensors.weights, tensors.mean)
+        return TileMatrix(
+            _fragments(signs, rows, order[columns]), 1.0, fused.order, mean, tensors.weights, tensors.mean
+        )
     forward = matrix_in(store, name)
     assert forward.tensor is not None
     parts, entry_step = _fp16_parts(forward.tensor.to(device))

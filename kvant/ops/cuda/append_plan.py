@@ -122,7 +122,9 @@ class AppendPlan:
         if self.step or not tileable(self.layout) or "float32" in self.types:
             return False
         scales = [stream.scale_groups for stream in self.layout.formats.values()]
-        if any(n > 1 and order > 1 and not parts for n, order, parts in zip(scales, self.orders, self.parts, strict=True)):
+        if any(
+            n > 1 and order > 1 and not parts for n, order, parts in zip(scales, self.orders, self.parts, strict=True)
+        ):
             return False  # tiles multiply such rows by a matrix
         return all(self.parts) or not is_banded(self.layout.format("key"))
 

@@ -195,7 +195,7 @@ STREAM_CONSTANTS: dict[str, Constant] = {
         BOOK_HEADS="codebooks: 1 where heads share one",
         CENTROIDS="centroids of whole head vectors, whose residuals are coded; 0 without",
         INDEX_OFFSET="byte of the indices of these centroids in a page of a head; -1 where one centroid needs none",
-        CENTROID_OFFSET="byte of the keys' scores with these centroids, or of the values' centroids, in the CTA's dynamic shared memory",
+        CENTROID_OFFSET="byte in dynamic shared memory of the keys' scores with these centroids, or of the values' centroids",
         RECENT="recent tokens that are not packed yet",
         FLUSH="tokens that are packed at a time",
     ),

@@ -81,4 +81,6 @@ class Codebooks(Derived):
             share = dim // groups // 8
             order = torch.arange(dim).view(groups, 8, share).permute(0, 2, 1).flatten()  # [element, g]
             books[1] = books[1][..., order.to(books[1].device)]
-        return cls(*(None if book is None else book.half().clone(memory_format=torch.contiguous_format) for book in books))
+        return cls(
+            *(None if book is None else book.half().clone(memory_format=torch.contiguous_format) for book in books)
+        )

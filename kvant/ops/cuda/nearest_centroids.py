@@ -13,6 +13,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
+from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -56,7 +57,9 @@ class Centroids(Derived):
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
-        books = (store.stream(name).codec.tensors.codebooks if _centroids(store.layout, name) else None for name in _NAMES)
+        books = (
+            store.stream(name).codec.tensors.codebooks if _centroids(store.layout, name) else None for name in _NAMES
+        )
         return cls(*(None if book is None else book[:, 0].half().contiguous() for book in books))
 
 
@@ -92,7 +95,12 @@ class NearestPlan:
         dim, sizes = self.layout.head_dim, []
         for i, name in enumerate(_NAMES):
             count = -(-_centroids(self.layout, name) // 8) * 8
-            sizes.append((dim + 8) * 2 * (count + self._parts(i) * ROWS) + 4 * count + ROWS * (4 * dim + 8 + 12 * WARPS) + 4 * WARPS)
+            sizes.append(
+                (dim + 8) * 2 * (count + self._parts(i) * ROWS)
+                + 4 * count
+                + ROWS * (4 * dim + 8 + 12 * WARPS)
+                + 4 * WARPS
+            )
         return -(-max(sizes) // 16) * 16
 
     @functools.cached_property
@@ -124,14 +132,24 @@ class NearestPlan:
         }
 
 
+def refuse_memory(layout: Layout, device: torch.device) -> str | None:
+    """Why a device's shared memory does not hold what the search needs, or None."""
+    needed = NearestPlan(layout, ("float32", "float32"), (1, 1), (False, False)).dynamic_bytes
+    if needed + 1024 > shared_memory(device)[0]:
+        return f"centroids and rows of {needed} bytes are more than this GPU's shared memory holds"
+    return None
+
+
 @functools.lru_cache(maxsize=256)
 def _kernel(made: NearestPlan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(made.text, "kvant_nearest_centroids", device, WARPS * 32, made.dynamic_bytes)
 
 
-def nearest_centroids(store: LayerStore, key: SearchedRows, value: SearchedRows, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-    """Indices of the nearest centroids of new keys and values, uint8 [tokens, heads], which are also written to their pages. Those of a
-    stream with one centroid, or without, are undefined."""
+def nearest_centroids(
+    store: LayerStore, key: SearchedRows, value: SearchedRows, batch: PagedBatch
+) -> tuple[Tensor, Tensor]:
+    """Indices of the nearest centroids of new keys and values, uint8 [tokens, heads], which are also written to their pages. Those of
+    a stream with one centroid, or without, are undefined."""
     books = store.derive(Centroids)
     types = tuple(str(x.rows.dtype).removeprefix("torch.") for x in (key, value))
     made = NearestPlan(

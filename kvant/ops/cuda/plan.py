@@ -30,7 +30,7 @@ from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
-RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA, whose lanes have twice the accumulators
+RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA on a multiprocessor
 STAGES = 2  # pages that a warp has in flight
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
@@ -146,7 +146,11 @@ class Plan:
         """Static shared memory, at most. Beside centroids it is counted: rows and operands of the queries, and the rest."""
         if not self.residual:
             return STATIC_BYTES
-        return 4 * self.layout.head_dim * self.tile_heads + 128 * self.lane_heads * self.key_registers + 3072 * self.lane_heads
+        return (
+            4 * self.layout.head_dim * self.tile_heads
+            + 128 * self.lane_heads * self.key_registers
+            + 3072 * self.lane_heads
+        )
 
     @property
     def _most_blocks(self) -> int:

@@ -36,6 +36,8 @@ def refuse_layout(layout: Layout) -> str | None:
     for name, stream in layout.formats.items():
         if not stream.is_tokenwise:
             return f"it unpacks token-wise affine codes, and the {name}s are coded by {stream.codec}"
+        if stream.scale_groups > 1:
+            return f"it unpacks one scale a token, and the {name}s have {stream.scale_groups}"
     return None
 
 
