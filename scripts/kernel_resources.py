@@ -31,7 +31,6 @@ from kvant.ops.cuda import (
     nvrtc,
     overlay_step,
     plan,
-    prefill,
     transform_kv,
     unpack,
 )
@@ -67,6 +66,9 @@ def texts() -> Iterator[tuple[str, str]]:
         if name in ("oscar", "kvant-2", "vecinfer-2", "kvant-4-fast"):
             block = layout.recipe.key.effective_rope_block
             yield f"transform {name}", transform_kv.TransformPlan(layout, "bfloat16", block).text
+        for stream in unpack.STREAMS:
+            rotated = 64 if layout.recipe.streams[stream].rope == "block" else 0
+            yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated).text
         if layout.recipe.key.groupwise:
             yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
             continue
@@ -79,8 +81,6 @@ def texts() -> Iterator[tuple[str, str]]:
             for order in (1, 128):
                 found = nearest_centroids.NearestPlan(layout, ("bfloat16", "bfloat16"), (order, 1), (False, False))
                 yield f"nearest centroids {name} order {order}", found.text
-        for stream in ("key", "value") if prefill.refuse_layout(layout) is None else ():
-            yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "float16").text  # type: ignore[arg-type]
         if append.refuse_layout(layout) is None:
             types = ("bfloat16", "bfloat16")
             yield f"append {name} rows", append.AppendPlan(layout, types, (128, 1)).text

@@ -1,4 +1,5 @@
-"""Benchmark of prefill over a packed history: time and memory, compared with fused attention over unquantized tokens."""
+"""Benchmark of prefill over a packed history: time and memory, compared with the fastest of torch's fused attentions over
+unquantized tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from kvant.bench.attention import LIMIT
@@ -31,6 +33,8 @@ class Result:
     workspace: int  # peak bytes beyond inputs and outputs; 0 where it is not measured
     baseline_seconds: float
     times: float  # speed relative to the baseline
+    baseline: str  # the fastest
+    baselines: dict[str, float]  # seconds of each
 
 
 def measure(
@@ -45,8 +49,8 @@ def measure(
     filled = fill(recipe, shape, device)
     cache, tokens = filled.cache, shape.batch * new_tokens
     chosen = choose("prefill", cache.layout, device, implementation)
-    ends = filled.batch.seq_lens + new_tokens
-    query_start_loc = torch.arange(shape.batch + 1, device=device) * new_tokens
+    ends = filled.batch.seq_lens.cpu() + new_tokens  # lengths on the host, as a server has them
+    query_start_loc = torch.arange(shape.batch + 1) * new_tokens
     batch = filled.batch._replace(seq_lens=ends, query_start_loc=query_start_loc)
     query = torch.randn(tokens, shape.heads, shape.head_dim, device=device).to(shape.torch_dtype)
     key, value = (
@@ -55,7 +59,7 @@ def measure(
     run = functools.partial(chosen.run, filled.store, query, key, value, batch, scale=shape.head_dim**-0.5)
     found = run()
     last = slice(new_tokens - 8, new_tokens)  # only these rows of the first sequence are compared with the reference
-    row = one_sequence(batch, 0)._replace(query_start_loc=torch.tensor([0, new_tokens], device=device))
+    row = one_sequence(batch, 0)._replace(query_start_loc=torch.tensor([0, new_tokens]))
     part = slice(0, new_tokens)
     expected = reference.prefill(
         filled.store, query[part].double(), key[part].double(), value[part].double(), row, scale=shape.head_dim**-0.5
@@ -66,13 +70,21 @@ def measure(
             f"{chosen.name} prefills recipe {recipe.name} with a relative error of {error:.2e}, more than {LIMIT}: not timed"
         )
     workspace = allocated_by(run, device)
-    times = all_times({"ours": [run], "full": [_baseline(shape, new_tokens, device)]}, device, repeat, graph=False)
-    seconds, full = times["ours"].median, times["full"].median
+    calls: dict[str, list[Call]] = {
+        "ours": [run],
+        **{name: [call] for name, call in _baselines(shape, new_tokens, device).items()},
+    }
+    times = {name: found.median for name, found in all_times(calls, device, repeat, graph=False).items()}
+    seconds = times.pop("ours")
+    best = min(times, key=lambda name: times[name])
     name, size = chosen.name, dataclasses.asdict(shape)
-    return Result(recipe.name, name, size, new_tokens, error, seconds, workspace, full, full / seconds)
+    speed = times[best] / seconds
+    return Result(recipe.name, name, size, new_tokens, error, seconds, workspace, times[best], speed, best, times)
 
 
-def _baseline(shape: Shape, new_tokens: int, device: torch.device) -> Call:
+def _baselines(shape: Shape, new_tokens: int, device: torch.device) -> dict[str, Call]:
+    """Torch's fused attentions over unquantized tokens. cuDNN's takes no causal mask that ends with the last token, and runs
+    without one: it computes the few scores more that such a mask would hide."""
     total = shape.context + new_tokens
     query = torch.randn(shape.batch, shape.heads, new_tokens, shape.head_dim, device=device).to(shape.torch_dtype)
     kv = [
@@ -80,6 +92,17 @@ def _baseline(shape: Shape, new_tokens: int, device: torch.device) -> Call:
         for _ in range(2)
     ]
     mask: Any = causal_lower_right(new_tokens, total)
-    return functools.partial(
-        torch.nn.functional.scaled_dot_product_attention, query, kv[0], kv[1], attn_mask=mask, enable_gqa=True
-    )
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, query, kv[0], kv[1], enable_gqa=True)
+    calls: dict[str, Call] = {"flash": functools.partial(attend, attn_mask=mask)}
+
+    def cudnn() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attend()
+
+    if device.type == "cuda" and shape.torch_dtype != torch.float32:
+        try:
+            cudnn()
+        except RuntimeError:  # this build of torch, or this GPU, has none for these heads
+            return calls
+        calls["cudnn"] = cudnn
+    return calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,6 +45,11 @@ def add(commands: Any) -> None:
         metavar="N",
         help="prefill, generate: new tokens of a sequence (default 512; 128 with equal memory; 4 per timed run of "
         "generation with a real model)",
+    )
+    parser.add_argument(
+        "--new",
+        metavar="N[,N...]",
+        help="prefill: numbers of new tokens of a sequence, each measured with every shape (default: --new-tokens)",
     )
     parser.add_argument(
         "--model",
@@ -270,9 +276,9 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
     from kvant.bench import prefill
     from kvant.layout import human_bytes
 
-    new_tokens = args.new_tokens or 512
+    counts = _numbers(args.new, "--new") if args.new else [args.new_tokens or 512]
     results = []
-    for shape in shapes:
+    for shape, new_tokens in itertools.product(shapes, counts):
         rows = []
         for recipe in recipes:
             say(f"{recipe.name}: {shape} + {new_tokens}")
@@ -285,12 +291,15 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
                     f"{found.error:.1e}",
                     f"{found.seconds * 1e3:.2f}",
                     human_bytes(found.workspace) if found.workspace else "-",
-                    f"{found.baseline_seconds * 1e3:.2f}",
+                    ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in found.baselines.items()),
                     f"{found.times:.2f}",
                 ]
             )
         columns = "<recipe | <by | error | ms | workspace | full, ms | times full"
-        caption = "error: relative to the reference in float64, same bytes; full: torch's fused attention, unquantized"
+        caption = (
+            "error: relative to the reference in float64, same bytes; full: torch's fused attentions, unquantized, the "
+            "fastest of which counts"
+        )
         _table(f"prefill over packed history, one layer, {shape} + {new_tokens}", columns, rows, caption)
     return results
 

@@ -7,6 +7,7 @@ of one batch have different lengths.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,12 @@ class Step:
     before: list[int]  # lengths of the sequences before it
     same: list[int] | None  # for every row of the batch, the first row with the same text; None where all differ
     written: int = 0  # layers of the group whose new tokens are stored
+
+    @functools.cached_property
+    def host_lengths(self) -> PagedBatch:
+        """The batch with its lengths on the host, where prefill decides by them: they are copied once for all layers."""
+        batch = self.batch
+        return batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
 
 
 @dataclasses.dataclass

@@ -268,7 +268,7 @@ class Cache(Serving, transformers.Cache):
         elif self.as_decoded:
             flat = group.paged.replay(index, q, k, v, step.batch, **options)
         else:
-            flat = group.paged.prefill(index, q, k, v, step.batch, **options)
+            flat = group.paged.prefill(index, q, k, v, step.host_lengths, **options)
             group.paged.append(index, k, v, step.batch, q)
         self._written(group, step, index)
         out = unflatten(flat, step.padding_mask, rows, columns)

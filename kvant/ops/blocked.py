@@ -140,13 +140,13 @@ def _one(
     def attend(first: int, last: int) -> Part:
         keys, values = (read_block(store, name, row, history, first, last, read) for name in ("key", "value"))  # type: ignore[arg-type]
         if fused:
-            return _fused(q, keys, values, scale, causal=False)
-        return _plain(q, keys, values, scale, softcap, sliding_window, history - first, mean_logit)
+            return attend_fused(q, keys, values, scale, causal=False)
+        return attend_plain(q, keys, values, scale, softcap, sliding_window, history - first, mean_logit)
 
     def own() -> Part:
         if fused:
-            return _fused(q, k, v, scale, causal=True)
-        return _plain(q, k, v, scale, softcap, sliding_window, 0, mean_logit)
+            return attend_fused(q, k, v, scale, causal=True)
+        return attend_plain(q, k, v, scale, softcap, sliding_window, 0, mean_logit)
 
     out = over_spans(spans, attend, own).out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
     if history:
@@ -174,7 +174,7 @@ def read_block(
     return stream.attended(packed, position)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:
     """Torch's fused attention. The query heads of a KV head become rows of one problem; with a causal mask, in which the row
     decides, keys and values are repeated instead."""
     heads, group, rows, dim = q.shape
@@ -193,7 +193,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:
     return Part(out.float().reshape(heads, group, rows, dim), lse.reshape(heads, group, rows, 1))
 
 
-def _plain(
+def attend_plain(
     q: Tensor,
     k: Tensor,
     v: Tensor,

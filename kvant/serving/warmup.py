@@ -13,14 +13,13 @@ from typing import NamedTuple
 import torch
 
 from kvant.ops import Implementation, LayerStore, PagedBatch
+from kvant.ops.cuda.prefill import JOINED_TOKENS
 from kvant.ops.memory import allocated_by
 from kvant.ops.registry import Op
 from kvant.ops.types import empty_overlay
 
 Tensor = torch.Tensor
-HISTORY = (
-    16384 + 64
-)  # tokens: more than prefill unpacks at a time. Appends of many tokens use another kernel than those of few
+HISTORY = 16384 + 64  # tokens that are appended: appends of many tokens use another kernel than those of few
 
 
 class LargestStep(NamedTuple):
@@ -45,7 +44,10 @@ def warm_up(
     that history. Returns the bytes that operations allocate, 0 on a CPU."""
     layout, device, history = store.layout, store.pages.device, max(history, largest.new)
     pages = -(-(history + largest.new) // layout.page_tokens)
-    width = max(pages, -(-largest.tokens // layout.page_tokens))
+    # what prefill unpacks at a time is bounded, and many short sequences reach the bound as a long one does
+    unpacks = reads and device.type == "cuda" and ops["prefill"].name == "cuda"
+    longest = max(history, JOINED_TOKENS + layout.page_tokens) if unpacks else history
+    width = max(-(-max(longest + largest.new, largest.tokens) // layout.page_tokens), pages)
     scratch = dataclasses.replace(
         store,
         pages=torch.zeros(pages, layout.heads, layout.page_head_bytes, dtype=torch.uint8, device=device),
@@ -56,8 +58,9 @@ def warm_up(
     def batch(first: int, last: int, count: int = 1) -> PagedBatch:
         """Sequences in the same pages, whose tokens [first, last) are new."""
         slot_mapping = torch.arange(first, last, device=device).repeat(count)
-        table = torch.zeros(count, width, dtype=torch.int64, device=device)
-        table[:, :pages] = torch.arange(pages, device=device)
+        table = (torch.arange(width, device=device) % pages).repeat(
+            count, 1
+        )  # of a history that is longer, pages come again
         seq_lens, overlay_rows = (
             torch.full((count,), last, device=device),
             torch.zeros(count, dtype=torch.int64, device=device),
@@ -81,7 +84,7 @@ def warm_up(
         decodes = batch(history, history + 1, count)
         decode = partial(ops["decode"].run, scratch, rows(count, query_heads), decodes, **options)
         needed.append(allocated_by(decode, device))
-    x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(history, history + largest.new)
+    x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(longest, longest + largest.new)
     more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
     needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))
     return max(needed)

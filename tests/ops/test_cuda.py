@@ -456,24 +456,92 @@ def test_decode_in_a_cuda_graph_follows_its_inputs(name: str) -> None:
         assert relative_error(out, reference.decode(store, q.double(), batch, scale=0.1)) < 2e-3
 
 
+HISTORIES = [
+    "int4",
+    "saw-int4",
+    "oscar:sink=3,recent=20",
+    "kvant-2",
+    "kvant-2:rope_block=100",
+    "kvant-3",
+    "kvant-4-fast",
+    "int3",
+    "oscar:group=32,sink=3,recent=20",
+    "kivi-k2v2",
+    "kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5",
+    "kitty-pro",
+    "kitty:sink=3",
+    "squat",
+    "squat-pre",
+    "kvant-2:rope_block=24",
+    "vecinfer-2",
+    "vecinfer-4",
+    "million-2:k.bits=10,v.bits=9",
+    "million-1.5:bits=8,books=head",
+    "turboquant-2",
+    "turboquant-3",
+    "saw-int4-kmeans:centroids=64",
+    "saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64",
+]
+
+
+@pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("block", [96, 1 << 14])
+@pytest.mark.parametrize("room", [96, 400, 1 << 16])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=3,recent=20", "kvant-2", "kvant-4-fast", "int3"])
-def test_prefill_over_a_history(name: str, dtype: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
+@pytest.mark.parametrize("name", HISTORIES)
+def test_prefill_over_a_history(name: str, dtype: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all sequences at once, for some of them, and not for the longest; lengths on the device and on the host."""
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", room)
     cache, seqs = filled(name, 2, 4, 128, dtype, [1, 63, 700])
     store, counts = cache.stores[0], [3, 1, 60, 5]
     k, v = (vectors(sum(counts), 2, 128, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 8, 128, device="cuda").to(getattr(torch, dtype))
     batch = cache.extend([*seqs, cache.new()], counts)
+    host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
     for softcap, window in ((None, None), (3.0, None), (None, 200)):
         options = {"scale": 128**-0.5, "softcap": softcap, "sliding_window": window}
-        with attention.poisoned():
-            found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
-        assert relative_error(found, expected) < 2e-3, (softcap, window)
+        for given in (batch, host):
+            with attention.poisoned():
+                found = cuda_prefill.prefill(store, q, k, v, given, **options)  # type: ignore[arg-type]
+            assert relative_error(found, expected) < 2e-3, (softcap, window)
+
+
+@pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("name", HISTORIES)
+def test_unpack_gives_what_the_reference_reads(name: str, dim: int, dtype: torch.dtype) -> None:
+    lengths = [1, 63, 1500, 200, 129]
+    layout = Layout.of(recipes.get(name), 2, dim)
+    if (reason := cuda_prefill.refuse(layout, torch.device("cuda"))) is not None:
+        pytest.skip(reason)
+    cache, seqs = filled(name, 2, 1, dim, "bfloat16", lengths, first=30 if recipes.get(name).wants_rope else 0)
+    batch, store = cache.batch(seqs), cache.stores[0]
+    counts = [70, 0, 33, 1, 16]
+    begins = [sum(counts[:b]) for b in range(len(counts))]
+    whole = tuple(unpack.Span(0, n, n, begins[b], counts[b]) for b, n in enumerate(lengths))
+    parts = tuple(unpack.Span(n // 3, n - n // 5, n) for n in lengths)
+    new = vectors(sum(counts), 2, dim, "cuda", 0.4).bfloat16()
+    for stream in unpack.STREAMS:
+        expected = reference.restored(store, stream, batch)
+        for spans in (whole, parts):
+            with attention.poisoned():
+                found = unpack.unpack(store, stream, batch, spans, new, dtype)
+            rows = torch.cat(
+                [
+                    part
+                    for b, span in enumerate(spans)
+                    for part in (
+                        expected[b, span.first : span.last],
+                        new[span.new_first : span.new_first + span.new].float(),
+                    )
+                ]
+            )
+            assert relative_error(found.float(), rows) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")  # of group-wise recipes, prefill is
@@ -916,15 +984,16 @@ def test_boosted_channels_that_a_word_does_not_hold_are_refused() -> None:
 
 
 def test_prefill_refuses_what_it_cannot_unpack() -> None:
-    assert refusals.refuse_layout(make_layout("vecinfer-2")) is None
-    assert "coded by ProductVQ" in (cuda_prefill.refuse_layout(make_layout("vecinfer-2")) or "")
-    assert refusals.refuse_layout(make_layout("kivi-k2v2")) is None
-    assert "coded by Channel" in (cuda_prefill.refuse_layout(make_layout("kivi-k2v2")) or "")
-    assert "coded by Boosted" in (cuda_prefill.refuse_layout(make_layout("kitty-pro")) or "")
-    assert "coded by ResidualKMeans" in (cuda_prefill.refuse_layout(make_layout("saw-int4-kmeans")) or "")
-    assert "the keys have 2" in (cuda_prefill.refuse_layout(make_layout("int4:group=32")) or "")
-    for name in ("saw-int4-kv", "oscar", "kvant-2", "int3"):
-        assert cuda_prefill.refuse_layout(make_layout(name)) is None
+    served = ("saw-int4-kv", "oscar", "oscar:group=32", "kvant-2", "kvant-3", "int3", "vecinfer-2", "million-1.5")
+    for name in (*served, "kivi-k2v2-sink", "kitty-pro", "squat", "squat-pre", "turboquant-3", "saw-int4-kmeans-rot"):
+        assert cuda_prefill.refuse_layout(make_layout(name, 2, 128)) is None, name
+    for name, reason in (
+        ("gear", "the keys are coded by LowRank"),
+        ("zipcache", "the keys are coded by Salient"),
+        ("million-1.5:books=space", "one for each of 16 sub-vectors"),
+    ):
+        assert reason in (cuda_prefill.refuse_layout(make_layout(name, 2, 128)) or ""), name
+    assert "fragment order" in (cuda_prefill.refuse_layout(make_layout("int2", 2, 80)) or "")
 
 
 def test_append_refuses_what_it_cannot_write() -> None:
@@ -1026,6 +1095,9 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
     nvrtc.compile_text(
         transform_kv.TransformPlan(layout, "bfloat16", layout.recipe.key.effective_rope_block).text, "sm_90"
     )
+    for stream in unpack.STREAMS:
+        rotated = 0 if layout.recipe.streams[stream].rope == "post" else 64
+        nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated).text, "sm_80")
     if layout.format("key").is_pq:
         for rows in (append_pq.LOW_BATCH_ROWS, append_pq.high_batch_rows(layout)):
             nvrtc.compile_text(append_pq.AppendPqPlan(layout, ("bfloat16", "float32"), (128, 1), rows).text, "sm_80")
@@ -1034,8 +1106,6 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         for arch in ("sm_80", "sm_90"):
             nvrtc.compile_text(append_groups.GroupPlan(layout, ("bfloat16", "float32")).text, arch)
         return
-    for stream in layout.recipe.streams:
-        nvrtc.compile_text(unpack.UnpackPlan(layout, stream, "float16").text, "sm_90")
     if cuda_append.refuse_layout(layout) is None:
         pairs = cuda_append.AppendPlan(layout, ("bfloat16", "float32"), (128, 1))
         code = nvrtc.cached_code(pairs.text, "sm_90", tmp_path)

@@ -18,14 +18,13 @@ import torch
 from kvant.bench import attention
 from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
-from kvant.ops import blocked, flash, implementations, reference
+from kvant.ops import flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import append_groups, append_pq, copy_rows, nearest_centroids, nvrtc, plan, transform_kv, unpack
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
 from kvant.ops.cuda.key_planes import key_planes
-from kvant.ops.types import one_sequence
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
@@ -696,41 +695,101 @@ READ = [
     ("saw-int4-kv:seed=3", 128, 0),
     ("oscar:sink=3,recent=20", 64, 0),
     ("kvant-2:sink=5,recent=70", 64, 1000),
+    ("kvant-2:rope_block=100", 128, 30),
+    ("kvant-2:k.bits=4,rope_block=64", 96, 3),
+    ("kvant-3", 128, 0),
     ("kvant-2:rope=post,k.bits=4/4/0,v.bits=4", 128, 0),
     ("kvant-2:rope=post,k.bits=0/2/4", 128, 0),
     ("kvant-2:rope=post,k.bits=4/0/2", 128, 0),
     ("kvant-4-fast", 96, 0),
     ("int3", 64, 0),
     ("int8", 64, 0),
+    ("int4", 80, 0),
+    ("int4", 256, 0),
+    ("kivi-k2v2", 64, 0),
+    ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 64, 0),
+    ("kivi-k2v2-sink:k.bits=3,v.bits=3,v.group=64", 64, 0),
+    ("kitty-pro", 64, 0),
+    ("kitty:sink=3", 128, 0),
+    ("squat", 64, 0),
+    ("squat-pre", 64, 30),
+    ("kvant-2:rope_block=24", 64, 100),
+    ("oscar:group=32,sink=3,recent=20", 64, 0),
+    ("int4:group=16", 64, 0),
+    ("oscar:group=64", 128, 0),
+    ("int8:k.group=32,v.group=0", 96, 0),
+    ("vecinfer-2", 64, 0),
+    ("vecinfer-4", 64, 0),
+    ("million-2:k.bits=10,v.bits=9", 96, 0),
+    ("million-1.5:bits=8,books=head", 128, 0),
+    ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 64, 30),
+    ("turboquant-3", 64, 0),
+    ("saw-int4-kmeans:centroids=64", 64, 0),
+    ("saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64", 128, 0),
 ]
+LENGTHS = [1, 63, 300, 20]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
 def test_unpack(name: str, dim: int, first: int) -> None:
-    """Every stored number, rounded to fp16, from pages and windows."""
-    cache, seqs = filled(name, 2, 1, dim, [1, 63, 300], first=first)
-    batch, store = cache.batch(seqs), cache.stores[0]
-    for b, n in enumerate((1, 63, 300)):
-        row = one_sequence(batch, b)
-        for stream in ("key", "value"):
-            bound = store.stream(stream)  # type: ignore[arg-type]
-            attended, bound_read = type(bound).attended, blocked.read_block
-            for begin in {0, n // 32 * 16}:
-                with attention.poisoned():
-                    found = unpack.unpack(store, stream, row, n, begin, n, torch.float16)  # type: ignore[arg-type]
-                with pytest.MonkeyPatch.context() as patch:  # as they are stored
-                    patch.setattr(type(bound), "attended", lambda self, x, position: x)
-                    page = begin // store.layout.page_tokens * store.layout.page_tokens
-                    expected = bound_read(store, stream, row, n, page, n, blocked.unpack)[begin - page :]  # type: ignore[arg-type]
-                assert type(bound).attended is attended
-                torch.testing.assert_close(found.transpose(0, 1).float(), expected, rtol=1e-3, atol=1e-4)
+    """Every stored token of a ragged batch in the model's space, from pages and windows; new tokens behind them."""
+    check_unpack(name, dim, first, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_types_of_unpacked_rows(dtype: torch.dtype) -> None:
+    check_unpack("kvant-2:sink=5,recent=70", 64, 30, dtype)
+
+
+def check_unpack(name: str, dim: int, first: int, dtype: torch.dtype) -> None:
+    cache, seqs = filled(name, 2, 1, dim, LENGTHS, first=first)
+    batch, store, counts = cache.batch(seqs), cache.stores[0], [5, 0, 40, 17]
+    assert cuda_prefill.refuse_layout(store.layout) is None
+    begins = [sum(counts[:b]) for b in range(len(counts))]
+    whole = tuple(unpack.Span(0, n, n, begins[b], counts[b]) for b, n in enumerate(LENGTHS))
+    parts = tuple(unpack.Span(n // 3, n - n // 5, n, begins[b], 0) for b, n in enumerate(LENGTHS))
+    nothing = tuple(span._replace(last=0, new=3) if b == 2 else span for b, span in enumerate(whole))
+    for stream in unpack.STREAMS:
+        expected = reference.restored(store, stream, batch)
+        new = vectors(sum(counts), 3, dim, "cpu", 0.4).bfloat16()[:, 1:]  # with a stride
+        for spans in (whole, parts, nothing):
+            with attention.poisoned():
+                found = unpack.unpack(store, stream, batch, spans, new, dtype)
+            at, limit = 0, 8e-3 if dtype == torch.bfloat16 else 1e-3
+            for b, span in enumerate(spans):
+                own = new[span.new_first : span.new_first + span.new].float()
+                rows = torch.cat((expected[b, span.first : span.last], own))
+                here = found[at : at + span.tokens].float()
+                at += span.tokens
+                if len(rows):
+                    atol = limit / 2 * float(rows.abs().max())
+                    torch.testing.assert_close(here, rows, rtol=limit, atol=atol)
+            assert at == len(found)
 
 
 def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: flash.Bounds,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without a kernel, sequence by sequence."""
+    parts, ends = [], [x.tolist() for x in bounds[:2]]
+    assert bounds[2:] == tuple(max(x.diff().tolist()) for x in bounds[:2])
+    assert ends[0][-1] == len(q) and ends[1][-1] == len(k) == len(v)
+    for b in range(len(ends[0]) - 1):
+        rows, tokens = (slice(*x[b : b + 2]) for x in ends)
+        parts.append(one_plain(q[rows], k[tokens], v[tokens], scale, causal, softcap))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def one_plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention without a kernel."""
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     scores = q @ k.mT * scale
@@ -742,12 +801,14 @@ def plain(
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dim", "first"), READ)
-@pytest.mark.parametrize("block", [96, 4096])
-def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tokens over a history, in one block and in several, beside a sequence without one and one without new tokens."""
-    monkeypatch.setattr(cuda_prefill, "BLOCK_TOKENS", block)
+@pytest.mark.parametrize("room", [96, 400, 1 << 16])
+def test_prefill(name: str, dim: int, first: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tokens over a history, with room for all sequences at once, for some, and not for the longest; beside a sequence without
+    a history and one without new tokens."""
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", room)
+    monkeypatch.setattr(cuda_prefill, "MASKED_TOKENS", 96)
     cache, seqs = filled(name, 2, 2, dim, [1, 63, 300], first=first)
     store, counts = cache.stores[0], [1, 0, 40, 5]
     store.flash = flash.Flash(plain, torch.float16, softcap=True)
@@ -755,12 +816,37 @@ def test_prefill(name: str, dim: int, first: int, block: int, monkeypatch: pytes
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 4, dim).bfloat16()
     batch = cache.extend(seqs, counts)
-    for softcap in (None, 3.0):
-        options = {"scale": dim**-0.5, "softcap": softcap}
+    for softcap, window in ((None, None), (3.0, None), (None, 200)):
+        options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": window}
         with attention.poisoned():
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         assert relative_error(found, expected) < 2e-3
+
+
+def test_unpacked_rows_have_matrices_of_any_magnitude() -> None:
+    """float16 holds up to 65504, and nothing below 6e-5 in full; heads may differ."""
+    cache, seqs = filled("oscar:sink=3,recent=20", 2, 1, 64, [100])
+    store, batch = cache.stores[0], cache.batch(seqs)
+    spans, sizes = (unpack.Span(0, 100, 100),), torch.tensor([2.0**20, 2.0**-20])
+    one = [unpack.unpack(store, name, batch, spans, None, torch.float32) for name in unpack.STREAMS]
+    held = store.derive(unpack.StoredTables)
+    for name in unpack.STREAMS:
+        matrix = held.inverse[name].tensor
+        assert matrix is not None
+        held.inverse[name] = dataclasses.replace(held.inverse[name], tensor=matrix * sizes[:, None, None])
+    held.found.clear()
+    for before, name in zip(one, unpack.STREAMS, strict=True):
+        found = unpack.unpack(store, name, batch, spans, None, torch.float32)
+        torch.testing.assert_close(found, before * sizes[:, None], rtol=1e-6, atol=0)
+
+
+def test_sequences_share_the_workspace_of_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", 100)
+    spans = cuda_prefill.spans_of([0, 10, 10, 30, 31, 131], [60, 500, 50, 200, 100])
+    assert [span.tokens for span in spans] == [60, 0, 50, 200, 100]
+    assert list(cuda_prefill.workspaces(spans)) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    assert list(cuda_prefill.workspaces([])) == []
 
 
 def test_the_way_of_a_prefill() -> None:

@@ -60,16 +60,16 @@ def with_lse() -> flash.Flash | None:
 
 
 def _attend_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, bounds: flash.Bounds, scale: float, causal: bool, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _varlen()(
         q=q,
         k=k,
         v=v,
-        cu_seqlens_q=flash.bounds(q),
-        cu_seqlens_k=flash.bounds(k),
-        max_seqlen_q=len(q),
-        max_seqlen_k=len(k),
+        cu_seqlens_q=bounds.queries,
+        cu_seqlens_k=bounds.keys,
+        max_seqlen_q=bounds.most_queries,
+        max_seqlen_k=bounds.most_keys,
         softmax_scale=scale,
         causal=causal,
         softcap=softcap or 0.0,

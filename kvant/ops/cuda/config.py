@@ -134,6 +134,19 @@ CONSTANTS: dict[str, Constant] = {
         KEY_GROUPS="scales of a key vector that is coded token by token",
         VALUE_ORDER_GROUPS="parts of a value vector that the order of its codes is made of",
     ),
+    # unpacking
+    **_ints(
+        TILES="tiles of 16 tokens that a warp unpacks at once",
+        VECTOR="neighbouring channels that a lane stores at once",
+        PASS_TILES="tiles of 8 output channels that a warp computes at once",
+        ROTATED="pairs of channels that RoPE rotates when keys are read; 0 where none",
+        ROPE_STEP="positions of the RoPE blocks, where ROPE_BLOCK is a multiple that angles are tabulated for; 0 where it is them",
+        SCALE_GROUPS="scales of a token",
+        LEVELS="1 where codes are places in a table of levels",
+        CENTROIDS="centroids of head vectors whose residuals are coded; 0 where they are not",
+        INDEX_BITS="bits of the index of a token's centroid; 0 where one needs none",
+        ORDER_GROUPS="parts of a token's vector that the order of its codes is made of",
+    ),
     # decode attention
     **_types(PageAttention="how a page is attended to: a type of codecs/*_pages.cuh"),
     **_ints(
@@ -182,6 +195,7 @@ STREAM_CONSTANTS: dict[str, Constant] = {
         BANDED="1 where codes are levels of a band, 0 where they are affine",
         UNBIASED="1 where the scale is corrected so that the row keeps its squared norm",
         WEIGHTED="1 where the errors of channels are weighted",
+        OFFSETS="1 where an offset is added after the matrix",
         FLAG="1 where the sign of a scale says whether the mean was subtracted",
         SEARCH="ranges or scales that are tried for a row",
         GROUPS="scales of a row",

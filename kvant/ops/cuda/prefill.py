@@ -1,53 +1,49 @@
-"""Prefill over a packed history, a block of tokens at a time: what it holds at once does not grow with the history.
+"""Prefill over a packed history. Histories are unpacked into a workspace of at most JOINED_TOKENS tokens; what it holds at once does
+not grow with the history.
 
 It has two ways, `Way`. The layout and the device decide when a cache is made whether this implementation serves at all (`refuse`).
 Which way a call takes depends on what only the call knows, its queries' type, soft cap, sliding window and lengths; `way_of` alone
-decides that, and `kvant doctor` prints the rule (ABOUT). Both ways are the loop `blocked.over_spans`.
+decides that, and `kvant doctor` prints the rule (ABOUT).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from typing import Self
+import itertools
+from collections.abc import Iterator
 
 import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
-from kvant.ops.blocked import Part, over_spans
-from kvant.ops.cuda import refusals
-from kvant.ops.cuda.unpack import rotate_keys, unpack
-from kvant.ops.fused import FusedTransform, TransformKind, blocks_of, matrix_of
+from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans
+from kvant.ops.cuda.plan import shared_memory
+from kvant.ops.cuda.refusals import refuse_machine
+from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
 from kvant.ops.registry import register
-from kvant.ops.types import Derived, LayerStore, PagedBatch, prefill_each
+from kvant.ops.types import LayerStore, PagedBatch, prefill_each, some_sequences
 
 Tensor = torch.Tensor
-BLOCK_TOKENS = 16384  # of a history, unpacked at a time
+JOINED_TOKENS = 65536 + 4096  # tokens of the workspace, in which histories and new tokens of sequences are attended to
+MASKED_TOKENS = 4096  # of a history, unpacked at a time where scores are held
 
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why a layout's history cannot be unpacked on a device, or None."""
-    return refusals.refuse(layout, device) or refuse_layout(layout)
-
-
-def refuse_layout(layout: Layout) -> str | None:
-    """Why unpack.cu does not read what the decode kernel does, or None."""
-    for name, stream in layout.formats.items():
-        if not stream.is_tokenwise:
-            return f"it unpacks token-wise affine codes, and the {name}s are coded by {stream.codec}"
-        if stream.scale_groups > 1:
-            return f"it unpacks one scale a token, and the {name}s have {stream.scale_groups}"
-    return None
+    reason = refuse_machine(device, refuse_layout(layout))
+    if reason is None:
+        needed = max(shared_bytes(layout, name) for name in STREAMS)
+        if needed > shared_memory(device)[0]:
+            reason = f"a matrix and a codebook of {needed} bytes are more than this GPU's shared memory holds"
+    return reason
 
 
 class Way(enum.Enum):
     """How a call is served.
 
-    FUSED   kernels/unpack.cu unpacks pages into the model's own space, so that nothing has to be done to queries, new keys and
-            values, and outputs: stored rows x come back as x M + offset. Fused attention (`store.flash`) reads them beside the new
-            tokens.
-    MASKED  pages are unpacked in torch, and scores are held to mask or cap them (kvant.ops.blocked). Slower.
+    FUSED   kernels/unpack.cu unpacks the histories of all sequences into the model's own space, with the new tokens behind each:
+            one launch for keys, one for values. Fused attention (`store.flash`) for sequences of different lengths reads them.
+    MASKED  sequence by sequence; scores are held to mask or cap them (kvant.ops.blocked). Slower.
     """
 
     FUSED = "fused"
@@ -55,8 +51,8 @@ class Way(enum.Enum):
 
 
 ABOUT = (
-    "fused for 16-bit queries; slower, with scores in memory, for float32 queries, a sliding window shorter than a sequence, "
-    "and a soft cap that the engine's fused attention lacks"
+    "all sequences unpacked at once for fused attention, for 16-bit queries; slower, with scores in memory, for float32 queries, a "
+    "sliding window shorter than a sequence, and a soft cap that the engine's fused attention lacks"
 )
 
 
@@ -84,18 +80,138 @@ def prefill(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """As the reference's `prefill`, by the `Way` that `way_of` gives."""
+    """As the reference's `prefill`, by the `Way` that `way_of` gives. Where seq_lens and query_start_loc lie on the host, it does not
+    wait for the device."""
+    if rotated_pairs(store, "key") % 8:  # the kernel rotates eight pairs of channels at a time
+        return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack)
     way = way_of(store.flash, query.dtype, batch.seq_lens, softcap, sliding_window)
     if way is Way.MASKED:
-        return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
-        return _one(store, q, k, v, row, history, scale, softcap)
+        def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
+            return _masked(store, q, k, v, row, history, scale, softcap, sliding_window)
 
-    return prefill_each(query, key, value, batch, attend)
+        return prefill_each(query, key, value, batch, attend)
+    return _fused(store, query, {"key": key, "value": value}, batch, scale, softcap)
 
 
-def _one(
+# --- fused ------------------------------------------------------------------------------------------------------------
+
+
+def spans_of(starts: list[int], seq_lens: list[int]) -> list[Span]:
+    """All that each sequence attends to: nothing where it has no new tokens."""
+    out = []
+    for b, length in enumerate(seq_lens):
+        new = starts[b + 1] - starts[b]
+        history = length - new
+        out.append(Span(0, history if new else 0, history, starts[b], new))
+    return out
+
+
+def workspaces(spans: list[Span]) -> Iterator[slice]:
+    """Neighbouring sequences that fit into the workspace together. A sequence that does not fit is alone."""
+    first = tokens = 0
+    for b, span in enumerate(spans):
+        if first < b and tokens + span.tokens > JOINED_TOKENS:
+            yield slice(first, b)
+            first, tokens = b, 0
+        tokens += span.tokens
+    if first < len(spans):
+        yield slice(first, len(spans))
+
+
+def _fused(
+    store: LayerStore,
+    query: Tensor,
+    new: dict[StreamName, Tensor],
+    batch: PagedBatch,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """All sequences by Way.FUSED."""
+    fused, device = store.flash, query.device
+    starts, spans = batch.query_start_loc.tolist(), spans_of(batch.query_start_loc.tolist(), batch.seq_lens.tolist())
+    if not any(span.last for span in spans):  # nothing was stored before
+        most = max((span.new for span in spans), default=0)
+        if not most:
+            return torch.empty_like(query)
+        own = flash.row_starts(tuple(starts), device)
+        bounds = flash.Bounds(own, own, most, most)
+        return fused.run(query, new["key"], new["value"], bounds, scale, True, softcap)[0]
+    dtype = fused.dtype or query.dtype
+    out: Tensor | None = None
+    for part in workspaces(spans):
+        here = spans[part]
+        rows = slice(starts[part.start], starts[part.stop])
+        if rows.start == rows.stop:
+            continue
+        sequences, q = some_sequences(batch, part), query[rows].to(dtype)
+        if len(here) == 1 and here[0].tokens > JOINED_TOKENS:
+            found = _long(store, q, new, sequences, here[0], dtype, scale, softcap)
+        else:
+            found = _attend(store, q, new, sequences, here, dtype, scale, softcap, True).out
+        if rows.stop - rows.start == len(query):
+            return found.to(query.dtype)
+        out = torch.empty_like(query) if out is None else out
+        out[rows] = found
+    assert out is not None
+    return out
+
+
+def _attend(
+    store: LayerStore,
+    q: Tensor,
+    new: dict[StreamName, Tensor],
+    batch: PagedBatch,
+    spans: list[Span],
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+) -> Part:
+    """Attention of rows q to the spans of their sequences, in one call."""
+    keys, values = (unpack(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
+    where = joined(store.layout, tuple(spans), q.device)
+    counts = [span.new for span in spans] if causal else [len(q)]  # a span of a history alone has no new tokens
+    starts = (0, *itertools.accumulate(counts))
+    bounds = flash.Bounds(flash.row_starts(starts, q.device), where.starts, max(counts), where.longest)
+    out, lse = store.flash.run(q, keys, values, bounds, scale, causal, softcap)
+    return Part(out, lse[..., None])
+
+
+def _long(
+    store: LayerStore,
+    q: Tensor,
+    new: dict[StreamName, Tensor],
+    row: PagedBatch,
+    whole: Span,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """One sequence that does not fit into the workspace: spans of its history, merged by their log-sum-exps. Where they fit, the
+    new tokens are attended to with the last span."""
+    spans = [(first, min(whole.last, first + JOINED_TOKENS)) for first in range(0, whole.last, JOINED_TOKENS)]
+    with_new = whole.last - spans[-1][0] + whole.new <= JOINED_TOKENS
+
+    def attend(first: int, last: int) -> Part:
+        if with_new and last == whole.last:
+            return _attend(store, q, new, row, [whole._replace(first=first)], dtype, scale, softcap, True)
+        return _attend(store, q, new, row, [Span(first, last, whole.history)], dtype, scale, softcap, False)
+
+    def own() -> Part:
+        rows, part = flash.row_starts((0, whole.new), q.device), slice(whole.new_first, whole.new_first + whole.new)
+        key, value = (new[name][part].to(dtype) for name in STREAMS)
+        bounds = flash.Bounds(rows, rows, whole.new, whole.new)
+        out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap)
+        return Part(out, lse[..., None])
+
+    return over_spans(spans, attend, None if with_new else own).out
+
+
+# --- masked -----------------------------------------------------------------------------------------------------------
+
+
+def _masked(
     store: LayerStore,
     query: Tensor,
     key: Tensor,
@@ -104,79 +220,25 @@ def _one(
     history: int,
     scale: float,
     softcap: float | None,
+    sliding_window: int | None,
 ) -> Tensor:
-    """One sequence by Way.FUSED. Where they fit into the last block of the history, the new tokens are attended to with it, in one
-    call."""
-    fused = store.flash
-    if not history:
-        return fused.run(query, key, value, scale, True, softcap)[0]
-    dtype = fused.dtype or query.dtype
-    q, new = query.to(dtype), {"key": key, "value": value}
-    spans = [(first, min(history, first + BLOCK_TOKENS)) for first in range(0, history, BLOCK_TOKENS)]
-    joined = history - spans[-1][0] + len(query) <= BLOCK_TOKENS
+    """One sequence by Way.MASKED, in the model's space."""
+    new, query_heads, dim = query.shape
+    q = query.float().view(new, store.layout.heads, -1, dim).permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
+    k, v = key.float(), value.float()
+    plain = softcap is not None or (sliding_window is not None and sliding_window < history + new)
+    low = 0 if sliding_window is None else max(0, history + 1 - sliding_window)
+    spans = [(first, min(history, first + MASKED_TOKENS)) for first in range(low, history, MASKED_TOKENS)]
+
+    def part(k: Tensor, v: Tensor, ahead: int, causal: bool) -> Part:
+        if plain:
+            return attend_plain(q, k, v, scale, softcap, sliding_window, ahead, None)
+        return attend_fused(q, k, v, scale, causal)
 
     def attend(first: int, last: int) -> Part:
-        more = len(query) if joined and last == history else 0
-        both = []
-        for name in new:
-            x = read(store, name, row, history, first, last, dtype, more)  # type: ignore[arg-type]
-            if more:
-                x[:, last - first :] = new[name].transpose(0, 1)
-            both.append(x.transpose(0, 1))
-        return _part(fused.run(q, both[0], both[1], scale, bool(more), softcap))
+        span = (Span(first, last, history),)
+        keys, values = (unpack(store, name, row, span, None, torch.float32) for name in STREAMS)
+        return part(keys, values, history - first, False)
 
-    def own() -> Part:
-        return _part(fused.run(q, key.to(dtype), value.to(dtype), scale, True, softcap))
-
-    return over_spans(spans, attend, None if joined else own).out.to(query.dtype)
-
-
-def _part(found: tuple[Tensor, Tensor]) -> Part:
-    return Part(found[0], found[1][..., None])
-
-
-def read(
-    store: LayerStore, name: StreamName, row: PagedBatch, n: int, first: int, last: int, dtype: torch.dtype, more: int
-) -> Tensor:
-    """Tokens [first, last) of a sequence of n in the model's space: [heads, tokens + more, head_dim], where what is `more` is
-    left to be written."""
-    x = unpack(store, name, row, n, first, last, dtype)
-    inverse = _inverse(store, name, dtype)
-    if inverse.kind is not TransformKind.NONE:
-        assert inverse.tensor is not None
-        x = (
-            x @ inverse.tensor
-            if inverse.offset is None
-            else torch.baddbmm(inverse.offset[:, None], x, inverse.tensor.expand(len(x), -1, -1))
-        )
-    if store.stream(name).rope is not None:
-        size = store.stream(name).spec.effective_rope_block
-        rope = store.stream(name).rope
-        assert rope is not None
-        rotate_keys(store, x, first, blocks_of(last, rope.first, size))
-    if not more:
-        return x
-    out = x.new_empty(x.shape[0], x.shape[1] + more, x.shape[2])
-    out[:, : x.shape[1]] = x
-    return out
-
-
-@dataclasses.dataclass
-class StoredInverses(Derived):
-    """How stored tokens come back into the model's space, by stream and type of the rows."""
-
-    inverse: dict[tuple[StreamName, torch.dtype], FusedTransform] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, store: LayerStore) -> Self:
-        return cls()
-
-
-def _inverse(store: LayerStore, name: StreamName, dtype: torch.dtype) -> FusedTransform:
-    """x M + offset of stored tokens x in the model's space; made once for a store."""
-    made = store.derive(StoredInverses).inverse
-    if (name, dtype) not in made:
-        found = matrix_of(store.stream(name).transforms, "inverse", store.layout, store.pages.device)
-        matrix, offset = (None if x is None else x.to(dtype) for x in (found.tensor, found.offset))
-        made[name, dtype] = FusedTransform(found.kind, 1, matrix, offset)
-    return made[name, dtype]
+    out = over_spans(spans, attend, lambda: part(k, v, 0, True)).out.permute(2, 0, 1, 3)
+    return out.reshape(new, query_heads, dim).to(query.dtype)
