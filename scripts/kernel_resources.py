@@ -51,6 +51,8 @@ def texts() -> Iterator[tuple[str, str]]:
         ("saw-int4-kmeans", 4, (0, 1), (0, 1)),
         ("int2", 4, (0, 1), (0, 1)),
         ("kvant-2", 4, (2, 1), (0, 1)),
+        ("kvant-3", 4, (2, 1), (0, 1)),
+        ("kvant-4", 4, (2, 1), (0, 1)),
         ("kivi-k2v2", 4, (0, 1), (0, 1)),
         ("kitty-pro", 4, (0, 1), (0, 1)),
         ("vecinfer-2", 4, (2, 1), (2, 1)),
@@ -84,14 +86,14 @@ def texts() -> Iterator[tuple[str, str]]:
         if append.refuse_layout(layout) is None:
             types = ("bfloat16", "bfloat16")
             yield f"append {name} rows", append.AppendPlan(layout, types, (128, 1)).text
-            if name.partition(":")[0] in ("oscar", "kvant-2"):
+            if name.startswith("oscar") or layout.recipe.key.effective_rope_block:
                 block = layout.recipe.key.effective_rope_block
-                step = append.AppendPlan(layout, types, (1, 1), (name == "kvant-2", False), (2, 2), block, step=True)
+                step = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2, 2), block, step=True)
                 yield f"append {name} a step", step.text
             tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
-            if name.partition(":")[0] in ("oscar", "kvant-2"):
+            if name.startswith("oscar") or layout.recipe.key.effective_rope_block:
                 block = layout.recipe.key.effective_rope_block
-                tiled = append.AppendPlan(layout, types, (1, 1), (name == "kvant-2", False), (2, 2), block)
+                tiled = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2 if block else 3, 3), block)
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True).text
             yield f"append {name} prompts", tiled.text
     yield "overlay_step", overlay_step.text(64)

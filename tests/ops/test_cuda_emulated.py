@@ -463,7 +463,8 @@ extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (th
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("name", "dim"), [("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("int8", 96)]
+    ("name", "dim"),
+    [("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("kvant-3", 128), ("int8", 96)],
 )
 def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> None:
     layout = make_layout(name, 2, dim)
@@ -614,6 +615,8 @@ def test_append_of_a_step(
         ("kvant-2:v.bits=4,k.bits=4/4/0", 64, "float16", None),
         ("kvant-2:k.bits=0/4/2,rope_block=64", 128, "bfloat16", 128),
         ("kvant-2:search=9,k.bits=2,v.unbiased=true", 64, "bfloat16", None),
+        ("kvant-3", 128, "bfloat16", None),
+        ("kvant-3:k.bits=3,rope=post,sink=0,recent=0", 128, "float16", 16),
     ],
 )
 def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -702,6 +705,7 @@ READ = [
     ("kvant-2:rope=post,k.bits=0/2/4", 128, 0),
     ("kvant-2:rope=post,k.bits=4/0/2", 128, 0),
     ("kvant-4-fast", 96, 0),
+    ("kvant-3:rope=post", 128, 0),
     ("int3", 64, 0),
     ("int8", 64, 0),
     ("int4", 80, 0),

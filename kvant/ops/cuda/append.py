@@ -199,7 +199,7 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
     # at head_dim 96, or of groups with a scale each, the blocks of a Hadamard do not end where the shares of lanes do
     apart = layout.head_dim == 96 or layout.format(name).scale_groups > 1
     if way == "tiles" and (multiplied or is_banded(layout.format(name)) or (hadamard and apart)):
-        made = tile_matrix(store, name)
+        made = tile_matrix(store, name, x.dtype)
     if made is not None:
         return _Rows(
             x.contiguous(),

@@ -37,7 +37,7 @@ class AppendTransforms(Derived):
     """The transforms of a store's streams as the append kernels apply them."""
 
     forward: dict[StreamName, FusedTransform]  # with the mean after the Hadamard
-    tiles: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
+    tiles: dict[tuple[StreamName, torch.dtype], TileMatrix] = dataclasses.field(default_factory=dict)  # by type of rows
     step: dict[StreamName, TileMatrix] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -57,15 +57,15 @@ def _mean_after(forward: FusedTransform) -> FusedTransform:
     return dataclasses.replace(forward, mean=walsh_hadamard(mean, forward.order).float().contiguous())
 
 
-def tile_matrix(store: LayerStore, name: StreamName) -> TileMatrix:
-    """The matrix of a stream for kernels/append_tiles.cu; made once for a store."""
+def tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype) -> TileMatrix:
+    """The matrix of a stream for kernels/append_tiles.cu and rows of a 16-bit type; made once for a store."""
     made = store.derive(AppendTransforms)
-    if name not in made.tiles:
-        made.tiles[name] = _tile_matrix(store, name, made.forward[name])
-    return made.tiles[name]
+    if (name, dtype) not in made.tiles:
+        made.tiles[name, dtype] = _tile_matrix(store, name, dtype, made.forward[name])
+    return made.tiles[name, dtype]
 
 
-def _tile_matrix(store: LayerStore, name: StreamName, fused: FusedTransform) -> TileMatrix:
+def _tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype, fused: FusedTransform) -> TileMatrix:
     layout, device, stream = store.layout, store.pages.device, store.stream(name)
     rows, columns = tile_index(layout.head_dim, stream.rope is not None)
     banded = is_banded(layout.format(name))
@@ -73,7 +73,7 @@ def _tile_matrix(store: LayerStore, name: StreamName, fused: FusedTransform) -> 
         # as entries of +-1, which one part holds; the factor is left to the kernel
         dual = matrix_of(stream.transforms, "dual", layout, device).tensor  # as forward, without a mean
         assert dual is not None
-        signs = dual.sign().half()[:, None]
+        signs = dual.sign().to(dtype)[:, None]
         tensors = stream.codec.tensors
         order = _group_order(layout, name)
         mean = None if fused.mean is None else fused.mean[:, order.to(device)].contiguous()
@@ -82,7 +82,9 @@ def _tile_matrix(store: LayerStore, name: StreamName, fused: FusedTransform) -> 
         )
     forward = matrix_in(store, name)
     assert forward.tensor is not None
-    parts, entry_step = _fp16_parts(forward.tensor.to(device))
+    # rows as they are read are multiplied by parts of their own type, keys that are unrotated as fp16
+    bf16 = dtype is torch.bfloat16 and stream.rope is None
+    parts, entry_step = (_bf16_parts if bf16 else _fp16_parts)(forward.tensor.to(device))
     order = _lane_order(layout) if name == "key" and banded else _group_order(layout, name)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
     mean, weights, flag_mean = (
@@ -125,6 +127,15 @@ def _fp16_parts(matrix: Tensor) -> tuple[Tensor, float]:
     entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
     high = (matrix / entry_step).half()
     return torch.stack(((matrix / entry_step - high.double()).half(), high), 1), entry_step
+
+
+def _bf16_parts(matrix: Tensor) -> tuple[Tensor, float]:
+    """A matrix [heads, head_dim, head_dim] as the sum of three of bfloat16, [heads, 3, head_dim, head_dim], the largest one last."""
+    rest, parts = matrix.double(), []
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].double()
+    return torch.stack(parts[::-1], 1), 1.0
 
 
 def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

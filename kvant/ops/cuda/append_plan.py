@@ -89,10 +89,11 @@ def is_banded(stream: StreamFormat) -> bool:
 def tileable(layout: Layout) -> bool:
     """Whether tiles of 16 tokens can be written, if they come in 16 bits: every lane then has whole words of codes."""
     dim, formats = layout.head_dim, list(layout.formats.values())
-    if any(3 in stream.widths for stream in formats):
-        return False  # two planes
+    three = [band for stream in formats for band in stream.stored_bands if band.bits == 3]  # whose codes are two planes
     if all(is_banded(stream) for stream in formats):
-        return dim in BAND_DIMS
+        return dim in BAND_DIMS and not any(band.width % 64 for band in three) and not (three and dim < 128)
+    if three:
+        return False
     if any(is_banded(stream) or not (stream.is_tokenwise or stream.is_residual) for stream in formats):
         return False
     return dim in TILE_DIMS and all(dim * bits % 128 == 0 for stream in formats for bits in stream.widths)
@@ -130,14 +131,17 @@ class AppendPlan:
 
     @property
     def tile_warps(self) -> int:
-        """Warps of a CTA of kvant_append_tiles: with a matrix, one or two warpgroups that share it."""
-        return 8 if any(self.parts) and not is_banded(self.layout.format("key")) else 4
+        """Warps of a CTA of kvant_append_tiles: with a matrix, warpgroups that share it. Registers hold twelve warps of banded
+        rows: in one CTA where a multiprocessor has no room for three matrices."""
+        if not any(self.parts):
+            return 4
+        return 8 if not is_banded(self.layout.format("key")) else 4 if self.shared <= 72 * 1024 else 12
 
     @property
     def _tile_ctas(self) -> int:
         """CTAs of kvant_append_tiles that a multiprocessor is to hold: with a matrix, rows take more registers and shared memory."""
         if any(self.parts):
-            return 2 if self.tile_warps == 8 else 3
+            return {8: 2, 4: 3, 12: 1}[self.tile_warps]
         encodings = [stream.encoding for stream in self.layout.formats.values()]
         several = any(stream.scale_groups > 1 or stream.is_residual for stream in self.layout.formats.values())
         return 4 if several or any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5

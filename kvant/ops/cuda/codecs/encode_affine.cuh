@@ -21,48 +21,98 @@ struct Clip {
   float share, start, gap;  // start: where the search begins; gap: about how far apart magnitudes are there; in mean magnitudes of the row
 };
 
-// The limit at which a row is clipped, a lane having N of its channels; infinity where nothing is. A threshold with `drop` magnitudes above it is searched by counting: first where it would be
-// for normal numbers, then by Newton's method with their density, and by bisection where that leaves the range. Floats of one sign are in
-// the order of their bits, so that every try makes the range (low, high) smaller.
+// Search for the limit at which a row is clipped: a threshold with `drop` magnitudes above it is searched by counting, first where it would be for normal numbers, then
+// by Newton's method with their density, and by bisection where that leaves the range. Floats of one sign are in the order of their bits, so that every try makes the
+// range (low, high) smaller.
+struct ClipSearch {
+  int low, high;     // more than `drop` magnitudes are above low, fewer above high, as floats; where low = high, `drop` magnitudes are above it
+  float guess, gap;  // what to try next; about how far apart magnitudes are there
+
+  template <int N, int FROM, int TO> DEV void begin(const float* x, const Clip& clip) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) sum += fabsf(x[i]);
+    sum = reduce_lanes<FROM, TO>(sum, [](float a, float b) { return a + b; });
+    const float mean = sum * (1.f / Config::HEAD_DIM);
+    low = -1, high = __float_as_int(sum);
+    guess = mean * clip.start, gap = mean * clip.gap;
+  }
+  DEV bool open() const { return high - low > 1; }
+  DEV float inside() const {  // the guess, or the middle of the range
+    const int near = __float_as_int(guess);
+    return near > low && near < high ? guess : 0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high));
+  }
+  DEV void take(int tried, float excess) {  // so many more than `drop` magnitudes are above `tried`
+    if (excess >= 0.f) low = tried;
+    if (excess <= 0.f) high = tried;
+    guess = fmaf(excess, gap, __int_as_float(tried));
+  }
+  // The limit, a lane having N of the row's channels; infinity where nothing is clipped.
+  template <int N, int FROM, int TO> DEV float finish(const float* x, const Clip& clip) {
+    for (int k = 0; __any_sync(FULL, clip.drop && open()); k++) {
+      int tried = k < 16 ? __float_as_int(inside()) : low + (high - low) / 2;  // so that it ends, whatever the numbers are
+      tried = max(min(tried, high - 1), low + 1);
+      const float threshold = __int_as_float(tried);
+      float more = 0.f;
+#pragma unroll
+      for (int i = 0; i < N; i++) more += is_greater(fabsf(x[i]), threshold);
+      const int above = count_lanes<FROM, TO>(more);
+      if (open()) take(tried, (float)(above - clip.drop));
+    }
+    float limit = __int_as_float(high), least = __int_as_float(0x7f800000), most = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float size = fabsf(x[i]);
+      least = size > limit ? fminf(least, size) : least, most = size > limit ? most : fmaxf(most, size);
+    }
+    least = reduce_lanes<FROM, TO>(least, [](float a, float b) { return fminf(a, b); });
+    most = reduce_lanes<FROM, TO>(most, [](float a, float b) { return fmaxf(a, b); });
+    if (low == high) {  // otherwise m[drop - 1] = m[drop] = limit
+      const float apart = least - most;
+      limit = clip.share < 0.5f ? fmaf(clip.share, apart, most) : fmaf(clip.share - 1.f, apart, least);
+    }
+    return clip.drop ? limit : __int_as_float(0x7f800000);
+  }
+};
 template <int N, int FROM, int TO> DEV float clip_limit(const float* x, const Clip& clip) {
-  float sum = 0.f;
+  ClipSearch search;
+  search.begin<N, FROM, TO>(x, clip);
+  return search.finish<N, FROM, TO>(x, clip);
+}
+
+// Makes the ranges of the searches of two rows smaller, most often down to the end, by magnitudes that are rounded towards zero to fp16, two of which are compared at
+// once. Counts are those of the exact magnitudes: rounded like this, one exceeds a number of fp16 where it is at least the next such number. A row lies in four lanes, N
+// numbers each.
+template <int N> DEV void narrow_search(ClipSearch (&search)[2], const float (*x)[N], const Clip& clip) {
+  if (!clip.drop) return;
+  const float drop = (float)clip.drop;
+  u32 sizes[2][N / 2];
 #pragma unroll
-  for (int i = 0; i < N; i++) sum += fabsf(x[i]);
-  sum = reduce_lanes<FROM, TO>(sum, [](float a, float b) { return a + b; });
-  const float mean = sum * (1.f / Config::HEAD_DIM), gap = mean * clip.gap;
-  int low = -1, high = __float_as_int(sum);  // more than `drop` magnitudes are above low, fewer above high
-  float guess = mean * clip.start, limit = 0.f;
-  bool found = false;
-  for (int k = 0; __any_sync(FULL, clip.drop && !found && high - low > 1); k++) {
-    int tried = __float_as_int(guess);
-    if (tried <= low || tried >= high) tried = __float_as_int(0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high)));
-    if (k >= 16) tried = low + (high - low) / 2;  // so that it ends, whatever the numbers are
-    tried = max(min(tried, high - 1), low + 1);
-    const float threshold = __int_as_float(tried);
-    float more = 0.f;
+  for (int r = 0; r < 2; r++)
 #pragma unroll
-    for (int i = 0; i < N; i++) more += is_greater(fabsf(x[i]), threshold);
-    const int above = count_lanes<FROM, TO>(more);
-    if (found || high - low <= 1) continue;
-    if (above == clip.drop) found = true, limit = threshold;
-    else if (above > clip.drop) low = tried;
-    else high = tried;
-    guess = threshold + (above - clip.drop) * gap;
-  }
-  if (!found) limit = __int_as_float(high);  // m[drop - 1] = m[drop]
-  float least = __int_as_float(0x7f800000), most = 0.f;
+    for (int i = 0; i < N / 2; i++) sizes[r][i] = fp16_pair_down(x[r][2 * i], x[r][2 * i + 1]) & 0x7FFF7FFFu;
+  for (int k = 0; k < 8; k++) {
+    u32 bound[2], more[2] = {0u, 0u};
+    int tried[2];
+    bool live[2];
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    const float size = fabsf(x[i]);
-    least = size > limit ? fminf(least, size) : least, most = size > limit ? most : fmaxf(most, size);
+    for (int r = 0; r < 2; r++) {
+      const float guess = search[r].inside();
+      bound[r] = fp16_pair_down(guess, guess);
+      tried[r] = __float_as_int(fp16_low(bound[r] + 1u)) - 1;  // the largest float below the next number of fp16
+      live[r] = search[r].open() && tried[r] > search[r].low && tried[r] < search[r].high;
+    }
+    if (!__any_sync(FULL, live[0] || live[1])) break;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) more[r] = add_fp16x2(more[r], is_greater_fp16x2(sizes[r][i], bound[r]));
+    u32 both = add_fp16x2(__byte_perm(more[0], more[1], 0x5410), __byte_perm(more[0], more[1], 0x7632));  // of either row
+    both = add_fp16x2(both, __shfl_xor_sync(FULL, both, 1));
+    both = add_fp16x2(both, __shfl_xor_sync(FULL, both, 2));
+    if (live[0]) search[0].take(tried[0], fp16_low(both) - drop);
+    if (live[1]) search[1].take(tried[1], fp16_high(both) - drop);
   }
-  least = reduce_lanes<FROM, TO>(least, [](float a, float b) { return fminf(a, b); });
-  most = reduce_lanes<FROM, TO>(most, [](float a, float b) { return fmaxf(a, b); });
-  if (found) {
-    const float apart = least - most;
-    limit = clip.share < 0.5f ? fmaf(clip.share, apart, most) : fmaf(clip.share - 1.f, apart, least);
-  }
-  return clip.drop ? limit : __int_as_float(0x7f800000);
 }
 template <int N> DEV void clip_row(float* x, float limit) {
 #pragma unroll
@@ -92,7 +142,9 @@ template <class S> DEV AffineScale affine_scale(float least, float most) {
 // clamps the code at TOP; subtracting REST = (UNIT - TOP) / UNIT, again saturating, clamps it at 0. Between 0.5 and 1 floats are
 // UNIT / 2^24 of a code apart, which rounds away the error of the reciprocal at exact halves. An integer zero point is added after
 // rounding and changes which code is even, so ROUNDER gets its lowest bit.
-template <int BITS, int SCALE_FORM, bool EXACT> struct AffineCoder {
+//
+// PRODUCT: a product has rounded x already. The minimum may then be subtracted after x is divided by the scale, in the same FMA.
+template <int BITS, int SCALE_FORM, bool EXACT, bool PRODUCT = false> struct AffineCoder {
   static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
   static constexpr bool MINIMUM = SCALE_FORM == ScaleForm::SCALE_MIN;
   float scale, reciprocal, zero, factor, rounder;
@@ -105,7 +157,10 @@ template <int BITS, int SCALE_FORM, bool EXACT> struct AffineCoder {
       const float least = MINIMUM ? 0.f : -zero;
       return fminf(fmaxf(quotient(y, scale, reciprocal), least), TOP + least) + ROUNDER;
     } else {
-      const float u = MINIMUM ? fma_held(y, reciprocal * (1.f / UNIT), REST) : fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
+      float u;
+      if (MINIMUM && PRODUCT) u = fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(-zero, reciprocal * (1.f / UNIT), REST));
+      else if (MINIMUM) u = fma_held(y, reciprocal * (1.f / UNIT), REST);
+      else u = fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
       return fmaf(add_held(u, -REST), UNIT, rounder);
     }
   }

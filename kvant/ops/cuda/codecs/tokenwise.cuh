@@ -13,25 +13,32 @@ template <class... P> struct KeyPlanes {
 
 // --- codes of keys: bytes ---------------------------------------------------------------------------------------------
 
-// One bit plane of one band of channels: WIDTH channels from FIRST on, codes of BITS bits from byte OFFSET of the page of a head on. A code
-// counts WEIGHT / 2^20; codes of three bits are two planes, of weights 1 and 4. Registers of its query operand begin at BEFORE.
+// Two nibbles of every byte `which` of the halves of a word, as bytes: their lower halves are what is meant. Bytes of an even and of an odd channel stay as far apart.
+DEV u32 nibbles(u32 w, int which) { return __byte_perm(w, w >> 4, which ? 0x7351 : 0x6240); }
+
+// One band of channels: WIDTH channels from FIRST on, codes of BITS bits from byte OFFSET of the page of a head on. A code counts WEIGHT / 2^20. Registers of its query
+// operand begin at BEFORE. (Three bits: ThreeBitKeys.)
 //
 // A lane's share of a tile of 16 tokens is two rows (tokens g and g + 8) of WIDTH / 4 channels. A word, read as bytes, is four series of
 // codes: two of channels 2 pair and two of channels 2 pair + 1. One mask gives four codes as bytes, an operand of mma_u8s8. Codes at an odd
-// place count 2^BITS times as much after the mask; the query is divided by that instead, which saves half of the shifts.
+// place count 2^BITS times as much after the mask; the query is divided by that instead, which saves half of the shifts. Where a row is one byte in each half of a word
+// (FOLDED), its upper nibbles become bytes of their own, so that no byte of a register is idle.
 template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFORE_> struct KeyPlane {
   static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_, BEFORE = BEFORE_;
   static constexpr float WEIGHT = WEIGHT_ / 1048576.f, TOP = (1 << BITS) - 1;
   static constexpr int WORDS = WIDTH * BITS / 64;             // of a lane and tile
   static constexpr int ROW_BYTES = WIDTH * BITS / 64;         // bytes of a token in each 16-bit half of the words of a lane
-  static constexpr int ROW_WORDS = (ROW_BYTES + 1) / 2, PER = 8 / BITS;
+  static constexpr bool FOLDED = ROW_BYTES == 1 && BITS <= 2;
+  static constexpr int ROW_WORDS = (ROW_BYTES + 1) / 2, PER = (FOLDED ? 4 : 8) / BITS;
   static constexpr int REGISTERS = (ROW_WORDS * PER + 1) / 2 * 2;  // of a row: an MMA takes two at a time
   static constexpr bool SHIFTED = BITS >= 4;                  // every place is shifted down, so that no query loses precision
 
   DEV static constexpr int raised(int i) { return SHIFTED ? 0 : i % PER % 2 * BITS; }  // log2 of what codes of register i count too much
   DEV static constexpr int shift(int i) { return SHIFTED ? i % PER * BITS : i % PER / 2 * 2 * BITS; }
 
+  template <class PageHead> DEV static void load(u32* w, PageHead page_head, int tile, int lane) { load_words<WORDS>(w, page_head + (OFFSET + (tile * 32 + lane) * WORDS * 4)); }
   DEV static u32 row_word(const u32* w, int row, int k) {  // a row of an odd number of bytes starts inside a word
+    if (FOLDED) return nibbles(w[0], row);
     const int byte = row * ROW_BYTES + 2 * k;
     if (byte % 2 == 0) return w[byte / 2];
     return __byte_perm(w[byte / 2], byte / 2 + 1 < WORDS ? w[byte / 2 + 1] : 0u, 0x6341);
@@ -46,6 +53,27 @@ template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFOR
   DEV static int channel(int i, int byte, int t) {
     const int pair = i / PER * (16 / BITS) + (byte & 1) * PER + i % PER;
     return pair < WIDTH / 8 && i < ROW_WORDS * PER ? FIRST + t * (WIDTH / 4) + 2 * pair + (byte >> 1) : -1;
+  }
+};
+
+// The same of codes of three bits, which are two planes of a page: two low bits from byte OFFSET on, the third bit from byte HIGH on. A register holds the codes that one
+// of the plane of two bits would; their third bits come in by a mask.
+template <int WIDTH_, int OFFSET_, int HIGH_, int FIRST_, int WEIGHT_, int BEFORE_> struct ThreeBitKeys {
+  using Low = KeyPlane<WIDTH_, 2, OFFSET_, FIRST_, WEIGHT_, BEFORE_>;
+  using High = KeyPlane<WIDTH_, 1, HIGH_, FIRST_, WEIGHT_, BEFORE_>;
+  static_assert(WIDTH_ % 64 == 0, "a lane has whole bytes of third bits");
+  static constexpr int WIDTH = WIDTH_, FIRST = FIRST_, BEFORE = BEFORE_, REGISTERS = Low::REGISTERS, WORDS = Low::WORDS + High::WORDS;
+  static constexpr float WEIGHT = Low::WEIGHT, TOP = 7.f;
+
+  DEV static constexpr int raised(int i) { return Low::raised(i); }
+  DEV static int channel(int i, int byte, int t) { return Low::channel(i, byte, t); }
+  template <class PageHead> DEV static void load(u32* w, PageHead page_head, int tile, int lane) {
+    Low::load(w, page_head, tile, lane), High::load(w + Low::WORDS, page_head, tile, lane);
+  }
+  DEV static u32 get(const u32* w, int row, int i) {
+    const int byte = row * High::ROW_BYTES + i / 4, up = 2 + raised(i) - i % 4;  // pairs i / 4 * 8 to i / 4 * 8 + 7 of the row: their third bits, in each half of a word
+    const u32 third = nibbles(w[Low::WORDS + byte / 2], byte % 2);
+    return Low::get(w, row, i) | ((third << up) & (4u << raised(i)) * 0x01010101u);
   }
 };
 

@@ -19,7 +19,7 @@ template <int N> struct KeyWords {
   }
   template <class P> DEV void load(SharedBytes page_head, int tile, int lane, int before) {
 #pragma unroll
-    for (int i = 0; i < N; i++) load_words<P::WORDS>(w[i] + before, page_head + (P::OFFSET + ((tile + i) * 32 + lane) * P::WORDS * 4));
+    for (int i = 0; i < N; i++) P::load(w[i] + before, page_head, tile + i, lane);
   }
 };
 

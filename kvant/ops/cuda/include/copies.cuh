@@ -25,12 +25,19 @@ DEV void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Programmatic dependent launch: a kernel starts while the one before it still runs, and waits for its results here.
 DEV void wait_prior_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEV void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
-// Copies BYTES bytes to address `to` of shared memory, by one instruction of one elected lane; they arrive at `barrier`, an mbarrier. Without a branch.
-template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int) {
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\n"
-               "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-               "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0];}" ::"r"(barrier),
-               "r"(BYTES), "r"(to), "l"(from) : "memory");
+// Copies BYTES bytes to address `to` of shared memory, by one instruction of one elected lane; they arrive at `barrier`, an mbarrier. Without a branch. ONCE: nobody
+// reads them again, so they leave the L2 cache before others (evict_first; the constant is what createpolicy makes for the whole of a copy).
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int) {
+  if constexpr (ONCE)
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\n"
+                 "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+                 "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%2], [%3], %1, [%0], %4;}" ::"r"(barrier),
+                 "r"(BYTES), "r"(to), "l"(from), "l"(0x12F0000000000000ull) : "memory");
+  else
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\n"
+                 "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+                 "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0];}" ::"r"(barrier),
+                 "r"(BYTES), "r"(to), "l"(from) : "memory");
 }
 template <int STAGES> DEV void await_stage(u32 barrier, u32 parity) {
   u32 done = 0;
@@ -44,6 +51,8 @@ DEV bool stage_ready(u32 barrier, u32 parity) {  // whether it has arrived
                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   return done;
 }
+// Brings BYTES bytes to the L2 cache.
+template <int BYTES> DEV void prefetch_stage(const u8* from) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(BYTES) : "memory"); }
 DEV void no_copy() {}
 DEV void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void begin_copies(u64* barriers, int count, int lane) {
@@ -55,12 +64,16 @@ DEV void begin_copies(u64* barriers, int count, int lane) {
 #else
 DEV void wait_prior_grid() {}
 DEV void launch_dependent_grids() {}
-template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
 #pragma unroll
   for (int o = 0; o < BYTES; o += 512)
     if (BYTES % 512 == 0 || o + lane * 16 < BYTES)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + o + lane * 16), "l"(from + o + lane * 16) : "memory");
   asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int BYTES> DEV void prefetch_stage(const u8* from) {
+#pragma unroll
+  for (int o = 0; o < BYTES; o += 128) prefetch_l2(from + o);
 }
 DEV bool stage_ready(u32, u32) { return false; }
 template <int STAGES> DEV void await_stage(u32, u32) {

@@ -45,6 +45,9 @@ DEV int load_acquire(const int* p) { int n; asm volatile("ld.acquire.gpu.global.
 DEV void pause_thread() { asm volatile("nanosleep.u32 64;"); }  // between two looks at what another CTA will write
 DEV void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
+DEV u32 fp16_pair_down(float low, float high) { u32 y; asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }  // rounded towards zero
+DEV u32 is_greater_fp16x2(u32 x, u32 y) { u32 z; asm("set.gt.f16x2.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }  // 1 or 0 each
+DEV u32 add_fp16x2(u32 x, u32 y) { u32 z; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 DEV u32 mul_fp16x2(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 
 DEV u32 and_xor(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest

@@ -56,6 +56,70 @@ template <class S> DEV u32* lane_words(u8* page_head, s64 slot, int g, int t, in
   return (u32*)(page_head + S::OFFSET) + ((PagePlace(slot).tile * 8 + g) * 4 + t) * (2 * ROW_WORDS<S>) + second * ROW_WORDS<S>;
 }
 
+// --- three bits ---------------------------------------------------------------------------------------------------------------
+
+// Eight codes, of every STEP-th number, in the nibbles of a word.
+template <int STEP, class Coder> DEV u32 code_nibbles(const Coder& coder, const float* x) {
+  u32 w = 0u - coder.base() * 0x11111111u;
+#pragma unroll
+  for (int s = 0; s < 8; s++) w += coder.bits(x[s * STEP]) << (4 * s);
+  return w;
+}
+// Their two low bits in 16 bits, and their third bits in 8.
+DEV u32 low_plane(u32 w) {
+  w &= 0x33333333u, w = (w | w >> 2) & 0x0F0F0F0Fu, w = (w | w >> 4) & 0x00FF00FFu;
+  return (w | w >> 8) & 0xFFFFu;
+}
+DEV u32 third_plane(u32 w) {
+  w = w >> 2 & 0x11111111u, w = (w | w >> 3) & 0x03030303u, w = (w | w >> 6) & 0x000F000Fu;
+  return (w | w >> 12) & 0xFFu;
+}
+
+// Stores the codes of a band B of three bits of the held key row r.
+template <class S, class B, class Coder> DEV void store_three_bit_keys(const TokenTile<S>& tile, const AppendArguments& a, s64 slot, int head, int r, const Coder& coder) {
+  constexpr int WORDS = B::WIDTH / 64, FROM = B::FIRST / 4;  // of a row: words of low bits, bytes of third bits in each half of a word
+  static_assert(B::WIDTH % 64 == 0 && (WORDS == 1 || WORDS % 2 == 0), "a lane has whole bytes");
+  u32 w[WORDS], third[2][WORDS];
+#pragma unroll
+  for (int k = 0; k < WORDS; k++) {
+    const float* x = tile.x[r] + FROM + 16 * k;
+    const u32 even = code_nibbles<2>(coder, x), odd = code_nibbles<2>(coder, x + 1);
+    w[k] = low_plane(even) | low_plane(odd) << 16, third[0][k] = third_plane(even), third[1][k] = third_plane(odd);
+  }
+  if (slot < 0) return;
+  u8* page_head = page_head_of(a, slot, head);
+  const int lane = (PagePlace(slot).tile * 8 + (int)(slot % 8)) * 4 + tile.t, second = (int)(slot % 16 / 8);
+  store_words<WORDS>(page_head + B::OFFSET + (lane * 2 + second) * (4 * WORDS), w);
+  u8* to = page_head + B::HIGH_OFFSET + lane * (4 * WORDS);
+#pragma unroll
+  for (int k = 0; k < WORDS; k += 2)
+    if constexpr (WORDS == 1) to[second] = (u8)third[0][0], to[second + 2] = (u8)third[1][0];
+    else ((u32*)to)[second * (WORDS / 2) + k / 2] = third[0][k] | third[0][(k + 1) % WORDS] << 8 | third[1][k] << 16 | third[1][(k + 1) % WORDS] << 24;
+}
+// Stores codes of three bits of values that are held as keys are, as store_value_rows does. coder(r) codes the held row r.
+template <class S, class F> DEV void store_three_bit_value_rows(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, F coder) {
+  constexpr int WORDS = D / 64, THIRD = D / 128;  // of a token and eighth, in its half of them
+  static_assert(S::BITS == 3 && D % 128 == 0, "a lane has whole halves of words");
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const s64 slot = tile_slot(a, first, tile.token(r)), at = max(slot, (s64)0);
+    const auto by = coder(r);
+    const u8* page_head = page_head_of(a, at, head);
+    const int lane = (PagePlace(at).tile * 8 + 2 * tile.t) * 4 + (int)(at % 8 / 2), second = (int)(at % 16 / 8);
+    u16* to = (u16*)(page_head + S::OFFSET) + (lane * 2 + second) * (2 * WORDS) + at % 2;
+    u16* third = (u16*)(page_head + S::HIGH_OFFSET) + (lane * 2 + second) * (2 * THIRD) + at % 2;
+#pragma unroll
+    for (int k = 0; k < 2 * WORDS; k += 2) {
+      const u32 one = code_nibbles<1>(by, tile.x[r] + 8 * k), two = code_nibbles<1>(by, tile.x[r] + 8 * k + 8);
+      const int eighth = k / WORDS, j = k % WORDS;  // the next eighth is that of the next g of the page's order, four lanes of words on
+      if (slot >= 0) {
+        to[eighth * (16 * WORDS) + j * 2] = (u16)low_plane(one), to[eighth * (16 * WORDS) + j * 2 + 2] = (u16)low_plane(two);
+        third[eighth * (16 * THIRD) + j] = (u16)(third_plane(one) | third_plane(two) << 8);
+      }
+    }
+  }
+}
+
 // --- keys ---------------------------------------------------------------------------------------------------------------------
 
 // Stores affine codes of keys. coder(r) codes the held row r.

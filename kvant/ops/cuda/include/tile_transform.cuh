@@ -106,50 +106,80 @@ template <class S> DEV StepOperands step_operands(const AppendArguments& a, cons
   return made;
 }
 
-// x = R x M - mean. M is one or two matrices of fp16 in shared memory, the larger one last, times matrix_unit: [parts, D / 16 steps] of Warpgroup's
-// operands. Rows are brought into the range of fp16 by a power of two of their own. R unrotates keys to the start of their RoPE block. The warps
-// of a warpgroup come here together.
-template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
-  static_assert(S::KEY, "a row lies in four lanes");
-  using Products = Warpgroup<D>;
-  constexpr int N = TokenTile<S>::N, STEPS = D / 16, PARTS = S::MATRIX_PARTS;
-  constexpr bool UNROTATED = S::ROPE_BLOCK > 0;
-  const int lane = tile.lane, g = tile.g, t = tile.t;
-  const u32 own_exponent = row_exponent(tile, w), other_exponent = __shfl_xor_sync(FULL, own_exponent, 2);
-  const u32 exponent[2] = {t & 2 ? other_exponent : own_exponent, t & 2 ? own_exponent : other_exponent};
-  const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
-  s64 at[2] = {0, 0};
-  if constexpr (UNROTATED) {
-    const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
-    at[0] = (s64)(t & 2 ? other : mine) * (D / 2) + t * (D / 8), at[1] = (s64)(t & 2 ? mine : other) * (D / 2) + t * (D / 8);
-  }
-  float sums[D / 2];
+// sums = X M for rows X as they were read. M is parts of the input's type in shared memory, whose sum it is: [parts, D / 16 steps] of Warpgroup's operands.
+template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix) {
+  using Products = Warpgroup<D, S::IN_TYPE>;
+  constexpr int STEPS = D / 16;
+  const typename Products::Operand b = Products::operand(matrix);
+  Products::begin();
 #pragma unroll
-  for (int i = 0; i < D / 2; i++) sums[i] = 0.f;
+  for (int i = 0; i < S::MATRIX_PARTS * STEPS; i++) {
+    const u32 y[4] = {w[0][i % STEPS], w[1][i % STEPS], w[0][i % STEPS + STEPS], w[1][i % STEPS + STEPS]};
+    Products::multiply(sums, y, Products::later(b, i * Products::STEP_BYTES));
+  }
+  Products::commit();
+  Products::await();
+  Products::template hold<READ_WORDS>(w[0]);
+  Products::template hold<READ_WORDS>(w[1]);
+}
+
+// sums = R X M for keys X that R unrotates to the start of their RoPE block, times a power of two of each row that brings it into the range of fp16; `exponent` is what
+// undoes it. M is two matrices of fp16, the larger one last.
+template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int first, u32* exponent) {
+  using Products = Warpgroup<D, ElementType::FP16>;
+  constexpr int STEPS = D / 16, PARTS = S::MATRIX_PARTS;
+  const int g = tile.g, t = tile.t;
+  const u32 own_exponent = row_exponent(tile, w), other_exponent = __shfl_xor_sync(FULL, own_exponent, 2);
+  exponent[0] = t & 2 ? other_exponent : own_exponent, exponent[1] = t & 2 ? own_exponent : other_exponent;
+  const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
+  const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
+  const s64 at[2] = {(s64)(t & 2 ? other : mine) * (D / 2) + t * (D / 8), (s64)(t & 2 ? mine : other) * (D / 2) + t * (D / 8)};
+  const Products::Operand b = Products::operand(matrix);
   StepOperands now = step_operands<S>(a, w, at, times, 0);
 #pragma unroll
   for (int m = 0; m < STEPS; m++) {
-    const u8* large = matrix + ((PARTS - 1) * STEPS + m) * Products::STEP_BYTES;
+    const Products::Operand large = Products::later(b, ((PARTS - 1) * STEPS + m) * Products::STEP_BYTES);
     Products::begin();
-    if constexpr (PARTS > 1) Products::multiply(sums, now.y, matrix + m * Products::STEP_BYTES);
-    if constexpr (UNROTATED) Products::multiply(sums, now.rest, large);
+    if constexpr (PARTS > 1) Products::multiply(sums, now.y, Products::later(b, m * Products::STEP_BYTES));
+    Products::multiply(sums, now.rest, large);
     Products::multiply(sums, now.y, large);
     Products::commit();
     StepOperands next = now;
     if (m + 1 < STEPS) next = step_operands<S>(a, w, at, times, m + 1);
     Products::await();
     Products::template hold<4>(now.y);
-    if constexpr (UNROTATED) Products::template hold<4>(now.rest);
+    Products::template hold<4>(now.rest);
     now = next;
   }
-  Products::template hold<D / 2>(sums);
-  const float factor = (S::MEAN || S::CENTROIDS ? S::HADAMARD_SCALE : 1.f) * S::matrix_unit(a);
-  const float back[2] = {scale_from_fp16(exponent[0]) * factor, scale_from_fp16(exponent[1]) * factor};
+}
+
+// x = R x M - mean. The warps of a warpgroup come here together.
+template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+  static_assert(S::KEY, "a row lies in four lanes");
+  constexpr int N = TokenTile<S>::N;
+  constexpr bool UNROTATED = S::ROPE_BLOCK > 0, FP16 = UNROTATED || S::IN_TYPE == ElementType::FP16;
+  float sums[D / 2];
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) sums[i] = 0.f;
+  constexpr float FACTOR = S::MEAN || S::CENTROIDS ? S::HADAMARD_SCALE : 1.f;
+  float back[2] = {FACTOR, FACTOR};
+  if constexpr (FP16) back[0] *= S::matrix_unit(a), back[1] *= S::matrix_unit(a);  // entries of bfloat16 are whole
+  if constexpr (UNROTATED) {
+    u32 exponent[2];
+    multiply_unrotated(sums, tile, a, w, matrix, first, exponent);
+    back[0] *= scale_from_fp16(exponent[0]), back[1] *= scale_from_fp16(exponent[1]);
+  } else {
+    multiply_read<S>(sums, w, matrix);
+  }
+  Warpgroup<D, ElementType::FP16>::template hold<D / 2>(sums);
 #pragma unroll
   for (int i = 0; i < N; i += 2) {
     float off[2] = {0.f, 0.f};
     if constexpr (S::MEAN) load_floats<2>(off, S::mean(a) + head * D + tile.share() * N + i);
 #pragma unroll
-    for (int j = 0; j < 4; j++) tile.x[j / 2][i + j % 2] = fmaf(sums[2 * i + j], back[j / 2], -off[j % 2]);
+    for (int j = 0; j < 4; j++) {
+      if constexpr (!FP16 && FACTOR == 1.f && !S::MEAN) tile.x[j / 2][i + j % 2] = sums[2 * i + j];
+      else tile.x[j / 2][i + j % 2] = fmaf(sums[2 * i + j], back[j / 2], -off[j % 2]);
+    }
   }
 }

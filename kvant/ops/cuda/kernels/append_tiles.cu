@@ -15,6 +15,20 @@
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
+// The limits at which the held rows are clipped.
+template <class S> DEV void clip_limits(const TokenTile<S>& tile, const Clip& clip, float* limit) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  if constexpr (S::KEY) {
+    ClipSearch search[2];
+    search[0].template begin<N, 1, 4>(tile.x[0], clip), search[1].template begin<N, 1, 4>(tile.x[1], clip);
+    narrow_search<N>(search, tile.x, clip);
+    limit[0] = search[0].template finish<N, 1, 4>(tile.x[0], clip), limit[1] = search[1].template finish<N, 1, 4>(tile.x[1], clip);
+  } else {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, 4, 32>(tile.x[r], clip);
+  }
+}
+
 // Clips rows; [least, most] becomes the range of the owned row. Where there are few codes, what lies beyond the range gets the code of its end anyway,
 // and is left as it is; unless the range is so narrow that the end, rounded, is another code.
 template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], float& least, float& most) {
@@ -22,8 +36,7 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
   constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
   const Clip clip = S::clip(a);
   float limit[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, S::KEY ? 1 : 4, S::KEY ? 4 : 32>(tile.x[r], clip);
+  clip_limits(tile, clip, limit);
   tile.range(w, least, most);
   const float end = tile.owned(limit) * tile.FACTOR;
   least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
@@ -74,9 +87,9 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
   // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
-  constexpr bool EXACT = !AS_READ && !(S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN);
+  constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !AS_READ && !PRODUCT;
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
-  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
+  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
   if constexpr (!S::VALUES) store_keys(tile, a, first, head, coder);
   else if constexpr (KEY) store_value_rows(tile, a, first, head, coder);
   else store_values(tile, a, first, head, coder);
@@ -85,7 +98,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
 template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  constexpr bool AS_READ = TokenTile<S>::AS_READ, EXACT = !AS_READ && !(S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN);
+  constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
   const s64 slot = tile_slot(a, first, tile.owned_token());
 
@@ -101,9 +114,10 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
   if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, first, head, slot);
   if constexpr (S::CENTROIDS > 0) Groups::subtract_centroids(tile, a, first, head);
   if constexpr (Config::CLIP) {
-    const Clip clip = S::clip(a);
+    float limit[ROWS];
+    clip_limits(tile, S::clip(a), limit);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], clip_limit<N, S::KEY ? 1 : 4, S::KEY ? 4 : 32>(tile.x[r], clip));
+    for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
   }
 
   // Scale of the owned row, and codes, of each group.
@@ -133,7 +147,7 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
       store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET + j * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
     tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
+    for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
   }
   words.store(tile, a, first, head);
 }
@@ -148,8 +162,19 @@ template <class B> struct BandCoder {
   DEV float rounded(float x) const { return fmaf(add_held(fma_held(x, factor, REST + TOP / 2.f / UNIT), -REST), UNIT, ROUNDER); }  // the code + ROUNDER
   DEV u32 bits(float x) const { return __float_as_uint(rounded(x)); }
   DEV u32 base() const { return __float_as_uint(ROUNDER); }
-  DEV float level(float x) const { return rounded(x) - ROUNDER - TOP / 2.f; }
-  DEV float error(float x) const { return fmaf(x, -UNIT * factor, level(x)); }  // in steps
+  // Of either sign, in steps. Levels lie as far apart on both sides of every multiple of a power of two: ||x| - 2^(BITS - 2)| and so on folds them onto one.
+  DEV float error(float x) const {
+    float y = x * (UNIT * factor);
+#pragma unroll
+    for (int middle = 1 << B::BITS >> 2; middle; middle >>= 1) y = fabsf(y) - (float)middle;
+    return fabsf(y) - 0.5f;
+  }
+};
+// Numbers that have been rounded already.
+template <class B> struct RoundedBand {
+  DEV explicit RoundedBand(float) {}
+  DEV u32 bits(float x) const { return __float_as_uint(x); }
+  DEV u32 base() const { return __float_as_uint(ROUNDER); }
 };
 
 template <int ROWS> struct RowSums {  // of every held row
@@ -165,8 +190,8 @@ template <int ROWS> struct RowSums {  // of every held row
 };
 
 // Calls f(row, number, weight, mean) for every held number of band B. Weights are 1 and means 0 where they are not asked for.
-template <class B, bool WEIGHTED, bool CENTRED, class S, class F>
-DEV void each_number(const TokenTile<S>& tile, const float* weights, const float* mean, F f) {
+template <class B, bool WEIGHTED, bool CENTRED, class Tile, class F>
+DEV void each_number(Tile& tile, const float* weights, const float* mean, F f) {
 #pragma unroll
   for (int i = B::FIRST / tile.SHARE; i < (B::FIRST + B::WIDTH) / tile.SHARE; i += 4) {
     float weight[4] = {1.f, 1.f, 1.f, 1.f}, off[4] = {0.f, 0.f, 0.f, 0.f};
@@ -206,17 +231,17 @@ template <bool CENTRED, class S> DEV float banded_scale(const TokenTile<S>& tile
   });
 }
 
-// unbiased_factor of the owned row.
-template <class S> DEV float row_unbiased_factor(const TokenTile<S>& tile, const float* weights, const float* reciprocal, float scale) {
+// unbiased_factor of the owned row. Numbers that have codes become them, on top of ROUNDER: nobody needs the numbers after it.
+template <class S> DEV float row_unbiased_factor(TokenTile<S>& tile, const float* weights, const float* reciprocal, float scale) {
   using Sums = RowSums<TokenTile<S>::ROWS>;
   Sums reached, wanted;
   S::AllBands::each([&](auto band) {
     using B = decltype(band);
     Sums here;
-    each_number<B, S::WEIGHTED, false>(tile, weights, nullptr, [&](int r, float x, float weight, float) {
+    each_number<B, S::WEIGHTED, false>(tile, weights, nullptr, [&](int r, float& x, float weight, float) {
       const float weighted = x * weight;
       wanted.of[r] = fmaf(weighted, x, wanted.of[r]);
-      if constexpr (B::BITS > 0) here.of[r] = fmaf(weighted, BandCoder<B>(reciprocal[r]).level(x), here.of[r]);
+      if constexpr (B::BITS > 0) x = BandCoder<B>(reciprocal[r]).rounded(x), here.of[r] = fmaf(weighted, x - ROUNDER - B::TOP / 2.f, here.of[r]);
     });
     reached.add(here, __uint_as_float(B::STEP_BITS));
   });
@@ -224,7 +249,12 @@ template <class S> DEV float row_unbiased_factor(const TokenTile<S>& tile, const
   return unbiased_factor(to, is);
 }
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+// What codes numbers after row_unbiased_factor, where it is called.
+template <class S> struct BandedCoders {
+  template <class B> using Coder = Select<(S::UNBIASED != 0), RoundedBand<B>, BandCoder<B>>;
+};
+
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
   const s64 slot = tile_slot(a, first, tile.owned_token());
@@ -257,11 +287,18 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const s64 to = tile_slot(a, first, tile.token(r));
-      S::CodeBands::each([&](auto band) { store_key_band<S, decltype(band)>(tile, a, to, head, r, BandCoder<decltype(band)>(reciprocal[r])); });
+      S::CodeBands::each([&](auto band) {
+        using B = decltype(band);
+        const typename BandedCoders<S>::template Coder<B> coder(reciprocal[r]);
+        if constexpr (B::BITS == 3) store_three_bit_keys<S, B>(tile, a, to, head, r, coder);
+        else store_key_band<S, B>(tile, a, to, head, r, coder);
+      });
     }
   } else {
     S::CodeBands::each([&](auto band) {
-      store_value_rows(tile, a, first, head, [&](int r) { return BandCoder<decltype(band)>(reciprocal[r]); });
+      const auto coder = [&](int r) { return typename BandedCoders<S>::template Coder<decltype(band)>(reciprocal[r]); };
+      if constexpr (S::BITS == 3) store_three_bit_value_rows(tile, a, first, head, coder);
+      else store_value_rows(tile, a, first, head, coder);
     });
   }
 }

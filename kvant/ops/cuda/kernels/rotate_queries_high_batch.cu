@@ -12,7 +12,7 @@ constexpr int HIGH_BATCH_TILES = SPECIAL + 1, HIGH_BATCH_TILE_PAIRS = HIGH_BATCH
 constexpr int HIGH_BATCH_STEPS = D / 32;                                        // of two MMAs each
 constexpr int OVERLAY_PASSES = OVERLAY ? (OVERLAY_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
 constexpr int PASSES = OVERLAY_PASSES ? OVERLAY_PASSES : 1;
-constexpr int OVERLAY_COLUMN_TILES = 4;                    // of columns for the overlay at a time
+constexpr int OVERLAY_COLUMN_TILES = D / 8 % 8 ? 4 : 8;     // of columns for the overlay at a time: as many as registers hold, since each waits for its matrix
 constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // both rows of a lane are the same query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
@@ -33,20 +33,21 @@ DEV Span span_of(const RotateQueriesArguments& a, int b) {
   return {a.sliding_window > 0 ? min((max(0, n - a.sliding_window) + a.first_position) / ROPE_TOKENS - before, high + 1) : 0, high};
 }
 
-// A warp's passes: all warps have as many, one after another, those for the overlay after all others. [begin, end) counts from the first pass that is not for the
-// overlay, [overlay, overlay_end) from the first that is.
+// A warp's passes: all warps have as much work, one after another, passes for the overlay after all others. One of those counts OVERLAY_PASS_UNITS: it makes all
+// channels, and reads its matrix from global memory. [begin, end) counts from the first pass that is not for the overlay, [overlay, overlay_end) from the first that is.
 struct Share {
   int begin, end, overlay, overlay_end;
 };
 DEV Share share_of(const RotateQueriesArguments& a, int lane) {
+  constexpr int UNITS = Config::OVERLAY_PASS_UNITS;
   int all = 0;
   for (int i = lane; i < a.batch; i += 32) all += span_of(a, i).passes();
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) all += __shfl_xor_sync(FULL, all, o);
-  const s64 both = all + a.batch * OVERLAY_PASSES;
+  const s64 both = all + a.batch * (OVERLAY_PASSES * UNITS);
   const int warps = gridDim.x * Config::HIGH_BATCH_WARPS, warp = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
   const int begin = (int)(both * warp / warps), end = (int)(both * (warp + 1) / warps);
-  return {begin, min(end, all), max(begin - all, 0), end - all};
+  return {begin, min(end, all), (max(begin - all, 0) + UNITS - 1) / UNITS, (max(end - all, 0) + UNITS - 1) / UNITS};
 }
 // Maps pass `at` to its sequence b and its number there, by a prefix sum over sequences.
 DEV void find_pass(const RotateQueriesArguments& a, int lane, int& b, int& at) {

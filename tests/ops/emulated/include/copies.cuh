@@ -39,9 +39,10 @@ static void check_loads(u32 to, u32 bytes) {
     if (load.at < to + bytes && to < load.at + load.bytes) stop("a stage is copied to that a lane may still be reading: it has not fenced its loads");
 }
 DEV void begin_copies(u64*, int, int) {}
+template <int BYTES> DEV void prefetch_stage(const u8* from) { prefetch_l2(from), prefetch_l2(from + BYTES - 1); }
 
 #if BULK
-template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
   check_loads(to, BYTES);
   if (lane == 0) {
     if (emulated_runs.count(barrier)) stop("a run is copied behind one that nobody awaited");
@@ -57,7 +58,7 @@ template <int STAGES> DEV void await_stage(u32 barrier, u32) {
   __syncwarp();
 }
 #else
-template <int BYTES> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
+template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32, int lane) {
   for (int o = lane * 16; o < BYTES; o += 512) copy16(emulated_dynamic + to + o, from + o);
   current->copies.push_back({});
 }

@@ -223,6 +223,13 @@ DEV void pause_thread() { stop("a block waits for one that has not run"); }  // 
 template <class T> static T atomicMax(T* p, T x) { const T old = *p; *p = max(old, x); return old; }  // a fiber runs until it waits
 template <class T> static T atomicMin(T* p, T x) { const T old = *p; *p = min(old, x); return old; }
 template <class T> static T atomicAdd(T* p, T x) { const T old = *p; *p = old + x; return old; }
+static inline u32 float_to_half_down(float x) {
+  const u32 near = float_to_half(x);
+  return fabsf(half_to_float(near)) > fabsf(x) ? near - 1 : near;  // the next towards zero; infinity becomes the largest number
+}
+DEV u32 fp16_pair_down(float low, float high) { return float_to_half_down(low) | float_to_half_down(high) << 16; }
+DEV u32 is_greater_fp16x2(u32 x, u32 y) { return of_pairs<1>(x, y, [](float a, float b) { return a > b ? 1.f : 0.f; }); }
+DEV u32 add_fp16x2(u32 x, u32 y) { return of_pairs<1>(x, y, [](float a, float b) { return a + b; }); }
 DEV u32 mul_fp16x2(u32 x, u32 y) { return fp16_pair(fp16_low(x) * fp16_low(y), fp16_high(x) * fp16_high(y)); }
 DEV u32 and_xor(u32 w, u32 mask, u32 rest) { return (w & mask) ^ rest; }
 
