@@ -14,8 +14,9 @@ fragment  the order in which the lanes of a warp feed the tensor core (keys mma.
           lane (g, t) holds tokens g and g + 8, channels t * D/4 onwards. Values: the halves hold two neighbouring tokens of one
           channel; lane (g, t) holds token pairs t and t + 4, channels g * D/8 onwards. Where a token's channels have several
           scales, that holds for the channels of each: of values, 16 rows of a product then have one scale, of keys the 32
-          channels that a product sums. Scales lie in the same lanes' order: those of tokens g, g + 8, g + 16, ... are neighbours. Dot products do not care in which order channels
-          lie, so this costs nothing anywhere else. Every byte belongs to one token, so appending reads nothing. Of what a
+          channels that a product sums. Scales lie in the same lanes' order: those of tokens g, g + 8, g + 16, ... are
+          neighbours. Dot products do not care in which order channels lie, so this costs nothing anywhere else. Every byte
+          belongs to one token, so appending reads nothing. Of what a
           group of tokens shares, the scales of all channels lie together, then the minima.
 
 lanes     the order in which a CPU's dot-product instructions read: four bytes that one 32-bit lane sums lie together. A byte

@@ -28,6 +28,7 @@ from kvant.ops.cuda import (
     append_pq,
     fit_subspace,
     full,
+    nearest_centroids,
     nvrtc,
     overlay_step,
     plan,
@@ -45,6 +46,10 @@ def texts() -> Iterator[tuple[str, str]]:
         ("saw-int4", 4, (1, 128), (1, 128)),
         ("kvant-4-fast", 4, (2, 1), (2, 1)),
         ("oscar", 4, (2, 1), (0, 1)),
+        ("oscar:group=64", 4, (2, 1), (0, 1)),
+        ("oscar:group=32", 4, (2, 1), (0, 1)),
+        ("int4:group=32", 4, (0, 1), (0, 1)),
+        ("saw-int4-kmeans", 4, (0, 1), (0, 1)),
         ("int2", 4, (0, 1), (0, 1)),
         ("kvant-2", 4, (2, 1), (0, 1)),
         ("kvant-3", 4, (2, 1), (0, 1)),
@@ -76,15 +81,19 @@ def texts() -> Iterator[tuple[str, str]]:
                 made_pq = append_pq.AppendPqPlan(layout, ("bfloat16", "bfloat16"), (128, 1), rows)
                 yield f"append {name} {rows} rows", made_pq.text
             continue
+        if nearest_centroids.serves(layout):
+            for order in (1, 128):
+                found = nearest_centroids.NearestPlan(layout, ("bfloat16", "bfloat16"), (order, 1), (False, False))
+                yield f"nearest centroids {name} order {order}", found.text
         if append.refuse_layout(layout) is None:
             types = ("bfloat16", "bfloat16")
             yield f"append {name} rows", append.AppendPlan(layout, types, (128, 1)).text
-            if name == "oscar" or layout.recipe.key.effective_rope_block:
+            if name.startswith("oscar") or layout.recipe.key.effective_rope_block:
                 block = layout.recipe.key.effective_rope_block
                 step = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2, 2), block, step=True)
                 yield f"append {name} a step", step.text
             tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
-            if name == "oscar" or layout.recipe.key.effective_rope_block:
+            if name.startswith("oscar") or layout.recipe.key.effective_rope_block:
                 block = layout.recipe.key.effective_rope_block
                 tiled = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2 if block else 3, 3), block)
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True).text

@@ -20,7 +20,18 @@ from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, PagedBatch, choose, implementations, reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import append_groups, append_pq, copy_rows, fragments, nvrtc, plan, refusals, transform_kv, unpack
+from kvant.ops.cuda import (
+    append_groups,
+    append_pq,
+    copy_rows,
+    fragments,
+    nearest_centroids,
+    nvrtc,
+    plan,
+    refusals,
+    transform_kv,
+    unpack,
+)
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
@@ -198,6 +209,28 @@ def test_decode_of_every_recipe(name: str, dim: int) -> None:
 def test_decode_of_large_codebooks(name: str) -> None:
     check_decode(name, heads=4)
     check_decode(name, 8, heads=4, dtype="bfloat16", limit=2e-3, lengths=[5000, 300])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*SCALES, *RESIDUAL])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
+@pytest.mark.parametrize("few", [False, True])
+def test_decode_of_several_scales_and_of_residuals(
+    name: str,
+    group: int,
+    dim: int,
+    options: dict[str, float],
+    dtype: str,
+    limit: float,
+    few: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sequences of all lengths, one that many CTAs share, and many."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if few else 0)
+    for lengths in (LENGTHS, [20000, 3], list(range(1, 400, 6))):
+        check_decode(name, group, dim, dtype, limit=limit, lengths=lengths, **options)  # type: ignore[arg-type]
+    check_decode(name, group, dim, dtype, limit=limit, page=128, **options)  # type: ignore[arg-type]
 
 
 @gpu
@@ -611,6 +644,14 @@ def test_unpack_gives_what_the_reference_reads(name: str, dim: int, dtype: torch
         "kitty-pro:sink=3",
         "kitty-pro:shift=false",
         "kivi-k2v2-sink:shift=false",
+        "int4:group=32",
+        "int2:group=64,sink=2,recent=5",
+        "oscar:group=32,sink=3,recent=20",
+        "saw-int4-kv:group=32",
+        "int8:k.group=32,v.group=16,search=3",
+        "saw-int4-kmeans",
+        "saw-int4-kmeans-rot:sink=5,recent=70",
+        "saw-int4-kmeans-rot:centroids=16,books=layer,zero=float,bits=2,group=32",
     ],
 )
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])
@@ -630,6 +671,11 @@ def test_append_writes_what_the_reference_writes(
     ):
         assert cuda_append.refuse_layout(layout) is not None  # bands are no whole tiles, or lanes would share bytes
         return
+    if dim % 64 and any(stream.scale_groups > 1 for stream in layout.formats.values()) and "kivi" not in name:
+        assert cuda_append.refuse_layout(layout) is not None  # three or six scales
+        return
+    if dim == 64 and "group=64" in name:
+        assert layout.format("key").scale_groups == 1
     tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, dtype), "cpu")
     ropes = {device: [Rope(rope_of(dim).inv_freq.to(device), 1013)] for device in ("cuda", "cpu")}
     caches = [
@@ -739,6 +785,7 @@ def check_step(
     [
         ("oscar:sink=3,recent=20", 128),
         ("oscar:per_head=true", 64),
+        ("oscar:group=32,sink=3,recent=20", 128),
         ("saw-int4-hessian-kv", 96),
         ("kvant-4", 96),
         ("kvant-2", 128),
@@ -1048,7 +1095,35 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ),
         ("kvant-2:k.flag=true", "it reads keys that keep their mean, and theirs may be taken off token by token"),
         ("full", "it reads token-wise affine codes and keys coded per channel, and the keys are coded by Raw"),
-        ("int4:group=32", "it reads one scale a token, and the keys have 2"),
+        ("int4:group=32", None),
+        ("oscar:group=32", None),
+        (
+            "int4:group=16",
+            "it reads scales of a multiple of 32 channels of 2, 4 or 8 bits, and the keys have 4 others a token",
+        ),
+        ("int4:k.group=32,v.group=16", None),
+        (
+            "int3:group=32",
+            "it reads scales of a multiple of 32 channels of 2, 4 or 8 bits, and the keys have 2 others a token",
+        ),
+        (
+            "int4:k.group=0,v.group=8",
+            "it reads scales of a multiple of 16 channels of 2, 4 or 8 bits, and the values have 8 others a token",
+        ),
+        (
+            "int4:group=32,k.rope=block",
+            "it reads one scale a token of keys that are unrotated by RoPE blocks, and they have 2",
+        ),
+        ("saw-int4-kmeans", None),
+        ("saw-int4-kmeans-rot:centroids=1", None),
+        (
+            "saw-int4-kmeans:centroids=2048",
+            "it holds at most 256 centroids a head in shared memory, and the keys have 2048",
+        ),
+        (
+            "saw-int4-kmeans:k.rope=block",
+            "it reads residuals of centroids beside keys that are stored rotated, and theirs are unrotated by RoPE blocks",
+        ),
         ("int2:k.recent=3", "keys and values have different windows"),
         ("saw-int4", None),
         ("oscar", None),
@@ -1105,18 +1180,18 @@ def test_append_refuses_what_it_cannot_write() -> None:
             make_layout(name, 2, 128)
         )
     assert "fragment order" in (cuda_append.refuse_layout(make_layout("int3", 2, 96)) or "")
+    assert "1, 2, 4 or 8 scales" in (cuda_append.refuse_layout(make_layout("int4:group=32", 2, 96)) or "")
     uneven = "the 12 sub-vectors of the values cannot be shared evenly by 8 lanes"
     assert cuda_append.refuse_layout(make_layout("million-1.5", 2, 96)) == uneven
+    names = "saw-int4-kv", "oscar", "kvant-2", "vecinfer-2", "million-1.5", "kivi-k2v2", "kitty-pro"
     for name in (
-        "saw-int4-kv",
-        "oscar",
-        "kvant-2",
-        "vecinfer-2",
-        "million-1.5",
-        "kivi-k2v2",
-        "kitty-pro",
+        *names,
         "squat",
         "squat-pre",
+        "oscar:group=32",
+        "int4:group=32",
+        "saw-int4-kmeans",
+        "saw-int4-kmeans-rot",
     ):
         assert cuda_append.refuse_layout(make_layout(name)) is None
 
@@ -1230,6 +1305,34 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         if tiles.tiled:
             assert nvrtc.architecture(warpgroups.text, (9, 0)) == "sm_90a"
         nvrtc.compile_text(warpgroups.text, nvrtc.architecture(warpgroups.text, (9, 0)))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["oscar:group=64", "int4:group=32", "saw-int4-kmeans-rot"])
+def test_kernels_of_several_scales_and_of_residuals_compile(name: str) -> None:
+    try:
+        nvrtc.compiler()
+    except OSError as error:
+        pytest.skip(str(error))
+    layout, types = make_layout(name, 2, 128), ("bfloat16", "float16")
+    made = plan.Plan(layout, 6, "bfloat16", (2, 1), (1, 128), True, True, H200)
+    parts = (2, 2) if name.startswith("oscar") else (0, 0)
+    tiles = cuda_append.AppendPlan(layout, types, (1, 1), (False, False), parts)
+    assert tiles.tiled
+    for arch in ("sm_80", "sm_90"):
+        nvrtc.compile_text(dataclasses.replace(made, bulk=arch == "sm_90").text, arch)
+        nvrtc.compile_text(tiles.text, arch)
+        if nearest_centroids.serves(layout):
+            for order in (1, 128):
+                found = nearest_centroids.NearestPlan(layout, types, (order, 1), (False, False))
+                nvrtc.compile_text(found.text, arch)
+
+
+def test_centroids_fit_beside_the_pages() -> None:
+    for group, dim in ((4, 128), (16, 128), (1, 64), (8, 256)):
+        made = plan.Plan(make_layout("saw-int4-kmeans", 2, dim), group, "bfloat16", (0, 1), (0, 1), False, True, H200)
+        assert made.constants["MIN_CTAS"] == 1 and made.warps >= 2
+        assert made.dynamic_bytes + made._static_bytes <= H200[0]
 
 
 def test_a_matrix_that_does_not_fit_beside_the_pages_has_a_kernel_of_its_own() -> None:

@@ -23,6 +23,7 @@ COMPILED += (
     "decode kvant-2 rotated before high batch",
     "append kvant-2 prompts",
     "append vecinfer-2 4 rows",
+    "nearest centroids saw-int4-kmeans order 1",
     "append kitty-pro",
     "fit squat",
     "overlay_step",

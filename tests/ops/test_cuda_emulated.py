@@ -769,6 +769,8 @@ READ = [
     ("kvant-2:rope_block=24", 64, 100),
     ("oscar:group=32,sink=3,recent=20", 64, 0),
     ("int4:group=16", 64, 0),
+    ("oscar:group=64", 128, 0),
+    ("int8:k.group=32,v.group=0", 96, 0),
     ("vecinfer-2", 64, 0),
     ("vecinfer-4", 64, 0),
     ("million-2:k.bits=10,v.bits=9", 96, 0),

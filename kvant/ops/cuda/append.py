@@ -44,6 +44,8 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
     reason = refuse_layout(layout) or refusals.refuse(layout, device)
+    if reason is None and nearest_centroids.serves(layout):
+        return nearest_centroids.refuse_memory(layout, device)
     return append_pq.refuse_memory(layout, device) if reason is None and append_pq.serves(layout) else reason
 
 
@@ -100,7 +102,8 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         rope_block, rope_first = store.key.spec.effective_rope_block, store.key.rope.first
         tokens = batch.block_table.shape[1] * store.layout.page_tokens + store.layout.recipe.origin
         cosine, sine = rope_table(store, blocks_of(tokens, rope_first, rope_block))
-    books, indices = nearest_centroids.Centroids(None, None), (None, None)
+    books = nearest_centroids.Centroids(None, None)
+    indices: tuple[Tensor | None, Tensor | None] = (None, None)
     if nearest_centroids.serves(store.layout):
         books = store.derive(nearest_centroids.Centroids)
         indices = nearest_centroids.nearest_centroids(
@@ -155,9 +158,7 @@ def _way(store: LayerStore, key: Tensor, value: Tensor) -> Way:
         return "rows"
     forward = store.derive(AppendTransforms).forward
     if nearest_centroids.serves(layout) and any(fused.kind is TransformKind.MATRIX for fused in forward.values()):
-        return (
-            "rows"  # the search for centroids and the kernel that codes residuals take rows that are multiplied already
-        )
+        return "rows"  # the search for centroids takes rows that are multiplied already
     whole = rope is None or 2 * len(rope.inv_freq) == layout.head_dim  # RoPE rotates all channels
     tiled = tileable(layout) and (rope is None or is_banded(layout.format("key")))
     if whole and tiled and len(key) * layout.heads >= TILE_ROWS:

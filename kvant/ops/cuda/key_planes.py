@@ -74,9 +74,9 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
     """All stored bands of the keys; none for product quantization."""
     planes: list[KeyPlane] = []
     for band in layout.format("key").stored_bands:
-        sections = [s for s in layout.sections if (s.stream, s.kind, s.names) == ("key", "code", (band.field,))]
-        if sections:
+        if any(section.names == (band.field,) and section.kind == "code" for section in layout.sections):
             low, high = code_offsets(layout, "key", band)
-            before, weight = planes[-1].before + planes[-1].registers if planes else 0, round(ONE * band.step)
-            planes.append(KeyPlane(band.width, band.bits, low, high, band.first, weight, before, sections[0].groups))
+            before = planes[-1].before + planes[-1].registers if planes else 0
+            weight, groups = round(ONE * band.step), layout.scale_groups("key")
+            planes.append(KeyPlane(band.width, band.bits, low, high, band.first, weight, before, groups))
     return planes

@@ -13,6 +13,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
+from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -131,6 +132,14 @@ class NearestPlan:
         }
 
 
+def refuse_memory(layout: Layout, device: torch.device) -> str | None:
+    """Why a device's shared memory does not hold what the search needs, or None."""
+    needed = NearestPlan(layout, ("float32", "float32"), (1, 1), (False, False)).dynamic_bytes
+    if needed + 1024 > shared_memory(device)[0]:
+        return f"centroids and rows of {needed} bytes are more than this GPU's shared memory holds"
+    return None
+
+
 @functools.lru_cache(maxsize=256)
 def _kernel(made: NearestPlan, device: torch.device) -> nvrtc.Kernel:
     return nvrtc.Kernel(made.text, "kvant_nearest_centroids", device, WARPS * 32, made.dynamic_bytes)
@@ -139,8 +148,8 @@ def _kernel(made: NearestPlan, device: torch.device) -> nvrtc.Kernel:
 def nearest_centroids(
     store: LayerStore, key: SearchedRows, value: SearchedRows, batch: PagedBatch
 ) -> tuple[Tensor, Tensor]:
-    """Indices of the nearest centroids of new keys and values, uint8 [tokens, heads], which are also written to their pages. Those of a
-    stream with one centroid, or without, are undefined."""
+    """Indices of the nearest centroids of new keys and values, uint8 [tokens, heads], which are also written to their pages. Those of
+    a stream with one centroid, or without, are undefined."""
     books = store.derive(Centroids)
     types = tuple(str(x.rows.dtype).removeprefix("torch.") for x in (key, value))
     made = NearestPlan(

@@ -30,9 +30,7 @@ from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
-RESIDUAL_WARPS = (
-    8  # the same, at most, where centroids are in shared memory: one CTA, whose lanes have twice the accumulators
-)
+RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA on a multiprocessor
 STAGES = 2  # pages that a warp has in flight
 LARGE_PAGE = 8192  # bytes of a page of a head from which on a warp has one more in flight, with RoPE blocks
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors

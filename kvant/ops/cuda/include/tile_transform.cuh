@@ -161,8 +161,8 @@ template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& 
   float sums[D / 2];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) sums[i] = 0.f;
-  constexpr bool FACTOR = S::MEAN || S::CENTROIDS;  // of a Hadamard, whose entries are +-1
-  float back[2] = {FACTOR ? S::HADAMARD_SCALE : 1.f, FACTOR ? S::HADAMARD_SCALE : 1.f};
+  constexpr float FACTOR = S::MEAN || S::CENTROIDS ? S::HADAMARD_SCALE : 1.f;
+  float back[2] = {FACTOR, FACTOR};
   if constexpr (FP16) back[0] *= S::matrix_unit(a), back[1] *= S::matrix_unit(a);  // entries of bfloat16 are whole
   if constexpr (UNROTATED) {
     u32 exponent[2];
@@ -178,7 +178,7 @@ template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& 
     if constexpr (S::MEAN) load_floats<2>(off, S::mean(a) + head * D + tile.share() * N + i);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      if constexpr (!FP16 && !FACTOR) tile.x[j / 2][i + j % 2] = sums[2 * i + j];
+      if constexpr (!FP16 && FACTOR == 1.f && !S::MEAN) tile.x[j / 2][i + j % 2] = sums[2 * i + j];
       else tile.x[j / 2][i + j % 2] = fmaf(sums[2 * i + j], back[j / 2], -off[j % 2]);
     }
   }

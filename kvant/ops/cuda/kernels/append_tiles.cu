@@ -15,13 +15,9 @@
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
-// Clips rows; [least, most] becomes the range of the owned row. Where there are few codes, what lies beyond the range gets the code of its end anyway,
-// and is left as it is; unless the range is so narrow that the end, rounded, is another code.
-template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], float& least, float& most) {
+// The limits at which the held rows are clipped.
+template <class S> DEV void clip_limits(const TokenTile<S>& tile, const Clip& clip, float* limit) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
-  const Clip clip = S::clip(a);
-  float limit[ROWS];
   if constexpr (S::KEY) {
     ClipSearch search[2];
     search[0].template begin<N, 1, 4>(tile.x[0], clip), search[1].template begin<N, 1, 4>(tile.x[1], clip);
@@ -31,6 +27,16 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
 #pragma unroll
     for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, 4, 32>(tile.x[r], clip);
   }
+}
+
+// Clips rows; [least, most] becomes the range of the owned row. Where there are few codes, what lies beyond the range gets the code of its end anyway,
+// and is left as it is; unless the range is so narrow that the end, rounded, is another code.
+template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], float& least, float& most) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
+  const Clip clip = S::clip(a);
+  float limit[ROWS];
+  clip_limits(tile, clip, limit);
   tile.range(w, least, most);
   const float end = tile.owned(limit) * tile.FACTOR;
   least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
@@ -92,7 +98,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
 template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  constexpr bool AS_READ = TokenTile<S>::AS_READ, EXACT = !AS_READ && !(S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN);
+  constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
   const s64 slot = tile_slot(a, first, tile.owned_token());
 
@@ -108,9 +114,10 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
   if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, first, head, slot);
   if constexpr (S::CENTROIDS > 0) Groups::subtract_centroids(tile, a, first, head);
   if constexpr (Config::CLIP) {
-    const Clip clip = S::clip(a);
+    float limit[ROWS];
+    clip_limits(tile, S::clip(a), limit);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], clip_limit<N, S::KEY ? 1 : 4, S::KEY ? 4 : 32>(tile.x[r], clip));
+    for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
   }
 
   // Scale of the owned row, and codes, of each group.
@@ -140,7 +147,7 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
       store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET + j * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
     tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
+    for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
   }
   words.store(tile, a, first, head);
 }
