@@ -65,7 +65,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--prefill",
         action="store_true",
-        help="generate with equal memory or --sweep: prefill the prompts with the model (default: fill caches with random keys and values)",
+        help="generate with equal memory or --sweep: prefill the prompts with the model (default: fill caches with random keys "
+        "and values)",
     )
     parser.add_argument("--heads", type=int, help="query heads (default 32; on a CPU 9/3 x 64 and 32/8 x 128)")
     parser.add_argument("--kv-heads", type=int, help="KV heads (default 8)")
