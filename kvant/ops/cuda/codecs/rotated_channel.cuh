@@ -40,6 +40,9 @@ struct RotatedChannelFragment {
     chunk = at;
     const int g = lane >> 2, t = lane & 3, pair = (t & 1) * (D / 4);
     const float *c = a.cosine + (s64)at * (D / 2) + pair, *s = a.sine + (s64)at * (D / 2) + pair;
+    constexpr int LINES = (2 * D + 127) / 128;  // of the cosines of a position; they are wanted soon for the next chunk
+    if (at + 16 * CHUNK_TILES < a.rope_blocks && lane < 2 * LINES)
+      prefetch_l1((lane < LINES ? a.cosine : a.sine) + (s64)(at + 16 * CHUNK_TILES) * (D / 2) + min(lane % LINES * 32, D / 2 - 1));
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       const float* row = shared->scaled + min(query_column(n, g), TILE_HEADS - 1) * D + pair;
