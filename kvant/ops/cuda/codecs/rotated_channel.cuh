@@ -29,7 +29,7 @@ struct RotatedChannelQuery {
 struct RotatedChannelFragment {
   u32 cosine[COLUMN_TILES][D / 8], sine[COLUMN_TILES][D / 8];  // q' and q''
   float factor[LANE_HEADS], mean_logit[LANE_HEADS];
-  int group;  // not used: scales are read with the codes
+  int group, bases;  // not used: scales are read with the codes
   int chunk;  // position of its first token; -1 before the first
   const u32* angles;  // [16 CHUNK_TILES, ANGLE_ROW]
   RotatedChannelQuery* shared;
