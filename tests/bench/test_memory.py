@@ -98,7 +98,7 @@ def test_a_sweep_measures_every_batch_and_says_which_does_not_fit(
         fits = each["batch"] == 1 or each["cache"] == "full"
         assert (each["tokens_per_second"] > 0) == fits and ("OutOfMemory" in each["failed"]) != fits
         assert each["peak_bytes"] == 0, "there is no GPU"
-        assert not fits or each["times"] > 0 and (each["times"] == 1.0) == (each["cache"] == "full")
+        assert not fits or (each["times"] > 0 and (each["times"] == 1.0) == (each["cache"] == "full"))
     assert "out of memory" in capsys.readouterr().out
     for wrong in (["--memory", "1MiB"], ["--model", "smollm2"]):
         assert run(tmp_path / "wrong.json", *options, "1", *wrong)[0] != 0

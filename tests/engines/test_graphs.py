@@ -17,7 +17,19 @@ from tests.engines.test_hf import make_model, prompt
 from tests.fitted import made_up_tensors
 
 eagerly = functools.partial(graphs.sample, capture=False)
-RECIPES = ["full", "saw-int4", "int8:sink=3,recent=10", "oscar", "oscar:sink=3,recent=10", "kvant-4-fast", "kvant-2"]
+RECIPES = [
+    "full",
+    "saw-int4",
+    "int8:sink=3,recent=10",
+    "oscar",
+    "oscar:sink=3,recent=10",
+    "kvant-4-fast",
+    "kvant-2",
+    "kivi-k2v2:k.group=16,k.flush=16,v.recent=16",
+    "kitty:k.group=16,k.flush=16,sink=3",
+    "squat:k.group=16,k.flush=16,v.recent=5,weight=0.1",
+    "squat-pre:k.group=16,k.flush=16,v.recent=5",
+]
 
 
 def made_up_artifact(model: Any, recipe: str) -> Artifact | None:

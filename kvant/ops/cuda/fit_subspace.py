@@ -155,7 +155,9 @@ def _fit_subspace(
     )
     if grams is not None:
         _kernel(made, "kvant_subspace_gram", query.device).launch((chunks, heads), arguments)
-    _kernel(made, "kvant_fit_subspace", query.device, made.shared(columns)).launch((batch, heads), arguments)
+    kernel = _kernel(made, "kvant_fit_subspace", query.device, made.shared(columns))
+    # no more CTAs than the GPU holds at once: in most steps none of them has anything to do
+    kernel.launch((batch, max(1, min(heads, kernel.blocks // batch))), arguments)
 
 
 @_fit_subspace.register_fake

@@ -177,6 +177,9 @@ class Plan:
         grouped = self.layout.recipe.key.groupwise
         most = min(self._most_blocks, 12 // warps)
         static = ROTATED_STATIC_BYTES if self.rotated_queries else 8192 if grouped else 4096
+        if self.rotated_keys:  # queries as they come, and rotated ones of every warp
+            row = self.layout.head_dim
+            static = ROTATED_STATIC_BYTES + self.tile_heads * (4 * row + warps * (2 * row + 64)) + 1024
         bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + self.angle_bytes + static
         return max(1, min(most, self.shared[1] // bytes_))
 

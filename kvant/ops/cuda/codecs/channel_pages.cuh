@@ -16,6 +16,7 @@
 
 using KeyCodes = Key::Codes;
 constexpr int GROUP_TILES = Config::KEY_GROUP / 16;
+constexpr int BASE_GROUPS = Config::PAGE_TOKENS > Config::KEY_GROUP ? 2 : 1;  // groups of a page whose q . min is one product: rows g of one, g + 8 of the other
 constexpr int HIGH_STEPS = Config::BOOSTED ? (Config::BOOSTED / 4 + 3) / 4 : 1;  // bytes of high bits of a lane and token: four channels each
 
 // Power of two that scales a query of largest magnitude `top` to 2 .. 4: 16-bit queries stay exact, and times any scale they are fp16 numbers.
@@ -55,8 +56,8 @@ struct ChannelQuery {
 // A lane's registers: B operands for one group of tokens.
 struct ChannelFragment {
   u32 k[COLUMN_TILES][D / 8], high[COLUMN_TILES][2 * HIGH_STEPS];  // q * scale * 2^-p; the same of boosted channels
-  float factor[LANE_HEADS], back[LANE_HEADS], base[LANE_HEADS], mean_logit[LANE_HEADS];  // base: q . min
-  int group;  // of the page; -1 before the first
+  float factor[LANE_HEADS], back[LANE_HEADS], base[BASE_GROUPS][LANE_HEADS], mean_logit[LANE_HEADS];  // base: q . min, of groups `bases` on
+  int group, bases;  // of the page; -1 before the first
   ChannelQuery* shared;
 
   const u32* angles;  // of rotated keys alone
@@ -115,11 +116,11 @@ DEV void load_boosted(ChannelFragment& q, const u8* meta, const u8* index, int l
   }
 }
 
-// Queries times the scales of a group of the page's tokens, and q . min.
-DEV void load_group(ChannelFragment& q, const u8* page_head, int group, int lane) {
+// q . min of BASE_GROUPS groups of the page's tokens from `group` on.
+DEV void load_bases(ChannelFragment& q, const u8* page_head, int group, int lane) {
   const ChannelQuery& sh = *q.shared;
-  const u8* meta = page_head + Key::SCALE_OFFSET + group * D * 4;
-  q.group = group;
+  const u8* meta = page_head + Key::SCALE_OFFSET + group * D * 4 + D * 2;
+  q.bases = group;
   float c[COLUMN_TILES][4], other[COLUMN_TILES][4];  // two sums that do not wait for each other
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++)
@@ -127,22 +128,42 @@ DEV void load_group(ChannelFragment& q, const u8* page_head, int group, int lane
     for (int i = 0; i < 4; i++) c[n][i] = other[n][i] = 0.f;
 #pragma unroll
   for (int i = 0; i < D / 32; i++) {
-    u32 scale[4], least[4];
-    load_words<4>(scale, meta + ((lane & 3) * (D / 4) + 8 * i) * 2);
-    load_words<4>(least, meta + (D + (lane & 3) * (D / 4) + 8 * i) * 2);
+    u32 least[BASE_GROUPS][4];
+#pragma unroll
+    for (int j = 0; j < BASE_GROUPS; j++) load_words<4>(least[j], meta + j * D * 4 + ((lane & 3) * (D / 4) + 8 * i) * 2);
+    const u32 *one = least[0], *two = least[BASE_GROUPS - 1];
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
-      u32 x[4], y[4];
+      u32 x[4];
       load_words<4>(x, (const u8*)sh.pairs[n][i][lane]);
-      load_words<4>(y, (const u8*)sh.scaled[n][i][lane]);
-#pragma unroll
-      for (int j = 0; j < 4; j++) q.k[n][4 * i + j] = mul_fp16x2(y[j], scale[j]);
-      mma_fp16(c[n], least[0], least[0], least[1], least[1], x[0], x[1]);
-      mma_fp16(other[n], least[2], least[2], least[3], least[3], x[2], x[3]);
+      mma_fp16(c[n], one[0], two[0], one[1], two[1], x[0], x[1]);
+      mma_fp16(other[n], one[2], two[2], one[3], two[3], x[2], x[3]);
     }
   }
 #pragma unroll
-  for (int n = 0; n < LANE_HEADS; n++) q.base[n] = (own_sum(c, n, 0) + own_sum(other, n, 0)) * q.back[n];
+  for (int j = 0; j < BASE_GROUPS; j++)
+#pragma unroll
+    for (int n = 0; n < LANE_HEADS; n++) q.base[j][n] = (own_sum(c, n, j) + own_sum(other, n, j)) * q.back[n];
+}
+
+// Queries times the scales of a group of the page's tokens, and q . min.
+DEV void load_group(ChannelFragment& q, const u8* page_head, int group, int lane) {
+  const ChannelQuery& sh = *q.shared;
+  const u8* meta = page_head + Key::SCALE_OFFSET + group * D * 4;
+  q.group = group;
+  if (group / BASE_GROUPS * BASE_GROUPS != q.bases) load_bases(q, page_head, group / BASE_GROUPS * BASE_GROUPS, lane);
+#pragma unroll
+  for (int i = 0; i < D / 32; i++) {
+    u32 scale[4];
+    load_words<4>(scale, meta + ((lane & 3) * (D / 4) + 8 * i) * 2);
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++) {
+      u32 y[4];
+      load_words<4>(y, (const u8*)sh.scaled[n][i][lane]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) q.k[n][4 * i + j] = mul_fp16x2(y[j], scale[j]);
+    }
+  }
   if constexpr (Config::BOOSTED > 0) load_boosted(q, meta, page_head + Config::INDEX_OFFSET + group * D, lane);
 }
 
@@ -201,7 +222,8 @@ template <int N> DEV void page_scores(const u8* page_head, int tile, int lane, C
       for (int n = 0; n < LANE_HEADS; n++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const float x = fmaf(own_sum(c[i], n, r), q.factor[n], SOFTCAP ? q.base[n] + q.mean_logit[n] : q.base[n] - softmax.m[n]);
+          const float base = BASE_GROUPS > 1 && group % 2 ? q.base[BASE_GROUPS - 1][n] : q.base[0][n];
+          const float x = fmaf(own_sum(c[i], n, r), q.factor[n], SOFTCAP ? base + q.mean_logit[n] : base - softmax.m[n]);
           s[first + i][n][r] = SOFTCAP ? soft_cap(x, softmax.m[n], cap) : x;
         }
     }
@@ -285,7 +307,7 @@ struct ChannelPages {
     ring.await();
     page_head = ring.bytes + ring.stage * PAGE_HEAD_BYTES;
     ring.read++;
-    q.group = -1;
+    q.group = q.bases = -1;
   }
   // As TokenwisePages.
   DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {

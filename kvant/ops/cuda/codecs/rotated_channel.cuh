@@ -16,44 +16,63 @@ constexpr int ANGLE_WORDS = 16 * CHUNK_TILES * ANGLE_ROW;
 
 // Query of a CTA in shared memory.
 struct RotatedChannelQuery {
-  float rows[TILE_HEADS * D], scaled[TILE_HEADS * D];  // as it comes; times query_power
+  static constexpr int QUARTER = D / 8 + 4;  // words of a lane's quarter of the channels, and room so that quarters lie in other banks
+  float rows[TILE_HEADS * D];                // as it comes
   float top[4 * LANE_HEADS], mean_logit[4 * LANE_HEADS];
+  u32 rotated[WARPS][TILE_HEADS][4][QUARTER];  // q' of a warp's chunk as fp16, times query_power
 
   DEV float peak_of(int head) const { return top[head]; }
   DEV void set_head(int, float, int) {}
-  DEV void store_operand() {
-    for (int i = threadIdx.x; i < TILE_HEADS * D; i += WARPS * 32) scaled[i] = rows[i] * query_power(top[i / D]);
-  }
+  DEV void store_operand() {}
 };
 // A lane's registers: B operands of a chunk of tokens.
 struct RotatedChannelFragment {
   u32 cosine[COLUMN_TILES][D / 8], sine[COLUMN_TILES][D / 8];  // q' and q''
   float factor[LANE_HEADS], mean_logit[LANE_HEADS];
-  int group;  // not used: scales are read with the codes
+  int group, bases;  // not used: scales are read with the codes
   int chunk;  // position of its first token; -1 before the first
   const u32* angles;  // [16 CHUNK_TILES, ANGLE_ROW]
   RotatedChannelQuery* shared;
 
-  // Queries for the chunk of tokens from `at` on.
+  // Queries for the chunk of tokens from `at` on: the lanes rotate 8 pairs of channels of a head each, then load what they need.
   DEV void enter_chunk(const DecodeArguments& a, int at, int lane) {
     if (at == chunk) return;
     chunk = at;
-    const int g = lane >> 2, t = lane & 3, pair = (t & 1) * (D / 4);
-    const float *c = a.cosine + (s64)at * (D / 2) + pair, *s = a.sine + (s64)at * (D / 2) + pair;
+    constexpr int PAIRS = 8, SHARES = D / 2 / PAIRS;
+    const int g = lane >> 2, t = lane & 3;
+    auto& rotated = shared->rotated[threadIdx.x >> 5];
+    __syncwarp();
+    for (int i = lane; i < TILE_HEADS * SHARES; i += 32) {
+      const int head = i / SHARES, pair = i % SHARES * PAIRS, quarter = pair / (D / 4), word = pair % (D / 4) / 2;
+      const float* row = shared->rows + head * D + pair;
+      const float by = query_power(shared->top[head]);
+      u32 u[PAIRS / 2], v[PAIRS / 2];
+#pragma unroll
+      for (int e = 0; e < PAIRS; e += 4) {
+        float x[4], y[4], c[4], s[4];
+        load_floats<4>(x, row + e), load_floats<4>(y, row + D / 2 + e);
+        load_floats<4>(c, a.cosine + (s64)at * (D / 2) + pair + e), load_floats<4>(s, a.sine + (s64)at * (D / 2) + pair + e);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          c[j] *= by, s[j] *= by;
+          const float z = x[j];
+          x[j] = fmaf(x[j], c[j], y[j] * s[j]), y[j] = fmaf(y[j], c[j], -z * s[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) u[(e + j) / 2] = fp16_pair(x[j], x[j + 1]), v[(e + j) / 2] = fp16_pair(y[j], y[j + 1]);
+      }
+      store_words<PAIRS / 2>((u8*)(rotated[head][quarter] + word), u), store_words<PAIRS / 2>((u8*)(rotated[head][quarter + 2] + word), v);
+    }
+    constexpr int LINES = (2 * D + 127) / 128;  // of the cosines of a position; they are wanted soon for the next chunk
+    if (at + 16 * CHUNK_TILES < a.rope_blocks && lane < 2 * LINES)
+      prefetch_l1((lane < LINES ? a.cosine : a.sine) + (s64)(at + 16 * CHUNK_TILES) * (D / 2) + min(lane % LINES * 32, D / 2 - 1));
+    __syncwarp();
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
-      const float* row = shared->scaled + min(query_column(n, g), TILE_HEADS - 1) * D + pair;
+      const int head = min(query_column(n, g), TILE_HEADS - 1);
+      load_words<D / 8>(cosine[n], (const u8*)rotated[head][t]), load_words<D / 8>(sine[n], (const u8*)rotated[head][t ^ 2]);
 #pragma unroll
-      for (int i = 0; i < D / 4; i += 4) {
-        float x[4], y[4], by[4], across[4];
-        load_floats<4>(x, row + i), load_floats<4>(y, row + D / 2 + i), load_floats<4>(by, c + i), load_floats<4>(across, s + i);
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          const u32 u = fp16_pair(fmaf(x[j], by[j], y[j] * across[j]), fmaf(x[j + 1], by[j + 1], y[j + 1] * across[j + 1]));
-          const u32 v = fp16_pair(fmaf(y[j], by[j], -x[j] * across[j]), fmaf(y[j + 1], by[j + 1], -x[j + 1] * across[j + 1]));
-          cosine[n][(i + j) / 2] = t < 2 ? u : v, sine[n][(i + j) / 2] = t < 2 ? v : u ^ 0x80008000u;
-        }
-      }
+      for (int k = 0; k < D / 8; k++) sine[n][k] ^= t < 2 ? 0u : 0x80008000u;
     }
   }
 };

@@ -88,20 +88,16 @@ DEV double pair_sum(double x) {  // over the lanes of a pair
   return x;
 }
 
-// Grid: (batch, KV_HEADS). Dynamic shared memory: [columns, COLUMN] and [ROWS_AT_ONCE, D] doubles.
-extern "C" __global__ void __launch_bounds__(THREADS) kvant_fit_subspace(const FitSubspaceArguments a) {
-  DYNAMIC_SHARED(dynamic);
-  __shared__ double norms[D];
-  __shared__ int turned, place[D];
-  const int b = blockIdx.x, head = blockIdx.y;
-  const Fitted f(a, b);
-  float* subspace = subspace_of(a, b, head);
-  if (f.count == 0 && f.before == 0)
-    for (int i = threadIdx.x; i < RANK * D; i += THREADS) subspace[i] = 0.f;
-  if (!f.wanted || f.count == 0) return;
-  const auto seen = [&](int i, int c) { return f.before == 0 ? 0.f : subspace[i * D + c]; };
+struct FitShared {
+  double norms[D];
+  int place[D];  // of a column among those of all lengths, longest first
+  int turned;    // 1 where a sweep rotated a pair
+};
 
-  double* x = (double*)dynamic;  // [columns, COLUMN]
+// Fits the subspace of a head of sequence b, by all threads of the CTA. x: [columns, COLUMN] and [ROWS_AT_ONCE, D] doubles.
+DEV void fit_head(const FitSubspaceArguments& a, const Fitted& f, FitShared& sh, double* x, int b, int head) {
+  float* subspace = subspace_of(a, b, head);
+  const auto seen = [&](int i, int c) { return f.before == 0 ? 0.f : subspace[i * D + c]; };
   const int columns = f.as_rows() ? (RANK + f.count * GROUP + 1) / 2 * 2 : D;
   if (f.as_rows()) {
     for (int i = threadIdx.x; i < columns * D; i += THREADS) {
@@ -136,13 +132,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) kvant_fit_subspace(const F
   double total = 0.;
   for (int i = pair; i - pair < columns; i += THREADS / PAIR_LANES) {  // every lane takes part in every sum
     const double norm = squared_norm(min(i, columns - 1));
-    if (lane == 0 && i < columns) norms[i] = norm;
+    if (lane == 0 && i < columns) sh.norms[i] = norm;
   }
   __syncthreads();
-  for (int i = 0; i < columns; i++) total += norms[i];
+  for (int i = 0; i < columns; i++) total += sh.norms[i];
 
   for (int sweep = 0; sweep < SWEEPS; sweep++) {
-    if (threadIdx.x == 0) turned = 0;
+    if (threadIdx.x == 0) sh.turned = 0;
     __syncthreads();
     // a round robin: column 0 stays, the others go round; every two meet once
     for (int round = 0; round < columns - 1; round++) {
@@ -163,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) kvant_fit_subspace(const F
           x[i * COLUMN + lane + k * PAIR_LANES] = cosine * u[k] - sine * v[k];
           x[j * COLUMN + lane + k * PAIR_LANES] = sine * u[k] + cosine * v[k];
         }
-        turned = 1;
+        sh.turned = 1;
       }
       __syncthreads();
     }
-    const bool again = turned;
+    const bool again = sh.turned;
     __syncthreads();
     if (!again) break;
   }
@@ -175,22 +171,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) kvant_fit_subspace(const F
   // the RANK longest columns, longest first
   for (int i = pair; i - pair < columns; i += THREADS / PAIR_LANES) {
     const double norm = squared_norm(min(i, columns - 1));
-    if (lane == 0 && i < columns) norms[i] = norm;
+    if (lane == 0 && i < columns) sh.norms[i] = norm;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < columns; i += THREADS) {
     int before = 0;
-    for (int k = 0; k < columns; k++) before += norms[k] > norms[i] || (norms[k] == norms[i] && k < i);
-    place[i] = before;
+    for (int k = 0; k < columns; k++) before += sh.norms[k] > sh.norms[i] || (sh.norms[k] == sh.norms[i] && k < i);
+    sh.place[i] = before;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < columns; i += THREADS) {
-    if (place[i] >= RANK) continue;
+    if (sh.place[i] >= RANK) continue;
     const double* column = x + i * COLUMN;
     int largest = 0;
     for (int c = 1; c < D; c++)
       if (fabs(column[c]) > fabs(column[largest])) largest = c;
-    const double length = sqrt(norms[i]), by = (column[largest] < 0. ? -1. : 1.) * (f.as_rows() ? 1. : length > 0. ? 1. / sqrt(length) : 0.);
-    for (int c = 0; c < D; c++) subspace[place[i] * D + c] = (float)(column[c] * by);
+    const double length = sqrt(sh.norms[i]), by = (column[largest] < 0. ? -1. : 1.) * (f.as_rows() ? 1. : length > 0. ? 1. / sqrt(length) : 0.);
+    for (int c = 0; c < D; c++) subspace[sh.place[i] * D + c] = (float)(column[c] * by);
+  }
+}
+
+// Grid: (batch, CTAs that share the KV heads of a sequence). Dynamic shared memory: what fit_head takes.
+extern "C" __global__ void __launch_bounds__(THREADS) kvant_fit_subspace(const FitSubspaceArguments a) {
+  DYNAMIC_SHARED(dynamic);
+  __shared__ FitShared sh;
+  const int b = blockIdx.x;
+  const Fitted f(a, b);
+  if (!f.wanted) return;
+  for (int head = blockIdx.y; head < Config::KV_HEADS; head += gridDim.y) {
+    if (f.count > 0) fit_head(a, f, sh, (double*)dynamic, b, head);
+    else if (f.before == 0)
+      for (int i = threadIdx.x; i < RANK * D; i += THREADS) subspace_of(a, b, head)[i] = 0.f;
+    __syncthreads();
   }
 }
