@@ -80,10 +80,8 @@ def executed(cells: list[str]) -> list[dict[str, Any]]:
     """The cells as a notebook has them, with outputs: printed text, and a picture where the last line is one."""
     display = types.ModuleType("IPython.display")
     display.Image = Picture  # type: ignore[attr-defined]
-    before, place = {name: sys.modules.get(name) for name in ("IPython", "IPython.display")}, os.getcwd()
-    ipython = types.ModuleType("IPython")
-    ipython.get_ipython = lambda: None  # type: ignore[attr-defined]  # which matplotlib asks for
-    sys.modules["IPython"], sys.modules["IPython.display"] = ipython, display
+    before, place = sys.modules.get("IPython.display"), os.getcwd()
+    sys.modules["IPython.display"] = display
     path = list(sys.path)
     os.chdir(ROOT / "examples")
     out, count, names = [], 0, {"__name__": "__main__"}
@@ -115,11 +113,9 @@ def executed(cells: list[str]) -> list[dict[str, Any]]:
     finally:
         os.chdir(place)
         sys.path[:] = path
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+        del sys.modules["IPython.display"]
+        if before is not None:
+            sys.modules["IPython.display"] = before
     return out
 
 
