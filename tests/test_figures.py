@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import figures, notebook
+from kvant import recipes
+from scripts import figures, method_figures, notebook
 
 
 @pytest.mark.parametrize("theme", figures.THEMES)
@@ -46,3 +47,13 @@ def test_the_notebook_shows_what_its_cells_show_now() -> None:
         assert texts[0] == texts[1]
     pictures = [each for cell in kept for each in cell.get("outputs", []) if "image/png" in each.get("data", {})]
     assert len(pictures) == 2
+
+
+@pytest.mark.parametrize("name", method_figures.DRAWN)
+def test_the_pictures_of_methods_are_those_of_the_recipes(name: str) -> None:
+    drawn = method_figures.draw(recipes.get(name))
+    assert drawn == (figures.ROOT / "docs" / "methods" / "figures" / f"{name}.svg").read_text()
+    windows = {stream.window for stream in recipes.get(name).streams.values()}
+    for window in windows:
+        assert f"first {window.sink}" in drawn or not window.sink
+        assert f"last {window.recent}" in drawn or not window.recent
