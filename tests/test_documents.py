@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COLUMNS = 100
 URL = re.compile(r"https?://\S+")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from scripts import figures
+from kvant import recipes
+from scripts import figures, method_figures, notebook
 
 
 @pytest.mark.parametrize("theme", figures.THEMES)
@@ -33,3 +35,25 @@ def test_the_pictures_are_those_of_the_results(tmp_path: Path, monkeypatch: pyte
         assert len(shown[0]) > 10
         assert shown[0] == shown[1]
     assert len(list(tmp_path.glob("*.svg"))) == len(list(kept.glob("*.svg"))) == 4
+
+
+def test_the_notebook_shows_what_its_cells_show_now() -> None:
+    path = figures.ROOT / "examples" / "pictures.ipynb"
+    kept, made = json.loads(path.read_text())["cells"], notebook.executed(notebook.CELLS)
+    assert path.stat().st_size < 200_000
+    assert [cell["source"] for cell in kept] == [cell["source"] for cell in made]
+    for old, new in zip(kept, made, strict=True):
+        texts = [[each.get("text") for each in cell.get("outputs", [])] for cell in (old, new)]
+        assert texts[0] == texts[1]
+    pictures = [each for cell in kept for each in cell.get("outputs", []) if "image/png" in each.get("data", {})]
+    assert len(pictures) == 2
+
+
+@pytest.mark.parametrize("name", method_figures.DRAWN)
+def test_the_pictures_of_methods_are_those_of_the_recipes(name: str) -> None:
+    drawn = method_figures.draw(recipes.get(name))
+    assert drawn == (figures.ROOT / "docs" / "methods" / "figures" / f"{name}.svg").read_text()
+    windows = {stream.window for stream in recipes.get(name).streams.values()}
+    for window in windows:
+        assert f"first {window.sink}" in drawn or not window.sink
+        assert f"last {window.recent}" in drawn or not window.recent
