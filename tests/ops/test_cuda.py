@@ -197,6 +197,7 @@ def test_decode_of_every_shape(name: str, group: int, dim: int) -> None:
         *("kvant-4-fast", "kvant-2", "kvant-2:rope_block=100", "kvant-2:rope=post", "kvant-2:rope=post,k.bits=4/4/0"),
         *("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", "million-2:rope=block"),
         *("vecinfer-4", "vecinfer-2", "million-2:books=head", "million-1.5:bits=8", "million-2:k.bits=10,v.bits=9"),
+        *("vecinfer-2:dim=2,bits=4", "vecinfer-2:dim=2,bits=3", "vecinfer-2:dim=4,bits=6"),
     ],
 )
 def test_decode_of_every_recipe(name: str, dim: int) -> None:
@@ -639,6 +640,9 @@ def test_unpack_gives_what_the_reference_reads(name: str, dim: int, dtype: torch
         "vecinfer-2",
         "vecinfer-4:k.bits=10",
         "million-2:books=head",
+        "vecinfer-2:dim=2,bits=4",
+        "vecinfer-2:dim=2,k.bits=3,v.bits=4",
+        "vecinfer-2:dim=4,bits=6",
         "kivi-k2v2",
         "kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5",
         "kitty-pro:sink=3",
@@ -1129,7 +1133,13 @@ def test_nothing_is_offered_on_a_cpu() -> None:
         ("oscar", None),
         ("kvant-2", None),
         ("vecinfer-2", None),
-        ("million-2:bits=6", "it reads indices of 8, 9, 10 or 12 bits, and those of the keys have 6"),
+        ("million-2:bits=6", None),
+        ("million-2:bits=5", "it reads indices of 3, 4, 6, 8, 9, 10 or 12 bits, and those of the keys have 5"),
+        ("vecinfer-2:dim=2,bits=3", None),
+        (
+            "vecinfer-2:dim=8,bits=16",
+            "it holds a codebook of a head in shared memory, and one of the keys takes 1048576 bytes",
+        ),
         (
             "million-2:v.books=space",
             "it holds one codebook a head in shared memory, and the values have one for each of 16 sub-vectors",

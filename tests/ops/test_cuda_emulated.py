@@ -103,6 +103,9 @@ def filled(
         ("million-1.5:bits=8,books=head", 2, 128, {"sliding_window": 150}),
         ("million-2:k.bits=10,v.bits=9", 3, 96, {}),
         ("vecinfer-3", 4, 64, {}),
+        ("vecinfer-2:dim=2,bits=4", 4, 128, {}),
+        ("vecinfer-2:dim=2,k.bits=3,v.bits=3", 3, 64, {}),
+        ("vecinfer-2:dim=4,bits=6", 9, 64, {"softcap": 5.0}),
         ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
         ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
     ],
@@ -772,6 +775,8 @@ READ = [
     ("oscar:group=64", 128, 0),
     ("int8:k.group=32,v.group=0", 96, 0),
     ("vecinfer-2", 64, 0),
+    ("vecinfer-2:dim=2,k.bits=3,v.bits=4", 64, 0),
+    ("vecinfer-2:dim=4,bits=6", 128, 0),
     ("vecinfer-4", 64, 0),
     ("million-2:k.bits=10,v.bits=9", 96, 0),
     ("million-1.5:bits=8,books=head", 128, 0),
@@ -932,6 +937,8 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
     ("name", "dim"),
     [
         ("vecinfer-2", 64),
+        ("vecinfer-2:dim=2,k.bits=3,v.bits=4", 64),
+        ("vecinfer-2:dim=4,bits=6", 128),
         ("million-1.5:bits=9,books=head", 64),
         ("million-1.5", 64),  # 4096 centroids
         ("million-2:bits=8,k.dim=8", 32),  # fewer sub-vectors than a warp's lanes can share

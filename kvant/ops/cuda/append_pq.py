@@ -92,7 +92,7 @@ class AppendPqPlan:
             "IN_TYPE": ELEMENT_TYPES[self.types[i]],
             "HADAMARD": self.orders[i],
             "HADAMARD_SCALE": self.orders[i] ** -0.5,
-            "Codebook": f"Book<{book.dim}, {low.width}, {bits}, {low.offset}, {offset}>",
+            "Codebook": f"Book<{book.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}>",
             "BOOK_HEADS": book.heads(self.layout.heads),
         }
 

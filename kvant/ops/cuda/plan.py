@@ -375,9 +375,7 @@ class Plan:
         low, *high = self._sections(name, "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
         place = self.warps * self.warp_bytes + sum(self.book_bytes[:at])
-        book = (
-            f"SharedCodebook<{codebook.dim}, {low.width}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}>"
-        )
+        book = f"SharedCodebook<{codebook.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}>"
         kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}
         return {
             "Codebook": book,

@@ -16,7 +16,7 @@ MAX_BOOSTED = 64  # boosted channels: a lane holds the high bits of a token's sh
 MAX_SCALE_GROUPS = 8  # groups of channels of a token's values that have a scale each
 MAX_CENTROIDS = 256  # of whole head vectors
 GROUP_TILES: dict[StreamName, int] = {"key": 32, "value": 16}  # channels that share a product, and so a scale
-INDEX_BITS = (8, 9, 10, 12)  # widths of the indices of product quantization
+INDEX_BITS = (3, 4, 6, 8, 9, 10, 12)  # widths of the indices of product quantization
 INDEX_LANES: dict[StreamName, int] = {"key": 4, "value": 8}  # lanes that share the sub-vectors of a token
 
 
@@ -150,8 +150,11 @@ def _refuse_indices(stream: StreamFormat, name: StreamName) -> str | None:
     """Why indices of product quantization cannot be read."""
     book, lanes = stream.codebook, INDEX_LANES[name]
     assert book is not None
+    if book.bits > max(INDEX_BITS):
+        size = 2 * book.dim * book.centroids
+        return f"it holds a codebook of a head in shared memory, and one of the {name}s takes {size} bytes"
     if book.bits not in INDEX_BITS:
-        return f"it reads indices of 8, 9, 10 or 12 bits, and those of the {name}s have {book.bits}"
+        return f"it reads indices of 3, 4, 6, 8, 9, 10 or 12 bits, and those of the {name}s have {book.bits}"
     if book.per == "space":
         return f"it holds one codebook a head in shared memory, and the {name}s have one for each of {book.vectors} sub-vectors"
     if book.vectors % lanes or stream.head_dim % 32:

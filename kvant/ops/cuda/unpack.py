@@ -17,6 +17,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
 from kvant.ops.cuda.bands import ONE, code_bands
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
+from kvant.ops.cuda.refusals import INDEX_BITS
 from kvant.ops.fused import SHORTEST_BLOCK, FusedTransform, blocks_of, matrix_of, rope_table
 from kvant.ops.types import Derived, LayerStore, PagedBatch
 from kvant.rope import Rope
@@ -103,8 +104,8 @@ def _refuse_pq(layout: Layout, name: StreamName) -> str | None:
         return f"it holds one codebook a head in shared memory, and the {name}s have one for each of {book.vectors} sub-vectors"
     if book.vectors % 4 or layout.head_dim % 32:
         return f"the {book.vectors} sub-vectors of the {name}s cannot be shared evenly by 4 lanes"
-    if not 8 <= book.bits <= 12 or book.bits == 11:
-        return f"it reads indices of 8, 9, 10 or 12 bits, and those of the {name}s have {book.bits}"
+    if book.bits not in INDEX_BITS:
+        return f"it reads indices of 3, 4, 6, 8, 9, 10 or 12 bits, and those of the {name}s have {book.bits}"
     return None
 
 
@@ -174,9 +175,10 @@ class UnpackPlan:
             assert stream.codebook is not None
             low, *high = (s for s in layout.sections if s.stream == name and s.kind == "index")
             bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
+            planes = f"{low.bits}, {bits}, {low.offset}, {offset}"
             place = 2 * layout.head_dim**2 + 12 * layout.head_dim
             constants |= {
-                "Codebook": f"SharedCodebook<{stream.codebook.dim}, {low.width}, {bits}, {low.offset}, {offset}, 1, {place}>",
+                "Codebook": f"SharedCodebook<{stream.codebook.dim}, {low.width}, {planes}, 1, {place}>",
                 "BOOK_HEADS": stream.codebook.heads(layout.heads),
                 "SCALE_FORM": ScaleForm.NONE,
                 "SCALE_TYPE": ElementType.BF16,

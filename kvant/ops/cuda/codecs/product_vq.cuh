@@ -40,24 +40,25 @@ template <int N, int B> struct PackedIndices {
   }
 };
 
-// COUNT indices a token, of sub-vectors of DIM channels: their low eight bits from byte OFFSET of the page of a head on, HIGH_BITS more bits from byte
+// COUNT indices a token, of sub-vectors of DIM channels: their LOW_BITS low bits from byte OFFSET of the page of a head on, HIGH_BITS more bits from byte
 // HIGH on. The codebook lies from byte BOOK of the CTA's dynamic shared memory on.
-template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_> struct SharedCodebook {
+template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_> struct SharedCodebook {
+  static constexpr int LOW_BITS = LOW_BITS_;
   static constexpr int DIM = DIM_, COUNT = COUNT_, HIGH_BITS = HIGH_BITS_, OFFSET = OFFSET_, HIGH = HIGH_, COPIES = COPIES_, BOOK = BOOK_;
-  static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY, ENTRIES = 256 << HIGH_BITS;
+  static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY, ENTRIES = 1 << (LOW_BITS + HIGH_BITS);
 
   // Centroids of part `part` of PARTS equal parts of a token's sub-vectors, two channels a word. `book` is the address of the lane's copy.
   template <int PARTS> DEV static void centroids(u32* out, const u8* page_head, int token, int part, u32 book) {
     constexpr int N = COUNT / PARTS;
     static_assert(COUNT % PARTS == 0, "lanes have the same number of sub-vectors");
-    PackedIndices<N, 8> low;
+    PackedIndices<N, LOW_BITS> low;
     PackedIndices<N, HIGH_BITS ? HIGH_BITS : 1> high;
-    low.load(page_head + OFFSET + token * COUNT, part);
+    low.load(page_head + OFFSET + token * (COUNT * LOW_BITS / 8), part);
     if constexpr (HIGH_BITS > 0) high.load(page_head + HIGH + token * (COUNT * HIGH_BITS / 8), part);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      u32 index = low.byte(i);
-      if constexpr (HIGH_BITS > 0) index = high.get(i, 8, index);
+      u32 index = LOW_BITS == 8 ? low.byte(i) : low.get(i, 0, 0u);
+      if constexpr (HIGH_BITS > 0) index = high.get(i, LOW_BITS, index);
       load_shared<WORDS>(out + i * WORDS, index * STRIDE + book);
     }
   }

@@ -11,11 +11,12 @@
 #pragma once
 #include "include/rows.cuh"
 
-// A codebook of 256 << HIGH_BITS centroids of DIM channels. The COUNT indices of a row lie from byte OFFSET of the page of a head on, eight
-// bits each; their bits above the eighth, HIGH_BITS each, from byte HIGH_OFFSET on.
-template <int DIM_, int COUNT_, int HIGH_BITS_, int OFFSET_, int HIGH_OFFSET_> struct Book {
+// A codebook of 2^(LOW_BITS + HIGH_BITS) centroids of DIM channels. Of the COUNT indices of a row, LOW_BITS low bits lie from byte OFFSET of the page of a
+// head on; their bits above these, HIGH_BITS each, from byte HIGH_OFFSET on.
+template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int HIGH_OFFSET_> struct Book {
+  static constexpr int LOW_BITS = LOW_BITS_;
   static constexpr int DIM = DIM_, COUNT = COUNT_, HIGH_BITS = HIGH_BITS_, OFFSET = OFFSET_, HIGH_OFFSET = HIGH_OFFSET_;
-  static constexpr int WORDS = DIM / 2, CENTROIDS = 256 << HIGH_BITS;  // words of a centroid
+  static constexpr int WORDS = DIM / 2, CENTROIDS = 1 << (LOW_BITS + HIGH_BITS);  // words of a centroid
 };
 
 DEV constexpr int power_below(int x) { return x > 1 ? 2 * power_below(x / 2) : 1; }  // the largest power of two that is not above x
@@ -176,9 +177,11 @@ template <class B> DEV void find_nearest(const PqShared<B>& sh, float top) {
   __syncthreads();
 }
 
-// Stores the indices of the rows: a byte each, and the bits above packed.
+// Stores the indices of the rows: their low bits, and the bits above, both packed.
 template <class B> DEV void store_indices(const AppendPqArguments& a, const u16* indices, int first, int head) {
-  constexpr int PER = B::HIGH_BITS ? 8 / B::HIGH_BITS : 1, BYTES = B::COUNT + (B::HIGH_BITS ? B::COUNT / PER : 0);  // bytes of a row
+  constexpr int LOW_PER = 8 / B::LOW_BITS, PER = B::HIGH_BITS ? 8 / B::HIGH_BITS : 1;  // indices of a byte
+  constexpr int LOW_BYTES = B::COUNT / LOW_PER, BYTES = LOW_BYTES + (B::HIGH_BITS ? B::COUNT / PER : 0);  // of a row
+  static_assert(B::COUNT % LOW_PER == 0 && B::COUNT % PER == 0, "a row is whole bytes");
   for (int i = threadIdx.x; i < ROWS * BYTES; i += THREADS) {
     const int row = i / BYTES, byte = i % BYTES;
     const s64 slot = first + row < a.tokens ? a.slot_mapping[first + row] : -1;
@@ -186,13 +189,15 @@ template <class B> DEV void store_indices(const AppendPqArguments& a, const u16*
     u8* page_head = a.pages + (slot / Config::PAGE_TOKENS * Config::KV_HEADS + head) * Config::PAGE_HEAD_BYTES;
     const int place = (int)(slot % Config::PAGE_TOKENS);
     const u16* mine = indices + row * B::COUNT;
-    if (byte < B::COUNT) {
-      page_head[B::OFFSET + place * B::COUNT + byte] = (u8)mine[byte];
-    } else {
-      u32 high = 0;
+    u32 packed = 0;
+    if (byte < LOW_BYTES) {
 #pragma unroll
-      for (int k = 0; k < PER; k++) high |= (u32)(mine[(byte - B::COUNT) * PER + k] >> 8) << k * B::HIGH_BITS;
-      page_head[B::HIGH_OFFSET + place * (B::COUNT / PER) + byte - B::COUNT] = (u8)high;
+      for (int k = 0; k < LOW_PER; k++) packed |= (u32)(mine[byte * LOW_PER + k] & ((1 << B::LOW_BITS) - 1)) << k * B::LOW_BITS;
+      page_head[B::OFFSET + place * LOW_BYTES + byte] = (u8)packed;
+    } else {
+#pragma unroll
+      for (int k = 0; k < PER; k++) packed |= (u32)(mine[(byte - LOW_BYTES) * PER + k] >> B::LOW_BITS) << k * B::HIGH_BITS;
+      page_head[B::HIGH_OFFSET + place * (B::COUNT / PER) + byte - LOW_BYTES] = (u8)packed;
     }
   }
 }

@@ -7,6 +7,7 @@
 // How a page is attended to is the codec's: Config::PageAttention, a type of codecs/*_pages.cuh, whose header a program includes before this file.
 
 #pragma once
+#include "codecs/residual.cuh"
 #include "include/output.cuh"
 #include "include/overlay.cuh"
 #include "include/page_ring.cuh"
