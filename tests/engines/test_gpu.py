@@ -69,6 +69,8 @@ def test_generate_in_16_bits() -> None:
         ("kvant-2", torch.bfloat16),
         ("kivi-k2v2:k.flush=32,v.recent=32", torch.bfloat16),
         ("kitty-pro:k.group=32,k.flush=32,v.recent=32,sink=3", torch.bfloat16),
+        ("squat", torch.bfloat16),
+        ("squat-pre", torch.bfloat16),
     ],
 )
 def test_generation_in_a_graph_is_generation(recipe: str, dtype: torch.dtype) -> None:

@@ -600,6 +600,19 @@ def test_a_step_of_groups_may_be_padded(name: str) -> None:
     test_cuda.check_padded_step(name, "cpu")
 
 
+@pytest.mark.parametrize(
+    "name", ["kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", "kitty-pro:k.group=32,k.flush=64,sink=2"]
+)
+@pytest.mark.parametrize("spare", [32, -100])
+def test_groups_are_appended_in_one_launch_or_two(
+    name: str, spare: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(append_groups, "STEP_SPARE", spare)
+    check_append(name, 64, ([5, 1, 0], [1, 1, 1], [0, 30, 2]))
+    two = ["kvant_append_groups", "kvant_append_tokens"]
+    assert launched == (["kvant_append_sequences"] if spare > 0 else two) * 3
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "group", "dim", "rounds"), test_cuda.SQUAT)
 def test_append_of_corrected_keys(name: str, group: int, dim: int, rounds: tuple[list[int], ...]) -> None:

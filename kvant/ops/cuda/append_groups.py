@@ -20,7 +20,7 @@ from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 WARPS = 8
-STEP_TOKENS = 2  # new tokens a sequence, at most, for a CTA to append all of a sequence's
+STEP_SPARE = 32  # new tokens beside one of every sequence, at most, for a CTA to append all of a sequence's: one may have them all
 _PLANS: nvrtc.Numbered[GroupPlan] = nvrtc.Numbered()
 
 
@@ -234,7 +234,7 @@ def _append_groups(
         half_batch=nvrtc.half_of(batch),
         table_width=block_table.shape[1],
     )
-    if tokens <= STEP_TOKENS * batch:
+    if tokens <= batch + STEP_SPARE:
         _kernel(made, "kvant_append_sequences", key.device).launch((batch, heads), arguments)
         return
     units = tokens // made.group + batch * made.spare
