@@ -41,11 +41,12 @@ def size(request: pytest.FixtureRequest) -> int:
 def start(model: tuple[Path, dict[str, Any]]) -> Iterator[Any]:
     made: list[Any] = []
 
-    def begin(size: int = 64, recipe: str | None = None, **options: Any) -> Any:
-        """All recipes of LAYERS or of GROUPS, or one for all layers."""
+    def begin(size: int = 64, recipe: str | dict[str, str] | None = None, **options: Any) -> Any:
+        """All recipes of LAYERS or of GROUPS, one for all layers, or others."""
         path, kvant = model
         kvant = kvant if size == 64 else {"layers": GROUPS}
-        kvant = {**kvant, "layers": {"0-": recipe}} if recipe else kvant
+        if recipe:
+            kvant = {**kvant, "layers": recipe if isinstance(recipe, dict) else {"0-": recipe}}
         made.append(engine(path, kvant, block_size=size, **options))
         assert made[0].collective_rpc("record") == [4] * options.get("tensor_parallel_size", 1)
         return made[0]
@@ -176,8 +177,10 @@ def test_blocks_of_two_pages(start: Any) -> None:
 
 
 def alone(start: Any, **options: Any) -> Any:
-    """An engine for `squat`, which is fitted on each request's own prompt: nothing is shared, prompts come as a whole."""
-    return start(64, "squat", enable_prefix_caching=False, enable_chunked_prefill=False, **options)
+    """An engine for `squat*`, which are fitted on each request's own prompt: nothing is shared, prompts come as a whole."""
+    return start(
+        64, {"0-1": "squat", "2-": "squat-pre"}, enable_prefix_caching=False, enable_chunked_prefill=False, **options
+    )
 
 
 def test_a_recipe_that_is_fitted_on_the_prompt(start: Any) -> None:

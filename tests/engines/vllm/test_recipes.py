@@ -34,10 +34,8 @@ def test_all_recipes(plain: bool, tmp_path: Path) -> None:
         recipe = recipes.get(name)
         if recipe.calibrated:
             torch.manual_seed(place)
-            made = made_up_tensors(recipe, KV_HEADS, DIM)
-            tensors = dict.fromkeys(
-                range(len(SERVED)), made
-            )  # an artifact may serve several recipes, such as kvant-2's
+            # an artifact may serve several recipes, as kvant-2's does
+            tensors = {layer: made_up_tensors(recipe, KV_HEADS, DIM) for layer in range(len(SERVED))}
             Artifact(recipe, KV_HEADS, DIM, len(SERVED), tensors).save(tmp_path / name)
             artifacts.append(str(tmp_path / name))
     chosen: dict[str, Any] = {"layers": {str(place): name for place, name in enumerate(SERVED)}, "artifact": artifacts}
