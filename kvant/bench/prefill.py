@@ -58,7 +58,9 @@ def measure(
     )
     run = functools.partial(chosen.run, filled.store, query, key, value, batch, scale=shape.head_dim**-0.5)
     found = run()
-    last = slice(new_tokens - 8, new_tokens)  # only these rows of the first sequence are compared with the reference
+    last = slice(
+        max(0, new_tokens - 8), new_tokens
+    )  # only these rows of the first sequence are compared with the reference
     row = one_sequence(batch, 0)._replace(query_start_loc=torch.tensor([0, new_tokens]))
     part = slice(0, new_tokens)
     expected = reference.prefill(

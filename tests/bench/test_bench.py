@@ -142,6 +142,20 @@ def test_the_command_writes_its_results(work: str, tmp_path: Path, capsys: pytes
     assert "int2" in capsys.readouterr().out
 
 
+def test_prefill_of_several_numbers_of_new_tokens(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    shape = ["--batch", "1,2", "--context", "70,50", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
+    command = ["bench", "prefill", "--recipe", "int4", *shape, "--new", "3,9", "--repeat", "1", "--json", str(target)]
+    assert main(command) == 0
+    results = json.loads(target.read_text())["results"]
+    assert [(r["shape"]["batch"], r["new_tokens"]) for r in results] == [(1, 3), (1, 9), (2, 3), (2, 9)]
+    for result in results:
+        assert (
+            result["baselines"][result["baseline"]] == result["baseline_seconds"] == min(result["baselines"].values())
+        )
+        assert result["times"] == result["baseline_seconds"] / result["seconds"]
+
+
 def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     shape = ["--batch", "2", "--context", "70", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]

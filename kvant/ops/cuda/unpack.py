@@ -247,13 +247,14 @@ def key_channels(bands: Sequence[tuple[int, int]], dim: int) -> Tensor:
     return out.flatten(1)
 
 
-def group_key_channels(bits: int, groups: int, dim: int) -> Tensor:
-    """The same where `groups` groups of channels have a scale each, whose codes lie as in codecs/group_keys.cuh."""
+def grouped_key_channels(groups: int, bits: int, dim: int) -> Tensor:
+    """The same where lane t has the t-th quarter of the channels of each of `groups` groups, and the places of a lane's pairs are
+    those of layout.code_places: `key_pair` of kernels/unpack.cu."""
     m, r, t, j = torch.meshgrid(*map(torch.arange, (dim // 16, 2, 4, 2)), indexing="ij")
-    pair, per, share = 2 * m + r, 8 // bits, dim // groups // 4
-    register, byte = pair // (2 * per) * per + pair % per, pair // per % 2
-    element = register // 2 * 8 + (2 * byte + register % 2) * 2 + j
-    return (element // share * (dim // groups) + t * share + element % share).flatten(1)
+    place, per = 2 * m + r, 8 // bits
+    register, byte = place // (2 * per) * per + place % per, place % (2 * per) // per
+    element, share = 2 * (register // 2 * 4 + byte * 2 + register % 2), dim // groups // 4
+    return (element // share * (dim // groups) + t * share + element % share + j).flatten(1)
 
 
 def value_channels(groups: int, dim: int) -> Tensor:
@@ -314,10 +315,10 @@ class Tables(NamedTuple):
             rows = numbers
             if _by_token(stream):
                 bands = [(band.first, band.width) for band in stream.stored_bands]
-                groups = layout.scale_groups(name)
-                rows = key_channels(bands, dim) if name == "key" else value_channels(groups, dim)
-                if name == "key" and groups > 1:
-                    rows = group_key_channels(stream.stored_bands[0].bits, groups, dim)
+                rows = key_channels(bands, dim) if name == "key" else value_channels(layout.scale_groups(name), dim)
+                if name == "key" and layout.scale_groups(name) > 1:
+                    (band,) = stream.bands
+                    rows = grouped_key_channels(layout.scale_groups(name), band.bits, dim)
             page, power = fragments(inverse / number_power, rows, columns), number_power
             if not stream.uniform:
                 (band,) = stream.bands
@@ -357,7 +358,8 @@ class Tables(NamedTuple):
         elif books is not None:
             books = books.clone(memory_format=torch.contiguous_format)
         powers = torch.stack([x.flatten().expand(layout.heads) for x in (power, number_power)], 1)
-        return Tables(page, plain, *(x.float().contiguous().to(device) for x in (terms, powers)), books)
+        terms, powers = (x.float().contiguous().to(device) for x in (terms, powers))
+        return Tables(page, plain, terms, powers, books)
 
 
 def code_power(bits: int, element: int) -> int:
@@ -511,6 +513,7 @@ def unpack(
     tokens of the stream, [new tokens, heads, head_dim], of 16 bits; None where no span has any."""
     layout, device = store.layout, store.pages.device
     assert len(spans) == len(batch.block_table)
+    assert new is not None or not any(span.new for span in spans)
     new_type = layout.overlay_dtype if new is None else _type(new.dtype)
     offset = store.derive(StoredTables).inverse[name].offset is not None
     made = UnpackPlan(layout, name, new_type, _type(dtype), rotated_pairs(store, name), offset)

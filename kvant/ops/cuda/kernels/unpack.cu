@@ -124,6 +124,13 @@ template <class Codes> DEV float code_at(const Codes& codes, int row, int e, int
   return (float)code;
 }
 
+// The pair of a lane's channels at place e of its codes of keys. Where the order has parts, registers 2m and 2m + 1 of KeyPlane hold elements 8m to 8m + 7.
+template <int BITS> DEV constexpr int key_pair(int e) {
+  constexpr int PER = BITS < 8 ? 8 / BITS : 1;  // codes of a byte
+  const int reg = e / (2 * PER) * PER + e % PER, byte = e % (2 * PER) / PER;
+  return Config::ORDER_GROUPS == 1 ? e : reg / 2 * 4 + byte * 2 + reg % 2;
+}
+
 // --- operands: numbers ----------------------------------------------------------------------------------------------------------
 
 // A tile of fp16 numbers. Unless it is said otherwise, lane (g, t) has tokens g and g + 8, the t-th quarter of the channels.
@@ -199,13 +206,9 @@ struct NumberOperand {
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int e = 0; e < N; e++) {
-        constexpr int SHARE = D / Config::ORDER_GROUPS / 8;
-        int channel = Config::VALUES ? e / SHARE * (D / Config::ORDER_GROUPS) + g * SHARE + e % SHARE : B::FIRST + t * (B::WIDTH / 4) + 2 * e;
-        if constexpr (!Config::VALUES && Config::ORDER_GROUPS > 1) {  // codecs/group_keys.cuh
-          constexpr int PER = 8 / B::BITS;
-          const int i = e / (2 * PER) * PER + e % PER, element = i / 2 * 8 + (e / PER % 2 * 2 + i % 2) * 2;
-          channel = element / (2 * SHARE) * (D / Config::ORDER_GROUPS) + t * (2 * SHARE) + element % (2 * SHARE);
-        }
+        constexpr int ORDERED = B::WIDTH / Config::ORDER_GROUPS, SHARE = ORDERED / (Config::VALUES ? 8 : 4);  // channels of a part, and of a lane of it
+        const int element = Config::VALUES ? e : 2 * key_pair<B::BITS>(e);
+        const int channel = B::FIRST + element / SHARE * ORDERED + (Config::VALUES ? g : t) * SHARE + element % SHARE;
         float y[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -318,16 +321,22 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
         if (!(keep >> r & 1)) continue;
         float y[PAIRED][VECTOR];
 #pragma unroll
-        for (int b = 0; b < PAIRED; b++)
+        for (int b = 0; b < PAIRED; b++) {
+          float centroid[VECTOR];
+          if constexpr (Config::CENTROIDS > 0) {
+#pragma unroll
+            for (int e = 0; e < VECTOR; e++) centroid[e] = 0.f;
+            if (rows[r].centroid >= 0) load_vector<VECTOR>(centroid, centroids + (s64)rows[r].centroid * D + block_channel(first + b) + t * VECTOR);
+          }
 #pragma unroll
           for (int e = 0; e < VECTOR; e++) {
             float z = Stream::OFFSETS ? offset[b][e] : 0.f;
             if constexpr (CODED) z = fmaf(rows[r].z, bias[b][e], z);
             if constexpr (Stream::FLAG) z = fmaf(rows[r].flag, mean[b][e], z);
-            if constexpr (Config::CENTROIDS > 0)
-              if (rows[r].centroid >= 0) z += centroids[(s64)rows[r].centroid * D + block_channel(first + b) + t * VECTOR + e];
+            if constexpr (Config::CENTROIDS > 0) z += centroid[e];
             y[b][e] = fmaf(acc[r / 2][(k + b) * BLOCK_TILES + e / 2][r % 2 * 2 + e % 2], rows[r].scale, z);
           }
+        }
         if (rotated) {
           if (!same) load_angles(cosine, sine, 8 * r + g, block_channel(first) + t * VECTOR);
 #pragma unroll
