@@ -32,6 +32,7 @@ from kvant.ops.fused import MATRIX
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
 RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA on a multiprocessor
 STAGES = 2  # pages that a warp has in flight
+LARGE_PAGE = 8192  # bytes of a page of a head from which on a warp has one more in flight, with RoPE blocks
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
 LOW_BATCH_PREFETCH = 4  # pages of a warp that come to the L2 cache while it makes its queries ready, at a low batch
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
@@ -198,7 +199,13 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        return dict(self.tuned).get("STAGES", STAGES)
+        """Pages that a warp has in flight. With RoPE blocks and large pages there is one more, in two CTAs instead of three,
+        which then have registers enough: 335 us instead of 344 at 32 x 32768, 358 instead of 370 at 128 x 8192 (kvant-4, H200).
+        kvant-2 and kvant-3, whose pages are smaller, lose by it."""
+        page, rope = self.layout.page_head_bytes, self.layout.recipe.key.effective_rope_block > 0
+        fits = 2 * (WARPS * (STAGES + 1) * page + 4096) <= self.shared[1]
+        more = rope and page >= LARGE_PAGE and fits and not self.low_batch and not self.pq
+        return dict(self.tuned).get("STAGES", STAGES + more)
 
     @property
     def lane_heads(self) -> int:
