@@ -295,6 +295,8 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("kvant-2:rope_block=64", 4, 128, {"softcap": 5.0}),
         ("kvant-2:rope=post", 3, 128, {"softcap": 5.0}),
         ("int3", 4, 128, {}),
+        ("int4:group=32", 3, 128, {"softcap": 5.0}),
+        ("saw-int4-kmeans-rot:centroids=40,sink=3,recent=20", 4, 64, {"sliding_window": 150}),
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
         ("vecinfer-2", 4, 64, {}),
@@ -316,6 +318,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("oscar:sink=3,recent=20", 4, 128, torch.bfloat16, None),
         ("oscar:per_head=true", 5, 64, torch.float16, None),
         ("oscar", 9, 96, torch.bfloat16, None),
+        ("oscar:group=64,sink=3,recent=20", 4, 128, torch.float16, None),
         ("kvant-2:rope=post", 17, 64, torch.bfloat16, 5.0),
     ],
 )
