@@ -661,7 +661,9 @@ def test_rows_of_zeros_and_of_any_size(name: str, tile_rows: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])
-@pytest.mark.parametrize("name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float"])
+@pytest.mark.parametrize(
+    "name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float", "int2:clip=0.9,group=32"]
+)
 def test_rows_are_clipped_where_the_reference_clips_them(
     name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
