@@ -300,6 +300,8 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("kvant-2:rope_block=64", 4, 128, {"softcap": 5.0}),
         ("kvant-2:rope=post", 3, 128, {"softcap": 5.0}),
         ("int3", 4, 128, {}),
+        ("int4:group=32", 3, 128, {"softcap": 5.0}),
+        ("saw-int4-kmeans-rot:centroids=40,sink=3,recent=20", 4, 64, {"sliding_window": 150}),
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
         ("squat-pre:sink=3", 4, 64, {}),
@@ -322,6 +324,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("oscar:sink=3,recent=20", 4, 128, torch.bfloat16, None),
         ("oscar:per_head=true", 5, 64, torch.float16, None),
         ("oscar", 9, 96, torch.bfloat16, None),
+        ("oscar:group=64,sink=3,recent=20", 4, 128, torch.float16, None),
         ("kvant-2:rope=post", 17, 64, torch.bfloat16, 5.0),
     ],
 )
@@ -720,7 +723,9 @@ def test_rows_of_zeros_and_of_any_size(name: str, tile_rows: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])
-@pytest.mark.parametrize("name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float"])
+@pytest.mark.parametrize(
+    "name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float", "int2:clip=0.9,group=32"]
+)
 def test_rows_are_clipped_where_the_reference_clips_them(
     name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,6 @@ class FitPlan:
         assert isinstance(corrector, Subspace)
         config: dict[str, object] = {
             **page_config(layout),
-            "SINK": window.sink,
             "ORIGIN": layout.recipe.origin,
             "KEY_RECENT": window.recent,
             "KEY_FLUSH": window.flush,

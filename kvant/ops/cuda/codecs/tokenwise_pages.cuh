@@ -44,7 +44,7 @@ template <int N, class... P> DEV void all_products(KeyPlanes<P...>, const KeyWor
 
 // S of N tiles where a token's keys have KEY_GROUPS scales (codecs/group_keys.cuh): sums of the groups are added in steps of the query operand.
 template <int N, class P> DEV void group_scores(KeyPlanes<P>, const KeyWords<N>& keys, SharedBytes page_head, int tile, int lane, const QueryFragment& q, const OnlineSoftmax& softmax, float cap, float s[N][LANE_HEADS][2]) {
-  static_assert(KEY_GROUPS == 1 || (Key::SCALE_FORM != ScaleForm::SCALE && !ROPE_BLOCK), "a scale and a minimum or zero point for each group");
+  static_assert(P::GROUPS == KEY_GROUPS && Key::SCALE_FORM != ScaleForm::SCALE && !ROPE_BLOCK, "a scale and a minimum or zero point for each group");
 #pragma unroll
   for (int j = 0; j < KEY_GROUPS; j++) {
     int c[N][LANE_HEADS][4];

@@ -22,7 +22,7 @@ struct Fitted {  // what a sequence has new
   DEV Fitted(const FitSubspaceArguments& a, int b) {
     start = (int)a.query_start_loc[b], count = (int)a.query_start_loc[b + 1] - start, before = (int)a.seq_lens[b] - count;
     const int past = before - Config::ORIGIN - Config::KEY_RECENT;
-    wanted = past < Config::KEY_FLUSH && (int)a.key_ring_start[b] <= Config::SINK;
+    wanted = past < Config::KEY_FLUSH && (int)a.key_ring_start[b] <= Config::ORIGIN;
   }
   DEV bool as_rows() const { return RANK + count * GROUP <= D; }
 };
