@@ -885,6 +885,7 @@ SQUAT = [  # recipe, query heads a KV head, head_dim, rounds of new tokens after
     ("squat", 2, 32, ([40, 1, 0], [1, 1, 1], [1, 1, 1], [0, 30, 40])),  # rows and Gram matrices
     ("squat:k.group=16,k.flush=16,v.recent=5,rank=12,block=8", 1, 32, ([3, 1, 6], [1, 1, 1], [20, 30, 4])),
     ("squat:sink=5,k.recent=3,weight=0.01", 1, 64, ([1, 1, 1], [40, 2, 9])),
+    ("squat", 2, 64, ([40, 1, 2],)),
     ("squat-pre:weight=0.05", 2, 32, ([7, 1, 0], [1, 1, 1], [60, 30, 2])),
     ("squat-pre:sink=3,k.group=16,k.flush=32,k.bits=4", 1, 64, ([5, 1, 2], [1, 1, 1], [30, 2, 9])),
 ]

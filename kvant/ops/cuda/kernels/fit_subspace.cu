@@ -33,13 +33,17 @@ DEV double query_of(const FitSubspaceArguments& a, const Fitted& f, int head, in
 }
 DEV float* subspace_of(const FitSubspaceArguments& a, int b, int head) { return a.subspace + (a.overlay_rows[b] * Config::KV_HEADS + head) * (RANK * D); }
 
-// Entries of R^T R: a thread has HIGH x WIDE of them.
+// Entries of R^T R on and above the diagonal: a warp has a square of 32 x 32 of them, a thread HIGH x WIDE.
 struct GramTile {
+  static constexpr int SQUARES = D / 32;  // on a side
   double sum[HIGH][WIDE];
   int row, column;
-  bool own;
+  bool own, mirrored;  // whether the thread has entries, and whether they stand below the diagonal, too
 
-  DEV GramTile() : row((int)threadIdx.x / (D / WIDE) * HIGH), column((int)threadIdx.x % (D / WIDE) * WIDE), own(threadIdx.x < D / HIGH * (D / WIDE)) {
+  DEV GramTile() {
+    const int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31, across = warp / SQUARES, down = warp % SQUARES;
+    row = across * 32 + lane / (32 / WIDE) * HIGH, column = down * 32 + lane % (32 / WIDE) * WIDE;
+    own = across <= down && across < SQUARES, mirrored = across < down;
 #pragma unroll
     for (int i = 0; i < HIGH; i++)
 #pragma unroll
@@ -59,6 +63,18 @@ struct GramTile {
       __syncthreads();
     }
   }
+  // Stores the entries and their mirror images, each plus more(row, column).
+  template <class More> DEV void store(double* to, int stride, More more) const {
+    if (!own) return;
+#pragma unroll
+    for (int i = 0; i < HIGH; i++)
+#pragma unroll
+      for (int j = 0; j < WIDE; j++) {
+        const double x = sum[i][j] + more(row + i, column + j);
+        to[(row + i) * stride + column + j] = x;
+        if (mirrored) to[(column + j) * stride + row + i] = x;
+      }
+  }
 };
 
 // Chunks of tokens of a sequence, whose Gram matrices are sums of their own. The numbers of two sequences do not meet.
@@ -75,11 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kvant_subspace_gram(const 
   GramTile gram;
   gram.add((min(f.count, first + a.chunk_tokens) - first) * GROUP, staged, [&](int i, int c) { return query_of(a, f, head, first * GROUP + i, c); });
   double* to = a.grams + ((s64)chunk * Config::KV_HEADS + head) * (D * D);
-  if (gram.own)
-#pragma unroll
-    for (int i = 0; i < HIGH; i++)
-#pragma unroll
-      for (int j = 0; j < WIDE; j++) to[(gram.row + i) * D + gram.column + j] = gram.sum[i][j];
+  gram.store(to, D, [](int, int) { return 0.; });
 }
 
 DEV double pair_sum(double x) {  // over the lanes of a pair
@@ -109,17 +121,12 @@ DEV void fit_head(const FitSubspaceArguments& a, const Fitted& f, FitShared& sh,
     double* staged = x + a.most_columns * COLUMN;
     gram.add(RANK, staged, seen);
     if (!a.grams) gram.add(f.count * GROUP, staged, [&](int i, int c) { return query_of(a, f, head, i, c); });
-    if (gram.own)
-#pragma unroll
-      for (int i = 0; i < HIGH; i++)
-#pragma unroll
-        for (int j = 0; j < WIDE; j++) {
-          double sum = gram.sum[i][j];
-          if (a.grams)
-            for (int chunk = 0; chunk * a.chunk_tokens < f.count; chunk++)
-              sum += a.grams[((s64)(first_chunk(a, b) + chunk) * Config::KV_HEADS + head) * (D * D) + (gram.row + i) * D + gram.column + j];
-          x[(gram.row + i) * COLUMN + gram.column + j] = sum;
-        }
+    const double* grams = a.grams ? a.grams + ((s64)first_chunk(a, b) * Config::KV_HEADS + head) * (D * D) : nullptr;
+    gram.store(x, COLUMN, [&](int row, int column) {
+      double sum = 0.;
+      for (int chunk = 0; grams && chunk * a.chunk_tokens < f.count; chunk++) sum += grams[(s64)chunk * (Config::KV_HEADS * D * D) + row * D + column];
+      return sum;
+    });
   }
   __syncthreads();
 
