@@ -336,8 +336,9 @@ def of_eval(report: dict[str, Any], name: str) -> dict[str, Any]:
     """A report of `kvant eval --task` as rows of the results: without the answers."""
     found: dict[str, list[dict[str, Any]]] = {}
     for score in report["scores"]:
-        label = score["task"].partition(":path=")[0]
-        found.setdefault(label, []).append({key: value for key, value in score.items() if key != "answers"})
+        label, _, path = score["task"].partition(":path=")
+        kept = {key: value for key, value in score.items() if key != "answers"}
+        found.setdefault(label, []).append({**kept, "task": f"{label}={Path(path).name}" if path else label})
     return {"name": name, "dtype": report["dtype"], "tasks": found}
 
 

@@ -95,8 +95,8 @@ SQUAT = [
 ]
 KITTY = [
     "kivi-k2v2-sink:k.group=128,k.flush=128",
-    *(f"kitty:boost={share}" for share in (0.125, 0.25, 0.5, 0.75)),
-    *("kitty:boost=0.75~random", "kitty:boost=1"),
+    *(f"kitty:boost={share}{chosen}" for share in (0.125, 0.25, 0.5, 0.75) for chosen in ("", "~random")),
+    "kitty:boost=1",
 ]
 KITTY_CONTROL = [f"kitty:boost={share}{how}" for share in (0.25, 0.5) for how in ("", "~random")]
 FRONT = [  # before and after, and the best of the others
