@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvant import recipes
+from kvant.cli.recipes import RECOMMENDED
+
 ROOT = Path(__file__).parent.parent
 COLUMNS = 100
 URL = re.compile(r"https?://\S+")
@@ -36,3 +39,19 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in slugs, f"{path.name} links to {target}{anchor}"
+
+
+def test_the_readme_is_short_and_agrees_with_the_code_about_defaults() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert re.findall(r"kvant\.Cache\(model\): ([\w-]+)", text) == [recipes.PLAIN]
+    assert "default of kvant.Cache" in RECOMMENDED[recipes.PLAIN]
+    assert "default of commands" in RECOMMENDED[recipes.DEFAULT]
+    assert f"which recipe | `{recipes.DEFAULT}`" in text
+
+
+def test_the_demo_shows_what_we_recommend() -> None:
+    [named] = re.findall(r"--recipe (\S+)", (ROOT / "scripts" / "demo").read_text())
+    assert {recipes.DEFAULT, "kvant-4", "full"} <= set(named.split(","))
+    table = re.findall(r"^ {6}([\w-]+) +[\d.]+ +[\d.]+ MiB", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert table == named.split(",")

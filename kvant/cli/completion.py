@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "completion",
         examples=(
-            "source <(kvant completion bash)",
+            "kvant completion bash > ~/.local/share/bash-completion/completions/kvant",
             "kvant completion fish > ~/.config/fish/completions/kvant.fish",
         ),
         help="print a script for the shell that completes commands, options and recipes",
@@ -64,7 +64,7 @@ def bash(commands: Any, recipes: list[str]) -> str:
         values |= {o: _choices(a) for a in found._actions for o in a.option_strings if a.choices}
     cases = [f"    {option}) words={' '.join(choices)!r} ;;" for option, choices in values.items()]
     return f"""\
-# kvant completion bash: load it with  source <(kvant completion bash)
+# kvant completion bash > ~/.local/share/bash-completion/completions/kvant
 _kvant() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}" words= lead=
   if [ "$COMP_CWORD" -eq 1 ]; then
@@ -88,7 +88,8 @@ complete -o bashdefault -F _kvant kvant
 
 def zsh(commands: Any, recipes: list[str]) -> str:
     """zsh runs bash's function."""
-    start = "# kvant completion zsh: load it with  source <(kvant completion zsh)\nautoload -U +X bashcompinit && bashcompinit\n"
+    start = "# kvant completion zsh > ~/.kvant.zsh, and in ~/.zshrc: source ~/.kvant.zsh\n"
+    start += "autoload -U +X bashcompinit && bashcompinit\n"
     return start + bash(commands, recipes).partition("\n")[2]
 
 

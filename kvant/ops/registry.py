@@ -110,12 +110,12 @@ def choose(op: Op, layout: Layout, device: torch.device | str, name: str | None 
         if reason is None:
             incomplete = any(NOT_BUILT in refusal for refusal in refusals)
             if name is None and candidate.rank == 0 and refusals and (device.type != "cpu" or incomplete):
-                kind = IncompleteInstallation if incomplete else SlowReference
                 text = (
                     f"{op} of recipe {layout.recipe.name} on {device} is the plain torch reference, which is slow: "
                     f"{'; '.join(_telling(refusals, device))} (implementation='{candidate.name}' takes it in silence)"
                 )
-                warnings.warn(kind(text, layout.recipe.name, str(device)), stacklevel=2)
+                told = SlowReference(text, layout.recipe.name, str(device))
+                warnings.warn(IncompleteInstallation(text) if incomplete else told, stacklevel=2)
             return candidate
         refusals.append(f"{candidate.name}: {reason}")
     raise ValueError(f"nothing can {op} recipe {layout.recipe.name} on {device}: {'; '.join(refusals)}")
