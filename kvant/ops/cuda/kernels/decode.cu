@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   launch_dependent_grids();  // the transform of outputs, or the next call
   int codebook_head = -1;    // whose codebooks are in shared memory
 
-  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES> scheduler(a, lane);  // two pages a warp
+  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES> scheduler(a, lane);  // two pages a warp
   PageRing ring;
   ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
   for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
