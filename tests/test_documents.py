@@ -55,3 +55,13 @@ def test_the_demo_shows_what_we_recommend() -> None:
     assert {recipes.DEFAULT, "kvant-4", "full"} <= set(named.split(","))
     table = re.findall(r"^ {6}([\w-]+) +[\d.]+ +[\d.]+ MiB", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert table == named.split(",")
+
+
+def test_docstrings_become_markdown() -> None:
+    """What the API reference shows: two columns are a list, doctests are code."""
+    pytest.importorskip("griffe", reason="needs the extra docs")
+    from scripts.docs_griffe import markdown
+
+    text = "Packs.\n\nfirst, second  what they are\n               and more.\nlast           another.\n\n>>> 1 + 1\n2\n\nThe end."
+    expected = "Packs.\n\n\n- `first`, `second`: what they are\n  and more.\n- `last`: another.\n\n\n```pycon\n>>> 1 + 1\n2\n```\n\nThe end."
+    assert markdown(text) == expected

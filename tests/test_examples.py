@@ -14,6 +14,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.model
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 PYTHON_OF_VLLM = EXAMPLES.parent / ".venv-vllm" / "bin" / "python"
 
 
@@ -80,8 +81,6 @@ def test_all_examples_are_tried_and_listed() -> None:
 @pytest.mark.skipif(not PYTHON_OF_VLLM.exists(), reason="needs .venv-vllm: ./scripts/setup --vllm")
 def test_vllm_offline(smollm2: Any) -> None:
     command = [str(PYTHON_OF_VLLM), str(EXAMPLES / "vllm_offline.py")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | QUIET)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"'The capital of France is' -> '.*Paris", done.stdout)

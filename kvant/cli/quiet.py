@@ -1,7 +1,7 @@
 """Warnings at the command line: kvant's own in one line each, once, with what to do; those of libraries not at all.
 
-`python -W default -m kvant ...` or PYTHONWARNINGS shows everything as Python does, TRANSFORMERS_VERBOSITY=warning what transformers
-logs.
+`python -W default -m kvant ...` or PYTHONWARNINGS shows everything as Python does, TRANSFORMERS_VERBOSITY=warning and
+HF_HUB_VERBOSITY=warning what transformers and huggingface_hub log.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+LOGS = ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY")  # how much transformers and huggingface_hub log
+
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in LOGS:
+        os.environ.setdefault(name, "error")
     if sys.warnoptions:  # the user has asked for warnings
         yield
         return

@@ -57,7 +57,8 @@ def test_kvant_alone_says_what_to_do_first(capsys: pytest.CaptureFixture[str]) -
 def test_warnings_are_one_line_each_and_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    for name in quiet.LOGS:
+        monkeypatch.setenv(name, "error")
     monkeypatch.setattr(sys, "warnoptions", [])
     with quiet.one_line_warnings():
         for op in ("append", "decode", "prefill"):
