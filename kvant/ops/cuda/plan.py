@@ -34,7 +34,6 @@ RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: o
 STAGES = 2  # pages that a warp has in flight
 LARGE_PAGE = 8192  # bytes of a page of a head from which on a warp has one more in flight, with RoPE blocks
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
-LOW_BATCH_PREFETCH = 4  # pages of a warp that come to the L2 cache while it makes its queries ready, at a low batch
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
 OVERLAY_PASS_UNITS = 3  # passes of it that take as long as one for the overlay
@@ -291,7 +290,6 @@ class Plan:
             "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
-            "PREFETCH_PAGES": LOW_BATCH_PREFETCH if self.low_batch else 0,
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,

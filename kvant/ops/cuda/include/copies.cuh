@@ -51,8 +51,6 @@ DEV bool stage_ready(u32 barrier, u32 parity) {  // whether it has arrived
                : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   return done;
 }
-// Brings BYTES bytes to the L2 cache.
-template <int BYTES> DEV void prefetch_stage(const u8* from) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(BYTES) : "memory"); }
 DEV void no_copy() {}
 DEV void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void begin_copies(u64* barriers, int count, int lane) {
@@ -70,10 +68,6 @@ template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* fr
     if (BYTES % 512 == 0 || o + lane * 16 < BYTES)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + o + lane * 16), "l"(from + o + lane * 16) : "memory");
   asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int BYTES> DEV void prefetch_stage(const u8* from) {
-#pragma unroll
-  for (int o = 0; o < BYTES; o += 128) prefetch_l2(from + o);
 }
 DEV bool stage_ready(u32, u32) { return false; }
 template <int STAGES> DEV void await_stage(u32, u32) {

@@ -11,7 +11,6 @@ struct PageRing {
   const s64* table;    // of the work tile: page numbers,
   const u8* pages;     // and the head's part of page 0
   u32 upcoming[STAGES + 1];  // page numbers that are copied next
-  u32 ahead;                 // of a lane: the page number that it prefetches
 
   DEV void open(u8* stages, u64* barrier) { bytes = stages, room = shared_address_register(stages), barriers = shared_address_register(barrier), read = 0; }
 
@@ -26,20 +25,9 @@ struct PageRing {
     table = block_table, pages = head_pages;
 #pragma unroll
     for (int i = 0; i <= STAGES; i++) upcoming[i] = range.page + i < range.page_end ? (u32)table[range.page + i] : 0u;
-    if constexpr (Config::PREFETCH_PAGES > 0) ahead = prefetches(range) ? (u32)table[range.page + STAGES + (threadIdx.x & 31)] : 0u;
   }
-  // The pages after those in flight come to the L2 cache while queries are made ready, a lane each.
-  DEV static bool prefetches(const WarpRange& range) {
-    const int lane = threadIdx.x & 31;
-    return lane < Config::PREFETCH_PAGES && range.page + STAGES + lane < range.page_end;
-  }
-  DEV void prefetch(const WarpRange& range) const {
-    if constexpr (Config::PREFETCH_PAGES > 0)
-      if (prefetches(range)) prefetch_stage<PAGE_HEAD_BYTES>(page_head(ahead));
-  }
-  DEV const u8* page_head(u32 page) const { return pages + (u64)page * (Config::KV_HEADS * PAGE_HEAD_BYTES); }
   DEV void copy(u32 to, u32 page, int lane) {
-    copy_stage<PAGE_HEAD_BYTES, Config::PAGES_ONCE>(room + to * PAGE_HEAD_BYTES, page_head(page), barriers + to * 8, lane);
+    copy_stage<PAGE_HEAD_BYTES, Config::PAGES_ONCE>(room + to * PAGE_HEAD_BYTES, pages + (u64)page * (Config::KV_HEADS * PAGE_HEAD_BYTES), barriers + to * 8, lane);
   }
   DEV void fill(const WarpRange& range, int lane) {
 #pragma unroll

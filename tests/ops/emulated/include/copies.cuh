@@ -39,7 +39,6 @@ static void check_loads(u32 to, u32 bytes) {
     if (load.at < to + bytes && to < load.at + load.bytes) stop("a stage is copied to that a lane may still be reading: it has not fenced its loads");
 }
 DEV void begin_copies(u64*, int, int) {}
-template <int BYTES> DEV void prefetch_stage(const u8* from) { prefetch_l2(from), prefetch_l2(from + BYTES - 1); }
 
 #if BULK
 template <int BYTES, bool ONCE = false> DEV void copy_stage(u32 to, const u8* from, u32 barrier, int lane) {
