@@ -149,10 +149,6 @@ class Plan:
         count = next((n for n in range(most, 1, -2) if n <= fit), 1)
         if self.low_batch and count == WARPS and self._low_batch_warps == LOW_BATCH_WARPS:
             count = LOW_BATCH_WARPS
-        if self.layout.recipe.key.groupwise and fit > WARPS and self._blocks(WARPS) < self._most_blocks:
-            count = max(
-                (WARPS, WARPS + 1), key=lambda warps: warps * self._blocks(warps)
-            )  # long pages: more warps fit like this
         return dict(self.tuned).get("WARPS", count)
 
     @property
@@ -169,7 +165,10 @@ class Plan:
     @property
     def _most_blocks(self) -> int:
         """CTAs that the registers of a multiprocessor are enough for."""
-        return 1 if self.pq or self.residual else 3 if self.layout.head_dim * -(-self.tile_heads // 8) <= 128 else 2
+        if self.pq or self.residual:
+            return 1
+        few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
+        return 3 if few and not self.rotated_keys else 2  # keys that are rotated when they are read take more registers
 
     def _blocks(self, warps: int) -> int:
         """CTAs that a multiprocessor is to hold."""
