@@ -581,6 +581,8 @@ def test_prefill_over_a_history(name: str, dtype: str, room: int, monkeypatch: p
 @pytest.mark.parametrize("name", HISTORIES)
 def test_unpack_gives_what_the_reference_reads(name: str, dim: int, dtype: torch.dtype) -> None:
     lengths = [1, 63, 1500, 200, 129]
+    if dim == 96 and "group=64" in name:
+        pytest.skip("groups of 64 do not divide 96 channels")
     layout = Layout.of(recipes.get(name), 2, dim)
     if (reason := cuda_prefill.refuse(layout, torch.device("cuda"))) is not None:
         pytest.skip(reason)
@@ -667,9 +669,17 @@ def test_append_writes_what_the_reference_writes(
     if name == "saw-hessian":
         name = next(n for n in recipes.names() if n.startswith("saw") and "hessian" in n)
     recipe, heads = recipes.get(name), 3
+    if dim == 96 and "group=64" in name:
+        with pytest.raises(ValueError, match="group must divide head_dim"):
+            Layout.of(recipe, heads, dim, dtype=dtype)
+        return
     layout = Layout.of(recipe, heads, dim, dtype=dtype)
+    if dim == 256 and "v.group=16" in name:
+        assert "16" in (cuda_append.refuse_layout(layout) or "")  # scales a token
+        return
+    three_bits = ("bits=3" in name and not layout.format("key").is_pq) or name == "int3"
     if (
-        (dim == 96 and (name.startswith("kvant-2") or "bits=3" in name or name == "int3"))
+        (dim == 96 and (name.startswith("kvant-2") or three_bits))
         or (dim < 256 and "3/2/0" in name)
         or (dim < 128 and name == "kvant-3")
     ):
