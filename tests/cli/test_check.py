@@ -113,7 +113,7 @@ def test_serve_refuses_and_chooses_as_generate_does(
         ):
             serve.require_fit(recipes.get("saw-int4"), None, lambda: named, load)
         assert len(calls) == expected
-    monkeypatch.setattr(recipes, "LADDER", ("kvant-2", "kivi-k4v4", "kvant-4-fast"))  # vLLM cannot serve the second
+    monkeypatch.setattr(recipes, "LADDER", ("kvant-2", "kivi-k4v4:k.recent=32", "kvant-4-fast"))  # vLLM: not the 2nd
     assert serve.default_recipe(args, lambda: named, load).name == "kvant-4-fast"
     assert len(calls) == 1
     assert "kvant-4-fast: good, KL" in capsys.readouterr().err
