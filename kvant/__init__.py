@@ -124,7 +124,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names and what Python itself put here, without what this file imports."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 class _Package(types.ModuleType):

@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -111,9 +111,13 @@ def read_source(path: str, option: str = "--text") -> str | Chats:
 
 
 def print_table(
-    title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], caption: str = ""
+    title: str,
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[str]],
+    caption: str = "",
+    whole: Collection[str] = (),
 ) -> None:
-    """Prints a table that fits the terminal; columns are (heading, "left" or "right")."""
+    """Prints a table that fits the terminal; columns are (heading, "left" or "right"), `whole` those that are never wrapped."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -122,7 +126,7 @@ def print_table(
         title=title or None, title_justify="left", caption=caption or None, caption_justify="left", box=SIMPLE_HEAD
     )
     for heading, justify in columns:
-        table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in whole)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 100)

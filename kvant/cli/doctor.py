@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import platform
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -342,4 +343,4 @@ def _print_matrix(implementations: Sequence[dict[str, Any]]) -> None:
     print_table("", [(heading, "left") for heading in headings], rows)
     for op, name, about in dict.fromkeys((e["op"], e["name"], e["about"]) for e in implementations):
         if about:
-            print(f"{op} by {name}: {about}")
+            print(textwrap.fill(f"{op} by {name}: {about}", 100))

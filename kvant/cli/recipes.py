@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from kvant.cli.common import print_table
@@ -83,19 +84,24 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.all:
         return _recommended(found, args.head_dim)
-    columns = [("recipe", "left"), ("bits", "right"), ("at 32k", "right"), ("windows", "left"), ("calibrated", "left")]
-    columns += [("shared prefixes", "left"), ("what it is", "left")]
+    columns = [("recipe", "left"), ("bits", "right"), ("at 32k", "right"), ("windows", "left"), ("fit", "left")]
+    columns += [("what it is", "left")]
     rows = []
     for entry in found:
         bits = [f"{entry[key]:.3f}" if entry[key] is not None else "refused" for key in ("bpe", "bpe_32k")]
         sides = {(w["sink"], w["recent"] + (w["flush"] if w["flush"] > 1 else 0)) for w in entry["windows"].values()}
         window = " ".join(f"{sink}/{recent}" for sink, recent in sorted(sides)) if sides != {(0, 0)} else "-"
-        calibrated, shared = ("yes" if entry[key] else "no" for key in ("calibration", "prefix_safe"))
-        rows.append([entry["name"], *bits, window, calibrated, shared, entry["summary"]])
-    caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; "
-    caption += "windows: sink/recent tokens in full precision"
-    print_table("", columns, rows, caption)
+        rows.append([entry["name"], *bits, window, "yes" if entry["calibration"] else "no", entry["summary"]])
+    caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; windows: sink/recent tokens in full "
+    caption += f"precision; served in vLLM: {_all_but(found, lambda entry: 'vllm' in entry['engines'])}; shared prefixes: "
+    caption += _all_but(found, lambda entry: entry["prefix_safe"])
+    print_table("", columns, rows, caption, whole=("recipe",))
     return 0
+
+
+def _all_but(found: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> str:
+    others = [entry["name"] for entry in found if not holds(entry)]
+    return f"all but {', '.join(others)}" if others else "all"
 
 
 def _recommended(found: list[dict[str, Any]], head_dim: int) -> int:

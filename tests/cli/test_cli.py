@@ -70,8 +70,10 @@ def test_recipes_lists_all_with_the_fields_others_rely_on(capsys: pytest.Capture
     assert by_name["int4"]["prefix_safe"] is True
     code, out, _ = run(capsys, "recipes", "--all", "--head-dim", "64")
     assert code == 0
-    assert "saw-int4" in out
     assert "4.500" in out
+    lines = [line.split()[0] for line in out.splitlines() if line.split()]
+    assert [name for name in lines if name in by_name] == recipes.names()  # none is wrapped
+    assert "served in vLLM: all;" in out and "all but squat, squat-pre" in " ".join(out.split())
 
 
 def test_recipes_recommends_a_few(capsys: pytest.CaptureFixture[str]) -> None:
