@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from kvant import recipes
+from kvant.cli import parser
 from kvant.cli.recipes import RECOMMENDED
 
 ROOT = Path(__file__).parent.parent
@@ -65,3 +68,34 @@ def test_docstrings_become_markdown() -> None:
     text = "Packs.\n\nfirst, second  what they are\n               and more.\nlast           another.\n\n>>> 1 + 1\n2\n\nThe end."
     expected = "Packs.\n\n\n- `first`, `second`: what they are\n  and more.\n- `last`: another.\n\n\n```pycon\n>>> 1 + 1\n2\n```\n\nThe end."
     assert markdown(text) == expected
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_documents_are_understood(path: Path) -> None:
+    """Those that stand on lines of their own parse, with recipes that exist; those inside a sentence name known options."""
+    text, top = re.sub(r"\\\n\s*", " ", path.read_text(encoding="utf-8")), parser()
+    for line in re.findall(r"^    (?:[A-Z_]+=\S+ )?(kvant [^\n]+)$", text, re.MULTILINE):
+        if line.startswith(("kvant serves ", "kvant lm-eval ")):  # a line of a log; a harness with options of its own
+            continue
+        command = re.split(r"\s[#>|]\s?|\s\[", line)[0].replace("...", "").replace("$S", "")
+        args, rest = top.parse_known_args(shlex.split(command)[1:])
+        assert not rest or args.command == "serve", f"{path.name}: {line}"
+        named = getattr(args, "recipe", None) or []
+        for name in recipes.split(named) if isinstance(named, str) else named:
+            assert name == "R" or recipes.get(name), f"{path.name}: {line}"
+    for inline in re.findall(r"`kvant ([^`]+)`", text):
+        command, *words = inline.split()
+        for option in (word.split("=")[0] for word in words if re.match(r"--\w", word)):
+            assert command in ("serve", "lm-eval") or option in options(top, command), f"{path.name}: kvant {inline}"
+
+
+def options(top: argparse.ArgumentParser, command: str) -> set[str]:
+    """Options of a command and of its own commands."""
+    found: set[str] = set()
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, each in action.choices.items():
+                if name == command or top.prog != "kvant":
+                    found |= options(each, command)
+        found |= set(action.option_strings)
+    return found

@@ -93,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         window = " ".join(f"{sink}/{recent}" for sink, recent in sorted(sides)) if sides != {(0, 0)} else "-"
         rows.append([entry["name"], *bits, window, "yes" if entry["calibration"] else "no", entry["summary"]])
     caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; windows: sink/recent tokens in full "
-    caption += f"precision; served in vLLM: {_all_but(found, lambda entry: 'vllm' in entry['engines'])}; shared prefixes: "
+    caption += (
+        f"precision; served in vLLM: {_all_but(found, lambda entry: 'vllm' in entry['engines'])}; shared prefixes: "
+    )
     caption += _all_but(found, lambda entry: entry["prefix_safe"])
     print_table("", columns, rows, caption, whole=("recipe",))
     return 0
