@@ -49,7 +49,7 @@ def test_the_readme_is_short_and_agrees_with_the_code_about_defaults() -> None:
     assert len(text.splitlines()) <= 150
     assert re.findall(r"kvant\.Cache\(model\): ([\w-]+)", text) == [recipes.PLAIN]
     assert "default of kvant.Cache" in RECOMMENDED[recipes.PLAIN]
-    assert "default of commands" in RECOMMENDED[recipes.DEFAULT]
+    assert "default of commands once fitted" in RECOMMENDED[recipes.DEFAULT]
     assert f"which recipe | `{recipes.DEFAULT}`" in text
 
 

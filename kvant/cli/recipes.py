@@ -10,7 +10,7 @@ from typing import Any
 from kvant.cli.common import print_table
 
 RECOMMENDED = {  # what each is for
-    "kvant-2": "the least memory; the default of commands",
+    "kvant-2": "least memory; the default of commands once fitted",
     "kvant-3": "between",
     "kvant-4": "the best quality at four bits",
     "kvant-4-fast": "four bits at the highest speed",

@@ -9,7 +9,7 @@ import pkgutil
 from kvant.recipe import Recipe
 from kvant.spec import split_names
 
-DEFAULT = "kvant-2"  # default of commands: the best quality at its bits; it is fitted to a model once
+DEFAULT = "kvant-2"  # the first choice of commands: the best quality at its bits; it is fitted to a model once
 PLAIN = "kivi-k4v4"  # default of kvant.Cache without recipe and artifact: it needs no fit and tolerates large key means
 LADDER = (
     DEFAULT,
