@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from kvant import recipes
 from kvant.cli import parser
-from kvant.cli.recipes import RECOMMENDED
+from kvant.cli.recipes import KL, MODEL, RECOMMENDED
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = 100
@@ -51,6 +52,12 @@ def test_the_readme_is_short_and_agrees_with_the_code_about_defaults() -> None:
     assert "default of kvant.Cache" in RECOMMENDED[recipes.PLAIN]
     assert "default of commands once fitted" in RECOMMENDED[recipes.DEFAULT]
     assert f"which recipe | `{recipes.DEFAULT}`" in text
+
+
+def test_the_kl_of_recommended_recipes_is_that_of_the_results() -> None:
+    results = json.loads((ROOT / "results" / f"{MODEL.lower()}.json").read_text(encoding="utf-8"))
+    measured = {entry["recipe"]: round(entry["kl"], 4) for entry in results["texts"]["prose"]["results"]}
+    assert {name: measured[name] for name in RECOMMENDED} == KL
 
 
 def test_the_demo_shows_what_we_recommend() -> None:
