@@ -287,6 +287,7 @@ def _print_machine(found: dict[str, Any]) -> None:
 
 def _print_recommended(found: dict[str, Any], head_dim: int) -> None:
     from kvant.layout import human_bytes
+    from kvant.plan import PRESETS
 
     devices, model, notes = found["devices"], found["model"], []
     sliding = model is not None and model["sliding"]
@@ -309,7 +310,8 @@ def _print_recommended(found: dict[str, Any], head_dim: int) -> None:
         size = f"{human_bytes(entry['request_bytes'])} of {human_bytes(entry['full_bytes'])}"
         rows.append([entry["recipe"], *speeds, "no" if why else "yes", size])
     named = "this model" if model else "Qwen3-8B"
-    check = f"kvant check --model {model['name']}" if model else "kvant check --model M"
+    weights = model is not None and model["name"].lower() not in PRESETS  # a preset is a shape alone
+    check = f"kvant check --model {model['name'] if weights else 'M'}"
     columns = [("recipe", "left"), *((device, "left") for device in devices), ("in vLLM", "left")]
     print_table(
         "",
