@@ -802,6 +802,8 @@ READ = [
     ("turboquant-3", 64, 0),
     ("saw-int4-kmeans:centroids=64", 64, 0),
     ("saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64", 128, 0),
+    ("kivi-k2v2-sink:shift=false", 64, 0),  # as inside vLLM: sinks are in pages and in the overlay
+    ("kitty-pro:k.group=64,k.flush=64,v.recent=40,sink=9,shift=false", 64, 0),
 ]
 LENGTHS = [1, 63, 300, 20]
 
