@@ -535,6 +535,7 @@ HISTORIES = [
     "kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5",
     "kitty-pro",
     "kitty:sink=3",
+    "kivi-k2v2-sink:shift=false",
     "squat",
     "squat-pre",
     "kvant-2:rope_block=24",

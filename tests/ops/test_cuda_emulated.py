@@ -802,6 +802,8 @@ READ = [
     ("turboquant-3", 64, 0),
     ("saw-int4-kmeans:centroids=64", 64, 0),
     ("saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64", 128, 0),
+    ("kivi-k2v2-sink:shift=false", 64, 0),  # as inside vLLM: sinks are in pages and in the overlay
+    ("kitty-pro:k.group=64,k.flush=64,v.recent=40,sink=9,shift=false", 64, 0),
 ]
 LENGTHS = [1, 63, 300, 20]
 
@@ -928,7 +930,7 @@ def test_sequences_share_the_workspace_of_a_prefill(monkeypatch: pytest.MonkeyPa
 def test_the_way_of_a_prefill() -> None:
     """What only a call knows decides, in one place; the rule is what `kvant doctor` prints."""
     lengths, (bare, capped) = torch.tensor([1, 300]), (flash.Flash(plain), flash.Flash(plain, softcap=True))
-    fused, masked = cuda_prefill.Way
+    fused, masked, by_torch = cuda_prefill.Way
     for found, expected in (
         (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, None), fused),
         (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, 300), fused),
@@ -937,10 +939,24 @@ def test_the_way_of_a_prefill() -> None:
         (cuda_prefill.way_of(capped, torch.bfloat16, lengths, 3.0, None), fused),
         (cuda_prefill.way_of(capped, torch.float32, lengths, None, None), masked),
         (cuda_prefill.way_of(capped, torch.float16, lengths[:0], None, 5), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, None, rotated=32), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, None, rotated=10), by_torch),
+        (cuda_prefill.way_of(bare, torch.float32, lengths, 3.0, 5, rotated=10), by_torch),
     ):
         assert found is expected
     (chosen,) = (i for i in implementations("prefill") if i.name == "cuda")
-    assert "sliding window" in chosen.about
+    assert "sliding window" in chosen.about and "pairs of channels" in chosen.about
+
+
+@pytest.mark.parametrize("name", ["kvant-2", "squat-pre"])
+def test_prefill_where_the_kernel_cannot_rotate_keys(name: str) -> None:
+    cache, seqs = filled(name, 2, 2, 64, [1, 150], rotated=20)
+    counts = [3, 5]
+    q, k, v = (torch.randn(sum(counts), n, 64) for n in (4, 2, 2))
+    batch, store = cache.extend(seqs, counts), cache.stores[0]
+    expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=0.1)
+    host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
+    assert relative_error(cuda_prefill.prefill(store, q, k, v, host, scale=0.1), expected) < 1e-4
 
 
 def same_pages(one: PagedCache, two: PagedCache) -> None:

@@ -1,9 +1,9 @@
 """Prefill over a packed history. Histories are unpacked into a workspace of at most JOINED_TOKENS tokens; what it holds at once does
 not grow with the history.
 
-It has two ways, `Way`. The layout and the device decide when a cache is made whether this implementation serves at all (`refuse`).
-Which way a call takes depends on what only the call knows, its queries' type, soft cap, sliding window and lengths; `way_of` alone
-decides that, and `kvant doctor` prints the rule (ABOUT).
+It has three ways, `Way`. The layout and the device decide when a cache is made whether this implementation serves at all (`refuse`).
+Which way a call takes depends on what only the call knows, its store's RoPE, its queries' type, soft cap, sliding window and lengths;
+`way_of` alone decides that, and `kvant doctor` prints the rule (ABOUT).
 """
 
 from __future__ import annotations
@@ -44,23 +44,35 @@ class Way(enum.Enum):
     FUSED   kernels/unpack.cu unpacks the histories of all sequences into the model's own space, with the new tokens behind each:
             one launch for keys, one for values. Fused attention (`store.flash`) for sequences of different lengths reads them.
     MASKED  sequence by sequence; scores are held to mask or cap them (kvant.ops.blocked). Slower.
+    TORCH   sequence by sequence; histories are unpacked by torch (kvant.ops.blocked), where kernels/unpack.cu cannot rotate keys. The
+            slowest.
     """
 
     FUSED = "fused"
     MASKED = "masked"
+    TORCH = "torch"
 
 
 ABOUT = (
     "all sequences unpacked at once for fused attention, for 16-bit queries; slower, with scores in memory, for float32 queries, a "
-    "sliding window shorter than a sequence, and a soft cap that the engine's fused attention lacks"
+    "sliding window shorter than a sequence, and a soft cap that the engine's fused attention lacks; unpacked by torch where keys "
+    "are stored before RoPE, and RoPE rotates a number of pairs of channels that 8 does not divide"
 )
+ROTATED_AT_ONCE = 8  # pairs of channels that kernels/unpack.cu rotates
 
 
 def way_of(
-    fused: flash.Flash, dtype: torch.dtype, seq_lens: Tensor, softcap: float | None, sliding_window: int | None
+    fused: flash.Flash,
+    dtype: torch.dtype,
+    seq_lens: Tensor,
+    softcap: float | None,
+    sliding_window: int | None,
+    rotated: int = 0,
 ) -> Way:
     """The way of a call whose queries are of a type and whose sequences have `seq_lens` tokens. `fused` takes 16-bit queries, has no
-    sliding window, and caps logits where its `softcap` says so."""
+    sliding window, and caps logits where its `softcap` says so. `rotated`: pairs of channels that are rotated when keys are read."""
+    if rotated % ROTATED_AT_ONCE:
+        return Way.TORCH
     if dtype == torch.float32 or (softcap is not None and not fused.softcap):
         return Way.MASKED
     if sliding_window is not None and bool((seq_lens > sliding_window).any()):
@@ -82,9 +94,9 @@ def prefill(
 ) -> Tensor:
     """As the reference's `prefill`, by the `Way` that `way_of` gives. Where seq_lens and query_start_loc lie on the host, it does not
     wait for the device."""
-    if rotated_pairs(store, "key") % 8:  # the kernel rotates eight pairs of channels at a time
+    way = way_of(store.flash, query.dtype, batch.seq_lens, softcap, sliding_window, rotated_pairs(store, "key"))
+    if way is Way.TORCH:
         return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack)
-    way = way_of(store.flash, query.dtype, batch.seq_lens, softcap, sliding_window)
     if way is Way.MASKED:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:

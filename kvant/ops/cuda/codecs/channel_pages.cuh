@@ -19,10 +19,7 @@ constexpr int GROUP_TILES = Config::KEY_GROUP / 16;
 constexpr int BASE_GROUPS = Config::PAGE_TOKENS > Config::KEY_GROUP ? 2 : 1;  // groups of a page whose q . min is one product: rows g of one, g + 8 of the other
 constexpr int HIGH_STEPS = Config::BOOSTED ? (Config::BOOSTED / 4 + 3) / 4 : 1;  // bytes of high bits of a lane and token: four channels each
 
-// Power of two that scales a query of largest magnitude `top` to 2 .. 4: 16-bit queries stay exact, and times any scale they are fp16 numbers.
-DEV float query_power(float top) { return __uint_as_float((255u - (__float_as_uint(top) >> 23)) << 23); }
-// The query head of column g of S^T = K Q^T. PAIRED: odd columns hold what fp16 leaves of the even ones (`limb`).
-DEV int query_column(int n, int g) { return PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1); }
+// Of a number x of a query, what column g holds: see query_column.
 DEV float limb(float x, int g) { return PAIRED && (g & 1) ? x - fp16_low(fp16_pair(x, 0.f)) : x; }
 
 #include "codecs/rotated_channel.cuh"

@@ -22,9 +22,6 @@ template <class S> DEV u32 centroid_of(SharedBytes page_head, int token) {
 
 // --- keys -----------------------------------------------------------------------------------------------------------------
 
-// Power of two that scales a query of largest magnitude `top` to 2 .. 4: fp16 in two parts holds it to 22 bits.
-DEV float centroid_query_power(float top) { return __uint_as_float((255u - (__float_as_uint(top) >> 23)) << 23); }
-
 // S of TILE_HEADS queries (rows [TILE_HEADS, D] with largest magnitudes `top`) with all centroids of the keys, in log2, to shared memory
 // [CENTROIDS][4 LANE_HEADS]. By all threads of the CTA, a warp 16 centroids at a time; ends with a barrier.
 DEV void store_centroid_scores(const float* rows, const float* top, const DecodeArguments& a, int head) {
@@ -39,9 +36,9 @@ DEV void store_centroid_scores(const float* rows, const float* top, const Decode
     for (int r = 0; r < 2; r++) load_words<D / 8>(k[r], book + min(first + g + 8 * r, COUNT - 1) * (2 * D) + t * (D / 2));
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
-      const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head. PAIRED: odd columns hold what fp16 leaves of the even ones
+      const int column = query_column(n, g);  // the query head
       const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
-      const float by = column < TILE_HEADS ? centroid_query_power(top[min(column, TILE_HEADS - 1)]) : 0.f;
+      const float by = column < TILE_HEADS ? query_power(top[min(column, TILE_HEADS - 1)]) : 0.f;
       float c[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int e = 0; e < D / 8; e += 2) {
@@ -62,7 +59,7 @@ DEV void store_centroid_scores(const float* rows, const float* top, const Decode
 #pragma unroll
       for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
         const int h = PAIRED ? 0 : (2 * n + j) % LANE_HEADS;
-        const float back = a.scale / centroid_query_power(top[min(4 * h + t, TILE_HEADS - 1)]);
+        const float back = a.scale / query_power(top[min(4 * h + t, TILE_HEADS - 1)]);
 #pragma unroll
         for (int r = 0; r < 2; r++)
           if (first + g + 8 * r < COUNT) table[(first + g + 8 * r) * (4 * LANE_HEADS) + 4 * h + t] = (PAIRED ? c[2 * r] + c[2 * r + 1] : c[2 * r + j]) * back;

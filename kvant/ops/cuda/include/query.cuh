@@ -12,6 +12,12 @@
 
 constexpr int OPERAND_REGISTERS = Keys::REGISTERS ? Keys::REGISTERS : 1;  // of a lane, for each of its heads
 
+// Of queries in fp16, where keys are coded per channel or have centroids.
+// Power of two that scales a query of largest magnitude `top` to 2 .. 4: 16-bit queries stay exact, and times any scale they are fp16 numbers.
+DEV float query_power(float top) { return __uint_as_float((255u - (__float_as_uint(top) >> 23)) << 23); }
+// The query head of column g of S^T = K Q^T. PAIRED: odd columns hold what fp16 leaves of the even ones.
+DEV int query_column(int n, int g) { return PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1); }
+
 // Sums of a query's channels by the groups of channels that have a scale of their own; nothing where there is one group.
 template <int GROUPS> struct GroupSums {
   float group_sum[GROUPS][4 * LANE_HEADS];  // by query head
