@@ -80,7 +80,7 @@ class ChunkAngles(Derived):
         if 2 * len(rope.inv_freq) != layout.head_dim:
             raise ValueError(
                 f"the CUDA kernel rotates keys in all of their {layout.head_dim} channels, and rope rotates "
-                f"{2 * len(rope.inv_freq)} of them"
+                f"{2 * len(rope.inv_freq)} of them; implementation='reference' serves such a model"
             )
         tokens = min(CHUNK_TOKENS, layout.page_tokens)
         angle = torch.arange(tokens, dtype=torch.float64)[:, None] * rope.inv_freq.cpu().double()
