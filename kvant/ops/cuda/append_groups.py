@@ -13,7 +13,7 @@ from kvant.codecs.format import ScaleKind
 from kvant.correctors.subspace import Subspace
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import fit_subspace, nvrtc, refusals
-from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
+from kvant.ops.cuda.arguments import UNROTATE_FIELDS, Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.fused import blocks_of, rope_table
 from kvant.ops.types import LayerStore, PagedBatch
@@ -58,11 +58,7 @@ AppendGroupsArguments = Arguments(
     overlay_key=pointer("void", "[rows, OVERLAY_TOKENS of keys, KV_HEADS, HEAD_DIM]"),
     overlay_value=pointer("void", "[rows, OVERLAY_TOKENS of values, KV_HEADS, HEAD_DIM]"),
     subspace=optional("const float", "[rows, KV_HEADS, RANK, HEAD_DIM], where keys are corrected"),
-    cosine=optional("const float", "[rope_blocks, rope_half]: of the start of a RoPE block, where keys are unrotated"),
-    sine=optional("const float", "[rope_blocks, rope_half]"),
-    rope_first=int32("RoPE position of a sequence's first token"),
-    rope_blocks=int32("RoPE blocks of the tables"),
-    rope_half=int32("rotated pairs of channels"),
+    **UNROTATE_FIELDS,
     tokens=int32("new tokens"),
     batch=int32("sequences"),
     half_batch=int32("largest power of two below the batch, or 0: where a binary search begins"),

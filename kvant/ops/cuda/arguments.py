@@ -73,3 +73,16 @@ class Arguments:
         """The struct in C++."""
         lines = [f"  {about.cpp} {field};  // {about.doc}\n" for field, about in self.fields.items()]
         return "".join([f"struct {self.name} {{\n", *lines, "};\n"])
+
+
+UNROTATE_FIELDS: dict[
+    str, Field
+] = {  # of a kernel that unrotates rows to the start of their RoPE block (include/subspace.cuh)
+    "cosine": optional(
+        "const float", "[rope_blocks, rope_half]: of the start of a RoPE block, where keys are unrotated"
+    ),
+    "sine": optional("const float", "[rope_blocks, rope_half]"),
+    "rope_first": int32("RoPE position of a sequence's first token"),
+    "rope_blocks": int32("RoPE blocks of the tables"),
+    "rope_half": int32("rotated pairs of channels"),
+}

@@ -12,7 +12,7 @@ import torch
 from kvant.correctors.subspace import Subspace
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
+from kvant.ops.cuda.arguments import UNROTATE_FIELDS, Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
@@ -49,11 +49,7 @@ FitSubspaceArguments = Arguments(
     seq_lens=pointer("const s64", "[batch], tokens of a sequence with its new ones"),
     overlay_rows=pointer("const s64", "[batch], row of the subspaces"),
     key_ring_start=pointer("const s64", "[batch], position before which the ring of keys holds nothing"),
-    cosine=optional("const float", "[rope_blocks, rope_half]: of the start of a RoPE block, where keys are unrotated"),
-    sine=optional("const float", "[rope_blocks, rope_half]"),
-    rope_first=int32("RoPE position of a sequence's first token"),
-    rope_blocks=int32("RoPE blocks of the tables"),
-    rope_half=int32("rotated pairs of channels"),
+    **UNROTATE_FIELDS,
     batch=int32("sequences"),
     half_batch=int32("largest power of two below the batch, or 0: where a binary search begins"),
     chunk_tokens=int32("new tokens of a chunk"),
