@@ -52,6 +52,26 @@ DEV void prefetch_overlay(const DecodeArguments& a, int from, int last, s64 over
   for (int o = 0; o < 2 * D; o += 128) prefetch_l2(key + o), prefetch_l2(value + o);
 }
 
+// Products c of N tiles of tokens with column tile n as scores in log2, less m; minus infinity outside [first, last). SCALED: queries were scaled to a largest
+// magnitude of 256. MEAN: the logits lack q . mu, which is added.
+template <int N, bool SCALED, bool MEAN, class From>
+DEV void mask_scores(const float c[N][4], int n, const DecodeArguments& a, int from, int first, int last, int lane, const From& sh, const OnlineSoftmax& softmax, float s[N][LANE_HEADS][2]) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
+    const int h = PAIRED ? 0 : (2 * n + j) % LANE_HEADS, own = min(4 * h + t, TILE_HEADS - 1);
+    const float back = SCALED ? sh.peak_of(own) * (a.scale / 256.f) : a.scale, mean_logit = MEAN ? sh.mean_logit[own] : 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int position = from + i * 16 + r * 8 + g;
+        const float x = soft_cap((PAIRED ? c[i][2 * r] + c[i][2 * r + 1] : c[i][2 * r + j]) * back + mean_logit, softmax.m[h], a.cap);
+        s[i][h][r] = position >= first && position < last ? x : minus_infinity();
+      }
+  }
+}
+
 // S = Q K^T of N tiles of tokens from `from` on; minus infinity outside [first, last). Q [TILE_HEADS, D] in float32 is split into two numbers of the
 // overlay's type, high + low; fp16 is scaled to a largest magnitude of 256 first. PAIRED: odd columns hold the low part.
 //
@@ -101,19 +121,7 @@ DEV void rotated_overlay_scores(const OverlayKeys<N>& keys, const DecodeArgument
           for (int i = 0; i < N; i++) mma_fp16(c[i], k[i][way][0][0], k[i][way][1][0], k[i][way][0][1], k[i][way][1][1], q[0], q[1]);
         }
     }
-#pragma unroll
-    for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
-      const int h = PAIRED ? 0 : (2 * n + j) % LANE_HEADS, own = min(4 * h + t, TILE_HEADS - 1);
-      const float back = sh.peak_of(own) * (a.scale / 256.f), mean_logit = SOFTCAP ? sh.mean_logit[own] : 0.f;
-#pragma unroll
-      for (int i = 0; i < N; i++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int position = from + i * 16 + r * 8 + g;
-          const float y = soft_cap((PAIRED ? c[i][2 * r] + c[i][2 * r + 1] : c[i][2 * r + j]) * back + mean_logit, softmax.m[h], a.cap);
-          s[i][h][r] = position >= first && position < last ? y : minus_infinity();
-        }
-    }
+    mask_scores<N, true, SOFTCAP>(c, n, a, from, first, last, lane, sh, softmax, s);
   }
 }
 template <int N, class From>  // From: SharedQuery or QueryOperand
@@ -145,19 +153,7 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
         for (int i = 0; i < N; i++) mma_16bit<Config::OVERLAY_TYPE>(c[i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[0], q[1]);
       }
     }
-#pragma unroll
-    for (int j = 0; j < (PAIRED ? 1 : 2); j++) {
-      const int h = PAIRED ? 0 : (2 * n + j) % LANE_HEADS, own = min(4 * h + t, TILE_HEADS - 1);
-      const float back = Config::OVERLAY_TYPE == 1 ? sh.peak_of(own) * (a.scale / 256.f) : a.scale, mean_logit = SOFTCAP || ROPE_BLOCK ? sh.mean_logit[own] : 0.f;
-#pragma unroll
-      for (int i = 0; i < N; i++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int position = from + i * 16 + r * 8 + g;
-          const float x = soft_cap((PAIRED ? c[i][2 * r] + c[i][2 * r + 1] : c[i][2 * r + j]) * back + mean_logit, softmax.m[h], a.cap);
-          s[i][h][r] = position >= first && position < last ? x : minus_infinity();
-        }
-    }
+    mask_scores<N, Config::OVERLAY_TYPE == 1, (SOFTCAP || ROPE_BLOCK)>(c, n, a, from, first, last, lane, sh, softmax, s);
   }
 }
 
