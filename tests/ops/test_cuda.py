@@ -909,8 +909,10 @@ def check_squat(
     singular values are not determined."""
     torch.manual_seed(0)
     first = 1013 if "pre" in name else 0
+    spare = 9 + sum(map(sum, rounds)) // 64
     made = [
-        filled(name, 2, group, dim, dtype, [1, 63, 0], device=where, first=first, spare=9) for where in (device, "cpu")
+        filled(name, 2, group, dim, dtype, [1, 63, 0], device=where, first=first, spare=spare)
+        for where in (device, "cpu")
     ]
     mine, theirs = (cache.stores[0] for cache, _ in made)
     mine.pages.copy_(theirs.pages)
