@@ -154,7 +154,8 @@ CONSTANTS: dict[str, Constant] = {
     **_types(PageAttention="how a page is attended to: a type of codecs/*_pages.cuh"),
     **_ints(
         PQ="1 where keys and values are product-quantized",
-        GROUP="query heads of a KV head",
+        GROUP="query heads of a KV head, of all queries of a sequence",
+        QUERIES="queries of a sequence; GROUP / QUERIES query heads of each are neighbours",
         TILE_HEADS="query heads that a CTA serves at once",
         QUERY_TILES="tiles of TILE_HEADS query heads of a KV head",
         QUERY_TYPE="ElementType of queries and outputs",
