@@ -82,13 +82,20 @@ def one_query_each(batch: PagedBatch, queries: int) -> PagedBatch:
     is defined as decode of this batch. slot_mapping and query_start_loc stay those of the batch."""
     if queries == 1:
         return batch
-    after = torch.arange(queries - 1, -1, -1, device=batch.seq_lens.device)  # tokens after a query's own
+    sequences = torch.arange(len(batch.seq_lens), device=batch.seq_lens.device)[:, None].expand(-1, queries).flatten()
+    after = torch.arange(queries - 1, -1, -1, device=batch.seq_lens.device).repeat(len(batch.seq_lens))
+    return ending_before(batch, sequences, after)
+
+
+def ending_before(batch: PagedBatch, sequences: Tensor, after: Tensor) -> PagedBatch:
+    """These sequences of a batch, each without so many of its last tokens: int64 [n] both. slot_mapping and query_start_loc stay those
+    of the batch."""
     return batch._replace(
-        block_table=batch.block_table.repeat_interleave(queries, 0),
-        seq_lens=(batch.seq_lens[:, None] - after).clamp_min(0).flatten(),
-        overlay_rows=batch.overlay_rows.repeat_interleave(queries),
-        sinks=batch.sinks.repeat_interleave(queries),
-        ring_start={name: ring_start.repeat_interleave(queries) for name, ring_start in batch.ring_start.items()},
+        block_table=batch.block_table[sequences],
+        seq_lens=(batch.seq_lens[sequences] - after).clamp_min(0),
+        overlay_rows=batch.overlay_rows[sequences],
+        sinks=batch.sinks[sequences],
+        ring_start={name: ring_start[sequences] for name, ring_start in batch.ring_start.items()},
     )
 
 
