@@ -175,6 +175,7 @@ CONSTANTS: dict[str, Constant] = {
         ROTATED_KEYS="1 where keys are stored before RoPE and rotated when they are read",
         ANGLE_OFFSET="byte of dynamic shared memory of the angles inside a chunk of tokens, where keys are rotated",
         PIPELINED_ROPE="1 where keys of the next page are read while values of this one are multiplied also with RoPE blocks",
+        CHUNK_TILES="tiles of 16 tokens of a page that a warp attends to at once",
         OVERLAY_TILES="tiles of 16 overlay tokens that a warp attends to at once",
         OVERLAY_LAST="1 where the overlay is attended to after the pages",
         OVERLAY_UNITS="units of work that OVERLAY_TILES tiles count; a page counts one",

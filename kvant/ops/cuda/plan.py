@@ -295,6 +295,7 @@ class Plan:
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
             "PIPELINED_ROPE": 0,
+            "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
             "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too

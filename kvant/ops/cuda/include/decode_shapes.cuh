@@ -28,7 +28,7 @@ constexpr bool RESIDUAL_KEYS = Key::CENTROIDS > 0, RESIDUAL_VALUES = Value::CENT
 constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multiplied by the scales of every group in float32 (codecs/scaled_values.cuh)
 
 constexpr int PAGE_TILES = Config::PAGE_TOKENS / 16;           // of 16 tokens
-constexpr int CHUNK_TILES = PAGE_TILES < 4 ? PAGE_TILES : 4;   // that a warp attends to at once
+constexpr int CHUNK_TILES = Config::CHUNK_TILES;                // that a warp attends to at once
 constexpr int OVERLAY_TILES = Config::OVERLAY_TILES;           // of the overlay that a warp attends to at once
 // Several queries of a sequence are rows of one tile: row r of a KV head is query head r % QUERY_HEADS of query r / QUERY_HEADS.
 constexpr int QUERIES = Config::QUERIES, QUERY_HEADS = Config::GROUP / QUERIES;
