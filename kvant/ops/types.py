@@ -78,8 +78,8 @@ def queries_per_sequence(query: Tensor, batch: PagedBatch, layout: Layout) -> in
 
 
 def one_query_each(batch: PagedBatch, queries: int) -> PagedBatch:
-    """The batch in which every query is a sequence of its own, which ends with the query's token: decode of several queries a sequence
-    is defined as decode of this batch. slot_mapping and query_start_loc stay those of the batch."""
+    """The batch in which every query is a sequence of its own, which ends with the query's token: decode of several queries a
+    sequence is defined as decode of this batch. slot_mapping and query_start_loc stay those of the batch."""
     if queries == 1:
         return batch
     sequences = torch.arange(len(batch.seq_lens), device=batch.seq_lens.device)[:, None].expand(-1, queries).flatten()
@@ -88,8 +88,8 @@ def one_query_each(batch: PagedBatch, queries: int) -> PagedBatch:
 
 
 def ending_before(batch: PagedBatch, sequences: Tensor, after: Tensor) -> PagedBatch:
-    """These sequences of a batch, each without so many of its last tokens: int64 [n] both. slot_mapping and query_start_loc stay those
-    of the batch."""
+    """These sequences of a batch, each without so many of its last tokens: int64 [n] both. slot_mapping and query_start_loc
+    stay those of the batch."""
     return batch._replace(
         block_table=batch.block_table[sequences],
         seq_lens=(batch.seq_lens[sequences] - after).clamp_min(0),

@@ -1,13 +1,13 @@
 """One forward pass of a server: which of its tokens are written when, and which are decodes.
 
-Sequences with one new token come first and are decodes; the others are prefills. With speculation, a sequence whose drafts are
-verified is a decode of several queries, each of which attends as it would have without speculation. The order in which a layer works on them
-follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, which overwrite the ring of
-recent tokens. And a server may let a sequence share a page that another one writes in this very step, so all pages are written
-before anything is read. Hence the order: first pages and overlays of decodes and of prefills without history, and the pages alone of
-the other prefills; then attention; then the overlays of those other prefills. Each append is given a range of consecutive tokens, so
-that as few tokens as possible are packed and not stored; or, where tokens are coded in groups and none of a sequence's can be left
-out, the tokens of some sequences.
+Sequences with one new token come first and are decodes; the others are prefills. With speculation, a sequence whose drafts
+are verified is a decode of several queries, each of which attends as it would have without speculation. The order in which a
+layer works on them follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, which
+overwrite the ring of recent tokens. And a server may let a sequence share a page that another one writes in this very step,
+so all pages are written before anything is read. Hence the order: first pages and overlays of decodes and of prefills without
+history, and the pages alone of the other prefills; then attention; then the overlays of those other prefills. Each append is
+given a range of consecutive tokens, so that as few tokens as possible are packed and not stored; or, where tokens are coded
+in groups and none of a sequence's can be left out, the tokens of some sequences.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ def warm_up(
     reads: bool = True,
     queries: int = 1,
 ) -> int:
-    """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, with one and with `queries` queries
-    a sequence, and prefills new tokens after that history. Returns the bytes that operations allocate, 0 on a CPU."""
+    """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, with one and with `queries`
+    queries a sequence, and prefills new tokens after that history. Returns the bytes that operations allocate, 0 on a
+    CPU."""
     layout, device, history = store.layout, store.pages.device, max(history, largest.new)
     pages = -(-(history + largest.new) // layout.page_tokens)
     # what prefill unpacks at a time is bounded, and many short sequences reach the bound as a long one does

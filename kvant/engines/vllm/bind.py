@@ -83,11 +83,13 @@ def check_drafting(drafting: Any) -> None:
         return
     if not hasattr(AttentionBackend, "customize_spec"):
         raise ValueError(
-            f"kvant does not serve speculation by {drafting.method} inside vLLM 0.26: its cache has one kind of pages, and those of the "
-            "draft's layers are not kvant's; method must be ngram"
+            f"kvant does not serve speculation by {drafting.method} inside vLLM 0.26, whose cache it has not been tried with: the "
+            "draft's layers have other pages than kvant's; method must be ngram"
         )
     if getattr(drafting, "parallel_drafting", False):
-        raise ValueError("kvant does not serve parallel_drafting: drafts that are masked are written beside those of a step")
+        raise ValueError(
+            "kvant does not serve parallel_drafting: drafts that are masked are written beside those of a step"
+        )
     if getattr(drafting.attention_backend, "name", drafting.attention_backend) == "CUSTOM":
         raise ValueError(
             "kvant does not serve the layers of a draft: attention_backend of speculative_config must be one of vLLM's own, or none"
@@ -194,9 +196,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
             softcap = attention[names[0]].impl.softcap
             queries = decode_queries(drafts)
-            group.workspace = warm_up(
-                ops, stores[0], query_heads, model.dtype, largest, softcap, queries=queries
-            )
+            group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, queries=queries)
             if group.ring and not group.groupwise:  # prefills with a history first append without overlays
                 warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
             seconds = time.perf_counter() - begin

@@ -32,8 +32,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
     computed before the graph: on a GPU by one kernel, which reads vLLM's tensors and writes kvant's at fixed addresses, where a graph
     reads them. Nothing that the host decides depends on lengths, except how prompts are split off (`_split`).
 
-    Sequences with at most `queries` new tokens are decodes, whether these are drafts or the end of a prompt: vLLM replays the same graph
-    for both.
+    Sequences with at most `queries` new tokens are decodes, whether these are drafts or the end of a prompt: vLLM replays the
+    same graph for both.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -92,7 +92,9 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
             m.block_table_tensor[:count], m.seq_lens[:count], m.query_start_loc[: count + 1], m.slot_mapping[:tokens]
         )
         batch, match = self._prepared(inputs, int(m.max_seq_len), not captured)
-        step = KvantMetadata(tokens, batch, [Part(slice(0, tokens), batch)], decodes, match, self.overlay, decoded=decoded)
+        step = KvantMetadata(
+            tokens, batch, [Part(slice(0, tokens), batch)], decodes, match, self.overlay, decoded=decoded
+        )
         if decoded != decodes * most:
             step.counts = counts
         if decodes < count:

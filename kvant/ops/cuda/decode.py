@@ -106,7 +106,9 @@ def decode_with_lse(
             out.view(*shape, layout.head_dim).transpose(1, 2).reshape(query.shape),
             lse.view(shape).transpose(1, 2).reshape(query.shape[:2]),
         )
-    return _decode_rows(store, query, batch, 1, scale=scale, softcap=softcap, sliding_window=sliding_window, tuned=tuned)
+    return _decode_rows(
+        store, query, batch, 1, scale=scale, softcap=softcap, sliding_window=sliding_window, tuned=tuned
+    )
 
 
 decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
@@ -142,7 +144,9 @@ def _decode_rows(
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
-    plan = _plan(layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope, queries)
+    plan = _plan(
+        layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope, queries
+    )
     return _decode(
         query.contiguous(),
         store.pages,

@@ -160,7 +160,9 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle"])
 def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method: str, size: int, model: Any) -> None:
     """The draft's layers have vLLM's own attention and cache; a step that verifies drafts is a decode. Prompts come in chunks."""
-    draft = draft_model(tmp_path / "draft", model[0]) if method == "draft_model" else eagle_head(tmp_path / "draft", method)
+    draft = (
+        draft_model(tmp_path / "draft", model[0]) if method == "draft_model" else eagle_head(tmp_path / "draft", method)
+    )
     drafts = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
     llm = start(size, speculative_config=drafts, max_num_batched_tokens=160)
     shared = prompt(0, 300)
