@@ -61,6 +61,10 @@ def texts() -> Iterator[tuple[str, str]]:
         ("int4", 8, (0, 1), (0, 1)),
     ):
         layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
+        if name in ("saw-int4", "kvant-2", "oscar"):
+            windows = Layout.of(recipes.get(f"{name}:rollback=3"), 8, 128, dtype="bfloat16")
+            made = plan.Plan(windows, 4 * group, "bfloat16", dual, inverse, False, True, H200, queries=4)
+            yield f"decode {name} 4 queries high batch", made.text
         for low_batch in (False, True):
             made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, True, H200, (), low_batch=low_batch)
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made.text

@@ -16,7 +16,7 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops import reference
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch
+from kvant.ops.types import LayerStore, PagedBatch, one_query_each, queries_per_sequence
 
 Tensor = torch.Tensor
 BLOCK_PAGES = 16  # pages of every sequence that are scored at a time
@@ -64,6 +64,7 @@ def decode(
     sliding_window: int | None = None,
 ) -> Tensor:
     """As the reference's `decode`."""
+    batch = one_query_each(batch, queries_per_sequence(query, batch, store.layout))
     sequences, query_heads, dim = query.shape
     layout, codebooks = store.layout, store.key.codec.tensors.codebooks
     assert codebooks is not None

@@ -2,7 +2,8 @@
 
 append   writes new tokens into their pages and into the overlays, the full-precision tokens. A stream that codes groups of
          tokens keeps an unfinished group in its overlay, as its tail, and codes it when it is complete.
-decode   attends from one query per sequence to the whole cached sequence, that token included.
+decode   attends from the last token of every sequence to the whole cached sequence, that token included; or from its last few
+         tokens, each as decode would have at its own length.
 prefill  attends from new tokens to the cached history and, in full precision, to each other; called before their
          append, it reads the history as decode would have read it at that length.
 
@@ -18,7 +19,7 @@ from kvant.codecs import DTYPES
 from kvant.correctors import Progress
 from kvant.layout import StreamName
 from kvant.ops.registry import register
-from kvant.ops.types import LayerStore, PagedBatch, prefill_each
+from kvant.ops.types import LayerStore, PagedBatch, one_query_each, prefill_each, queries_per_sequence
 from kvant.recipe import Stream, Window
 
 Tensor = torch.Tensor
@@ -255,11 +256,13 @@ def decode(
     softcap: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Attention of one query per sequence, [sequences, query heads, head_dim], over its cached tokens.
+    """Attention of one query per sequence, [sequences, query heads, head_dim], over its cached tokens. With several,
+    [sequences * queries, query heads, head_dim], each is attended as a sequence that ends with the query's token.
 
     S = Q K^T, O = softmax(scale * S) V. With `sliding_window`, a query attends to itself and the sliding_window - 1 tokens before
     it.
     """
+    batch = one_query_each(batch, queries_per_sequence(query, batch, store.layout))
     sequences, query_heads, dim = query.shape
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     keys = read(store, "key", batch, batch.seq_lens).to(accurate)

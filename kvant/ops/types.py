@@ -62,6 +62,43 @@ def without_overlay(batch: PagedBatch) -> PagedBatch:
     )
 
 
+def queries_per_sequence(query: Tensor, batch: PagedBatch, layout: Layout) -> int:
+    """Queries that decode is given for every sequence: those of its last tokens, [sequences * queries, query heads, head_dim]."""
+    sequences = len(batch.seq_lens)
+    queries, rest = divmod(len(query), sequences) if sequences else (1, len(query))
+    if rest or not queries:
+        raise ValueError(f"decode needs as many queries of every sequence, got {len(query)} for {sequences} sequences")
+    for name, stream in layout.recipe.streams.items():
+        if stream.window.ring and stream.window.rollback < queries - 1:
+            raise ValueError(
+                f"decode of {queries} queries a sequence reads {name}s as they were {queries - 1} tokens ago: the window needs a "
+                f"rollback of {queries - 1}, got {stream.window.rollback}"
+            )
+    return queries
+
+
+def one_query_each(batch: PagedBatch, queries: int) -> PagedBatch:
+    """The batch in which every query is a sequence of its own, which ends with the query's token: decode of several queries a
+    sequence is defined as decode of this batch. slot_mapping and query_start_loc stay those of the batch."""
+    if queries == 1:
+        return batch
+    sequences = torch.arange(len(batch.seq_lens), device=batch.seq_lens.device)[:, None].expand(-1, queries).flatten()
+    after = torch.arange(queries - 1, -1, -1, device=batch.seq_lens.device).repeat(len(batch.seq_lens))
+    return ending_before(batch, sequences, after)
+
+
+def ending_before(batch: PagedBatch, sequences: Tensor, after: Tensor) -> PagedBatch:
+    """These sequences of a batch, each without so many of its last tokens: int64 [n] both. slot_mapping and query_start_loc
+    stay those of the batch."""
+    return batch._replace(
+        block_table=batch.block_table[sequences],
+        seq_lens=(batch.seq_lens[sequences] - after).clamp_min(0),
+        overlay_rows=batch.overlay_rows[sequences],
+        sinks=batch.sinks[sequences],
+        ring_start={name: ring_start[sequences] for name, ring_start in batch.ring_start.items()},
+    )
+
+
 PrefillOne = Callable[[Tensor, Tensor, Tensor, PagedBatch, int], Tensor]
 """(query, key, value, batch of one sequence, tokens of its history) -> output; query and output [new tokens, query heads,
 head_dim], key and value [new tokens, heads, head_dim]."""

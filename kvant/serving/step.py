@@ -1,12 +1,13 @@
 """One forward pass of a server: which of its tokens are written when, and which are decodes.
 
-Sequences with one new token come first and are decodes; the others are prefills. The order in which a layer works on them
-follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, which overwrite the ring of
-recent tokens. And a server may let a sequence share a page that another one writes in this very step, so all pages are written
-before anything is read. Hence the order: first pages and overlays of decodes and of prefills without history, and the pages alone of
-the other prefills; then attention; then the overlays of those other prefills. Each append is given a range of consecutive tokens, so
-that as few tokens as possible are packed and not stored; or, where tokens are coded in groups and none of a sequence's can be left
-out, the tokens of some sequences.
+Sequences with one new token come first and are decodes; the others are prefills. With speculation, a sequence whose drafts
+are verified is a decode of several queries, each of which attends as it would have without speculation. The order in which a
+layer works on them follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, which
+overwrite the ring of recent tokens. And a server may let a sequence share a page that another one writes in this very step,
+so all pages are written before anything is read. Hence the order: first pages and overlays of decodes and of prefills without
+history, and the pages alone of the other prefills; then attention; then the overlays of those other prefills. Each append is
+given a range of consecutive tokens, so that as few tokens as possible are packed and not stored; or, where tokens are coded
+in groups and none of a sequence's can be left out, the tokens of some sequences.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from typing import NamedTuple
 import torch
 
 from kvant.ops import PagedBatch
+from kvant.ops.types import ending_before
 from kvant.serving.overlay import OverlayMatch, OverlayRows
 
 Tensor = torch.Tensor
+MOST_QUERIES = 8  # new tokens of a sequence, at most, that decode attends from; more are a prefill
+
+
+def decode_queries(drafts: int) -> int:
+    """New tokens of a sequence, at most, that are a decode where a step verifies so many drafts."""
+    return drafts + 1 if drafts < MOST_QUERIES else 1
 
 
 class Part(NamedTuple):
@@ -38,17 +46,29 @@ class Step:
     tokens: int
     batch: PagedBatch  # all sequences
     appends: list[Part]  # written before attention, pages and overlays
-    decodes: int  # number of sequences with one new token
+    decodes: int  # number of sequences that are decodes
     match: OverlayMatch | None
     overlay: OverlayRows | None
     prefill: PagedBatch | None = None  # the other sequences; their seq_lens and query_start_loc lie on the host
     history: bool = False  # whether any of the prefills has tokens from before this step
     last: Part | None = None  # prefills whose overlays are written after attention
+    decoded: int | None = None  # tokens of decodes, where that is not one each
+    counts: Tensor | None = None  # tokens of each decode, int64 on the host, where they differ
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of decodes, which come first."""
+        return self.decodes if self.decoded is None else self.decoded
 
     @functools.cached_property
     def decoding(self) -> PagedBatch:
-        """The decodes alone."""
+        """The decodes alone; where they have different numbers of tokens, a sequence for every token."""
         b, n = self.batch, self.decodes
+        if self.counts is not None:
+            sequences = torch.repeat_interleave(torch.arange(n), self.counts)
+            after = self.counts.cumsum(0)[sequences] - 1 - torch.arange(len(sequences))
+            device = b.seq_lens.device
+            return ending_before(b, sequences.to(device), after.to(device))
         ring_start = {name: ring_start[:n] for name, ring_start in b.ring_start.items()}
         return PagedBatch(
             b.block_table[:n],

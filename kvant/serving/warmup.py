@@ -39,9 +39,11 @@ def warm_up(
     softcap: float | None = None,
     history: int = HISTORY,
     reads: bool = True,
+    queries: int = 1,
 ) -> int:
-    """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, and prefills new tokens after
-    that history. Returns the bytes that operations allocate, 0 on a CPU."""
+    """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, with one and with `queries`
+    queries a sequence, and prefills new tokens after that history. Returns the bytes that operations allocate, 0 on a
+    CPU."""
     layout, device, history = store.layout, store.pages.device, max(history, largest.new)
     pages = -(-(history + largest.new) // layout.page_tokens)
     # what prefill unpacks at a time is bounded, and many short sequences reach the bound as a long one does
@@ -85,8 +87,9 @@ def warm_up(
         return max(needed)
     for count in sorted({1, largest.sequences}):  # low and high batch sizes may use different kernels
         decodes = batch(history, history + 1, count)
-        decode = partial(ops["decode"].run, scratch, rows(count, query_heads), decodes, **options)
-        needed.append(allocated_by(decode, device))
+        for each in sorted({1, queries}):
+            decode = partial(ops["decode"].run, scratch, rows(count * each, query_heads), decodes, **options)
+            needed.append(allocated_by(decode, device))
     x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(longest, longest + largest.new)
     more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
     needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))

@@ -35,7 +35,7 @@ from kvant.ops.cuda import (
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
-from kvant.ops.types import BoundStream
+from kvant.ops.types import BoundStream, one_query_each
 from kvant.rope import Rope
 from kvant.transforms.hadamard import Hadamard
 from kvant.transforms.random_rotation import RandomRotation
@@ -58,6 +58,24 @@ ROTATED: list[tuple[str, int, int, dict[str, float]]] = [  # recipe, query heads
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
     ("kvant-2:rope_block=100,sink=4,recent=64", 17, 64, {"rotated": 24}),
     ("kvant-2:rope_block=128", 9, 256, {"first": 77}),
+]
+# recipe, query heads a KV head and query, head_dim, queries a sequence, options
+SEVERAL_QUERIES: list[tuple[str, int, int, int, dict[str, float]]] = [
+    ("saw-int4", 4, 128, 4, {}),
+    ("kvant-2:rollback=3", 4, 128, 4, {}),
+    ("oscar:sink=3,recent=20,rollback=2", 2, 64, 3, {"sliding_window": 70}),
+    ("int4", 1, 64, 2, {"sliding_window": 3, "softcap": 5.0}),
+    ("int4:sink=4,recent=3,rollback=7", 3, 64, 8, {}),
+    ("quarot-int2-win:sink=5,recent=70,rollback=4", 5, 64, 5, {}),
+    ("kvant-2:rope_block=64,sink=70,recent=130,rollback=7", 4, 64, 8, {"first": 30, "sliding_window": 150}),
+    ("kvant-2:rope_block=100,sink=4,recent=64,rollback=4", 3, 64, 5, {"first": 1000, "softcap": 5.0}),
+    ("kvant-2:rope=post,rollback=1", 8, 64, 2, {}),
+    ("int4:v.group=32,k.group=32", 4, 64, 4, {}),
+    ("saw-int4-kmeans", 4, 64, 2, {}),
+    ("vecinfer-2:rollback=3", 4, 64, 4, {}),
+    ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20,rollback=2", 4, 64, 3, {"first": 30}),
+    ("kivi-k2v2:rollback=3", 4, 64, 4, {}),  # groups of tokens: every query is a sequence
+    ("saw-int4", 2, 256, 4, {}),
 ]
 ROTATED_HIGH_BATCH: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
     ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
@@ -155,6 +173,35 @@ def parts_of_one(*rows: torch.Tensor) -> list[torch.Tensor]:
     return [part.view_as(x) for part, x in zip(one.split([x[0].numel() for x in rows], 1), rows, strict=True)]
 
 
+def check_several_queries(
+    cache: PagedCache,
+    seqs: list[Sequence],
+    group: int,
+    dim: int,
+    queries: int,
+    settings: dict[str, float | None],
+    limit: float,
+    dtype: torch.dtype = torch.float32,
+    tuned: tuple[tuple[str, int], ...] = (),
+) -> None:
+    """Decode of several queries a sequence, of which some sequences have no token more, against the reference."""
+    batch, store = cache.batch(seqs), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.full((len(seqs), 3), 1 << 40, device=store.pages.device)), 1)
+    each = one_query_each(batch, queries)
+    batch = batch._replace(block_table=wide.contiguous())  # wider than the sequences are long, as a server's table is
+    q = torch.randn(len(seqs) * queries, 2 * group, dim, device=store.pages.device)
+    if dtype == torch.float32:
+        q *= 4  # logits are far apart; a rotated query in 16 bits is rounded, and the error of its logits grows with them
+    q = q.to(dtype)
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)  # type: ignore[arg-type]
+    assert found.shape == q.shape and lse.shape == q.shape[:2]
+    expected = reference.decode(store, q.double(), each, **settings)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < limit
+    exact = log_sum_exp(store, q, each, **settings)  # type: ignore[arg-type]
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-3, atol=2e-2)
+
+
 def check_decode(
     name: str,
     group: int = 4,
@@ -238,6 +285,31 @@ def test_decode_of_several_scales_and_of_residuals(
     for lengths in (LENGTHS, [20000, 3], list(range(1, 400, 6))):
         check_decode(name, group, dim, dtype, limit=limit, lengths=lengths, **options)  # type: ignore[arg-type]
     check_decode(name, group, dim, dtype, limit=limit, page=128, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("name", "group", "dim", "queries", "options"), SEVERAL_QUERIES)
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
+def test_decode_of_several_queries(
+    name: str,
+    group: int,
+    dim: int,
+    queries: int,
+    options: dict[str, float],
+    few: bool,
+    dtype: str,
+    limit: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each sees the tokens up to its own, from where decode at that length would read them."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if few else 0)
+    options = dict(options)
+    first = int(options.pop("first", 0))
+    cache, seqs = filled(name, 2, group, dim, dtype, [queries, 64, 66, 131, 700, 2000], first=first)
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options}
+    check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
 
 
 @gpu

@@ -33,6 +33,7 @@ from kvant.ops.cuda import (
 )
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
+from kvant.ops.cuda.config import QueryTransform
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
 from kvant.ops.cuda.key_planes import key_planes
 from tests.conftest import make_layout, relative_error
@@ -117,6 +118,17 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("name", "group", "dim", "queries", "options"), test_cuda.SEVERAL_QUERIES)
+def test_decode_of_several_queries(name: str, group: int, dim: int, queries: int, options: dict[str, float]) -> None:
+    """Each sees the tokens up to its own, from where decode at that length would read them."""
+    options = dict(options)
+    first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
+    cache, seqs = filled(name, 2, group, dim, [queries, 66, 131, 300], first=first, rotated=rotated)
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options}
+    test_cuda.check_several_queries(cache, seqs, group, dim, queries, settings, 5e-4)
+
+
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Queries are rotated as where there are many blocks of positions. Lists the kernels that are launched."""
@@ -195,6 +207,38 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(emulated.Kernel, "__init__", named)
     monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: found.append(self.name) or launch(self, *args))
     return found
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "queries", "dtype", "limit"),
+    [
+        ("kvant-2:rollback=3", 4, 128, 4, "bfloat16", 2e-3),
+        ("kvant-2:rope_block=64,sink=70,recent=130,rollback=7", 4, 64, 8, "float16", 5e-4),
+        ("kvant-2:rope_block=64,recent=20,rollback=1", 2, 64, 2, "float16", 5e-4),
+        ("oscar:sink=3,recent=20,rollback=3", 4, 128, 4, "bfloat16", 2e-3),
+        ("saw-int4", 4, 64, 4, "float16", 5e-4),
+    ],
+)
+def test_several_queries_of_a_low_batch(
+    name: str, group: int, dim: int, queries: int, dtype: str, limit: float, few: None
+) -> None:
+    cache, seqs = filled(name, 2, group, dim, [queries, 66, 131, 300], first=7, dtype=dtype)
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None}
+    test_cuda.check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("inside", [False, True])
+def test_rotated_queries_of_which_a_sequence_has_several(
+    inside: bool, sliding_window: int | None, many: list[str]
+) -> None:
+    """By a kernel for many RoPE blocks, or inside decode."""
+    cache, seqs = filled("kvant-2:rope_block=64,recent=40,rollback=3", 2, 4, 64, [4, 66, 131, 300], first=7)
+    settings = {"scale": 64**-0.5, "softcap": None, "sliding_window": sliding_window}
+    tuned = (("QUERY_TRANSFORM", int(QueryTransform.ROTATED_MATRIX)),) if inside else test_cuda.ROTATED_BEFORE
+    test_cuda.check_several_queries(cache, seqs, 4, 64, 4, settings, 2e-3, torch.bfloat16, tuned)
+    assert many == ([] if inside else ["_high_batch_kernel"])
 
 
 def check_rotated(

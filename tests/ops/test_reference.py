@@ -166,3 +166,51 @@ def test_the_reference_is_not_taken_without_a_word_on_a_gpu() -> None:
         warnings.simplefilter("error")
         choose("decode", layout, "cuda", "reference")
         choose("decode", layout, "cpu")
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+@pytest.mark.parametrize(
+    ("name", "queries"),
+    [
+        ("int4", 4),
+        ("int2:sink=5,recent=7,rollback=3", 4),
+        ("int2:sink=5,recent=2,rollback=7", 8),  # more drafts than recent tokens
+        ("saw-int4-kv:sink=3,recent=70,k.recent=9,rollback=2", 3),
+        ("kivi-k2v2-sink:shift=false,rollback=5", 5),
+    ],
+)
+@pytest.mark.parametrize("history", [0, 1, 62, 130])
+def test_several_queries_read_what_each_would_have_alone(
+    name: str, queries: int, history: int, implementation: str | None
+) -> None:
+    """Tokens that are appended at once and verified together, against tokens that come one by one."""
+    heads, dim, options = 2, 64, {"scale": 0.125, "softcap": 20.0, "sliding_window": 90}
+    layout = make_layout(name, heads, dim, dtype="float32")
+    together, alone = (PagedCache(layout, layers=1, implementation=implementation) for _ in range(2))
+    run = choose("decode", layout, "cpu", implementation).run
+    n = history + queries
+    k, v = torch.randn(2, n, heads, dim)
+    q = torch.randn(n, 3 * heads, dim)
+    one, other = together.new(), alone.new()
+    for cache, seq in ((together, one), (alone, other)):
+        if history:
+            cache.append(0, k[:history], v[:history], cache.extend([seq], [history]))
+    together.append(0, k[history:], v[history:], together.extend([one], [queries]))
+    found = run(together.stores[0], q[history:], together.batch([one]), **options)
+    for i in range(queries):
+        at = slice(history + i, history + i + 1)
+        alone.append(0, k[at], v[at], alone.extend([other], [1]))
+        expected = run(alone.stores[0], q[at], alone.batch([other]), **options)
+        torch.testing.assert_close(found[i : i + 1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_that_the_window_no_longer_holds_are_refused() -> None:
+    layout = make_layout("int2:sink=5,recent=7,rollback=2", 2, 64, dtype="float32")
+    cache = PagedCache(layout, layers=1)
+    seq = cache.new()
+    cache.append(0, *torch.randn(2, 30, 2, 64), cache.extend([seq], [30]))
+    decode = choose("decode", layout, "cpu").run
+    with pytest.raises(ValueError, match="needs a rollback of 3, got 2"):
+        decode(cache.stores[0], torch.randn(4, 2, 64), cache.batch([seq]), scale=0.1)
+    with pytest.raises(ValueError, match="as many queries of every sequence, got 3 for 2 sequences"):
+        decode(cache.stores[0], torch.randn(3, 2, 64), cache.batch([seq, seq]), scale=0.1)

@@ -24,6 +24,7 @@ from kvant.ops.reference import overlay_index
 from kvant.recipe import Recipe, Stream, Window
 from kvant.recipes import get
 from kvant.serving.overlay import OverlayRows, with_rollback
+from kvant.serving.step import decode_queries
 
 PAGE = 64
 Number = Callable[[str, int, int], int]  # of tenant, token and position
@@ -220,7 +221,8 @@ def reads(
     device: str = "cpu",
 ) -> list[Read]:
     """Runs the steps as the backend does: pages first, with the windows of decodes and of prompts that begin; then late sinks;
-    then attention; then the windows of chunks that continue a prompt."""
+    then attention; then the windows of chunks that continue a prompt. A step that verifies drafts is a decode, which reads at the
+    length of every one of its tokens, after all of them are written."""
     recipe = with_rollback(windowed(sink, recent), schedule.drafts)
     layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
     shape = 1, rows + 1, max(1, sink + window.ring), 1, 2  # two numbers: a GPU copies rows of 16 bytes
@@ -228,6 +230,7 @@ def reads(
     windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts)
     pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
     out: list[Read] = []
+    most = decode_queries(schedule.drafts)  # tokens of a decode
 
     def write(part: Part, row: int, numbers: torch.Tensor) -> None:
         n = len(part.tokens)
@@ -266,7 +269,7 @@ def reads(
         assert len(set(found.overlay_rows.tolist())) == len(step), "two sequences have one row"
         assert int(found.overlay_rows.max()) < rows
         pages[slots] = torch.cat(fresh)
-        continued = [part.before > 0 and len(part.tokens) - part.before > 1 for part in step]
+        continued = [part.before > 0 and len(part.tokens) - part.before > most for part in step]
         for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
             if not last:
                 write(part, row, numbers)
@@ -274,8 +277,9 @@ def reads(
         for b, (part, last) in enumerate(zip(step, continued, strict=True)):
             if last:
                 read(part, b, part.before)
-            elif part.before:
-                read(part, b, len(part.tokens))
+            elif len(part.tokens) - part.before <= most:
+                for length in range(part.before + 1, len(part.tokens) + 1):
+                    read(part, b, length)
         for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
             if last:
                 write(part, row, numbers)

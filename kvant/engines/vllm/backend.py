@@ -209,11 +209,11 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             step.overlay.finish_sinks(self.place, step.match)
         if step.last is not None:  # after the sinks: rows may be copied, see append_pages
             layers.append_pages(self.place, q, k, v, step.last)
+        n = step.decode_tokens
         if step.prefill is None:
-            n = len(step.batch.seq_lens)
-            out[:n] = decode(store, q[:n], step.batch, **options)
+            batch = step.batch if step.counts is None else step.decoding
+            out[:n] = decode(store, q[:n], batch, **options)
             return output
-        n = step.decodes
         if step.history:
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
         else:

@@ -11,6 +11,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionBackend
 
 from kvant import models
 from kvant.artifact import Artifact
@@ -25,11 +26,13 @@ from kvant.ops.registry import Op
 from kvant.recipe import Recipe
 from kvant.serving.layer_group import LayerGroup, copied_rows, layered_overlay, layered_states, pages_only, with_rows
 from kvant.serving.overlay import from_first_token, with_rollback
+from kvant.serving.step import decode_queries
 from kvant.serving.tp_shard import shard_heads, shard_tensors
 from kvant.serving.warmup import LargestStep, warm_up
 
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # of speculation
 
 
 def check_block(size: int, block_tokens: int = PAGE_TOKENS) -> None:
@@ -70,6 +73,29 @@ def check_groups(config: Any, recipe: Recipe, drafts: int) -> None:
         )
 
 
+def check_drafting(drafting: Any) -> None:
+    """Refuses ways of speculation that kvant cannot serve."""
+    if drafting.method not in METHODS:
+        raise ValueError(
+            f"kvant does not serve speculation by {drafting.method}: method must be one of {', '.join(METHODS)}"
+        )
+    if drafting.method == "ngram":
+        return
+    if not hasattr(AttentionBackend, "customize_spec"):
+        raise ValueError(
+            f"kvant does not serve speculation by {drafting.method} inside vLLM 0.26, whose cache it has not been tried with: the "
+            "draft's layers have other pages than kvant's; method must be ngram"
+        )
+    if getattr(drafting, "parallel_drafting", False):
+        raise ValueError(
+            "kvant does not serve parallel_drafting: drafts that are masked are written beside those of a step"
+        )
+    if getattr(drafting.attention_backend, "name", drafting.attention_backend) == "CUSTOM":
+        raise ValueError(
+            "kvant does not serve the layers of a draft: attention_backend of speculative_config must be one of vLLM's own, or none"
+        )
+
+
 def check_config(config: Any) -> int:
     """Refuses a vLLM configuration that kvant cannot serve; returns the largest number of draft tokens of a step."""
     parallel, drafting = config.parallel_config, config.speculative_config
@@ -96,8 +122,7 @@ def check_config(config: Any) -> int:
         )
     if drafting is None:
         return 0
-    if drafting.method != "ngram":
-        raise ValueError(f"kvant serves n-gram speculation: method must be ngram, got {drafting.method}")
+    check_drafting(drafting)
     if drafting.num_speculative_tokens > PAGE_TOKENS:
         raise ValueError(f"num_speculative_tokens must be at most {PAGE_TOKENS}, got {drafting.num_speculative_tokens}")
     return int(drafting.num_speculative_tokens)
@@ -170,7 +195,8 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             begin, scheduler = time.perf_counter(), config.scheduler_config
             largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
             softcap = attention[names[0]].impl.softcap
-            group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap)
+            queries = decode_queries(drafts)
+            group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, queries=queries)
             if group.ring and not group.groupwise:  # prefills with a history first append without overlays
                 warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
             seconds = time.perf_counter() - begin

@@ -14,7 +14,7 @@ from kvant.ops.cuda.overlay_step import Inputs
 from kvant.ops.types import COUNTERS
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.overlay import OverlayMatch, OverlayRows
-from kvant.serving.step import Part, Step
+from kvant.serving.step import Part, Step, decode_queries
 from kvant.serving.step_tensors import STREAMS, StepTensors
 
 Tensor = torch.Tensor
@@ -31,10 +31,14 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
     vLLM calls `build` on the host before every forward pass, whether the pass then replays a graph or not. So what a step needs is
     computed before the graph: on a GPU by one kernel, which reads vLLM's tensors and writes kvant's at fixed addresses, where a graph
     reads them. Nothing that the host decides depends on lengths, except how prompts are split off (`_split`).
+
+    Sequences with at most `queries` new tokens are decodes, whether these are drafts or the end of a prompt: vLLM replays the
+    same graph for both.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int | None = 1
+    queries: int = 1  # new tokens of a sequence that is a decode, at most
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -45,6 +49,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         check_block(kv_cache_spec.block_size, layers.layout.page_tokens)  # of the blocks that the kernels see
         check_block(vllm_config.cache_config.block_size, layers.block_tokens)
         self.layers, self.device = layers, torch.device(device)
+        self.queries = self.reorder_batch_threshold = decode_queries(layers.drafts)
         for store in (
             *layers.stores,
             *layers.pages_only,
@@ -56,7 +61,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         if self.graphs and self.device.type == "cuda":
             heads = max(layer.impl.num_heads for layer in self.attention)
             layers.counters = torch.zeros(
-                (self._room()[0] + 1) * heads * COUNTERS, dtype=torch.int32, device=self.device
+                (self._room()[0] + 1) * heads * self.queries * COUNTERS, dtype=torch.int32, device=self.device
             )
 
     @classmethod
@@ -65,22 +70,33 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         found = [layer.impl.layers for layer in context if getattr(getattr(layer, "impl", None), "layers", None)]
         kernels = [group.ops[op] for group in found for op in ("append", "decode")]
         capturable = bool(kernels) and all(kernel.capturable for kernel in kernels)
+        if capturable and all(decode_queries(group.drafts) > 1 for group in found):
+            return AttentionCGSupport.UNIFORM_BATCH
         return cls._cudagraph_support if capturable else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KvantMetadata:
         m = common_attn_metadata
         host = m.query_start_loc_cpu[: m.num_reqs + 1].long()
-        several = (host.diff() > 1).nonzero()
+        counts = host.diff()
+        several = (counts > self.queries).nonzero()
         count, tokens = m.num_reqs, int(host[-1])
         decodes = count if not len(several) else int(several[0])
-        captured = self.graphs and decodes == count  # this step may replay a graph, with padding up to the graph's size
+        counts, decoded = counts[:decodes], int(host[decodes])
+        most = max(1, int(counts.max())) if decodes else 1
+        # this step may replay a graph, with padding up to the graph's size: sequences without tokens
+        captured = self.graphs and decodes == count and bool(((counts == most) | (counts == 0)).all())
+        captured = captured and (most == 1 or m.num_actual_tokens == count * most)
         if captured:
-            tokens = m.num_actual_tokens
+            tokens, decoded = m.num_actual_tokens, count * most
         inputs = Inputs(
             m.block_table_tensor[:count], m.seq_lens[:count], m.query_start_loc[: count + 1], m.slot_mapping[:tokens]
         )
         batch, match = self._prepared(inputs, int(m.max_seq_len), not captured)
-        step = KvantMetadata(tokens, batch, [Part(slice(0, tokens), batch)], decodes, match, self.overlay)
+        step = KvantMetadata(
+            tokens, batch, [Part(slice(0, tokens), batch)], decodes, match, self.overlay, decoded=decoded
+        )
+        if decoded != decodes * most:
+            step.counts = counts
         if decodes < count:
             self._split(step, host, m)
         return step

@@ -13,7 +13,7 @@ from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.fused import blocks_of, matrix_of, mean_logit_vector, rope_table
 from kvant.ops.registry import register_decode
-from kvant.ops.types import Derived, LayerStore, PagedBatch, check_queries
+from kvant.ops.types import Derived, LayerStore, PagedBatch, check_queries, one_query_each, queries_per_sequence
 
 Tensor = torch.Tensor
 SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
@@ -99,6 +99,7 @@ def decode_with_lse(
     """As the reference's `decode`; also returns the log-sum-exp of every query's scores, float32 [sequences, query heads]."""
     layout, made = store.layout, store.derive(CpuDecode)
     check_queries(query, layout, TYPES)
+    batch = one_query_each(batch, queries_per_sequence(query, batch, layout))
     sequences, query_heads, dim = query.shape
     query = query.contiguous()
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)

@@ -154,7 +154,8 @@ CONSTANTS: dict[str, Constant] = {
     **_types(PageAttention="how a page is attended to: a type of codecs/*_pages.cuh"),
     **_ints(
         PQ="1 where keys and values are product-quantized",
-        GROUP="query heads of a KV head",
+        GROUP="query heads of a KV head, of all queries of a sequence",
+        QUERIES="queries of a sequence; GROUP / QUERIES query heads of each are neighbours",
         TILE_HEADS="query heads that a CTA serves at once",
         QUERY_TILES="tiles of TILE_HEADS query heads of a KV head",
         QUERY_TYPE="ElementType of queries and outputs",
@@ -174,6 +175,7 @@ CONSTANTS: dict[str, Constant] = {
         ROTATED_KEYS="1 where keys are stored before RoPE and rotated when they are read",
         ANGLE_OFFSET="byte of dynamic shared memory of the angles inside a chunk of tokens, where keys are rotated",
         PIPELINED_ROPE="1 where keys of the next page are read while values of this one are multiplied also with RoPE blocks",
+        CHUNK_TILES="tiles of 16 tokens of a page that a warp attends to at once",
         OVERLAY_TILES="tiles of 16 overlay tokens that a warp attends to at once",
         OVERLAY_LAST="1 where the overlay is attended to after the pages",
         OVERLAY_UNITS="units of work that OVERLAY_TILES tiles count; a page counts one",

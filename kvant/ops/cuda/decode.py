@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from kvant.ops.cuda.plan import LOW_BATCH, Plan, shared_memory
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
 from kvant.ops.registry import register_decode
-from kvant.ops.types import LayerStore, PagedBatch, check_queries
+from kvant.ops.types import LayerStore, PagedBatch, check_queries, one_query_each, queries_per_sequence
 
 Tensor = torch.Tensor
 OUTPUT_ROWS = 4  # rows of a CTA of kvant_transform_outputs
@@ -87,9 +88,45 @@ def decode_with_lse(
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
-    [sequences, query heads]."""
+    [sequences, query heads].
+
+    Several queries of a sequence are rows of the same product: their query heads are those of a larger group, of which each sees
+    tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
+    queries = queries_per_sequence(query, batch, layout)
+    if queries > 1:
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tuned": tuned}
+        if any(stream.groupwise for stream in layout.recipe.streams.values()):
+            return decode_with_lse(store, query, one_query_each(batch, queries), **options)
+        shape = len(query) // queries, layout.heads, queries, -1
+        rows = query.unflatten(1, (layout.heads, -1)).unflatten(0, (-1, queries)).transpose(1, 2)
+        out, lse = _decode_rows(store, rows.flatten(1, 3), batch, queries, **options)
+        return (
+            out.view(*shape, layout.head_dim).transpose(1, 2).reshape(query.shape),
+            lse.view(shape).transpose(1, 2).reshape(query.shape[:2]),
+        )
+    return _decode_rows(
+        store, query, batch, 1, scale=scale, softcap=softcap, sliding_window=sliding_window, tuned=tuned
+    )
+
+
+decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
+
+
+def _decode_rows(
+    store: LayerStore,
+    query: Tensor,
+    batch: PagedBatch,
+    queries: int,
+    *,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    tuned: tuple[tuple[str, int], ...],
+) -> tuple[Tensor, Tensor]:
+    """Decode of queries [sequences, heads * queries * query heads of a KV head and query, head_dim]."""
+    layout = store.layout
     dtype = str(query.dtype).removeprefix("torch.")
     # An early start is safe only if an earlier call made the matrices: kernels read them before their wait.
     early = DecodeTransforms in store.derived
@@ -107,7 +144,9 @@ def decode_with_lse(
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
-    plan = _plan(layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope)
+    plan = _plan(
+        layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope, queries
+    )
     return _decode(
         query.contiguous(),
         store.pages,
@@ -141,9 +180,6 @@ def decode_with_lse(
     )
 
 
-decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
-
-
 def _blocks(layout: Layout, pages: int, first: int) -> int:
     """RoPE blocks that a block table of so many pages may reach into; `first` is the RoPE position of the first token."""
     return blocks_of(pages * layout.page_tokens + layout.recipe.origin, first, layout.recipe.key.effective_rope_block)
@@ -161,10 +197,11 @@ def _plan(
     tuned: tuple[tuple[str, int], ...],
     low_batch: bool,
     partial_rope: bool,
+    queries: int,
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
     shared = shared_memory(device)
-    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope)
+    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, queries)
     return _PLANS.number(made)
 
 

@@ -16,7 +16,7 @@ from kvant.ops.cuda.counters import counters
 from kvant.ops.cuda.plan import heads_at_once, shared_memory
 from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
 from kvant.ops.registry import register_decode
-from kvant.ops.types import LayerStore, PagedBatch, check_queries
+from kvant.ops.types import LayerStore, PagedBatch, check_queries, one_query_each, queries_per_sequence
 
 Tensor = torch.Tensor
 WARPS, ALONE_WARPS = 4, 6  # of a CTA, and of one that has a multiprocessor for itself
@@ -168,6 +168,7 @@ def decode_with_lse(
     [sequences, query heads]. Queries are of the pages' type."""
     layout = store.layout
     check_queries(query, layout, [layout.sections[0].dtype])
+    batch = one_query_each(batch, queries_per_sequence(query, batch, layout))
     plan = _plan(layout, query.shape[1] // layout.heads, softcap is not None, query.device, tuned)
     return _decode(
         query.contiguous(),

@@ -107,7 +107,7 @@ class Plan:
     """A kernel for one layout, number of query heads a KV head, and way to call it."""
 
     layout: Layout
-    group: int
+    group: int  # query heads of a KV head, of all queries of a sequence
     query: str  # type of the queries
     dual: tuple[int, int]  # kind and order of the transform of queries: 0 none, 1 Hadamard, 2 matrix
     inverse: tuple[int, int]
@@ -119,6 +119,7 @@ class Plan:
         False  # whether there are fewer (sequence, head)s than multiprocessors, and each is cut into many parts
     )
     partial_rope: bool = False  # whether RoPE rotates some of the channels only
+    queries: int = 1  # of a sequence; each has group / queries query heads a KV head
 
     @property
     def tile_heads(self) -> int:
@@ -274,6 +275,7 @@ class Plan:
             "PageAttention": f"struct {self.page_codec.type}",
             "PQ": int(self.pq),
             "GROUP": self.group,
+            "QUERIES": self.queries,
             "TILE_HEADS": heads,
             "QUERY_TILES": self.head_tiles // layout.heads,
             "QUERY_TYPE": ELEMENT_TYPES[self.query],
@@ -293,6 +295,7 @@ class Plan:
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
             "PIPELINED_ROPE": 0,
+            "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
             "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too
@@ -494,7 +497,7 @@ class Plan:
         """RoPE blocks that a sequence's overlay may reach into, where keys are stored unrotated by RoPE blocks."""
         window, size = self.layout.recipe.key.window, self.layout.recipe.key.effective_rope_block
         first = (window.sink + size - 2) // size + 1 if window.sink else 0
-        return first + (window.recent + size - 2) // size + 1
+        return first + (window.recent + self.queries - 1 + size - 2) // size + 1
 
     @property
     def key_registers(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,62 @@ def tiny_model(directory: Path, layers: int = 4, vocab: int = VOCAB) -> Path:
         tie_word_embeddings=False,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def draft_model(directory: Path, target: Path) -> Path:
+    """The target with other weights, by little: its drafts are often right, and often not."""
+    import transformers
+
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def eagle_head(directory: Path, method: str) -> Path:
+    """A draft of one layer with random weights for `tiny_model`, as EAGLE's or EAGLE-3's checkpoints hold it."""
+    import safetensors.torch
+
+    torch.manual_seed(6)
+    hidden, three = HEADS * DIM, method == "eagle3"
+    inputs, layer = (2 * hidden, "midlayer") if three else (hidden, "layers.0")
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden if three else 2 * hidden),
+        f"{layer}.self_attn.q_proj.weight": (hidden, inputs),
+        f"{layer}.self_attn.k_proj.weight": (KV_HEADS * DIM, inputs),
+        f"{layer}.self_attn.v_proj.weight": (KV_HEADS * DIM, inputs),
+        f"{layer}.self_attn.o_proj.weight": (hidden, hidden),
+        f"{layer}.mlp.gate_proj.weight": (128, hidden),
+        f"{layer}.mlp.up_proj.weight": (128, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, 128),
+        **({"lm_head.weight": (VOCAB, hidden)} if three else {}),
+    }
+    norms = ["post_attention_layernorm", *(["hidden_norm", "input_layernorm"] if three else [])]
+    weights = {name: 0.08 * torch.randn(shape) for name, shape in shapes.items()}
+    weights |= {f"{layer}.{name}.weight": torch.ones(hidden) for name in norms}
+    weights |= {"norm.weight": torch.ones(hidden)} if three else {}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3" if three else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float32",
+        **({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]} if three else {}),
+    }
+    directory.mkdir()
+    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -22,6 +22,7 @@ NAMES: tuple[StreamName, StreamName] = ("key", "value")
 SEEN = (
     "steps",
     "decodes",
+    "verified",  # those of several tokens: drafts, or the last tokens of a prompt
     "fresh",  # prefills without history
     "prefills",  # those with one
     "shared at once",  # sequences that read what another one wrote in the same step
@@ -42,6 +43,7 @@ class Call:
     query_start_loc: list[int]
     ring_start: list[int]
     sinks: list[int]
+    decodes: int  # the first sequences, that were decodes
     tensors: dict[str, Tensor]  # query, key, value, out: [tokens, heads, head_dim]
 
 
@@ -69,7 +71,8 @@ class Recorder:
     def page_bytes(self) -> list[tuple[int, int]]:
         """Bytes of a page of every layer, as vLLM gave them and as the layout predicts."""
         layers = self.model_runner.vllm_config.compilation_config.static_forward_context.values()
-        return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in layers]
+        ours = [layer for layer in layers if hasattr(layer.impl, "layers")]
+        return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in ours]
 
     def window_bytes(self) -> int:
         """Bytes of the overlays of all layers."""
@@ -78,7 +81,8 @@ class Recorder:
 
     def _impls(self) -> dict[int, Any]:
         context = self.model_runner.vllm_config.compilation_config.static_forward_context
-        return {i: layer.impl for i, layer in enumerate(context.values())}
+        ours = [layer.impl for layer in context.values() if hasattr(layer.impl, "layers")]  # not those of a draft model
+        return dict(enumerate(ours))
 
 
 def _forward(
@@ -105,6 +109,7 @@ def _forward(
                 b.query_start_loc.tolist(),
                 b.ring_start["key"].tolist(),
                 b.sinks.tolist(),
+                step.decodes,
                 {name: x[:n].clone() for name, x in tensors.items()},
             )
         )
@@ -152,10 +157,16 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
             q, out = (call.tensors[name][first:last] for name in ("query", "out"))
             rows = {"overlay_rows": torch.zeros(1, dtype=torch.int64), "sinks": torch.tensor([call.sinks[b]])}
             exact: dict[StreamName, Tensor] = dict.fromkeys(NAMES, torch.tensor([call.ring_start[b]]))
-            if count == 1:
-                append(plain, tokens, given, 0, n)
-                expected = decode(plain, q, _batch(n, 1, size)._replace(**rows, ring_start=exact), **options)
+            if b < call.decodes:  # token by token, as without speculation
+                each = []
+                for i in range(count):
+                    end = before + i + 1
+                    append(plain, tokens, given, end - 1 if i else 0, end)
+                    one = _batch(end, 1, size)._replace(**rows, ring_start=exact)
+                    each.append(decode(plain, q[i : i + 1], one, **options))
+                expected = torch.cat(each)
                 seen["decodes"] += 1
+                seen["verified"] += count > 1
             else:
                 if before:
                     append(plain, tokens, given, 0, before)

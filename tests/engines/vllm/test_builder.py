@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvant.layout import Layout
-from kvant.ops.types import empty_overlay
+from kvant.ops.types import empty_overlay, queries_per_sequence
 from kvant.recipes import get
+from kvant.serving.step import decode_queries
 from tests.engines.vllm.engines import needs_vllm
 from tests.ops import emulated
 
@@ -97,6 +98,64 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     if sum(counts) > decodes:
         assert step.prefill is not None and step.prefill.seq_lens.tolist() == m.seq_lens[decodes:].tolist()
         assert step.prefill.query_start_loc.diff().tolist() == counts[decodes:]
+
+
+@needs_vllm
+@pytest.mark.parametrize("drafts", [0, 3, 7, 8])
+def test_drafts_are_verified_by_decode(drafts: int) -> None:
+    """As many queries of every sequence, or a sequence for every query where they differ; then prefills."""
+    made = builder("int2:sink=3,recent=20,rollback=8")
+    made.layers.drafts = drafts
+    made.queries = decode_queries(drafts)
+    for counts in ([1, 1], [4, 4, 4], [1, 4, 2], [3, 3, 50], [4, 1, 30, 2], [9, 9]):
+        before = [100 + 70 * i for i in range(len(counts))]
+        step = made.build(0, described(before, counts))
+        limit = drafts + 1 if drafts < 8 else 1
+        decodes = next((i for i, count in enumerate(counts) if count > limit), len(counts))
+        assert step.decodes == decodes and step.decode_tokens == sum(counts[:decodes])
+        assert (step.prefill is None) == (decodes == len(counts))
+        batch = step.decoding
+        if len(set(counts[:decodes])) > 1:
+            ends = [b + i + 1 for b, count in zip(before, counts[:decodes], strict=False) for i in range(count)]
+            rows = [i for i, count in enumerate(counts[:decodes]) for _ in range(count)]
+        else:
+            ends = [b + count for b, count in zip(before, counts[:decodes], strict=False)]
+            rows = list(range(decodes))
+        assert batch.seq_lens.tolist() == ends
+        assert torch.equal(batch.block_table, step.batch.block_table[rows])
+        assert torch.equal(batch.overlay_rows, step.batch.overlay_rows[rows])
+        if decodes:
+            assert queries_per_sequence(torch.empty(step.decode_tokens, 1, 16), batch, made.layers.layout) == (
+                counts[0] if len(set(counts[:decodes])) == 1 else 1
+            )
+
+
+@needs_vllm
+def test_verify_steps_replay_graphs() -> None:
+    """vLLM pads a graph's batch with sequences without tokens. What is not uniform is not captured."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from kvant.engines.vllm.builder import KvantBuilder
+
+    made = on_a_gpu("saw-int4", "cpu")
+    made.device, made.queries = torch.device("cpu"), 4
+    m = described([100, 200, 0], [4, 4, 0])
+    m.num_actual_tokens, m.slot_mapping = 12, torch.cat((m.slot_mapping, torch.full((4,), -1)))
+    step = made.build(0, m)
+    assert step.tokens == step.decode_tokens == 12 and step.decodes == 3 and step.counts is None
+    step = made.build(0, described([100, 200], [4, 3]))
+    assert step.tokens == step.decode_tokens == 7 and step.counts is not None
+
+    def supported(drafts: int, capturable: bool = True) -> AttentionCGSupport:
+        kernel = SimpleNamespace(capturable=capturable)
+        group = SimpleNamespace(ops={"append": kernel, "decode": kernel}, drafts=drafts)
+        layer = SimpleNamespace(impl=SimpleNamespace(layers=group))
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"0": layer}))
+        return KvantBuilder.get_cudagraph_support(config, None)
+
+    assert supported(0) == supported(8) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert supported(3) == AttentionCGSupport.UNIFORM_BATCH
+    assert supported(3, capturable=False) == AttentionCGSupport.NEVER
 
 
 def on_a_gpu(recipe: str, device: str = "cuda") -> Any:

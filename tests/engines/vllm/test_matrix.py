@@ -14,6 +14,8 @@ from tests.engines.vllm.engines import (
     GROUPS,
     LAYERS,
     close,
+    draft_model,
+    eagle_head,
     engine,
     made_up_artifacts,
     needs_vllm,
@@ -151,7 +153,25 @@ def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: 
     few = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)]
     run(llm, few, 60)
     seen = compared(llm)
-    assert seen["taken back"] and seen["prefills"], seen
+    assert seen["taken back"] and seen["verified"] and not seen["prefills"], seen
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle"])
+def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method: str, size: int, model: Any) -> None:
+    """The draft's layers have vLLM's own attention and cache; a step that verifies drafts is a decode. Prompts come in chunks."""
+    draft = (
+        draft_model(tmp_path / "draft", model[0]) if method == "draft_model" else eagle_head(tmp_path / "draft", method)
+    )
+    drafts = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    llm = start(size, speculative_config=drafts, max_num_batched_tokens=160)
+    shared = prompt(0, 300)
+    run(llm, [shared + prompt(1, 30), prompt(2, 70)], 30)
+    found = run(llm, [shared + prompt(3, 60), prompt(4, 3)], 30)
+    again = 0 if method == "draft_model" else size  # EAGLE needs the last block's hidden states: vLLM computes it anew
+    assert found[0].num_cached_tokens == 300 // size * size - again
+    seen = compared(llm)
+    assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
 
 
 @pytest.mark.slow

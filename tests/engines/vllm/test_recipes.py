@@ -131,8 +131,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model_config.enable_sleep_mode", True, "does not serve enable_sleep_mode"),
         (
             "speculative_config",
-            SimpleNamespace(method="eagle", num_speculative_tokens=3),
-            "method must be ngram, got eagle",
+            SimpleNamespace(method="medusa", num_speculative_tokens=3),
+            "does not serve speculation by medusa: method must be one of ngram, draft_model, eagle, eagle3, mtp",
+        ),
+        (
+            "speculative_config",
+            SimpleNamespace(
+                method="draft_model", num_speculative_tokens=3, attention_backend=None, parallel_drafting=True
+            ),
+            "does not serve parallel_drafting",
+        ),
+        (
+            "speculative_config",
+            SimpleNamespace(method="eagle", num_speculative_tokens=3, attention_backend="CUSTOM"),
+            "does not serve the layers of a draft",
         ),
         ("speculative_config", SimpleNamespace(method="ngram", num_speculative_tokens=65), "at most 64, got 65"),
     ],

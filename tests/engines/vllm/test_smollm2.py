@@ -68,6 +68,23 @@ def test_tokens_in_the_same_memory(
     assert found >= factor * full, (found, full)
 
 
+@pytest.mark.slow
+def test_speculation_does_not_change_what_a_model_says(smollm2: tuple[Any, Any]) -> None:
+    """20 prompts, greedy, by recipe `full`, with the model as its own draft: the tokens of a run without speculation."""
+    _, tokenizer = smollm2
+    text = "\n".join((DOCS / page).read_text() for page in ("design.md", "methods.md"))
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    prompts = [ids[i * 150 : i * 150 + 24 + 2 * i] for i in range(20)]
+    model = models.smollm2_directory()
+    told = {}
+    for drafts in (0, 3):
+        config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": drafts}
+        llm = engine(model, {"recipe": "full"}, **({"speculative_config": config} if drafts else {}))
+        told[drafts] = [list(request.outputs[0].token_ids) for request in run(llm, prompts, 24)]
+        close(llm)
+    assert told[0] == told[3]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["saw-int4", "oscar:sink=4,recent=16", "kvant-2:recent=16"])
 def test_log_probabilities_are_those_of_the_transformers_engine(

@@ -310,7 +310,7 @@ struct ChannelPages {
   DEV void attend(const DecodeArguments& a, const PackedRange& w, int head, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
     q.enter_chunk(a, at, lane);
     if (at + 16 * CHUNK_TILES <= min(w.keys, w.values) || w.keys == w.values) {
-      attend_chunk(page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {});
+      attend_chunk(a, w, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(page_head, tile, lane, q, softmax, a.cap, s); }, []() {});
     } else {
 #pragma unroll 1
       for (int i = 0; i < CHUNK_TILES; i += MIXED_TILES)

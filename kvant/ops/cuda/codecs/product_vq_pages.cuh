@@ -31,7 +31,7 @@ struct ProductVQPages {
     ring.read++;
   }
   // As TokenwisePages.
-  DEV void attend(const DecodeArguments& a, const PackedRange&, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
+  DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
     const int g = lane >> 2, t = lane & 3;
     const u32 keys = KeyBook::copy_of(memory, lane), values = ValueBook::copy_of(memory, lane);
     float s[CHUNK_TILES][LANE_HEADS][2];
@@ -62,6 +62,8 @@ struct ProductVQPages {
             if (position < first || position >= last) s[i][n][r] = minus_infinity();
         }
     }
+    if constexpr (QUERIES > 1)
+      if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + row_token(g); });
     softmax.update<CHUNK_TILES>(s, 0.f);
 #pragma unroll
     for (int i = 0; i < CHUNK_TILES; i++)

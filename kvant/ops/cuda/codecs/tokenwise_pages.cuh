@@ -155,9 +155,9 @@ struct TokenwisePages {
     if (PIPELINED) ready = !more || stage_ready(barrier, parity);
   }
   // Attends to tokens [first, last) of the chunk of tiles from `tile` on, whose first token is `at`. `final`: nothing of the page comes after it.
-  DEV void attend(const DecodeArguments& a, const PackedRange&, int, int tile, int at, int first, int last, int lane, bool final, OnlineSoftmax& softmax) {
+  DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool final, OnlineSoftmax& softmax) {
     if (!PIPELINED) keys.load(page_head, tile, lane);
-    attend_chunk(page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(keys, page_head, tile, lane, q, softmax, a.cap, s); }, [&]() {
+    attend_chunk(a, packed, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(keys, page_head, tile, lane, q, softmax, a.cap, s); }, [&]() {
       if (!PIPELINED || !final) return;
       if (!ready) await_stage<STAGES>(barrier, parity);
       keys.load(next, 0, lane);

@@ -189,7 +189,7 @@ template <int N> DEV void mask_scores(float s[N][LANE_HEADS][2], int at, int fir
 }
 
 // Attends to one chunk of at most 64 tokens of a page: S by scores(s), softmax update, O += P V. before_values() runs between the last two.
-template <class PageHead, class Scores, class Before> DEV void attend_chunk(PageHead page_head, int tile, int at, int first, int last, int lane, OnlineSoftmax& softmax, Scores scores, Before before_values) {
+template <class PageHead, class Scores, class Before> DEV void attend_chunk(const DecodeArguments& a, const PackedRange& packed, PageHead page_head, int tile, int at, int first, int last, int lane, OnlineSoftmax& softmax, Scores scores, Before before_values) {
   float s[CHUNK_TILES][LANE_HEADS][2];
   scores(s);
   PageValues<CHUNK_TILES> values;
@@ -198,6 +198,8 @@ template <class PageHead, class Scores, class Before> DEV void attend_chunk(Page
     largest = values.mask(at, first, last, lane);
     mask_scores<CHUNK_TILES>(s, at, first, last, lane);
   }
+  if constexpr (QUERIES > 1)
+    if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + (lane >> 2); });
   softmax.update<CHUNK_TILES>(s, largest);
   before_values();
   if constexpr (RESIDUAL_VALUES) add_centroids<CHUNK_TILES>(softmax, s, page_head, tile, lane);

@@ -28,8 +28,10 @@ constexpr bool RESIDUAL_KEYS = Key::CENTROIDS > 0, RESIDUAL_VALUES = Value::CENT
 constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multiplied by the scales of every group in float32 (codecs/scaled_values.cuh)
 
 constexpr int PAGE_TILES = Config::PAGE_TOKENS / 16;           // of 16 tokens
-constexpr int CHUNK_TILES = PAGE_TILES < 4 ? PAGE_TILES : 4;   // that a warp attends to at once
+constexpr int CHUNK_TILES = Config::CHUNK_TILES;                // that a warp attends to at once
 constexpr int OVERLAY_TILES = Config::OVERLAY_TILES;           // of the overlay that a warp attends to at once
+// Several queries of a sequence are rows of one tile: row r of a KV head is query head r % QUERY_HEADS of query r / QUERY_HEADS.
+constexpr int QUERIES = Config::QUERIES, QUERY_HEADS = Config::GROUP / QUERIES;
 constexpr int HEAD_TILES = Config::KV_HEADS * Config::QUERY_TILES;
 constexpr int LANE_HEADS = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
 constexpr bool PAIRED = LANE_HEADS == 1;                       // up to four query heads leave half of the columns of P V idle: two tiles share them
@@ -79,7 +81,7 @@ template <int KIND, int TYPE, class Section> DEV void load_scales(Scales* out, S
 constexpr int ROPE_TOKENS = ROPE_BLOCK ? ROPE_BLOCK : 1;
 // RoPE blocks that the overlay may reach into: the first ones, and the last ones counted from the block of the last token.
 constexpr int SINK_ROPE_BLOCKS = Config::SINK ? (Config::SINK + ROPE_TOKENS - 2) / ROPE_TOKENS + 1 : 0;
-constexpr int OVERLAY_SLOTS = SINK_ROPE_BLOCKS + (Key::RECENT + ROPE_TOKENS - 2) / ROPE_TOKENS + 1;
+constexpr int OVERLAY_SLOTS = SINK_ROPE_BLOCKS + (Key::RECENT + QUERIES - 1 + ROPE_TOKENS - 2) / ROPE_TOKENS + 1;
 DEV int overlay_slot(int block, int last) { return block < SINK_ROPE_BLOCKS ? block : SINK_ROPE_BLOCKS + last - block; }
 
 // The RoPE block of a token, counted from the one of the first token, and the token after its last one.

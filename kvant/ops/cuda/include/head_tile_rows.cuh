@@ -5,13 +5,13 @@
 
 struct HeadTileRows {
   int b, head_tile, head;  // sequence; head tile; its KV head
-  int count;               // query heads
+  int row, count;          // the first of its query heads among those of the KV head, and how many there are
   s64 query;               // the first of them among all queries
 
   DEV HeadTileRows(const WorkTile& work) {
     b = work.b, head_tile = work.head_tile, head = head_tile / Config::QUERY_TILES;
-    const int query_tile = head_tile % Config::QUERY_TILES, query_head = head * Config::GROUP + query_tile * Config::TILE_HEADS;
-    count = min(Config::TILE_HEADS, Config::GROUP - query_tile * Config::TILE_HEADS);
-    query = (s64)b * Config::KV_HEADS * Config::GROUP + query_head;
+    row = head_tile % Config::QUERY_TILES * Config::TILE_HEADS;
+    count = min(Config::TILE_HEADS, Config::GROUP - row);
+    query = (s64)b * Config::KV_HEADS * Config::GROUP + head * Config::GROUP + row;
   }
 };

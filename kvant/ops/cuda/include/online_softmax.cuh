@@ -28,7 +28,7 @@ struct OnlineSoftmax {
   float centroids[RESIDUAL_VALUES ? ACC_TILES : 1][RESIDUAL_VALUES ? ACC_STEPS : 1][4];  // the part of O^T that is P times the values' centroids
   float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row g: group g
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
-  float limit;                         // scores above it move m: minus infinity before the first score, then HEADROOM
+  float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: minus infinity before the first score, then HEADROOM. By query where each sees other tokens
 
   DEV static constexpr int head(int column_tile, int i) { return PQ ? column_tile : PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of column i & 1 of an accumulator
 
@@ -52,21 +52,24 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] = 0.f;
     norm = INITIAL_NORM;
-    limit = minus_infinity();
+#pragma unroll
+    for (int h = 0; h < (QUERIES > 1 ? LANE_HEADS : 1); h++) limit[h] = minus_infinity();
   }
 
   // S = s + m in log2 becomes P = 2^s; l += P. Where a score is beyond the headroom, or a value's scale beyond norm, m and norm are moved; most of the
   // time nothing happens. The powers are taken before that is known, which hides their latency.
   template <int N> DEV void update(float s[N][LANE_HEADS][2], float largest_scale) {
     float top[LANE_HEADS], any = minus_infinity(), p[N][LANE_HEADS][2];
+    [[maybe_unused]] bool beyond = false;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
       top[h] = minus_infinity();
 #pragma unroll
       for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1])), p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
-      any = fmaxf(any, top[h]);
+      if constexpr (QUERIES > 1) beyond = beyond || top[h] > limit[h % (QUERIES > 1 ? LANE_HEADS : 1)];
+      else any = fmaxf(any, top[h]);
     }
-    if (__any_sync(FULL, any > limit || (!PQ && largest_scale * norm > 1.f))) {
+    if (__any_sync(FULL, (QUERIES > 1 ? beyond : any > limit[0]) || (!PQ && largest_scale * norm > 1.f))) {
       rescale<N>(s, top, largest_scale);
 #pragma unroll
       for (int h = 0; h < LANE_HEADS; h++)
@@ -80,7 +83,6 @@ struct OnlineSoftmax {
   }
   // Moves m so that the largest score is REFERENCE, and norm; multiplies sums and accumulators by 2^(m_old - m_new).
   template <int N> DEV void rescale(float s[N][LANE_HEADS][2], float* top, float largest_scale) {
-    const bool fresh = limit < 0.f;
     float ratio = 1.f, factor[LANE_HEADS];
 #pragma unroll
     for (int o = 1; o < 32 * !PQ; o <<= 1) largest_scale = fmaxf(largest_scale, __shfl_xor_sync(FULL, largest_scale, o));
@@ -95,6 +97,12 @@ struct OnlineSoftmax {
       float x = top[h];
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
+      float& bound = limit[QUERIES > 1 ? h : 0];
+      const bool fresh = bound < 0.f;
+      if (QUERIES > 1 && fresh && x == minus_infinity()) {  // this query has seen no token yet
+        factor[h] = 1.f;
+        continue;
+      }
       x -= REFERENCE;
       const float by = fresh ? fmaxf(x, -1e30f) : fmaxf(x, 0.f);
       factor[h] = fresh ? 1.f : exp2_(-by);
@@ -104,6 +112,7 @@ struct OnlineSoftmax {
         for (int j = 0; j < VALUE_GROUPS; j++) group_z[h][j] *= factor[h] * ratio;
 #pragma unroll
       for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
+      if (QUERIES > 1) bound = HEADROOM;
     }
     if constexpr (RESIDUAL_VALUES)
 #pragma unroll
@@ -122,7 +131,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] *= own[2 * n + (i & 1)];
     }
-    limit = HEADROOM;
+    if (QUERIES == 1) limit[0] = HEADROOM;
   }
 };
 

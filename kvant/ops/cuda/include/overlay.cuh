@@ -2,6 +2,8 @@
 
 #pragma once
 #include "include/query.cuh"
+#include "include/head_tile_rows.cuh"
+#include "include/sequence_work.cuh"
 
 // P of N tiles, s[i][head][row] of the lane's heads, as B operands: transposed to columns of heads. PAIRED: of two tiles at a time.
 template <int N> struct Probs {
@@ -207,10 +209,33 @@ struct OverlayValues {
   }
 };
 
+// With several queries: tokens that a query does not read from the overlay get S = minus infinity.
+template <int N> DEV void mask_overlay_rows(float s[N][LANE_HEADS][2], int from, const RowLimits& limits, int lane) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int h = 0; h < LANE_HEADS; h++)
+        if (!limits.overlay(4 * h + (lane & 3), from + i * 16 + r * 8 + (lane >> 2))) s[i][h][r] = minus_infinity();
+}
+
+// With several queries: tokens that a query does not read from pages get S = minus infinity. The token of row r of tile i is token(i, r).
+template <int N, class Token> DEV void mask_packed_rows(float s[N][LANE_HEADS][2], const RowLimits& limits, int lane, Token token) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++)
+        if (!limits.packed(4 * n + (lane & 3), token(i, r))) s[i][n][r] = minus_infinity();
+}
+
 // Attends to tokens [first, last) of OVERLAY_TILES tiles of the sequence from `from` on: S, softmax update, O += P V.
 template <class From>  // From: SharedQuery or QueryOperand
-DEV void attend_overlay(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane, const From& sh, const float* rows, OnlineSoftmax& softmax) {
+DEV void attend_overlay(const DecodeArguments& a, const volatile SequenceWork& w, const HeadTileRows& tile, int from, int first, int last, s64 overlay_row, int lane, const From& sh, const float* rows, OnlineSoftmax& softmax) {
   OverlayKeys<OVERLAY_TILES> keys;
+  const int head = tile.head;
   keys.load(a, from, first, last, overlay_row, head, lane);
   OverlayValues v[OVERLAY_TILES];  // loaded before P is known; together with K where registers are enough
   const auto load_values = [&]() {
@@ -221,6 +246,7 @@ DEV void attend_overlay(const DecodeArguments& a, int from, int first, int last,
   if (OVERLAY_TILES == 1 && PAIRED) load_values();
   overlay_scores<OVERLAY_TILES>(keys, a, from, first, last, lane, sh, rows, softmax, s);
   if (OVERLAY_TILES > 1 || !PAIRED) load_values();
+  if constexpr (QUERIES > 1) mask_overlay_rows<OVERLAY_TILES>(s, from, RowLimits(w, a.sliding_window, tile.row), lane);
   softmax.update<OVERLAY_TILES>(s, 0.f);
   if constexpr (PQ) {
 #pragma unroll

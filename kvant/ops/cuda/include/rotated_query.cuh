@@ -292,12 +292,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
   }
   // Overlay tokens [at, last), those of one RoPE block at a time. The rows lie where the warp's pages were: the overlay comes after them.
-  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
     OverlaySums& own = sh.sums[threadIdx.x >> 5];
     for (int from = at; from < last;) {
       const int until = min(last, rope_block_end(a, from)), block = rope_block_of(a, from);
       make_rows((float*)memory, own, a, rows, block, lane);
-      attend_overlay(a, at, from, until, overlay_row, rows.head, lane, own, (const float*)memory, softmax);
+      attend_overlay(a, w, rows, at, from, until, overlay_row, lane, own, (const float*)memory, softmax);
       from = until;
     }
     __syncwarp();  // outputs come where the rows were

@@ -4,7 +4,8 @@
 #include "include/decode_shapes.cuh"
 #include "include/scheduler.cuh"
 
-// Of one sequence: tokens [low, sink_end) and [recent_begin, n) are read from the overlay, [packed, packed_end) from pages.
+// Of one sequence: tokens [low, sink_end) and [recent_begin, n) are read from the overlay, [packed, packed_end) from pages. With several
+// queries these are the tokens that any of them reads so, and the last two may overlap: RowLimits says which query reads a token from where.
 struct SequenceWork {
   int n;    // tokens
   int low;  // first token inside the sliding window
@@ -18,6 +19,7 @@ struct SequenceWork {
   int overlay_row;
   int mixed;          // pages at the end with some tokens in the overlay; they count MIXED_PAGE_UNITS each
   int weight;         // units of all pages
+  int ring;           // first token that the overlay's ring may hold; only with several queries
 };
 
 // The first of the last tokens of a stream that the overlay's ring holds, where the keys of a group are packed together.
@@ -29,12 +31,16 @@ DEV int ring_begin(int n, int ring_start, int recent, int flush) {
 DEV int overlay_start(int n, int key_ring_start, int value_ring_start) {
   return min(n, max(min(n, Config::SINK) + max(0, n - Config::SINK - Key::RECENT), max(max(key_ring_start, value_ring_start), Config::SINK)));
 }
+// Tokens that the first query of a sequence of n tokens sees. Query i attends as decode would at its length, first_length(n) + i: to the same tokens, from
+// the same places.
+static_assert(QUERIES == 1 || !CHANNELWISE, "where groups of tokens are coded, the overlay has one beginning");
+DEV int first_length(int n) { return max(0, n - (QUERIES - 1)); }
 
 template <class A> DEV SequenceWork sequence_work(const A& a, int b) {
   constexpr int PAGE = Config::PAGE_TOKENS, ORIGIN = Config::ORIGIN;
   SequenceWork w;
   w.n = (int)a.seq_lens[b];
-  w.low = a.sliding_window > 0 ? max(0, w.n - a.sliding_window) : 0;
+  w.low = a.sliding_window > 0 ? max(0, first_length(w.n) - a.sliding_window) : 0;
   int sinks = 0, recent = w.n;
   w.overlay_row = OVERLAY ? (int)a.overlay_rows[b] : 0;
   if constexpr (CHANNELWISE) {
@@ -46,12 +52,17 @@ template <class A> DEV SequenceWork sequence_work(const A& a, int b) {
     sinks = min((int)a.sinks[b], w.n);
     recent = overlay_start(w.n, (int)a.key_ring_start[b], (int)a.value_ring_start[b]);
   }
+  int exact = recent;  // the first token after the sinks that any query reads from the overlay
+  if constexpr (QUERIES > 1) {
+    w.ring = OVERLAY ? max((int)a.key_ring_start[b], (int)a.value_ring_start[b]) : 0;
+    if constexpr (OVERLAY) exact = min(w.n, max(overlay_start(first_length(w.n), w.ring, w.ring), Config::SINK));
+  }
   w.packed = max(max(sinks, w.low), ORIGIN);
   w.packed_end = recent;
   w.page = (w.packed - ORIGIN) / PAGE;
   w.pages = w.packed < recent ? (recent - 1 - ORIGIN) / PAGE - w.page + 1 : 0;
   w.sink_end = sinks;
-  w.recent_begin = max(recent, w.low);
+  w.recent_begin = max(exact, w.low);
   constexpr int TOKENS = 16 * OVERLAY_TILES;
   w.sink_chunks = (max(0, sinks - w.low) + TOKENS - 1) / TOKENS;
   w.overlay_chunks = w.sink_chunks + (w.n - w.recent_begin + TOKENS - 1) / TOKENS;
@@ -108,16 +119,43 @@ struct TokenRange {
   }
 };
 
+// Which tokens each row of a head tile sees, where a sequence has several queries.
+struct RowLimits {
+  int n, window, ring, row;  // tokens of the sequence; the sliding window, or 0; SequenceWork::ring; first row of the tile
+
+  DEV RowLimits(const volatile SequenceWork& w, int sliding_window, int tile_row) : n(w.n), window(sliding_window), ring(w.ring), row(tile_row) {}
+  DEV int length(int h) const { return n - (QUERIES - 1) + min((row + h) / QUERY_HEADS, QUERIES - 1); }
+  DEV int low(int length) const { return window > 0 ? length - window : 0; }
+  DEV int packed_end(int length) const { return OVERLAY ? overlay_start(length, ring, ring) : length; }
+  DEV bool packed(int h, int position) const {
+    const int own = length(h);
+    return position >= low(own) && position < packed_end(own);
+  }
+  DEV bool overlay(int h, int position) const {
+    const int own = length(h);
+    return position >= low(own) && position < own && (position < Config::SINK || position >= packed_end(own));
+  }
+};
+
 // The packed tokens of a sequence, in registers while a warp attends to its pages.
 struct PackedRange {
+  const volatile SequenceWork& work;
+  int row;           // first row of the head tile
+  int all_begin, all_end;  // tokens that all queries read from pages
   int begin, end;    // tokens
   int page;          // the first page
   int keys, values;  // as SequenceWork's, with channel-wise keys
   int overlay_row;
 
-  DEV PackedRange(const volatile SequenceWork& w, int row) {
+  template <class A> DEV PackedRange(const A& a, const volatile SequenceWork& w, int tile_row, int overlay) : work(w), row(tile_row) {
+    if constexpr (QUERIES > 1) {
+      const int first = first_length(w.n);
+      all_begin = a.sliding_window > 0 ? w.n - a.sliding_window : 0, all_end = OVERLAY ? overlay_start(first, w.ring, w.ring) : first;
+    }
     begin = w.packed, end = w.packed_end, page = w.page;
     if constexpr (CHANNELWISE) keys = w.keys, values = w.values;
-    overlay_row = row;
+    overlay_row = overlay;
   }
+  // Whether queries read different tokens of the chunk that begins with token `at` from pages.
+  DEV bool uneven(int at) const { return at < all_begin || at + 16 * CHUNK_TILES > all_end; }
 };

@@ -71,11 +71,11 @@ struct OperandQuery {
         const int until = min(last, rope_block_end(a, first));
         const int block = rope_block_of(a, first), slot = overlay_slot(block, rope_block_of(a, w.n - 1));
         const float* queries = a.query_rows + (((s64)rows.b * HEAD_TILES + rows.head_tile) * OVERLAY_SLOTS + slot) * TILE_HEADS * D;
-        attend_overlay(a, at, first, until, overlay_row, rows.head, lane, operands[block], queries, softmax);
+        attend_overlay(a, w, rows, at, first, until, overlay_row, lane, operands[block], queries, softmax);
         first = until;
       }
     } else {
-      attend_overlay(a, at, at, last, overlay_row, rows.head, lane, *operands, a.query_rows + rows.query * D, softmax);
+      attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, a.query_rows + rows.query * D, softmax);
     }
   }
 };
@@ -97,8 +97,8 @@ struct CtaQuery {
     if constexpr (RESIDUAL_KEYS) store_centroid_scores(sh.rows, sh.top, a, rows.head);
   }
   template <class Pages> DEV void load(Pages& pages, Shared& sh, const DecodeArguments& a, int lane) const { pages.load_query(sh, lane, a.scale); }
-  DEV void attend(Shared& sh, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork&, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
-    attend_overlay(a, at, at, last, overlay_row, rows.head, lane, sh, sh.rows, softmax);
+  DEV void attend(Shared& sh, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+    attend_overlay(a, w, rows, at, at, last, overlay_row, lane, sh, sh.rows, softmax);
   }
 };
 using Query = Select<Config::QUERY_KERNEL, OperandQuery, Select<ROTATED_QUERIES, RotatedQuery<Keys>, CtaQuery>>;
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_chunks(), scale_accumulators(softmax);
       PageAttention pages;
       query.load(pages, sh, a, lane);
-      const PackedRange packed(w, found.overlay_row);
+      const PackedRange packed(a, w, rows.row, found.overlay_row);
       pages.begin(ring, dynamic, range.page < range.page_end, lane);
       attend_pages(a, ring, pages, query, sh, rows, range, packed, lane, softmax);
       unscale_accumulators(softmax, lane & 3);

@@ -56,10 +56,10 @@ DEV int next_pass(const RotateQueriesArguments& a, int first, RotatePass& out, i
       b = pair / a.rope_blocks;
       const int here = pair - b * a.rope_blocks, n = (int)a.seq_lens[b];
       const int begin = (a.first_position / ROPE_TOKENS + here) * ROPE_TOKENS - a.first_position, end = begin + ROPE_TOKENS;  // its tokens
-      if (begin < n && !(a.sliding_window > 0 && end <= n - a.sliding_window)) {
+      if (begin < n && !(a.sliding_window > 0 && end <= first_length(n) - a.sliding_window)) {
         block = here;
         if constexpr (OVERLAY) {
-        if (begin < min((int)a.sinks[b], n) || end > overlay_start(n, (int)a.key_ring_start[b], (int)a.value_ring_start[b]))
+        if (begin < min((int)a.sinks[b], n) || end > overlay_start(first_length(n), (int)a.key_ring_start[b], (int)a.value_ring_start[b]))
           slot = (b * HEAD_TILES + tile) * OVERLAY_SLOTS + overlay_slot(block, (n - 1 + a.first_position) / ROPE_TOKENS - a.first_position / ROPE_TOKENS);
         }
       }

@@ -30,7 +30,7 @@ DEV Span span_of(const RotateQueriesArguments& a, int b) {
   const int n = b < a.batch ? (int)a.seq_lens[b] : 0, before = a.first_position / ROPE_TOKENS;
   if (n <= 0) return {0, -1};
   const int high = min((n - 1 + a.first_position) / ROPE_TOKENS - before, a.rope_blocks - 1);
-  return {a.sliding_window > 0 ? min((max(0, n - a.sliding_window) + a.first_position) / ROPE_TOKENS - before, high + 1) : 0, high};
+  return {a.sliding_window > 0 ? min((max(0, first_length(n) - a.sliding_window) + a.first_position) / ROPE_TOKENS - before, high + 1) : 0, high};
 }
 
 // A warp's passes: all warps have as much work, one after another, passes for the overlay after all others. One of those counts OVERLAY_PASS_UNITS: it makes all
@@ -162,7 +162,7 @@ template <int N, int UNROLL, class Tile> DEV void multiply_rotated(float (*c)[4]
 // Rows of queries and their peaks, for the overlay's RoPE blocks of pass `pass` of a sequence.
 DEV void rotate_overlay_queries(const RotateQueriesArguments& a, int b, int pass, int tile, int g, int t) {
   const int n = (int)a.seq_lens[b], before = a.first_position / ROPE_TOKENS, last = (n - 1 + a.first_position) / ROPE_TOKENS - before;
-  const int sinks = min((int)a.sinks[b], n), recent = overlay_start(n, (int)a.key_ring_start[b], (int)a.value_ring_start[b]);
+  const int sinks = min((int)a.sinks[b], n), recent = overlay_start(first_length(n), (int)a.key_ring_start[b], (int)a.value_ring_start[b]);
   const Span span = span_of(a, b);
   LaneQueries rows;
   rows.enter(a, b, tile, g, t);
