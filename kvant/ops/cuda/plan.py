@@ -27,6 +27,7 @@ from kvant.ops.cuda.decode_arguments import (
     TransformQueriesArguments,
 )
 from kvant.ops.cuda.key_planes import key_planes
+from kvant.ops.cuda.levels import value_levels
 from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
@@ -140,8 +141,8 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        room = self.shared[0] - self._static_bytes - sum(self.book_bytes) - self.matrix_bytes - self.angle_bytes
-        fit = room // self.warp_bytes
+        rest = sum(self.book_bytes) + self.matrix_bytes + self.angle_bytes + self.level_bytes
+        fit = (self.shared[0] - self._static_bytes - rest) // self.warp_bytes
         most = RESIDUAL_WARPS if self.residual else WARPS
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
@@ -178,7 +179,8 @@ class Plan:
         if self.rotated_keys:  # queries as they come, and rotated ones of every warp
             row = self.layout.head_dim
             static = ROTATED_STATIC_BYTES + self.tile_heads * (4 * row + warps * (2 * row + 64)) + 1024
-        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + self.angle_bytes + static
+        rest = self.matrix_bytes + self.angle_bytes + self.level_bytes + static
+        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + rest
         return max(1, min(most, self.shared[1] // bytes_))
 
     @property
@@ -232,7 +234,26 @@ class Plan:
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.warps * self.warp_bytes + self.matrix_bytes + self.angle_bytes + sum(self.book_bytes)
+        return (
+            self.warps * self.warp_bytes
+            + self.matrix_bytes
+            + self.angle_bytes
+            + sum(self.book_bytes)
+            + self.level_bytes
+        )
+
+    @property
+    def level_copies(self) -> int:
+        """Copies of the table of levels of the values' codes: one for every lane, or as many as leave room for three CTAs."""
+        value = self.layout.format("value")
+        if value.uniform:
+            return 0
+        return dict(self.tuned).get("LEVEL_COPIES", 4 if max(value.widths) > 3 else 32)
+
+    @property
+    def level_bytes(self) -> int:
+        """Shared memory of this table: fp16 levels of all pairs of codes."""
+        return sum(self.level_copies * 4 << 2 * bits for bits in self.layout.format("value").widths)
 
     @property
     def rotated_keys(self) -> bool:
@@ -292,6 +313,7 @@ class Plan:
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
+            "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
@@ -532,4 +554,8 @@ class Plan:
         """The C++ type that reads the codes of a stream of one band as fp16 numbers."""
         (band,) = self.layout.format(stream).stored_bands
         low, high = code_offsets(self.layout, stream, band)
+        if band.levels:
+            step, magnitudes = value_levels(band.levels)
+            place = self.warps * self.warp_bytes + self.matrix_bytes
+            return f"LevelValues<{band.width}, {band.bits}, {low}, {high}, {place}, {step}, {', '.join(f'{x}u' for x in magnitudes)}>"
         return f"ValueCodes<{band.width}, {band.bits}, {low}, {high}, {round(ONE * band.step)}, {str(bare).lower()}>"

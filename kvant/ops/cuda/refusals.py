@@ -15,6 +15,7 @@ MAX_ROTATED_DIM = 128  # channels of keys that are rotated when they are read
 MAX_BOOSTED = 64  # boosted channels: a lane holds the high bits of a token's share of them in one word
 MAX_SCALE_GROUPS = 8  # groups of channels of a token's values that have a scale each
 MAX_CENTROIDS = 256  # of whole head vectors
+LEVEL_BITS = frozenset((2, 3, 4))  # widths of codes that are places in a table of levels
 GROUP_TILES: dict[StreamName, int] = {"key": 32, "value": 16}  # channels that share a product, and so a scale
 INDEX_BITS = (3, 4, 6, 8, 9, 10, 12)  # widths of the indices of product quantization
 INDEX_LANES: dict[StreamName, int] = {"key": 4, "value": 8}  # lanes that share the sub-vectors of a token
@@ -75,7 +76,9 @@ def refuse_layout(layout: Layout) -> str | None:
 def _refuse_tokenwise(layout: Layout, stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
     """Why codes with scales per token cannot be read. Values beside channel-wise keys are looked at by `_refuse_channelwise`."""
     if not stream.uniform:
-        return f"it reads evenly spaced levels, and those of the {name}s are not"
+        reason = _refuse_levels(layout, stream, name, channelwise_keys)
+        if reason is not None:
+            return reason
     if stream.scale_groups > 1 and not (channelwise_keys and name == "value"):
         reason = _refuse_groups(layout, stream, name)
         if reason is not None:
@@ -84,6 +87,19 @@ def _refuse_tokenwise(layout: Layout, stream: StreamFormat, name: StreamName, ch
         return "it reads keys that keep their mean, and theirs may be taken off token by token"
     if name == "value" and len(stream.bands) > 1:
         return "it reads values of one width, and they have bands"
+    return None
+
+
+def _refuse_levels(layout: Layout, stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
+    """Why codes that are places in a table of levels cannot be read."""
+    if len(stream.bands) > 1 or stream.mean_flag:
+        return f"it reads one table of levels, and the {name}s have bands or means"
+    if stream.widths - LEVEL_BITS:
+        return f"it reads tables of 4, 8 or 16 levels, and that of the {name}s has {1 << max(stream.widths)}"
+    if channelwise_keys:
+        return f"beside keys that are coded per channel it reads evenly spaced levels, and those of the {name}s are not"
+    if name == "key" and layout.recipe.key.effective_rope_block:
+        return "it reads evenly spaced levels of keys that are unrotated by RoPE blocks, and theirs are not"
     return None
 
 
