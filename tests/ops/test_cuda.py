@@ -132,7 +132,7 @@ def filled(
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     pages = sum(layout.pages_for(n) for n in lengths) + spare
     ropes = [Rope(rope_of(rotated or dim).inv_freq.to(device), first)] if recipe.wants_rope else None
-    large = any(isinstance(s.codec, ProductVQ) and s.codec.bits > 10 for s in recipe.streams.values())
+    large = any(_is_large(s.codec) for s in recipe.streams.values())
     tensors = {0: made_up_tensors(recipe, heads, dim) if large else fitted(recipe, shape, device)}  # k-means takes long
     by = None if device == "cuda" else "reference"
     with warnings.catch_warnings(action="ignore"):  # of an append that no kernel serves: none is called here
@@ -147,6 +147,11 @@ def filled(
         queries = vectors(n, heads * group, dim, device, 0.0).to(shape.torch_dtype) if recipe.wants_queries else None
         reference.append(store, k, v, cache.extend([seq], [n]), queries)
     return cache, seqs
+
+
+def _is_large(codec: object) -> bool:
+    """Whether k-means has more centroids than it fits fast, or than there are vectors for."""
+    return isinstance(codec, ProductVQ) and codec.bits > (7 if codec.books == "space" else 10)
 
 
 def check_decode(

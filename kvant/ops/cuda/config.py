@@ -240,7 +240,7 @@ TEMPLATES = {
     "LevelEdges": "template <u32...> struct LevelEdges;",
     "Plane": "template <int, int, int> struct Plane;",
     "Planes": "template <class...> struct Planes;",
-    "Book": "template <int, int, int, int, int, int> struct Book;",
+    "Book": "template <int, int, int, int, int, int, int, bool> struct Book;",
     "KeyPlane": "template <int, int, int, int, int, int> struct KeyPlane;",
     "GroupedKeyPlane": "template <int, int, int, int, int> struct GroupedKeyPlane;",
     "ThreeBitKeys": "template <int, int, int, int, int, int> struct ThreeBitKeys;",
@@ -248,7 +248,7 @@ TEMPLATES = {
     "KeyPlanes": "template <class...> struct KeyPlanes;",
     "ValueCodes": "template <int, int, int, int, int, bool> struct ValueCodes;",
     "LevelValues": "template <int, int, int, int, int, int, u32...> struct LevelValues;",
-    "SharedCodebook": "template <int, int, int, int, int, int, int, int> struct SharedCodebook;",
+    "SharedCodebook": "template <int, int, int, int, int, int, int, int, bool> struct SharedCodebook;",
     "CentroidKeys": "template <class> struct CentroidKeys;",
     "CentroidValues": "template <class> struct CentroidValues;",
 }

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvant.codecs.format import Codebook
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.bands import ONE, code_offsets
@@ -73,7 +74,12 @@ def angle_row(head_dim: int) -> int:
 def codebook_bytes(layout: Layout) -> list[int]:
     """Bytes of one copy of the codebooks, fp16, of a head's keys and values; none without product quantization."""
     books = [layout.format(name).codebook for name in layout.recipe.streams if layout.format(name).is_pq]
-    return [2 * book.dim * book.centroids for book in books if book is not None]
+    return [head_book_bytes(book) for book in books if book is not None]
+
+
+def head_book_bytes(book: Codebook) -> int:
+    """Bytes of the codebooks, fp16, of one stream of a head."""
+    return 2 * book.dim * book.centroids * (book.vectors if book.per == "space" else 1)
 
 
 def residual_bytes(layout: Layout, lane_heads: int = 4) -> list[int]:
@@ -393,8 +399,8 @@ class Plan:
         assert codebook is not None
         low, *high = self._sections(name, "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
-        place = self.warps * self.warp_bytes + sum(self.book_bytes[:at])
-        book = f"SharedCodebook<{codebook.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}>"
+        place, by_place = self.warps * self.warp_bytes + sum(self.book_bytes[:at]), str(codebook.per == "space").lower()
+        book = f"SharedCodebook<{codebook.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}, {by_place}>"
         kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}
         return {
             "Codebook": book,

@@ -7,13 +7,14 @@ import torch
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, residual_bytes, shared_memory
+from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, head_book_bytes, residual_bytes, shared_memory
 from kvant.ops.fused import refuse_rope
 
 MAX_HEAD_DIM = 256
 MAX_ROTATED_DIM = 128  # channels of keys that are rotated when they are read
 MAX_BOOSTED = 64  # boosted channels: a lane holds the high bits of a token's share of them in one word
 MAX_SCALE_GROUPS = 8  # groups of channels of a token's values that have a scale each
+MOST_SHARED = 227 * 1024  # bytes of shared memory that a CTA has on any GPU
 MAX_CENTROIDS = 256  # of whole head vectors
 LEVEL_BITS = frozenset((2, 3, 4))  # widths of codes that are places in a table of levels
 GROUP_TILES: dict[StreamName, int] = {"key": 32, "value": 16}  # channels that share a product, and so a scale
@@ -171,8 +172,8 @@ def _refuse_indices(stream: StreamFormat, name: StreamName) -> str | None:
         return f"it holds a codebook of a head in shared memory, and one of the {name}s takes {size} bytes"
     if book.bits not in INDEX_BITS:
         return f"it reads indices of 3, 4, 6, 8, 9, 10 or 12 bits, and those of the {name}s have {book.bits}"
-    if book.per == "space":
-        return f"it holds one codebook a head in shared memory, and the {name}s have one for each of {book.vectors} sub-vectors"
+    if head_book_bytes(book) > MOST_SHARED:
+        return f"it holds the codebooks of a head in shared memory, and those of the {name}s take {head_book_bytes(book)} bytes"
     if book.vectors % lanes or stream.head_dim % 32:
         return f"the {book.vectors} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
     return None
