@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class KeyLevels(NamedTuple):
         return f"{self.parts}, {self.top}, {round(WEIGHT_ONE * self.weight(levels))}, {', '.join(words)}"
 
 
+@functools.lru_cache(maxsize=64)
 def key_levels(levels: tuple[float, ...]) -> KeyLevels:
     """The levels of keys as bytes: as one where that is close enough. Of sixteen levels bytes are below 128."""
     largest, most = levels[-1], 127 if len(levels) > 8 else 255
@@ -53,6 +55,7 @@ def _whole(levels: tuple[float, ...], top: int) -> tuple[int, ...]:
     return (*(top - n for n in reversed(upper)), *upper)
 
 
+@functools.lru_cache(maxsize=64)
 def value_levels(levels: tuple[float, ...]) -> tuple[int, list[int]]:
     """The positive levels of values as fp16 numbers, their bits, times a step over STEP_ONE: of some steps, that which leaves the
     smallest error. The largest number is between one and two."""

@@ -249,6 +249,12 @@ class Plan:
         )
 
     @property
+    def least_bytes(self) -> int:
+        """Shared memory of a CTA of one warp, with one copy of its codebooks and without a matrix: decode takes this at least."""
+        books = self.book_bytes if self.residual else codebook_bytes(self.layout)
+        return self._static_bytes + sum(books) + self.angle_bytes + self.level_bytes + self.warp_bytes
+
+    @property
     def level_copies(self) -> int:
         """Copies of the table of levels of the values' codes: one for every lane, or as many as leave room for three CTAs."""
         value = self.layout.format("value")
@@ -565,3 +571,11 @@ class Plan:
             place = self.warps * self.warp_bytes + self.matrix_bytes
             return f"LevelValues<{band.width}, {band.bits}, {low}, {high}, {place}, {step}, {', '.join(f'{x}u' for x in magnitudes)}>"
         return f"ValueCodes<{band.width}, {band.bits}, {low}, {high}, {round(ONE * band.step)}, {str(bare).lower()}>"
+
+
+@functools.lru_cache(maxsize=1024)
+def least_shared_bytes(layout: Layout) -> int:
+    """Shared memory of a CTA that decode takes at least, whatever the number of query heads of a KV head."""
+    groups = range(1, heads_at_once(16, layout.head_dim) + 1)
+    plans = (Plan(layout, group, "float32", (0, 1), (0, 1), True, True, (0, 0)) for group in groups)
+    return max(made.least_bytes for made in plans)

@@ -7,7 +7,7 @@ import torch
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, head_book_bytes, residual_bytes, shared_memory
+from kvant.ops.cuda.plan import codebook_bytes, head_book_bytes, least_shared_bytes, residual_bytes, shared_memory
 from kvant.ops.fused import refuse_rope
 
 MAX_HEAD_DIM = 256
@@ -27,13 +27,12 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     reason = refuse_machine(device, refuse_layout(layout))
     if reason is not None:
         return reason
-    room = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES
-    books = codebook_bytes(layout) + residual_bytes(layout)
-    if room < 0:
-        return f"two pages of {layout.page_head_bytes} bytes a head are more than this GPU's shared memory holds"
-    if room < sum(books):
-        return f"codebooks of {sum(books)} bytes and two pages are more than this GPU's shared memory holds"
-    return None
+    needed, there = least_shared_bytes(layout), shared_memory(device)[0]
+    if needed <= there:
+        return None
+    books = sum(codebook_bytes(layout) + residual_bytes(layout))
+    what = f"codebooks of {books} bytes and two pages" if books else f"two pages of {layout.page_head_bytes} bytes a head"
+    return f"{what} are more than this GPU's shared memory holds: {needed} bytes with all that a thread block needs, of {there}"
 
 
 def refuse_machine(device: torch.device, reason: str | None) -> str | None:
