@@ -694,6 +694,14 @@ def test_append_of_a_step(
         ("kvant-2:search=9,k.bits=2,v.unbiased=true", 64, "bfloat16", None),
         ("kvant-3", 128, "bfloat16", None),
         ("kvant-3:k.bits=3,rope=post,sink=0,recent=0", 128, "float16", 16),
+        ("int3", 128, "bfloat16", None),
+        ("saw-int4-kv:k.bits=3,seed=3,sink=3,recent=20", 128, "float16", 16),
+        ("int4:v.bits=3,search=3,zero=float", 128, "bfloat16", None),
+        ("oscar:bits=3,sink=3,recent=20", 128, "bfloat16", None),
+        ("turboquant-4", 128, "bfloat16", None),
+        ("turboquant-3:sink=3,recent=20", 128, "float16", 16),
+        ("turboquant-2:v.bits=4", 64, "bfloat16", None),
+        ("turboquant-4:meta=bfloat16", 96, "float16", None),
     ],
 )
 def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,12 +89,10 @@ def is_banded(stream: StreamFormat) -> bool:
 def tileable(layout: Layout) -> bool:
     """Whether tiles of 16 tokens can be written, if they come in 16 bits: every lane then has whole words of codes."""
     dim, formats = layout.head_dim, list(layout.formats.values())
-    if not all(stream.uniform for stream in formats):
-        return False
     three = [band for stream in formats for band in stream.stored_bands if band.bits == 3]  # whose codes are two planes
     if all(is_banded(stream) for stream in formats):
         return dim in BAND_DIMS and not any(band.width % 64 for band in three) and not (three and dim < 128)
-    if three:
+    if three and (dim != 128 or any(stream.scale_groups > 1 for stream in formats if 3 in stream.widths)):
         return False
     if any(is_banded(stream) or not (stream.is_tokenwise or stream.is_residual) for stream in formats):
         return False
