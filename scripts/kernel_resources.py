@@ -51,6 +51,7 @@ def texts() -> Iterator[tuple[str, str]]:
         ("int4:group=32", 4, (0, 1), (0, 1)),
         ("saw-int4-kmeans", 4, (0, 1), (0, 1)),
         ("int2", 4, (0, 1), (0, 1)),
+        ("int3", 4, (0, 1), (0, 1)),
         ("kvant-2", 4, (2, 1), (0, 1)),
         ("kvant-3", 4, (2, 1), (0, 1)),
         ("kvant-4", 4, (2, 1), (0, 1)),
@@ -96,7 +97,7 @@ def texts() -> Iterator[tuple[str, str]]:
                 step = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2, 2), block, step=True)
                 yield f"append {name} a step", step.text
             tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
-            if name.startswith("oscar") or layout.recipe.key.effective_rope_block:
+            if name.startswith(("oscar", "turboquant")) or layout.recipe.key.effective_rope_block:
                 block = layout.recipe.key.effective_rope_block
                 tiled = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2 if block else 3, 3), block)
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True).text

@@ -63,8 +63,8 @@ def fitted(recipe: Recipe, shape: Shape, device: torch.device | str) -> dict[str
     heads, dim = shape.kv_heads, shape.head_dim
     formats = (stream.codec.bind(dim, dtype=shape.dtype).format(dim) for stream in recipe.streams.values())
     books = [(stream.is_residual, stream.codebook) for stream in formats if stream.codebook is not None]
-    whole = [book.centroids for residual, book in books if residual or book.per == "space"]  # one vector a token for each
-    tokens = max([512, *(4 * count for count in whole)])  # k-means needs more vectors than there are centroids
+    alone = [book.centroids for residual, book in books if residual or book.per == "space"]
+    tokens = max([512, *(4 * count for count in alone)])  # k-means has a vector a token, and needs more than centroids
     keys, values = (vectors(tokens, heads, dim, "cpu", shift) for shift in (0.0, 0.3))
     queries = torch.randn(tokens, heads, shape.heads // heads, dim)
     rows = torch.arange(tokens - 64, tokens)

@@ -737,7 +737,8 @@ def test_append_writes_what_the_reference_writes(
     assert float((written.pages != stores[1].pages).double().mean()) < 1e-4
     assert seqs[0][0].pages[0] == seqs[1][0].pages[0] == 0
     error, _ = difference(written, stores[1], layout.page_tokens)  # of a page that is full
-    assert error < (2e-2 if name.startswith(("kvant-2", "kvant-3", "turboquant")) else 1e-3)  # one code of 2 bits is 0.01 of a page
+    coarse = name.startswith(("kvant-2", "kvant-3", "turboquant"))  # one code of 2 bits is 0.01 of a page
+    assert error < (2e-2 if coarse else 1e-3)
     for side in ("key", "value"):
         found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
@@ -1292,10 +1293,26 @@ def test_what_is_not_refused_fits_into_shared_memory(
         assert max(needed) <= there
     else:
         assert str(plan.least_shared_bytes(layout)) in reason and plan.least_shared_bytes(layout) > there
-    if (name, dim, there) == ("saw-int4-kmeans", 256, 99 * 1024) or (name, there) == ("million-4:books=space", 99 * 1024):
-        assert reason is not None
     if there == 227 * 1024:
         assert reason is None
+    if there == 99 * 1024 and (name, dim) in {("saw-int4-kmeans", 256), ("million-4:books=space", 128)}:
+        assert reason is not None
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_recipe_has_kernels_but_those_that_keep_the_reference(dim: int) -> None:
+    """The part that does not look at the machine. `full` has a kernel of its own for decode, and keeps torch's operations otherwise."""
+    refused = {op: set[str]() for op in ("append", "decode", "prefill")}
+    for name in recipes.names():
+        layout = Layout.of(recipes.get(name), 8, dim, dtype="bfloat16", device="cuda")
+        checks = cuda_append.refuse_layout, refusals.refuse_layout, cuda_prefill.refuse_layout
+        for found, refuse in zip(refused.values(), checks, strict=True):
+            if refuse(layout) is not None:
+                found.add(name)
+    kept = {"full", "gear", "gear-l", "zipcache"} | (
+        {"kvant-3"} if dim == 64 else set()
+    )  # a band of 3 bits needs 64 channels
+    assert all(found == kept for found in refused.values()), refused
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 11, 16, 17, 64])

@@ -479,7 +479,13 @@ extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (th
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
-        *(("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("kvant-3", 128), ("int8", 96)),
+        *(
+            ("kvant-2", 64),
+            ("kvant-2:k.bits=4/4/0", 128),
+            ("kvant-2:k.bits=3/2/0", 256),
+            ("kvant-3", 128),
+            ("int8", 96),
+        ),
         *(("turboquant-4", 96), ("turboquant-3", 128), ("turboquant-2", 64)),
     ],
 )

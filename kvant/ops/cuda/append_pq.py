@@ -21,7 +21,8 @@ from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 THREADS = 256
-SLICE_CHANNELS, LEAST_SLICE = 32, 8  # a CTA has codebooks of so many channels' sub-vectors, but of 8 sub-vectors at least
+SLICE_CHANNELS = 32  # channels of a row whose codebooks a CTA has, where each sub-vector has its own
+LEAST_SLICE = 8  # sub-vectors of these, at least
 _PLANS: nvrtc.Numbered[AppendPqPlan] = nvrtc.Numbered()
 
 AppendPqArguments = Arguments(

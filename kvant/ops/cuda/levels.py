@@ -1,4 +1,4 @@
-"""Tables of levels that codes are places in, as the kernels multiply them (codecs/levels.cuh). Levels mirror each other around zero."""
+"""Tables of levels that codes are places in, as the kernels multiply them (codecs/levels.cuh)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def value_levels(levels: tuple[float, ...]) -> tuple[int, list[int]]:
     """The positive levels of values as fp16 numbers, their bits, times a step over STEP_ONE: of some steps, that which leaves the
     smallest error. The largest number is between one and two."""
     upper = torch.tensor(levels[len(levels) // 2 :], dtype=torch.float64)
-    steps = torch.arange(STEPS, 2 * STEPS, dtype=torch.float64) / (2 * STEPS) * upper[-1]  # half of the largest level and more
+    steps = torch.arange(STEPS, 2 * STEPS, dtype=torch.float64) / (2 * STEPS) * upper[-1]
     steps = (steps * STEP_ONE).round() / STEP_ONE
     numbers = (upper / steps[:, None]).half()
     errors = (numbers.double() * steps[:, None] / upper - 1).abs().amax(1)

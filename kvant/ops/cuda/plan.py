@@ -406,7 +406,8 @@ class Plan:
         low, *high = self._sections(name, "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
         place, by_place = self.warps * self.warp_bytes + sum(self.book_bytes[:at]), str(codebook.per == "space").lower()
-        book = f"SharedCodebook<{codebook.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}, {by_place}>"
+        indices = f"{low.width}, {low.bits}, {bits}, {low.offset}, {offset}"
+        book = f"SharedCodebook<{codebook.dim}, {indices}, {self.copies[at]}, {place}, {by_place}>"
         kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}
         return {
             "Codebook": book,

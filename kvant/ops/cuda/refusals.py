@@ -31,7 +31,9 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     if needed <= there:
         return None
     books = sum(codebook_bytes(layout) + residual_bytes(layout))
-    what = f"codebooks of {books} bytes and two pages" if books else f"two pages of {layout.page_head_bytes} bytes a head"
+    what = f"two pages of {layout.page_head_bytes} bytes a head"
+    if books:
+        what = f"codebooks of {books} bytes and two pages"
     return f"{what} are more than this GPU's shared memory holds: {needed} bytes with all that a thread block needs, of {there}"
 
 
