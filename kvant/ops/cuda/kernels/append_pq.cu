@@ -158,20 +158,19 @@ template <class B> DEV void find_nearest(const PqShared<B>& sh, int first) {
   BestTwo best[EACH];
   const int part = threadIdx.x % PARTS;
   const auto number_of = [&](int v) { return BY_PLACE ? (int)threadIdx.x / PARTS * EACH + v : (int)threadIdx.x / PARTS + v * GROUPS; };
-  // a sub-vector's row, and its place in the slice
-  const auto row_of = [](int vector) { return BY_PLACE ? vector % ROWS : vector / B::SLICE; };
-  const auto place_of = [](int vector) { return BY_PLACE ? vector / ROWS : vector % B::SLICE; };
+  // where a sub-vector is among the rows, and its index among the indices
+  const auto channel_of = [&](int vector) { return BY_PLACE ? vector % ROWS * D + (first + vector / ROWS) * B::DIM : vector * B::DIM; };
+  const auto index_of = [](int vector) { return BY_PLACE ? vector % ROWS * B::SLICE + vector / ROWS : vector; };
 #pragma unroll
   for (int v = 0; v < EACH; v++) {
     const int vector = min(number_of(v), VECTORS - 1);
 #pragma unroll
-    for (int k = 0; k < B::DIM; k++) x[v][k] = sh.rows[row_of(vector) * D + (first + place_of(vector)) * B::DIM + k];
+    for (int k = 0; k < B::DIM; k++) x[v][k] = sh.rows[channel_of(vector) + k];
     best[v] = {minus_infinity(), minus_infinity(), 0};
   }
-  const int which = BY_PLACE ? place_of(min(number_of(0), VECTORS - 1)) : 0;
+  const int which = BY_PLACE ? min(number_of(0), VECTORS - 1) / ROWS : 0;
   const u32* book = sh.book + which * B::STRIDE;
   const float* halves = sh.halves + which * B::HALF_STRIDE;
-  const float top = sh.top(which);
 #pragma unroll 4
   for (int i = part; i < B::CENTROIDS; i += PARTS) {
     float c[B::DIM];
@@ -185,6 +184,7 @@ template <class B> DEV void find_nearest(const PqShared<B>& sh, int first) {
       best[v].add(score, i);
     }
   }
+  const float top = sh.top(which);
 #pragma unroll
   for (int v = 0; v < EACH; v++) {
 #pragma unroll
@@ -196,7 +196,7 @@ template <class B> DEV void find_nearest(const PqShared<B>& sh, int first) {
       for (int k = 0; k < B::DIM; k++) size = fmaf(x[v][k], x[v][k], size);
       // a score is off by at most DIM + 2 roundings of sums that are no larger than |x| |c| + |c|^2 / 2
       const float doubt = (B::DIM + 4) * 1.2e-7f * (sqrtf(size * top) + top * 0.5f);
-      sh.indices[row_of(vector) * B::SLICE + place_of(vector)] = (u16)(best[v].first - best[v].second > doubt ? best[v].index : nearest_exactly<B>(x[v], book));
+      sh.indices[index_of(vector)] = (u16)(best[v].first - best[v].second > doubt ? best[v].index : nearest_exactly<B>(x[v], book));
     }
   }
   __syncthreads();
