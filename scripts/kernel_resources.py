@@ -51,6 +51,7 @@ def texts() -> Iterator[tuple[str, str]]:
         ("int4:group=32", 4, (0, 1), (0, 1)),
         ("saw-int4-kmeans", 4, (0, 1), (0, 1)),
         ("int2", 4, (0, 1), (0, 1)),
+        ("int3", 4, (0, 1), (0, 1)),
         ("kvant-2", 4, (2, 1), (0, 1)),
         ("kvant-3", 4, (2, 1), (0, 1)),
         ("kvant-4", 4, (2, 1), (0, 1)),
@@ -58,6 +59,9 @@ def texts() -> Iterator[tuple[str, str]]:
         ("kitty-pro", 4, (0, 1), (0, 1)),
         ("squat-pre", 4, (0, 1), (0, 1)),
         ("vecinfer-2", 4, (2, 1), (2, 1)),
+        ("million-2:books=space", 4, (0, 1), (0, 1)),
+        ("turboquant-4", 4, (2, 1), (2, 1)),
+        ("turboquant-3", 4, (2, 1), (2, 1)),
         ("int4", 8, (0, 1), (0, 1)),
     ):
         layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
@@ -81,7 +85,7 @@ def texts() -> Iterator[tuple[str, str]]:
             yield f"append {name}", append_groups.GroupPlan(layout, ("bfloat16", "bfloat16")).text
             continue
         if layout.format("key").is_pq:
-            for rows in (append_pq.LOW_BATCH_ROWS, append_pq.high_batch_rows(layout)):
+            for rows in (append_pq.low_batch_rows(layout), append_pq.high_batch_rows(layout)):
                 made_pq = append_pq.AppendPqPlan(layout, ("bfloat16", "bfloat16"), (128, 1), rows)
                 yield f"append {name} {rows} rows", made_pq.text
             continue
@@ -92,16 +96,17 @@ def texts() -> Iterator[tuple[str, str]]:
         if append.refuse_layout(layout) is None:
             types = ("bfloat16", "bfloat16")
             yield f"append {name} rows", append.AppendPlan(layout, types, (128, 1)).text
-            if name.startswith("oscar") or layout.recipe.key.effective_rope_block:
+            if name.startswith(("oscar", "turboquant")) or layout.recipe.key.effective_rope_block:
                 block = layout.recipe.key.effective_rope_block
                 step = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2, 2), block, step=True)
                 yield f"append {name} a step", step.text
             tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
-            if name.startswith("oscar") or layout.recipe.key.effective_rope_block:
+            if name.startswith(("oscar", "turboquant")) or layout.recipe.key.effective_rope_block:
                 block = layout.recipe.key.effective_rope_block
                 tiled = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2 if block else 3, 3), block)
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True).text
-            yield f"append {name} prompts", tiled.text
+            if tiled.tiled:
+                yield f"append {name} prompts", tiled.text
     for name in ("squat", "squat-pre"):
         layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
         if name == "squat":

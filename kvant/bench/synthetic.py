@@ -62,8 +62,9 @@ def fitted(recipe: Recipe, shape: Shape, device: torch.device | str) -> dict[str
         return {}
     heads, dim = shape.kv_heads, shape.head_dim
     formats = (stream.codec.bind(dim, dtype=shape.dtype).format(dim) for stream in recipe.streams.values())
-    whole = [stream.codebook.centroids for stream in formats if stream.is_residual and stream.codebook is not None]
-    tokens = max([512, *(4 * count for count in whole)])  # k-means needs more vectors than there are centroids
+    books = [(stream.is_residual, stream.codebook) for stream in formats if stream.codebook is not None]
+    alone = [book.centroids for residual, book in books if residual or book.per == "space"]
+    tokens = max([512, *(4 * count for count in alone)])  # k-means has a vector a token, and needs more than centroids
     keys, values = (vectors(tokens, heads, dim, "cpu", shift) for shift in (0.0, 0.3))
     queries = torch.randn(tokens, heads, shape.heads // heads, dim)
     rows = torch.arange(tokens - 64, tokens)

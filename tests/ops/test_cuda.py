@@ -119,6 +119,20 @@ RESIDUAL: list[tuple[str, int, int, dict[str, float]]] = [  # centroids of whole
     ("saw-int4-kmeans:centroids=1", 8, 96, {}),
     ("saw-int4-kmeans:k.centroids=1,v.centroids=33,group=64,recent=5", 3, 128, {"softcap": 5.0}),
 ]
+LEVELS: list[tuple[str, int, int, dict[str, float]]] = [  # codes that are places in a table of levels
+    ("turboquant-4", 4, 64, {}),
+    ("turboquant-3:sink=3,recent=20", 9, 128, {"softcap": 5.0}),
+    ("turboquant-2", 1, 128, {"sliding_window": 150}),
+    ("turboquant-4:k.bits=2,v.bits=3", 16, 64, {}),
+    ("turboquant-4:meta=bfloat16", 5, 96, {}),
+    ("turboquant-3:v.bits=4", 8, 256, {}),
+]
+SPACES: list[tuple[str, int, int, dict[str, float]]] = [  # a codebook for every sub-vector's place
+    ("million-2:books=space", 4, 64, {}),
+    ("million-2:k.books=space,bits=6", 9, 64, {"softcap": 5.0}),
+    ("million-4:bits=4,books=space", 3, 96, {}),
+    ("vecinfer-2:bits=8,v.books=space,dim=8", 1, 128, {"sliding_window": 150}),
+]
 ROTATED_KEYS: list[tuple[str, int, int, dict[str, float]]] = [  # where decode rotates keys that are stored before RoPE
     ("squat-pre", 4, 64, {"first": 1000}),
     ("squat-pre:sink=3,k.bits=4,k.flush=64,v.recent=5", 9, 64, {"softcap": 5.0, "first": 77}),
@@ -150,7 +164,7 @@ def filled(
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     pages = sum(layout.pages_for(n) for n in lengths) + spare
     ropes = [Rope(rope_of(rotated or dim).inv_freq.to(device), first)] if recipe.wants_rope else None
-    large = any(isinstance(s.codec, ProductVQ) and s.codec.bits > 10 for s in recipe.streams.values())
+    large = any(_is_large(s.codec) for s in recipe.streams.values())
     tensors = {0: made_up_tensors(recipe, heads, dim) if large else fitted(recipe, shape, device)}  # k-means takes long
     by = None if device == "cuda" else "reference"
     with warnings.catch_warnings(action="ignore"):  # of an append that no kernel serves: none is called here
@@ -200,6 +214,11 @@ def check_several_queries(
     assert relative_error(found, expected) < limit
     exact = log_sum_exp(store, q, each, **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(lse.double(), exact, rtol=1e-3, atol=2e-2)
+
+
+def _is_large(codec: object) -> bool:
+    """Whether k-means has more centroids than it fits fast, or than there are vectors for."""
+    return isinstance(codec, ProductVQ) and codec.bits > (7 if codec.books == "space" else 10)
 
 
 def check_decode(
@@ -267,10 +286,10 @@ def test_decode_of_large_codebooks(name: str) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("name", "group", "dim", "options"), [*SCALES, *RESIDUAL])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*SCALES, *RESIDUAL, *LEVELS, *SPACES])
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
 @pytest.mark.parametrize("few", [False, True])
-def test_decode_of_several_scales_and_of_residuals(
+def test_decode_of_several_scales_residuals_levels_and_spaces(
     name: str,
     group: int,
     dim: int,
@@ -623,6 +642,7 @@ HISTORIES = [
     "million-1.5:bits=8,books=head",
     "turboquant-2",
     "turboquant-3",
+    "million-2:books=space",
     "saw-int4-kmeans:centroids=64",
     "saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64",
 ]
@@ -737,6 +757,11 @@ def test_unpack_gives_what_the_reference_reads(name: str, dim: int, dtype: torch
         "saw-int4-kmeans",
         "saw-int4-kmeans-rot:sink=5,recent=70",
         "saw-int4-kmeans-rot:centroids=16,books=layer,zero=float,bits=2,group=32",
+        "turboquant-4",
+        "turboquant-3:sink=3,recent=20",
+        "turboquant-2:v.bits=4",
+        "million-2:books=space,bits=6",
+        "vecinfer-4:v.books=space,v.bits=4",
     ],
 )
 @pytest.mark.parametrize("tile_rows", [1, 1 << 30])
@@ -756,7 +781,7 @@ def test_append_writes_what_the_reference_writes(
     if dim == 256 and "v.group=16" in name:
         assert "16" in (cuda_append.refuse_layout(layout) or "")  # scales a token
         return
-    three_bits = ("bits=3" in name and not layout.format("key").is_pq) or name == "int3"
+    three_bits = ("bits=3" in name and not layout.format("key").is_pq) or name.startswith(("int3", "turboquant-3"))
     if (
         (dim == 96 and (name.startswith("kvant-2") or three_bits))
         or (dim < 256 and "3/2/0" in name)
@@ -790,7 +815,8 @@ def test_append_writes_what_the_reference_writes(
     assert float((written.pages != stores[1].pages).double().mean()) < 1e-4
     assert seqs[0][0].pages[0] == seqs[1][0].pages[0] == 0
     error, _ = difference(written, stores[1], layout.page_tokens)  # of a page that is full
-    assert error < (2e-2 if name.startswith(("kvant-2", "kvant-3")) else 1e-3)  # one code of 2 bits is 0.01 of a page
+    coarse = name.startswith(("kvant-2", "kvant-3", "turboquant"))  # one code of 2 bits is 0.01 of a page
+    assert error < (2e-2 if coarse else 1e-3)
     for side in ("key", "value"):
         found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
@@ -813,6 +839,9 @@ STEPS = [  # recipe, head_dim, type and tokens of a page of rows that kernels/ap
     ("kvant-3", 128, "bfloat16", None),
     ("kvant-2:search=9,k.bits=0/4/2,v.unbiased=true", 128, "bfloat16", 128),
     ("kvant-4:k.rope=block,rope_block=64", 96, "bfloat16", None),  # values have a Hadamard
+    ("turboquant-4", 128, "bfloat16", None),
+    ("turboquant-3:sink=3,recent=20", 64, "float16", 16),
+    ("turboquant-2:v.bits=4", 96, "bfloat16", None),
 ]
 
 
@@ -1232,9 +1261,16 @@ def test_nothing_is_offered_on_a_cpu() -> None:
             "vecinfer-2:dim=8,bits=16",
             "it holds a codebook of a head in shared memory, and one of the keys takes 1048576 bytes",
         ),
+        ("million-2:books=space", None),
         (
-            "million-2:v.books=space",
-            "it holds one codebook a head in shared memory, and the values have one for each of 16 sub-vectors",
+            "million-3:v.books=space",
+            "it holds the codebooks of a head in shared memory, and those of the values take 524288 bytes",
+        ),
+        ("turboquant-4:k.bits=3,v.bits=2", None),
+        ("turboquant-4:v.bits=1", "it reads tables of 4, 8 or 16 levels, and that of the values has 2"),
+        (
+            "turboquant-2:rope=block",
+            "it reads evenly spaced levels of keys that are unrotated by RoPE blocks, and theirs are not",
         ),
         (
             "kvant-2:rope=pre",
@@ -1256,12 +1292,12 @@ def test_boosted_channels_that_a_word_does_not_hold_are_refused() -> None:
 
 def test_prefill_refuses_what_it_cannot_unpack() -> None:
     served = ("saw-int4-kv", "oscar", "oscar:group=32", "kvant-2", "kvant-3", "int3", "vecinfer-2", "million-1.5")
-    for name in (*served, "kivi-k2v2-sink", "kitty-pro", "squat", "squat-pre", "turboquant-3", "saw-int4-kmeans-rot"):
+    served += "turboquant-3", "saw-int4-kmeans-rot", "million-2:books=space"
+    for name in (*served, "kivi-k2v2-sink", "kitty-pro", "squat", "squat-pre"):
         assert cuda_prefill.refuse_layout(make_layout(name, 2, 128)) is None, name
     for name, reason in (
         ("gear", "the keys are coded by LowRank"),
         ("zipcache", "the keys are coded by Salient"),
-        ("million-1.5:books=space", "one for each of 16 sub-vectors"),
     ):
         assert reason in (cuda_prefill.refuse_layout(make_layout(name, 2, 128)) or ""), name
     assert "fragment order" in (cuda_prefill.refuse_layout(make_layout("int2", 2, 80)) or "")
@@ -1279,7 +1315,7 @@ def test_append_refuses_what_it_cannot_write() -> None:
     )
     for name in ("int3", "kvant-2:k.bits=3/2/0"):
         assert cuda_append.refuse_layout(make_layout(name, 2, 256)) is None and not cuda_append.tileable(
-            make_layout(name, 2, 128)
+            make_layout(name, 2, 64 if name == "int3" else 128)
         )
     assert "fragment order" in (cuda_append.refuse_layout(make_layout("int3", 2, 96)) or "")
     assert "1, 2, 4 or 8 scales" in (cuda_append.refuse_layout(make_layout("int4:group=32", 2, 96)) or "")
@@ -1294,8 +1330,69 @@ def test_append_refuses_what_it_cannot_write() -> None:
         "int4:group=32",
         "saw-int4-kmeans",
         "saw-int4-kmeans-rot",
+        "turboquant-4",
+        "turboquant-2:k.bits=3",
+        "million-2:books=space",
     ):
         assert cuda_append.refuse_layout(make_layout(name)) is None
+
+
+@pytest.mark.parametrize("there", [99 * 1024, 163 * 1024, 227 * 1024])  # of GPUs of compute capability 8.9, 8.0 and 9.0
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("saw-int4-kmeans", 256),
+        ("saw-int4-kmeans", 128),
+        ("saw-int4-kmeans:centroids=64", 256),
+        ("saw-int4-kmeans:bits=8,group=64", 128),
+        ("million-2:books=space", 128),
+        ("million-4:books=space", 128),
+        ("vecinfer-3", 128),
+        ("turboquant-4", 256),
+        ("kivi-k4v4", 256),
+        ("int8:page=128", 256),
+    ],
+)
+def test_what_is_not_refused_fits_into_shared_memory(
+    name: str, dim: int, there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every number of query heads; what is refused does not fit for some."""
+    monkeypatch.setattr(refusals, "refuse_machine", lambda device, reason: reason)
+    monkeypatch.setattr(refusals, "shared_memory", lambda device: (there, there + 1024))
+    name, _, page = name.partition(":page=")
+    layout = Layout.of(recipes.get(name), 2, dim, page_tokens=int(page) if page else None, dtype="bfloat16")
+    needed = []
+    for group in range(1, 34):
+        for low_batch in (False, True):
+            way = layout, group, "bfloat16", (0, 1), (0, 1), True, True, (there, there + 1024), (), low_batch
+            made = plan.Plan(*way)
+            needed.append(made.dynamic_bytes + (made._static_bytes if made.residual else 8192))
+            assert made.dynamic_bytes >= made.least_bytes - made._static_bytes
+    reason = refusals.refuse(layout, torch.device("cuda"))
+    if reason is None:
+        assert max(needed) <= there
+    else:
+        assert str(plan.least_shared_bytes(layout)) in reason and plan.least_shared_bytes(layout) > there
+    if there == 227 * 1024:
+        assert reason is None
+    if there == 99 * 1024 and (name, dim) in {("saw-int4-kmeans", 256), ("million-4:books=space", 128)}:
+        assert reason is not None
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_recipe_has_kernels_but_those_that_keep_the_reference(dim: int) -> None:
+    """The part that does not look at the machine. `full` has a kernel of its own for decode, and keeps torch's operations otherwise."""
+    refused = {op: set[str]() for op in ("append", "decode", "prefill")}
+    for name in recipes.names():
+        layout = Layout.of(recipes.get(name), 8, dim, dtype="bfloat16", device="cuda")
+        checks = cuda_append.refuse_layout, refusals.refuse_layout, cuda_prefill.refuse_layout
+        for found, refuse in zip(refused.values(), checks, strict=True):
+            if refuse(layout) is not None:
+                found.add(name)
+    kept = {"full", "gear", "gear-l", "zipcache"} | (
+        {"kvant-3"} if dim == 64 else set()
+    )  # a band of 3 bits needs 64 channels
+    assert all(found == kept for found in refused.values()), refused
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 11, 16, 17, 64])

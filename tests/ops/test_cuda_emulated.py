@@ -99,6 +99,8 @@ def filled(
         ("int3", 1, 64, {}),
         *test_cuda.SCALES,
         *test_cuda.RESIDUAL,
+        *test_cuda.LEVELS,
+        *test_cuda.SPACES,
         ("vecinfer-2", 4, 64, {}),
         ("vecinfer-4", 9, 64, {"softcap": 5.0}),
         ("million-1.5:bits=8,books=head", 2, 128, {"sliding_window": 150}),
@@ -520,7 +522,16 @@ extern "C" __global__ void __launch_bounds__(32) places(const Places a) { if (th
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "dim"),
-    [("kvant-2", 64), ("kvant-2:k.bits=4/4/0", 128), ("kvant-2:k.bits=3/2/0", 256), ("kvant-3", 128), ("int8", 96)],
+    [
+        *(
+            ("kvant-2", 64),
+            ("kvant-2:k.bits=4/4/0", 128),
+            ("kvant-2:k.bits=3/2/0", 256),
+            ("kvant-3", 128),
+            ("int8", 96),
+        ),
+        *(("turboquant-4", 96), ("turboquant-3", 128), ("turboquant-2", 64)),
+    ],
 )
 def test_the_kernels_registers_have_the_plans_channels(name: str, dim: int) -> None:
     layout = make_layout(name, 2, dim)
@@ -629,6 +640,10 @@ def test_keys_of_which_rope_rotates_some_channels_are_refused() -> None:
         ("int8:k.group=32,v.bits=3,v.group=32,search=3", 64),
         ("int2:k.group=0,v.group=32,sink=3,recent=20", 64),
         ("kvant-2:rope=post,k.bits=3/2/0,v.bits=3", 256),
+        ("turboquant-4", 64),
+        ("turboquant-2:sink=3,recent=20,meta=bfloat16", 96),
+        ("turboquant-4:k.bits=2,v.bits=3", 64),
+        ("turboquant-3", 256),
         ("kivi-k2v2:k.flush=64", 64),
         ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 96),
         ("kivi-k2v2:k.bits=3,k.flush=32,v.bits=3,v.group=16", 64),
@@ -729,6 +744,14 @@ def test_append_of_a_step(
         ("kvant-2:search=9,k.bits=2,v.unbiased=true", 64, "bfloat16", None),
         ("kvant-3", 128, "bfloat16", None),
         ("kvant-3:k.bits=3,rope=post,sink=0,recent=0", 128, "float16", 16),
+        ("int3", 128, "bfloat16", None),
+        ("saw-int4-kv:k.bits=3,seed=3,sink=3,recent=20", 128, "float16", 16),
+        ("int4:v.bits=3,search=3,zero=float", 128, "bfloat16", None),
+        ("oscar:bits=3,sink=3,recent=20", 128, "bfloat16", None),
+        ("turboquant-4", 128, "bfloat16", None),
+        ("turboquant-3:sink=3,recent=20", 128, "float16", 16),
+        ("turboquant-2:v.bits=4", 64, "bfloat16", None),
+        ("turboquant-4:meta=bfloat16", 96, "float16", None),
     ],
 )
 def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -844,6 +867,8 @@ READ = [
     ("million-1.5:bits=8,books=head", 128, 0),
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 64, 30),
     ("turboquant-3", 64, 0),
+    ("million-2:books=space", 64, 0),
+    ("vecinfer-2:k.books=space,k.bits=9,v.bits=4", 128, 0),
     ("saw-int4-kmeans:centroids=64", 64, 0),
     ("saw-int4-kmeans-rot:k.books=layer,k.centroids=300,v.centroids=1,v.group=64", 128, 0),
     ("kivi-k2v2-sink:shift=false", 64, 0),  # as inside vLLM: sinks are in pages and in the overlay
@@ -1020,6 +1045,10 @@ def same_pages(one: PagedCache, two: PagedCache) -> None:
         ("million-1.5:bits=9,books=head", 64),
         ("million-1.5", 64),  # 4096 centroids
         ("million-2:bits=8,k.dim=8", 32),  # fewer sub-vectors than a warp's lanes can share
+        ("million-2:books=space", 64),
+        ("million-4:books=space,bits=6", 96),
+        ("vecinfer-2:k.books=space,k.bits=9,v.bits=4", 128),
+        ("million-2:books=space,bits=4", 256),
     ],
 )
 def test_append_of_nearest_centroids(name: str, dim: int) -> None:

@@ -10,7 +10,7 @@ from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc, refusals
 from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointer
-from kvant.ops.cuda.bands import all_bands, code_bands, code_offsets
+from kvant.ops.cuda.bands import all_bands, code_bands, code_offsets, level_edges
 from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config, scale_config
 
 WARPS = 8  # of a CTA of kvant_append
@@ -84,8 +84,8 @@ def refuse_layout(layout: Layout) -> str | None:
 
 
 def is_banded(stream: StreamFormat) -> bool:
-    """Whether codes are levels around zero under a scale alone (codecs/encode_banded.cuh), not affine."""
-    return stream.scales is not None and stream.scales.kind is ScaleKind.ALONE
+    """Whether codes are evenly spaced levels around zero under a scale alone (codecs/encode_banded.cuh), not affine."""
+    return stream.scales is not None and stream.scales.kind is ScaleKind.ALONE and stream.uniform
 
 
 def tileable(layout: Layout) -> bool:
@@ -94,7 +94,7 @@ def tileable(layout: Layout) -> bool:
     three = [band for stream in formats for band in stream.stored_bands if band.bits == 3]  # whose codes are two planes
     if all(is_banded(stream) for stream in formats):
         return dim in BAND_DIMS and not any(band.width % 64 for band in three) and not (three and dim < 128)
-    if three:
+    if three and (dim != 128 or any(stream.scale_groups > 1 for stream in formats if 3 in stream.widths)):
         return False
     if any(is_banded(stream) or not (stream.is_tokenwise or stream.is_residual) for stream in formats):
         return False
@@ -184,6 +184,8 @@ class AppendPlan:
             "MATRIX_PARTS": self.parts[i],
             "ROPE_BLOCK": self.rope_block if name == "key" else 0,
             "BANDED": int(is_banded(stream)),
+            "LEVELS": 0 if stream.uniform else 1 << first.bits,
+            "Edges": level_edges(stream),
             "CodeBands": code_bands(self.layout, name),
             "AllBands": all_bands(self.layout, name),
             "BITS": first.bits,

@@ -21,7 +21,8 @@ from kvant.ops.types import Derived, LayerStore, PagedBatch
 
 Tensor = torch.Tensor
 THREADS = 256
-LOW_BATCH_ROWS = 4  # rows of a CTA where there are few new tokens
+SLICE_CHANNELS = 32  # channels of a row whose codebooks a CTA has, where each sub-vector has its own
+LEAST_SLICE = 8  # sub-vectors of these, at least
 _PLANS: nvrtc.Numbered[AppendPqPlan] = nvrtc.Numbered()
 
 AppendPqArguments = Arguments(
@@ -65,12 +66,14 @@ class AppendPqPlan:
 
     @property
     def dynamic_bytes(self) -> int:
-        """Shared memory of a codebook, half of the squared norms of its centroids, rows and their indices."""
-        dim = self.layout.head_dim
-        return max(
-            book.centroids * (2 * book.dim + 4) + self.rows * (4 * dim + 2 * book.vectors)
-            for book in _codebooks(self.layout).values()
-        )
+        """Shared memory of codebooks, half of the squared norms of their centroids, their largest norms, rows and indices."""
+        total = 0
+        for book in _codebooks(self.layout).values():
+            by_place = book.per == "space"
+            books, tops = (slice_of(book), 1) if by_place else (1, THREADS // 32)
+            held = books * ((book.centroids + by_place) * (2 * book.dim + 4) + 4 * tops)
+            total = max(total, held + self.rows * (4 * self.layout.head_dim + 2 * slice_of(book)))
+        return total
 
     @functools.cached_property
     def text(self) -> str:
@@ -88,11 +91,12 @@ class AppendPqPlan:
         low, *high = (s for s in self.layout.sections if s.stream == name and s.kind == "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
         book = _codebooks(self.layout)[name]
+        by_place = str(book.per == "space").lower()
         return {
             "IN_TYPE": ELEMENT_TYPES[self.types[i]],
             "HADAMARD": self.orders[i],
             "HADAMARD_SCALE": self.orders[i] ** -0.5,
-            "Codebook": f"Book<{book.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}>",
+            "Codebook": f"Book<{book.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}, {slice_of(book)}, {by_place}>",
             "BOOK_HEADS": book.heads(self.layout.heads),
         }
 
@@ -101,9 +105,26 @@ def _codebooks(layout: Layout) -> dict[StreamName, Codebook]:
     return {name: stream.codebook for name, stream in layout.formats.items() if stream.codebook is not None}
 
 
+def slice_of(book: Codebook) -> int:
+    """Sub-vectors of a row that a CTA looks for: all of them, or some where each has a codebook of its own. Their indices are whole
+    bytes."""
+    some = max(LEAST_SLICE, SLICE_CHANNELS // book.dim)
+    return some if book.per == "space" and book.vectors % some == 0 else book.vectors
+
+
+def slices(layout: Layout) -> int:
+    """CTAs that a row takes, at least."""
+    return min(book.vectors // slice_of(book) for book in _codebooks(layout).values())
+
+
+def low_batch_rows(layout: Layout) -> int:
+    """Rows of a CTA where there are few new tokens: more where codebooks take longer to copy."""
+    return 16 if slices(layout) > 1 else 4
+
+
 def high_batch_rows(layout: Layout) -> int:
     """Rows of a CTA where there are many new tokens."""
-    return 16 if layout.head_dim > 128 else 32
+    return (16 if layout.head_dim > 128 else 32) * (2 if slices(layout) > 1 else 1)
 
 
 def refuse_memory(layout: Layout, device: torch.device) -> str | None:
@@ -163,7 +184,7 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
     orders = tuple(way.fused.order for way in ways.values())
     plans = [
         _PLANS.number(AppendPqPlan(layout, types, orders, count))  # type: ignore[arg-type]
-        for count in (LOW_BATCH_ROWS, high_batch_rows(layout))
+        for count in (low_batch_rows(layout), high_batch_rows(layout))
     ]
     _append_pq(
         store.pages,
@@ -208,7 +229,7 @@ def _append_pq(
     if not len(key):
         return
     low_batch, made = (_PLANS[plan] for plan in plans)
-    heads, kernel = made.layout.heads, _kernel(made, key.device)
+    heads, kernel = made.layout.heads * slices(made.layout), _kernel(made, key.device)  # heads, and slices of them
     if -(-len(key) // made.rows) * heads < kernel.blocks // 2:  # not enough work for all multiprocessors
         made, kernel = low_batch, _kernel(low_batch, key.device)
     arguments = AppendPqArguments.fill(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 
-from kvant.codecs.format import Band
+import torch
+
+from kvant.codecs.format import Band, StreamFormat
 from kvant.layout import Layout, StreamName
 
 ONE = 1 << 20  # what kernels write fractions over
@@ -26,6 +28,20 @@ def code_offsets(layout: Layout, name: StreamName, band: Band) -> tuple[int, int
     return low, high[0] if high else 0
 
 
+def level_edges(stream: StreamFormat) -> str:
+    """The positive edges between the levels of a stream's table as a type of include/bands.cuh; none where levels are evenly spaced.
+    As kvant.codecs.lloyd_max computes them."""
+    levels = torch.tensor([level for band in stream.bands for level in band.levels], dtype=torch.float32)
+    edges = ((levels[1:] + levels[:-1]) / 2).tolist()
+    assert edges == [-edge for edge in reversed(edges)], "levels mirror each other"
+    return f"LevelEdges<{', '.join(_bits(edge) for edge in edges[len(edges) // 2 + 1 :])}>"
+
+
+def _bits(x: float) -> str:
+    """The bits of a float."""
+    return f"{struct.unpack('<I', struct.pack('<f', x))[0]}u"
+
+
 def _text(layout: Layout, name: StreamName, bands: tuple[Band, ...]) -> str:
     return f"Bands<{', '.join(_band(layout, name, band) for band in bands)}>"
 
@@ -33,5 +49,4 @@ def _text(layout: Layout, name: StreamName, bands: tuple[Band, ...]) -> str:
 def _band(layout: Layout, name: StreamName, band: Band) -> str:
     offset, high_offset = code_offsets(layout, name, band) if band.bits else (0, 0)
     step = band.step if band.bits else 0.0
-    (bits,) = struct.unpack("<I", struct.pack("<f", step))
-    return f"Band<{band.width}, {band.bits}, {offset}, {high_offset}, {band.first}, {bits}u, {round(ONE * step)}>"
+    return f"Band<{band.width}, {band.bits}, {offset}, {high_offset}, {band.first}, {_bits(step)}, {round(ONE * step)}>"

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from kvant.layout import Layout
 from kvant.ops.cuda.bands import ONE, code_offsets
+from kvant.ops.cuda.levels import key_levels
 
 
 class KeyPlane(NamedTuple):
-    """The C++ types KeyPlane and, of codes of three bits, ThreeBitKeys: one stored band of the keys' codes. A lane multiplies each
-    of its registers of four codes by a register of the query operand."""
+    """The C++ types KeyPlane, of codes of three bits ThreeBitKeys, and LevelKeys: one stored band of the keys' codes. A lane
+    multiplies each of its registers of four codes by a register of the query operand."""
 
     width: int  # channels
     bits: int  # of a code
@@ -20,15 +21,17 @@ class KeyPlane(NamedTuple):
     weight: int  # what a code counts, over ONE: the band's step
     before: int  # registers of the bands before
     groups: int = 1  # groups of channels with a scale each, which the order of the codes keeps together
+    levels: tuple[float, ...] = ()  # that codes are places in, over the scale; empty where they are evenly spaced
 
     @property
     def text(self) -> str:
         if self.groups > 1:
             return f"GroupedKeyPlane<{self.width}, {self.bits}, {self.offset}, {self.weight}, {self.groups}>"
         place = f"{self.first}, {self.weight}, {self.before}"
+        plane = f"KeyPlane<{self.width}, {self.bits}, {self.offset}, {place}>"
         if self.bits == 3:
-            return f"ThreeBitKeys<{self.width}, {self.offset}, {self.high}, {place}>"
-        return f"KeyPlane<{self.width}, {self.bits}, {self.offset}, {place}>"
+            plane = f"ThreeBitKeys<{self.width}, {self.offset}, {self.high}, {place}>"
+        return f"LevelKeys<{plane}, {key_levels(self.levels).arguments(self.levels)}>" if self.levels else plane
 
     @property
     def _low_bits(self) -> int:
@@ -50,12 +53,19 @@ class KeyPlane(NamedTuple):
         return -(-self._row_bytes // 2) * self._per
 
     @property
-    def registers(self) -> int:
+    def _own_registers(self) -> int:
         """`places`, rounded up to the pairs of registers that an MMA takes."""
         return -(-self.places // 2) * 2
 
+    @property
+    def registers(self) -> int:
+        """Of levels that are two bytes, those of the second bytes too."""
+        return self._own_registers * (key_levels(self.levels).parts if self.levels else 1)
+
     def raised(self, i: int) -> int:
         """Bits by which the codes of register i are shifted left in their bytes."""
+        if self.levels:
+            return 0 if i < self._own_registers else 7
         return 0 if self.bits >= 4 else i % self._per % 2 * self._low_bits
 
     def channel(self, i: int, byte: int, lane: int) -> int:
@@ -64,7 +74,7 @@ class KeyPlane(NamedTuple):
             group, share = self.width // self.groups, self.width // self.groups // 4
             element = i // 2 * 8 + ((byte & 1) * 2 + i % 2) * 2 + (byte >> 1)
             return element // share * group + lane * share + element % share
-        per = self._per
+        per, i = self._per, i % self._own_registers
         pair = i // per * (16 // self._low_bits) + (byte & 1) * per + i % per
         there = pair < self.width // 8 and i < self.places
         return self.first + lane * (self.width // 4) + 2 * pair + (byte >> 1) if there else -1
@@ -78,5 +88,5 @@ def key_planes(layout: Layout) -> list[KeyPlane]:
             low, high = code_offsets(layout, "key", band)
             before = planes[-1].before + planes[-1].registers if planes else 0
             weight, groups = round(ONE * band.step), layout.scale_groups("key")
-            planes.append(KeyPlane(band.width, band.bits, low, high, band.first, weight, before, groups))
+            planes.append(KeyPlane(band.width, band.bits, low, high, band.first, weight, before, groups, band.levels))
     return planes

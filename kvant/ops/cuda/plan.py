@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvant.codecs.format import Codebook
 from kvant.layout import Layout, Section, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.bands import ONE, code_offsets
@@ -27,6 +28,7 @@ from kvant.ops.cuda.decode_arguments import (
     TransformQueriesArguments,
 )
 from kvant.ops.cuda.key_planes import key_planes
+from kvant.ops.cuda.levels import value_levels
 from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
@@ -72,7 +74,12 @@ def angle_row(head_dim: int) -> int:
 def codebook_bytes(layout: Layout) -> list[int]:
     """Bytes of one copy of the codebooks, fp16, of a head's keys and values; none without product quantization."""
     books = [layout.format(name).codebook for name in layout.recipe.streams if layout.format(name).is_pq]
-    return [2 * book.dim * book.centroids for book in books if book is not None]
+    return [head_book_bytes(book) for book in books if book is not None]
+
+
+def head_book_bytes(book: Codebook) -> int:
+    """Bytes of the codebooks, fp16, of one stream of a head."""
+    return 2 * book.dim * book.centroids * (book.vectors if book.per == "space" else 1)
 
 
 def residual_bytes(layout: Layout, lane_heads: int = 4) -> list[int]:
@@ -141,8 +148,8 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        room = self.shared[0] - self._static_bytes - sum(self.book_bytes) - self.matrix_bytes - self.angle_bytes
-        fit = room // self.warp_bytes
+        rest = sum(self.book_bytes) + self.matrix_bytes + self.angle_bytes + self.level_bytes
+        fit = (self.shared[0] - self._static_bytes - rest) // self.warp_bytes
         most = RESIDUAL_WARPS if self.residual else WARPS
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
@@ -179,7 +186,8 @@ class Plan:
         if self.rotated_keys:  # queries as they come, and rotated ones of every warp
             row = self.layout.head_dim
             static = ROTATED_STATIC_BYTES + self.tile_heads * (4 * row + warps * (2 * row + 64)) + 1024
-        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + self.matrix_bytes + self.angle_bytes + static
+        rest = self.matrix_bytes + self.angle_bytes + self.level_bytes + static
+        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + rest
         return max(1, min(most, self.shared[1] // bytes_))
 
     @property
@@ -233,7 +241,32 @@ class Plan:
 
     @property
     def dynamic_bytes(self) -> int:
-        return self.warps * self.warp_bytes + self.matrix_bytes + self.angle_bytes + sum(self.book_bytes)
+        return (
+            self.warps * self.warp_bytes
+            + self.matrix_bytes
+            + self.angle_bytes
+            + sum(self.book_bytes)
+            + self.level_bytes
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """Shared memory of a CTA of one warp, with one copy of its codebooks and without a matrix: decode takes this at least."""
+        books = self.book_bytes if self.residual else codebook_bytes(self.layout)
+        return self._static_bytes + sum(books) + self.angle_bytes + self.level_bytes + self.warp_bytes
+
+    @property
+    def level_copies(self) -> int:
+        """Copies of the table of levels of the values' codes: one for every lane, or as many as leave room for three CTAs."""
+        value = self.layout.format("value")
+        if value.uniform:
+            return 0
+        return dict(self.tuned).get("LEVEL_COPIES", 4 if max(value.widths) > 3 else 32)
+
+    @property
+    def level_bytes(self) -> int:
+        """Shared memory of this table: fp16 levels of all pairs of codes."""
+        return sum(self.level_copies * 4 << 2 * bits for bits in self.layout.format("value").widths)
 
     @property
     def rotated_keys(self) -> bool:
@@ -294,6 +327,7 @@ class Plan:
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
+            "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
             "OVERLAY_TILES": tiles,
@@ -374,8 +408,9 @@ class Plan:
         assert codebook is not None
         low, *high = self._sections(name, "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
-        place = self.warps * self.warp_bytes + sum(self.book_bytes[:at])
-        book = f"SharedCodebook<{codebook.dim}, {low.width}, {low.bits}, {bits}, {low.offset}, {offset}, {self.copies[at]}, {place}>"
+        place, by_place = self.warps * self.warp_bytes + sum(self.book_bytes[:at]), str(codebook.per == "space").lower()
+        indices = f"{low.width}, {low.bits}, {bits}, {low.offset}, {offset}"
+        book = f"SharedCodebook<{codebook.dim}, {indices}, {self.copies[at]}, {place}, {by_place}>"
         kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}
         return {
             "Codebook": book,
@@ -535,4 +570,16 @@ class Plan:
         """The C++ type that reads the codes of a stream of one band as fp16 numbers."""
         (band,) = self.layout.format(stream).stored_bands
         low, high = code_offsets(self.layout, stream, band)
+        if band.levels:
+            step, magnitudes = value_levels(band.levels)
+            place = self.warps * self.warp_bytes + self.matrix_bytes
+            return f"LevelValues<{band.width}, {band.bits}, {low}, {high}, {place}, {step}, {', '.join(f'{x}u' for x in magnitudes)}>"
         return f"ValueCodes<{band.width}, {band.bits}, {low}, {high}, {round(ONE * band.step)}, {str(bare).lower()}>"
+
+
+@functools.lru_cache(maxsize=1024)
+def least_shared_bytes(layout: Layout) -> int:
+    """Shared memory of a CTA that decode takes at least, whatever the number of query heads of a KV head."""
+    groups = range(1, heads_at_once(16, layout.head_dim) + 1)
+    plans = (Plan(layout, group, "float32", (0, 1), (0, 1), True, True, (0, 0)) for group in groups)
+    return max(made.least_bytes for made in plans)

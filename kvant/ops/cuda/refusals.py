@@ -7,14 +7,16 @@ import torch
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import STAGES, STATIC_BYTES, codebook_bytes, residual_bytes, shared_memory
+from kvant.ops.cuda.plan import codebook_bytes, head_book_bytes, least_shared_bytes, residual_bytes, shared_memory
 from kvant.ops.fused import refuse_rope
 
 MAX_HEAD_DIM = 256
 MAX_ROTATED_DIM = 128  # channels of keys that are rotated when they are read
 MAX_BOOSTED = 64  # boosted channels: a lane holds the high bits of a token's share of them in one word
 MAX_SCALE_GROUPS = 8  # groups of channels of a token's values that have a scale each
+MOST_SHARED = 227 * 1024  # bytes of shared memory that a CTA has on any GPU
 MAX_CENTROIDS = 256  # of whole head vectors
+LEVEL_BITS = frozenset((2, 3, 4))  # widths of codes that are places in a table of levels
 GROUP_TILES: dict[StreamName, int] = {"key": 32, "value": 16}  # channels that share a product, and so a scale
 INDEX_BITS = (3, 4, 6, 8, 9, 10, 12)  # widths of the indices of product quantization
 INDEX_LANES: dict[StreamName, int] = {"key": 4, "value": 8}  # lanes that share the sub-vectors of a token
@@ -25,13 +27,14 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     reason = refuse_machine(device, refuse_layout(layout))
     if reason is not None:
         return reason
-    room = shared_memory(device)[0] - STAGES * layout.page_head_bytes - STATIC_BYTES
-    books = codebook_bytes(layout) + residual_bytes(layout)
-    if room < 0:
-        return f"two pages of {layout.page_head_bytes} bytes a head are more than this GPU's shared memory holds"
-    if room < sum(books):
-        return f"codebooks of {sum(books)} bytes and two pages are more than this GPU's shared memory holds"
-    return None
+    needed, there = least_shared_bytes(layout), shared_memory(device)[0]
+    if needed <= there:
+        return None
+    books = sum(codebook_bytes(layout) + residual_bytes(layout))
+    what = f"two pages of {layout.page_head_bytes} bytes a head"
+    if books:
+        what = f"codebooks of {books} bytes and two pages"
+    return f"{what} are more than this GPU's shared memory holds: {needed} bytes with all that a thread block needs, of {there}"
 
 
 def refuse_machine(device: torch.device, reason: str | None) -> str | None:
@@ -75,7 +78,9 @@ def refuse_layout(layout: Layout) -> str | None:
 def _refuse_tokenwise(layout: Layout, stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
     """Why codes with scales per token cannot be read. Values beside channel-wise keys are looked at by `_refuse_channelwise`."""
     if not stream.uniform:
-        return f"it reads evenly spaced levels, and those of the {name}s are not"
+        reason = _refuse_levels(layout, stream, name, channelwise_keys)
+        if reason is not None:
+            return reason
     if stream.scale_groups > 1 and not (channelwise_keys and name == "value"):
         reason = _refuse_groups(layout, stream, name)
         if reason is not None:
@@ -84,6 +89,19 @@ def _refuse_tokenwise(layout: Layout, stream: StreamFormat, name: StreamName, ch
         return "it reads keys that keep their mean, and theirs may be taken off token by token"
     if name == "value" and len(stream.bands) > 1:
         return "it reads values of one width, and they have bands"
+    return None
+
+
+def _refuse_levels(layout: Layout, stream: StreamFormat, name: StreamName, channelwise_keys: bool) -> str | None:
+    """Why codes that are places in a table of levels cannot be read."""
+    if len(stream.bands) > 1 or stream.mean_flag:
+        return f"it reads one table of levels, and the {name}s have bands or means"
+    if stream.widths - LEVEL_BITS:
+        return f"it reads tables of 4, 8 or 16 levels, and that of the {name}s has {1 << max(stream.widths)}"
+    if channelwise_keys:
+        return f"beside keys that are coded per channel it reads evenly spaced levels, and those of the {name}s are not"
+    if name == "key" and layout.recipe.key.effective_rope_block:
+        return "it reads evenly spaced levels of keys that are unrotated by RoPE blocks, and theirs are not"
     return None
 
 
@@ -155,8 +173,8 @@ def _refuse_indices(stream: StreamFormat, name: StreamName) -> str | None:
         return f"it holds a codebook of a head in shared memory, and one of the {name}s takes {size} bytes"
     if book.bits not in INDEX_BITS:
         return f"it reads indices of 3, 4, 6, 8, 9, 10 or 12 bits, and those of the {name}s have {book.bits}"
-    if book.per == "space":
-        return f"it holds one codebook a head in shared memory, and the {name}s have one for each of {book.vectors} sub-vectors"
+    if head_book_bytes(book) > MOST_SHARED:
+        return f"it holds the codebooks of a head in shared memory, and those of the {name}s take {head_book_bytes(book)} bytes"
     if book.vectors % lanes or stream.head_dim % 32:
         return f"the {book.vectors} sub-vectors of the {name}s cannot be shared evenly by {lanes} lanes"
     return None

@@ -17,6 +17,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
 from kvant.ops.cuda.bands import ONE, code_bands
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
+from kvant.ops.cuda.plan import head_book_bytes
 from kvant.ops.cuda.refusals import INDEX_BITS
 from kvant.ops.fused import SHORTEST_BLOCK, FusedTransform, blocks_of, matrix_of, rope_table
 from kvant.ops.types import Derived, LayerStore, PagedBatch
@@ -100,8 +101,6 @@ def _by_token(stream: StreamFormat) -> bool:
 def _refuse_pq(layout: Layout, name: StreamName) -> str | None:
     book = layout.format(name).codebook
     assert book is not None
-    if book.per == "space":
-        return f"it holds one codebook a head in shared memory, and the {name}s have one for each of {book.vectors} sub-vectors"
     if book.vectors % 4 or layout.head_dim % 32:
         return f"the {book.vectors} sub-vectors of the {name}s cannot be shared evenly by 4 lanes"
     if book.bits not in INDEX_BITS:
@@ -123,7 +122,7 @@ def shared_bytes(layout: Layout, name: StreamName) -> int:
     """Shared memory of a CTA: a matrix, terms of rows, a codebook."""
     dim, stream = layout.head_dim, layout.format(name)
     book = stream.codebook if stream.is_pq else None
-    return 2 * dim * dim + 12 * dim + (0 if book is None else 2 * book.dim * book.centroids)
+    return 2 * dim * dim + 12 * dim + (0 if book is None else head_book_bytes(book))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +176,9 @@ class UnpackPlan:
             bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
             planes = f"{low.bits}, {bits}, {low.offset}, {offset}"
             place = 2 * layout.head_dim**2 + 12 * layout.head_dim
+            by_place = str(stream.codebook.per == "space").lower()
             constants |= {
-                "Codebook": f"SharedCodebook<{stream.codebook.dim}, {low.width}, {planes}, 1, {place}>",
+                "Codebook": f"SharedCodebook<{stream.codebook.dim}, {low.width}, {planes}, 1, {place}, {by_place}>",
                 "BOOK_HEADS": stream.codebook.heads(layout.heads),
                 "SCALE_FORM": ScaleForm.NONE,
                 "SCALE_TYPE": ElementType.BF16,

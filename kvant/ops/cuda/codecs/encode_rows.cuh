@@ -138,6 +138,30 @@ template <class S, int LANES> DEV u32 encode_banded(const float* row, u32* codes
   return pair_of<S::SCALE_TYPE>(scale, 0.f);
 }
 
+// --- codes of levels ----------------------------------------------------------------------------------------------------------
+
+// As `encode_affine`, for codes under the norm of the row: the code of x is the place of the nearest level to x / norm, of S::LEVELS that mirror each
+// other around zero. As kvant.codecs.lloyd_max computes them.
+template <class S, int LANES> DEV u32 encode_levels(const float* x, u32* codes) {
+  constexpr int N = D / LANES, HALF = S::LEVELS / 2;
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < N; i++) squares = fmaf(x[i], x[i], squares);
+  const float norm = round_to<S::SCALE_TYPE>(fminf(sqrtf(sum_row<LANES>(squares)), LARGEST<S::SCALE_TYPE>));
+  const float divisor = fmaxf(norm, TINY<S::SCALE_TYPE>), reciprocal = __fdiv_rn(1.f, divisor);
+#pragma unroll
+  for (int i = 0; i < CODE_WORDS<LANES>; i++) codes[i] = 0u;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const float unit = quotient(x[i], divisor, reciprocal);
+    const bool positive = unit > 0.f;
+    // a number on an edge has the lower of two codes: below zero, the next larger magnitude is compared
+    const int before = S::Edges::count_below(__int_as_float(__float_as_int(fabsf(unit)) + !positive));
+    codes[i / 4] |= (u32)(positive ? HALF + before : HALF - 1 - before) << (8 * (i % 4));
+  }
+  return pair_of<S::SCALE_TYPE>(norm, 0.f);
+}
+
 // --- bytes of codes -----------------------------------------------------------------------------------------------------------
 
 // Where several groups of channels of S have a scale each: the channel that has, in the order of codes for one scale, the place of channel c

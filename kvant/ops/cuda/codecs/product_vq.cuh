@@ -41,11 +41,12 @@ template <int N, int B> struct PackedIndices {
 };
 
 // COUNT indices a token, of sub-vectors of DIM channels: their LOW_BITS low bits from byte OFFSET of the page of a head on, HIGH_BITS more bits from byte
-// HIGH on. The codebook lies from byte BOOK of the CTA's dynamic shared memory on.
-template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_> struct SharedCodebook {
+// HIGH on. The codebook lies from byte BOOK of the CTA's dynamic shared memory on. BY_PLACE: every sub-vector's place has a codebook of its own, one after another.
+template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_, bool BY_PLACE> struct SharedCodebook {
   static constexpr int LOW_BITS = LOW_BITS_;
   static constexpr int DIM = DIM_, COUNT = COUNT_, HIGH_BITS = HIGH_BITS_, OFFSET = OFFSET_, HIGH = HIGH_, COPIES = COPIES_, BOOK = BOOK_;
-  static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY, ENTRIES = 1 << (LOW_BITS + HIGH_BITS);
+  static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY;
+  static constexpr int BOOK_STRIDE = BY_PLACE ? STRIDE << (LOW_BITS + HIGH_BITS) : 0, ENTRIES = (BY_PLACE ? COUNT : 1) << (LOW_BITS + HIGH_BITS);
 
   // Centroids of part `part` of PARTS equal parts of a token's sub-vectors, two channels a word. `book` is the address of the lane's copy.
   template <int PARTS> DEV static void centroids(u32* out, const u8* page_head, int token, int part, u32 book) {
@@ -59,7 +60,7 @@ template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int 
     for (int i = 0; i < N; i++) {
       u32 index = LOW_BITS == 8 ? low.byte(i) : low.get(i, 0, 0u);
       if constexpr (HIGH_BITS > 0) index = high.get(i, LOW_BITS, index);
-      load_shared<WORDS>(out + i * WORDS, index * STRIDE + book);
+      load_shared<WORDS>(out + i * WORDS, index * STRIDE + (book + (part * N + i) * BOOK_STRIDE));
     }
   }
   DEV static u32 copy_of(const u8* memory, int lane) { return shared_address(memory) + BOOK + lane % COPIES * ENTRY; }

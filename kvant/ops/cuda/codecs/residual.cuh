@@ -6,10 +6,6 @@
 #pragma once
 #include "include/overlay.cuh"
 
-DEV u32 dynamic_address() {
-  DYNAMIC_SHARED(dynamic);
-  return shared_address(dynamic);
-}
 template <class S> constexpr int TABLE_ROW = 16 * LANE_HEADS;  // bytes of a centroid's scores: 4 LANE_HEADS query heads
 constexpr int CENTROID_ROW = 2 * D + 16;                        // bytes of a centroid of the values: rows begin in different banks
 

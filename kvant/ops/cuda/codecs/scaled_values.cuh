@@ -75,7 +75,8 @@ template <int N> struct ScaledValues {
 #pragma unroll
         for (int step = 0; step < GROUP_SHARE / 2; step++) {
           const int k = j * (GROUP_SHARE / 2) + step;
-          const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
+          u32 a0, a1, a2, a3;
+          codes.get_two(0, 2 * k, a0, a1), codes.get_two(1, 2 * k, a2, a3);
 #pragma unroll
           for (int n = 0; n < COLUMN_TILES; n++) mma_fp16(softmax.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
         }

@@ -98,7 +98,7 @@ DEV u32 moved(u32 w, int right) { return right > 0 ? w >> right : w << -right; }
 // Codes of BITS bits from byte OFFSET of the page of a head on; the high plane of three-bit codes from HIGH on. Levels are STEP / 2^20 apart,
 // over the scale. BARE: as fp16 numbers c 2^(p - 24), without 1024; for channel-wise keys and for values with several scales a token.
 template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ = false> struct ValueCodes {
-  static constexpr bool BARE = BARE_;
+  static constexpr bool BARE = BARE_, TABLE = false;
   static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, HIGH = HIGH_;
   static constexpr int PAIRS = WIDTH / 8, LOW_BITS = BITS == 3 ? 2 : BITS, PER = 16 / LOW_BITS;
   static constexpr int WORDS = WIDTH * LOW_BITS / 64;  // of a lane and tile
@@ -119,6 +119,8 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ =
   // Codes of two neighbouring tokens of a channel as fp16: 1024 + c 2^p in the low half, -(1024 + (TOP - c) 2^p) =
   // c 2^p - 1024 - TOP 2^p in the high half. The two offsets have opposite signs, so their sum over a sequence stays small.
   DEV u32 get(int second, int element) const { return masked(second, element, BARE ? 0u : 0x64006400u ^ (0x8000u | (u32)((1 << BITS) - 1) << power(element)) << 16); }
+  DEV void get_two(int second, int element, u32& one, u32& two) const { one = get(second, element), two = get(second, element + 1); }
+  template <int THREADS> DEV static void fill(u8*) {}  // there is no table
   // BARE: the codes themselves as two fp16 numbers. 1024 + c 2^p, of which the rest is taken off, exactly.
   DEV u32 number(int second, int element) const {
     static_assert(BARE, "neither half is negative");

@@ -137,6 +137,8 @@ struct TokenwisePages {
 
   DEV static void load_codebooks(int& loaded, u8* memory, const DecodeArguments& a, int head) {
     if constexpr (RESIDUAL_VALUES) load_value_centroids(loaded, memory, a, head);
+    if constexpr (Values::TABLE)
+      if (loaded < 0) Values::template fill<WARPS * 32>(memory), loaded = head;
   }
   template <class From> DEV void load_query(From& from, int lane, float scale) { ::load_query(q, from, lane, scale); }
   // Before the first of a warp's pages.

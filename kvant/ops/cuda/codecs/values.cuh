@@ -7,7 +7,7 @@
 
 // Values with one scale (and minimum or zero point) a token: V = scale * (code - TOP / 2) + rest. The accumulators end up with centred
 // codes (unscale_accumulators), so rest = scale * (TOP / 2 - zero), or min + scale * TOP / 2. P is multiplied by scale * norm, z collects
-// P * rest.
+// P * rest. Values of a table of levels (codecs/levels.cuh) have no rest, and their numbers no 1024.
 template <int N> struct TokenValues {
   float scale[N][2], rest[N][2], flag[N][2];
 
@@ -58,6 +58,7 @@ template <int N> struct TokenValues {
         }
     Probs<N> p;
     p.set(x);
+    if constexpr (!Values::TABLE)
 #pragma unroll
     for (int i = 0; i < p.STEPS; i++)
 #pragma unroll
@@ -73,7 +74,8 @@ template <int N> struct TokenValues {
         for (int r = 0; r < 2; r++) b[n][r] = own_columns(p.of(i, n, r), i, g);
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
-        const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
+        u32 a0, a1, a2, a3;
+        codes.get_two(0, 2 * k, a0, a1), codes.get_two(1, 2 * k, a2, a3);
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; n++) mma_fp16(softmax.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
       }
@@ -161,7 +163,8 @@ template <int N> struct GroupValues {
           for (int r = 0; r < 2; r++) b[n][r] = mul_fp16x2(own[n][r], scale[j][PAIRED ? i / 2 : i][r]);
 #pragma unroll
         for (int k = j * GROUP_SHARE / 2; k < (j + 1) * GROUP_SHARE / 2; k++) {
-          const u32 a0 = codes.get(0, 2 * k), a1 = codes.get(0, 2 * k + 1), a2 = codes.get(1, 2 * k), a3 = codes.get(1, 2 * k + 1);
+          u32 a0, a1, a2, a3;
+          codes.get_two(0, 2 * k, a0, a1), codes.get_two(1, 2 * k, a2, a3);
 #pragma unroll
           for (int n = 0; n < COLUMN_TILES; n++) mma_fp16(softmax.acc[n][k], a0, a1, a2, a3, b[n][0], b[n][1]);
         }

@@ -14,6 +14,11 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_OFFSET_, int FIRST_, u32 
   DEV static bool has(int channel) { return channel >= FIRST && channel < FIRST + WIDTH; }
 };
 
+// The positive ones of the edges between neighbouring levels, over the scale, as the bits of floats.
+template <u32... BITS> struct LevelEdges {
+  DEV static int count_below(float x) { return (0 + ... + (int)(x > __uint_as_float(BITS))); }
+};
+
 template <class... B> struct Bands {
   static constexpr int CHANNELS = (B::WIDTH + ...);  // of all bands
   DEV static int bits(int channel) { return ((B::has(channel) ? B::BITS : 0) + ...); }

@@ -6,6 +6,7 @@
 #pragma once
 #include "codecs/tokenwise.cuh"
 #include "codecs/group_keys.cuh"
+#include "codecs/levels.cuh"
 #include "codecs/product_vq.cuh"
 #include "include/copies.cuh"
 #include "include/hadamard.cuh"
@@ -13,7 +14,7 @@
 using Key = Config::Key;
 using Value = Config::Value;
 using Keys = Key::Operand;   // KeyPlanes<...> or CentroidKeys<...>: what registers of the query operand are multiplied by
-using Values = Value::Codes;  // ValueCodes<...> or CentroidValues<...>
+using Values = Value::Codes;  // ValueCodes<...>, LevelValues<...> or CentroidValues<...>
 
 constexpr int D = Config::HEAD_DIM, TILE_HEADS = Config::TILE_HEADS, WARPS = Config::WARPS, STAGES = Config::STAGES;
 constexpr bool PQ = Config::PQ, SOFTCAP = Config::SOFTCAP;

@@ -51,6 +51,8 @@ DEV u32 add_fp16x2(u32 x, u32 y) { u32 z; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(
 DEV u32 fma_fp16x2(u32 x, u32 y, u32 z) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z)); return d; }
 DEV u32 mul_fp16x2(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 
+// Four bytes of x (0 to 3) and y (4 to 7), by the nibbles of `which`. A nibble with its highest bit set gives the sign of its byte, eight times.
+DEV u32 permute_bytes(u32 x, u32 y, u32 which) { u32 z; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(which)); return z; }
 DEV u32 and_xor(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
   u32 y;
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(y) : "r"(w), "r"(mask), "r"(rest));

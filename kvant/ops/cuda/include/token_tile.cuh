@@ -20,7 +20,7 @@ template <class S> struct TokenTile {
   static constexpr int SHARE = KEY ? 4 : 8;            // lanes that hold a row
   static constexpr int ROWS = SHARE / 2, N = D / SHARE;  // rows of a lane, and channels of each
   // Ranges of rows are read off the 16-bit numbers as they come: nothing is done to them before they are coded.
-  static constexpr bool AS_READ = S::HADAMARD == 1 && !S::MATRIX_PARTS && !S::MEAN && S::SEARCH == 1 && !Config::CLIP && !S::CENTROIDS;
+  static constexpr bool AS_READ = S::HADAMARD == 1 && !S::MATRIX_PARTS && !S::MEAN && S::SEARCH == 1 && !Config::CLIP && !S::CENTROIDS && !S::LEVELS;
   // A row is FACTOR * x: without a mean, the factor of the Hadamard is applied in range() and in the coder.
   static constexpr float FACTOR = S::MEAN || S::BANDED || S::CENTROIDS ? 1.f : S::HADAMARD_SCALE;
 

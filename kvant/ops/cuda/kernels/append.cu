@@ -38,7 +38,9 @@ DEV void transform_row(const AppendArguments& a, float* x, bool is_key, int head
 // --- codes of either stream ---------------------------------------------------------------------------------------------------
 
 template <class S> DEV u32 encode_stream(const AppendArguments& a, const float* x, u32* codes, int head, int j) {
-  if constexpr (S::BANDED) {
+  if constexpr (S::LEVELS > 0) {
+    return encode_levels<S, 8>(x, codes);
+  } else if constexpr (S::BANDED) {
     const float* weights = S::weights(a) ? S::weights(a) + head * D : nullptr;
     return encode_banded<S, 8>(x, codes, weights ? weights + j * LANE_CHANNELS : nullptr, S::flag_mean(a) + head * D + j * LANE_CHANNELS, j);
   } else {
@@ -50,7 +52,9 @@ template <class S> DEV u32 encode_stream(const AppendArguments& a, const float* 
 DEV u32 encode_row(const AppendArguments& a, const float* x, u32* codes, bool is_key, int head, int j) {
   using K = KeyStream;
   using V = ValueStream;
-  if constexpr (!K::BANDED && !V::BANDED && K::BITS == V::BITS && K::SCALE_FORM == V::SCALE_FORM && K::SCALE_TYPE == V::SCALE_TYPE && K::SEARCH == V::SEARCH && K::GROUPS == V::GROUPS) {
+  if constexpr (K::LEVELS > 0 && V::LEVELS == K::LEVELS && K::SCALE_TYPE == V::SCALE_TYPE) {
+    return encode_levels<K, 8>(x, codes);
+  } else if constexpr (!K::BANDED && !V::BANDED && !K::LEVELS && !V::LEVELS && K::BITS == V::BITS && K::SCALE_FORM == V::SCALE_FORM && K::SCALE_TYPE == V::SCALE_TYPE && K::SEARCH == V::SEARCH && K::GROUPS == V::GROUPS) {
     return encode_affine<K, 8>(x, codes);
   } else {
     u32 value_codes[CODE_WORDS<8>];

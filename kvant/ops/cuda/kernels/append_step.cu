@@ -51,7 +51,8 @@ template <class S> struct StepChannels {
 // Codes and scale of the row x of a warp, to the page of its slot.
 template <class S> DEV void store_row(const AppendArguments& a, const float* x, const StepChannels<S>& about, u8* bytes, s64 slot, int head, int lane) {
   u32 codes[CODE_WORDS<32>], scale;
-  if constexpr (S::BANDED) scale = encode_banded<S, 32>(x, codes, S::WEIGHTED ? about.weights : nullptr, about.flag_mean, lane);
+  if constexpr (S::LEVELS > 0) scale = encode_levels<S, 32>(x, codes);
+  else if constexpr (S::BANDED) scale = encode_banded<S, 32>(x, codes, S::WEIGHTED ? about.weights : nullptr, about.flag_mean, lane);
   else scale = encode_affine<S, 32>(x, codes);
   u8* page_head = page_head_of(a, slot, head);
   if constexpr (S::GROUPS > 1) {

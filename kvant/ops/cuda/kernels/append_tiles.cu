@@ -45,9 +45,26 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
     for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
 }
 
+// Stores the codes of a tile of one width. coder(r) codes the held row r.
+template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, F coder) {
+  if constexpr (S::BITS == 3 && !S::VALUES) {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      S::CodeBands::each([&](auto band) { store_three_bit_keys<S, decltype(band)>(tile, a, tile_slot(a, first, tile.token(r)), head, r, coder(r)); });
+  } else if constexpr (S::BITS == 3) {
+    store_three_bit_value_rows(tile, a, first, head, coder);
+  } else if constexpr (!S::VALUES) {
+    store_keys(tile, a, first, head, coder);
+  } else if constexpr (S::KEY) {
+    store_value_rows(tile, a, first, head, coder);
+  } else {
+    store_values(tile, a, first, head, coder);
+  }
+}
+
 template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  constexpr bool KEY = S::KEY, AS_READ = TokenTile<S>::AS_READ;
+  constexpr bool AS_READ = TokenTile<S>::AS_READ;
   const s64 slot = tile_slot(a, first, tile.owned_token());
   float least, most, scale[ROWS], reciprocal[ROWS], zero[ROWS];
 
@@ -90,9 +107,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !AS_READ && !PRODUCT;
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
   const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
-  if constexpr (!S::VALUES) store_keys(tile, a, first, head, coder);
-  else if constexpr (KEY) store_value_rows(tile, a, first, head, coder);
-  else store_values(tile, a, first, head, coder);
+  store_tile(tile, a, first, head, coder);
 }
 
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
@@ -150,6 +165,42 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
     for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
   }
   words.store(tile, a, first, head);
+}
+
+// --- codes of levels ------------------------------------------------------------------------------------------------------------
+
+// The code of x is the place of the nearest level to x * factor: encode_levels of codecs/encode_rows.cuh.
+template <class S> struct LevelCoder {
+  float factor;
+  DEV u32 bits(float x) const {
+    const float unit = x * factor;
+    const int before = S::Edges::count_below(__int_as_float(__float_as_int(fabsf(unit)) + !(unit > 0.f)));
+    return (u32)(unit > 0.f ? S::LEVELS / 2 + before : S::LEVELS / 2 - 1 - before);
+  }
+  DEV u32 base() const { return 0u; }
+};
+
+template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  const s64 slot = tile_slot(a, first, tile.owned_token());
+  if constexpr (S::MATRIX_PARTS > 0) {
+    multiply(tile, a, w, matrix, first, head);
+  } else {
+    apply_hadamard(tile, w, S::signs(a));
+    if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
+  }
+  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+  float squares[ROWS], factor[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    squares[r] = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; i++) squares[r] = fmaf(tile.x[r][i], tile.x[r][i], squares[r]);
+  }
+  const float norm = round_to<S::SCALE_TYPE>(fminf(sqrtf(tile.sum_rows(squares)) * tile.FACTOR, LARGEST<S::SCALE_TYPE>));
+  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(norm, 0.f));
+  tile.broadcast_rows(__fdiv_rn(tile.FACTOR, fmaxf(norm, TINY<S::SCALE_TYPE>)), factor);
+  store_tile(tile, a, first, head, [&](int r) { return LevelCoder<S>{factor[r]}; });
 }
 
 // --- banded codes -------------------------------------------------------------------------------------------------------------
@@ -322,6 +373,7 @@ template <class S> DEV void append_tile(const AppendArguments& a, const u8* matr
     else load_words<READ_WORDS>(w[r], from);
   }
   if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head);
+  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, first, head);
   else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, first, head);
   else append_affine(tile, a, w, matrix, first, head);
 }
@@ -355,11 +407,11 @@ extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TI
     const int ctas = gridDim.x / Config::KV_HEADS, head = blockIdx.x / ctas, cta = blockIdx.x % ctas;
     append_tiles<KeyStream>(a, shared, head, cta, ctas);
     __syncthreads();
-    append_tiles<Select<(ValueStream::MATRIX_PARTS > 0), ValueRows, ValueStream>>(a, shared, head, cta, ctas);
+    append_tiles<Select<(ValueStream::MATRIX_PARTS > 0 || ValueStream::BITS == 3), ValueRows, ValueStream>>(a, shared, head, cta, ctas);
   } else {
     const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
     if (first >= a.tokens) return;
     if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, nullptr, first, head, lane);
-    else append_tile<ValueStream>(a, nullptr, first, head, lane);
+    else append_tile<Select<(ValueStream::BITS == 3), ValueRows, ValueStream>>(a, nullptr, first, head, lane);
   }
 }

@@ -178,6 +178,12 @@ static inline u32 __byte_perm(u32 x, u32 y, u32 which) {
   for (int i = 0; i < 4; i++) out |= (u32)(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
   return out;
 }
+DEV u32 permute_bytes(u32 x, u32 y, u32 which) {
+  u32 out = __byte_perm(x, y, which);
+  for (int i = 0; i < 4; i++)
+    if (which >> (4 * i + 3) & 1) out = (out & ~(255u << 8 * i)) | (out >> (8 * i + 7) & 1 ? 255u << 8 * i : 0u);
+  return out;
+}
 
 // --- the functions of ptx.cu --------------------------------------------------------------------------------------------
 
