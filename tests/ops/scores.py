@@ -35,6 +35,19 @@ def log_sum_exp(
     return torch.logsumexp(scores.masked_fill(~keep[:, None, None], float("-inf")), -1).flatten(1)
 
 
+def some_sinks(query_heads: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Sink logits of every kind: about as large as a row's log-sum-exp, far above, far below, none at all."""
+    kinds = torch.tensor([0.5, 4.0, 40.0, -30.0, float("-inf"), 7.0])
+    return kinds.repeat(-(-query_heads // len(kinds)))[:query_heads].to(device)
+
+
+def head_errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
+    """Relative error of every query head of outputs [rows, query heads, head_dim]; that of a head whose tokens have next to no share is
+    its absolute error."""
+    norms = expected.norm(dim=(0, 2))
+    return ((found.double() - expected).norm(dim=(0, 2)) / torch.where(norms > 1e-6, norms, 1.0)).tolist()
+
+
 def with_sinks(
     store: LayerStore,
     q: torch.Tensor,

@@ -37,7 +37,7 @@ from kvant.ops.cuda.decode_matrices import DecodeTransforms
 from kvant.ops.cuda.key_planes import key_planes
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
-from tests.ops.scores import log_sum_exp
+from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
@@ -402,6 +402,53 @@ def check(cache: PagedCache, seqs: list[Sequence], group: int, dim: int, setting
     assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
     expected = log_sum_exp(store, q, batch, **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("blocks", [6, 60])  # so that a CTA has whole (sequence, head)s, or CTAs share them
+@pytest.mark.parametrize("low_batch", [False, True])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.SINK_LOGITS)
+def test_sink_logits(
+    name: str, group: int, dim: int, options: dict[str, float], low_batch: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sink counts once, however many warps and CTAs share a sequence."""
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 700])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q, sinks = torch.randn(3, 2 * group, dim), some_sinks(2 * group)
+    settings: dict[str, Any] = {"scale": dim**-0.5, **options}
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)
+    expected, sums = with_sinks(store, q, batch, sinks, **settings)
+    assert max(head_errors(found, expected)) < 5e-4
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("blocks", [6, 60])
+@pytest.mark.parametrize("after", [False, True])  # a kernel after decode transforms the outputs, or decode does
+@pytest.mark.parametrize("name", ["oscar:per_head=true", "oscar:sink=3,recent=20"])
+def test_the_mean_of_values_reaches_as_far_as_their_probabilities(
+    name: str, after: bool, blocks: int, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    cache, seqs = filled(name, 2, 5, 64, [1, 63, 900])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    transforms = store.derive(DecodeTransforms)
+    assert transforms.inverse.tensor is not None
+    offset = torch.randn(len(transforms.inverse.tensor), 64)
+    store.derived[DecodeTransforms] = dataclasses.replace(
+        transforms, inverse=dataclasses.replace(transforms.inverse, offset=offset)
+    )
+    q, sinks = torch.randn(3, 10, 64).half(), some_sinks(10)
+    tuned = (("OUTPUT_TRANSFORM", 2),) if after else ()
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(store, q, batch, scale=0.125, sink_logits=sinks, tuned=tuned)
+    expected, sums = with_sinks(store, q, batch, sinks, scale=0.125)
+    share = 1 - (sinks.double() - sums).exp()
+    expected += share[..., None] * offset.double().expand(2, 64).repeat_interleave(5, 0)
+    assert max(head_errors(found, expected)) < 1e-3
 
 
 def check_append(

@@ -20,7 +20,7 @@ from kvant.transforms.affine_map import Mean
 from tests.calibrate.synthetic import rope_of
 from tests.conftest import make_layout, relative_error
 from tests.fitted import made_up_tensors
-from tests.ops.scores import extra_logit, with_sinks
+from tests.ops.scores import extra_logit, head_errors, some_sinks, with_sinks
 
 HEADS, GROUP, DIM = 2, 3, 64
 SCALE = 0.2
@@ -38,8 +38,7 @@ def with_means() -> Recipe:
 
 
 def sinks() -> torch.Tensor:
-    """Sink logits of every kind: about as large as a row's log-sum-exp, far above, far below, none at all."""
-    return torch.tensor([0.5, 4.0, 40.0, -30.0, float("-inf"), 7.0])
+    return some_sinks(HEADS * GROUP)
 
 
 def filled(recipe: str | Recipe, lengths: list[int], first: int = 0) -> PagedCache:
@@ -54,12 +53,6 @@ def filled(recipe: str | Recipe, lengths: list[int], first: int = 0) -> PagedCac
     return cache
 
 
-def mean_over_heads(error: torch.Tensor, expected: torch.Tensor) -> list[float]:
-    """Relative error of every query head; that of the head without any share is its absolute error."""
-    norms = expected.norm(dim=(0, 2))
-    return (error.norm(dim=(0, 2)) / torch.where(norms > 1e-6, norms, 1.0)).tolist()
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("recipe", [*NAMES, with_means()], ids=str)
 def test_reference_decode(recipe: str | Recipe, options: dict[str, float]) -> None:
@@ -67,7 +60,7 @@ def test_reference_decode(recipe: str | Recipe, options: dict[str, float]) -> No
     batch, q = cache.batch(cache.sequences), torch.randn(3, HEADS * GROUP, DIM).double()
     expected, _ = with_sinks(cache.stores[0], q, batch, sinks(), scale=SCALE, **options)  # type: ignore[arg-type]
     found = reference.decode(cache.stores[0], q, batch, scale=SCALE, sink_logits=sinks(), **options)  # type: ignore[arg-type]
-    assert max(mean_over_heads(found - expected, expected)) < 2e-5
+    assert max(head_errors(found, expected)) < 2e-5
 
 
 @compiled
@@ -83,7 +76,7 @@ def test_cpu_decode(recipe: str | Recipe, options: dict[str, float], kind: int, 
     found, lse = cpu_decode.decode_with_lse(
         cache.stores[0], q, batch, scale=SCALE, sink_logits=sinks(), **options  # type: ignore[arg-type]
     )
-    assert max(mean_over_heads(found.double() - expected, expected)) < 2e-3
+    assert max(head_errors(found, expected)) < 2e-3
     torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
 
@@ -103,7 +96,7 @@ def test_lookup_decode(options: dict[str, float]) -> None:
     batch, q = cache.batch(cache.sequences), torch.randn(3, HEADS * GROUP, DIM)
     expected, _ = with_sinks(cache.stores[0], q, batch, sinks(), scale=SCALE, **options)  # type: ignore[arg-type]
     found = lookup.decode(cache.stores[0], q, batch, scale=SCALE, sink_logits=sinks(), **options)
-    assert max(mean_over_heads(found.double() - expected, expected)) < 1e-4
+    assert max(head_errors(found, expected)) < 1e-4
 
 
 def written_out(
@@ -140,12 +133,12 @@ def test_prefill(recipe: str | Recipe, options: dict[str, float], monkeypatch: p
     batch = cache.extend(cache.sequences, counts)
     settings = {"scale": SCALE, "sink_logits": sinks(), **options}
     exact = reference.prefill(cache.stores[0], q.double(), k.double(), v.double(), batch, **settings)  # type: ignore[arg-type]
-    assert max(mean_over_heads(exact - expected, expected)) < 2e-5
+    assert max(head_errors(exact, expected)) < 2e-5
     others = [blocked.prefill] if not any(s.groupwise for s in cache.layout.recipe.streams.values()) else []
     others += [cpu_prefill.prefill] if library.missing() is None else []
     for run in others:
         found = run(cache.stores[0], q, k, v, batch, **settings)
-        assert max(mean_over_heads(found.double() - expected, expected)) < 1e-4
+        assert max(head_errors(found, expected)) < 1e-4
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -164,7 +157,7 @@ def test_replay_is_decode_token_by_token(recipe: str | Recipe, options: dict[str
         batch = apart.extend(apart.sequences, [1])
         apart.append(0, k[t : t + 1], v[t : t + 1], batch, q[t : t + 1])
         expected = reference.decode(apart.stores[0], q[t : t + 1].double(), batch, **settings)  # type: ignore[arg-type]
-        assert max(mean_over_heads(found[t : t + 1].double() - expected, expected)) < 1e-4
+        assert max(head_errors(found[t : t + 1], expected)) < 1e-4
 
 
 def test_without_a_sink_nothing_changes() -> None:

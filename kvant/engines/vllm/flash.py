@@ -76,4 +76,4 @@ def _attend_with_lse(
         return_softmax_lse=True,
         fa_version=_version(),
     )
-    return out, flash.by_row(lse, len(q))
+    return out, flash.by_row(lse, bounds, len(q))

@@ -23,7 +23,7 @@ from kvant.ops.cuda.plan import LOW_BATCH, Plan, shared_memory
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
 from kvant.ops.registry import register_decode
-from kvant.ops.types import LayerStore, PagedBatch, check_queries
+from kvant.ops.types import LayerStore, PagedBatch, check_queries, check_sink_logits
 
 Tensor = torch.Tensor
 OUTPUT_ROWS = 4  # rows of a CTA of kvant_transform_outputs
@@ -63,12 +63,23 @@ def _transform_outputs(
     offset: Tensor | None,
     dtype: torch.dtype,
     early: bool,
+    lse: Tensor,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     heads, rows = len(matrix), x.shape[1] // len(matrix)
     arguments = TransformOutputsArguments.fill(
-        rows=x, out=out, matrix=matrix, offset=offset, batch=len(x), heads=heads, head_rows=rows
+        rows=x,
+        out=out,
+        matrix=matrix,
+        offset=offset,
+        lse=lse,
+        sink_logits=sink_logits,
+        batch=len(x),
+        heads=heads,
+        head_rows=rows,
+        sink_rows=0 if sink_logits is None else len(sink_logits),
     )
     kernel = _transform_kernel(plan, "kvant_transform_outputs", x.device)
     blocks = max(1, min(-(-len(x) * rows // OUTPUT_ROWS), kernel.blocks // heads))
@@ -84,12 +95,14 @@ def decode_with_lse(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
+    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores and its sink logit, float32
     [sequences, query heads]."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
+    sinks = check_sink_logits(sink_logits, query)
     dtype = str(query.dtype).removeprefix("torch.")
     # An early start is safe only if an earlier call made the matrices: kernels read them before their wait.
     early = DecodeTransforms in store.derived
@@ -102,13 +115,21 @@ def decode_with_lse(
         first = store.key.rope.first
         cosine, sine = rope_table(store, _blocks(layout, batch.block_table.shape[1], first))
         partial_rope = 2 * cosine.shape[1] != layout.head_dim
-    elif softcap is not None:
+    elif softcap is not None or sinks is not None:
         mean_logit = store.key.mean_logit(query.float().view(len(query), layout.heads, group, layout.head_dim))
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
+    removed: Tensor | None = None  # scale * q . mu, where scores lack it
+    if sinks is not None:
+        sinks = sinks[None]
+        if mean_logit is not None and softcap is None:
+            removed, mean_logit = scale * mean_logit.view(query.shape[:2]), None
+            sinks = sinks - removed
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
-    plan = _plan(layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope)
-    return _decode(
+    plan = _plan(
+        layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope, sinks is not None
+    )
+    out, lse = _decode(
         query.contiguous(),
         store.pages,
         batch.block_table,
@@ -127,6 +148,7 @@ def decode_with_lse(
         transforms.fused_inverse,
         transforms.value_mean,
         mean_logit,
+        sinks,
         books.key,
         books.value,
         cosine,
@@ -139,6 +161,7 @@ def decode_with_lse(
         sliding_window or 0,
         early,
     )
+    return out, lse if removed is None else lse + removed
 
 
 decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
@@ -161,10 +184,11 @@ def _plan(
     tuned: tuple[tuple[str, int], ...],
     low_batch: bool,
     partial_rope: bool,
+    sink_logits: bool,
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
     shared = shared_memory(device)
-    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope)
+    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, sink_logits)
     return _PLANS.number(made)
 
 
@@ -188,6 +212,7 @@ def _decode(
     fused_inverse: Tensor | None,
     value_mean: Tensor | None,
     mean_logit: Tensor | None,
+    sink_logits: Tensor | None,
     key_codebooks: Tensor | None,
     value_codebooks: Tensor | None,
     cosine: Tensor | None,
@@ -250,6 +275,7 @@ def _decode(
         output_signs=None if made.inverse[0] == MATRIX else inverse,
         value_mean=value_mean,
         mean_logit=mean_logit,
+        sink_logits=sink_logits,
         query_matrix=fused_dual if own_matrix else None,
         cosine=cosine if made.rotated_queries or made.rotated_keys else None,
         sine=sine if made.rotated_queries or made.rotated_keys else None,
@@ -271,11 +297,12 @@ def _decode(
         first_position=first,
         matrix_heads=_query_matrices(fused_dual, made) if own_matrix else 0,
         output_matrix_heads=_matrices(fused_inverse, made) if made.fused_outputs else 0,
+        sink_rows=0 if sink_logits is None else len(sink_logits),
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:
         assert inverse is not None
-        out = _transform_outputs(made, out, inverse, inverse_offset, dtype, early)
+        out = _transform_outputs(made, out, inverse, inverse_offset, dtype, early, lse, sink_logits)
     return out, lse
 
 
