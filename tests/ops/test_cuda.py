@@ -195,7 +195,7 @@ def check_decode(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 4e-3), ("float16", 1e-3)])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
 @pytest.mark.parametrize("low_batch", [False, True])
 @pytest.mark.parametrize(("name", "group", "dim", "options"), SINK_LOGITS)
 def test_sink_logits(
@@ -218,7 +218,8 @@ def test_sink_logits(
         with attention.poisoned():
             found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)  # type: ignore[arg-type]
         expected, sums = with_sinks(store, q, batch, sinks, **settings)  # type: ignore[arg-type]
-        assert max(head_errors(found, expected)) < limit
+        assert relative_error(found, expected) < limit
+        assert max(head_errors(found, expected)) < max(2e-3, 2 * limit)  # with little of the softmax left: the error of logits
         torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
 
@@ -611,13 +612,14 @@ def test_prefill_over_a_history(name: str, dtype: str, room: int, monkeypatch: p
     q = torch.randn(sum(counts), 8, 128, device="cuda").to(getattr(torch, dtype))
     batch = cache.extend([*seqs, cache.new()], counts)
     host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
-    for softcap, window in ((None, None), (3.0, None), (None, 200)):
-        options = {"scale": 128**-0.5, "softcap": softcap, "sliding_window": window}
+    sinks = some_sinks(8, "cuda")
+    for softcap, window, own in ((None, None, None), (3.0, None, None), (None, 200, None), (None, None, sinks), (None, 200, sinks)):
+        options = {"scale": 128**-0.5, "softcap": softcap, "sliding_window": window, "sink_logits": own}
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         for given in (batch, host):
             with attention.poisoned():
                 found = cuda_prefill.prefill(store, q, k, v, given, **options)  # type: ignore[arg-type]
-            assert relative_error(found, expected) < 2e-3, (softcap, window)
+            assert relative_error(found, expected) < 2e-3, (softcap, window, own is not None)
 
 
 @pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")

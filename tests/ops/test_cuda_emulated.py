@@ -421,7 +421,8 @@ def test_sink_logits(
     with attention.poisoned():
         found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)
     expected, sums = with_sinks(store, q, batch, sinks, **settings)
-    assert max(head_errors(found, expected)) < 5e-4
+    assert relative_error(found, expected) < 5e-4
+    assert max(head_errors(found, expected)) < 2e-3  # where tokens have little of the softmax, it shows the error of logits
     torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
 
@@ -941,8 +942,14 @@ def test_prefill(name: str, dim: int, first: int, room: int, monkeypatch: pytest
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 4, dim).bfloat16()
     batch = cache.extend(seqs, counts)
-    for softcap, window in ((None, None), (3.0, None), (None, 200)):
-        options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": window}
+    for softcap, window, sinks in (
+        (None, None, None),
+        (3.0, None, None),
+        (None, 200, None),
+        (None, None, some_sinks(4)),
+        (None, 200, some_sinks(4)),
+    ):
+        options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": window, "sink_logits": sinks}
         with attention.poisoned():
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
@@ -1004,6 +1011,9 @@ def test_prefill_where_the_kernel_cannot_rotate_keys(name: str) -> None:
     expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=0.1)
     host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
     assert relative_error(cuda_prefill.prefill(store, q, k, v, host, scale=0.1), expected) < 1e-4
+    options = {"scale": 0.1, "sink_logits": some_sinks(4)}
+    expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+    assert relative_error(cuda_prefill.prefill(store, q, k, v, host, **options), expected) < 1e-4  # type: ignore[arg-type]
 
 
 def same_pages(one: PagedCache, two: PagedCache) -> None:
