@@ -214,7 +214,7 @@ def token_weights(
         scores[..., first - low :].masked_fill_(at[first:last] > rows, float("-inf"))
         if sliding_window is not None:
             scores.masked_fill_(at[low:last] <= rows - sliding_window, float("-inf"))
-        p2 = softmax_with_sinks(scores, sink_logits).square_()
+        p2 = softmax_with_sink_logits(scores, sink_logits).square_()
         edge = max(low, first - recent)  # from this token on, some query of the block reads it exactly
         p2[..., edge - low :].masked_fill_(at[edge:last] > rows - recent, 0.0)
         out = outputs[:, :, first:last].flatten(1, 2)
@@ -409,12 +409,12 @@ def exact_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~causal(last, sliding_window, device)[first:], float("-inf"))
-        p = softmax_with_sinks(scores, sink_logits)
+        p = softmax_with_sink_logits(scores, sink_logits)
         out.append(torch.einsum("bhgqn,bhnd->bhgqd", p.to(v.dtype), v[:, :, :last]))
     return torch.cat(out, 3).flatten(1, 2)
 
 
-def softmax_with_sinks(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
+def softmax_with_sink_logits(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     """softmax(S) over tokens, [..., heads, queries per head, queries, tokens], with the sink logit of a query head, [query heads], in
     its denominator where there are any."""
     p = scores.softmax(-1)

@@ -15,7 +15,9 @@ from transformers.modeling_utils import AttentionInterface
 
 Tensor = torch.Tensor
 ATTENTION = "kvant"
-SCORES = 1 << 26  # attention scores that are held at a time where the model has sinks and the cache is not a kvant.Cache
+SCORES = (
+    1 << 26
+)  # attention scores that are held at a time where the model has sinks and the cache is not a kvant.Cache
 
 
 class AttendingCache(Protocol):
@@ -86,7 +88,7 @@ def attention_forward(
             )
         if s_aux is not None:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return attend_with_sinks(query, key, value, attention_mask, scale, s_aux, dropout), None
+            return attend_with_sink_logits(query, key, value, attention_mask, scale, s_aux, dropout), None
         if query.device.type == "cpu" and attention_mask is not None and kwargs.get("position_bias") is None:
             return _grouped_sdpa(query, key, value, attention_mask, dropout, scaling), None
         return sdpa_attention_forward(
@@ -116,8 +118,14 @@ def _check_sinks(module: torch.nn.Module, s_aux: Tensor | None) -> None:
         )
 
 
-def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sink_logits: Tensor, dropout: float = 0.0
+def attend_with_sink_logits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sink_logits: Tensor,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention with a logit per query head in the softmax's denominator, which SDPA lacks: query [batch, heads, columns, head_dim],
     key and value [batch, KV heads, tokens, head_dim] -> [batch, columns, heads, head_dim]. Scores of a block of queries are held at a
@@ -129,7 +137,9 @@ def attend_with_sinks(
         mask = torch.ones(columns, tokens, dtype=torch.bool, device=query.device).tril(tokens - columns)
         mask = mask[None, None]
     out = []
-    for rows in torch.arange(columns, device=query.device).split(max(1, SCORES // (query.shape[0] * query.shape[1] * tokens))):
+    for rows in torch.arange(columns, device=query.device).split(
+        max(1, SCORES // (query.shape[0] * query.shape[1] * tokens))
+    ):
         scores = query[:, :, rows].float() @ key.mT * scale
         here = mask[:, :, rows, :tokens]
         scores = scores.masked_fill(~here, float("-inf")) if here.dtype == torch.bool else scores + here

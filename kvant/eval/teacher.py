@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from kvant.engines.attention import attend_with_sinks
+from kvant.engines.attention import attend_with_sink_logits
 from kvant.engines.hf import Cache, ModelShape
 from kvant.eval.profile import Profile, Sums
 from kvant.eval.segments import Batch, Segments, Text
@@ -102,7 +102,7 @@ class AttentionError:
             exact = F.scaled_dot_product_attention(query, keys, values, attn_mask=keep, scale=scale, enable_gqa=True)
             exact = exact.transpose(1, 2)
         else:
-            exact = attend_with_sinks(query, keys, values, keep.view(-1, 1, fresh, total), scale, sinks)
+            exact = attend_with_sink_logits(query, keys, values, keep.view(-1, 1, fresh, total), scale, sinks)
         counts = asked[..., None]  # a query of padding may attend to nothing, which gives NaN
         error, energy = (torch.where(counts, x.double().square().sum(-1), 0.0) for x in (out - exact, exact))
         self.total.add(layer, error, energy)  # each [rows, new columns, query heads], zero where a query does not count
@@ -167,7 +167,7 @@ def attention_scales(model: Any) -> list[float]:
     return [scales[i] for i in sorted(scales)]
 
 
-def attention_sinks(model: Any) -> list[Tensor | None]:
+def sink_logits_of(model: Any) -> list[Tensor | None]:
     """The sink logits of every attention layer, [query heads]; None where it has none."""
     sinks: dict[int, Tensor | None] = {}
     for module in model.modules():
@@ -254,7 +254,7 @@ def evaluate(
     scores = [_Scores(Errors(len(shape.layers), shape.heads, profile)) for _ in recipes]
     total = segments.tokens * len(recipes)
     done = 0
-    scales, sinks = attention_scales(model), attention_sinks(model)
+    scales, sinks = attention_scales(model), sink_logits_of(model)
     compare_every = 16 if chunk == 1 and stepwise else 1  # attention outputs are compared at every n-th step
     at_once = chunk == 1 and not stepwise
     batch = 1 if chunk == 1 and stepwise and segments.ragged else batch

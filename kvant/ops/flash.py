@@ -70,7 +70,7 @@ def by_row(lse: Tensor, bounds: Bounds, rows: int) -> Tensor:
     return lse[sequence, :, row - bounds.queries[sequence]]
 
 
-def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
+def with_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Outputs [rows, query heads, head_dim] whose log-sum-exps are [rows, query heads], as they are where every query head has a sink
     logit [query heads]: times the share that tokens have of the softmax. In float32, rounded to the type of the outputs."""
     if sink_logits is None:

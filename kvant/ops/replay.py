@@ -145,6 +145,8 @@ def _attend(
         out += torch.einsum("bhgqn,bnhd->bqhgd", weights * ~coded, full.tokens[some])
     out = store.value.inverse(out)
     if sink_logits is not None:
-        share = token_share(logits.logsumexp(-1), sink_logits.float().view(store.layout.heads, -1, 1))  # [b, heads, group, new]
+        share = token_share(
+            logits.logsumexp(-1), sink_logits.float().view(store.layout.heads, -1, 1)
+        )  # [b, heads, group, new]
         out = out * share.permute(0, 3, 1, 2)[..., None]
     return out.reshape(rows, new, query_heads, dim).to(query.dtype)

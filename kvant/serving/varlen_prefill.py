@@ -52,7 +52,7 @@ def _one_sequence(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
 ) -> Tensor:
     if sink_logits is not None:
-        return _with_sinks(q, k, v, scale, softcap, sink_logits)
+        return _with_sink_logits(q, k, v, scale, softcap, sink_logits)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, head_dim]
     if softcap is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -64,7 +64,9 @@ def _one_sequence(
     return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v)[0].transpose(0, 1).to(q.dtype)
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sink_logits: Tensor) -> Tensor:
+def _with_sink_logits(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sink_logits: Tensor
+) -> Tensor:
     """Outputs times the share that tokens have of the softmax, which their log-sum-exps tell."""
     grouped = q.float().unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
     k, v = k.float(), v.float()

@@ -39,11 +39,11 @@ def warm_up(
     softcap: float | None = None,
     history: int = HISTORY,
     reads: bool = True,
-    sinks: bool = False,
+    sink_logits: bool = False,
 ) -> int:
     """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, and prefills new tokens after
-    that history; with `sinks` as in a model that has attention sinks of its own. Returns the bytes that operations allocate, 0 on a
-    CPU."""
+    that history; with `sink_logits` as where the model has attention sinks of its own. Returns the bytes that operations allocate,
+    0 on a CPU."""
     layout, device, history = store.layout, store.pages.device, max(history, largest.new)
     pages = -(-(history + largest.new) // layout.page_tokens)
     # what prefill unpacks at a time is bounded, and many short sequences reach the bound as a long one does
@@ -77,7 +77,7 @@ def warm_up(
         return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
 
     options: dict[str, float | Tensor | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
-    if sinks:
+    if sink_logits:
         options["sink_logits"] = torch.zeros(query_heads, device=device)
     needed = [0]
     for first, last in ((0, history), (history, history + 1)):

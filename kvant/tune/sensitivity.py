@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvant.cache import PagedCache
-from kvant.calibrate.capture import causal, exact_attention, softmax_with_sinks
+from kvant.calibrate.capture import causal, exact_attention, softmax_with_sink_logits
 from kvant.eval.profile import packed_form
 from kvant.layout import Layout, StreamName
 from kvant.progress import Progress
@@ -261,7 +261,7 @@ def _scores(q: Tensor, keys: Tensor, taken: Taken) -> Tensor:
 def _softmax(scores: Tensor, keep: Tensor, taken: Taken) -> Tensor:
     if taken.softcap is not None:
         scores = taken.softcap * torch.tanh(scores / taken.softcap)
-    return softmax_with_sinks(scores.masked_fill(~keep, float("-inf")), taken.sink_logits)
+    return softmax_with_sink_logits(scores.masked_fill(~keep, float("-inf")), taken.sink_logits)
 
 
 def _coded(

@@ -14,7 +14,7 @@ import kvant
 from kvant import recipes
 from kvant.calibrate import capture
 from kvant.calibrate.run import calibrate
-from kvant.engines.attention import attend_with_sinks
+from kvant.engines.attention import attend_with_sink_logits
 from kvant.eval import Segments, evaluate, teacher
 from kvant.recipe import MixedRecipe, Window
 from kvant.tune.sensitivity import Choice, measure
@@ -129,10 +129,12 @@ def test_attention_without_a_cache_of_kvant() -> None:
     expected, _ = extra_logit(*rows, sinks, 0.125, None, keep)
     added = torch.zeros(9, 30).masked_fill(~keep, float("-inf"))
     for mask in (keep, added):
-        found = attend_with_sinks(q, k, v, mask[None, None], 0.125, sinks)[0]
+        found = attend_with_sink_logits(q, k, v, mask[None, None], 0.125, sinks)[0]
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     causal, _ = extra_logit(*rows, sinks, 0.125, None, torch.ones(9, 30, dtype=torch.bool).tril(21))
-    torch.testing.assert_close(attend_with_sinks(q, k, v, None, 0.125, sinks)[0].double(), causal, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        attend_with_sink_logits(q, k, v, None, 0.125, sinks)[0].double(), causal, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_sinks_that_a_model_keeps_to_itself_are_refused() -> None:
@@ -140,7 +142,10 @@ def test_sinks_that_a_model_keeps_to_itself_are_refused() -> None:
     cache = kvant.Cache(model, "full")
     model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(6))
     for past in (cache, DynamicCache(config=model.config)):
-        with pytest.raises(ValueError, match="LlamaAttention has attention sinks and does not pass them on"), torch.no_grad():
+        with (
+            pytest.raises(ValueError, match="LlamaAttention has attention sinks and does not pass them on"),
+            torch.no_grad(),
+        ):
             model(ids, past_key_values=past)
 
 
@@ -166,8 +171,8 @@ def test_calibration_attends_as_the_model_does() -> None:
 def test_evaluation_and_sensitivity_attend_as_the_model_does() -> None:
     """The full cache has no error; one stream of one layer is coded, and the measured KL is the predicted one."""
     model = with_sinks("GraniteSWA", initializer_range=0.1)
-    assert [x.shape for x in teacher.attention_sinks(model) if x is not None] == [(6,)] * 3
-    assert teacher.attention_sinks(make_model("llama")) == [None] * 3
+    assert [x.shape for x in teacher.sink_logits_of(model) if x is not None] == [(6,)] * 3
+    assert teacher.sink_logits_of(make_model("llama")) == [None] * 3
     fine, coarse, window = recipes.get("int8:sink=3,recent=8"), recipes.get("int3:sink=3,recent=8"), Window(3, 8)
     ids = prompt(4, 161)
     choices = [Choice("key", coarse), Choice("value", coarse)]

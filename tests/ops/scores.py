@@ -65,7 +65,13 @@ def with_sinks(
     for b, n in enumerate(batch.seq_lens.tolist()):
         first = 0 if sliding_window is None else max(0, n - sliding_window)
         out, lse = extra_logit(
-            q[b : b + 1], keys[b, first:n], values[b, first:n], sink_logits, scale, softcap, torch.ones(1, n - first) > 0
+            q[b : b + 1],
+            keys[b, first:n],
+            values[b, first:n],
+            sink_logits,
+            scale,
+            softcap,
+            torch.ones(1, n - first) > 0,
         )
         outs.append(out)
         sums.append(lse)

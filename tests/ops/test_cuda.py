@@ -219,7 +219,9 @@ def test_sink_logits(
             found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)  # type: ignore[arg-type]
         expected, sums = with_sinks(store, q, batch, sinks, **settings)  # type: ignore[arg-type]
         assert relative_error(found, expected) < limit
-        assert max(head_errors(found, expected)) < max(2e-3, 2 * limit)  # with little of the softmax left: the error of logits
+        assert max(head_errors(found, expected)) < max(
+            2e-3, 2 * limit
+        )  # with little of the softmax left: the error of logits
         torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
 
@@ -613,7 +615,13 @@ def test_prefill_over_a_history(name: str, dtype: str, room: int, monkeypatch: p
     batch = cache.extend([*seqs, cache.new()], counts)
     host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
     sinks = some_sinks(8, "cuda")
-    for softcap, window, own in ((None, None, None), (3.0, None, None), (None, 200, None), (None, None, sinks), (None, 200, sinks)):
+    for softcap, window, own in (
+        (None, None, None),
+        (3.0, None, None),
+        (None, 200, None),
+        (None, None, sinks),
+        (None, 200, sinks),
+    ):
         options = {"scale": 128**-0.5, "softcap": softcap, "sliding_window": window, "sink_logits": own}
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         for given in (batch, host):

@@ -409,7 +409,13 @@ def check(cache: PagedCache, seqs: list[Sequence], group: int, dim: int, setting
 @pytest.mark.parametrize("low_batch", [False, True])
 @pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.SINK_LOGITS)
 def test_sink_logits(
-    name: str, group: int, dim: int, options: dict[str, float], low_batch: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    group: int,
+    dim: int,
+    options: dict[str, float],
+    low_batch: bool,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sink counts once, however many warps and CTAs share a sequence."""
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
@@ -422,7 +428,9 @@ def test_sink_logits(
         found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)
     expected, sums = with_sinks(store, q, batch, sinks, **settings)
     assert relative_error(found, expected) < 5e-4
-    assert max(head_errors(found, expected)) < 2e-3  # where tokens have little of the softmax, it shows the error of logits
+    assert (
+        max(head_errors(found, expected)) < 2e-3
+    )  # where tokens have little of the softmax, it shows the error of logits
     torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
 

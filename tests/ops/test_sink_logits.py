@@ -24,7 +24,15 @@ from tests.ops.scores import extra_logit, head_errors, some_sinks, with_sinks
 
 HEADS, GROUP, DIM = 2, 3, 64
 SCALE = 0.2
-NAMES = ["full", "saw-int4-kv", "int2:sink=5,recent=9", "kvant-2", "kvant-2:rope=post", "kvant-4-fast", "kivi-k2v2-sink"]
+NAMES = [
+    "full",
+    "saw-int4-kv",
+    "int2:sink=5,recent=9",
+    "kvant-2",
+    "kvant-2:rope=post",
+    "kvant-4-fast",
+    "kivi-k2v2-sink",
+]
 OPTIONS = [{}, {"sliding_window": 40}, {"softcap": 5.0}, {"softcap": 5.0, "sliding_window": 70}]
 compiled = pytest.mark.skipif(library.missing() is not None, reason=f"nothing compiled: {library.missing()}")
 
@@ -67,14 +75,21 @@ def test_reference_decode(recipe: str | Recipe, options: dict[str, float]) -> No
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("recipe", [*NAMES, with_means()], ids=str)
 @pytest.mark.parametrize("kind", range(len(library.kinds())), ids=library.kinds())
-def test_cpu_decode(recipe: str | Recipe, options: dict[str, float], kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_decode(
+    recipe: str | Recipe, options: dict[str, float], kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sequences of one split and of several: the sink counts once."""
     monkeypatch.setattr(library, "isa", lambda: kind)
     cache = filled(recipe, [1, 63, 1300], first=30)
     batch, q = cache.batch(cache.sequences), torch.randn(3, HEADS * GROUP, DIM)
     expected, sums = with_sinks(cache.stores[0], q, batch, sinks(), scale=SCALE, **options)  # type: ignore[arg-type]
     found, lse = cpu_decode.decode_with_lse(
-        cache.stores[0], q, batch, scale=SCALE, sink_logits=sinks(), **options  # type: ignore[arg-type]
+        cache.stores[0],
+        q,
+        batch,
+        scale=SCALE,
+        sink_logits=sinks(),
+        **options,  # type: ignore[arg-type]
     )
     assert max(head_errors(found, expected)) < 2e-3
     torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
@@ -100,7 +115,13 @@ def test_lookup_decode(options: dict[str, float]) -> None:
 
 
 def written_out(
-    store: LayerStore, cache: PagedCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: list[int], **options: float
+    store: LayerStore,
+    cache: PagedCache,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: list[int],
+    **options: float,
 ) -> torch.Tensor:
     """What prefill gives, from the history as decode reads it and the new tokens as they come."""
     batch, window, out, at = cache.batch(cache.sequences), options.get("sliding_window"), [], 0

@@ -178,7 +178,9 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         if self.sinks is not None:
             if self.sink_logits is None:
                 self.sink_logits = torch.empty_like(self.sinks, dtype=torch.float32, requires_grad=False)
-            self.sink_logits.copy_(self.sinks.detach())  # a graph reads this address, also after weights are loaded anew
+            self.sink_logits.copy_(
+                self.sinks.detach()
+            )  # a graph reads this address, also after weights are loaded anew
         if self.layers is None:
             bind_layers(self.config)
         assert self.layers is not None
@@ -231,8 +233,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
         else:
             starts = step.prefill.query_start_loc
-            fused, sinks = flash.varlen(), self.sink_logits
-            out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, self.scale, self.softcap, fused, sinks)
+            out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, **options, fused=flash.varlen())
         if n:
             out[:n] = decode(store, q[:n], step.decoding, **options)
         if step.last is not None:

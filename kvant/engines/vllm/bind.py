@@ -172,7 +172,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             softcap = attention[names[0]].impl.softcap
             kinds = {attention[name].impl.sinks is not None for name in names}  # kernels with sink logits are others
             group.workspace = max(
-                warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, sinks=sinks) for sinks in kinds
+                warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, sink_logits=each) for each in kinds
             )
             if group.ring and not group.groupwise:  # prefills with a history first append without overlays
                 warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)

@@ -47,7 +47,7 @@ def _causal(
 ) -> Tensor:
     if sink_logits is not None:  # FlashAttention 2 has none: its outputs are corrected by their log-sum-exps
         bounds = flash.Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return flash.with_sinks(*_attend_with_lse(q, k, v, bounds, scale, True, softcap), sink_logits)
+        return flash.with_sink_logits(*_attend_with_lse(q, k, v, bounds, scale, True, softcap), sink_logits)
     return _varlen()(  # type: ignore[no-any-return]
         q=q,
         k=k,

@@ -101,7 +101,7 @@ def decode_with_lse(
     [sequences, query heads]."""
     layout, made = store.layout, store.derive(CpuDecode)
     check_queries(query, layout, TYPES)
-    sinks = check_sink_logits(sink_logits, query)
+    sink_logits = check_sink_logits(sink_logits, query)
     sequences, query_heads, dim = query.shape
     query = query.contiguous()
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)
@@ -133,7 +133,7 @@ def decode_with_lse(
         query.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
+        0 if sink_logits is None else sink_logits.data_ptr(),
         *made.memory.of(store),
         cosine,
         sine,
@@ -145,7 +145,7 @@ def decode_with_lse(
         DTYPES[query.dtype],
         splits,
         sliding_window or 0,
-        made.has_mean_logit and (bool(made.block) or softcap is not None or sinks is not None),
+        made.has_mean_logit and (bool(made.block) or softcap is not None or sink_logits is not None),
         scale,
         softcap or 0.0,
     )

@@ -102,7 +102,7 @@ def decode_with_lse(
     [sequences, query heads]."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
-    sinks = check_sink_logits(sink_logits, query)
+    sink_logits = check_sink_logits(sink_logits, query)
     dtype = str(query.dtype).removeprefix("torch.")
     # An early start is safe only if an earlier call made the matrices: kernels read them before their wait.
     early = DecodeTransforms in store.derived
@@ -115,20 +115,19 @@ def decode_with_lse(
         first = store.key.rope.first
         cosine, sine = rope_table(store, _blocks(layout, batch.block_table.shape[1], first))
         partial_rope = 2 * cosine.shape[1] != layout.head_dim
-    elif softcap is not None or sinks is not None:
+    elif softcap is not None or sink_logits is not None:
         mean_logit = store.key.mean_logit(query.float().view(len(query), layout.heads, group, layout.head_dim))
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
     removed: Tensor | None = None  # scale * q . mu, where scores lack it
-    if sinks is not None:
-        sinks = sinks[None]
+    if sink_logits is not None:
+        sink_logits = sink_logits[None]
         if mean_logit is not None and softcap is None:
             removed, mean_logit = scale * mean_logit.view(query.shape[:2]), None
-            sinks = sinks - removed
+            sink_logits = sink_logits - removed
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
-    plan = _plan(
-        layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope, sinks is not None
-    )
+    capped, has_sinks = softcap is not None, sink_logits is not None
+    plan = _plan(layout, group, dtype, *ways, capped, query.device, tuned, low_batch, partial_rope, has_sinks)
     out, lse = _decode(
         query.contiguous(),
         store.pages,
@@ -148,7 +147,7 @@ def decode_with_lse(
         transforms.fused_inverse,
         transforms.value_mean,
         mean_logit,
-        sinks,
+        sink_logits,
         books.key,
         books.value,
         cosine,

@@ -172,14 +172,15 @@ def decode_with_lse(
     [sequences, query heads]. Queries are of the pages' type."""
     layout = store.layout
     check_queries(query, layout, [layout.sections[0].dtype])
-    sinks = check_sink_logits(sink_logits, query)
-    plan = _plan(layout, query.shape[1] // layout.heads, softcap is not None, query.device, tuned, sinks is not None)
+    sink_logits = check_sink_logits(sink_logits, query)
+    group = query.shape[1] // layout.heads
+    plan = _plan(layout, group, softcap is not None, query.device, tuned, sink_logits is not None)
     return _decode(
         query.contiguous(),
         store.pages,
         batch.block_table,
         batch.seq_lens,
-        sinks,
+        sink_logits,
         plan,
         scale,
         softcap or 0.0,

@@ -97,7 +97,9 @@ def prefill(
     wait for the device."""
     way = way_of(store.flash, query.dtype, batch.seq_lens, softcap, sliding_window, rotated_pairs(store, "key"))
     if way is Way.TORCH:
-        return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack, sink_logits)
+        return blocked.by_blocks(
+            store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack, sink_logits
+        )
     if way is Way.MASKED:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
@@ -151,7 +153,7 @@ def _fused(
         own = flash.row_starts(tuple(starts), device)
         bounds = flash.Bounds(own, own, most, most)
         found, lse = fused.run(query, new["key"], new["value"], bounds, scale, True, softcap)
-        return flash.with_sinks(found, lse, sink_logits)
+        return flash.with_sink_logits(found, lse, sink_logits)
     dtype = fused.dtype or query.dtype
     out: Tensor | None = None
     for part in workspaces(spans):
@@ -164,7 +166,7 @@ def _fused(
             attended = _long(store, q, new, sequences, here[0], dtype, scale, softcap)
         else:
             attended = _attend(store, q, new, sequences, here, dtype, scale, softcap, True)
-        found = flash.with_sinks(attended.out, attended.lse[..., 0], sink_logits)
+        found = flash.with_sink_logits(attended.out, attended.lse[..., 0], sink_logits)
         if rows.stop - rows.start == len(query):
             return found.to(query.dtype)
         out = torch.empty_like(query) if out is None else out

@@ -112,7 +112,8 @@ def test_full_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     for place, (tokens, found) in enumerate(answers(path, "full")):
         asked = prompt(place, (90, 150)[place])
         expected, without = (
-            torch.tensor(spoken(each, transformers.DynamicCache(config=each.config), asked, tokens)) for each in (model, bare)
+            torch.tensor(spoken(each, transformers.DynamicCache(config=each.config), asked, tokens))
+            for each in (model, bare)
         )
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-3)
         assert float((without - expected).abs().max()) > 0.05
