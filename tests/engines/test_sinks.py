@@ -196,3 +196,49 @@ def test_a_recipe_is_fitted() -> None:
         found = model(ids[None, :80], past_key_values=cache).logits
         exact = model(ids[None, :80], past_key_values=DynamicCache(config=model.config)).logits
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)  # a prompt attends to itself in full precision
+
+
+def steps_of_a_decoder(model: Any, recipe: str, graph: bool) -> None:
+    """Steps with their bookkeeping on the device are the engine's steps; past the sliding window of 24 and a page."""
+    ids = prompt(2, 100).to(model.device)
+    with torch.no_grad():
+        plain, fixed = kvant.Cache(model, recipe), kvant.Cache(model, recipe)
+        for cache in (plain, fixed):
+            model(ids[:, :50], past_key_values=cache)
+        expected = [model(ids[:, i : i + 1], past_key_values=plain).logits[:, -1] for i in range(50, 70)]
+        with fixed.decoder(model, 20, graph=graph) as decode:
+            for i, logits in zip(range(50, 70), expected, strict=True):
+                torch.testing.assert_close(decode(ids[:, i]), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["full", "saw-int4"])
+def test_steps_of_a_decoder(recipe: str) -> None:
+    steps_of_a_decoder(with_sinks("GraniteSWA"), recipe, graph=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recipe", ["saw-int4", "quarot-int2-win"])
+def test_a_graph_on_a_gpu(recipe: str) -> None:
+    steps_of_a_decoder(with_sinks("GraniteSWA").cuda(), recipe, graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("recipe", "limit"), [("int8", 5e-3), ("saw-int4", 2e-2)])
+def test_kernels_on_a_gpu_are_the_reference(family: str, recipe: str, limit: float) -> None:
+    """As test_gpu's steps, with sinks and sliding layers."""
+    changes = (
+        {"initializer_range": 0.02, "num_experts_per_tok": 4} if family != "GraniteSWA" else {"initializer_range": 0.02}
+    )
+    model, ids = with_sinks(family, **changes).cuda(), prompt(2, 300).cuda()
+    found = []
+    for implementation in (None, "reference"):
+        cache = kvant.Cache(model, recipe, implementation=implementation)
+        with torch.no_grad():
+            steps = [(0, 200), (200, 290), *((i, i + 1) for i in range(290, 300))]
+            logits = [model(ids[:, a:b], past_key_values=cache).logits[:, -1] for a, b in steps]
+        assert cache.implementation("decode", model.device) == ("cuda" if implementation is None else "reference")
+        found.append(torch.stack(logits))
+    assert relative_error(found[0], found[1]) < limit
