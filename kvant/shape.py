@@ -8,16 +8,12 @@ from typing import Any
 import torch
 
 SERVED_LAYERS = ("full_attention", "sliding_attention")
-WITH_SINKS = (  # model types with attention sinks that are learned: one extra logit per head in the softmax, without a value
-    "deepseek_v4",
-    "flint",
-    "gpt_oss",
-    "granite_swa",
-    "granitemoe_swa",
-    "hy_v4",
-    "mimo_v2_flash",
-    "openai_privacy_filter",
-)
+REFUSED = {  # model types whose attention is another one, which their config does not show everywhere
+    "deepseek_v4": "it attends to compressed tokens",
+    "hy_v4": "an indexer chooses the tokens that a query attends to",
+    "mimo_v2_flash": "its sliding layers have other KV heads than the full ones, and values are narrower than keys",
+    "openai_privacy_filter": "its attention is not causal",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +35,9 @@ class ModelShape:
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"cannot serve {name}: encoder-decoder models have a second cache")
         config = config.get_text_config(decoder=True)
-        if getattr(config, "model_type", None) in WITH_SINKS or _has_sinks(model_or_config):
-            raise ValueError(
-                f"cannot serve {name}: its attention has learned sinks, which kvant's softmax does not include"
-            )
+        reason = REFUSED.get(getattr(config, "model_type", ""))
+        if reason is not None:
+            raise ValueError(f"cannot serve {name}: {reason}")
         if getattr(config, "kv_lora_rank", None):
             raise ValueError(
                 f"cannot serve {name}: latent attention (MLA) caches one compressed vector, not keys and values"
@@ -66,10 +61,3 @@ class ModelShape:
         dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
         return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."))
-
-
-def _has_sinks(model_or_config: Any) -> bool:
-    """Whether an attention layer of a model has learned sinks, which the config does not show."""
-    if not isinstance(model_or_config, torch.nn.Module):
-        return False
-    return any(isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model_or_config.modules())

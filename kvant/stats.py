@@ -108,6 +108,7 @@ class LayerStats:
     recent: int = 0  # tokens before a query, itself included, that it reads in full precision
     sliding_window: int | None = None  # tokens of the layer that a query sees, itself included; None: all
     softcap: float | None = None  # of the logits
+    sink_logits: Tensor | None = None  # [query heads], in the softmax's denominator alone
     attended_mean: Tensor | None = None  # [heads, head_dim]: the mean of p V, for what removes a mean from the values
     weighted_keys: WeightedMoments | None = None  # only where a part is `attention_weighted`
     weighted_values: WeightedMoments | None = None

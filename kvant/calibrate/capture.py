@@ -26,6 +26,7 @@ import transformers
 from kvant.engines.attention import Handle
 from kvant.engines.layers import PackedLayer
 from kvant.engines.lending import borrow
+from kvant.ops.reference import token_share
 from kvant.progress import Progress
 from kvant.rope import Rope, ropes_of
 from kvant.shape import ModelShape
@@ -186,6 +187,7 @@ def token_weights(
     sliding_window: int | None,
     softcap: float | None,
     recent: int,
+    sink_logits: Tensor | None = None,
 ) -> TokenWeights:
     """Weights of the tokens of one excerpt. q, k, v and o as in `LayerGatherer.add`.
 
@@ -212,7 +214,7 @@ def token_weights(
         scores[..., first - low :].masked_fill_(at[first:last] > rows, float("-inf"))
         if sliding_window is not None:
             scores.masked_fill_(at[low:last] <= rows - sliding_window, float("-inf"))
-        p2 = scores.softmax(-1).square_()
+        p2 = softmax_with_sink_logits(scores, sink_logits).square_()
         edge = max(low, first - recent)  # from this token on, some query of the block reads it exactly
         p2[..., edge - low :].masked_fill_(at[edge:last] > rows - recent, 0.0)
         out = outputs[:, :, first:last].flatten(1, 2)
@@ -230,6 +232,7 @@ class LayerGatherer:
     def __init__(self, layer: int, shape: ModelShape, plan: Plan, rope: Rope | None, device: torch.device) -> None:
         self.plan, self.rope, self.sliding_window = plan, rope, shape.layers[layer]
         self.scale, self.softcap = 0.0, cast("float | None", None)
+        self.sink_logits: Tensor | None = None
         samples = sample_size(shape, plan)
         seed = (plan.seed * 1_000_003 + layer) * 4
         size = shape.heads, shape.head_dim
@@ -255,7 +258,9 @@ class LayerGatherer:
         coded = slice(min(first, tokens // 2), None)
         weights = None
         if self.plan.attention_weighted:
-            weights = token_weights(q, k, v, o, self.scale, self.sliding_window, self.softcap, self.plan.recent)
+            weights = token_weights(
+                q, k, v, o, self.scale, self.sliding_window, self.softcap, self.plan.recent, self.sink_logits
+            )
         q = self._rotated(q, self.plan.positions(excerpt, tokens))
         k = self._rotated(k, self.plan.positions(excerpt, tokens, self.plan.block or None))
         self.queries.add(q[coded].transpose(1, 2).flatten(0, 1))
@@ -294,6 +299,7 @@ class LayerGatherer:
             recent=self.plan.recent,
             sliding_window=self.sliding_window,
             softcap=self.softcap,
+            sink_logits=self.sink_logits,
             weighted_keys=None if self.weighted_keys is None else self.weighted_keys.finish(),
             weighted_values=None if self.weighted_values is None else self.weighted_values.finish(),
         )
@@ -338,17 +344,25 @@ class Capture(transformers.Cache):
     def cut_gradients(self) -> None:
         """Gradients are not wanted: `attending` turns them off."""
 
-    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        handle: Handle,
+        query: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         layer = handle.layer
         window = self.shape.layers[layer]
         q, k, v = query, handle.key, handle.value
         if mask is not None and not bool((mask == causal(q.shape[2], window, q.device)).all()):
             raise ValueError("cannot calibrate this model: its attention mask is not causal")
-        out = exact_attention(q, k, v, scale, window, softcap)  # [1, query heads, tokens, head_dim]
+        out = exact_attention(q, k, v, scale, window, softcap, sink_logits)  # [1, query heads, tokens, head_dim]
         gatherer = self.gatherers.get(layer)
         if gatherer is not None:
             groups = q.shape[1] // k.shape[1]
-            gatherer.scale, gatherer.softcap = scale, softcap
+            gatherer.scale, gatherer.softcap, gatherer.sink_logits = scale, softcap, sink_logits
             gatherer.add(
                 self.excerpt,
                 q[0].unflatten(0, (-1, groups)).permute(2, 0, 1, 3),
@@ -369,12 +383,18 @@ def causal(tokens: int, sliding_window: int | None, device: torch.device) -> Ten
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of an excerpt over itself, [1, heads, tokens, head_dim]. With a softcap, scores are formed for a block
-    of queries at a time, since SDPA has no softcap."""
+    """Causal attention of an excerpt over itself, [1, heads, tokens, head_dim]. With a softcap or sink logits [heads], scores are
+    formed for a block of queries at a time, since SDPA has neither."""
     tokens, device = q.shape[2], q.device
-    if softcap is None:
+    if softcap is None and sink_logits is None:
         if sliding_window is None or sliding_window >= tokens:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         keep = causal(tokens, sliding_window, device)
@@ -386,10 +406,22 @@ def exact_attention(
     for first in range(0, tokens, block):
         last = min(tokens, first + block)
         scores = torch.einsum("bhgqd,bhnd->bhgqn", grouped[..., first:last, :], k[:, :, :last]).float() * scale
-        scores = softcap * torch.tanh(scores / softcap)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~causal(last, sliding_window, device)[first:], float("-inf"))
-        out.append(torch.einsum("bhgqn,bhnd->bhgqd", scores.softmax(-1).to(v.dtype), v[:, :, :last]))
+        p = softmax_with_sink_logits(scores, sink_logits)
+        out.append(torch.einsum("bhgqn,bhnd->bhgqd", p.to(v.dtype), v[:, :, :last]))
     return torch.cat(out, 3).flatten(1, 2)
+
+
+def softmax_with_sink_logits(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """softmax(S) over tokens, [..., heads, queries per head, queries, tokens], with the sink logit of a query head, [query heads], in
+    its denominator where there are any."""
+    p = scores.softmax(-1)
+    if sink_logits is None:
+        return p
+    sinks = sink_logits.to(scores).view(*scores.shape[-4:-2], 1)
+    return p * token_share(scores.logsumexp(-1), sinks)[..., None]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvant.calibrate.capture import causal
+from kvant.calibrate.capture import causal, softmax_with_sink_logits
 from kvant.calibrate.fitting import fits
 from kvant.codecs.affine import Affine
 from kvant.stats import LayerStats, Probe
@@ -39,12 +39,14 @@ def search_errors(codecs: Sequence[Affine], probe: Probe, stats: LayerStats, str
     at = torch.arange(tokens, device=probe.keys.device)
     coded = (at >= sink) & (at <= part.rows[:, None] - recent)  # [rows, tokens]
     exact = scores(part, part.keys, stats)
-    weights = exact.softmax(-1)
+    weights = softmax_with_sink_logits(exact, stats.sink_logits)
     out = []
     for codec in codecs:
         if stream == "key":
             rough = scores(part, codec.decode(codec.encode(part.keys)), stats)
-            error = outputs(torch.where(coded, rough, exact).softmax(-1) - weights, part.values)
+            error = outputs(
+                softmax_with_sink_logits(torch.where(coded, rough, exact), stats.sink_logits) - weights, part.values
+            )
         else:
             error = outputs(weights * coded, codec.decode(codec.encode(part.values)) - part.values)
         out.append(float(error.double().square().sum()))

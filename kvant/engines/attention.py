@@ -15,6 +15,9 @@ from transformers.modeling_utils import AttentionInterface
 
 Tensor = torch.Tensor
 ATTENTION = "kvant"
+SCORES = (
+    1 << 26
+)  # attention scores that are held at a time where the model has sinks and the cache is not a kvant.Cache
 
 
 class AttendingCache(Protocol):
@@ -28,9 +31,18 @@ class AttendingCache(Protocol):
         """Steps that a decoder of fixed steps has done and will report when it is closed. None where there is no decoder: each
         layer then counts its own columns."""
 
-    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        handle: Handle,
+        query: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         """Stores the handle's keys and values and attends to all that the cache holds:
-        query [batch, heads, columns, head_dim] -> [batch, columns, heads, head_dim]."""
+        query [batch, heads, columns, head_dim] -> [batch, columns, heads, head_dim]. `sink_logits` [heads] are the model's own
+        attention sinks."""
 
     def abort(self) -> None:
         """Takes back the forward pass under way: the attention function refused one of its calls."""
@@ -63,23 +75,29 @@ def attention_forward(
     scaling: float | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function "kvant": a cache behind a handle, or plain keys and values through SDPA."""
+    """The attention function "kvant": a cache behind a handle, or plain keys and values through SDPA. s_aux is transformers' name of
+    the model's own attention sinks, one logit a query head."""
     if not isinstance(key, Handle):
+        _check_sinks(module, s_aux)
         if softcap is not None:
             raise ValueError(
                 "a logit soft cap without a kvant.Cache: set the model's attention implementation to eager"
             )
+        if s_aux is not None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return attend_with_sink_logits(query, key, value, attention_mask, scale, s_aux, dropout), None
         if query.device.type == "cpu" and attention_mask is not None and kwargs.get("position_bias") is None:
             return _grouped_sdpa(query, key, value, attention_mask, dropout, scaling), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     try:
-        for name in ("s_aux", "position_bias"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"cannot serve this model: its attention takes {name}")
+        if kwargs.get("position_bias") is not None:
+            raise ValueError("cannot serve this model: its attention takes position_bias")
+        _check_sinks(module, s_aux)
         if dropout or is_causal is False or getattr(module, "is_causal", True) is False:
             raise ValueError("cannot serve this call: a packed cache is for causal attention without dropout")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key.key, key.value)):
@@ -88,7 +106,46 @@ def attention_forward(
         key.cache.abort()
         raise
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return key.cache.attend(key, query, attention_mask, scale, softcap), None
+    sink_logits = None if s_aux is None else s_aux.detach()
+    return key.cache.attend(key, query, attention_mask, scale, softcap, sink_logits), None
+
+
+def _check_sinks(module: torch.nn.Module, s_aux: Tensor | None) -> None:
+    """Refuses an attention layer whose sinks would be left out of the softmax."""
+    if s_aux is None and isinstance(getattr(module, "sinks", None), Tensor):
+        raise ValueError(
+            f"cannot serve this model: {type(module).__name__} has attention sinks and does not pass them on as s_aux"
+        )
+
+
+def attend_with_sink_logits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sink_logits: Tensor,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention with a logit per query head in the softmax's denominator, which SDPA lacks: query [batch, heads, columns, head_dim],
+    key and value [batch, KV heads, tokens, head_dim] -> [batch, columns, heads, head_dim]. Scores of a block of queries are held at a
+    time, in float32. mask: bool or to be added, [batch, 1 or heads, columns, tokens]; None is causal."""
+    columns, tokens, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    sinks = sink_logits.float()[:, None]
+    if mask is None:
+        mask = torch.ones(columns, tokens, dtype=torch.bool, device=query.device).tril(tokens - columns)
+        mask = mask[None, None]
+    out = []
+    for rows in torch.arange(columns, device=query.device).split(
+        max(1, SCORES // (query.shape[0] * query.shape[1] * tokens))
+    ):
+        scores = query[:, :, rows].float() @ key.mT * scale
+        here = mask[:, :, rows, :tokens]
+        scores = scores.masked_fill(~here, float("-inf")) if here.dtype == torch.bool else scores + here
+        weights = torch.nn.functional.dropout(scores.softmax(-1).nan_to_num(0.0), dropout)
+        out.append(weights @ value * torch.sigmoid(scores.logsumexp(-1) - sinks)[..., None])
+    return torch.cat(out, 2).transpose(1, 2).to(query.dtype)
 
 
 def _grouped_sdpa(

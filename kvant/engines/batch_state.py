@@ -58,7 +58,13 @@ class StepDecoder(Protocol):
     closed: bool
 
     def attend(
-        self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+        self,
+        handle: Handle,
+        query: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor: ...
 
     def close(self) -> None: ...

@@ -223,7 +223,15 @@ class Decoder:
             self._running = False
         return out.logits[:, -1]
 
-    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        handle: Handle,
+        query: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         """As `Cache.attend`, with one new token of every sequence."""
         if not self._running or query.shape[2] != 1:
             raise RuntimeError("this cache belongs to a decoder: close it before calling the model with the cache")
@@ -233,7 +241,7 @@ class Decoder:
         batch, index, window = self._places[handle.layer]
         q, k, v = (flatten(x, None) for x in (query, handle.key, handle.value))
         batch.append(index, k, v, q)
-        flat = batch.decode(index, q, scale=scale, softcap=softcap, sliding_window=window)
+        flat = batch.decode(index, q, scale=scale, softcap=softcap, sliding_window=window, sink_logits=sink_logits)
         return unflatten(flat, None, len(query), 1)
 
     def close(self) -> None:

@@ -221,12 +221,20 @@ class Cache(Serving, transformers.Cache):
 
     # --- attention -------------------------------------------------------------------------------------------------
 
-    def attend(self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        handle: Handle,
+        query: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
         """Stores a layer's new tokens and attends: query [batch, heads, columns, head_dim] -> [batch, columns, heads, head_dim]."""
         if self.state.decoder is not None:
-            return self.state.decoder.attend(handle, query, mask, scale, softcap)
+            return self.state.decoder.attend(handle, query, mask, scale, softcap, sink_logits)
         try:
-            out = self._attend(handle, query, mask, scale, softcap)
+            out = self._attend(handle, query, mask, scale, softcap, sink_logits)
         except BaseException:
             self.abort()
             raise
@@ -270,13 +278,20 @@ class Cache(Serving, transformers.Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _attend(
-        self, handle: Handle, query: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+        self,
+        handle: Handle,
+        query: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         layer, key, value = handle.layer, handle.key, handle.value
         group, step, index = self._enter(layer, query, key, value, mask)
         columns = query.shape[2]
         assert step.columns == columns
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": group.sliding_window}
+        options["sink_logits"] = sink_logits
         rows = query.shape[0] if step.same is None else len(step.batch.seq_lens)
         q, k, v = (self._tokens_of(x, step) for x in (query, key, value))
         if columns == 1 and step.padding_mask is None:

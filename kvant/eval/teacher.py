@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from kvant.engines.attention import attend_with_sink_logits
 from kvant.engines.hf import Cache, ModelShape
 from kvant.eval.profile import Profile, Sums
 from kvant.eval.segments import Batch, Segments, Text
@@ -64,8 +65,10 @@ class AttentionError:
              where none do
     """
 
-    def __init__(self, cache: Cache, scales: list[float], total: Errors, batch: Batch) -> None:
-        self.cache, self.scales, self.total, self.batch = cache, scales, total, batch
+    def __init__(
+        self, cache: Cache, scales: list[float], sinks: list[Tensor | None], total: Errors, batch: Batch
+    ) -> None:
+        self.cache, self.scales, self.sinks, self.total, self.batch = cache, scales, sinks, total, batch
         self.sliding_windows = cache.shape.layers
         self.keys: list[list[Tensor]] = [[] for _ in self.sliding_windows]
         self.values: list[list[Tensor]] = [[] for _ in self.sliding_windows]
@@ -94,9 +97,12 @@ class AttentionError:
             keep &= at > at[-fresh:, None] - sliding_window
         if self.batch.real is not None:
             keep = keep & self.batch.real[:, None, None, :total]
-        exact = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=keep, scale=self.scales[layer], enable_gqa=True
-        ).transpose(1, 2)
+        scale, sinks = self.scales[layer], self.sinks[layer]
+        if sinks is None:
+            exact = F.scaled_dot_product_attention(query, keys, values, attn_mask=keep, scale=scale, enable_gqa=True)
+            exact = exact.transpose(1, 2)
+        else:
+            exact = attend_with_sink_logits(query, keys, values, keep.view(-1, 1, fresh, total), scale, sinks)
         counts = asked[..., None]  # a query of padding may attend to nothing, which gives NaN
         error, energy = (torch.where(counts, x.double().square().sum(-1), 0.0) for x in (out - exact, exact))
         self.total.add(layer, error, energy)  # each [rows, new columns, query heads], zero where a query does not count
@@ -159,6 +165,17 @@ def attention_scales(model: Any) -> list[float]:
         if index is not None and hasattr(module, "scaling"):
             scales[index] = float(module.scaling)
     return [scales[i] for i in sorted(scales)]
+
+
+def sink_logits_of(model: Any) -> list[Tensor | None]:
+    """The sink logits of every attention layer, [query heads]; None where it has none."""
+    sinks: dict[int, Tensor | None] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if index is not None and hasattr(module, "scaling"):
+            found = getattr(module, "sinks", None)
+            sinks[index] = found.detach() if isinstance(found, Tensor) else None
+    return [sinks[i] for i in sorted(sinks)]
 
 
 class _Scores:
@@ -237,7 +254,7 @@ def evaluate(
     scores = [_Scores(Errors(len(shape.layers), shape.heads, profile)) for _ in recipes]
     total = segments.tokens * len(recipes)
     done = 0
-    scales = attention_scales(model)
+    scales, sinks = attention_scales(model), sink_logits_of(model)
     compare_every = 16 if chunk == 1 and stepwise else 1  # attention outputs are compared at every n-th step
     at_once = chunk == 1 and not stepwise
     batch = 1 if chunk == 1 and stepwise and segments.ragged else batch
@@ -250,7 +267,7 @@ def evaluate(
         running: list[tuple[Cache, AttentionError, _Scores]] = []
         for recipe, score in zip(recipes[some : some + together], scores[some : some + together], strict=True):
             cache = make_cache(recipe)
-            meter = AttentionError(cache, scales, score.errors, rows)
+            meter = AttentionError(cache, scales, sinks, score.errors, rows)
             begin = time.perf_counter()
             feed(cache, rows, 0, prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - meter.seconds

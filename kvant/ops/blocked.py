@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.reference import mean_logits, overlay_index, overlay_mask
+from kvant.ops.reference import mean_logits, overlay_index, overlay_mask, token_share
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, prefill_each
 
@@ -61,6 +61,12 @@ def merge(a: Part | None, b: Part) -> Part:
     return Part(a.out * weights[0] + b.out * weights[1], lse)
 
 
+def sink_share(lse: Tensor, sink_logits: Tensor) -> Tensor:
+    """What outputs [heads, group, rows, head_dim] with log-sum-exps [heads, group, rows, 1] are multiplied by where a query head
+    has a sink logit: [heads, group, rows, 1]."""
+    return token_share(lse, sink_logits.float().view(*lse.shape[:2], 1, 1))
+
+
 def over_spans(
     spans: Iterable[tuple[int, int]], attend: Callable[[int, int], Part], own: Callable[[], Part] | None
 ) -> Part:
@@ -86,9 +92,10 @@ def prefill(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """As the reference's `prefill`."""
-    return by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, unpack)
+    return by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, unpack, sink_logits)
 
 
 def by_blocks(
@@ -101,11 +108,12 @@ def by_blocks(
     softcap: float | None,
     sliding_window: int | None,
     read: Unpack,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Prefill by blocks; `read` unpacks tokens."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
-        return _one(store, q, k, v, row, history, scale, softcap, sliding_window, read)
+        return _one(store, q, k, v, row, history, scale, softcap, sliding_window, read, sink_logits)
 
     return prefill_each(query, key, value, batch, attend)
 
@@ -121,13 +129,14 @@ def _one(
     softcap: float | None,
     sliding_window: int | None,
     read: Unpack,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     new, query_heads, dim = query.shape
     heads, size = store.layout.heads, store.layout.page_tokens
     q, k, v = query.float().view(new, heads, -1, dim), key.float(), value.float()
     mean_logit: Tensor | None = None
     if history:
-        mean_logit = mean_logits(store, q, scale, softcap)
+        mean_logit = mean_logits(store, q, scale, softcap, sink_logits)
         mean_logit = None if mean_logit is None else mean_logit.permute(1, 2, 0)
         q, k, v = store.key.dual(q), store.key.forward(k), store.value.forward(v)
     q = q.permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
@@ -148,9 +157,13 @@ def _one(
             return attend_fused(q, k, v, scale, causal=True)
         return attend_plain(q, k, v, scale, softcap, sliding_window, 0, mean_logit)
 
-    out = over_spans(spans, attend, own).out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
+    found = over_spans(spans, attend, own)
+    out = found.out.permute(2, 0, 1, 3)  # [rows, heads, group, head_dim]
     if history:
         out = store.value.inverse(out)
+    if sink_logits is not None:
+        lse = found.lse if mean_logit is None or softcap is not None else found.lse + mean_logit[..., None]
+        out = out * sink_share(lse, sink_logits).permute(2, 0, 1, 3)
     return out.reshape(new, query_heads, dim).to(query.dtype)
 
 

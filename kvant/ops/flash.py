@@ -26,8 +26,7 @@ class Bounds(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Flash:
     """run(q [rows, query heads, head_dim], k and v [tokens, heads, head_dim], bounds, scale, causal, softcap) gives the outputs, and
-    where there is one sequence the logarithms of the sums of exponentials, float32 [rows, query heads]. Causal: the last row of a
-    sequence sees its last token.
+    the logarithms of the sums of exponentials, float32 [rows, query heads]. Causal: the last row of a sequence sees its last token.
 
     dtype    what it takes keys in that were decoded from pages: a number type, or None for that of the queries.
     softcap  whether it can cap logits.
@@ -45,7 +44,7 @@ def attend(
     assert softcap is None
     run = torch.ops.aten._flash_attention_forward
     out, lse, *_ = run(q, k, v, *bounds, 0.0, causal, False, scale=scale)
-    return out, by_row(lse, len(q))
+    return out, by_row(lse, bounds, len(q))
 
 
 def row_starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
@@ -59,9 +58,25 @@ def _row_starts(starts: tuple[int, ...], device: torch.device, stream: int) -> T
     return torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def by_row(lse: Tensor, rows: int) -> Tensor:
-    """Log-sum-exps [query heads, rows], with or without a batch of one before and padding after, as [rows, query heads]."""
-    return (lse[0] if lse.ndim == 3 else lse)[:, :rows].transpose(0, 1)
+def by_row(lse: Tensor, bounds: Bounds, rows: int) -> Tensor:
+    """Log-sum-exps as [rows, query heads], of [query heads, rows] with or without padding after them, or of [sequences, query heads,
+    rows of the longest]."""
+    if lse.ndim == 2:
+        return lse[:, :rows].transpose(0, 1)
+    if len(lse) == 1:
+        return lse[0, :, :rows].transpose(0, 1)
+    row = torch.arange(rows, device=lse.device)
+    sequence = torch.searchsorted(bounds.queries[1:].contiguous(), row, right=True, out_int32=True).long()
+    return lse[sequence, :, row - bounds.queries[sequence]]
+
+
+def with_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Outputs [rows, query heads, head_dim] whose log-sum-exps are [rows, query heads], as they are where every query head has a sink
+    logit [query heads]: times the share that tokens have of the softmax. In float32, rounded to the type of the outputs."""
+    if sink_logits is None:
+        return out
+    share = torch.sigmoid(lse.float() - sink_logits.float()).nan_to_num(0.0)
+    return (out * share[..., None]).to(out.dtype)
 
 
 TORCH = Flash(attend, torch.float16)  # which holds codes times scales better than bfloat16 does

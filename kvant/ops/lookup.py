@@ -62,6 +62,7 @@ def decode(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """As the reference's `decode`."""
     batch = one_query_each(batch, queries_per_sequence(query, batch, store.layout))
@@ -70,7 +71,7 @@ def decode(
     assert codebooks is not None
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     q = query.to(accurate).view(sequences, layout.heads, -1, dim)
-    mean_logit = reference.mean_logits(store, q, scale, softcap)
+    mean_logit = reference.mean_logits(store, q, scale, softcap, sink_logits)
     q = store.key.dual(q)
     table = score_table(q, codebooks)
     out = torch.zeros_like(q)
@@ -91,8 +92,8 @@ def decode(
         if full is not None:
             values = torch.where(full.held[..., None, None], full.tokens.to(accurate), values)
         scores = scores * scale
+        scores = scores if mean_logit is None else scores + mean_logit[..., None]
         if softcap is not None:
-            scores = scores if mean_logit is None else scores + mean_logit[..., None]
             scores = softcap * torch.tanh(scores / softcap)
         keep = position < batch.seq_lens[:, None]
         values = torch.where(keep[..., None, None], values, 0.0)  # past its end a sequence's page is undefined
@@ -105,6 +106,9 @@ def decode(
         out = out * rescale + torch.einsum("bhgn,bnhd->bhgd", weights, values)  # O = exp(m - m') O + P V
         highest = top
     out = store.value.inverse(out / total.clamp_min(torch.finfo(accurate).tiny))
+    if sink_logits is not None:
+        sink = sink_logits.to(accurate).view(layout.heads, -1, 1)
+        out = out * reference.token_share(highest + total.log(), sink)
     return out.reshape(sequences, query_heads, dim).to(query.dtype)
 
 

@@ -229,21 +229,34 @@ def restored(store: LayerStore, name: StreamName, batch: PagedBatch) -> Tensor:
     return store.stream(name).inverse(read(store, name, batch, batch.seq_lens)[..., None, :])[..., 0, :]
 
 
-def softmax(scores: Tensor, keep: Tensor, softcap: float | None, mean_logit: Tensor | None = None) -> Tensor:
-    """P = softmax(softcap(S + mean_logit)) over the last dim of scores S where `keep`; a row that keeps nothing is zero. The
-    softmax cancels mean_logit, which is the same for a whole row; the cap before it does not."""
+def masked_logits(scores: Tensor, keep: Tensor, softcap: float | None, mean_logit: Tensor | None = None) -> Tensor:
+    """softcap(S + mean_logit) where `keep`, else -inf. The softmax cancels mean_logit, which is the same for a whole row; the cap
+    before it and a sink logit beside it do not."""
+    scores = scores if mean_logit is None else scores + mean_logit[..., None]
     if softcap is not None:
-        scores = scores if mean_logit is None else scores + mean_logit[..., None]
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~keep, float("-inf"))
-    return torch.softmax(scores, -1).nan_to_num(0.0)
+    return scores.masked_fill(~keep, float("-inf"))
 
 
-def mean_logits(store: LayerStore, q: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+def softmax(logits: Tensor) -> Tensor:
+    """P = softmax(S) over the last dim; a row that keeps nothing is zero."""
+    return torch.softmax(logits, -1).nan_to_num(0.0)
+
+
+def mean_logits(
+    store: LayerStore, q: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None = None
+) -> Tensor | None:
     """scale * q . mu, which removing the key mean took off the logits of queries [..., heads, queries per head, head_dim]; None
-    where nothing is capped, since the softmax cancels it."""
-    mean_logit = None if softcap is None else store.key.mean_logit(q)
+    where logits are neither capped nor compared with a sink logit, since the softmax cancels it."""
+    mean_logit = None if softcap is None and sink_logits is None else store.key.mean_logit(q)
     return None if mean_logit is None else mean_logit * scale
+
+
+def token_share(lse: Tensor, sink_logit: Tensor) -> Tensor:
+    """The share of the softmax that tokens have where a sink logit s is in its denominator:
+    sum_n exp(S_n) / (exp(s) + sum_n exp(S_n)) = sigmoid(lse - s). Outputs are multiplied by it last, after the inverse
+    transform, whose mean belongs to weights that sum to one. A row that attends to nothing has none."""
+    return torch.sigmoid(lse - sink_logit).nan_to_num(0.0)
 
 
 @register("decode", "reference", serves_everything, rank=0)
@@ -255,12 +268,14 @@ def decode(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per sequence, [sequences, query heads, head_dim], over its cached tokens. With several,
     [sequences * queries, query heads, head_dim], each is attended as a sequence that ends with the query's token.
 
     S = Q K^T, O = softmax(scale * S) V. With `sliding_window`, a query attends to itself and the sliding_window - 1 tokens before
-    it.
+    it. `sink_logits` [query heads] are the model's own attention sinks: a logit per query head that is in the softmax's denominator
+    alone, neither scaled nor capped.
     """
     batch = one_query_each(batch, queries_per_sequence(query, batch, store.layout))
     sequences, query_heads, dim = query.shape
@@ -268,15 +283,17 @@ def decode(
     keys = read(store, "key", batch, batch.seq_lens).to(accurate)
     values = read(store, "value", batch, batch.seq_lens).to(accurate)
     q = query.to(accurate).view(sequences, store.layout.heads, -1, dim)
-    mean_logit = mean_logits(store, q, scale, softcap)
+    mean_logit = mean_logits(store, q, scale, softcap, sink_logits)
     q = store.key.dual(q)
     scores = torch.einsum("bhgd,bnhd->bhgn", q, keys) * scale
     position = torch.arange(keys.shape[1], device=query.device)
     keep = position < batch.seq_lens[:, None]
     if sliding_window is not None:
         keep &= position >= batch.seq_lens[:, None] - sliding_window
-    weights = softmax(scores, keep[:, None, None, :], softcap, mean_logit)
-    out = store.value.inverse(torch.einsum("bhgn,bnhd->bhgd", weights, values))
+    logits = masked_logits(scores, keep[:, None, None, :], softcap, mean_logit)
+    out = store.value.inverse(torch.einsum("bhgn,bnhd->bhgd", softmax(logits), values))
+    if sink_logits is not None:
+        out = out * token_share(logits.logsumexp(-1), sink_logits.to(accurate).view(store.layout.heads, -1))[..., None]
     return out.reshape(sequences, query_heads, dim).to(query.dtype)
 
 
@@ -291,12 +308,13 @@ def prefill(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention of new tokens, [new tokens, heads, head_dim] each, over cached history and each other. Called before
     `append`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
-        return _prefill_one(store, q, k, v, row, history, scale, softcap, sliding_window)
+        return _prefill_one(store, q, k, v, row, history, scale, softcap, sliding_window, sink_logits)
 
     return prefill_each(query, key, value, batch, attend)
 
@@ -311,6 +329,7 @@ def _prefill_one(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     new, query_heads, dim = query.shape
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
@@ -319,12 +338,12 @@ def _prefill_one(
     mean_logit: Tensor | None = None
     if history:
         n = torch.tensor([history], device=query.device)
-        mean_logit = mean_logits(store, q, scale, softcap)
+        mean_logit = mean_logits(store, q, scale, softcap, sink_logits)
         keys = torch.cat((read(store, "key", row, n)[0, :history].to(accurate), store.key.forward(keys)))
         values = torch.cat((read(store, "value", row, n)[0, :history].to(accurate), store.value.forward(values)))
         q = store.key.dual(q)
     position = torch.arange(len(keys), device=query.device)
-    out = torch.empty_like(q)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     for first in range(0, new, QUERY_BLOCK):
         block = slice(first, min(new, first + QUERY_BLOCK))
         at = position[history + first : history + block.stop, None]  # the queries' own positions
@@ -333,7 +352,12 @@ def _prefill_one(
             keep &= position > at - sliding_window
         scores = torch.einsum("qhgd,nhd->hgqn", q[block], keys) * scale
         removed = None if mean_logit is None else mean_logit[block].permute(1, 2, 0)
-        out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(scores, keep, softcap, removed), values)
+        logits = masked_logits(scores, keep, softcap, removed)
+        out[block] = torch.einsum("hgqn,nhd->qhgd", softmax(logits), values)
+        if sink_logits is not None:
+            lse[block] = logits.logsumexp(-1).permute(2, 0, 1)
     if history:
         out = store.value.inverse(out)
+    if sink_logits is not None:
+        out = out * token_share(lse, sink_logits.to(accurate).view(store.layout.heads, -1))[..., None]
     return out.reshape(new, query_heads, dim).to(query.dtype)

@@ -14,7 +14,7 @@ import torch
 
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
-from kvant.ops.reference import mean_logits, overlay_index, read, softmax
+from kvant.ops.reference import masked_logits, mean_logits, overlay_index, read, softmax, token_share
 from kvant.ops.types import LayerStore, PagedBatch, some_sequences, without_overlay
 
 Tensor = torch.Tensor
@@ -44,6 +44,7 @@ def replay(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Calls `append`, which stores the new tokens, and attends from each of them: [new tokens, heads, head_dim] each."""
     if not len(query):
@@ -61,7 +62,7 @@ def replay(
     together = max(1, SCORES // (query.shape[1] * width * longest))
     out = torch.cat(
         [
-            _attend(store, padded[some], batch, some, overlays, scale, softcap, sliding_window)
+            _attend(store, padded[some], batch, some, overlays, scale, softcap, sliding_window, sink_logits)
             for some in (slice(first, first + together) for first in range(0, len(fresh), together))
         ]
     )
@@ -97,6 +98,7 @@ def _attend(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """Attention of `some` sequences from their new tokens, query [sequences, new tokens, query heads, head_dim], of which the last
     are padding where a sequence has fewer."""
@@ -124,7 +126,7 @@ def _attend(
         codes = read(store, name, pages_only, part.seq_lens)[:, :total]
         packed[name] = torch.where(from_page[name].any(1)[..., None, None], codes, 0.0)
     q = query.float().view(rows, new, store.layout.heads, -1, dim)
-    mean_logit = mean_logits(store, q, scale, softcap)
+    mean_logit = mean_logits(store, q, scale, softcap, sink_logits)
     q = store.key.dual(q)
     scores = torch.einsum("bqhgd,bnhd->bhgqn", q, packed["key"])
     full = overlays["key"]
@@ -132,7 +134,8 @@ def _attend(
         exact = torch.einsum("bqhgd,bnhd->bhgqn", q, full.tokens[some])
         scores = torch.where(from_page["key"][:, None, None], scores, exact)
     mean_logit = None if mean_logit is None else mean_logit.permute(0, 2, 3, 1)
-    weights = softmax(scores * scale, keep[:, None, None], softcap, mean_logit)
+    logits = masked_logits(scores * scale, keep[:, None, None], softcap, mean_logit)
+    weights = softmax(logits)
     full = overlays["value"]
     if full is None:
         out = torch.einsum("bhgqn,bnhd->bqhgd", weights, packed["value"])
@@ -140,4 +143,10 @@ def _attend(
         coded = from_page["value"][:, None, None]
         out = torch.einsum("bhgqn,bnhd->bqhgd", weights * coded, packed["value"])
         out += torch.einsum("bhgqn,bnhd->bqhgd", weights * ~coded, full.tokens[some])
-    return store.value.inverse(out).reshape(rows, new, query_heads, dim).to(query.dtype)
+    out = store.value.inverse(out)
+    if sink_logits is not None:
+        share = token_share(
+            logits.logsumexp(-1), sink_logits.float().view(store.layout.heads, -1, 1)
+        )  # [b, heads, group, new]
+        out = out * share.permute(0, 3, 1, 2)[..., None]
+    return out.reshape(rows, new, query_heads, dim).to(query.dtype)

@@ -291,6 +291,18 @@ def check_queries(query: Tensor, layout: Layout, types: Collection[str]) -> None
         )
 
 
+def check_sink_logits(sink_logits: Tensor | None, query: Tensor) -> Tensor | None:
+    """The model's sink logits as kernels read them, float32 [query heads], contiguous; refuses another shape or device."""
+    if sink_logits is None:
+        return None
+    if sink_logits.shape != query.shape[1:2] or sink_logits.device != query.device:
+        raise ValueError(
+            f"sink_logits must be [{query.shape[1]} query heads] on {query.device}, got {list(sink_logits.shape)} on "
+            f"{sink_logits.device}"
+        )
+    return sink_logits.detach().float().contiguous()
+
+
 def empty_overlay(layout: Layout, name: StreamName, overlay_rows: int, device: torch.device | str) -> Tensor:
     shape = overlay_rows, layout.overlay_tokens(name), layout.heads, layout.head_dim
     return torch.empty(shape, dtype=DTYPES[layout.overlay_dtype], device=device)

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from kvant.ops.blocked import attend_fused, attend_plain, sink_share
+
 Tensor = torch.Tensor
 
 
@@ -13,7 +15,15 @@ class VarlenAttention(Protocol):
     """A fused kernel for sequences of different lengths, such as FlashAttention's flash_attn_varlen_func."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
     ) -> Tensor: ...
 
 
@@ -25,19 +35,24 @@ def varlen_prefill(
     scale: float,
     softcap: float | None,
     fused: VarlenAttention | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each sequence: q, k and v are [tokens, heads, head_dim]; `query_start_loc` lies on the host. On a GPU
     in 16 bits `fused` is used where it is given; otherwise torch's SDPA, a sequence at a time."""
     if fused is not None and q.is_cuda and q.dtype != torch.float32:
         cu_seqlens = query_start_loc.to(device=q.device, dtype=torch.int32, non_blocking=True)
-        return fused(q, k, v, cu_seqlens, int(query_start_loc.diff().max()), scale, softcap)
+        return fused(q, k, v, cu_seqlens, int(query_start_loc.diff().max()), scale, softcap, sink_logits)
     out = torch.empty_like(q)
     for first, last in zip(query_start_loc.tolist(), query_start_loc[1:].tolist(), strict=False):
-        out[first:last] = _one_sequence(q[first:last], k[first:last], v[first:last], scale, softcap)
+        out[first:last] = _one_sequence(q[first:last], k[first:last], v[first:last], scale, softcap, sink_logits)
     return out
 
 
-def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _one_sequence(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
+) -> Tensor:
+    if sink_logits is not None:
+        return _with_sink_logits(q, k, v, scale, softcap, sink_logits)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, head_dim]
     if softcap is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -47,3 +62,17 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float 
     scores = softcap * torch.tanh(q.float() @ k.mT * scale / softcap)
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v)[0].transpose(0, 1).to(q.dtype)
+
+
+def _with_sink_logits(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sink_logits: Tensor
+) -> Tensor:
+    """Outputs times the share that tokens have of the softmax, which their log-sum-exps tell."""
+    grouped = q.float().unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # [heads, group, rows, head_dim]
+    k, v = k.float(), v.float()
+    if softcap is None:
+        part = attend_fused(grouped, k, v, scale, causal=True)
+    else:
+        part = attend_plain(grouped, k, v, scale, softcap, None, 0, None)
+    out = part.out * sink_share(part.lse, sink_logits)
+    return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)

@@ -40,10 +40,11 @@ def warm_up(
     history: int = HISTORY,
     reads: bool = True,
     queries: int = 1,
+    sink_logits: bool = False,
 ) -> int:
     """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, with one and with `queries`
-    queries a sequence, and prefills new tokens after that history. Returns the bytes that operations allocate, 0 on a
-    CPU."""
+    queries a sequence, and prefills new tokens after that history; with `sink_logits` as where the model has attention sinks of its
+    own. Returns the bytes that operations allocate, 0 on a CPU."""
     layout, device, history = store.layout, store.pages.device, max(history, largest.new)
     pages = -(-(history + largest.new) // layout.page_tokens)
     # what prefill unpacks at a time is bounded, and many short sequences reach the bound as a long one does
@@ -76,7 +77,9 @@ def warm_up(
     def rows(count: int, heads: int) -> Tensor:
         return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
 
-    options: dict[str, float | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
+    options: dict[str, float | Tensor | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
+    if sink_logits:
+        options["sink_logits"] = torch.zeros(query_heads, device=device)
     needed = [0]
     for first, last in ((0, history), (history, history + 1)):
         x = rows(last - first, layout.heads)

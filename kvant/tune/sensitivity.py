@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvant.cache import PagedCache
-from kvant.calibrate.capture import causal, exact_attention
+from kvant.calibrate.capture import causal, exact_attention, softmax_with_sink_logits
 from kvant.eval.profile import packed_form
 from kvant.layout import Layout, StreamName
 from kvant.progress import Progress
@@ -57,6 +57,7 @@ class Taken:
     value: Tensor
     scale: float
     softcap: float | None
+    sink_logits: Tensor | None  # [query heads], of the model's own attention sinks
     tap: Tensor  # zeros [1, n, query heads, head_dim], added to the output
 
 
@@ -78,14 +79,15 @@ class Taps:
         mask: Tensor | None,
         scale: float,
         softcap: float | None,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         window = self.shape.layers[layer]
         if mask is not None and not bool((mask == causal(query.shape[2], window, query.device)).all()):
             raise ValueError("cannot tune this model: its attention mask is not causal")
-        out = exact_attention(query, key, value, scale, window, softcap).transpose(1, 2)
+        out = exact_attention(query, key, value, scale, window, softcap, sink_logits).transpose(1, 2)
         tap = torch.zeros_like(out).requires_grad_()
         q, k, v = (x.detach() for x in (query, key, value))
-        self.taken[layer] = Taken(q, k, v, scale, softcap, tap)
+        self.taken[layer] = Taken(q, k, v, scale, softcap, None if sink_logits is None else sink_logits.detach(), tap)
         return out + tap
 
 
@@ -97,13 +99,14 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a model whose layers are tapped."""
     taps, layer = Taps.current, getattr(module, "layer_idx", None)
     assert taps is not None and isinstance(layer, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return taps.attend(layer, query, key, value, attention_mask, scale, softcap), None
+    return taps.attend(layer, query, key, value, attention_mask, scale, softcap, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -232,7 +235,7 @@ def _errors(
     if sliding_window is not None:
         keep &= position > at[:, None] - sliding_window
     exact = _scores(q, key, taken)
-    p = _softmax(exact, keep, taken.softcap)
+    p = _softmax(exact, keep, taken)
     base = torch.einsum("hgqn,nhd->qhgd", p, value)
     packed = {w: (position >= w.sink) & (position < w.packed_end(at[:, None] + 1)) & keep for w in windows}
     out: dict[tuple[Window, Choice], float] = {}
@@ -243,7 +246,7 @@ def _errors(
                 if scores is None:  # O' - O = P (V' - V)
                     error = torch.einsum("hgqn,nhd->qhgd", p * mask, coded - value)
                 else:
-                    changed = _softmax(torch.where(mask, scores, exact), keep, taken.softcap)
+                    changed = _softmax(torch.where(mask, scores, exact), keep, taken)
                     error = torch.einsum("hgqn,nhd->qhgd", changed, value) - base
                 dot = torch.einsum("xqhgd,qhgd->xq", g, error)
                 out[window, choice] = 0.5 * float(dot.square().mean(0).sum())
@@ -255,10 +258,10 @@ def _scores(q: Tensor, keys: Tensor, taken: Taken) -> Tensor:
     return torch.einsum("qhgd,nhd->hgqn", q, keys) * taken.scale
 
 
-def _softmax(scores: Tensor, keep: Tensor, softcap: float | None) -> Tensor:
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~keep, float("-inf")).softmax(-1)
+def _softmax(scores: Tensor, keep: Tensor, taken: Taken) -> Tensor:
+    if taken.softcap is not None:
+        scores = taken.softcap * torch.tanh(scores / taken.softcap)
+    return softmax_with_sink_logits(scores.masked_fill(~keep, float("-inf")), taken.sink_logits)
 
 
 def _coded(

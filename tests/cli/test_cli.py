@@ -125,11 +125,11 @@ def test_doctor_answers_for_a_model_in_a_screen(capsys: pytest.CaptureFixture[st
     assert "yes model        qwen3-8b: 36 layers, 8 KV heads of 128, bfloat16" in out
     assert "4.5 GiB" in out  # of 32k tokens in 16 bits
     assert "implementation" not in out
-    config = transformers.GptOssConfig(num_hidden_layers=2)
-    config.save_pretrained(tmp_path / "sinks")
-    code, out, _ = run(capsys, "doctor", "--model", str(tmp_path / "sinks"))
+    config = transformers.MiMoV2FlashConfig(num_hidden_layers=2)
+    config.save_pretrained(tmp_path / "other")
+    code, out, _ = run(capsys, "doctor", "--model", str(tmp_path / "other"))
     assert code == 1
-    assert "no  model" in out and "learned sinks" in out
+    assert "no  model" in out and "other KV heads" in out
     code, out, _ = run(capsys, "doctor", "--model", "no/such/model", "--json")
     assert code == 1
     assert "expected a preset" in json.loads(out)["model"]["refused"]
@@ -301,10 +301,10 @@ def test_plan_counts_from_a_config_alone(capsys: pytest.CaptureFixture[str], tin
 
 
 def test_plan_refuses_what_serving_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    transformers.GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    transformers.MiMoV2FlashConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     code, out, err = run(capsys, "plan", "--model", str(tmp_path))
     assert (code, out) == (2, "")
-    assert "cannot serve gpt_oss: its attention has learned sinks" in err
+    assert "cannot serve mimo_v2_flash: its sliding layers have other KV heads" in err
     transformers.GPTJConfig().save_pretrained(tmp_path)
     code, out, err = run(capsys, "plan", "--model", str(tmp_path))
     assert (code, out) == (2, "")

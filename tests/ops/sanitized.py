@@ -139,8 +139,9 @@ def exercise(name: str, heads: int, dim: int, page: int, plant: str) -> None:
         for group, options in ((1, {}), (3, {"softcap": 5.0, "sliding_window": 9}), (5, {"sliding_window": 100})):
             q = torch.randn(3, heads * group, dim)
             seen = cache.batch(seqs)
-            MEMORY.short = {"query": q, "lengths": seen.seq_lens}.get(plant)
-            settings: dict[str, float] = {"scale": 0.1, **options}
+            sink_logits = torch.randn(heads * group) if group > 1 else None
+            MEMORY.short = {"query": q, "lengths": seen.seq_lens, "sink logits": sink_logits}.get(plant)
+            settings: dict[str, float | torch.Tensor | None] = {"scale": 0.1, "sink_logits": sink_logits, **options}
             expected = reference.decode(store, q.double(), seen, **settings)  # type: ignore[arg-type]
             assert relative_error(operations["decode"](store, q, seen, **settings), expected) < 2e-3, name
         MEMORY.clear()

@@ -42,7 +42,7 @@ from kvant.transforms.random_rotation import RandomRotation
 from tests.calibrate.synthetic import rope_of
 from tests.conftest import make_layout, relative_error
 from tests.fitted import made_up_tensors
-from tests.ops.scores import log_sum_exp
+from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -139,6 +139,23 @@ ROTATED_KEYS: list[tuple[str, int, int, dict[str, float]]] = [  # where decode r
     ("squat-pre:v.group=0,k.bits=3", 2, 128, {"sliding_window": 150}),
     ("squat-pre:k.group=16,k.flush=48,k.recent=7,v.recent=70,k.bits=8", 5, 32, {"first": 5}),
     ("squat-pre:v.bits=4", 1, 96, {}),
+]
+SINK_LOGITS: list[tuple[str, int, int, dict[str, float]]] = [  # of every way that outputs are finished
+    ("saw-int4", 4, 128, {}),
+    ("saw-int4-kv", 8, 64, {"sliding_window": 128}),
+    ("oscar:sink=3,recent=20", 5, 64, {"sliding_window": 150}),
+    ("kvant-2", 4, 64, {}),
+    ("kvant-2:rope_block=64,sink=5", 8, 128, {"sliding_window": 100}),
+    ("kvant-2:rope=post", 3, 64, {}),
+    ("kvant-2:rope=post", 4, 128, {"softcap": 5.0}),
+    ("kvant-4-fast", 9, 64, {}),
+    ("int4:group=32", 4, 64, {"softcap": 5.0}),
+    ("saw-int4-kmeans-rot:centroids=40,sink=3,recent=20", 4, 64, {}),
+    ("kivi-k2v2", 4, 64, {}),
+    ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"sliding_window": 150}),
+    ("squat-pre:sink=3", 4, 64, {}),
+    ("vecinfer-2", 4, 64, {}),
+    ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {}),
 ]
 ROTATED_BEFORE = (("QUERY_TRANSFORM", 2),)  # by a kernel before decode
 ROTATED_BY_DECODE = (("QUERY_TRANSFORM", 4),)  # at any batch
@@ -246,6 +263,38 @@ def check_decode(
     assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < limit  # type: ignore[arg-type]
     expected = log_sum_exp(store, q, batch, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
+@pytest.mark.parametrize("low_batch", [False, True])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), SINK_LOGITS)
+def test_sink_logits(
+    name: str,
+    group: int,
+    dim: int,
+    options: dict[str, float],
+    low_batch: bool,
+    dtype: str,
+    limit: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against a float64 softmax with one more logit: sequences of all lengths, one that many CTAs share, and many."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if low_batch else 0)
+    for lengths in (LENGTHS, [20000, 3], list(range(1, 400, 9))):
+        cache, seqs = filled(name, 2, group, dim, dtype, lengths)
+        batch, store = cache.batch(seqs), cache.stores[0]
+        q = torch.randn(len(seqs), 2 * group, dim, device="cuda").to(getattr(torch, dtype))
+        sinks, settings = some_sinks(2 * group, "cuda"), {"scale": dim**-0.5, **options}
+        with attention.poisoned():
+            found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)  # type: ignore[arg-type]
+        expected, sums = with_sinks(store, q, batch, sinks, **settings)  # type: ignore[arg-type]
+        assert relative_error(found, expected) < limit
+        assert max(head_errors(found, expected)) < max(
+            2e-3, 2 * limit
+        )  # with little of the softmax left: the error of logits
+        torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
 
 @gpu
@@ -663,13 +712,20 @@ def test_prefill_over_a_history(name: str, dtype: str, room: int, monkeypatch: p
     q = torch.randn(sum(counts), 8, 128, device="cuda").to(getattr(torch, dtype))
     batch = cache.extend([*seqs, cache.new()], counts)
     host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
-    for softcap, window in ((None, None), (3.0, None), (None, 200)):
-        options = {"scale": 128**-0.5, "softcap": softcap, "sliding_window": window}
+    sinks = some_sinks(8, "cuda")
+    for softcap, window, own in (
+        (None, None, None),
+        (3.0, None, None),
+        (None, 200, None),
+        (None, None, sinks),
+        (None, 200, sinks),
+    ):
+        options = {"scale": 128**-0.5, "softcap": softcap, "sliding_window": window, "sink_logits": own}
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         for given in (batch, host):
             with attention.poisoned():
                 found = cuda_prefill.prefill(store, q, k, v, given, **options)  # type: ignore[arg-type]
-            assert relative_error(found, expected) < 2e-3, (softcap, window)
+            assert relative_error(found, expected) < 2e-3, (softcap, window, own is not None)
 
 
 @pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")

@@ -38,7 +38,7 @@ from kvant.ops.cuda.decode_matrices import DecodeTransforms
 from kvant.ops.cuda.key_planes import key_planes
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
-from tests.ops.scores import log_sum_exp
+from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
@@ -448,6 +448,62 @@ def check(cache: PagedCache, seqs: list[Sequence], group: int, dim: int, setting
     assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
     expected = log_sum_exp(store, q, batch, **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("blocks", [6, 60])  # so that a CTA has whole (sequence, head)s, or CTAs share them
+@pytest.mark.parametrize("low_batch", [False, True])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.SINK_LOGITS)
+def test_sink_logits(
+    name: str,
+    group: int,
+    dim: int,
+    options: dict[str, float],
+    low_batch: bool,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sink counts once, however many warps and CTAs share a sequence."""
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 700])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q, sinks = torch.randn(3, 2 * group, dim), some_sinks(2 * group)
+    settings: dict[str, Any] = {"scale": dim**-0.5, **options}
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)
+    expected, sums = with_sinks(store, q, batch, sinks, **settings)
+    assert relative_error(found, expected) < 5e-4
+    assert (
+        max(head_errors(found, expected)) < 2e-3
+    )  # where tokens have little of the softmax, it shows the error of logits
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("blocks", [6, 60])
+@pytest.mark.parametrize("after", [False, True])  # a kernel after decode transforms the outputs, or decode does
+@pytest.mark.parametrize("name", ["oscar:per_head=true", "oscar:sink=3,recent=20"])
+def test_the_mean_of_values_reaches_as_far_as_their_probabilities(
+    name: str, after: bool, blocks: int, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    cache, seqs = filled(name, 2, 5, 64, [1, 63, 900])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    transforms = store.derive(DecodeTransforms)
+    assert transforms.inverse.tensor is not None
+    offset = torch.randn(len(transforms.inverse.tensor), 64)
+    store.derived[DecodeTransforms] = dataclasses.replace(
+        transforms, inverse=dataclasses.replace(transforms.inverse, offset=offset)
+    )
+    q, sinks = torch.randn(3, 10, 64).half(), some_sinks(10)
+    tuned = (("OUTPUT_TRANSFORM", 2),) if after else ()
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(store, q, batch, scale=0.125, sink_logits=sinks, tuned=tuned)
+    expected, sums = with_sinks(store, q, batch, sinks, scale=0.125)
+    share = 1 - (sinks.double() - sums).exp()
+    expected += share[..., None] * offset.double().expand(2, 64).repeat_interleave(5, 0)
+    assert max(head_errors(found, expected)) < 1e-3
 
 
 def check_append(
@@ -963,8 +1019,14 @@ def test_prefill(name: str, dim: int, first: int, room: int, monkeypatch: pytest
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 4, dim).bfloat16()
     batch = cache.extend(seqs, counts)
-    for softcap, window in ((None, None), (3.0, None), (None, 200)):
-        options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": window}
+    for softcap, window, sinks in (
+        (None, None, None),
+        (3.0, None, None),
+        (None, 200, None),
+        (None, None, some_sinks(4)),
+        (None, 200, some_sinks(4)),
+    ):
+        options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": window, "sink_logits": sinks}
         with attention.poisoned():
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
@@ -1026,6 +1088,9 @@ def test_prefill_where_the_kernel_cannot_rotate_keys(name: str) -> None:
     expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=0.1)
     host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
     assert relative_error(cuda_prefill.prefill(store, q, k, v, host, scale=0.1), expected) < 1e-4
+    options = {"scale": 0.1, "sink_logits": some_sinks(4)}
+    expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+    assert relative_error(cuda_prefill.prefill(store, q, k, v, host, **options), expected) < 1e-4  # type: ignore[arg-type]
 
 
 def same_pages(one: PagedCache, two: PagedCache) -> None:

@@ -13,7 +13,7 @@ from kvant.ops import choose, explain, reference
 from kvant.ops.cuda import full, nvrtc
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
-from tests.ops.scores import log_sum_exp
+from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
 from tests.ops.test_cuda_emulated import Stream
 
 gpu, needs_gpu = test_cuda.gpu, test_cuda.needs_gpu
@@ -110,6 +110,42 @@ def test_bulk_copies_wait_for_loads(group: int, dim: int, dtype: str, monkeypatc
 def test_soft_cap_and_sliding_window(options: dict[str, float]) -> None:
     for dtype, limit in KINDS:
         check(*filled(4, 64, dtype, [1, 64, 130, 333]), 4, limit, **options)  # type: ignore[arg-type]
+
+
+def check_sinks(cache: PagedCache, seqs: list[Sequence], group: int, limit: float, **options: float) -> None:
+    """Against a float64 softmax with one more logit."""
+    store, batch, layout = cache.stores[0], cache.batch(seqs), cache.layout
+    device, query_heads = store.pages.device, layout.heads * group
+    q = torch.randn(len(seqs), query_heads, layout.head_dim).to(device, getattr(torch, layout.dtype))
+    sinks, settings = some_sinks(query_heads, device), {"scale": layout.head_dim**-0.5, **options}
+    with attention.poisoned():
+        found, lse = full.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)  # type: ignore[arg-type]
+    expected, sums = with_sinks(store, q, batch, sinks, **settings)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < limit
+    assert max(head_errors(found, expected)) < 2 * limit
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-4, atol=5e-4)
+
+
+@pytest.mark.few(2)
+@needs_compiler
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("blocks", [6, 60])  # so that a CTA has whole (sequence, head)s, or CTAs share them
+@pytest.mark.parametrize("options", [{}, *OPTIONS])
+def test_sink_logits(options: dict[str, float], blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    for dtype, limit in KINDS:
+        check_sinks(*filled(8, 64, dtype, [1, 64, 700]), 8, limit, **options)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("dtype", "limit"), KINDS)
+@pytest.mark.parametrize("options", [{}, *OPTIONS])
+@pytest.mark.parametrize(("group", "dim"), [(8, 64), (4, 128), (1, 256)])
+def test_sink_logits_on_a_gpu(group: int, dim: int, options: dict[str, float], dtype: str, limit: float) -> None:
+    for lengths in ([1, 63, 700], [20000, 3], list(range(1, 400, 9))):
+        cache, seqs = test_cuda.filled("full", 2, group, dim, dtype, lengths)
+        check_sinks(cache, seqs, group, limit, **options)
 
 
 @pytest.mark.few(1)

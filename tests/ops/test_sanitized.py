@@ -75,7 +75,7 @@ def test_nothing_is_found(sanitized: tuple[Path, str]) -> None:
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:-1]] == library.kinds()
 
 
-@pytest.mark.parametrize("plant", ["key", "value", "query", "lengths", "misaligned"])
+@pytest.mark.parametrize("plant", ["key", "value", "query", "lengths", "sink logits", "misaligned"])
 def test_a_planted_fault_is_found(sanitized: tuple[Path, str], plant: str) -> None:
     done = run(sanitized, plant)
     assert done.returncode == 86, done.stdout + done.stderr[-8000:]

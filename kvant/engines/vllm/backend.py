@@ -66,6 +66,10 @@ class KvantBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True  # the model's own: a logit per query head in the softmax's denominator
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
 
@@ -134,6 +138,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
         **rest: Any,
     ) -> None:
         odd = {
@@ -150,6 +155,10 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ValueError(f"sinks must be [{num_heads} query heads], got {list(sinks.shape)}")
+        self.sinks = sinks  # the model's parameter, which is loaded later
+        self.sink_logits: Tensor | None = None  # float32 [num_heads], as operations take them
         self.config = get_current_vllm_config()
         self.layers: LayerGroup | None = None
         self.place = -1  # index of this layer in its `layers`
@@ -166,6 +175,12 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
                 'additional_config={"kvant": {..., "fold": false}} to load weights while it runs'
             )
         self.loaded = True
+        if self.sinks is not None:
+            if self.sink_logits is None:
+                self.sink_logits = torch.empty_like(self.sinks, dtype=torch.float32, requires_grad=False)
+            self.sink_logits.copy_(
+                self.sinks.detach()
+            )  # a graph reads this address, also after weights are loaded anew
         if self.layers is None:
             bind_layers(self.config)
         assert self.layers is not None
@@ -202,7 +217,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         store = self._store(kv_cache)
         decode = layers.decode
         q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logits": self.sink_logits}
         for part in step.appends:
             layers.append(store, q, k, v, part)
         if step.match is not None and step.overlay is not None:
@@ -218,7 +233,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
         else:
             starts = step.prefill.query_start_loc
-            out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, self.scale, self.softcap, flash.varlen())
+            out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, **options, fused=flash.varlen())
         if n:
             out[:n] = decode(store, q[:n], step.decoding, **options)
         if step.last is not None:

@@ -196,7 +196,11 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
             softcap = attention[names[0]].impl.softcap
             queries = decode_queries(drafts)
-            group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, queries=queries)
+            kinds = {attention[name].impl.sinks is not None for name in names}  # kernels with sink logits are others
+            group.workspace = max(
+                warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, queries=queries, sink_logits=each)
+                for each in kinds
+            )
             if group.ring and not group.groupwise:  # prefills with a history first append without overlays
                 warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
             seconds = time.perf_counter() - begin

@@ -36,8 +36,18 @@ def varlen() -> VarlenAttention | None:
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
+    if sink_logits is not None:  # FlashAttention 2 has none: its outputs are corrected by their log-sum-exps
+        bounds = flash.Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        return flash.with_sink_logits(*_attend_with_lse(q, k, v, bounds, scale, True, softcap), sink_logits)
     return _varlen()(  # type: ignore[no-any-return]
         q=q,
         k=k,
@@ -76,4 +86,4 @@ def _attend_with_lse(
         return_softmax_lse=True,
         fa_version=_version(),
     )
-    return out, flash.by_row(lse, len(q))
+    return out, flash.by_row(lse, bounds, len(q))

@@ -13,7 +13,15 @@ from kvant.ops.cpu.plan import stream_of
 from kvant.ops.cpu.structures import DTYPES, TYPES
 from kvant.ops.fused import blocks_of, matrix_of, mean_logit_vector, rope_table
 from kvant.ops.registry import register_decode
-from kvant.ops.types import Derived, LayerStore, PagedBatch, check_queries, one_query_each, queries_per_sequence
+from kvant.ops.types import (
+    Derived,
+    LayerStore,
+    PagedBatch,
+    check_queries,
+    check_sink_logits,
+    one_query_each,
+    queries_per_sequence,
+)
 
 Tensor = torch.Tensor
 SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
@@ -95,11 +103,14 @@ def decode_with_lse(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference's `decode`; also returns the log-sum-exp of every query's scores, float32 [sequences, query heads]."""
+    """As the reference's `decode`; also returns the log-sum-exp of every query's scores and its sink logit, float32
+    [sequences, query heads]."""
     layout, made = store.layout, store.derive(CpuDecode)
     check_queries(query, layout, TYPES)
     batch = one_query_each(batch, queries_per_sequence(query, batch, layout))
+    sink_logits = check_sink_logits(sink_logits, query)
     sequences, query_heads, dim = query.shape
     query = query.contiguous()
     out, lse = torch.empty_like(query), torch.empty(sequences, query_heads, dtype=torch.float32)
@@ -131,6 +142,7 @@ def decode_with_lse(
         query.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
+        0 if sink_logits is None else sink_logits.data_ptr(),
         *made.memory.of(store),
         cosine,
         sine,
@@ -142,7 +154,7 @@ def decode_with_lse(
         DTYPES[query.dtype],
         splits,
         sliding_window or 0,
-        made.has_mean_logit and (bool(made.block) or softcap is not None),
+        made.has_mean_logit and (bool(made.block) or softcap is not None or sink_logits is not None),
         scale,
         softcap or 0.0,
     )

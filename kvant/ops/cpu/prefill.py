@@ -39,9 +39,10 @@ def prefill(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """As the reference's `prefill`."""
-    return by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, unpack)
+    return by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, unpack, sink_logits)
 
 
 def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last: int) -> Tensor:

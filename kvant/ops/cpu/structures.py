@@ -68,7 +68,7 @@ class Decode(ctypes.Structure):
         *_all(
             c_int32, "dual_heads inverse_heads offset_heads rope_half rope_block rope_first split_tokens longest_split"
         ),
-        *_all(c_void_p, "batch query out lse pages"),
+        *_all(c_void_p, "batch query out lse sink_logits pages"),
         ("overlay", c_void_p * 2),
         *_all(c_void_p, "cosine sine operands tables partial"),
         ("operand_stride", c_int64),
@@ -77,7 +77,7 @@ class Decode(ctypes.Structure):
     ]
 
 
-DECODED = struct.Struct("@12Pq5i2f")  # the fields of Decode from `batch` on
+DECODED = struct.Struct("@13Pq5i2f")  # the fields of Decode from `batch` on
 
 
 class FusedTransform(ctypes.Structure):

@@ -182,6 +182,7 @@ CONSTANTS: dict[str, Constant] = {
         OVERLAY_UNITS="units of work that OVERLAY_TILES tiles count; a page counts one",
         MIXED_PAGE_UNITS="units of work of a page some of whose tokens are in the overlay",
         SOFTCAP="1 where logits have a soft cap",
+        SINK_LOGITS="1 where every query head has a logit in the softmax's denominator alone",
         ELEMENT_TYPE="ElementType of keys and values that are stored as they come",
         TILE_BYTES="bytes of the keys, or of the values, of 16 tokens of a head that are stored as they come",
         VALUE_OFFSET="byte of the values in a page of a head, where they are stored as they come",

@@ -24,7 +24,14 @@ from kvant.ops.cuda.plan import LOW_BATCH, Plan, shared_memory
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
 from kvant.ops.registry import register_decode
-from kvant.ops.types import LayerStore, PagedBatch, check_queries, one_query_each, queries_per_sequence
+from kvant.ops.types import (
+    LayerStore,
+    PagedBatch,
+    check_queries,
+    check_sink_logits,
+    one_query_each,
+    queries_per_sequence,
+)
 
 Tensor = torch.Tensor
 OUTPUT_ROWS = 4  # rows of a CTA of kvant_transform_outputs
@@ -64,12 +71,23 @@ def _transform_outputs(
     offset: Tensor | None,
     dtype: torch.dtype,
     early: bool,
+    lse: Tensor,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     heads, rows = len(matrix), x.shape[1] // len(matrix)
     arguments = TransformOutputsArguments.fill(
-        rows=x, out=out, matrix=matrix, offset=offset, batch=len(x), heads=heads, head_rows=rows
+        rows=x,
+        out=out,
+        matrix=matrix,
+        offset=offset,
+        lse=lse,
+        sink_logits=sink_logits,
+        batch=len(x),
+        heads=heads,
+        head_rows=rows,
+        sink_rows=0 if sink_logits is None else len(sink_logits),
     )
     kernel = _transform_kernel(plan, "kvant_transform_outputs", x.device)
     blocks = max(1, min(-(-len(x) * rows // OUTPUT_ROWS), kernel.blocks // heads))
@@ -85,29 +103,31 @@ def decode_with_lse(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
+    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores and its sink logit, float32
     [sequences, query heads].
 
     Several queries of a sequence are rows of the same product: their query heads are those of a larger group, of which each sees
     tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
+    sink_logits = check_sink_logits(sink_logits, query)
     queries = queries_per_sequence(query, batch, layout)
-    if queries > 1:
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tuned": tuned}
-        if any(stream.groupwise for stream in layout.recipe.streams.values()):
-            return decode_with_lse(store, query, one_query_each(batch, queries), **options)
-        shape = len(query) // queries, layout.heads, queries, -1
-        rows = query.unflatten(1, (layout.heads, -1)).unflatten(0, (-1, queries)).transpose(1, 2)
-        out, lse = _decode_rows(store, rows.flatten(1, 3), batch, queries, **options)
-        return (
-            out.view(*shape, layout.head_dim).transpose(1, 2).reshape(query.shape),
-            lse.view(shape).transpose(1, 2).reshape(query.shape[:2]),
-        )
-    return _decode_rows(
-        store, query, batch, 1, scale=scale, softcap=softcap, sliding_window=sliding_window, tuned=tuned
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tuned": tuned}
+    if queries == 1:
+        return _decode_rows(store, query, batch, 1, sink_logits=sink_logits, **options)
+    if any(stream.groupwise for stream in layout.recipe.streams.values()):
+        return decode_with_lse(store, query, one_query_each(batch, queries), sink_logits=sink_logits, **options)
+    shape = len(query) // queries, layout.heads, queries, -1
+    rows = query.unflatten(1, (layout.heads, -1)).unflatten(0, (-1, queries)).transpose(1, 2)
+    if sink_logits is not None:  # the same of every query
+        sink_logits = sink_logits.view(layout.heads, 1, -1).expand(-1, queries, -1).flatten()
+    out, lse = _decode_rows(store, rows.flatten(1, 3), batch, queries, sink_logits=sink_logits, **options)
+    return (
+        out.view(*shape, layout.head_dim).transpose(1, 2).reshape(query.shape),
+        lse.view(shape).transpose(1, 2).reshape(query.shape[:2]),
     )
 
 
@@ -123,6 +143,7 @@ def _decode_rows(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    sink_logits: Tensor | None,
     tuned: tuple[tuple[str, int], ...],
 ) -> tuple[Tensor, Tensor]:
     """Decode of queries [sequences, heads * queries * query heads of a KV head and query, head_dim]."""
@@ -139,15 +160,20 @@ def _decode_rows(
         first = store.key.rope.first
         cosine, sine = rope_table(store, _blocks(layout, batch.block_table.shape[1], first))
         partial_rope = 2 * cosine.shape[1] != layout.head_dim
-    elif softcap is not None:
+    elif softcap is not None or sink_logits is not None:
         mean_logit = store.key.mean_logit(query.float().view(len(query), layout.heads, group, layout.head_dim))
         mean_logit = None if mean_logit is None else mean_logit.float().contiguous()
+    removed: Tensor | None = None  # scale * q . mu, where scores lack it
+    if sink_logits is not None:
+        sink_logits = sink_logits[None]
+        if mean_logit is not None and softcap is None:
+            removed, mean_logit = scale * mean_logit.view(query.shape[:2]), None
+            sink_logits = sink_logits - removed
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
-    plan = _plan(
-        layout, group, dtype, *ways, softcap is not None, query.device, tuned, low_batch, partial_rope, queries
-    )
-    return _decode(
+    capped, has_sinks = softcap is not None, sink_logits is not None
+    plan = _plan(layout, group, dtype, *ways, capped, query.device, tuned, low_batch, partial_rope, queries, has_sinks)
+    out, lse = _decode(
         query.contiguous(),
         store.pages,
         batch.block_table,
@@ -166,6 +192,7 @@ def _decode_rows(
         transforms.fused_inverse,
         transforms.value_mean,
         mean_logit,
+        sink_logits,
         books.key,
         books.value,
         cosine,
@@ -178,6 +205,7 @@ def _decode_rows(
         sliding_window or 0,
         early,
     )
+    return out, lse if removed is None else lse + removed
 
 
 def _blocks(layout: Layout, pages: int, first: int) -> int:
@@ -198,10 +226,13 @@ def _plan(
     low_batch: bool,
     partial_rope: bool,
     queries: int,
+    sink_logits: bool,
 ) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
     shared = shared_memory(device)
-    made = Plan(layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, queries)
+    made = Plan(
+        layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, queries, sink_logits
+    )
     return _PLANS.number(made)
 
 
@@ -225,6 +256,7 @@ def _decode(
     fused_inverse: Tensor | None,
     value_mean: Tensor | None,
     mean_logit: Tensor | None,
+    sink_logits: Tensor | None,
     key_codebooks: Tensor | None,
     value_codebooks: Tensor | None,
     cosine: Tensor | None,
@@ -287,6 +319,7 @@ def _decode(
         output_signs=None if made.inverse[0] == MATRIX else inverse,
         value_mean=value_mean,
         mean_logit=mean_logit,
+        sink_logits=sink_logits,
         query_matrix=fused_dual if own_matrix else None,
         cosine=cosine if made.rotated_queries or made.rotated_keys else None,
         sine=sine if made.rotated_queries or made.rotated_keys else None,
@@ -308,11 +341,12 @@ def _decode(
         first_position=first,
         matrix_heads=_query_matrices(fused_dual, made) if own_matrix else 0,
         output_matrix_heads=_matrices(fused_inverse, made) if made.fused_outputs else 0,
+        sink_rows=0 if sink_logits is None else len(sink_logits),
     )
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:
         assert inverse is not None
-        out = _transform_outputs(made, out, inverse, inverse_offset, dtype, early)
+        out = _transform_outputs(made, out, inverse, inverse_offset, dtype, early, lse, sink_logits)
     return out, lse
 
 

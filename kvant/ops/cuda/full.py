@@ -10,13 +10,20 @@ import torch
 
 from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.arguments import Arguments, float32, int32, pointer
+from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
 from kvant.ops.cuda.plan import heads_at_once, shared_memory
 from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
 from kvant.ops.registry import register_decode
-from kvant.ops.types import LayerStore, PagedBatch, check_queries, one_query_each, queries_per_sequence
+from kvant.ops.types import (
+    LayerStore,
+    PagedBatch,
+    check_queries,
+    check_sink_logits,
+    one_query_each,
+    queries_per_sequence,
+)
 
 Tensor = torch.Tensor
 WARPS, ALONE_WARPS = 4, 6  # of a CTA, and of one that has a multiprocessor for itself
@@ -32,6 +39,7 @@ DecodeFullArguments = Arguments(
     pages=pointer("const u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
     block_table=pointer("const s64", "[batch, block_table_width]: page numbers"),
     seq_lens=pointer("const s64", "[batch]: tokens of a sequence"),
+    sink_logits=optional("const float", "[KV_HEADS * GROUP]: logits in the softmax's denominator alone"),
     partial=pointer("float", "[parts, 2, PARTIAL]: partial results"),
     arrivals=pointer("int", "[batch, head tiles]: counters, zero before and after"),
     scale=float32("of logits, times log2(e); 2 log2(e) / cap times with a soft cap"),
@@ -79,6 +87,7 @@ class FullPlan:
     bulk: bool  # whether the GPU copies in bulk (sm_90 on)
     shared: tuple[int, int]  # as `shared_memory`
     tuned: tuple[tuple[str, int], ...] = ()  # constants to override, for measuring
+    sink_logits: bool = False
 
     @property
     def dtype(self) -> str:
@@ -132,6 +141,7 @@ class FullPlan:
             "TILE_HEADS": self.tile_heads,
             "QUERY_TILES": -(-self.group // self.tile_heads),
             "SOFTCAP": int(self.softcap),
+            "SINK_LOGITS": int(self.sink_logits),
             "STAGES": self.stages,
             "WARPS": self.warps,
             "WARP_BYTES": self.warp_bytes,
@@ -162,19 +172,23 @@ def decode_with_lse(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores, float32
+    """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores and its sink logit, float32
     [sequences, query heads]. Queries are of the pages' type."""
     layout = store.layout
     check_queries(query, layout, [layout.sections[0].dtype])
     batch = one_query_each(batch, queries_per_sequence(query, batch, layout))
-    plan = _plan(layout, query.shape[1] // layout.heads, softcap is not None, query.device, tuned)
+    sink_logits = check_sink_logits(sink_logits, query)
+    group = query.shape[1] // layout.heads
+    plan = _plan(layout, group, softcap is not None, query.device, tuned, sink_logits is not None)
     return _decode(
         query.contiguous(),
         store.pages,
         batch.block_table,
         batch.seq_lens,
+        sink_logits,
         plan,
         scale,
         softcap or 0.0,
@@ -186,9 +200,16 @@ decode = register_decode("cuda-full", refuse, rank=9, capturable=True)(decode_wi
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(layout: Layout, group: int, softcap: bool, device: torch.device, tuned: tuple[tuple[str, int], ...]) -> int:
+def _plan(
+    layout: Layout,
+    group: int,
+    softcap: bool,
+    device: torch.device,
+    tuned: tuple[tuple[str, int], ...],
+    sink_logits: bool,
+) -> int:
     bulk = torch.cuda.get_device_capability(device) >= (9, 0)
-    return _PLANS.number(FullPlan(layout, group, softcap, bulk, shared_memory(device), tuned))
+    return _PLANS.number(FullPlan(layout, group, softcap, bulk, shared_memory(device), tuned, sink_logits))
 
 
 @torch.library.custom_op("kvant::decode_full", mutates_args=())
@@ -197,6 +218,7 @@ def _decode(
     pages: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    sink_logits: Tensor | None,
     plan: int,
     scale: float,
     softcap: float,
@@ -219,6 +241,7 @@ def _decode(
         pages=pages,
         block_table=block_table,
         seq_lens=seq_lens,
+        sink_logits=sink_logits,
         partial=partial,
         arrivals=arrivals,
         scale=2.0 * log2e * scale / softcap if softcap else scale * log2e,

@@ -127,6 +127,7 @@ class Plan:
     )
     partial_rope: bool = False  # whether RoPE rotates some of the channels only
     queries: int = 1  # of a sequence; each has group / queries query heads a KV head
+    sink_logits: bool = False
 
     @property
     def tile_heads(self) -> int:
@@ -335,6 +336,7 @@ class Plan:
             "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too
             "MIXED_PAGE_UNITS": 4 if channelwise else 1,
             "SOFTCAP": int(self.softcap),
+            "SINK_LOGITS": int(self.sink_logits),
             "STAGES": self.stages,
             "WARP_BYTES": self.warp_bytes,
             "MIN_CTAS": self._blocks(self.warps),

@@ -16,7 +16,7 @@ import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
-from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans
+from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans, sink_share
 from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.cuda.refusals import refuse_machine
 from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
@@ -91,19 +91,22 @@ def prefill(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """As the reference's `prefill`, by the `Way` that `way_of` gives. Where seq_lens and query_start_loc lie on the host, it does not
     wait for the device."""
     way = way_of(store.flash, query.dtype, batch.seq_lens, softcap, sliding_window, rotated_pairs(store, "key"))
     if way is Way.TORCH:
-        return blocked.by_blocks(store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack)
+        return blocked.by_blocks(
+            store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack, sink_logits
+        )
     if way is Way.MASKED:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, row: PagedBatch, history: int) -> Tensor:
-            return _masked(store, q, k, v, row, history, scale, softcap, sliding_window)
+            return _masked(store, q, k, v, row, history, scale, softcap, sliding_window, sink_logits)
 
         return prefill_each(query, key, value, batch, attend)
-    return _fused(store, query, {"key": key, "value": value}, batch, scale, softcap)
+    return _fused(store, query, {"key": key, "value": value}, batch, scale, softcap, sink_logits)
 
 
 # --- fused ------------------------------------------------------------------------------------------------------------
@@ -138,6 +141,7 @@ def _fused(
     batch: PagedBatch,
     scale: float,
     softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """All sequences by Way.FUSED."""
     fused, device = store.flash, query.device
@@ -148,7 +152,8 @@ def _fused(
             return torch.empty_like(query)
         own = flash.row_starts(tuple(starts), device)
         bounds = flash.Bounds(own, own, most, most)
-        return fused.run(query, new["key"], new["value"], bounds, scale, True, softcap)[0]
+        found, lse = fused.run(query, new["key"], new["value"], bounds, scale, True, softcap)
+        return flash.with_sink_logits(found, lse, sink_logits)
     dtype = fused.dtype or query.dtype
     out: Tensor | None = None
     for part in workspaces(spans):
@@ -158,9 +163,10 @@ def _fused(
             continue
         sequences, q = some_sequences(batch, part), query[rows].to(dtype)
         if len(here) == 1 and here[0].tokens > JOINED_TOKENS:
-            found = _long(store, q, new, sequences, here[0], dtype, scale, softcap)
+            attended = _long(store, q, new, sequences, here[0], dtype, scale, softcap)
         else:
-            found = _attend(store, q, new, sequences, here, dtype, scale, softcap, True).out
+            attended = _attend(store, q, new, sequences, here, dtype, scale, softcap, True)
+        found = flash.with_sink_logits(attended.out, attended.lse[..., 0], sink_logits)
         if rows.stop - rows.start == len(query):
             return found.to(query.dtype)
         out = torch.empty_like(query) if out is None else out
@@ -199,7 +205,7 @@ def _long(
     dtype: torch.dtype,
     scale: float,
     softcap: float | None,
-) -> Tensor:
+) -> Part:
     """One sequence that does not fit into the workspace: spans of its history, merged by their log-sum-exps. Where they fit, the
     new tokens are attended to with the last span."""
     spans = [(first, min(whole.last, first + JOINED_TOKENS)) for first in range(0, whole.last, JOINED_TOKENS)]
@@ -217,7 +223,7 @@ def _long(
         out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap)
         return Part(out, lse[..., None])
 
-    return over_spans(spans, attend, None if with_new else own).out
+    return over_spans(spans, attend, None if with_new else own)
 
 
 # --- masked -----------------------------------------------------------------------------------------------------------
@@ -233,6 +239,7 @@ def _masked(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """One sequence by Way.MASKED, in the model's space."""
     new, query_heads, dim = query.shape
@@ -252,5 +259,7 @@ def _masked(
         keys, values = (unpack(store, name, row, span, None, torch.float32) for name in STREAMS)
         return part(keys, values, history - first, False)
 
-    out = over_spans(spans, attend, lambda: part(k, v, 0, True)).out.permute(2, 0, 1, 3)
+    found = over_spans(spans, attend, lambda: part(k, v, 0, True))
+    out = found.out if sink_logits is None else found.out * sink_share(found.lse, sink_logits)
+    out = out.permute(2, 0, 1, 3)
     return out.reshape(new, query_heads, dim).to(query.dtype)

@@ -127,7 +127,7 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
     written = torch.full((blocks * size,), -1)
     append = functools.partial(_append, impl.layers.ops["append"].run)
     decode, prefill = (impl.layers.ops[op].run for op in ("decode", "prefill"))
-    options = {"scale": impl.scale, "softcap": impl.softcap}
+    options = {"scale": impl.scale, "softcap": impl.softcap, "sink_logits": impl.sink_logits}
     sink = layout.recipe.key.window.sink
     previous: dict[tuple[int, ...], int] = {}
     begun: set[int] = set()

@@ -73,7 +73,7 @@ def test_implementation() -> None:
     ]
     made += ["logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"]
     assert parameters(AttentionImpl.__init__) == made
-    assert parameters(KvantImpl.__init__) == [*made, "rest"]
+    assert parameters(KvantImpl.__init__) == [*made, "sinks", "rest"]
     called = [
         "self",
         "layer",

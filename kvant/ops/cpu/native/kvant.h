@@ -67,6 +67,7 @@ typedef struct {
   const void *query; /* [sequences, heads * group, dim] */
   void *out;         /* same shape as query */
   float *lse;        /* [sequences, heads * group] */
+  const float *sink_logits; /* [heads * group]: logits in the softmax's denominator alone; or NULL */
   uint8_t *pages;    /* [pages, heads, page_head_bytes] */
   void *overlay[2];  /* of keys and values */
   const float *cosine, *sine; /* [RoPE blocks, rope_half] */

@@ -202,12 +202,13 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
 }
 
 /* Task: one (sequence, KV head). O = sum_i exp(m_i - m) O_i / sum_i exp(m_i - m) l_i over the splits i in order, with m_i = max S,
- * m = max_i m_i and l_i = sum P; then the inverse transform of the values, O A^-1 + mu. */
+ * m = max_i m_i and l_i = sum P; then the inverse transform of the values, O A^-1 + mu. A sink logit s multiplies the result by the
+ * share that tokens have of the softmax, exp(lse) / (exp(s) + exp(lse)): last, since mu belongs to weights that sum to one. */
 static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group, head = (int)(task % call->heads);
   for (int chunk = 0; chunk < group; chunk += CHUNK) {
     const int queries = group - chunk < CHUNK ? group - chunk : CHUNK;
-    float *out = scratch, *back = scratch + CHUNK * dim;
+    float *out = scratch, *back = scratch + CHUNK * dim, share[CHUNK];
     for (int g = 0; g < queries; g++) {
       const float *first = call->partial + (task * call->splits * group + chunk + g) * (dim + 2);
       float *sum = out + g * dim, top = -INFINITY, total = 0.0f;
@@ -222,7 +223,14 @@ static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
       }
       const float times = total > 0.0f ? 1.0f / total : 0.0f;
       for (int c = 0; c < dim; c++) sum[c] *= times;
-      if (call->lse) call->lse[task * group + chunk + g] = total > 0.0f ? top + logf(total) : -INFINITY;
+      float lse = total > 0.0f ? top + logf(total) : -INFINITY;
+      share[g] = 1.0f;
+      if (call->sink_logits) {
+        const float sink = call->sink_logits[(int64_t)head * group + chunk + g];
+        share[g] = total > 0.0f ? 1.0f / (1.0f + expf(sink - lse)) : 0.0f;
+        if (sink > -INFINITY) lse = fmaxf(lse, sink) + log1pf(expf(-fabsf(lse - sink)));
+      }
+      if (call->lse) call->lse[task * group + chunk + g] = lse;
     }
     if (call->inverse) {
       times_matrix(queries, out, call->inverse + (int64_t)(head % call->inverse_heads) * dim * dim, dim, dim, back, dim);
@@ -231,7 +239,7 @@ static void NAME(merge)(const Decode *call, int64_t task, float *scratch) {
     for (int g = 0; g < queries; g++)
       for (int c = 0; c < dim; c++) {
         const float offset = call->inverse_offset ? call->inverse_offset[(int64_t)(head % call->offset_heads) * dim + c] : 0.0f;
-        store_one(call->out, (task * group + chunk + g) * dim + c, call->type, out[g * dim + c] + offset);
+        store_one(call->out, (task * group + chunk + g) * dim + c, call->type, (out[g * dim + c] + offset) * share[g]);
       }
   }
 }

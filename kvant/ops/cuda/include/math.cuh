@@ -22,6 +22,16 @@ template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_
 template <int TYPE> DEV u32 to_fp16(u32 x) { return TYPE == 1 ? x : fp16_pair(bf16_low(x), bf16_high(x)); }
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// A logit s in the softmax's denominator alone, beside tokens whose sum of exponentials is l, relative to 2^m: l becomes 2^m l + 2^s, relative to the larger
+// of both powers. Returns what the tokens' outputs are multiplied by to be relative to it, too.
+DEV float add_sink_logit(float s, float& m, float& l) {
+  const float top = l > 0.f ? fmaxf(m, s) : s, by = l > 0.f ? exp2_(m - top) : 0.f;
+  l = l * by + (s > minus_infinity() ? exp2_(s - top) : 0.f);
+  m = top;
+  return by;
+}
 
 template <int TYPE> DEV float load_number(const void* p, s64 i) {
   if (TYPE == 2) return ((const float*)p)[i];

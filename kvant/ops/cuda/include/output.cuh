@@ -15,6 +15,7 @@ constexpr bool MERGED_FLAGS = Value::FLAG && !FUSED_OUTPUTS;  // the mean is add
 // The output of one query head, held by a warp: O = sum of P V and l = sum of P, both relative to 2^m.
 struct Output {
   float x[LANE_QUADS][4], m, l, flags;
+  float share = 1.f;  // of the tokens in the softmax, with a sink logit
 
   // Merges the outputs that the warps of the CTA left in shared memory: m = max m_i, l = sum 2^(m_i - m) l_i, O = sum 2^(m_i - m) O_i.
   DEV void gather(const MergeBuffers& sh, const float* outputs, int stride, int h, int lane) {
@@ -91,6 +92,15 @@ struct Output {
       }
     }
   }
+  // Adds the query head's sink logit to l. Called once all tokens are in it.
+  DEV void add_sink(const DecodeArguments& a, s64 query) {
+    if constexpr (Config::SINK_LOGITS) {
+      const float tokens = l, by = add_sink_logit(a.sink_logits[a.sink_rows > 1 ? query : query % (Config::KV_HEADS * Config::GROUP)] * LOG2_E, m, l);
+      share = by > 0.f ? __fdividef(tokens * by, l) : 0.f, flags *= by;
+#pragma unroll
+      for (int j = 0; j < LANE_QUADS; j++) x[j][0] *= by, x[j][1] *= by, x[j][2] *= by, x[j][3] *= by;
+    }
+  }
   // O / l, plus the mean of values where it had been subtracted (flags).
   template <bool FLAGS> DEV void normalise(const DecodeArguments& a, int head, int lane) {
     const float by = l > 0.f ? 1.f / l : 0.f;
@@ -125,6 +135,7 @@ struct Output {
   }
   // Applies the output transform (Hadamard) and writes O and its log-sum-exp.
   DEV void finish(const DecodeArguments& a, s64 query, int head, int lane) {
+    add_sink(a, query);
     normalise<MERGED_FLAGS>(a, head, lane);
     if constexpr (Config::OUTPUT_TRANSFORM == OutputTransform::HADAMARD) hadamard<Config::OUTPUT_HADAMARD>(x, lane);
 #pragma unroll
@@ -133,7 +144,7 @@ struct Output {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if (Config::OUTPUT_TRANSFORM == OutputTransform::HADAMARD && a.output_signs && e < D) x[j][i] *= a.output_signs[e + i];
-      if (FUSED_OUTPUTS && e < D) add_offset(a, head, e, x[j]);
+      if (FUSED_OUTPUTS && e < D) add_offset(a, head, e, x[j], share);
       if (e < D) store_four<Config::OUTPUT_TRANSFORM == OutputTransform::MATRIX ? 2 : Config::QUERY_TYPE>(a.out, query * D + e, x[j]);
     }
     finish_sum(a, query, lane);
@@ -141,11 +152,12 @@ struct Output {
   DEV void finish_sum(const DecodeArguments& a, s64 query, int lane) const {
     if (a.lse && lane == 0) a.lse[query] = l > 0.f ? (m + log2_(l)) * 0.69314718055994531f : minus_infinity();
   }
-  DEV static void add_offset(const DecodeArguments& a, int head, int e, float* y) {
+  // The mean of values, as far as the tokens' probabilities reach.
+  DEV static void add_offset(const DecodeArguments& a, int head, int e, float* y, float share) {
     float more[4] = {0.f, 0.f, 0.f, 0.f};
     if (a.output_offset) load_four<2>(more, a.output_offset, head % a.output_matrix_heads * D + e);
 #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] += more[i];
+    for (int i = 0; i < 4; i++) y[i] += Config::SINK_LOGITS ? more[i] * share : more[i];
   }
 };
 
@@ -215,6 +227,8 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
     Output out;
     out.gather(sh, outputs, STRIDE, h, lane);
     if constexpr (FUSED_OUTPUTS) {
+      if (whole) out.add_sink(a, rows.query + h);
+      if (Config::SINK_LOGITS && whole && lane == 0) outputs[h * OUTPUT_ROW + D + 1] = out.share;  // behind the power that split_fp16 leaves
       out.split_fp16(a, outputs + h * OUTPUT_ROW, rows.head, lane);
       if (whole) out.finish_sum(a, rows.query + h, lane);
       else out.store_sum(partial, h, lane);
@@ -227,7 +241,7 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
     if constexpr (ROTATED_QUERIES) await_copies();
     __syncthreads();
     multiply_outputs(outputs, matrix, matrix_scale(a.output_matrix, a.output_matrix_heads, matrix_head), rows.count, [&](int h, int e, float* y) {
-      if (whole) Output::add_offset(a, rows.head, e, y), store_four<Config::QUERY_TYPE>(a.out, (rows.query + h) * D + e, y);
+      if (whole) Output::add_offset(a, rows.head, e, y, Config::SINK_LOGITS ? outputs[h * OUTPUT_ROW + D + 1] : 1.f), store_four<Config::QUERY_TYPE>(a.out, (rows.query + h) * D + e, y);
       else store_four<2>(partial, h * D + e, y);
     });
     if (!whole) __syncthreads();

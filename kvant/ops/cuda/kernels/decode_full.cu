@@ -321,6 +321,9 @@ DEV void store_warp(Shared& sh, OnlineSoftmax& softmax, float* outputs, int warp
     }
 }
 
+// The sink logit of a query, by its number among all queries, to base 2.
+DEV float sink_logit(const DecodeFullArguments& a, s64 query) { return a.sink_logits[query % (KV_HEADS * Config::GROUP)] * LOG2_E; }
+
 // Merges the warps of the CTA and writes outputs and log-sum-exps: to their place where the CTA has the `whole` work tile, else to its partial
 // result `mine`.
 DEV void merge_warps(const DecodeFullArguments& a, Shared& sh, const float* outputs, bool whole, float* mine, s64 query, int count) {
@@ -336,7 +339,8 @@ DEV void merge_warps(const DecodeFullArguments& a, Shared& sh, const float* outp
       l += by * sh.l[i][h];
       sh.l[i][h] = by;  // the warp's weight
     }
-    sh.total[h] = l > 0.f ? 1.f / l : 0.f;
+    const float by = Config::SINK_LOGITS && whole ? add_sink_logit(sink_logit(a, query + h), m, l) : 1.f;
+    sh.total[h] = l > 0.f ? by / l : 0.f;
     const float top = l > 0.f ? m + log2_(l) : minus_infinity();
     if (whole) a.lse[query + h] = top * LN_2;
     else mine[TILE_HEADS * D + h] = top;
@@ -369,6 +373,7 @@ DEV void merge_parts(const DecodeFullArguments& a, Shared& sh, int first, int la
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) l += __shfl_xor_sync(FULL, l, o);
     if (lane == 0) {
+      if constexpr (Config::SINK_LOGITS) add_sink_logit(sink_logit(a, query + h), m, l);
       sh.top[h] = m + log2_(l);
       a.lse[query + h] = sh.top[h] * LN_2;
     }

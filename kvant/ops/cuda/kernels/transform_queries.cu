@@ -129,11 +129,21 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
 
 DEV s64 row_place(const TransformOutputsArguments& a, int row) { return (((s64)(row / a.head_rows) * a.heads + blockIdx.y) * a.head_rows + row % a.head_rows) * D; }
 
+// What the offset of a row is multiplied by: the tokens' share of the softmax, 1 - exp(s - lse), beside a sink logit s.
+DEV float token_share(const TransformOutputsArguments& a, int row) {
+  if constexpr (!Config::SINK_LOGITS) return 1.f;
+  const int heads = a.heads * a.head_rows, query = row_place(a, row) / D;
+  return a.lse[query] > minus_infinity() ? 1.f - exp2_((a.sink_logits[a.sink_rows > 1 ? query : query % heads] - a.lse[query]) * LOG2_E) : 0.f;
+}
+
 // O M + offset in float32, where decode does not transform outputs itself. Grid: (any, matrices). On the tensor cores, 16 rows a CTA, it took longer.
 extern "C" __global__ void __launch_bounds__(MATRIX_THREADS) kvant_transform_outputs(const TransformOutputsArguments a) {
   const auto begin = []() { launch_dependent_grids(), wait_prior_grid(); };  // outputs come from the kernel before
   times_matrix(
-      a.matrix + (s64)blockIdx.y * D * D, a.offset ? a.offset + blockIdx.y * D : nullptr, a.batch * a.head_rows, begin, [](int, int) {},
+      a.matrix + (s64)blockIdx.y * D * D, a.offset && !Config::SINK_LOGITS ? a.offset + blockIdx.y * D : nullptr, a.batch * a.head_rows, begin, [](int, int) {},
       [&](int row, int e) { return ((const float*)a.rows)[row_place(a, row) + e]; },
-      [&](int row, int e, float y) { store_number<Config::QUERY_TYPE>(a.out, row_place(a, row) + e, y); });
+      [&](int row, int e, float y) {
+        if (Config::SINK_LOGITS && a.offset) y = fmaf(token_share(a, row), a.offset[blockIdx.y * D + e], y);
+        store_number<Config::QUERY_TYPE>(a.out, row_place(a, row) + e, y);
+      });
 }
