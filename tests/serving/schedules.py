@@ -23,7 +23,7 @@ from kvant.layout import Layout
 from kvant.ops.reference import overlay_index
 from kvant.recipe import Recipe, Stream, Window
 from kvant.recipes import get
-from kvant.serving.overlay import OverlayRows, with_rollback
+from kvant.serving.overlay import Missed, OverlayRows, with_rollback
 
 PAGE = 64
 Number = Callable[[str, int, int], int]  # of tenant, token and position
@@ -218,21 +218,25 @@ def reads(
     number: Number = plain_number,
     late: bool = True,
     device: str = "cpu",
+    sink_rows: int = 0,
+    missed: list[Missed] | None = None,
 ) -> list[Read]:
-    """Runs the steps as the backend does: pages first, with the windows of decodes and of prompts that begin; then late sinks;
-    then attention; then the windows of chunks that continue a prompt."""
+    """Runs the steps as the backend does: pages first, with the windows of decodes and of prompts that begin, and the sinks of
+    chunks that continue a prompt; then late sinks; then attention; then the windows of those chunks. `missed` gets what could not
+    be kept."""
     recipe = with_rollback(windowed(sink, recent), schedule.drafts)
     layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
     shape = 1, rows + 1, max(1, sink + window.ring), 1, 2  # two numbers: a GPU copies rows of 16 bytes
     overlay = torch.full(shape, float("nan"), dtype=torch.float64, device=device)
-    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts)
+    store = torch.full((1, sink_rows, sink, 1, 2), float("nan"), dtype=torch.float64, device=device)
+    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts, {"key": store} if sink_rows else None)
     pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
     out: list[Read] = []
 
-    def write(part: Part, row: int, numbers: torch.Tensor) -> None:
+    def write(part: Part, row: int, numbers: torch.Tensor, sinks_only: bool = False) -> None:
         n = len(part.tokens)
         position = torch.arange(part.before, n)
-        kept = (position < sink) | (position >= n - window.ring)
+        kept = (position < sink) | ((position >= n - window.ring) & (not sinks_only))
         overlay[0, row, overlay_index(window, position[kept]).to(device), 0] = numbers[kept, None].to(device)
 
     def read(part: Part, b: int, length: int) -> None:
@@ -268,8 +272,7 @@ def reads(
         pages[slots] = torch.cat(fresh)
         continued = [part.before > 0 and len(part.tokens) - part.before > 1 for part in step]
         for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
-            if not last:
-                write(part, row, numbers)
+            write(part, row, numbers, sinks_only=last)
         windows.finish_sinks(0, found)
         for b, (part, last) in enumerate(zip(step, continued, strict=True)):
             if last:
@@ -279,4 +282,8 @@ def reads(
         for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
             if last:
                 write(part, row, numbers)
+    if missed is not None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        missed.append(windows.missed)
     return out

@@ -91,7 +91,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         if self.device.type == "cpu" or lens is None or self.layers.drafts:  # drafts make the bound inexact
             lens = m.seq_lens.cpu()
         own = self.layers
-        step.split(host, lens[step.decodes : m.num_reqs].long(), own.ring, own.groupwise, own.room)
+        sink = self.overlay.sink if self.overlay is not None and self.overlay.early else 0
+        step.split(host, lens[step.decodes : m.num_reqs].long(), own.ring, own.groupwise, own.room, sink)
 
     def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""
