@@ -92,6 +92,13 @@ class OverlayMatch(NamedTuple):
     target: Tensor  # [copies]: ... that these rows need; the row of padding where there is no copy
 
 
+class SavedSinks(NamedTuple):
+    """The sinks of a page in CPU memory."""
+
+    held: Tensor  # int64 [1]: how many they are
+    sinks: dict[StreamName, Tensor]  # [layers, sinks, heads, head_dim]
+
+
 class Missed(NamedTuple):
     """What a server could not keep, in numbers since it began."""
 
@@ -161,6 +168,10 @@ class OverlayRows:
         # on the host: 1 from the step on in which a sequence did not find the row with its tail
         self.lost = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.missing = torch.zeros(2, dtype=torch.int32, pin_memory=self.device.type == "cuda")  # on the host: `missed`
+        self.loads_dropped = torch.zeros(
+            1, dtype=torch.int32, device=self.device
+        )  # `missed.dropped` by restore_sinks ...
+        self.loads_missing = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")  # ... on the host
         # Whether the sinks of a step are in their rows before attention. Queries must not be learnt from twice, see Step.split.
         self.early = not layout.recipe.wants_queries
         self.kernel: overlay_step.Overlays | None = None
@@ -186,7 +197,8 @@ class OverlayRows:
     @property
     def missed(self) -> Missed:
         """Counts of an earlier step, or on a CPU of the last one."""
-        return Missed(*self.missing.tolist())
+        dropped, packed = self.missing.tolist()
+        return Missed(dropped + int(self.loads_missing), packed)
 
     def step(
         self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool = True
@@ -211,6 +223,67 @@ class OverlayRows:
         if count < len(source):
             source, target = source[:count], target[:count]
         return OverlayMatch(out.overlay_rows[:count], out.sinks[:count], out.ring_start[:count], source, target)
+
+    def forget(self, pages: list[int]) -> None:
+        """To be called when other bytes than those of a step are written to pages: what is recorded of them is void."""
+        at = torch.tensor(pages, device=self.device)
+        for state, value in ((self.writer, -1), (self.sink_row, -1), (self.kept, 0)):
+            state.index_fill_(0, at, value)
+
+    def save_sinks(self, page: int) -> SavedSinks | None:
+        """The sinks of a page that is complete, in CPU memory. On a GPU they arrive there later, before what the stream does next."""
+        if not self.sink:
+            return None
+        at = slice(page, page + 1)  # tensors of one number: a number would wait for the device
+        row, kept = self.sink_row[at].clamp_min(0), self.kept[at]
+        named = (self.sink_row[at] >= 0) & (self.first[row] == page)
+        held = torch.where(named, self.held[row], 0)
+        in_row = held >= kept
+        found = {}
+        for name, overlay in self.overlays.items():
+            sinks = overlay.index_select(1, row)[:, 0, : self.sink]
+            if self.sink_rows:
+                stored = self.sink_store[name].index_select(1, self.stored[at].clamp_min(0))[:, 0]
+                sinks = torch.where(in_row, sinks, stored)
+            found[name] = self._to_host(sinks)
+        return SavedSinks(self._to_host(torch.where(in_row, held, kept)), found)
+
+    def restore_sinks(self, page: int, saved: SavedSinks) -> None:
+        """Puts sinks of a page, whose bytes are loaded anew, into a sink row. Called after `forget`."""
+        if not self.sink_rows:
+            return
+        busy, owned = self._busy(self.held)
+        row = torch.where(busy, self.sink_used[: self.sink_rows], 0).argmin()[None]
+        old = torch.where(owned[row], self.owner[row], self.pages)
+        self.kept.index_fill_(0, old, 0)
+        at = torch.tensor([page], device=self.device)
+        held = saved.held.to(self.device, non_blocking=True)
+        for state, index, value in (
+            (self.owner, row, at),
+            (self.sink_used, row, torch.full_like(at, self.clock)),
+            (self.stored, at, row),
+            (self.kept, at, held),
+        ):
+            state.index_copy_(0, index, value)
+        for name, sinks in saved.sinks.items():
+            self.sink_store[name].index_copy_(1, row, sinks[:, None].to(self.device, non_blocking=True))
+        self.loads_dropped += busy[row]
+        self.loads_missing.copy_(self.loads_dropped, non_blocking=True)
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return x.clone()
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+    def _busy(self, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every sink row, bool [sink rows]: whether it is the only place where its page's sinks are, and whether they are in it.
+        `held`: sinks of overlay rows."""
+        owner = self.owner[: self.sink_rows]
+        row = self.sink_row[owner]
+        twice = (row >= 0) & (self.first[row] == owner) & (held[row] >= self.kept[owner])
+        mine = self.stored[owner] == torch.arange(self.sink_rows, device=self.device)
+        owned = (owner >= 0) & (self.kept[owner] > 0) & mine
+        return owned & ~twice, owned
 
     def reference_step(
         self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool
@@ -396,12 +469,7 @@ class OverlayRows:
         self.sink_used[torch.where(used >= 0, used, self.sink_rows)] = self.clock
         new = page[self.stored[page] < 0]
         if len(new):
-            owner = self.owner[: self.sink_rows]
-            row = self.sink_row[owner]
-            # a row of a sequence holds the same sinks
-            twice = (row >= 0) & (self.first[row] == owner) & (held[row] >= self.kept[owner])
-            owned = (owner >= 0) & (self.kept[owner] > 0) & (self.stored[owner] == torch.arange(self.sink_rows, device=self.device))
-            busy = owned & ~twice
+            busy, owned = self._busy(held)
             last = self.sink_used[: self.sink_rows]
             order = torch.where(busy, last, 0).argsort(stable=True)
             order = order[~(busy & (last == self.clock))[order]]  # not those of this step

@@ -4,9 +4,9 @@ Sequences with one new token come first and are decodes; the others are prefills
 follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, which overwrite the ring of
 recent tokens. And a server may let a sequence share a page that another one writes in this very step, so all pages are written
 before anything is read. Hence the order: first pages and overlays of decodes and of prefills without history, and the pages alone of
-the other prefills, with such sinks as are among their new tokens; then attention; then the overlays of those other prefills. Each append is given a range of consecutive tokens, so
-that as few tokens as possible are packed and not stored; or, where tokens are coded in groups and none of a sequence's can be left
-out, the tokens of some sequences.
+the other prefills, with such sinks as are among their new tokens; then attention; then the overlays of those other prefills. Each
+append is given a range of consecutive tokens, so that as few tokens as possible are packed and not stored; or, where tokens are coded
+in groups and none of a sequence's can be left out, the tokens of some sequences.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def part_of_some(batch: PagedBatch, host: Tensor, places: Tensor, most: Tensor |
     device = batch.slot_mapping.device
     counts = host.diff()[places]
     fewer = counts if most is None else torch.minimum(counts, most)
-    tokens = torch.cat([torch.arange(int(host[b]), int(host[b]) + n) for b, n in zip(places.tolist(), fewer.tolist(), strict=True)])
+    tokens = torch.cat(
+        [torch.arange(int(host[b]), int(host[b]) + n) for b, n in zip(places.tolist(), fewer.tolist(), strict=True)]
+    )
     tokens, starts = tokens.to(device), torch.nn.functional.pad(fewer.cumsum(0), (1, 0)).to(device)
     at = places.to(device)
     part = batch._replace(

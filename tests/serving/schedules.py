@@ -229,7 +229,9 @@ def reads(
     shape = 1, rows + 1, max(1, sink + window.ring), 1, 2  # two numbers: a GPU copies rows of 16 bytes
     overlay = torch.full(shape, float("nan"), dtype=torch.float64, device=device)
     store = torch.full((1, sink_rows, sink, 1, 2), float("nan"), dtype=torch.float64, device=device)
-    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts, {"key": store} if sink_rows else None)
+    windows = OverlayRows(
+        layout, schedule.blocks, {"key": overlay}, schedule.drafts, {"key": store} if sink_rows else None
+    )
     pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
     out: list[Read] = []
 

@@ -55,7 +55,9 @@ class Twins:
         shape = 2, rows + 1, sink + window.ring, 1, 8
         held = {name: torch.randn(shape).bfloat16().to(device) for name in ("key", "value")}
         self.layout, self.pages, self.rows, self.device = layout, pages, rows, device
-        sinks = {name: torch.randn(2, sink_rows, sink, 1, 8).bfloat16().to(device) for name in held} if sink_rows else {}
+        sinks = (
+            {name: torch.randn(2, sink_rows, sink, 1, 8).bfloat16().to(device) for name in held} if sink_rows else {}
+        )
 
         def twin() -> OverlayRows:
             copies = ({name: x.clone() for name, x in each.items()} for each in (held, sinks))
@@ -303,8 +305,9 @@ def test_padding_has_no_effect_and_what_a_larger_step_left_is_overwritten(
 
 @needs_compiler
 def test_what_attention_reads_through_the_kernel(emulator: pytest.MonkeyPatch) -> None:
-    found = reads(draw_schedule(3, 60, 2, 8, 15, skipped=0), 4, 24, rows=100)
-    assert found and all(read.right for read in found)
+    for rows, sink_rows in ((100, 0), (8, 60)):
+        found = reads(draw_schedule(3, 60, 2, 8, 20, skipped=0), 4, 24, rows, sink_rows=sink_rows)
+        assert found and all(read.right and read.sinks >= min(4, read.length) for read in found)
 
 
 @needs_compiler
@@ -315,7 +318,7 @@ def test_what_attention_reads_through_the_kernel(emulator: pytest.MonkeyPatch) -
         lambda: test_overlay.test_a_recycled_block_is_not_matched_in_the_step_that_writes_it(4, 0),
         test_overlay.test_as_many_drafts_as_recent_tokens,
         test_overlay.test_a_row_of_another_sequence_is_not_found_through_a_block_of_its_last_one,
-        test_overlay.test_sinks_that_are_written_after_attention_are_not_copied_before_it,
+        test_overlay.test_sinks_of_a_chunk_are_there_before_attention,
         test_overlay.test_a_rejected_draft_is_not_read_by_who_shares_its_block,
         test_overlay.test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts,
     ],

@@ -203,7 +203,10 @@ def _placed(name: str, x: Tensor | None, sink: int, sinks: Tensor | None = None)
         }
         assert x[0].is_contiguous() and not any(n % WORD for n in sizes.values()), (x.shape, x.stride(), x.dtype)
         found = {part: n // WORD for part, n in sizes.items()}
-        assert sinks is None or (sinks.is_contiguous() and sinks[0, 0].nbytes == sizes["sink_words"]), (sinks.shape, sink)
+        assert sinks is None or (sinks.is_contiguous() and sinks[0, 0].nbytes == sizes["sink_words"]), (
+            sinks.shape,
+            sink,
+        )
     return {name: x, f"{name}_sinks": sinks, **{f"{name}_{part}": n for part, n in found.items()}}
 
 

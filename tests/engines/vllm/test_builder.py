@@ -21,6 +21,7 @@ PAGE = 64
 def builder(recipe: str) -> Any:
     """One that has never seen vLLM's configuration."""
     from kvant.engines.vllm.builder import KvantBuilder
+    from kvant.engines.vllm.metrics import MissedSinks
 
     layout = Layout.of(get(recipe), 1, 16, PAGE, dtype="float32")
     overlays = {name: empty_overlay(layout, name, 2 * 9, "cpu").unflatten(0, (2, 9)) for name in layout.recipe.streams}
@@ -28,7 +29,10 @@ def builder(recipe: str) -> Any:
     has_overlay = any(overlay.shape[2] for overlay in overlays.values())
     made = object.__new__(KvantBuilder)
     made.device, made.graphs, made.overlay = torch.device("cpu"), False, None
-    made.layers = SimpleNamespace(layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring)
+    made.layers = SimpleNamespace(
+        layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring, sinks={}
+    )
+    made.missed = MissedSinks()
     made.layers.groupwise = any(stream.groupwise for stream in layout.recipe.streams.values())
     made.layers.room = 0
     made.attention = [SimpleNamespace(kv_cache=torch.empty(2000, 1))]
@@ -71,7 +75,7 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     before = [draw.randrange(1, 200) * unit for _ in range(decodes)]
     counts = [1] * decodes
     for _ in range(draw.randrange(1, 5)):  # prefills, some of them with a history
-        before.append(draw.choice([0, 0, draw.randrange(1, 200)]) * unit)
+        before.append(draw.choice([0, 0, 1, 2, draw.randrange(1, 200)]) * unit)
         counts.append(draw.randrange(2, 100))
     made, m = builder(recipe), described(before, counts)
     step = made.build(0, m)
@@ -79,6 +83,17 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     assert step.decodes == decodes and step.tokens == sum(counts) and step.history == any(older)
     sequence, position = step.batch.positions
     assert position.tolist() == [p for b, c in zip(before, counts, strict=True) for p in range(b, b + c)]
+    sink = made.layers.layout.recipe.key.window.sink
+    cut = [b for b, c in zip(before, counts, strict=True) if c > 1 and 0 < b < sink]
+    if cut and made.layers.ring:  # of prompts that were cut among their sinks, these are written before attention, too
+        early = step.appends.pop()
+        local, place = early.batch.positions
+        assert place.tolist() == [
+            p for b, n in zip(cut, early.batch.seq_lens.tolist(), strict=True) for p in range(b, n)
+        ]
+        assert torch.equal(place, position[early.tokens]) and bool((place < sink).all())
+        assert torch.equal(early.batch.slot_mapping, m.slot_mapping[early.tokens])
+        assert torch.equal(early.batch.overlay_rows[local], step.batch.overlay_rows[sequence[early.tokens]])
     late = step.last is not None
     assert late == (made.layers.ring and any(older))
     times = torch.zeros(step.tokens, dtype=torch.int64)
