@@ -1,4 +1,4 @@
-"""Prefix hit, eviction and hit again, with speculation, chunked prefill and preemption at once: whatever a scheduler does, a
+"""Prefix hit, eviction and hit again, with speculation, chunked prefill, preemption and offload to CPU memory at once: whatever a scheduler does, a
 sequence reads its own tokens, its sinks exactly, and its recent tokens from where its own steps began. There are as many sink rows
 as pages, and often only one overlay row for each sequence of a step.
 
@@ -33,7 +33,8 @@ class Case:
         draw = random.Random(seed)
         blocks, most = draw.choice((draw.randrange(6, 14), draw.randrange(8, 61))), draw.randrange(2, 9)
         sink, recent = draw.choice(((1, 0), (4, 2), (4, 24), (4, 64), (9, 17), (64, 16), (64, 100)))
-        schedule = draw_schedule(seed, blocks, draw.choice((1, 2, 3, 8)), most, skipped=0)
+        drafts, offload = draw.choice((1, 2, 3, 8)), draw.random() < 0.3
+        schedule = draw_schedule(seed, blocks, drafts, most, skipped=0, offload=offload)
         return Case(schedule, sink, recent, draw.choice((most, most, most + 2, MANY)))
 
 
@@ -54,6 +55,7 @@ def check(seed: int) -> dict[str, int]:
         "hit again": _hit_again(case.schedule),
         "taken back": _taken_back(case.schedule),
         "chunks": sum(read.part.before > 0 and len(read.part.tokens) > read.length for read in found),
+        "loaded": sum(each.loads for moves in case.schedule.moves for each in moves),
         "packed sinks without sink rows": sum(read.sinks < min(case.sink, read.length) for read in without),
     }
 

@@ -85,9 +85,9 @@ class Recorder:
         return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in layers]
 
     def window_bytes(self) -> int:
-        """Bytes of the overlays of all layers."""
+        """Bytes of the overlays and sink rows of all layers."""
         groups = {id(impl.layers): impl.layers for impl in self._impls().values()}
-        return sum(overlay.nbytes for group in groups.values() for overlay in group.overlays.values())
+        return sum(x.nbytes for group in groups.values() for x in (*group.overlays.values(), *group.sinks.values()))
 
     def _impls(self) -> dict[int, Any]:
         context = self.model_runner.vllm_config.compilation_config.static_forward_context

@@ -200,3 +200,27 @@ def test_calls_of_decode_in_graphs_share_their_counters(monkeypatch: pytest.Monk
     made.counters = torch.zeros(4, dtype=torch.int32)
     assert made.decode(2, scale=1.0) == 2
     assert seen == [0, 1] and not counters._SHARED
+
+
+@needs_vllm
+def test_sinks_that_are_missed_are_logged_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prometheus_client import REGISTRY
+
+    from kvant.engines.vllm import metrics
+    from kvant.serving.overlay import Missed
+
+    logged: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning_once", lambda text, *args: logged.append(text % args))
+    recipe = SimpleNamespace(recipe=get("kvant-2"))
+    overlay = SimpleNamespace(missed=Missed(0, 0), sink_rows=5, layout=recipe)
+    reported = metrics.MissedSinks()
+    names = {field: f"kvant_sinks_{field}_total" for field in Missed._fields}
+    before = {field: REGISTRY.get_sample_value(name) for field, name in names.items()}
+    for missed in (Missed(0, 0), Missed(2, 0), Missed(3, 1), Missed(3, 1), Missed(3, 4)):
+        overlay.missed = missed
+        reported.report(overlay)
+    assert len(logged) == 2 and "run out of the 5 sink rows of recipe kvant-2" in logged[0] and "packed" in logged[1]
+    assert {field: REGISTRY.get_sample_value(name) - before[field] for field, name in names.items()} == {
+        "dropped": 3,
+        "packed": 4,
+    }
