@@ -296,8 +296,8 @@ def reads(
         if saved is not None:
             windows.restore_sinks(block, saved)
 
-    for number, step in enumerate(schedule.steps):
-        for each in schedule.moves[number] if schedule.moves else []:
+    for at, step in enumerate(schedule.steps):
+        for each in schedule.moves[at] if schedule.moves else []:
             move(*each)
         width = max(len(part.table) for part in step)
         table = torch.tensor([[*part.table, *[0] * (width - len(part.table))] for part in step])

@@ -48,7 +48,7 @@ def check(seed: int) -> dict[str, int]:
         assert read.sinks >= min(case.sink, read.length), f"{where} has {read.sinks} sinks"
         assert case.rows < MANY or read.since <= read.part.hit, f"{where} lost recent tokens"
     assert missed == [Missed(0, 0)], f"schedule {seed}: {missed}"
-    without = reads(case.schedule, case.sink, case.recent, case.rows) if seed % 4 == 0 else []
+    without = reads(case.schedule, case.sink, case.recent, case.rows) if seed % 2 == 0 else []
     return {
         "reads": len(found),
         "behind a prefix": sum(read.part.hit > 0 for read in found),
@@ -97,20 +97,25 @@ def test_nothing_differs(first: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", GROUPED)
-@pytest.mark.parametrize("seed", range(4))
-def test_sinks_beside_groups_of_tokens(seed: int, recipe: str) -> None:
+def test_sinks_beside_groups_of_tokens(recipe: str) -> None:
     """The recipe codes keys in groups; there is a row for each sequence, and none to spare."""
-    schedule = draw_schedule(seed, 40, 3, 6, skipped=0)
-    assert not Simulation(schedule, recipe, rows=6, sink_rows=40).short
-    assert Simulation(schedule, recipe, rows=6).short  # sink rows were needed
+    without = 0
+    for seed in range(6):
+        schedule = draw_schedule(seed, 60, 3, 3, 60, skipped=0)
+        rows = max(len(step) for step in schedule.steps)
+        assert not Simulation(schedule, recipe, rows, sink_rows=60).short
+        without += Simulation(schedule, recipe, rows).short
+    assert without  # sink rows were needed
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sink_rows_that_run_out_are_counted(seed: int) -> None:
+def test_sink_rows_that_run_out_are_counted() -> None:
     """One that is too few loses sinks, of which none is another's."""
     missed: list[Missed] = []
-    found = reads(draw_schedule(seed, 60, 3, 6), 4, 24, 6, sink_rows=1, missed=missed)
-    short = [read for read in found if read.sinks < min(4, read.length)]
-    assert all(read.right for read in found)
-    assert missed[0].dropped and missed[0].packed and short
-    assert len({read.part.request for read in short}) <= missed[0].packed
+    lost = 0
+    for seed in range(12):
+        found = reads(draw_schedule(seed, 60, 3, 3, 60), 4, 24, 3, sink_rows=1, missed=missed)
+        assert all(read.right for read in found)
+        short = {read.part.request for read in found if read.sinks < min(4, read.length)}
+        assert missed[-1].dropped or not short, (seed, missed[-1])
+        lost += len(short)
+    assert lost and sum(each.packed for each in missed) >= lost
