@@ -193,3 +193,36 @@ def test_a_step_does_not_wait_for_the_gpu() -> None:
         windows.step(table, lengths, starts, slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_offload_on_a_gpu() -> None:
+    """Random schedules with blocks that are moved to CPU memory and back, by the kernel."""
+    for seed in range(6):
+        schedule = draw_schedule(seed, 14, 3, 6, skipped=0, offload=True)
+        seen = missing(reads(schedule, 4, 24, rows=6, device="cuda", sink_rows=14), 4)
+        assert not seen["sinks"], (seed, seen)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_moving_sinks_does_not_wait_for_the_gpu() -> None:
+    layout = Layout.of(windowed(4, 24), 1, 16, PAGE, dtype="bfloat16")
+    overlays = {name: empty_overlay(layout, name, 9, "cuda")[None] for name in NAMES}
+    sinks = {name: torch.zeros(1, 5, 4, 1, 16, dtype=torch.bfloat16, device="cuda") for name in NAMES}
+    rows = OverlayRows(layout, 8, overlays, sinks=sinks)
+    rows.step(*described([([1, 2], 0, 70)], "cuda"))
+    torch.cuda.synchronize()
+    for _ in range(2):  # the first time allocates pinned memory
+        saved = rows.save_sinks(1)
+        rows.restore_sinks(3, saved)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        saved = rows.save_sinks(1)
+        rows.restore_sinks(4, saved)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert saved.held.tolist() == [4] and rows.kept[[1, 3, 4]].tolist() == [0, 4, 4]
