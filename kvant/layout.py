@@ -340,6 +340,12 @@ class Layout:
         remembered = sum(math.prod(shape) for shape in states if shape is not None)
         return self.heads * (tokens * self.head_dim * DTYPES[self.overlay_dtype].itemsize + 4 * remembered)
 
+    @property
+    def sink_bytes(self) -> int:
+        """Bytes of a sequence's full-precision sinks in one layer."""
+        tokens = sum(stream.window.sink for stream in self.recipe.streams.values())
+        return self.heads * tokens * self.head_dim * DTYPES[self.overlay_dtype].itemsize
+
     def pages_for(self, tokens: int) -> int:
         """Pages of a sequence of that many tokens."""
         return -(-max(0, tokens - self.recipe.origin) // self.page_tokens)

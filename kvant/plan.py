@@ -1,7 +1,8 @@
 """Capacity planning: bytes of a cache, computed from a model's config and a recipe alone.
 
 The answer is what a `kvant.Cache(model, recipe, max_tokens=context, max_sequences=requests)` allocates, to the byte. It is of one
-device; with tensor parallelism every device holds its share of the KV heads. Weights and activations are not in it.
+device; with tensor parallelism every device holds its share of the KV heads. Weights and activations are not in it. A server with
+prefix caching also keeps the sinks of first pages in full precision while the pages are cached: `sink_rows` of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ UNITS = {"B": 1} | {
     for i, letter in enumerate("KMGT")
     for kind, base in (("iB", 1024), ("B", 1000), ("", 1024))
 }
+
+
+SINK_SHARE = 32  # sink rows take one part in so many of the memory for pages ...
+SINK_ROWS = 16, 4096  # ... but at least and at most so many
+
+
+def sink_rows(memory: int, page_bytes: int, sink_bytes: int) -> int:
+    """Sink rows that a server allocates by default beside `memory` bytes of pages; never more than pages."""
+    if not sink_bytes:
+        return 0
+    least, most = SINK_ROWS
+    return min(memory // page_bytes, max(least, min(most, memory // (SINK_SHARE * sink_bytes))))
 
 
 def _full(layers: int, heads: int, head_dim: int) -> ModelShape:
@@ -64,6 +77,8 @@ class Kind:
     tokens: int  # longest sequence that fits alone
     requests: int  # of `context` tokens that fit together
     allocated: int  # bytes of these
+    sink_bytes: int = 0  # of a sink row: the full-precision sinks of a first page in a server's prefix cache
+    sink_rows: int = 0  # that a server allocates beside `memory` bytes of pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +167,8 @@ def _kind(name: str, layouts: Layouts, memory: int, context: int, smaller: int =
         tokens=tokens,
         requests=requests,
         allocated=requests * request,
+        sink_bytes=layouts.sink_bytes,
+        sink_rows=sink_rows(memory, page, layouts.sink_bytes),
     )
 
 

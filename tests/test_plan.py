@@ -8,7 +8,7 @@ import transformers
 
 import kvant
 from kvant import recipes
-from kvant.plan import PRESETS, parse_bytes
+from kvant.plan import PRESETS, parse_bytes, sink_rows
 from kvant.shape import ModelShape
 from tests.engines.test_hf import make_model, prompt
 from tests.families import families, make
@@ -64,6 +64,16 @@ def test_against_16_and_8_bits() -> None:
     assert planned.to_dict()["recipe"]["tokens"] == planned.recipe.tokens
     more = kvant.plan("llama-3.1-70b", "saw-int4", "40GiB", 1000, tensor_parallel=16)
     assert more.kv_heads == 1, "where there are more devices than heads, each holds one"
+
+
+def test_sink_rows_of_a_server() -> None:
+    """A 32nd of the memory, in exact sinks of 4 tokens; never more than pages."""
+    planned = kvant.plan("qwen3-8b", "kvant-2", "24GiB", 32768).recipe
+    assert planned.sink_bytes == 36 * 8 * 4 * 128 * 2 * 2
+    assert planned.sink_rows == 24 * 2**30 // 32 // planned.sink_bytes == 1365
+    assert kvant.plan("qwen3-8b", "saw-int4", "24GiB").recipe.sink_rows == 0
+    assert sink_rows(10**6, 10**5, 10**6) == 10 and sink_rows(10**9, 10**5, 10**7) == 16
+    assert sink_rows(10**15, 10**5, 10**5) == 4096
 
 
 def test_presets_are_what_the_models_configs_say() -> None:

@@ -124,5 +124,11 @@ def run(args: argparse.Namespace) -> int:
     )
     caption += f"{first.kv_heads} KV heads; longest: tokens of one sequence alone; weights are not counted"
     caption += f"; windows of a request: {windows}" if windows else ""
+    sinks = ", ".join(
+        f"{each.recipe.recipe} {human_bytes(each.recipe.sink_rows * each.recipe.sink_bytes)} ({each.recipe.sink_rows:,} rows)"
+        for each in plans
+        if each.recipe.sink_rows
+    )
+    caption += f"; sinks of cached prefixes in a server: {sinks}" if sinks else ""
     print_table("", columns, rows, caption)
     return 0

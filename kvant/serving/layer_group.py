@@ -11,7 +11,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops import Implementation, LayerStore
 from kvant.ops.registry import Op
 from kvant.ops.types import empty_overlay, empty_states
-from kvant.serving.overlay import without_windows
+from kvant.serving.overlay import OverlayRows, without_windows
 from kvant.serving.step import Part
 
 Tensor = torch.Tensor
@@ -30,6 +30,12 @@ class LayerGroup:
     drafts: int  # tokens that a step may write and the next one take back
     block_tokens: int  # the server shares multiples of so many tokens
     workspace: int = 0  # bytes that operations allocate while they run
+    sinks: dict[StreamName, Tensor] = dataclasses.field(
+        default_factory=dict
+    )  # [layers, sink rows, sinks, heads, head_dim]
+    rows: OverlayRows | None = (
+        None  # overlay rows of the running engine; None before its first step, and without overlays
+    )
     counters: Tensor | None = None  # zeros that the decode kernels of all graphs share: graphs run one after another
 
     def decode(self, *args: Any, **options: Any) -> Tensor:
@@ -98,6 +104,15 @@ class LayerGroup:
 def layered_overlay(layout: Layout, name: StreamName, layers: int, rows: int, device: torch.device) -> Tensor:
     one = empty_overlay(layout, name, 1, device)
     return one.new_zeros(layers, rows, *one.shape[1:])
+
+
+def layered_sinks(layout: Layout, layers: int, rows: int, device: torch.device) -> dict[StreamName, Tensor]:
+    """Sink rows of every stream, [layers, rows, sinks, heads, head_dim]; {} where there are none."""
+    sink = layout.recipe.key.window.sink
+    if not (sink and rows):
+        return {}
+    one = empty_overlay(layout, "key", 1, device)
+    return {name: one.new_zeros(layers, rows, sink, *one.shape[2:]) for name in layout.recipe.streams}
 
 
 def layered_states(layout: Layout, layers: int, rows: int, device: torch.device) -> dict[StreamName, Tensor]:

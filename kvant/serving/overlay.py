@@ -14,8 +14,13 @@ page in the very step in which another one writes it. Hence three rules:
 3. A sequence that shares a page of another one, which has since written more tokens, does not take the other's row.
 
 A sequence that is not found (it is new, was preempted, or begins behind a shared prefix) gets the least recently used row. The
-row holds its tokens from there on; those before are read from their pages, except the sinks, which are copied from a row whose
-sequence begins with the same physical page.
+row holds its tokens from there on; those before are read from their pages, except the sinks.
+
+Sinks live as long as the physical page that begins with them. They are in the row of a sequence that begins with the page
+(`sink_row`), or, once the last such row was given to another sequence, in a *sink row* that the page owns (`sink_store`). A step
+saves the sinks of rows that it gives away, and copies sinks to sequences that lack them. What is written to a page takes its later
+sinks away. There are fewer sink rows than pages: where all are taken by pages that nothing else has sinks of, the one that was used
+longest ago is given away and counted (`missed`).
 
 Where a stream codes groups of tokens, the row also holds the tail, the tokens of the unfinished group, which are nowhere else; and
 what a corrector remembers. A server's blocks, which are one or several pages, end where groups end, and so do prefix hits: a
@@ -84,7 +89,21 @@ class OverlayMatch(NamedTuple):
     sinks: Tensor  # sink tokens that the row holds once this step is written
     ring_start: Tensor  # the ring holds no token before this one
     source: Tensor  # [copies]: rows to which this very step writes sinks ...
-    target: Tensor  # [copies]: ... that these rows need
+    target: Tensor  # [copies]: ... that these rows need; the row of padding where there is no copy
+
+
+class SavedSinks(NamedTuple):
+    """The sinks of a page in CPU memory."""
+
+    held: Tensor  # int64 [1]: how many they are
+    sinks: dict[StreamName, Tensor]  # [layers, sinks, heads, head_dim]
+
+
+class Missed(NamedTuple):
+    """What a server could not keep, in numbers since it began."""
+
+    dropped: int  # pages whose sinks were given up because there are too few sink rows
+    packed: int  # sequences that began to read sinks from their packed page
 
 
 class OverlayRows:
@@ -94,9 +113,18 @@ class OverlayRows:
     pages     number of pages of the server.
     overlays  of every stream, all layers: [layers, rows + 1, tokens, heads, head_dim].
     drafts    tokens that a step may write and the next one take back.
+    sinks     sink rows of the same streams and layers: [layers, sink rows, sinks, heads, head_dim]. Without them the sinks of a
+              page are kept only in rows of sequences.
     """
 
-    def __init__(self, layout: Layout, pages: int, overlays: Mapping[StreamName, Tensor], drafts: int = 0) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        pages: int,
+        overlays: Mapping[StreamName, Tensor],
+        drafts: int = 0,
+        sinks: Mapping[StreamName, Tensor] | None = None,
+    ) -> None:
         self.layout, self.overlays, self.drafts = layout, overlays, drafts
         some = next(iter(overlays.values()))
         self.rows, self.device = some.shape[1] - 1, some.device
@@ -120,6 +148,8 @@ class OverlayRows:
         # Of every page; the last place stands for no page.
         self.writer = column(pages + 1, -1)  # lease of the sequence that wrote to it last
         self.sink_row = column(pages + 1, -1)  # a row of a sequence that begins with it
+        self.stored = column(pages + 1, -1)  # its sink row ...
+        self.kept = column(pages + 1, 0)  # ... and how many sinks that holds
         # Of every row; the last one is that of padding.
         self.lease = column(self.rows + 1, -1)  # a number that no other sequence's row ever has
         self.last = column(self.rows + 1, -1)  # page of its sequence's last token: the key of the row
@@ -129,21 +159,46 @@ class OverlayRows:
         self.ring_start = column(self.rows + 1, 0)  # its ring holds no token before this one
         self.begun = column(self.rows + 1, 0)  # first token that its last step wrote
         self.used = column(self.rows + 1, 0)  # step that used it last
+        # Of every sink row; the last one stands for none.
+        self.sink_store = dict(sinks) if sinks and self.sink else {}
+        self.sink_rows = next(iter(self.sink_store.values())).shape[1] if self.sink_store else 0
+        self.owner = column(self.sink_rows + 1, -1)  # page whose sinks it holds
+        self.sink_used = column(self.sink_rows + 1, 0)  # step that used it last
         self.clock = 0
         # on the host: 1 from the step on in which a sequence did not find the row with its tail
         self.lost = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        # copies of a step: on a GPU at most so many, so that the host need not know how many
-        self.copies = None if self.device.type == "cpu" else overlay_step.COPIES
+        self.missing = torch.zeros(2, dtype=torch.int32, pin_memory=self.device.type == "cuda")  # on the host: `missed`
+        self.loads_dropped = torch.zeros(
+            1, dtype=torch.int32, device=self.device
+        )  # `missed.dropped` by restore_sinks ...
+        self.loads_missing = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")  # ... on the host
+        # Whether the sinks of a step are in their rows before attention. Queries must not be learnt from twice, see Step.split.
+        self.early = not layout.recipe.wants_queries
         self.kernel: overlay_step.Overlays | None = None
         if fused(self.device):
             state = {name: getattr(self, name) for name in overlay_step.STATE}
             self.kernel = overlay_step.Overlays(
-                state, overlays, layout.page_tokens, self.sink, drafts, self.unit, self.lost
+                state,
+                overlays,
+                self.sink_store,
+                layout.page_tokens,
+                self.sink,
+                drafts,
+                self.unit,
+                self.early,
+                self.lost,
+                self.missing,
             )
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.overlays.values())
+        return sum(x.nbytes for x in (*self.overlays.values(), *self.sink_store.values()))
+
+    @property
+    def missed(self) -> Missed:
+        """Counts of an earlier step, or on a CPU of the last one."""
+        dropped, packed = self.missing.tolist()
+        return Missed(dropped + int(self.loads_missing), packed)
 
     def step(
         self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool = True
@@ -169,6 +224,67 @@ class OverlayRows:
             source, target = source[:count], target[:count]
         return OverlayMatch(out.overlay_rows[:count], out.sinks[:count], out.ring_start[:count], source, target)
 
+    def forget(self, pages: list[int]) -> None:
+        """To be called when other bytes than those of a step are written to pages: what is recorded of them is void."""
+        at = torch.tensor(pages, device=self.device)
+        for state, value in ((self.writer, -1), (self.sink_row, -1), (self.kept, 0)):
+            state.index_fill_(0, at, value)
+
+    def save_sinks(self, page: int) -> SavedSinks | None:
+        """The sinks of a page that is complete, in CPU memory. On a GPU they arrive there later, before what the stream does next."""
+        if not self.sink:
+            return None
+        at = slice(page, page + 1)  # tensors of one number: a number would wait for the device
+        row, kept = self.sink_row[at].clamp_min(0), self.kept[at]
+        named = (self.sink_row[at] >= 0) & (self.first[row] == page)
+        held = torch.where(named, self.held[row], 0)
+        in_row = held >= kept
+        found = {}
+        for name, overlay in self.overlays.items():
+            sinks = overlay.index_select(1, row)[:, 0, : self.sink]
+            if self.sink_rows:
+                stored = self.sink_store[name].index_select(1, self.stored[at].clamp_min(0))[:, 0]
+                sinks = torch.where(in_row, sinks, stored)
+            found[name] = self._to_host(sinks)
+        return SavedSinks(self._to_host(torch.where(in_row, held, kept)), found)
+
+    def restore_sinks(self, page: int, saved: SavedSinks) -> None:
+        """Puts sinks of a page, whose bytes are loaded anew, into a sink row. Called after `forget`."""
+        if not self.sink_rows:
+            return
+        busy, owned = self._busy(self.held)
+        row = torch.where(busy, self.sink_used[: self.sink_rows], 0).argmin()[None]
+        old = torch.where(owned[row], self.owner[row], self.pages)
+        self.kept.index_fill_(0, old, 0)
+        at = torch.tensor([page], device=self.device)
+        held = saved.held.to(self.device, non_blocking=True)
+        for state, index, value in (
+            (self.owner, row, at),
+            (self.sink_used, row, torch.full_like(at, self.clock)),
+            (self.stored, at, row),
+            (self.kept, at, held),
+        ):
+            state.index_copy_(0, index, value)
+        for name, sinks in saved.sinks.items():
+            self.sink_store[name].index_copy_(1, row, sinks[:, None].to(self.device, non_blocking=True))
+        self.loads_dropped += busy[row]
+        self.loads_missing.copy_(self.loads_dropped, non_blocking=True)
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return x.clone()
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+    def _busy(self, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every sink row, bool [sink rows]: whether it is the only place where its page's sinks are, and whether they are in it.
+        `held`: sinks of overlay rows."""
+        owner = self.owner[: self.sink_rows]
+        row = self.sink_row[owner]
+        twice = (row >= 0) & (self.first[row] == owner) & (held[row] >= self.kept[owner])
+        mine = self.stored[owner] == torch.arange(self.sink_rows, device=self.device)
+        owned = (owner >= 0) & (self.kept[owner] > 0) & mine
+        return owned & ~twice, owned
+
     def reference_step(
         self, table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor, late: bool
     ) -> OverlayMatch:
@@ -180,25 +296,26 @@ class OverlayRows:
         self.clock += 1
         written_from = self._first_written(slot_mapping)
         self.sink_row.masked_fill_(written_from == 0, -1)
+        self.kept.copy_(torch.minimum(self.kept, written_from))
         found, matched, tied = self._match(table, before, real, written_from)
         overlay_rows = torch.where(matched, found, self._oldest(found, matched, real))
         first = table[:, 0]
         # the least recently used row may be that of an earlier sequence with the same sinks
         same = matched | (real & (self.first[overlay_rows] == first) & (self.sink_row[first] == overlay_rows))
+        pending = self._give_up(overlay_rows, real & ~same, written_from)
         held = torch.where(same, torch.minimum(self.held[overlay_rows], before), 0)
-        tied = self._taken(tied)
-        self._copy(*self._chosen(tied, found, overlay_rows))
         held = torch.where(tied, torch.minimum(self.held[found], before), held)
         ring_start = torch.where(matched | tied, self.ring_start[found], before)
+        # a server that captures a step invents sequences: they write nothing, or lie in its first page, which is nobody's
+        written = torch.nn.functional.pad(slot_mapping, (0, 1), value=-1) >= 0
+        asked = real & (first > 0) & written[query_start_loc[:-1].clamp_max(len(slot_mapping))]
         if self.unit:
-            # a server that captures a step invents sequences: they write nothing, or lie in its first page, which is nobody's
-            new = slot_mapping[query_start_loc[:-1].clamp_max(len(slot_mapping) - 1)] >= 0
-            self._check_tails(real & new & (first > 0) & (ring_start > before - before % self.unit))
+            self._check_tails(asked & (ring_start > before - before % self.unit))
         wanted = before.clamp_max(sink)
         whole = real & (held == wanted)
         after = torch.where(whole, seq_lens.clamp_max(sink), held)
-        # a chunk that continues a prompt writes its overlay row after attention: too late for others of this step
-        soon_written = (before == 0) | (counts == 1)
+        # where sinks are not written early, a chunk that continues a prompt writes them after attention
+        soon_written = (before == 0) | (counts == 1) | self.early
         held_before = self._scattered(self.held, overlay_rows, held)
         held_after = self._scattered(self.held, overlay_rows, torch.where(soon_written, after, held))
         self.first[overlay_rows] = first
@@ -210,16 +327,28 @@ class OverlayRows:
             known = needy & (giver >= 0) & (self.first[giver] == first)
             ready = torch.minimum(held_before[giver], before).clamp_max(sink)
             now = known & (ready > held)
-            self._copy(*self._chosen(now, giver, overlay_rows), sink)
-            held = torch.where(self._taken(now), ready, held)
+            held = torch.where(now, ready, held)
+            asks = needy & (torch.minimum(self.kept[first], wanted) > held)
+            self._save(pending, overlay_rows, first[asks], held_before)
+            self._copy_rows(found[tied], overlay_rows[tied])
+            self._copy_rows(giver[now], overlay_rows[now], sink)
+            kept = torch.minimum(self.kept[first], wanted)
+            asks = asks & (kept > held)
+            for name, overlay in self.overlays.items():
+                if self.sink_rows:
+                    overlay[:, overlay_rows[asks], :sink] = self.sink_store[name][:, self.stored[first[asks]]]
+            held = torch.where(asks, kept, held)
             if late:
                 soon = torch.minimum(held_after[giver], before).clamp_max(sink)
                 then = known & (soon > held)
-                source, target = self._chosen(then, giver, overlay_rows)
-                held = torch.where(self._taken(then), soon, held)
+                source, target = giver[then], overlay_rows[then]
+                held = torch.where(then, soon, held)
             whole = real & (held == wanted)
             after = torch.where(whole, seq_lens.clamp_max(sink), held)
             self._name_sink_rows(whole, first, overlay_rows)
+            self.missing[1] += int((asked & ~matched & ~whole).sum())
+        else:
+            self._copy_rows(found[tied], overlay_rows[tied])
         lease = torch.where(matched, self.lease[overlay_rows], self.clock * (self.rows + 1) + overlay_rows)
         token = torch.arange(len(slot_mapping), device=self.device)
         sequence = torch.searchsorted(query_start_loc, token, right=True).sub_(1).clamp_max_(len(seq_lens) - 1)
@@ -257,7 +386,10 @@ class OverlayRows:
     def finish_sinks(self, layer: int, match: OverlayMatch) -> None:
         """Copies the sinks that this very step has written, in one layer."""
         for overlay in self.overlays.values():
-            self._copied(overlay[layer : layer + 1], match.source, match.target, self.sink)
+            if self.kernel is not None:  # most steps copy nothing, which only the device knows
+                copy_rows(overlay[layer : layer + 1], match.source, match.target, self.sink)
+            else:
+                overlay[layer, match.target, : self.sink] = overlay[layer, match.source, : self.sink]
 
     def _first_written(self, slot_mapping: Tensor) -> Tensor:
         """Of every page, the first place that a step writes: int64 [pages + 1], `page_tokens` where it writes none."""
@@ -313,27 +445,47 @@ class OverlayRows:
         last[self.pages :].fill_(-1)
         torch.where(last >= 0, overlay_rows[last.clamp_min(0)], self.sink_row, out=self.sink_row)
 
-    def _taken(self, wanted: Tensor) -> Tensor:
-        """Of those that need a copy: the ones that get it in this step."""
-        return wanted if self.copies is None else wanted & (wanted.cumsum(0) <= self.copies)
+    def _give_up(self, overlay_rows: Tensor, given: Tensor, written_from: Tensor) -> Tensor:
+        """Rows that sequences get whose first page is another one; of these, bool [sequences], the ones whose sinks have to be saved.
+        Their pages keep as many sinks from here on, and have no sink row where they had none."""
+        page = self.first[overlay_rows]
+        held = torch.minimum(self.held[overlay_rows], written_from[page])
+        named = (page > 0) & (self.sink_row[page] == overlay_rows)
+        pending = given & named & (held > self.kept[page]) if self.sink_rows else torch.zeros_like(given)
+        page, held = page[pending], held[pending]
+        self.stored[page] = torch.where(self.kept[page] > 0, self.stored[page], -1)
+        self.kept[page] = held
+        self.saved = page  # pages of `pending`, in its order
+        return pending
 
-    def _chosen(self, wanted: Tensor, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows to copy from and to. On a GPU a fixed number of them, so that the host need not know how many."""
-        if self.copies is None:
-            return source[wanted], target[wanted]
-        count = min(self.copies, len(wanted))
-        place = wanted.to(torch.int8).argsort(descending=True, stable=True)[:count]
-        return torch.where(wanted[place], source[place], self.rows), torch.where(
-            wanted[place], target[place], self.rows
-        )
+    def _save(self, pending: Tensor, overlay_rows: Tensor, asked: Tensor, held: Tensor) -> None:
+        """Copies the sinks of rows that are given away to sink rows; sink rows of the pages `asked` are not given away. `held`: sinks
+        of rows before this step's tokens are written."""
+        if not self.sink_rows:
+            return
+        page = self.saved
+        used = torch.cat((asked, page))
+        used = self.stored[used]
+        self.sink_used[torch.where(used >= 0, used, self.sink_rows)] = self.clock
+        new = page[self.stored[page] < 0]
+        if len(new):
+            busy, owned = self._busy(held)
+            last = self.sink_used[: self.sink_rows]
+            order = torch.where(busy, last, 0).argsort(stable=True)
+            order = order[~(busy & (last == self.clock))[order]]  # not those of this step
+            chosen = order[: len(new)]
+            given = self.owner[chosen]
+            self.missing[0] += int(busy[chosen].sum()) + len(new) - len(chosen)
+            self.kept[given[owned[chosen]]] = 0
+            self.kept[new[len(chosen) :]] = 0
+            new = new[: len(chosen)]
+            self.owner[chosen], self.stored[new], self.sink_used[chosen] = new, chosen, self.clock
+        there = self.kept[page] > 0
+        source, target = overlay_rows[pending][there], self.stored[page[there]]
+        for name, overlay in self.overlays.items():
+            self.sink_store[name][:, target] = overlay[:, source, : self.sink]
 
-    def _copy(self, source: Tensor, target: Tensor, tokens: int | None = None) -> None:
+    def _copy_rows(self, source: Tensor, target: Tensor, tokens: int | None = None) -> None:
         """Copies the first tokens of rows, or whole rows, in all layers."""
         for overlay in self.overlays.values():
-            self._copied(overlay, source, target, tokens)
-
-    def _copied(self, overlay: Tensor, source: Tensor, target: Tensor, tokens: int | None) -> None:
-        if self.kernel is not None:  # most steps copy nothing, which only the device knows
-            copy_rows(overlay, source, target, tokens)
-        elif len(source):
             overlay[:, target, :tokens] = overlay[:, source, :tokens]

@@ -5,8 +5,9 @@ are verified is a decode of several queries, each of which attends as it would h
 layer works on them follows from two facts. A prefill reads the history of its sequence as it was before its new tokens, which
 overwrite the ring of recent tokens. And a server may let a sequence share a page that another one writes in this very step,
 so all pages are written before anything is read. Hence the order: first pages and overlays of decodes and of prefills without
-history, and the pages alone of the other prefills; then attention; then the overlays of those other prefills. Each append is
-given a range of consecutive tokens, so that as few tokens as possible are packed and not stored; or, where tokens are coded
+history, and the pages alone of the other prefills, with such sinks as are among their new tokens; then attention; then the
+overlays of those other prefills. Each append is given a range of consecutive tokens, so that as few tokens as possible are packed
+and not stored; or, where tokens are coded
 in groups and none of a sequence's can be left out, the tokens of some sequences.
 """
 
@@ -80,10 +81,13 @@ class Step:
             ring_start,
         )
 
-    def split(self, host_starts: Tensor, host_lens: Tensor, ring: bool, groupwise: bool = False, room: int = 0) -> None:
+    def split(
+        self, host_starts: Tensor, host_lens: Tensor, ring: bool, groupwise: bool = False, room: int = 0, sink: int = 0
+    ) -> None:
         """Fills in what concerns prefills. `host_starts` is query_start_loc of all sequences and `host_lens` seq_lens of the
         prefills, both int64 on the host. `ring`: the recipe keeps recent tokens in full precision. `groupwise`: it codes groups of
-        tokens, of which an append may leave out none. `room`: new tokens of a sequence that overwrite nothing of its history."""
+        tokens, of which an append may leave out none. `room`: new tokens of a sequence that overwrite nothing of its history. `sink`:
+        so many first tokens of a sequence are in its row before attention, where another one of this step may need them."""
         batch, first, count = self.batch, self.decodes, len(host_starts) - 1
         query_start_loc = host_starts[first:] - host_starts[first]
         older = host_lens > query_start_loc.diff()
@@ -100,6 +104,8 @@ class Step:
         places = (older & (query_start_loc.diff() > room)).nonzero()[:, 0] + first
         if not (len(places) and ring):
             return
+        before = host_lens - query_start_loc.diff()
+        first_tokens = places[before[places - first] < sink]
         low, high = int(places[0]), int(places[-1]) + 1
         part = part_of(batch, host_starts, low, high)
         around = ((0, low), (high, count))
@@ -120,6 +126,8 @@ class Step:
             between, last = (Part(part.tokens, part.batch._replace(slot_mapping=slots)) for slots in both)
             self.appends.append(between)
             self.last = last
+        if len(first_tokens):  # a prompt that was cut among its sinks
+            self.appends.append(part_of_some(batch, host_starts, first_tokens, sink - before[first_tokens - first]))
 
 
 def part_of(batch: PagedBatch, host: Tensor, first: int, last: int) -> Part:
@@ -137,15 +145,20 @@ def part_of(batch: PagedBatch, host: Tensor, first: int, last: int) -> Part:
     return Part(tokens, part)
 
 
-def part_of_some(batch: PagedBatch, host: Tensor, places: Tensor) -> Part:
-    """The sequences of a batch at these places, int64 on the host; `host` is its query_start_loc on the host."""
+def part_of_some(batch: PagedBatch, host: Tensor, places: Tensor, most: Tensor | None = None) -> Part:
+    """The sequences of a batch at these places, int64 on the host; `host` is its query_start_loc on the host. `most`: only so many of
+    the first new tokens of each, as if there were no others."""
     device = batch.slot_mapping.device
-    tokens = torch.cat([torch.arange(int(host[b]), int(host[b + 1])) for b in places.tolist()]).to(device)
-    starts = torch.nn.functional.pad(host.diff()[places].cumsum(0), (1, 0)).to(device)
+    counts = host.diff()[places]
+    fewer = counts if most is None else torch.minimum(counts, most)
+    tokens = torch.cat(
+        [torch.arange(int(host[b]), int(host[b]) + n) for b, n in zip(places.tolist(), fewer.tolist(), strict=True)]
+    )
+    tokens, starts = tokens.to(device), torch.nn.functional.pad(fewer.cumsum(0), (1, 0)).to(device)
     at = places.to(device)
     part = batch._replace(
         block_table=batch.block_table[at],
-        seq_lens=batch.seq_lens[at],
+        seq_lens=batch.seq_lens[at] - (counts - fewer).to(device),
         slot_mapping=batch.slot_mapping[tokens],
         query_start_loc=starts,
         overlay_rows=batch.overlay_rows[at],

@@ -3,7 +3,8 @@
 A `Schedule` is drawn once: which sequences a step has, their tokens, block tables and new tokens. The scheduler does as
 little of what vLLM's does as makes trouble: prefixes of full blocks are shared within a tenant as soon as somebody is to write
 them, prompts come in chunks, sequences are preempted, finished and begun again, blocks are recycled at random, drafts are
-rejected, and a sequence may have a block before it needs it, as with asynchronous scheduling.
+rejected, and a sequence may have a block before it needs it, as with asynchronous scheduling. With `offload`, every full block is
+stored in CPU memory a step later, and comes back into another block when a prefix hit needs it.
 
 `reads` then runs `OverlayRows` over a schedule. Pages and overlays hold a number in place of a vector: the token's own, made of
 tenant, token and position. So a read is right if and only if the number is.
@@ -23,7 +24,7 @@ from kvant.layout import Layout
 from kvant.ops.reference import overlay_index
 from kvant.recipe import Recipe, Stream, Window
 from kvant.recipes import get
-from kvant.serving.overlay import OverlayRows, with_rollback
+from kvant.serving.overlay import Missed, OverlayRows, SavedSinks, with_rollback
 from kvant.serving.step import decode_queries
 
 PAGE = 64
@@ -41,11 +42,20 @@ class Part(NamedTuple):
     hit: int  # of these, the first ones that another request computed, or this one before it was preempted
 
 
+class Move(NamedTuple):
+    """A block that is moved to CPU memory before a step, or from there."""
+
+    loads: bool
+    prefix: tuple[str, tuple[int, ...]]  # tenant, all tokens to its end
+    block: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     blocks: int
     drafts: int
     steps: list[list[Part]]
+    moves: list[list[Move]] = dataclasses.field(default_factory=list)  # before each step; [] where nothing is moved
 
     def only(self, tenant: str) -> Schedule:
         """The same steps for one tenant's sequences, at the same places in memory, as if the others had never come."""
@@ -74,6 +84,9 @@ class Pool:
         ] = {}  # tenant, all tokens to the end of a full block -> the block
         self.users: Counter[int] = Counter()
         self.draw = draw
+        self.offloaded: set[tuple[str, tuple[int, ...]]] | None = None  # what is in CPU memory, where there is any
+        self.moves: list[Move] = []  # before the next step
+        self.unsaved: list[Move] = []  # of blocks that the step completes
 
     def take(self) -> int | None:
         idle = [key for key, block in self.known.items() if not self.users[block]]
@@ -84,7 +97,13 @@ class Pool:
     def share(self, request: Request) -> None:
         """Takes up the blocks of a prefix that is known; at least one token is left to compute."""
         for end in range(PAGE, len(request.tokens), PAGE):
-            block = self.known.get((request.tenant, tuple(request.tokens[:end])))
+            key = request.tenant, tuple(request.tokens[:end])
+            block = self.known.get(key)
+            if block is None and self.offloaded and key in self.offloaded:
+                block = self.take()
+                if block is not None:
+                    self.known[key] = block
+                    self.moves.append(Move(True, key, block))
             if block is None:
                 break
             request.table.append(block)
@@ -102,7 +121,16 @@ class Pool:
 
     def publish(self, request: Request, length: int) -> None:
         for end in range(PAGE, length + 1, PAGE):
-            self.known.setdefault((request.tenant, tuple(request.tokens[:end])), request.table[end // PAGE - 1])
+            key = request.tenant, tuple(request.tokens[:end])
+            if self.known.setdefault(key, request.table[end // PAGE - 1]) == request.table[end // PAGE - 1]:
+                self.unsaved.append(Move(False, key, request.table[end // PAGE - 1]))
+
+    def store(self) -> None:
+        """Moves what the last step completed to CPU memory. Blocks that were loaded are there already."""
+        if self.offloaded is not None:
+            self.moves += [move for move in self.unsaved if move.prefix not in self.offloaded]
+            self.offloaded |= {move.prefix for move in self.unsaved}
+        self.unsaved = []
 
     def drop(self, request: Request) -> None:
         kept = set(self.known.values())
@@ -113,7 +141,9 @@ class Pool:
         request.table, request.done, request.drafts = [], 0, 0
 
 
-def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 40, skipped: float = 0.1) -> Schedule:
+def draw_schedule(
+    seed: int, blocks: int, drafts: int, most: int, steps: int = 40, skipped: float = 0.1, offload: bool = False
+) -> Schedule:
     """At most `most` sequences in a step, of which each is left out with probability `skipped`. Prompts are multiples of a page
     more often than chance would have it."""
     draw = random.Random(seed)
@@ -127,8 +157,11 @@ def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 4
     running: list[Request] = []
     waiting: list[Request] = []
     out: list[list[Part]] = []
+    moves: list[list[Move]] = []
+    pool.offloaded = set() if offload else None
     count = 0
     while len(out) < steps:
+        pool.store()
         while len(running) + len(waiting) < most and draw.random() < 0.6:
             tenant, prefix = draw.choice(prefixes)
             if draw.random() < 0.5:
@@ -181,7 +214,9 @@ def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 4
         if step:
             draw.shuffle(step)
             out.append(step)
-    return Schedule(blocks, drafts, out)
+            moves.append(pool.moves)
+            pool.moves = []
+    return Schedule(blocks, drafts, out, moves if offload else [])
 
 
 def windowed(sink: int, recent: int) -> Recipe:
@@ -219,23 +254,29 @@ def reads(
     number: Number = plain_number,
     late: bool = True,
     device: str = "cpu",
+    sink_rows: int = 0,
+    missed: list[Missed] | None = None,
 ) -> list[Read]:
-    """Runs the steps as the backend does: pages first, with the windows of decodes and of prompts that begin; then late sinks;
-    then attention; then the windows of chunks that continue a prompt. A step that verifies drafts is a decode, which reads at the
-    length of every one of its tokens, after all of them are written."""
+    """Runs the steps as the backend does: pages first, with the windows of decodes and of prompts that begin, and the sinks of
+    chunks that continue a prompt; then late sinks; then attention; then the windows of those chunks. A step that verifies drafts is a
+    decode, which reads at the length of every one of its tokens, after all of them are written. `missed` gets what could not be
+    kept."""
     recipe = with_rollback(windowed(sink, recent), schedule.drafts)
     layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
     shape = 1, rows + 1, max(1, sink + window.ring), 1, 2  # two numbers: a GPU copies rows of 16 bytes
     overlay = torch.full(shape, float("nan"), dtype=torch.float64, device=device)
-    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts)
+    store = torch.full((1, sink_rows, sink, 1, 2), float("nan"), dtype=torch.float64, device=device)
+    windows = OverlayRows(
+        layout, schedule.blocks, {"key": overlay}, schedule.drafts, {"key": store} if sink_rows else None
+    )
     pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
     out: list[Read] = []
     most = decode_queries(schedule.drafts)  # tokens of a decode
 
-    def write(part: Part, row: int, numbers: torch.Tensor) -> None:
+    def write(part: Part, row: int, numbers: torch.Tensor, sinks_only: bool = False) -> None:
         n = len(part.tokens)
         position = torch.arange(part.before, n)
-        kept = (position < sink) | (position >= n - window.ring)
+        kept = (position < sink) | ((position >= n - window.ring) & (not sinks_only))
         overlay[0, row, overlay_index(window, position[kept]).to(device), 0] = numbers[kept, None].to(device)
 
     def read(part: Part, b: int, length: int) -> None:
@@ -246,7 +287,21 @@ def reads(
         numbers[exact] = overlay[0, int(found.overlay_rows[b]), overlay_index(window, at[exact]).to(device), 0, 0].cpu()
         out.append(Read(part, length, tuple(numbers.tolist()), tuple(exact.tolist()), held, since))
 
-    for step in schedule.steps:
+    offloaded: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, SavedSinks | None]] = {}
+
+    def move(loads: bool, prefix: tuple[str, tuple[int, ...]], block: int) -> None:
+        slots, first = slice(block * PAGE, (block + 1) * PAGE), len(prefix[1]) == PAGE
+        if not loads:
+            offloaded[prefix] = pages[slots].clone(), windows.save_sinks(block) if first else None
+            return
+        pages[slots], saved = offloaded[prefix]
+        windows.forget([block])
+        if saved is not None:
+            windows.restore_sinks(block, saved)
+
+    for at, step in enumerate(schedule.steps):
+        for each in schedule.moves[at] if schedule.moves else []:
+            move(*each)
         width = max(len(part.table) for part in step)
         table = torch.tensor([[*part.table, *[0] * (width - len(part.table))] for part in step])
         lengths = torch.tensor([len(part.tokens) for part in step])
@@ -271,8 +326,7 @@ def reads(
         pages[slots] = torch.cat(fresh)
         continued = [part.before > 0 and len(part.tokens) - part.before > most for part in step]
         for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
-            if not last:
-                write(part, row, numbers)
+            write(part, row, numbers, sinks_only=last)
         windows.finish_sinks(0, found)
         for b, (part, last) in enumerate(zip(step, continued, strict=True)):
             if last:
@@ -283,4 +337,8 @@ def reads(
         for part, row, numbers, last in zip(step, found.overlay_rows.tolist(), fresh, continued, strict=True):
             if last:
                 write(part, row, numbers)
+    if missed is not None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        missed.append(windows.missed)
     return out

@@ -46,25 +46,36 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 class Twins:
     """The same overlay rows twice: one in torch, one by the kernel. Every step compares all that they return and hold."""
 
-    def __init__(self, pages: int, sink: int, recent: int, drafts: int, rows: int, device: str = "cpu") -> None:
+    def __init__(
+        self, pages: int, sink: int, recent: int, drafts: int, rows: int, device: str = "cpu", sink_rows: int = 0
+    ) -> None:
         recipe = with_rollback(windowed(sink, recent), drafts)
         layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
         torch.manual_seed(0)
         shape = 2, rows + 1, sink + window.ring, 1, 8
         held = {name: torch.randn(shape).bfloat16().to(device) for name in ("key", "value")}
         self.layout, self.pages, self.rows, self.device = layout, pages, rows, device
-        copies = {name: x.clone() for name, x in held.items()}
-        self.kernel, self.torch = (OverlayRows(layout, pages, x, drafts) for x in (held, copies))  # type: ignore[arg-type]
+        sinks = (
+            {name: torch.randn(2, sink_rows, sink, 1, 8).bfloat16().to(device) for name in held} if sink_rows else {}
+        )
+
+        def twin() -> OverlayRows:
+            copies = ({name: x.clone() for name, x in each.items()} for each in (held, sinks))
+            return OverlayRows(layout, pages, next(copies), drafts, next(copies))  # type: ignore[arg-type]
+
+        self.kernel, self.torch = twin(), twin()
         assert self.kernel.kernel is not None
-        self.torch.kernel, self.torch.copies = None, overlay_step.COPIES
-        self.seen: dict[str, int] = {"copied": 0, "late": 0, "matched": 0}
+        self.torch.kernel = None
+        self.seen: dict[str, int] = {"copied": 0, "late": 0, "matched": 0, "saved": 0, "dropped": 0, "packed": 0}
 
     def step(self, inputs: Inputs, late: bool, tensors: StepTensors | None = None) -> None:
         inputs = Inputs(*(x.to(self.device) for x in inputs))
         before = {name: x.clone() for name, x in self.torch.overlays.items()}
         wanted = self.torch.reference_step(*(x.long() for x in inputs), late)
         self.seen["copied"] += any(not torch.equal(x, before[name]) for name, x in self.torch.overlays.items())
-        self.seen["late"] += bool((wanted.target < self.rows).any())
+        self.seen["late"] += bool(len(wanted.target))
+        self.seen["saved"] += bool((self.torch.sink_used == self.torch.clock).any())
+        self.seen |= self.torch.missed._asdict()
         self.seen["matched"] += int((wanted.ring_start[wanted.overlay_rows < self.rows] == 0).sum())
         if tensors is None:
             found = self.kernel.step(*inputs, late)
@@ -72,15 +83,23 @@ class Twins:
             _, match = tensors.prepare(inputs, self.kernel, late)
             assert match is not None
             found = match
+        there = found.target < self.rows
+        found = found._replace(source=found.source[there], target=found.target[there])
         for name, a, b in zip(wanted._fields, wanted, found, strict=True):
             assert torch.equal(a, b), (name, a, b)
         assert self.kernel.clock == self.torch.clock
-        for name in overlay_step.STATE:
-            count = self.pages if name in ("writer", "sink_row") else self.rows  # the last place stands for none
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        assert self.kernel.missed == self.torch.missed
+        counts = {"PAGE_STATE": self.pages, "ROW_STATE": self.rows, "SINK_STATE": self.torch.sink_rows}
+        for name, count in ((name, count) for kind, count in counts.items() for name in getattr(overlay_step, kind)):
+            # the last place stands for none
             a, b = (getattr(twin, name)[:count] for twin in (self.torch, self.kernel))
             assert torch.equal(a, b), (name, (a != b).nonzero()[:, 0].tolist(), a, b)
         for name, x in self.torch.overlays.items():
             assert torch.equal(x, self.kernel.overlays[name]), name
+        for name, x in self.torch.sink_store.items():
+            assert torch.equal(x, self.kernel.sink_store[name]), name
 
 
 def steps_of(schedule: Schedule, draw: random.Random, types: tuple[torch.dtype, ...]) -> Iterator[Inputs]:
@@ -117,11 +136,12 @@ def check_history(
     blocks: int,
     device: str = "cpu",
     steps: int = 12,
+    sink_rows: int = 0,
 ) -> dict[str, int]:
     draw = random.Random(seed)
     schedule = draw_schedule(seed, blocks, drafts, most, steps)
     rows = max(rows, max(len(step) for step in schedule.steps))
-    twins = Twins(blocks, sink, recent, drafts, rows, device)
+    twins = Twins(blocks, sink, recent, drafts, rows, device, sink_rows if sink else 0)
     types = tuple(draw.choice((torch.int32, torch.int64)) for _ in range(4))
     for inputs in steps_of(schedule, draw, types):
         twins.step(inputs, draw.random() < 0.5)
@@ -170,7 +190,7 @@ def test_a_sequence_that_writes_nothing_has_the_first_page_on_a_gpu() -> None:
     most=st.integers(1, 12),
     spare=st.sampled_from([0, 2, 60]),
     blocks=st.integers(6, 60),
-    copies=st.sampled_from([1, 16]),
+    sink_rows=st.sampled_from([0, 1, 3, 60]),
 )
 def test_any_history(
     emulator: pytest.MonkeyPatch,
@@ -180,21 +200,18 @@ def test_any_history(
     most: int,
     spare: int,
     blocks: int,
-    copies: int,
+    sink_rows: int,
 ) -> None:
-    emulator.setattr(overlay_step, "COPIES", copies)
-    overlay_step._kernel.cache_clear()
-    check_history(seed, *window, drafts, most, most + spare, blocks)
+    check_history(seed, *window, drafts, most, most + spare, blocks, sink_rows=sink_rows)
 
 
 @needs_compiler
 def test_copies_of_rows_and_sinks_are_among_the_histories(emulator: pytest.MonkeyPatch) -> None:
-    """More of them than a step may copy, too."""
-    for copies in (1, 16):
-        emulator.setattr(overlay_step, "COPIES", copies)
-        overlay_step._kernel.cache_clear()
-        seen = [check_history(seed, 4, 24, 3, 12, 14, 60) for seed in range(3)]
-        assert all(sum(one[what] for one in seen) for what in ("copied", "late", "matched")), seen
+    """Sink rows that run out, and as many as there are pages."""
+    for sink_rows in (2, 60):
+        seen = [check_history(seed, 4, 24, 3, 12, 12, 60, steps=25, sink_rows=sink_rows) for seed in range(3)]
+        assert all(sum(one[what] for one in seen) for what in ("copied", "late", "matched", "saved")), seen
+        assert any(one["dropped"] for one in seen) == (sink_rows == 2), seen
 
 
 def decodes(count: int, draw: random.Random, blocks: int) -> tuple[list[int], torch.Tensor]:
@@ -288,8 +305,9 @@ def test_padding_has_no_effect_and_what_a_larger_step_left_is_overwritten(
 
 @needs_compiler
 def test_what_attention_reads_through_the_kernel(emulator: pytest.MonkeyPatch) -> None:
-    found = reads(draw_schedule(3, 60, 2, 8, 15, skipped=0), 4, 24, rows=100)
-    assert found and all(read.right for read in found)
+    for rows, sink_rows in ((100, 0), (8, 60)):
+        found = reads(draw_schedule(3, 60, 2, 8, 20, skipped=0), 4, 24, rows, sink_rows=sink_rows)
+        assert found and all(read.right and read.sinks >= min(4, read.length) for read in found)
 
 
 @needs_compiler
@@ -300,7 +318,7 @@ def test_what_attention_reads_through_the_kernel(emulator: pytest.MonkeyPatch) -
         lambda: test_overlay.test_a_recycled_block_is_not_matched_in_the_step_that_writes_it(4, 0),
         test_overlay.test_as_many_drafts_as_recent_tokens,
         test_overlay.test_a_row_of_another_sequence_is_not_found_through_a_block_of_its_last_one,
-        test_overlay.test_sinks_that_are_written_after_attention_are_not_copied_before_it,
+        test_overlay.test_sinks_of_a_chunk_are_there_before_attention,
         test_overlay.test_a_rejected_draft_is_not_read_by_who_shares_its_block,
         test_overlay.test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts,
     ],
@@ -319,7 +337,8 @@ def test_any_history_on_a_gpu(seed: int) -> None:
     draw = random.Random(seed)
     sink, recent = draw.choice(((4, 24), (0, 17), (1, 0), (4, 2), (64, 16)))
     most, blocks = draw.randrange(1, 40), draw.randrange(6, 100)
-    check_history(seed, sink, recent, draw.choice((0, 3)), most, most + draw.choice((0, 2, 60)), blocks, "cuda", 40)
+    rows, sink_rows = most + draw.choice((0, 2, 60)), draw.choice((0, 1, 5, blocks))
+    check_history(seed, sink, recent, draw.choice((0, 3)), most, rows, blocks, "cuda", 40, sink_rows)
 
 
 @pytest.mark.gpu

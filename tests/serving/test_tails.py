@@ -20,13 +20,17 @@ Tensor = torch.Tensor
 class Simulation:
     """Runs a schedule as the backend does, over one stream of numbers."""
 
-    def __init__(self, schedule: Schedule, recipe: str, rows: int) -> None:
+    def __init__(self, schedule: Schedule, recipe: str, rows: int, sink_rows: int = 0) -> None:
         layout = Layout.of(with_rollback(from_first_token(get(recipe)), schedule.drafts), 1, 32, PAGE, dtype="bfloat16")
         self.window = layout.recipe.key.window
         assert layout.recipe.key.groupwise and self.window.first == 0
         shape = 1, rows + 1, self.window.sink + self.window.ring, 1, 1
         self.overlay = torch.full(shape, float("nan"), dtype=torch.float64)
-        self.rows = OverlayRows(layout, schedule.blocks, {"key": self.overlay}, schedule.drafts)
+        sinks = {"key": torch.full((1, sink_rows, self.window.sink, 1, 1), float("nan"), dtype=torch.float64)}
+        self.rows = OverlayRows(
+            layout, schedule.blocks, {"key": self.overlay}, schedule.drafts, sinks if sink_rows else None
+        )
+        self.short = 0  # reads of sinks from pages
         self.pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
         self.seen = {"reads": 0, "tails": 0, "hits": 0, "recoded": 0}
         for step in schedule.steps:
@@ -55,6 +59,7 @@ class Simulation:
         expected = [float(plain_number(part.tenant, part.tokens[p], p)) for p in range(n)]
         assert numbers.tolist() == expected, (part, n)
         self.seen["reads"] += 1
+        self.short += sinks < min(window.sink, n)
         self.seen["tails"] += window.packed_end(n) < n
         self.seen["hits"] += part.hit > 0
 
@@ -72,6 +77,8 @@ class Simulation:
         for part, row, start, last in zip(step, rows, since, continued, strict=True):
             if not last:
                 self.append(part, row, start)
+            elif part.before < self.window.sink:  # a prompt that was cut among its sinks
+                self.append(part._replace(tokens=part.tokens[: self.window.sink]), row, start)
         self.rows.finish_sinks(0, match)
         copies = [row.clone() for row in rows]
         for part, copy, start, last in zip(step, copies, since, continued, strict=True):

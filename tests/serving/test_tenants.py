@@ -22,20 +22,22 @@ class Case:
     recent: int
     rows: int
     late: bool
+    sink_rows: int
 
     @staticmethod
     def draw(seed: int) -> Case:
         """Pools of 4 to 60 blocks, small ones more often; rows for the sequences of a step alone, for some more, for all;
-        drafts from none to more than the window holds."""
+        no sink rows, a few, one for each page; drafts from none to more than the window holds."""
         draw = random.Random(seed)
         blocks, most = draw.choice((draw.randrange(4, 12), draw.randrange(4, 61))), draw.randrange(2, 9)
         sink, recent = draw.choice(((0, 3), (0, 17), (1, 0), (4, 2), (4, 24), (4, 64), (64, 16), (64, 100)))
         drafts = draw.choice((0, 0, 1, 2, 3, 8, 64))
         rows = draw.choice((most, most + 2, 60, MANY))
-        return Case(draw_schedule(seed, blocks, drafts, most), sink, recent, rows, draw.random() < 0.8)
+        schedule, late = draw_schedule(seed, blocks, drafts, most), draw.random() < 0.8
+        return Case(schedule, sink, recent, rows, late, draw.choice((0, 1, 3, blocks)) if sink else 0)
 
     def reads(self, schedule: Schedule, number=plain_number) -> list[Read]:  # type: ignore[no-untyped-def]
-        return reads(schedule, self.sink, self.recent, self.rows, number, self.late)
+        return reads(schedule, self.sink, self.recent, self.rows, number, self.late, sink_rows=self.sink_rows)
 
 
 def other_number(tenant: str, token: int, position: int) -> int:

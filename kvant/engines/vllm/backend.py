@@ -71,7 +71,7 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return True  # `bind` refuses those that kvant does not serve, with the reason
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,8 +25,17 @@ from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
+from kvant.plan import sink_rows
 from kvant.recipe import Recipe
-from kvant.serving.layer_group import LayerGroup, copied_rows, layered_overlay, layered_states, pages_only, with_rows
+from kvant.serving.layer_group import (
+    LayerGroup,
+    copied_rows,
+    layered_overlay,
+    layered_sinks,
+    layered_states,
+    pages_only,
+    with_rows,
+)
 from kvant.serving.overlay import from_first_token, with_rollback
 from kvant.serving.step import decode_queries
 from kvant.serving.tp_shard import shard_heads, shard_tensors
@@ -33,6 +44,8 @@ from kvant.serving.warmup import LargestStep, warm_up
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # of speculation
+CONNECTOR = "OffloadingConnector"
+SPEC, WRAPPED = "CPUOffloadingSpec", "KvantOffloadingSpec"
 
 
 def check_block(size: int, block_tokens: int = PAGE_TOKENS) -> None:
@@ -116,16 +129,45 @@ def check_config(config: Any) -> int:
         raise ValueError(
             "kvant does not serve enable_sleep_mode: its overlays and calibrated tensors would not be restored"
         )
-    if config.kv_transfer_config is not None:
-        raise ValueError(
-            "kvant does not serve KV connectors: they would transfer the pages of a sequence without its overlay"
-        )
     if drafting is None:
         return 0
     check_drafting(drafting)
     if drafting.num_speculative_tokens > PAGE_TOKENS:
         raise ValueError(f"num_speculative_tokens must be at most {PAGE_TOKENS}, got {drafting.num_speculative_tokens}")
     return int(drafting.num_speculative_tokens)
+
+
+def check_connector(config: Any, recipes: Iterable[Recipe]) -> bool:
+    """Refuses a KV connector that kvant cannot serve; returns whether the connector has to move sinks, too."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return False
+    name = transfer.kv_connector
+    if name != CONNECTOR:
+        raise ValueError(
+            f"kvant does not serve the KV connector {name}: it is not known to move pages as opaque bytes. {CONNECTOR} is served"
+        )
+    if not hasattr(AttentionBackend, "customize_spec"):
+        raise ValueError(f"kvant serves {CONNECTOR} inside vLLM 0.32, whose workers are told which pages they move")
+    if transfer.kv_connector_extra_config.get("canonical_layout"):
+        raise ValueError(
+            f"kvant does not serve {CONNECTOR} with canonical_layout: it would cut pages into tokens and heads"
+        )
+    windows = None
+    for recipe in recipes:
+        if recipe.not_prefix_safe is not None:
+            raise ValueError(
+                f"recipe {recipe.name} is not served with {CONNECTOR}, which shares blocks between requests: {recipe.not_prefix_safe}"
+            )
+        if any(stream.window.sink or stream.window.ring for stream in recipe.streams.values()):
+            windows = recipe.name
+    spec = transfer.kv_connector_extra_config.get("spec_name", SPEC)
+    if windows and spec not in (SPEC, WRAPPED):
+        raise ValueError(
+            f"recipe {windows} keeps tokens in full precision, and is not served with {spec} of {CONNECTOR}: pages that come from "
+            f"elsewhere than this engine's CPU memory would come without their exact sinks. {SPEC} is served"
+        )
+    return windows is not None
 
 
 def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
@@ -139,6 +181,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     for recipe in dict.fromkeys(chosen.layers):
         options.check(recipe)
         check_groups(config, recipe, drafts)
+    windows = check_connector(config, dict.fromkeys(chosen.layers))
     if config.cache_config.user_specified_block_size:
         check_block(config.cache_config.block_size, chosen.block_tokens)
     named, reason = fingerprint()
@@ -160,6 +203,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         if index >= count:
             raise ValueError(f"kvant cannot serve layer {name}: the model has {count} layers")
         groups.setdefault((chosen.layers[index], layer.num_heads, layer.head_size), []).append(name)
+    first_pages = _sink_rows(config, chosen, groups, len(heads), device)
     out = []
     for (recipe, query_heads, head_dim), names in groups.items():
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
@@ -190,6 +234,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         else:
             others = [pages_only(store) for store in stores]
         group = LayerGroup(layout, names, stores, others, overlays, ops, drafts, chosen.block_tokens)
+        group.sinks = layered_sinks(layout, len(names), first_pages, device)
         _tell(group, artifact, rows, rank)
         if device.type == "cuda":
             begin, scheduler = time.perf_counter(), config.scheduler_config
@@ -211,7 +256,37 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
                     human_bytes(group.workspace),
                 )
         out.append(group)
+    if windows:
+        from kvant.engines.vllm import offload  # of vLLM 0.32
+
+        offload.use(config.kv_transfer_config.kv_connector_extra_config, out)
     return out
+
+
+def _sink_rows(
+    config: Any, chosen: Options, groups: dict[tuple[Any, ...], list[str]], heads: int, device: torch.device
+) -> int:
+    """Sink rows of every layer: as many as are asked for, or as the memory for pages is worth."""
+    cache = config.cache_config
+    if chosen.sink_rows is not None:
+        return chosen.sink_rows
+    if not cache.enable_prefix_caching:
+        return 0
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    page = sinks = 0
+    for (recipe, _, head_dim), names in groups.items():
+        layout = Layout.of(from_first_token(recipe), heads, head_dim, chosen.page_tokens, dtype=dtype, device=device)
+        page, sinks = page + len(names) * layout.page_bytes, sinks + len(names) * layout.sink_bytes
+    if cache.num_gpu_blocks_override:
+        memory = cache.num_gpu_blocks_override * page * -(-(cache.block_size or PAGE_TOKENS) // chosen.page_tokens)
+    elif cache.kv_cache_memory_bytes:
+        memory = cache.kv_cache_memory_bytes
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = max(0, int(cache.gpu_memory_utilization * total) - (total - free))
+    else:
+        memory = int(cache.gpu_memory_utilization * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return sink_rows(memory, page, sinks)
 
 
 def _served(
@@ -256,9 +331,10 @@ def _tell(group: LayerGroup, artifact: Artifact | None, rows: int, rank: int) ->
         return
     layout = group.layout
     windows = sum(owned.nbytes for store in group.stores for owned in store.owned)
+    sinks = sum(x.nbytes for x in group.sinks.values())
     logger.info(
         "kvant serves %d layers with recipe %s: %.3f bits per element, artifact %s, kernels %s, pages of %d tokens in %s order, "
-        "overlays of %d sequences %s",
+        "overlays of %d sequences %s, sinks of %d cached prefixes %s",
         len(group.names),
         layout.recipe.name,
         layout.bits_per_element(),
@@ -268,4 +344,6 @@ def _tell(group: LayerGroup, artifact: Artifact | None, rows: int, rank: int) ->
         layout.order,
         rows if group.has_overlay else 0,
         human_bytes(windows if group.has_overlay else 0),
+        next((x.shape[1] for x in group.sinks.values()), 0),
+        human_bytes(sinks),
     )

@@ -9,6 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from kvant.engines.vllm.bind import check_block
+from kvant.engines.vllm.metrics import MissedSinks
 from kvant.ops import PagedBatch
 from kvant.ops.cuda.overlay_step import Inputs
 from kvant.ops.types import COUNTERS
@@ -56,6 +57,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         ):  # drop the pages with which vLLM profiled memory
             store.pages = store.pages.new_empty(0, *store.pages.shape[1:])
         self.overlay: OverlayRows | None = None
+        self.missed = MissedSinks()
         self.graphs = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
         self.tensors: StepTensors | None = None
         if self.graphs and self.device.type == "cuda":
@@ -92,6 +94,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
             m.block_table_tensor[:count], m.seq_lens[:count], m.query_start_loc[: count + 1], m.slot_mapping[:tokens]
         )
         batch, match = self._prepared(inputs, int(m.max_seq_len), not captured)
+        if self.overlay is not None:
+            self.missed.report(self.overlay)
         step = KvantMetadata(
             tokens, batch, [Part(slice(0, tokens), batch)], decodes, match, self.overlay, decoded=decoded
         )
@@ -107,13 +111,15 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         if self.device.type == "cpu" or lens is None or self.layers.drafts:  # drafts make the bound inexact
             lens = m.seq_lens.cpu()
         own = self.layers
-        step.split(host, lens[step.decodes : m.num_reqs].long(), own.ring, own.groupwise, own.room)
+        sink = self.overlay.sink if self.overlay is not None and self.overlay.early else 0
+        step.split(host, lens[step.decodes : m.num_reqs].long(), own.ring, own.groupwise, own.room, sink)
 
     def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""
         if self.layers.has_overlay and self.overlay is None:
             pages = self.attention[0].kv_cache
-            self.overlay = OverlayRows(self.layers.layout, pages.shape[0], self.layers.overlays, self.layers.drafts)
+            own = self.layers
+            self.overlay = own.rows = OverlayRows(own.layout, pages.shape[0], own.overlays, own.drafts, own.sinks)
         if self.device.type != "cpu":
             if self.tensors is None:
                 self.tensors = StepTensors(*self._room(), self.layers.layout.page_tokens, self.device)

@@ -1,7 +1,7 @@
 """The options that a user passes to kvant in vLLM's additional_config, and what cannot be served inside vLLM.
 
 {"kvant": {"recipe": NAME, "artifact": DIR or [DIR, ...], "layers": {"0-1": NAME, "2-": NAME}, "spare_overlay_rows": N,
- "implementation": NAME, "unfit_anyway": BOOL, "fold": BOOL}}
+ "sink_rows": N, "implementation": NAME, "unfit_anyway": BOOL, "fold": BOOL}}
 
 `kvant check` measures whether a recipe fits a model and stores the verdict. An engine that is started without `kvant serve`
 measures nothing: it refuses a recipe whose stored verdict is unfit, and warns of a recipe that has no verdict.
@@ -20,7 +20,7 @@ from kvant import recipes, verdicts
 from kvant.artifact import Artifact
 from kvant.recipe import MixedRecipe, Recipe
 
-KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "implementation", "unfit_anyway", "fold")
+KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "sink_rows", "implementation", "unfit_anyway", "fold")
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 LARGEST_BLOCK = 128
@@ -33,6 +33,8 @@ class Options:
 
     spare_overlay_rows  overlay rows beyond one for each sequence that vLLM may run. They hold the overlay of finished sequences,
                         for prefix hits (default: a quarter of max_num_seqs, at least 4).
+    sink_rows           first pages in the prefix cache whose sinks are kept in full precision beside those of the overlay rows
+                        (default: kvant.plan.sink_rows; none without prefix caching).
     implementation      name of the kernels to use instead of the best ones, as in ops.choose.
     unfit_anyway        serve a recipe even if its verdict for this model is unfit.
     fold                True: fold value transforms into the loaded weights, or refuse to start. False: do not. None, the default:
@@ -47,6 +49,7 @@ class Options:
     unfit_anyway: bool = False
     mixed: MixedRecipe | None = None
     fold: bool | None = None
+    sink_rows: int | None = None
 
     @staticmethod
     def of(additional: Any, layers: int, named: Callable[[], str | None] = lambda: None) -> Options:
@@ -72,6 +75,9 @@ class Options:
             spare = given[OLD_SPARE]
         if spare is not None and (type(spare) is not int or spare < 0):
             raise ValueError(f"spare_overlay_rows must be a number from 0, got {spare!r}")
+        sinks = given.get("sink_rows")
+        if sinks is not None and (type(sinks) is not int or sinks < 0):
+            raise ValueError(f"sink_rows must be a number from 0, got {sinks!r}")
         anyway = given.get("unfit_anyway", False)
         if not isinstance(anyway, bool):
             raise ValueError(f"unfit_anyway must be true or false, got {anyway!r}")
@@ -84,7 +90,7 @@ class Options:
             default = default_recipe(found, named())
         chosen = per_layer(default, given.get("layers"), layers)
         mixed = default if isinstance(default, MixedRecipe) else None
-        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed, folds)
+        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed, folds, sinks)
 
     @property
     def whole(self) -> Recipe | None:

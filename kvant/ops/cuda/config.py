@@ -113,7 +113,6 @@ CONSTANTS: dict[str, Constant] = {
     # the step of a server
     **_ints(
         ITEMS="sequences of a thread",
-        COPIES="overlay rows that a step copies, at most",
     ),
     # appending
     **_ints(

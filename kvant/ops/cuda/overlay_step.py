@@ -15,7 +15,6 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
 
 Tensor = torch.Tensor
-COPIES = 16  # overlay rows that a step copies, and rows that get another's sinks; further ones get them a step later
 THREADS = 1024
 COPY_CTAS = 128  # CTAs that copy metadata, and the overlay rows of a layer each
 ROW_BITS = 20  # of a row and of a sequence in the kernel's keys
@@ -39,6 +38,8 @@ OverlayStepArguments = Arguments(
     counters=pointer("int", "[3], zeros: CTAs that have started, found the rows, ended"),
     writer=optional("s64", "[pages + 1], OverlayRows.writer"),
     sink_row=optional("s64", "[pages + 1], OverlayRows.sink_row"),
+    stored=optional("s64", "[pages + 1], OverlayRows.stored"),
+    kept=optional("s64", "[pages + 1], OverlayRows.kept"),
     written=optional("s64", "[pages + 1], clock * PAGE_TOKENS + PAGE_TOKENS - 1 - first place that the step writes"),
     claimed=optional("s64", "[pages + 1], the sequence that names the page's sink row, with the step"),
     lease=optional("s64", "[rows + 1], OverlayRows.lease"),
@@ -49,15 +50,27 @@ OverlayStepArguments = Arguments(
     ring_start=optional("s64", "[rows + 1], OverlayRows.ring_start"),
     begun=optional("s64", "[rows + 1], OverlayRows.begun"),
     used=optional("s64", "[rows + 1], OverlayRows.used"),
-    row_source=optional("s64", "[COPIES], rows that are copied whole"),
-    row_target=optional("s64", "[COPIES], and where to; `rows` for no copy"),
-    sink_source=optional("s64", "[COPIES], rows whose sinks are copied"),
-    sink_target=optional("s64", "[COPIES], and where to; `rows` for no copy"),
-    late_source=optional("s64", "[COPIES], rows to which this step writes sinks"),
-    late_target=optional("s64", "[COPIES], rows that need them; `rows` for no copy"),
+    owner=optional("s64", "[sink_rows + 1], OverlayRows.owner"),
+    sink_used=optional("s64", "[sink_rows + 1], OverlayRows.sink_used"),
+    sink_keys=optional("s64", "[sink_rows], scratch"),
+    sink_order=optional("s64", "[sink_rows], scratch"),
+    counts=optional("int", "[4], pairs of the first four lists"),
+    row_source=optional("s64", "[rows], rows that are copied whole"),
+    row_target=optional("s64", "[rows], and where to"),
+    save_source=optional("s64", "[rows], rows whose sinks are saved"),
+    save_target=optional("s64", "[rows], and to which sink rows"),
+    sink_source=optional("s64", "[rows], rows whose sinks are copied"),
+    sink_target=optional("s64", "[rows], and where to"),
+    take_source=optional("s64", "[rows], sink rows that are copied"),
+    take_target=optional("s64", "[rows], and to which rows"),
+    late_source=optional("s64", "[rows], rows to which this step writes sinks"),
+    late_target=optional("s64", "[rows], rows that need them; `rows` for no copy"),
     lost=optional("int", "[1], on the host: set to 1 where a sequence goes on inside `unit` tokens without its row"),
+    missing=optional("int", "[2], on the host: OverlayRows.missed"),
     key=optional("uint4", "[layers, rows + 1, ...], overlays of the keys"),
     value=optional("uint4", "[layers, rows + 1, ...], overlays of the values"),
+    key_sinks=optional("uint4", "[layers, sink_rows, ...], sink rows of the keys"),
+    value_sinks=optional("uint4", "[layers, sink_rows, ...], sink rows of the values"),
     key_layer_words=int64("16-byte words from a layer of the keys' overlays to the next"),
     key_row_words=int64("16-byte words from a row to the next"),
     key_words=int64("16-byte words of a row"),
@@ -82,12 +95,18 @@ OverlayStepArguments = Arguments(
     rows=int32("overlay rows without the one of padding; 0 where nothing has an overlay"),
     layers=int32("layers of the overlays"),
     sink=int32("first tokens of a sequence that its row holds"),
+    sink_rows=int32("sink rows; 0 where there are none"),
+    early=int32("1 where all sinks of a step are written before attention"),
     drafts=int32("tokens that a step may write and the next one take back"),
     unit=int32("tokens that are coded together; 0 where a sequence may go on anywhere without its row"),
     late=int32("1 where late_source and late_target are wanted"),
 )
-STATE = ("writer", "sink_row", "lease", "last", "length", "first", "held", "ring_start", "begun", "used")
-LISTS = ("row_source", "row_target", "sink_source", "sink_target", "late_source", "late_target")
+PAGE_STATE = ("writer", "sink_row", "stored", "kept")  # [pages + 1]
+ROW_STATE = ("lease", "last", "length", "first", "held", "ring_start", "begun", "used")  # [rows + 1]
+SINK_STATE = ("owner", "sink_used")  # [sink rows + 1]
+STATE = (*PAGE_STATE, *ROW_STATE, *SINK_STATE)
+SCRATCH = ("written", "claimed", "sink_keys", "sink_order", "counts")
+LISTS = tuple(f"{name}_{end}" for name in ("row", "save", "sink", "take", "late") for end in ("source", "target"))
 
 
 class Inputs(NamedTuple):
@@ -131,38 +150,46 @@ class Overlays:
         self,
         state: Mapping[str, Tensor],
         overlays: Mapping[StreamName, Tensor],
+        sinks: Mapping[StreamName, Tensor],
         page_tokens: int,
         sink: int,
         drafts: int,
         unit: int,
+        early: bool,
         lost: Tensor,
+        missing: Tensor,
     ) -> None:
         assert set(state) == set(STATE), sorted(state)
         self.state, self.page_tokens = state, page_tokens
         self.rows, self.device = len(state["lease"]) - 1, state["lease"].device
-        assert 0 < self.rows < 1 << ROW_BITS, self.rows
-        pages = state["writer"]
-        scratch = {"written": torch.zeros_like(pages), "claimed": torch.zeros_like(pages)}
-        lists = torch.full((len(LISTS), COPIES), self.rows, dtype=torch.int64, device=self.device)
+        sink_rows = len(state["owner"]) - 1
+        assert 0 < self.rows < 1 << ROW_BITS and sink_rows < 1 << ROW_BITS, (self.rows, sink_rows)
+        scratch = {name: torch.zeros_like(state["writer"]) for name in ("written", "claimed")}
+        scratch |= {name: torch.zeros_like(state["owner"]) for name in ("sink_keys", "sink_order")}
+        scratch["counts"] = torch.zeros(4, dtype=torch.int32, device=self.device)
+        lists = torch.full((len(LISTS), self.rows), self.rows, dtype=torch.int64, device=self.device)
         self.late = lists[-2], lists[-1]  # rows to which a step writes sinks, and rows that need them
         self.nothing = lists[-2, :0], lists[-1, :0]
         self.fixed: dict[str, object] = {
             **state,
             **scratch,
             **dict(zip(LISTS, lists, strict=True)),
-            **_placed("key", overlays.get("key"), sink),
-            **_placed("value", overlays.get("value"), sink),
+            **_placed("key", overlays.get("key"), sink, sinks.get("key")),
+            **_placed("value", overlays.get("value"), sink, sinks.get("value")),
             "rows": self.rows,
+            "sink_rows": sink_rows,
+            "early": int(early),
             "layers": next(iter(overlays.values())).shape[0],
             "sink": sink,
             "drafts": drafts,
             "unit": unit,
             "lost": lost,
+            "missing": missing,
         }
 
 
-def _placed(name: str, x: Tensor | None, sink: int) -> dict[str, object]:
-    """Where the overlays [layers, rows + 1, tokens, ...] of a stream lie."""
+def _placed(name: str, x: Tensor | None, sink: int, sinks: Tensor | None = None) -> dict[str, object]:
+    """Where the overlays [layers, rows + 1, tokens, ...] of a stream and its sink rows [layers, sink rows, sink, ...] lie."""
     if x is None or not x.numel():
         found = dict.fromkeys(("layer_words", "row_words", "words", "sink_words"), 0)
     else:
@@ -176,19 +203,23 @@ def _placed(name: str, x: Tensor | None, sink: int) -> dict[str, object]:
         }
         assert x[0].is_contiguous() and not any(n % WORD for n in sizes.values()), (x.shape, x.stride(), x.dtype)
         found = {part: n // WORD for part, n in sizes.items()}
-    return {name: x, **{f"{name}_{part}": n for part, n in found.items()}}
+        assert sinks is None or (sinks.is_contiguous() and sinks[0, 0].nbytes == sizes["sink_words"]), (
+            sinks.shape,
+            sink,
+        )
+    return {name: x, f"{name}_sinks": sinks, **{f"{name}_{part}": n for part, n in found.items()}}
 
 
 NO_OVERLAYS: dict[str, object] = {
-    **dict.fromkeys((*STATE, "written", "claimed", *LISTS, "lost")),
+    **dict.fromkeys((*STATE, *SCRATCH, *LISTS, "lost", "missing")),
     **_placed("key", None, 0),
     **_placed("value", None, 0),
-    **dict.fromkeys(("rows", "layers", "sink", "drafts", "unit"), 0),
+    **dict.fromkeys(("rows", "layers", "sink", "sink_rows", "early", "drafts", "unit"), 0),
 }
 
 
 def text(page_tokens: int, items: int = 1, threads: int | None = None) -> str:
-    config = {"THREADS": threads or THREADS, "PAGE_TOKENS": page_tokens, "ITEMS": items, "COPIES": COPIES}
+    config = {"THREADS": threads or THREADS, "PAGE_TOKENS": page_tokens, "ITEMS": items}
     return nvrtc.program("kernels/overlay_step.cu", config=config, arguments=[OverlayStepArguments])
 
 

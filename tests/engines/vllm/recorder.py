@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvant.layout import StreamName
 from kvant.ops import LayerStore, PagedBatch
+from tests.engines.vllm import offloading
 
 Tensor = torch.Tensor
 TOLERANCE = 1e-4
@@ -31,6 +32,7 @@ SEEN = (
     "short of sinks",  # sequences whose sinks were read from their pages
     "behind a prefix",  # sequences of whose recent window a part was read from pages
     "overwritten",  # blocks that were used a second time
+    "loaded",  # blocks that a connector filled
 )
 
 
@@ -47,6 +49,15 @@ class Call:
     tensors: dict[str, Tensor]  # query, key, value, out: [tokens, heads, head_dim]
 
 
+class Transfer(NamedTuple):
+    """A block that a connector moved between two steps."""
+
+    at: int  # steps before it
+    loads: bool  # or stores
+    chunk: int  # number in CPU memory
+    tokens: range  # slots of the block
+
+
 class Recorder:
     """Methods that vLLM adds to its workers."""
 
@@ -55,6 +66,8 @@ class Recorder:
     def record(self) -> int:
         """Begins to record; returns how many layers there are."""
         self.calls: dict[int, list[Call]] = {}
+        self.transfers: list[Transfer] = []
+        offloading.told = lambda *moved: self.transfers.append(Transfer(len(self.calls[0]), *moved))
         layers = self._impls()
         for index, impl in layers.items():
             impl.forward = functools.partial(_forward, impl, self.calls.setdefault(index, []))
@@ -65,7 +78,7 @@ class Recorder:
         seen = dict.fromkeys(SEEN, 0)
         for index, impl in self._impls().items():
             assert self.calls[index], f"layer {index} was never called"
-            _compare(impl, self.calls[index], seen)
+            _compare(impl, self.calls[index], seen, self.transfers)
         return seen
 
     def page_bytes(self) -> list[tuple[int, int]]:
@@ -75,9 +88,9 @@ class Recorder:
         return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in ours]
 
     def window_bytes(self) -> int:
-        """Bytes of the overlays of all layers."""
+        """Bytes of the overlays and sink rows of all layers."""
         groups = {id(impl.layers): impl.layers for impl in self._impls().values()}
-        return sum(overlay.nbytes for group in groups.values() for overlay in group.overlays.values())
+        return sum(x.nbytes for group in groups.values() for x in (*group.overlays.values(), *group.sinks.values()))
 
     def _impls(self) -> dict[int, Any]:
         context = self.model_runner.vllm_config.compilation_config.static_forward_context
@@ -116,7 +129,7 @@ def _forward(
     return out
 
 
-def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
+def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list[Transfer]) -> None:
     store: LayerStore = impl.layers.stores[impl.place]
     layout = store.layout
     size = layout.page_tokens
@@ -130,9 +143,19 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
     options = {"scale": impl.scale, "softcap": impl.softcap, "sink_logits": impl.sink_logits}
     sink = layout.recipe.key.window.sink
     previous: dict[tuple[int, ...], int] = {}
+    offloaded: dict[int, dict[str, Tensor]] = {}
     begun: set[int] = set()
     for number, call in enumerate(calls):
         seen["steps"] += 1
+        for moved in (each for each in transfers if each.at == number):
+            slots = slice(moved.tokens.start, moved.tokens.stop)
+            if not moved.loads:
+                offloaded[moved.chunk] = {name: x[slots].clone() for name, x in shadow.items()}
+                continue
+            for name, x in offloaded[moved.chunk].items():
+                shadow[name][slots] = x
+            written[slots] = number - 1
+            seen["loaded"] += 1
         batch = list(
             zip(call.table.tolist(), call.seq_lens, call.query_start_loc, call.query_start_loc[1:], strict=False)
         )
@@ -187,15 +210,22 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
             seen["shared at once"] += bool(before and (written[all_slots[:before]] == number).any())
             if number == len(calls) - 1 or number % 7 == 0:
                 seen["pages"] += 1
-                _same_pages(store, plain, pages, n, written[all_slots], number, calls)
+                _same_pages(store, plain, pages, n, number, calls, transfers)
 
 
 def _same_pages(
-    store: LayerStore, plain: LayerStore, pages: list[int], n: int, written: Tensor, number: int, calls: list[Call]
+    store: LayerStore,
+    plain: LayerStore,
+    pages: list[int],
+    n: int,
+    number: int,
+    calls: list[Call],
+    transfers: list[Transfer],
 ) -> None:
     """The pages as they are now, where nobody has written to them since that step."""
     size = store.layout.page_tokens
     later = {page for call in calls[number + 1 :] for page in call.table.flatten().tolist()}
+    later |= {slot // size for moved in transfers if moved.loads and moved.at > number for slot in moved.tokens}
     for name in NAMES:
         table = pages[: -(-n // size)]
         mine = store.layout.unpack(name, store.pages[table])

@@ -22,6 +22,7 @@ PAGE = 64
 def builder(recipe: str) -> Any:
     """One that has never seen vLLM's configuration."""
     from kvant.engines.vllm.builder import KvantBuilder
+    from kvant.engines.vllm.metrics import MissedSinks
 
     layout = Layout.of(get(recipe), 1, 16, PAGE, dtype="float32")
     overlays = {name: empty_overlay(layout, name, 2 * 9, "cpu").unflatten(0, (2, 9)) for name in layout.recipe.streams}
@@ -29,7 +30,10 @@ def builder(recipe: str) -> Any:
     has_overlay = any(overlay.shape[2] for overlay in overlays.values())
     made = object.__new__(KvantBuilder)
     made.device, made.graphs, made.overlay = torch.device("cpu"), False, None
-    made.layers = SimpleNamespace(layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring)
+    made.layers = SimpleNamespace(
+        layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring, sinks={}
+    )
+    made.missed = MissedSinks()
     made.layers.groupwise = any(stream.groupwise for stream in layout.recipe.streams.values())
     made.layers.room = 0
     made.attention = [SimpleNamespace(kv_cache=torch.empty(2000, 1))]
@@ -72,7 +76,7 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     before = [draw.randrange(1, 200) * unit for _ in range(decodes)]
     counts = [1] * decodes
     for _ in range(draw.randrange(1, 5)):  # prefills, some of them with a history
-        before.append(draw.choice([0, 0, draw.randrange(1, 200)]) * unit)
+        before.append(draw.choice([0, 0, 1, 2, draw.randrange(1, 200)]) * unit)
         counts.append(draw.randrange(2, 100))
     made, m = builder(recipe), described(before, counts)
     step = made.build(0, m)
@@ -80,6 +84,17 @@ def test_every_token_is_written_once(recipe: str, seed: int) -> None:
     assert step.decodes == decodes and step.tokens == sum(counts) and step.history == any(older)
     sequence, position = step.batch.positions
     assert position.tolist() == [p for b, c in zip(before, counts, strict=True) for p in range(b, b + c)]
+    sink = made.layers.layout.recipe.key.window.sink
+    cut = [b for b, c in zip(before, counts, strict=True) if c > 1 and 0 < b < sink]
+    if cut and made.layers.ring:  # of prompts that were cut among their sinks, these are written before attention, too
+        early = step.appends.pop()
+        local, place = early.batch.positions
+        assert place.tolist() == [
+            p for b, n in zip(cut, early.batch.seq_lens.tolist(), strict=True) for p in range(b, n)
+        ]
+        assert torch.equal(place, position[early.tokens]) and bool((place < sink).all())
+        assert torch.equal(early.batch.slot_mapping, m.slot_mapping[early.tokens])
+        assert torch.equal(early.batch.overlay_rows[local], step.batch.overlay_rows[sequence[early.tokens]])
     late = step.last is not None
     assert late == (made.layers.ring and any(older))
     times = torch.zeros(step.tokens, dtype=torch.int64)
@@ -244,3 +259,27 @@ def test_calls_of_decode_in_graphs_share_their_counters(monkeypatch: pytest.Monk
     made.counters = torch.zeros(4, dtype=torch.int32)
     assert made.decode(2, scale=1.0) == 2
     assert seen == [0, 1] and not counters._SHARED
+
+
+@needs_vllm
+def test_sinks_that_are_missed_are_logged_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prometheus_client import REGISTRY
+
+    from kvant.engines.vllm import metrics
+    from kvant.serving.overlay import Missed
+
+    logged: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning_once", lambda text, *args: logged.append(text % args))
+    recipe = SimpleNamespace(recipe=get("kvant-2"))
+    overlay = SimpleNamespace(missed=Missed(0, 0), sink_rows=5, layout=recipe)
+    reported = metrics.MissedSinks()
+    names = {field: f"kvant_sinks_{field}_total" for field in Missed._fields}
+    before = {field: REGISTRY.get_sample_value(name) for field, name in names.items()}
+    for missed in (Missed(0, 0), Missed(2, 0), Missed(3, 1), Missed(3, 1), Missed(3, 4)):
+        overlay.missed = missed
+        reported.report(overlay)
+    assert len(logged) == 2 and "run out of the 5 sink rows of recipe kvant-2" in logged[0] and "packed" in logged[1]
+    assert {field: REGISTRY.get_sample_value(name) - before[field] for field, name in names.items()} == {
+        "dropped": 3,
+        "packed": 4,
+    }

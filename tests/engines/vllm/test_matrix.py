@@ -43,10 +43,14 @@ def size(request: pytest.FixtureRequest) -> int:
 def start(model: tuple[Path, dict[str, Any]]) -> Iterator[Any]:
     made: list[Any] = []
 
-    def begin(size: int = 64, recipe: str | dict[str, str] | None = None, **options: Any) -> Any:
-        """All recipes of LAYERS or of GROUPS, one for all layers, or others."""
+    def begin(
+        size: int = 64, recipe: str | dict[str, str] | None = None, rows: int | None = None, **options: Any
+    ) -> Any:
+        """All recipes of LAYERS or of GROUPS, one for all layers, or others; `rows`: spare overlay rows."""
         path, kvant = model
         kvant = kvant if size == 64 else {"layers": GROUPS}
+        if rows is not None:
+            kvant = {**kvant, "spare_overlay_rows": rows}
         if recipe:
             kvant = {**kvant, "layers": recipe if isinstance(recipe, dict) else {"0-": recipe}}
         made.append(engine(path, kvant, block_size=size, **options))
@@ -76,6 +80,19 @@ def test_prefix_hit(start: Any, size: int) -> None:
     assert [request.num_cached_tokens for request in found] == [128, 128, 128]
     seen = compared(llm)
     assert seen["prefills"] and seen["decodes"] > 4 * 200 and seen["behind a prefix"], seen
+
+
+def test_sinks_of_a_prefix_whose_row_was_given_away(start: Any, size: int) -> None:
+    """There is one row: other requests have taken it before the prefix is hit."""
+    llm = start(size, rows=0, max_num_seqs=1)
+    shared = prompt(0, 150)
+    run(llm, [shared], 3)
+    for seed in (1, 2):
+        run(llm, [prompt(seed, 100)], 3)
+        found = run(llm, [shared + prompt(10 + seed, 20)], 5)
+        assert found[0].num_cached_tokens == 128
+    seen = compared(llm)
+    assert seen["behind a prefix"], seen
 
 
 @pytest.mark.slow

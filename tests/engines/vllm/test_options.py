@@ -36,7 +36,7 @@ def test_layers_have_the_recipe_of_their_range() -> None:
         ({"kvant": {"recipe": "int5"}}, "unknown recipe 'int5'; known: "),
         (
             {"kvant": {"recipes": "int4"}},
-            "has recipes; known: recipe, artifact, layers, spare_overlay_rows, implementation, unfit",
+            "has recipes; known: recipe, artifact, layers, spare_overlay_rows, sink_rows, implementation, unfit",
         ),
         ({"kvant": {"layers": {"0-3": "int4"}}}, "layer 4 has no recipe"),
         ({"kvant": {"layers": {"0-9": "int4"}}}, "'0-9' is not a range of the model's layers 0 to 5"),
@@ -44,6 +44,7 @@ def test_layers_have_the_recipe_of_their_range() -> None:
         ({"kvant": {"layers": {"a": "int4"}}}, "expected a range such as 3, 0-1 or 2-, got 'a'"),
         ({"kvant": {"artifact": "/nowhere"}}, "no such file or directory"),
         ({"kvant": {"spare_overlay_rows": -1}}, "spare_overlay_rows must be a number from 0, got -1"),
+        ({"kvant": {"sink_rows": True}}, "sink_rows must be a number from 0, got True"),
         ({"kvant": {"spare_overlay_rows": 1, "spare_windows": 1}}, "its old name spare_windows are both given"),
         ({"kvant": {"recipe": "int4", "unfit_anyway": 1}}, "unfit_anyway must be true or false, got 1"),
         (

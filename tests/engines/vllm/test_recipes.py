@@ -127,7 +127,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("cache_config.block_size", 96, "block_size must be a multiple of 64, got 96"),
         ("parallel_config.decode_context_parallel_size", 2, "does not serve decode_context_parallel_size > 1"),
         ("parallel_config.enable_dbo", True, "does not serve enable_dbo"),
-        ("kv_transfer_config", object(), "does not serve KV connectors"),
         ("model_config.enable_sleep_mode", True, "does not serve enable_sleep_mode"),
         (
             "speculative_config",
@@ -156,7 +155,6 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=128, user_specified_block_size=True),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, enable_dbo=False),
         model_config=SimpleNamespace(enable_sleep_mode=False),
-        kv_transfer_config=None,
         speculative_config=None,
     )
     assert check_config(config) == 0

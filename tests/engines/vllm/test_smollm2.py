@@ -54,7 +54,7 @@ def test_tokens_in_the_same_memory(
     windows = LAYERS * (sequences + 1) * layout.overlay_bytes  # one more for padding
     model = models.smollm2_directory()
     same: dict[str, Any] = {"max_num_seqs": sequences, "num_gpu_blocks_override": None}
-    mine = {**options(name, artifacts), "spare_overlay_rows": 0}
+    mine = {**options(name, artifacts), "spare_overlay_rows": 0, "sink_rows": 0}
     llm = engine(model, mine, kv_cache_memory_bytes=memory - windows, **same)
     found = tokens(llm)
     held = llm.collective_rpc("window_bytes")[0]

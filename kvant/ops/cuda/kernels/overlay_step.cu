@@ -37,18 +37,14 @@ template <int ITEMS> DEV int flags_before(const bool* flag, int* before, int* wa
   return all;
 }
 
-// Writes the pairs of rows of the flagged sequences in order; places without a pair get the padding row. Clears the flag of a
-// sequence for which there is no place.
+// Writes the pairs of rows of the flagged sequences in order; returns their number. There is at most one for each row.
 template <int ITEMS, class A>
-DEV void choose_copies(const A& a, bool* flag, const int* source, const int* target, s64* sources, s64* targets, int* warp_counts) {
+DEV int choose_copies(const A& a, const bool* flag, const int* source, const int* target, s64* sources, s64* targets, int* warp_counts) {
   int place[ITEMS];
   const int all = flags_before<ITEMS>(flag, place, warp_counts);
-  for (int i = 0; i < ITEMS; i++) {
-    flag[i] = flag[i] && place[i] < Config::COPIES;
-    if (flag[i]) sources[place[i]] = source[i], targets[place[i]] = target[i];
-  }
-#pragma unroll 1
-  for (int i = all + threadIdx.x; i < Config::COPIES; i += Config::THREADS) sources[i] = targets[i] = a.rows;
+  for (int i = 0; i < ITEMS; i++)
+    if (flag[i] && place[i] < a.rows) sources[place[i]] = source[i], targets[place[i]] = target[i];
+  return min(all, a.rows);
 }
 
 // sink_row[first] = row of the last flagged sequence that begins with page `first`. Keys of an earlier step or phase are smaller.
@@ -73,7 +69,7 @@ template <class A> DEV void find_rows(const A& a) {
   int* held_after = held_before + a.rows;     // [rows]: and before attention
   int* oldest = held_after + a.rows;          // [rows]: free rows, least recently used first
   int* start = oldest + a.rows;               // [MOST]: first new token
-  __shared__ int warp_counts[ITEMS * THREADS / 32], free_count;
+  __shared__ int warp_counts[ITEMS * THREADS / 32], free_count, sink_candidates, dropped, short_of_sinks;
   const int tid = threadIdx.x, width = a.table_width, sink = a.sink;
   const auto page_of = [&](int b, int i) { return (int)load_integer(a.table, a.table_bytes, (s64)b * a.table_stride + i); };
 
@@ -85,10 +81,11 @@ template <class A> DEV void find_rows(const A& a) {
     const int place = (int)(slot % SIZE);
     atomicMax(a.written + slot / SIZE, a.clock * SIZE + (SIZE - 1 - place));
     if (!place) a.sink_row[slot / SIZE] = -1;
+    if (place < sink) atomicMin(a.kept + slot / SIZE, (s64)place);
   }
 #pragma unroll 1
   for (int r = tid; r < a.rows; r += THREADS) leader[r] = NONE, held_before[r] = held_after[r] = (int)a.held[r];
-  if (!tid) free_count = 0;
+  if (!tid) free_count = sink_candidates = dropped = short_of_sinks = 0;
   int count[ITEMS], before[ITEMS], length[ITEMS];
   for (int i = 0; i < ITEMS; i++) {
     const int b = i * THREADS + tid;
@@ -158,72 +155,145 @@ template <class A> DEV void find_rows(const A& a) {
     if (row[i] == a.rows) count[i] = 0;  // padding; a server has a row for every other sequence
   }
 
-  // Sinks and ring of the row.
-  int first[ITEMS], held[ITEMS], ring_start[ITEMS], wanted[ITEMS], after[ITEMS];
-  bool whole[ITEMS];
-  choose_copies<ITEMS>(a, tied, found, row, a.row_source, a.row_target, warp_counts);
+  // Sinks and ring of the row. Where the row is given to a sequence with another first page, the page's sinks are saved, unless its
+  // sink row has them.
+  int first[ITEMS], held[ITEMS], ring_start[ITEMS], wanted[ITEMS], after[ITEMS], saved[ITEMS], from[ITEMS];
+  bool whole[ITEMS], saves[ITEMS], asked[ITEMS];
+  const int copies = choose_copies<ITEMS>(a, tied, found, row, a.row_source, a.row_target, warp_counts);
+  if (!tid) a.counts[0] = copies;
   for (int i = 0; i < ITEMS; i++) {
     const int b = i * THREADS + tid;
     first[i] = b < a.batch ? page_of(b, 0) : 0;
-    held[i] = 0;
-    whole[i] = false;
+    held[i] = saved[i] = 0;
+    whole[i] = saves[i] = asked[i] = false;
     ring_start[i] = before[i];
     wanted[i] = min(before[i], sink);
     after[i] = 0;
     if (count[i] <= 0) continue;
     // the least recently used row may be that of an earlier sequence with the same sinks
-    const bool same = matched[i] || ((int)a.first[row[i]] == first[i] && (int)a.sink_row[first[i]] == row[i]);
+    const int old = (int)a.first[row[i]];
+    const bool same = matched[i] || (old == first[i] && (int)a.sink_row[first[i]] == row[i]);
     if (same) held[i] = min((int)a.held[row[i]], before[i]);
     if (tied[i]) held[i] = min((int)a.held[found[i]], before[i]);
     if (matched[i] || tied[i]) ring_start[i] = (int)a.ring_start[found[i]];
-    // The tail of its group is nowhere. A server that captures a step invents sequences: they write nothing, or lie in its first page.
-    if (a.unit && ring_start[i] > before[i] - before[i] % a.unit && first[i] > 0 && load_integer(a.slot_mapping, a.slot_bytes, start[b]) >= 0) *a.lost = 1;
+    // A server that captures a step invents sequences: they write nothing, or lie in its first page.
+    asked[i] = first[i] > 0 && load_integer(a.slot_mapping, a.slot_bytes, start[b]) >= 0;
+    if (a.unit && ring_start[i] > before[i] - before[i] % a.unit && asked[i]) *a.lost = 1;  // the tail of its group is nowhere
     whole[i] = held[i] == wanted[i];
     after[i] = whole[i] ? min(length[i], sink) : held[i];
+    if (a.sink_rows && !same && old > 0 && (int)a.sink_row[old] == row[i]) {  // at most one row is named by a page
+      const s64 key = a.written[old];
+      const int kept = (int)a.kept[old], now = min((int)a.held[row[i]], key / SIZE == a.clock ? SIZE - 1 - (int)(key % SIZE) : SIZE);
+      if (now > kept) {
+        saves[i] = true;
+        saved[i] = old;
+        a.kept[old] = now;
+        if (!kept) a.stored[old] = -1;
+      }
+    }
   }
   __syncthreads();
   for (int i = 0; i < ITEMS; i++) {
     if (count[i] <= 0) continue;
-    // a chunk that continues a prompt writes its overlay row after attention: too late for others of this step
-    const bool soon_written = before[i] == 0 || count[i] == 1;
+    // where sinks are not written early, a chunk that continues a prompt writes them after attention
+    const bool soon_written = before[i] == 0 || count[i] == 1 || a.early;
     held_before[row[i]] = held[i];
     held_after[row[i]] = soon_written ? after[i] : held[i];
     a.first[row[i]] = first[i];
   }
   name_sink_rows<ITEMS>(a, 0, whole, first, row);
 
-  // Who lacks sinks gets them from a row whose sequence begins with the same page: those that are there now, and those that are there
-  // before attention.
+  // Who lacks sinks gets them from a row whose sequence begins with the same page: those that are there now; or from the page's sink row;
+  // or from a row to which this step writes them before attention.
   if (sink) {
     int giver[ITEMS], ready[ITEMS];
-    bool known[ITEMS], asks[ITEMS];
+    bool known[ITEMS], asks[ITEMS], takes[ITEMS], unstored[ITEMS];
     for (int i = 0; i < ITEMS; i++) {
       const bool needy = count[i] > 0 && held[i] < wanted[i];
       giver[i] = needy ? (int)a.sink_row[first[i]] : -1;
       known[i] = giver[i] >= 0 && (int)a.first[giver[i]] == first[i];
       ready[i] = known[i] ? min(min(held_before[giver[i]], before[i]), sink) : 0;
       asks[i] = known[i] && ready[i] > held[i];
-    }
-    choose_copies<ITEMS>(a, asks, giver, row, a.sink_source, a.sink_target, warp_counts);
-    for (int i = 0; i < ITEMS; i++)
       if (asks[i]) held[i] = ready[i];
+      takes[i] = needy && min((int)a.kept[first[i]], wanted[i]) > held[i];
+      // sink rows that this step uses are not given away
+      if (takes[i] && a.stored[first[i]] >= 0) a.sink_used[a.stored[first[i]]] = a.clock;
+      unstored[i] = saves[i] && a.stored[saved[i]] < 0;
+      if (saves[i] && !unstored[i]) a.sink_used[a.stored[saved[i]]] = a.clock;
+    }
+    const int ready_rows = choose_copies<ITEMS>(a, asks, giver, row, a.sink_source, a.sink_target, warp_counts);
+    const int new_rows = flags_before<ITEMS>(unstored, place, warp_counts);
+    if (new_rows) {
+      // Sink rows in the order in which they are given away: those whose page has lost its sinks, or has them in a sequence's row, too;
+      // then the least recently used.
+#pragma unroll 1
+      for (int s = tid; s < a.sink_rows; s += THREADS) {
+        const int page = (int)a.owner[s], n = page < 0 ? 0 : (int)a.kept[page];
+        const bool owned = n > 0 && (int)a.stored[page] == s;
+        const int other = owned ? (int)a.sink_row[page] : -1;
+        const bool busy = owned && !(other >= 0 && (int)a.first[other] == page && held_before[other] >= n);
+        const bool free = !busy || a.sink_used[s] < a.clock;
+        a.sink_keys[s] = free ? (busy ? a.sink_used[s] << OVERLAY_ROW_BITS : 0) | s : (s64)1 << 62;
+        if (free) atomicAdd(&sink_candidates, 1);
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int s = tid; s < a.sink_rows; s += THREADS) {
+        const s64 key = a.sink_keys[s];
+        if (key >> 62) continue;
+        int rank = 0;
+#pragma unroll 4
+        for (int k = 0; k < a.sink_rows; k++) rank += a.sink_keys[k] < key;
+        if (rank < new_rows) a.sink_order[rank] = s;
+      }
+      __syncthreads();
+      for (int i = 0; i < ITEMS; i++) {
+        if (!unstored[i]) continue;
+        if (place[i] >= sink_candidates) {
+          saves[i] = false;
+          a.kept[saved[i]] = 0;
+          atomicAdd(&dropped, 1);
+          continue;
+        }
+        const int s = (int)a.sink_order[place[i]], page = (int)a.owner[s];
+        if (a.sink_keys[s] >> OVERLAY_ROW_BITS) atomicAdd(&dropped, 1);
+        if (page >= 0 && (int)a.stored[page] == s) a.kept[page] = 0;
+        a.owner[s] = saved[i];
+        a.stored[saved[i]] = s;
+        a.sink_used[s] = a.clock;
+      }
+      __syncthreads();
+      if (!tid && dropped) a.missing[0] += dropped;
+    }
+    for (int i = 0; i < ITEMS; i++) from[i] = saves[i] ? (int)a.stored[saved[i]] : 0;
+    const int saved_rows = choose_copies<ITEMS>(a, saves, row, from, a.save_source, a.save_target, warp_counts);
+    for (int i = 0; i < ITEMS; i++) {
+      const int kept = takes[i] ? min((int)a.kept[first[i]], wanted[i]) : 0;
+      takes[i] = kept > held[i];
+      from[i] = takes[i] ? (int)a.stored[first[i]] : 0;
+      if (takes[i]) held[i] = kept;
+    }
+    const int taken_rows = choose_copies<ITEMS>(a, takes, from, row, a.take_source, a.take_target, warp_counts);
+    if (!tid) a.counts[1] = saved_rows, a.counts[2] = ready_rows, a.counts[3] = taken_rows;
     if (a.late) {
       for (int i = 0; i < ITEMS; i++) {
         ready[i] = known[i] ? min(min(held_after[giver[i]], before[i]), sink) : 0;
         asks[i] = known[i] && ready[i] > held[i];
-      }
-      choose_copies<ITEMS>(a, asks, giver, row, a.late_source, a.late_target, warp_counts);
-      for (int i = 0; i < ITEMS; i++)
         if (asks[i]) held[i] = ready[i];
+      }
+      const int late_rows = choose_copies<ITEMS>(a, asks, giver, row, a.late_source, a.late_target, warp_counts);
+#pragma unroll 1
+      for (int i = late_rows + tid; i < min(a.batch, a.rows); i += THREADS) a.late_source[i] = a.late_target[i] = a.rows;
     }
     for (int i = 0; i < ITEMS; i++) {
       whole[i] = count[i] > 0 && held[i] == wanted[i];
       after[i] = whole[i] ? min(length[i], sink) : held[i];
+      if (asked[i] && !matched[i] && !whole[i]) atomicAdd(&short_of_sinks, 1);
     }
     name_sink_rows<ITEMS>(a, 1, whole, first, row);
-  } else {
-#pragma unroll 1
-    for (int i = tid; i < Config::COPIES; i += THREADS) a.sink_source[i] = a.sink_target[i] = a.rows;
+    if (!tid && short_of_sinks) a.missing[1] += short_of_sinks;
+  } else if (!tid) {
+    a.counts[1] = a.counts[2] = a.counts[3] = 0;
   }
 
   // Records the step. Padding sequences have no row of their own, and nothing is recorded of them.
@@ -276,20 +346,22 @@ template <class A> DEV void copy_metadata(const A& a, int cta, int ctas) {
   }
 }
 
-// Copies overlay rows of one stream and layer to others: first whole rows, then sinks.
-DEV void copy_overlay(uint4* x, s64 row_words, s64 words, const s64* source, const s64* target, int padding_row) {
+// Copies rows of one stream and layer to others.
+DEV void copy_overlay(const uint4* in, s64 in_words, uint4* out, s64 out_words, s64 words, const s64* source, const s64* target, int count) {
 #pragma unroll 1  // a step that copies nothing fetches less code
-  for (int i = 0; i < Config::COPIES; i++) {
-    const s64 from = source[i], to = target[i];
-    if (to == padding_row || from == to) continue;
+  for (int i = 0; i < count; i++) {
+    const uint4* x = in + source[i] * in_words;
+    uint4* to = out + target[i] * out_words;
+    if (x == to) continue;
     for (s64 w = threadIdx.x; w < words; w += 4 * Config::THREADS) {  // four loads at a time
       uint4 y[4];
       for (int j = 0; j < 4; j++)
-        if (w + j * Config::THREADS < words) y[j] = x[from * row_words + w + j * Config::THREADS];
+        if (w + j * Config::THREADS < words) y[j] = x[w + j * Config::THREADS];
       for (int j = 0; j < 4; j++)
-        if (w + j * Config::THREADS < words) x[to * row_words + w + j * Config::THREADS] = y[j];
+        if (w + j * Config::THREADS < words) to[w + j * Config::THREADS] = y[j];
     }
   }
+  __syncthreads();  // a row may be read by one list and written by the next
 }
 
 extern "C" __global__ void __launch_bounds__(Config::THREADS) kvant_overlay_step(const OverlayStepArguments a) {
@@ -312,10 +384,13 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS) kvant_overlay_step
       for (int unit = cta; unit < 2 * a.layers; unit += ctas) {
         const bool values = unit >= a.layers;
         const s64 row_words = values ? a.value_row_words : a.key_row_words, layer = values ? unit - a.layers : unit;
+        const s64 words = values ? a.value_words : a.key_words, sink_words = values ? a.value_sink_words : a.key_sink_words;
         uint4* x = (values ? a.value : a.key) + layer * (values ? a.value_layer_words : a.key_layer_words);
-        copy_overlay(x, row_words, values ? a.value_words : a.key_words, a.row_source, a.row_target, a.rows);
-        __syncthreads();
-        copy_overlay(x, row_words, values ? a.value_sink_words : a.key_sink_words, a.sink_source, a.sink_target, a.rows);
+        uint4* sinks = (values ? a.value_sinks : a.key_sinks) + layer * a.sink_rows * sink_words;
+        copy_overlay(x, row_words, sinks, sink_words, sink_words, a.save_source, a.save_target, a.counts[1]);  // before the rows are others'
+        copy_overlay(x, row_words, x, row_words, words, a.row_source, a.row_target, a.counts[0]);
+        copy_overlay(x, row_words, x, row_words, sink_words, a.sink_source, a.sink_target, a.counts[2]);
+        copy_overlay(sinks, sink_words, x, row_words, sink_words, a.take_source, a.take_target, a.counts[3]);
       }
     }
   }
