@@ -30,6 +30,35 @@ INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, 
   }
 }
 
+#if ARM
+/* Adds the products of a whole section, four words of every plane at a time. The bytes `ahead`, of the next page, are prefetched. */
+INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
+                             int64_t ahead, const QueryOperand *query, vi (*high)[CHUNK], vi (*low)[CHUNK]) {
+  int32x4_t one[4][CHUNK], two[4][CHUNK];
+  const int8_t *upper[CHUNK], *lower[CHUNK];
+  for (int g = 0; g < QUERIES; g++) {
+    upper[g] = query[g].high + first, lower[g] = query[g].low + first;
+    for (int k = 0; k < VECTORS; k++) one[k][g] = two[k][g] = (int32x4_t){};
+  }
+#define PLANE(words, slot) \
+  if (slot < 8 / BITS) add_words(QUERIES, VECTORS, words, BITS, slot, 0, at, 4 * LANES, upper, lower, slot * bytes + c, one, two);
+#define PLANES(words)                                                             \
+  {                                                                               \
+    const uint8_t *at[4];                                                         \
+    for (int k = 0; k < VECTORS; k++) at[k] = base[k] + c * LANES;                \
+    for (int i = 0; i < words; i++) __builtin_prefetch(at[0] + i * 4 * LANES + ahead); \
+    PLANE(words, 0) PLANE(words, 1) PLANE(words, 2) PLANE(words, 3)               \
+  }
+  int c = 0;
+  for (; c + 16 <= bytes; c += 16) PLANES(4)
+  if (c + 8 <= bytes) { PLANES(2) c += 8; }
+  if (c < bytes) PLANES(1)
+#undef PLANES
+#undef PLANE
+  for (int g = 0; g < QUERIES; g++)
+    for (int k = 0; k < VECTORS; k++) limb_sums(one[k][g], two[k][g], &high[k][g], &low[k][g]);
+}
+#else
 /* Adds the products of a whole section. Each byte is loaded once for all of its codes; the byte `ahead` of it, of the next page, is
  * prefetched. */
 INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
@@ -48,6 +77,7 @@ INLINE void section_products(const int QUERIES, const int VECTORS, const int BIT
     }
   }
 }
+#endif
 
 /* Adds the products of the channels that a section and a span have in common. */
 INLINE void part_products(const int QUERIES, const int VECTORS, const Section *section, const Span *span, const uint8_t *const *base,

@@ -1,0 +1,131 @@
+/* What the two instruction sets of ARM share: NEON with dot products (neon.c) and, with MATRIX, the 8-bit matrix products beside them
+ * (i8mm.c). The sums of integers are exact, so both give the same bits.
+ *
+ * A product has codes of four lanes, a word of four bytes each, and limbs of up to four queries. sdot takes a word of the limbs by its
+ * index in a register, so that nothing is broadcast. usmmla multiplies two lanes by both limbs, two words at a time. */
+#include <arm_neon.h>
+#define LANE_COUNT 4
+#define SIGNED_CODES 1
+#define ARM 1
+#include "vector.h"
+
+/* Older versions of Clang declare the intrinsics only where the whole file is compiled for the instructions. */
+#if defined(__ARM_FEATURE_DOTPROD)
+#define DOT(acc, codes, numbers) vdotq_s32(acc, codes, numbers)
+#define DOT_WORD(acc, codes, numbers, word) vdotq_laneq_s32(acc, codes, numbers, word)
+#else
+#define DOT(acc, codes, numbers) \
+  ({ int32x4_t x_ = acc; __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(x_) : "w"(codes), "w"(numbers)); x_; })
+#define DOT_WORD(acc, codes, numbers, word) \
+  ({ int32x4_t x_ = acc; __asm__("sdot %0.4s, %1.16b, %2.4b[" #word "]" : "+w"(x_) : "w"(codes), "w"(numbers)); x_; })
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define MATRIX_DOT(acc, codes, numbers) vusmmlaq_s32(acc, codes, numbers)
+#else
+#define MATRIX_DOT(acc, codes, numbers) \
+  ({ int32x4_t x_ = acc; __asm__("usmmla %0.4s, %1.16b, %2.16b" : "+w"(x_) : "w"(codes), "w"(numbers)); x_; })
+#endif
+
+/* sdot multiplies signed bytes, so a code c of eight bits is split: c = 2 (c >> 1) + (c & 1). */
+INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
+  const int8x16_t n = vreinterpretq_s8_s32(vdupq_n_s32(numbers));
+  const uint8x16_t c = vreinterpretq_u8_u32((uint32x4_t)codes);
+  if (!wide) return (vi)DOT((int32x4_t)acc, vreinterpretq_s8_u8(c), n);
+  const int8x16_t half = vreinterpretq_s8_u8(vshrq_n_u8(c, 1)), bit = vreinterpretq_s8_u8(vandq_u8(c, vdupq_n_u8(1)));
+  int32x4_t sum = DOT((int32x4_t)acc, half, n);
+  sum = DOT(sum, half, n);
+  return (vi)DOT(sum, bit, n);
+}
+
+INLINE vf fused(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+
+INLINE float sum_of(vf x) { return vaddvq_f32((float32x4_t)x); }
+INLINE float max_of(vf x) { return vmaxvq_f32((float32x4_t)x); }
+INLINE unsigned lanes_at_least(vf x, float least) {
+  const uint32x4_t bits = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(vcgeq_f32((float32x4_t)x, vdupq_n_f32(least)), bits));
+}
+
+INLINE vf lookup(const float *levels, vi index) {
+  vf out;
+  for (int lane = 0; lane < LANE_COUNT; lane++) out[lane] = levels[index[lane]];
+  return out;
+}
+
+/* Codes in plane `slot` of 16 bytes at p. */
+INLINE uint8x16_t plane_codes(const uint8_t *p, const int BITS, const int SLOT) {
+  const uint8x16_t codes = vld1q_u8(p) >> (uint8_t)(BITS * SLOT);
+  return BITS * (SLOT + 1) < 8 ? codes & (uint8_t)((1 << BITS) - 1) : codes;
+}
+
+/* Limbs of WORDS words; the rest of the vector is not read. */
+INLINE int8x16_t load_limbs(const int WORDS, const int8_t *p) {
+  int8x16_t x = {};
+  memcpy(&x, p, 4 * (size_t)WORDS);
+  return x;
+}
+
+/* Adds the products of WORDS words. Vector k of codes is plane SLOT + k * STEP at base[k]; its words lie `stride` bytes apart. Those of
+ * the limbs start at high[query] + at and low[query] + at. Without MATRIX `first` are sums with high limbs and `second` with low ones,
+ * of four lanes. With it `first` are sums of the lower two lanes, `second` of the upper two, with both limbs in turn. */
+INLINE void add_words(const int QUERIES, const int VECTORS, const int WORDS, const int BITS, const int SLOT, const int STEP,
+                      const uint8_t *const *base, int64_t stride, const int8_t *const *high, const int8_t *const *low, int at,
+                      int32x4_t (*first)[4], int32x4_t (*second)[4]) {
+  int8x16_t upper[4], lower[4];
+  for (int g = 0; g < QUERIES; g++) {
+    upper[g] = load_limbs(WORDS, high[g] + at);
+    lower[g] = load_limbs(WORDS, low[g] + at);
+  }
+#if MATRIX
+  for (int g = 0; g < QUERIES; g++) { /* rows of eight: the high limbs of two words, then their low limbs */
+    const int64x2_t a = vreinterpretq_s64_s8(upper[g]), b = vreinterpretq_s64_s8(lower[g]);
+    upper[g] = vreinterpretq_s8_s64(vzip1q_s64(a, b));
+    lower[g] = vreinterpretq_s8_s64(vzip2q_s64(a, b));
+  }
+#define WORD(word, limbs)                                                                                                 \
+  if (word < WORDS)                                                                                                       \
+    for (int k = 0; k < VECTORS; k++) {                                                                                   \
+      const uint32x4_t a = vreinterpretq_u32_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP));             \
+      uint32x4_t b = {};                                                                                                  \
+      if (word + 1 < WORDS) b = vreinterpretq_u32_u8(plane_codes(base[k] + (word + 1) * stride, BITS, SLOT + k * STEP));  \
+      const uint8x16_t two = vreinterpretq_u8_u32(vzip1q_u32(a, b)), others = vreinterpretq_u8_u32(vzip2q_u32(a, b));     \
+      for (int g = 0; g < QUERIES; g++) {                                                                                 \
+        first[k][g] = MATRIX_DOT(first[k][g], two, limbs[g]);                                                             \
+        second[k][g] = MATRIX_DOT(second[k][g], others, limbs[g]);                                                        \
+      }                                                                                                                   \
+    }
+  WORD(0, upper)
+  WORD(2, lower)
+#else
+#define WORD(word)                                                                                                        \
+  if (word < WORDS)                                                                                                       \
+    for (int k = 0; k < VECTORS; k++) {                                                                                   \
+      const int8x16_t codes = vreinterpretq_s8_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP));           \
+      for (int g = 0; g < QUERIES; g++) {                                                                                 \
+        first[k][g] = DOT_WORD(first[k][g], codes, upper[g], word);                                                       \
+        second[k][g] = DOT_WORD(second[k][g], codes, lower[g], word);                                                     \
+      }                                                                                                                   \
+    }
+  WORD(0)
+  WORD(1)
+  WORD(2)
+  WORD(3)
+#endif
+#undef WORD
+}
+
+/* The sums of add_words with high and with low limbs, of four lanes. */
+INLINE void limb_sums(int32x4_t first, int32x4_t second, vi *high, vi *low) {
+  *high = (vi)(MATRIX ? vuzp1q_s32(first, second) : first);
+  *low = (vi)(MATRIX ? vuzp2q_s32(first, second) : second);
+}
+
+/* Limbs of 16 integers from 0 to 8128. */
+INLINE void store_limbs(const vi *v, int8_t *high, int8_t *low) {
+  const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[0]), vreinterpretq_s16_s32((int32x4_t)v[1]));
+  const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[2]), vreinterpretq_s16_s32((int32x4_t)v[3]));
+  const int8x16_t upper = vrshrn_high_n_s16(vrshrn_n_s16(a, 7), b, 7); /* (v + 64) >> 7 */
+  const int8x16_t lower = vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b));
+  vst1q_s8(high, upper);
+  vst1q_s8(low, vsubq_s8(lower, vshlq_n_s8(upper, 7))); /* the low byte of v - (h << 7) */
+}
