@@ -52,9 +52,11 @@ INLINE vf lookup(const float *levels, vi index) {
   return out;
 }
 
-/* Codes in plane `slot` of 16 bytes at p. */
+/* Codes in plane SLOT of 16 bytes at p; codes of eight bits less 128 where signed bytes are multiplied. */
 INLINE uint8x16_t plane_codes(const uint8_t *p, const int BITS, const int SLOT) {
-  const uint8x16_t codes = vld1q_u8(p) >> (uint8_t)(BITS * SLOT);
+  uint8x16_t codes = vld1q_u8(p);
+  if (BITS == 8) return MATRIX ? codes : codes ^ (uint8_t)128;
+  if (SLOT) codes = codes >> (uint8_t)(BITS * SLOT);
   return BITS * (SLOT + 1) < 8 ? codes & (uint8_t)((1 << BITS) - 1) : codes;
 }
 
@@ -114,10 +116,10 @@ INLINE void add_words(const int QUERIES, const int VECTORS, const int WORDS, con
 #undef WORD
 }
 
-/* The sums of add_words with high and with low limbs, of four lanes. */
-INLINE void limb_sums(int32x4_t first, int32x4_t second, vi *high, vi *low) {
-  *high = (vi)(MATRIX ? vuzp1q_s32(first, second) : first);
-  *low = (vi)(MATRIX ? vuzp2q_s32(first, second) : second);
+/* 128 high + low, of the sums of add_words. */
+INLINE int32x4_t joined(int32x4_t first, int32x4_t second) {
+  const int32x4_t high = MATRIX ? vuzp1q_s32(first, second) : first, low = MATRIX ? vuzp2q_s32(first, second) : second;
+  return vaddq_s32(vshlq_n_s32(high, 7), low);
 }
 
 /* Limbs of 16 integers from 0 to 8128. */

@@ -75,43 +75,6 @@ INLINE void two_planes(const int QUERIES, const Section *section, int bytes, con
     }
 }
 
-#if ARM
-/* The same for planes SLOT and SLOT + 1 of a section, LANE_COUNT channels of both at a time. All of its channels have the scale that
- * is in `w`. */
-INLINE void plane_pair(const int QUERIES, const int BITS, const int SLOT, const Section *section, int bytes, const uint8_t *base,
-                       int64_t ahead, int quad, int quads, const Weights *w, float *out, int dim) {
-  const int8_t *upper[CHUNK], *lower[CHUNK];
-  vf unit[CHUNK];
-  for (int g = 0; g < QUERIES; g++) {
-    upper[g] = w->high[g], lower[g] = w->low[g];
-    unit[g] = splat(section->alpha * w->scale[g]);
-  }
-  for (int c = 0; c < bytes; c += LANE_COUNT, base += BYTES) {
-    int32x4_t one[2][CHUNK], two[2][CHUNK];
-    for (int k = 0; k < 2; k++)
-      for (int g = 0; g < QUERIES; g++) one[k][g] = two[k][g] = (int32x4_t){};
-    if (SLOT == 0 && c % 16 == 0)
-      for (int i = quad; i < quads; i++) __builtin_prefetch(base + (int64_t)i * 4 * bytes + ahead);
-    int i = quad;
-    for (; i + 4 <= quads; i += 4) {
-      const uint8_t *at[2] = {base + (int64_t)i * 4 * bytes, base + (int64_t)i * 4 * bytes};
-      add_words(QUERIES, 2, 4, BITS, SLOT, 1, at, 4 * (int64_t)bytes, upper, lower, 4 * i, one, two);
-    }
-    for (; i < quads; i++) {
-      const uint8_t *at[2] = {base + (int64_t)i * 4 * bytes, base + (int64_t)i * 4 * bytes};
-      add_words(QUERIES, 2, 1, BITS, SLOT, 1, at, 0, upper, lower, 4 * i, one, two);
-    }
-    for (int g = 0; g < QUERIES; g++)
-      for (int k = 0; k < 2; k++) {
-        vi high, low;
-        limb_sums(one[k][g], two[k][g], &high, &low);
-        float *to = out + g * dim + section->first + (SLOT + k) * bytes + c;
-        store_floats(to, fused(unit[g], floats((high << 7) + low), load_floats(to)));
-      }
-  }
-}
-#endif
-
 /* Index of the span that contains a channel; the search starts at span i. */
 INLINE int span_of(const Stream *s, int channel, int i) {
   while (s->span[i].end <= channel || s->span[i].first > channel) i = (i + 1) % s->spans;
@@ -127,19 +90,6 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *page_head
     const int bytes = section->width * section->bits / 8;
     const uint8_t *base = page_head + section->offset;
     int start = section->first, i = 0;
-#if ARM
-    const int one = span_of(s, start, 0), whole = s->span[one].end >= start + section->width && bytes % LANE_COUNT == 0;
-    const Weights *same = &w[s->span[one].meta];
-    if (whole && section->bits == 4) {
-      plane_pair(QUERIES, 4, 0, section, bytes, base, ahead, quad, quads, same, out, dim);
-      continue;
-    }
-    if (whole && section->bits == 2) {
-      plane_pair(QUERIES, 2, 0, section, bytes, base, ahead, quad, quads, same, out, dim);
-      plane_pair(QUERIES, 2, 2, section, bytes, base, ahead, quad, quads, same, out, dim);
-      continue;
-    }
-#endif
     for (int shift = 0; shift < 8; shift += section->bits, start += bytes) {
       if (bytes == LANE_COUNT && most == 2 && section->bits < 8) { /* a plane is one vector wide: two planes at a time */
         i = span_of(s, start, i);
@@ -172,8 +122,37 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *page_head
   }
 }
 
+#if ARM
+/* The same section by section, two planes at a time. */
+INLINE void section_columns(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w,
+                            float *out, int dim) {
+  for (int j = 0; j < s->sections; j++) {
+    const Section *section = &s->section[j];
+    const Weights *weights = &w[s->span[span_of(s, section->first, 0)].meta];
+    const uint8_t *base = page_head + section->offset;
+    const int bytes = section->width * section->bits / 8;
+    float unit[CHUNK], *to = out + section->first;
+    for (int g = 0; g < QUERIES; g++) unit[g] = section->alpha * weights->scale[g];
+#define PLANES(bits, slot) value_planes(QUERIES, bits, slot, base, bytes, ahead, quad, quads, weights->high, weights->low, unit, to, dim);
+    switch (section->bits) {
+      case 1: PLANES(1, 0) PLANES(1, 2) PLANES(1, 4) PLANES(1, 6) break;
+      case 2: PLANES(2, 0) PLANES(2, 2) break;
+      case 4: PLANES(4, 0) break;
+      default: PLANES(8, 0)
+    }
+#undef PLANES
+  }
+}
+#endif
+
 static void code_values(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w, float *out,
                       int dim) {
+#if ARM
+  if (by_sections(s)) {
+    FOR_COUNT(queries, section_columns, s, page_head, ahead, quad, quads, w, out, dim)
+    return;
+  }
+#endif
   FOR_COUNT(queries, columns, s, page_head, ahead, quad, quads, w, out, dim)
 }
 
@@ -319,7 +298,19 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
       const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
       const float unit = top * (1.0f / LIMIT);
       w[m].scale[g] = unit;
-      for (int t = first, k = 0; t < last; t += LANE_COUNT, k++) {
+      int t = first, k = 0;
+#if ARM
+      for (; t + 4 * LANE_COUNT <= last; t += 4 * LANE_COUNT, k += 4) {
+        vi v[4];
+        for (int i = 0; i < 4; i++) {
+          v[i] = __builtin_convertvector(fused(scaled[k + i], times, splat(0.5f)), vi);
+          total += v[i];
+          if (s->kind != SCALE_ALONE) offset = fused(floats(v[i]), offset_of[k + i], offset);
+        }
+        store_limbs(v, w[m].high[g] + t, w[m].low[g] + t);
+      }
+#endif
+      for (; t < last; t += LANE_COUNT, k++) {
         const vi v = __builtin_convertvector(fused(scaled[k], times, splat(0.5f)), vi);
         const vi h = (v + 64) >> 7;
         const vc high = __builtin_convertvector(h, vc), low = __builtin_convertvector(v - (h << 7), vc);
