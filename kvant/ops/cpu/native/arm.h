@@ -56,64 +56,53 @@ INLINE vf lookup(const float *levels, vi index) {
 INLINE uint8x16_t plane_codes(const uint8_t *p, const int BITS, const int SLOT) {
   uint8x16_t codes = vld1q_u8(p);
   if (BITS == 8) return MATRIX ? codes : codes ^ (uint8_t)128;
-  if (SLOT) codes = codes >> (uint8_t)(BITS * SLOT);
-  return BITS * (SLOT + 1) < 8 ? codes & (uint8_t)((1 << BITS) - 1) : codes;
+  if (BITS == 1 || SLOT) codes = codes >> (uint8_t)(BITS * SLOT);
+  return BITS == 1 || BITS * (SLOT + 1) < 8 ? codes & (uint8_t)((1 << BITS) - 1) : codes;
 }
 
-/* Limbs of WORDS words; the rest of the vector is not read. */
-INLINE int8x16_t load_limbs(const int WORDS, const int8_t *p) {
-  int8x16_t x = {};
-  memcpy(&x, p, 4 * (size_t)WORDS);
-  return x;
+/* Limbs of two words of four numbers, high ones then low ones, as add_words takes them; `single`: of one word, the rest is 0. */
+INLINE int8x16_t limb_pair(const int8_t *high, const int8_t *low, int single) {
+  if (!single) return vcombine_s8(vld1_s8(high), vld1_s8(low));
+  return vreinterpretq_s8_s32((int32x4_t){word(high), 0, word(low), 0});
 }
 
-/* Adds the products of WORDS words. Vector k of codes is plane SLOT + k * STEP at base[k]; its words lie `stride` bytes apart. Those of
- * the limbs start at high[query] + at and low[query] + at. Without MATRIX `first` are sums with high limbs and `second` with low ones,
- * of four lanes. With it `first` are sums of the lower two lanes, `second` of the upper two, with both limbs in turn. */
+/* Adds the products of WORDS words: 1, 2 or 4. Vector k of codes is plane SLOT + k * STEP at base[k]; its words lie `stride` bytes
+ * apart. `limbs` are those of every query for the first two words, then those for the next two. Without MATRIX `one` are sums with high
+ * limbs and `two` with low ones, of four lanes. With it `one` are sums of the lower two lanes, `two` of the upper two, with both limbs. */
 INLINE void add_words(const int QUERIES, const int VECTORS, const int WORDS, const int BITS, const int SLOT, const int STEP,
-                      const uint8_t *const *base, int64_t stride, const int8_t *const *high, const int8_t *const *low, int at,
-                      int32x4_t (*first)[4], int32x4_t (*second)[4]) {
-  int8x16_t upper[4], lower[4];
-  for (int g = 0; g < QUERIES; g++) {
-    upper[g] = load_limbs(WORDS, high[g] + at);
-    lower[g] = load_limbs(WORDS, low[g] + at);
-  }
+                      const uint8_t *const *base, int64_t stride, const int8x16_t *limbs, int32x4_t (*one)[4], int32x4_t (*two)[4]) {
 #if MATRIX
-  for (int g = 0; g < QUERIES; g++) { /* rows of eight: the high limbs of two words, then their low limbs */
-    const int64x2_t a = vreinterpretq_s64_s8(upper[g]), b = vreinterpretq_s64_s8(lower[g]);
-    upper[g] = vreinterpretq_s8_s64(vzip1q_s64(a, b));
-    lower[g] = vreinterpretq_s8_s64(vzip2q_s64(a, b));
-  }
-#define WORD(word, limbs)                                                                                                 \
+#define PAIR(word)                                                                                                        \
   if (word < WORDS)                                                                                                       \
     for (int k = 0; k < VECTORS; k++) {                                                                                   \
       const uint32x4_t a = vreinterpretq_u32_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP));             \
       uint32x4_t b = {};                                                                                                  \
       if (word + 1 < WORDS) b = vreinterpretq_u32_u8(plane_codes(base[k] + (word + 1) * stride, BITS, SLOT + k * STEP));  \
-      const uint8x16_t two = vreinterpretq_u8_u32(vzip1q_u32(a, b)), others = vreinterpretq_u8_u32(vzip2q_u32(a, b));     \
+      const uint8x16_t lower = vreinterpretq_u8_u32(vzip1q_u32(a, b)), upper = vreinterpretq_u8_u32(vzip2q_u32(a, b));    \
       for (int g = 0; g < QUERIES; g++) {                                                                                 \
-        first[k][g] = MATRIX_DOT(first[k][g], two, limbs[g]);                                                             \
-        second[k][g] = MATRIX_DOT(second[k][g], others, limbs[g]);                                                        \
+        one[k][g] = MATRIX_DOT(one[k][g], lower, limbs[word / 2 * QUERIES + g]);                                          \
+        two[k][g] = MATRIX_DOT(two[k][g], upper, limbs[word / 2 * QUERIES + g]);                                          \
       }                                                                                                                   \
     }
-  WORD(0, upper)
-  WORD(2, lower)
+  PAIR(0)
+  PAIR(2)
+#undef PAIR
 #else
-#define WORD(word)                                                                                                        \
+#define WORD(word, in_high, in_low)                                                                                       \
   if (word < WORDS)                                                                                                       \
     for (int k = 0; k < VECTORS; k++) {                                                                                   \
       const int8x16_t codes = vreinterpretq_s8_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP));           \
       for (int g = 0; g < QUERIES; g++) {                                                                                 \
-        first[k][g] = DOT_WORD(first[k][g], codes, upper[g], word);                                                       \
-        second[k][g] = DOT_WORD(second[k][g], codes, lower[g], word);                                                     \
+        one[k][g] = DOT_WORD(one[k][g], codes, limbs[word / 2 * QUERIES + g], in_high);                                   \
+        two[k][g] = DOT_WORD(two[k][g], codes, limbs[word / 2 * QUERIES + g], in_low);                                    \
       }                                                                                                                   \
     }
-  WORD(0)
-  WORD(1)
-  WORD(2)
-  WORD(3)
-#endif
+  WORD(0, 0, 2)
+  WORD(1, 1, 3)
+  WORD(2, 0, 2)
+  WORD(3, 1, 3)
 #undef WORD
+#endif
 }
 
 /* 128 high + low, of the sums of add_words. */

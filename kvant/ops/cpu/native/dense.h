@@ -143,6 +143,7 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
 INLINE void fused_rows(const int ROWS, const int VECTORS, const float *x, int dim, const float *matrix, vf (*sum)[4]) {
   float32x4_t given[MOST_ROWS];
   for (int r = 0; r < ROWS; r++) given[r] = vld1q_f32(x + r * dim);
+  for (int d = 8; d < 12; d++) __builtin_prefetch(matrix + d * dim);
 #define ROW(d)                                                                                                                          \
   for (int k = 0; k < VECTORS; k++) {                                                                                                   \
     const float32x4_t numbers = vld1q_f32(matrix + d * dim + k * LANE_COUNT);                                                           \

@@ -30,6 +30,7 @@ INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, 
   }
 }
 
+#if !ARM
 /* Adds the products of a whole section. Each byte is loaded once for all of its codes; the byte `ahead` of it, of the next page, is
  * prefetched. */
 INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
@@ -48,6 +49,7 @@ INLINE void section_products(const int QUERIES, const int VECTORS, const int BIT
     }
   }
 }
+#endif
 
 /* Adds the products of the channels that a section and a span have in common. */
 INLINE void part_products(const int QUERIES, const int VECTORS, const Section *section, const Span *span, const uint8_t *const *base,
@@ -90,8 +92,10 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
         for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
       }
       switch (span->first <= first && end <= span->end ? section->bits : 0) {
+#if !ARM /* there section_scores serves whole sections */
         case 2: section_products(QUERIES, VECTORS, 2, first, bytes, base, ahead, query, high, low); break;
         case 4: section_products(QUERIES, VECTORS, 4, first, bytes, base, ahead, query, high, low); break;
+#endif
         default: part_products(QUERIES, VECTORS, section, span, base, ahead, query, high, low);
       }
       for (int g = 0; g < QUERIES; g++) {

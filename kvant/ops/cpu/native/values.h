@@ -129,18 +129,9 @@ INLINE void section_columns(const int QUERIES, const Stream *s, const uint8_t *p
   for (int j = 0; j < s->sections; j++) {
     const Section *section = &s->section[j];
     const Weights *weights = &w[s->span[span_of(s, section->first, 0)].meta];
-    const uint8_t *base = page_head + section->offset;
-    const int bytes = section->width * section->bits / 8;
-    float unit[CHUNK], *to = out + section->first;
+    float unit[CHUNK];
     for (int g = 0; g < QUERIES; g++) unit[g] = section->alpha * weights->scale[g];
-#define PLANES(bits, slot) value_planes(QUERIES, bits, slot, base, bytes, ahead, quad, quads, weights->high, weights->low, unit, to, dim);
-    switch (section->bits) {
-      case 1: PLANES(1, 0) PLANES(1, 2) PLANES(1, 4) PLANES(1, 6) break;
-      case 2: PLANES(2, 0) PLANES(2, 2) break;
-      case 4: PLANES(4, 0) break;
-      default: PLANES(8, 0)
-    }
-#undef PLANES
+    page_value_sums(QUERIES, section, page_head, ahead, quad, quads, weights->high, weights->low, unit, out + section->first, dim);
   }
 }
 #endif
