@@ -27,6 +27,22 @@ INLINE vf exponential(vf x) {
   return (vf)((vi)y + ((vi)rounded << 23));
 }
 
+#if ARM
+/* The same for four vectors, each step for all of them: of several exponentials in a row GCC would load the constants again. */
+INLINE void exponentials(vf *x) {
+  vf rounded[4], f[4], y[4];
+  for (int i = 0; i < 4; i++) x[i] = highest(x[i], splat(-64.0f));
+  for (int i = 0; i < 4; i++) rounded[i] = fused(x[i], splat(1.44269504f), splat(12582912.0f));
+  for (int i = 0; i < 4; i++) f[i] = fused(rounded[i] - splat(12582912.0f), splat(-0.693147181f), x[i]);
+  for (int i = 0; i < 4; i++) y[i] = fused(splat(8.3333333e-3f), f[i], splat(4.1666667e-2f));
+  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(1.6666667e-1f));
+  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(0.5f));
+  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(1.0f));
+  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(1.0f));
+  for (int i = 0; i < 4; i++) x[i] = (vf)((vi)y[i] + ((vi)rounded[i] << 23));
+}
+#endif
+
 /* Splits floats into two limbs: x ~ scale * (128 high + low). Returns the scale. `sum` is the sum of the rounded numbers,
  * scale * (128 high + low). Where it multiplies the min or zero of the other operand, the error of the dot product is
  * sum_c e_c y_c, with e the rounding and y the elements, which are centred, and not sum_c e_c (y_c - min), whose terms are larger. */
@@ -122,13 +138,33 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
   for (; c < dim; c++) out[c] = widen_one(p[c], type);
 }
 
+#if ARM
+/* sum += X M for four rows of M, in turn. A number of X is taken by its index in a register, so that nothing is broadcast. */
+INLINE void fused_rows(const int ROWS, const int VECTORS, const float *x, int dim, const float *matrix, vf (*sum)[4]) {
+  float32x4_t given[MOST_ROWS];
+  for (int r = 0; r < ROWS; r++) given[r] = vld1q_f32(x + r * dim);
+  for (int d = 8; d < 12; d++) __builtin_prefetch(matrix + d * dim);
+#define ROW(d)                                                                                                                          \
+  for (int k = 0; k < VECTORS; k++) {                                                                                                   \
+    const float32x4_t numbers = vld1q_f32(matrix + d * dim + k * LANE_COUNT);                                                           \
+    for (int r = 0; r < ROWS; r++) sum[r][k] = (vf)vfmaq_laneq_f32((float32x4_t)sum[r][k], numbers, given[r], d);                       \
+  }
+  ROW(0) ROW(1) ROW(2) ROW(3)
+#undef ROW
+}
+#endif
+
 /* Y = X M for VECTORS * LANE_COUNT columns from `first` on. X: [ROWS, dim], M: [dim, dim]; rows of Y are `stride` floats apart. */
 INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, const float *matrix, int dim, int first, float *y,
                            int64_t stride) {
   vf sum[MOST_ROWS][4];
   for (int r = 0; r < ROWS; r++)
     for (int k = 0; k < VECTORS; k++) sum[r][k] = splat(0.0f);
-  for (int d = 0; d < dim; d++) {
+  int d = 0;
+#if ARM
+  for (; d + 4 <= dim; d += 4) fused_rows(ROWS, VECTORS, x + d, dim, matrix + (int64_t)d * dim + first, sum);
+#endif
+  for (; d < dim; d++) {
     const float *row = matrix + (int64_t)d * dim + first;
     vf numbers[4];
     for (int k = 0; k < VECTORS; k++) numbers[k] = load_floats(row + k * LANE_COUNT);

@@ -3,6 +3,9 @@
 #include "rows.h"      /* decoding of stored tokens */
 #include "overlay.h"   /* reading of full-precision tokens */
 #include "query.h"     /* decode: query operands */
+#if ARM
+#include "arm_products.h" /* decode: integer products */
+#endif
 #include "scores.h"    /* decode: S = Q K^T */
 #include "values.h"    /* decode: O += P V */
 #include "splits.h"    /* decode: splits of a sequence and their merge */

@@ -30,6 +30,7 @@ INLINE void add_products(const int QUERIES, const int VECTORS, const vu *codes, 
   }
 }
 
+#if !ARM
 /* Adds the products of a whole section. Each byte is loaded once for all of its codes; the byte `ahead` of it, of the next page, is
  * prefetched. */
 INLINE void section_products(const int QUERIES, const int VECTORS, const int BITS, int first, int bytes, const uint8_t *const *base,
@@ -48,6 +49,7 @@ INLINE void section_products(const int QUERIES, const int VECTORS, const int BIT
     }
   }
 }
+#endif
 
 /* Adds the products of the channels that a section and a span have in common. */
 INLINE void part_products(const int QUERIES, const int VECTORS, const Section *section, const Span *span, const uint8_t *const *base,
@@ -90,8 +92,10 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
         for (int g = 0; g < QUERIES; g++) high[k][g] = low[k][g] = (vi){};
       }
       switch (span->first <= first && end <= span->end ? section->bits : 0) {
+#if !ARM /* there section_scores serves whole sections */
         case 2: section_products(QUERIES, VECTORS, 2, first, bytes, base, ahead, query, high, low); break;
         case 4: section_products(QUERIES, VECTORS, 4, first, bytes, base, ahead, query, high, low); break;
+#endif
         default: part_products(QUERIES, VECTORS, section, span, base, ahead, query, high, low);
       }
       for (int g = 0; g < QUERIES; g++) {
@@ -115,8 +119,51 @@ INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *page_head, 
   for (; token < to; token += LANE_COUNT) tile(QUERIES, 1, s, page_head, ahead, page_tokens, token, query, scores, stride);
 }
 
+#if ARM
+/* The same section by section: the integer sums of a page first, then the scores from them. The additions are those of `tile`. */
+INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
+                           const QueryOperand *query, float *scores, int stride) {
+  int32_t sums[CHUNK * 128] __attribute__((aligned(64)));
+  for (int i = 0; i < s->spans; i++) {
+    int more = 0; /* whether a section of this span came before */
+    for (int j = 0; j < s->sections; j++) {
+      const Section *section = &s->section[j];
+      if (section->first < s->span[i].first || section->first >= s->span[i].end) continue;
+      switch (section->bits) {
+        case 1: page_key_sums(QUERIES, 1, section, page_head, ahead, from, to, query, sums); break;
+        case 2: page_key_sums(QUERIES, 2, section, page_head, ahead, from, to, query, sums); break;
+        case 4: page_key_sums(QUERIES, 4, section, page_head, ahead, from, to, query, sums); break;
+        default: page_key_sums(QUERIES, 8, section, page_head, ahead, from, to, query, sums);
+      }
+      vf unit[CHUNK];
+      for (int g = 0; g < QUERIES; g++) unit[g] = splat(section->alpha * query[g].scale[i]);
+      for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
+        vf total[CHUNK], size;
+        for (int g = 0; g < QUERIES; g++) total[g] = i || more ? load_floats(scores + g * stride + token) : splat(0.0f);
+        if (more)
+          size = s->kind >= CHANNEL ? splat(1.0f) : magnitude(meta_vector(s, page_head, page_tokens, s->span[i].meta, 0, token));
+        else
+          size = begin_span(QUERIES, s, i, page_head, page_tokens, token, query, total);
+        for (int g = 0; g < QUERIES; g++) {
+          vi sum;
+          memcpy(&sum, sums + g * 128 + token, sizeof sum);
+          store_floats(scores + g * stride + token, fused(size * unit[g], floats(sum), total[g]));
+        }
+      }
+      more = 1;
+    }
+  }
+}
+#endif
+
 static void code_scores(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
                         const QueryOperand *query, float *scores, int stride) {
+#if ARM
+  if (by_sections(s)) {
+    FOR_COUNT(queries, section_scores, s, page_head, ahead, page_tokens, from, to, query, scores, stride)
+    return;
+  }
+#endif
   FOR_COUNT(queries, tiles, s, page_head, ahead, page_tokens, from, to, query, scores, stride)
 }
 

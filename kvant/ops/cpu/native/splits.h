@@ -100,9 +100,29 @@ INLINE void softmax_weights(const Decode *call, float *x, int count, float *top,
   for (int t = count; t < whole; t++) x[t] = -INFINITY;
   const vf scale = splat(call->softcap > 0.0f ? 1.0f : call->scale);
   vf most = splat(-INFINITY), total = splat(0.0f);
-  for (int t = 0; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t) * scale, most);
+  int t = 0;
+#if ARM /* four at a time: the constants stay in registers, and one waits less for another */
+  vf tops[4] = {most, most, most, most};
+  for (; t + 4 * LANE_COUNT <= whole; t += 4 * LANE_COUNT)
+    for (int i = 0; i < 4; i++) tops[i] = highest(load_floats(x + t + i * LANE_COUNT) * scale, tops[i]);
+  most = highest(highest(tops[0], tops[1]), highest(tops[2], tops[3]));
+#endif
+  for (; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t) * scale, most);
   *top = max_of(most);
-  for (int t = 0; t < whole; t += LANE_COUNT) {
+  t = 0;
+#if ARM
+  const vf less = splat(-*top);
+  for (; t + 4 * LANE_COUNT <= whole; t += 4 * LANE_COUNT) {
+    vf p[4];
+    for (int i = 0; i < 4; i++) p[i] = fused(load_floats(x + t + i * LANE_COUNT), scale, less);
+    exponentials(p);
+    for (int i = 0; i < 4; i++) {
+      store_floats(x + t + i * LANE_COUNT, p[i]);
+      total += p[i];
+    }
+  }
+#endif
+  for (; t < whole; t += LANE_COUNT) {
     const vf p = exponential(fused(load_floats(x + t), scale, splat(-*top)));
     store_floats(x + t, p);
     total += p;

@@ -6,12 +6,16 @@
  *   sum_of, max_of  sum and maximum of the lanes
  *   lanes_at_least  bit mask of the lanes that are >= a number
  *   lookup          levels[index] of a table of 16 floats
- * SIGNED_CODES is 1 where dot4 multiplies signed bytes, so that codes beyond 127 take more instructions (`wide`). */
+ * SIGNED_CODES is 1 where dot4 multiplies signed bytes, so that codes beyond 127 take more instructions (`wide`).
+ * ARM is 1 where the functions of arm.h are there. */
 #include <math.h>
 #include <string.h>
 
 #include "kvant.h"
 
+#ifndef ARM
+#define ARM 0
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define BYTES (4 * LANE_COUNT)
 
@@ -37,6 +41,9 @@ INLINE vf highest(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); 
 #elif LANE_COUNT == 8
 INLINE vf lowest(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE vf highest(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+#elif ARM /* one instruction: the number where one of them is NaN */
+INLINE vf lowest(vf a, vf b) { return (vf)vminnmq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE vf highest(vf a, vf b) { return (vf)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b); }
 #else
 INLINE vf lowest(vf a, vf b) { vi less = a < b; return (vf)((less & (vi)a) | (~less & (vi)b)); }
 INLINE vf highest(vf a, vf b) { vi more = a > b; return (vf)((more & (vi)a) | (~more & (vi)b)); }
@@ -49,6 +56,8 @@ INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
 INLINE vf widen(vh half, int type) {
 #if LANE_COUNT == 16 /* one instruction; GCC compiles the other line to five */
   vu bits = (vu)_mm512_cvtepu16_epi32((__m256i)half);
+#elif ARM
+  vu bits = (vu)vmovl_u16((uint16x4_t)half);
 #else
   vu bits = __builtin_convertvector(half, vu);
 #endif

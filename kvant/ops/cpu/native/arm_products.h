@@ -1,0 +1,133 @@
+/* Decode on ARM: products of the codes of a page with limbs, for sections whose channels share a scale. */
+
+#define MOST_LIMBS 256 /* vectors of limbs: CHUNK queries, 256 channels in planes of which each may end with a single word */
+
+/* What the sums of a section start from. sdot multiplies signed bytes, so that a code c of eight bits is c - 128 (plane_codes), and
+ * 128 times the sum of the limbs is to be added. */
+INLINE int32x4_t first_sum(const int BITS, const int8_t *high, const int8_t *low, int count, int32x4_t *two) {
+  int upper = 0, lower = 0;
+  for (int i = 0; BITS == 8 && !MATRIX && i < count; i++) upper += high[i], lower += low[i];
+  *two = vdupq_n_s32(128 * lower);
+  return vdupq_n_s32(128 * upper);
+}
+
+/* Keys of VECTORS * LANE_COUNT tokens, whose first bytes are at `base`: codes of all planes of a section times limbs. */
+INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const uint8_t *base, int bytes, const int8x16_t *limbs,
+                     int32x4_t (*one)[CHUNK], int32x4_t (*two)[CHUNK]) {
+#define WORDS(count, slot)                                                                      \
+  {                                                                                             \
+    const uint8_t *at[4];                                                                       \
+    for (int k = 0; k < VECTORS; k++) at[k] = base + c * LANES + k * BYTES;                     \
+    add_words(QUERIES, VECTORS, count, BITS, slot, 0, at, 4 * LANES, limbs, one, two);          \
+    limbs += (count + 1) / 2 * QUERIES;                                                         \
+  }
+#define PLANE(slot)                                   \
+  {                                                   \
+    int c = 0;                                        \
+    for (; c + 16 <= bytes; c += 16) WORDS(4, slot)   \
+    for (; c + 8 <= bytes; c += 8) WORDS(2, slot)     \
+    for (; c < bytes; c += 4) WORDS(1, slot)          \
+  }
+  if (BITS == 1) {
+    for (int slot = 0; slot < 8; slot++) PLANE(slot)
+  } else {
+    PLANE(0)
+    if (BITS < 8) PLANE(1)
+    if (BITS < 4) PLANE(2)
+    if (BITS < 4) PLANE(3)
+  }
+#undef PLANE
+#undef WORDS
+}
+
+/* Keys of tokens [from, to) of a page: 128 high + low sums of a section, sums[query * 128 + token]. The bytes `ahead`, of the next page,
+ * are prefetched. */
+INLINE void page_key_sums(const int QUERIES, const int BITS, const Section *section, const uint8_t *page_head, int64_t ahead, int from, int to,
+                          const QueryOperand *query, int32_t *sums) {
+  const int VECTORS = QUERIES > 2 ? 2 : 4, bytes = section->width * BITS / 8; /* as many as there are registers for their sums */
+  int32x4_t first[2][CHUNK];
+  int8x16_t limbs[MOST_LIMBS];
+  int count = 0;
+  for (int slot = 0; slot < 8 / BITS; slot++)
+    for (int c = 0; c < bytes; c += 8)
+      for (int g = 0, channel = section->first + slot * bytes + c; g < QUERIES; g++)
+        limbs[count++] = limb_pair(query[g].high + channel, query[g].low + channel, bytes - c < 8);
+  for (int g = 0; g < QUERIES; g++)
+    first[0][g] = first_sum(BITS, query[g].high + section->first, query[g].low + section->first, section->width, &first[1][g]);
+  for (int token = from / (4 * VECTORS) * 4 * VECTORS; token < to; token += 4 * VECTORS) {
+    const uint8_t *base = page_head + section->offset + key_place(bytes, token, 0);
+    int32x4_t one[4][CHUNK], two[4][CHUNK];
+    if (token % LANES == 0 && ahead) fetch(base + ahead, bytes * LANES);
+    for (int k = 0; k < VECTORS; k++)
+      for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
+    key_sums(QUERIES, VECTORS, BITS, base, bytes, limbs, one, two);
+    for (int g = 0; g < QUERIES; g++)
+      for (int k = 0; k < VECTORS; k++) vst1q_s32(sums + g * 128 + token + 4 * k, joined(one[k][g], two[k][g]));
+  }
+}
+
+/* Values: planes SLOT and SLOT + 1 of a section, or the one plane of eight bits, LANE_COUNT channels of each at a time.
+ * out[query * dim + channel] += unit[query] * (128 high + low sums) over the tokens of quads [quad, quads), with their limbs. */
+INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, const uint8_t *base, int bytes, int64_t ahead, int quad, int quads,
+                         const int8x16_t *limbs, const int32x4_t (*first)[CHUNK], const float *unit, float *out, int dim) {
+  const int PLANES = BITS == 8 ? 1 : 2;
+  const int64_t stride = 4 * (int64_t)bytes;
+  base += quad * stride;
+  for (int c = 0; c < bytes; c += LANE_COUNT, base += BYTES) {
+    int32x4_t one[2][CHUNK], two[2][CHUNK];
+    for (int k = 0; k < PLANES; k++)
+      for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
+    if (SLOT == 0 && c % 16 == 0 && ahead)
+      for (int i = 0; i < quads - quad; i++) __builtin_prefetch(base + i * stride + ahead);
+    const int8x16_t *numbers = limbs;
+    const uint8_t *at[2] = {base, base};
+    int i = quad;
+    for (; i + 4 <= quads; i += 4, numbers += 2 * QUERIES, at[0] += 4 * stride, at[1] = at[0])
+      add_words(QUERIES, PLANES, 4, BITS, SLOT, 1, at, stride, numbers, one, two);
+    for (; i + 2 <= quads; i += 2, numbers += QUERIES, at[0] += 2 * stride, at[1] = at[0])
+      add_words(QUERIES, PLANES, 2, BITS, SLOT, 1, at, stride, numbers, one, two);
+    if (i < quads) add_words(QUERIES, PLANES, 1, BITS, SLOT, 1, at, stride, numbers, one, two);
+    for (int g = 0; g < QUERIES; g++)
+      for (int k = 0; k < PLANES; k++) {
+        float *to = out + g * dim + (SLOT + k) * bytes + c;
+        store_floats(to, fused(splat(unit[g]), floats((vi)joined(one[k][g], two[k][g])), load_floats(to)));
+      }
+  }
+}
+
+/* All planes of a section. high, low: limbs of the page's tokens, [queries, 128]. */
+INLINE void page_value_sums(const int QUERIES, const Section *section, const uint8_t *page_head, int64_t ahead, int quad, int quads,
+                            const int8_t (*high)[128], const int8_t (*low)[128], const float *unit, float *out, int dim) {
+  const uint8_t *base = page_head + section->offset;
+  const int bytes = section->width * section->bits / 8;
+  int32x4_t first[2][CHUNK];
+  int8x16_t limbs[CHUNK * 16];
+  int count = 0;
+  for (int i = quad; i < quads; i += 2)
+    for (int g = 0; g < QUERIES; g++) limbs[count++] = limb_pair(high[g] + 4 * i, low[g] + 4 * i, quads - i < 2);
+  for (int g = 0; g < QUERIES; g++)
+    first[0][g] = first_sum(section->bits, high[g] + 4 * quad, low[g] + 4 * quad, 4 * (quads - quad), &first[1][g]);
+#define PLANES(bits, slot) value_planes(QUERIES, bits, slot, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim)
+  switch (section->bits) {
+    case 1:
+      for (int slot = 0; slot < 8; slot += 2) PLANES(1, slot);
+      break;
+    case 2: PLANES(2, 0); PLANES(2, 2); break;
+    case 4: PLANES(4, 0); break;
+    default: PLANES(8, 0);
+  }
+#undef PLANES
+}
+
+/* Whether all sections of a stream are such: the channels of each are in one span, and every span has one. */
+INLINE int by_sections(const Stream *s) {
+  uint64_t found = 0;
+  for (int j = 0; j < s->sections; j++) {
+    const Section *section = &s->section[j];
+    int i = 0;
+    while (i < s->spans && !(s->span[i].first <= section->first && section->first + section->width <= s->span[i].end)) i++;
+    if (i == s->spans || section->width * section->bits / 8 % 4) return 0;
+    found |= 1ull << i;
+  }
+  return s->spans < MAX_SPANS && found == (1ull << s->spans) - 1;
+}
