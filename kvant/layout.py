@@ -64,19 +64,20 @@ def planes(bits: int) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
-def fragment_refusal(width: int, bits: int, page_tokens: int) -> str | None:
-    """Why codes of this width do not fit fragment order, or None where they do."""
+def fragment_refusal(width: int, bits: int, page_tokens: int, stream: StreamName = "value") -> str | None:
+    """Why codes of this width do not fit fragment order, or None where they do. Of keys, a lane's share of a token may be one byte
+    of a plane."""
     if page_tokens % 16:
         return f"a page of {page_tokens} tokens is not a whole number of 16-token tiles"
     if width % 16:
         return f"{width} channels are not a whole number of 16-channel tiles"
     for plane, _ in planes(bits):
-        if width * plane % 64:
+        if width * plane % 64 and not (stream == "key" and bits in (2, 3) and width * plane == 32):
             return f"{width} channels of {plane} bits leave a lane with part of a byte"
     return None
 
 
-def lanes_refusal(width: int, bits: int, page_tokens: int) -> str | None:
+def lanes_refusal(width: int, bits: int, page_tokens: int, stream: StreamName = "value") -> str | None:
     """Why codes of this width do not fit the order of lanes, or None where they do."""
     if page_tokens % 16:
         return f"a page of {page_tokens} tokens is not a whole number of 16-token tiles"
@@ -109,6 +110,8 @@ def code_places(stream: StreamName, order: Places, page_tokens: int, width: int,
         group, share = width // groups, width // groups // 4  # channels of a group, and of a lane of it
         t, rest = channel % group // share, channel // group * share + channel % share
         pair, half = rest // 2, rest % 2
+        if words == 0:  # a byte of a lane's token: its even channels, then its odd ones
+            return (((tile * 8 + g) * 4 + t) * 16 + row * 8 + half * 4) // bits + pair
         if groups > 1:  # registers 2m and 2m + 1 of a lane, which one product takes, hold its elements 8m to 8m + 7
             per_byte = 8 // bits
             register, byte = rest // 8 * 2 + pair % 2, pair % 4 // 2
@@ -204,12 +207,15 @@ class Layout:
                 f"page_tokens must be a multiple of the recipe's group of {group} tokens, got {page_tokens}"
             )
         fields: list[Field] = []
-        for stream in recipe.streams.values():
+        codes: list[tuple[StreamName, Field]] = []
+        for name, stream in recipe.streams.items():
             for transform in stream.transforms:
                 transform.check(head_dim)
             if stream.corrector is not None:
                 stream.corrector.check_dim(head_dim)
-            fields += stream.codec.bind(head_dim, dtype=dtype).fields(head_dim)
+            own = stream.codec.bind(head_dim, dtype=dtype).fields(head_dim)
+            fields += own
+            codes += [(name, field) for field in own if field.kind == "code"]
         for field in fields:
             alone = field.kind == "index" or (field.kind == "code" and field.tokens == 1)
             if alone and any(field.width * plane % 8 for plane, _ in planes(field.bits)):
@@ -218,10 +224,9 @@ class Layout:
                     f"recipe {recipe.name} does not fit head_dim {head_dim}: a token's {field.width} {what} of {field.bits} "
                     "bits would share a byte with another token's"
                 )
-        codes = [field for field in fields if field.kind == "code"]
         wanted: Order = order or ("lanes" if torch.device(device).type == "cpu" else "fragment")
         refusal = lanes_refusal if wanted == "lanes" else fragment_refusal
-        refusals = [refusal(field.width, field.bits, page_tokens) for field in codes]
+        refusals = [refusal(field.width, field.bits, page_tokens, name) for name, field in codes]
         reason = next(filter(None, refusals), "") if codes else "the recipe stores no codes"
         if order not in (None, "plain") and reason:
             raise ValueError(f"recipe {recipe.name} does not fit {order} order: {reason}")

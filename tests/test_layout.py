@@ -74,7 +74,7 @@ def test_scales_lie_in_lane_order() -> None:
 )
 def test_orders_are_permutations_in_which_tokens_own_bytes(stream: str, page: int, width: int, bits: int) -> None:
     for order, refusal in (("fragment", fragment_refusal), ("lanes", lanes_refusal)):
-        if refusal(width, bits, page) is None:
+        if refusal(width, bits, page, stream) is None:  # type: ignore[operator]
             check_order(order, stream, page, width, bits)
 
 
@@ -86,6 +86,18 @@ def check_order(order: str, stream: str, page: int, width: int, bits: int) -> No
         for byte in (places[token] * bits // 8).unique().tolist():
             assert owner[byte] in (-1, token), f"byte {byte} is shared"
             owner[byte] = token
+
+
+@pytest.mark.parametrize(("width", "bits", "plane"), [(16, 2, 2), (32, 3, 1)])
+def test_a_lane_may_have_one_byte_of_a_key(width: int, bits: int, plane: int) -> None:
+    """A byte has a quarter of the channels of one token; those of tokens g and g + 8 of a lane are neighbours."""
+    assert fragment_refusal(width, bits, 64, "key") is None and fragment_refusal(width, bits, 64, "value") is not None
+    assert fragment_refusal(width, 1, 64, "key") is not None
+    check_order("fragment", "key", 64, width, plane)
+    places = code_places("key", "fragment", 64, width, plane) * plane
+    for token in range(64):
+        lane = (token // 16 * 8 + token % 8) * 4 + torch.arange(width) // (width // 4)
+        assert torch.equal(places[token] // 8, 2 * lane + token % 16 // 8)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])

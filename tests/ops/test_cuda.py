@@ -77,6 +77,12 @@ SEVERAL_QUERIES: list[tuple[str, int, int, int, dict[str, float]]] = [
     ("kivi-k2v2:rollback=3", 4, 64, 4, {}),  # groups of tokens: every query is a sequence
     ("saw-int4", 2, 256, 4, {}),
 ]
+HALVED: list[tuple[str, int, int, dict[str, float]]] = [  # bands of which a lane has one byte of a token
+    ("kvant-3", 4, 64, {"first": 30}),
+    ("kvant-3:rope=post", 9, 64, {"softcap": 5.0}),
+    ("kvant-2:rope=post,k.bits=3/2/0,v.bits=3", 5, 128, {}),
+    ("kvant-2:rope_block=64,k.bits=0/4/2", 3, 64, {}),
+]
 ROTATED_HIGH_BATCH: list[tuple[str, int, int, dict[str, float]]] = [  # more, where there are many blocks of positions
     ("million-2:rope=block,rope_block=64,k.bits=10,v.bits=9", 6, 96, {"first": 5}),
     ("kvant-2:rope_block=64", 8, 128, {"sliding_window": 100, "softcap": 5.0}),
@@ -335,7 +341,7 @@ def test_decode_of_large_codebooks(name: str) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("name", "group", "dim", "options"), [*SCALES, *RESIDUAL, *LEVELS, *SPACES])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), [*SCALES, *RESIDUAL, *LEVELS, *SPACES, *HALVED])
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])
 @pytest.mark.parametrize("few", [False, True])
 def test_decode_of_several_scales_residuals_levels_and_spaces(
@@ -840,8 +846,8 @@ def test_append_writes_what_the_reference_writes(
     three_bits = ("bits=3" in name and not layout.format("key").is_pq) or name.startswith(("int3", "turboquant-3"))
     if (
         (dim == 96 and (name.startswith("kvant-2") or three_bits))
-        or (dim < 256 and "3/2/0" in name)
-        or (dim < 128 and name == "kvant-3")
+        or (dim < 128 and "3/2/0" in name)
+        or (dim == 96 and name == "kvant-3")
     ):
         assert cuda_append.refuse_layout(layout) is not None  # bands are no whole tiles, or lanes would share bytes
         return
@@ -895,6 +901,7 @@ STEPS = [  # recipe, head_dim, type and tokens of a page of rows that kernels/ap
     ("kvant-3", 128, "bfloat16", None),
     ("kvant-2:search=9,k.bits=0/4/2,v.unbiased=true", 128, "bfloat16", 128),
     ("kvant-4:k.rope=block,rope_block=64", 96, "bfloat16", None),  # values have a Hadamard
+    ("kvant-3", 64, "bfloat16", None),  # bands of which a lane has one byte of a token
     ("turboquant-4", 128, "bfloat16", None),
     ("turboquant-3:sink=3,recent=20", 64, "float16", 16),
     ("turboquant-2:v.bits=4", 96, "bfloat16", None),
@@ -1445,9 +1452,7 @@ def test_every_recipe_has_kernels_but_those_that_keep_the_reference(dim: int) ->
         for found, refuse in zip(refused.values(), checks, strict=True):
             if refuse(layout) is not None:
                 found.add(name)
-    kept = {"full", "gear", "gear-l", "zipcache"} | (
-        {"kvant-3"} if dim == 64 else set()
-    )  # a band of 3 bits needs 64 channels
+    kept = {"full", "gear", "gear-l", "zipcache"}
     assert all(found == kept for found in refused.values()), refused
 
 

@@ -93,7 +93,12 @@ def tileable(layout: Layout) -> bool:
     dim, formats = layout.head_dim, list(layout.formats.values())
     three = [band for stream in formats for band in stream.stored_bands if band.bits == 3]  # whose codes are two planes
     if all(is_banded(stream) for stream in formats):
-        return dim in BAND_DIMS and not any(band.width % 64 for band in three) and not (three and dim < 128)
+        halved = any(
+            band.width * band.bits == 32 for stream in formats for band in stream.stored_bands
+        )  # parts of words
+        return (
+            dim in BAND_DIMS and not halved and not any(band.width % 64 for band in three) and not (three and dim < 128)
+        )
     if three and (dim != 128 or any(stream.scale_groups > 1 for stream in formats if 3 in stream.widths)):
         return False
     if any(is_banded(stream) or not (stream.is_tokenwise or stream.is_residual) for stream in formats):

@@ -43,14 +43,21 @@ class KeyPlane(NamedTuple):
         return self.width * self._low_bits // 64
 
     @property
+    def _halved(self) -> bool:
+        """Whether a lane's share of a token is one byte."""
+        return self.width * self._low_bits == 32
+
+    @property
     def _per(self) -> int:
         """Codes of a byte that are at different places: of a nibble, where a row is one byte in each half of a word."""
+        if self._halved:
+            return 1
         return (4 if self._row_bytes == 1 and self._low_bits <= 2 else 8) // self._low_bits
 
     @property
     def places(self) -> int:
         """Registers that hold codes."""
-        return -(-self._row_bytes // 2) * self._per
+        return 1 if self._halved else -(-self._row_bytes // 2) * self._per
 
     @property
     def _own_registers(self) -> int:

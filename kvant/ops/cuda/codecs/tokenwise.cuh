@@ -16,6 +16,15 @@ template <class... P> struct KeyPlanes {
 // Two nibbles of every byte `which` of the halves of a word, as bytes: their lower halves are what is meant. Bytes of an even and of an odd channel stay as far apart.
 DEV u32 nibbles(u32 w, int which) { return __byte_perm(w, w >> 4, which ? 0x7351 : 0x6240); }
 
+// The words of a lane and tile where its share of a token is one byte (a plane of 32 bits a token): even channels in the low nibble, odd ones in the high nibble. They
+// become what two more bytes would make them: even channels in the low half of a word, odd ones in the high half; row 0 in the lower nibble of each.
+template <class PageHead> DEV void load_halved(u32* w, PageHead section, int tile, int lane) {
+  u32 x;
+  load_words<1>(&x, section + (tile * 32 + lane) / 2 * 4);
+  x >>= lane % 2 * 16;
+  w[0] = (x & 0xFu) | (x >> 4 & 0xF0u) | (x << 12 & 0xF0000u) | (x << 8 & 0xF00000u);
+}
+
 // One band of channels: WIDTH channels from FIRST on, codes of BITS bits from byte OFFSET of the page of a head on. A code counts WEIGHT / 2^20. Registers of its query
 // operand begin at BEFORE. (Three bits: ThreeBitKeys.)
 //
@@ -26,17 +35,21 @@ DEV u32 nibbles(u32 w, int which) { return __byte_perm(w, w >> 4, which ? 0x7351
 template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFORE_> struct KeyPlane {
   static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, FIRST = FIRST_, BEFORE = BEFORE_;
   static constexpr float WEIGHT = WEIGHT_ / 1048576.f, TOP = (1 << BITS) - 1;
-  static constexpr int WORDS = WIDTH * BITS / 64;             // of a lane and tile
+  static constexpr bool HALVED = WIDTH * BITS == 32;          // a lane has half a word of a tile
+  static constexpr int WORDS = HALVED ? 1 : WIDTH * BITS / 64;  // of a lane and tile
   static constexpr int ROW_BYTES = WIDTH * BITS / 64;         // bytes of a token in each 16-bit half of the words of a lane
   static constexpr bool FOLDED = ROW_BYTES == 1 && BITS <= 2;
-  static constexpr int ROW_WORDS = (ROW_BYTES + 1) / 2, PER = (FOLDED ? 4 : 8) / BITS;
+  static constexpr int ROW_WORDS = HALVED ? 1 : (ROW_BYTES + 1) / 2, PER = HALVED ? 1 : (FOLDED ? 4 : 8) / BITS;
   static constexpr int REGISTERS = (ROW_WORDS * PER + 1) / 2 * 2;  // of a row: an MMA takes two at a time
   static constexpr bool SHIFTED = BITS >= 4;                  // every place is shifted down, so that no query loses precision
 
   DEV static constexpr int raised(int i) { return SHIFTED ? 0 : i % PER % 2 * BITS; }  // log2 of what codes of register i count too much
   DEV static constexpr int shift(int i) { return SHIFTED ? i % PER * BITS : i % PER / 2 * 2 * BITS; }
 
-  template <class PageHead> DEV static void load(u32* w, PageHead page_head, int tile, int lane) { load_words<WORDS>(w, page_head + (OFFSET + (tile * 32 + lane) * WORDS * 4)); }
+  template <class PageHead> DEV static void load(u32* w, PageHead page_head, int tile, int lane) {
+    if constexpr (HALVED) load_halved(w, page_head + OFFSET, tile, lane);
+    else load_words<WORDS>(w, page_head + (OFFSET + (tile * 32 + lane) * WORDS * 4));
+  }
   DEV static u32 row_word(const u32* w, int row, int k) {  // a row of an odd number of bytes starts inside a word
     if (FOLDED) return nibbles(w[0], row);
     const int byte = row * ROW_BYTES + 2 * k;
@@ -45,6 +58,10 @@ template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFOR
   }
   DEV static u32 get(const u32* w, int row, int i) {  // register i of a row
     if (i >= ROW_WORDS * PER) return 0u;
+    if constexpr (HALVED) {
+      static_assert(!HALVED || BITS == 2, "two codes of two bits in each nibble");
+      return (w[0] >> 4 * row & 0x00030003u) | (w[0] << 6 >> 4 * row & 0x03000300u);
+    }
     const u32 x = row_word(w, row, i / PER);
     if (BITS == 8) return x;
     return (x >> shift(i)) & ((u32)(TOP * (1 << raised(i))) * 0x01010101u);
@@ -61,7 +78,7 @@ template <int WIDTH_, int BITS_, int OFFSET_, int FIRST_, int WEIGHT_, int BEFOR
 template <int WIDTH_, int OFFSET_, int HIGH_, int FIRST_, int WEIGHT_, int BEFORE_> struct ThreeBitKeys {
   using Low = KeyPlane<WIDTH_, 2, OFFSET_, FIRST_, WEIGHT_, BEFORE_>;
   using High = KeyPlane<WIDTH_, 1, HIGH_, FIRST_, WEIGHT_, BEFORE_>;
-  static_assert(WIDTH_ % 64 == 0, "a lane has whole bytes of third bits");
+  static_assert(WIDTH_ % 64 == 0 || High::HALVED, "a lane has whole bytes of third bits");
   static constexpr int WIDTH = WIDTH_, FIRST = FIRST_, BEFORE = BEFORE_, REGISTERS = Low::REGISTERS, WORDS = Low::WORDS + High::WORDS;
   static constexpr float WEIGHT = Low::WEIGHT, TOP = 7.f;
 
@@ -71,6 +88,10 @@ template <int WIDTH_, int OFFSET_, int HIGH_, int FIRST_, int WEIGHT_, int BEFOR
     Low::load(w, page_head, tile, lane), High::load(w + Low::WORDS, page_head, tile, lane);
   }
   DEV static u32 get(const u32* w, int row, int i) {
+    if constexpr (High::HALVED) {  // four third bits in each half of a word: those of pairs i and i + 2
+      const u32 third = w[Low::WORDS] >> (4 * row + i);
+      return Low::get(w, row, i) | (((third & 0x00010001u) | (third << 6 & 0x01000100u)) << (2 + raised(i)));
+    }
     const int byte = row * High::ROW_BYTES + i / 4, up = 2 + raised(i) - i % 4;  // pairs i / 4 * 8 to i / 4 * 8 + 7 of the row: their third bits, in each half of a word
     const u32 third = nibbles(w[Low::WORDS + byte / 2], byte % 2);
     return Low::get(w, row, i) | ((third << up) & (4u << raised(i)) * 0x01010101u);
@@ -101,8 +122,9 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ =
   static constexpr bool BARE = BARE_, TABLE = false;
   static constexpr int WIDTH = WIDTH_, BITS = BITS_, OFFSET = OFFSET_, HIGH = HIGH_;
   static constexpr int PAIRS = WIDTH / 8, LOW_BITS = BITS == 3 ? 2 : BITS, PER = 16 / LOW_BITS;
-  static constexpr int WORDS = WIDTH * LOW_BITS / 64;  // of a lane and tile
-  static constexpr int HIGH_WORDS = BITS == 3 ? WIDTH / 64 : 1;
+  static constexpr bool HALVED = WIDTH * LOW_BITS == 32, HIGH_HALVED = BITS == 3 && WIDTH == 32;  // a lane has half a word of a tile
+  static constexpr int WORDS = HALVED ? 1 : WIDTH * LOW_BITS / 64;  // of a lane and tile
+  static constexpr int HIGH_WORDS = BITS == 3 && !HIGH_HALVED ? WIDTH / 64 : 1;
   static constexpr float TOP = (1 << BITS) - 1, STEP = STEP_ / 1048576.f;
   u32 w[WORDS], h[HIGH_WORDS];
 
@@ -110,8 +132,11 @@ template <int WIDTH_, int BITS_, int OFFSET_, int HIGH_, int STEP_, bool BARE_ =
   DEV static constexpr float code_step(int element) { return (float)(1 << power(element)) * (BARE ? 5.9604644775390625e-8f : 1.f); }  // that a code counts
 
   template <class PageHead> DEV void load(PageHead page_head, int tile, int lane) {
-    load_words<WORDS>(w, page_head + OFFSET + (tile * 32 + lane) * WORDS * 4);
-    if constexpr (BITS == 3) {
+    if constexpr (HALVED) load_halved(w, page_head + OFFSET, tile, lane);
+    else load_words<WORDS>(w, page_head + OFFSET + (tile * 32 + lane) * WORDS * 4);
+    if constexpr (HIGH_HALVED) {
+      load_halved(h, page_head + HIGH, tile, lane);
+    } else if constexpr (BITS == 3) {
       static_assert(WIDTH % 64 == 0, "a lane has whole words");
       load_words<HIGH_WORDS>(h, page_head + HIGH + (tile * 32 + lane) * HIGH_WORDS * 4);
     }

@@ -97,6 +97,12 @@ template <int WIDTH, int BITS, int OFFSET, int HIGH_OFFSET, int ALL = BITS>
 DEV void store_key_codes(u8* page_head, PagePlace p, const u8* codes, int lane, int lanes) {
   if constexpr (BITS == 3) {
     store_key_codes<WIDTH, 2, OFFSET, 0, 3>(page_head, p, codes, lane, lanes), store_key_codes<WIDTH, 1, HIGH_OFFSET, 0, 3>(page_head, p, codes, lane, lanes);
+  } else if constexpr (WIDTH * BITS == 32) {  // a byte of each of four lanes: even channels, then odd ones
+    const int row = p.inside / 8, g = p.inside % 8;
+    for (int t = lane; t < 4; t += lanes) {
+      const u8* own = codes + t * (WIDTH / 4);
+      page_head[OFFSET + ((p.tile * 8 + g) * 4 + t) * 2 + row] = (u8)(pack_bytes<BITS, ALL>(own, WIDTH / 8, 2) | pack_bytes<BITS, ALL>(own + 1, WIDTH / 8, 2) << 4);
+    }
   } else {
     // BYTES: of a token in each half of a lane's words. An odd number of bytes ends inside a word, which the other token of the lane shares.
     constexpr int BYTES = WIDTH * BITS / 64, WORDS = BYTES, PER = 8 / BITS;  // words of a lane; codes of a byte
