@@ -90,7 +90,8 @@ class Pool:
 
     def take(self) -> int | None:
         idle = [key for key, block in self.known.items() if not self.users[block]]
-        if idle and (not self.free or self.draw.random() < 0.2):
+        often = 0.2 if self.offloaded is None else 0.6
+        if idle and (not self.free or self.draw.random() < often):
             self.free.append(self.known.pop(self.draw.choice(idle)))  # evicted
         return self.free.pop() if self.free else None
 
