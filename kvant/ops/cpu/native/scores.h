@@ -120,6 +120,31 @@ INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *page_head, 
 }
 
 #if ARM
+INLINE vf load_integers(const int32_t *p) { return (vf)vcvtq_f32_s32(vld1q_s32(p)); }
+
+/* Scores from the integer sums of the first section of span i: begin_span, and its products. What depends on the query alone is in
+ * registers. */
+INLINE void span_scores(const int QUERIES, const int KIND, const Stream *s, int i, const uint8_t *page_head, int page_tokens, int from, int to,
+                        const QueryOperand *query, const float *unit, const int32_t *sums, float *scores, int stride) {
+  const Span *span = &s->span[i];
+  const int type = s->meta_type;
+  const uint16_t *scales = (const uint16_t *)(page_head + s->meta_offset) + (int64_t)span->meta * s->meta_fields * page_tokens;
+  const vf center = splat(span->center);
+  vf factor[CHUNK], sum[CHUNK];
+  for (int g = 0; g < QUERIES; g++) factor[g] = splat(unit[g]), sum[g] = splat(query[g].sum[i]);
+  for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
+    const vf size = magnitude(load_halves(scales + token, type));
+    vf offset = size * center;
+    if (KIND == SCALE_MIN) offset += load_halves(scales + page_tokens + token, type);
+    if (KIND == SCALE_ZERO) offset -= size * load_halves(scales + page_tokens + token, type);
+    for (int g = 0; g < QUERIES; g++) {
+      float *at = scores + g * stride + token;
+      const vf total = fused(offset, sum[g], i ? load_floats(at) : splat(0.0f));
+      store_floats(at, fused(size * factor[g], load_integers(sums + g * 128 + token), total));
+    }
+  }
+}
+
 /* The same section by section: the integer sums of a page first, then the scores from them. The additions are those of `tile`. */
 INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
                            const QueryOperand *query, float *scores, int stride) {
@@ -135,20 +160,23 @@ INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *pa
         case 4: page_key_sums(QUERIES, 4, section, page_head, ahead, from, to, query, sums); break;
         default: page_key_sums(QUERIES, 8, section, page_head, ahead, from, to, query, sums);
       }
-      vf unit[CHUNK];
-      for (int g = 0; g < QUERIES; g++) unit[g] = splat(section->alpha * query[g].scale[i]);
-      for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
-        vf total[CHUNK], size;
-        for (int g = 0; g < QUERIES; g++) total[g] = i || more ? load_floats(scores + g * stride + token) : splat(0.0f);
-        if (more)
-          size = s->kind >= CHANNEL ? splat(1.0f) : magnitude(meta_vector(s, page_head, page_tokens, s->span[i].meta, 0, token));
-        else
-          size = begin_span(QUERIES, s, i, page_head, page_tokens, token, query, total);
-        for (int g = 0; g < QUERIES; g++) {
-          vi sum;
-          memcpy(&sum, sums + g * 128 + token, sizeof sum);
-          store_floats(scores + g * stride + token, fused(size * unit[g], floats(sum), total[g]));
-        }
+      float unit[CHUNK];
+      for (int g = 0; g < QUERIES; g++) unit[g] = section->alpha * query[g].scale[i];
+      switch (more || s->mean ? -1 : s->kind) {
+        case SCALE_MIN: span_scores(QUERIES, SCALE_MIN, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride); break;
+        case SCALE_ZERO: span_scores(QUERIES, SCALE_ZERO, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride); break;
+        case SCALE_ALONE: span_scores(QUERIES, SCALE_ALONE, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride); break;
+        default:
+          for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
+            vf total[CHUNK], size;
+            for (int g = 0; g < QUERIES; g++) total[g] = i || more ? load_floats(scores + g * stride + token) : splat(0.0f);
+            if (more)
+              size = s->kind >= CHANNEL ? splat(1.0f) : magnitude(meta_vector(s, page_head, page_tokens, s->span[i].meta, 0, token));
+            else
+              size = begin_span(QUERIES, s, i, page_head, page_tokens, token, query, total);
+            for (int g = 0; g < QUERIES; g++)
+              store_floats(scores + g * stride + token, fused(size * splat(unit[g]), load_integers(sums + g * 128 + token), total[g]));
+          }
       }
       more = 1;
     }
