@@ -13,7 +13,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.plan import heads_at_once, shared_memory
+from kvant.ops.cuda.plan import copies_in_bulk, heads_at_once, shared_memory
 from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
 from kvant.ops.registry import register_decode
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
@@ -186,7 +186,7 @@ decode = register_decode("cuda-full", refuse, rank=9, capturable=True)(decode_wi
 
 @functools.lru_cache(maxsize=64)
 def _plan(layout: Layout, group: int, softcap: bool, device: torch.device, tuned: tuple[tuple[str, int], ...]) -> int:
-    bulk = torch.cuda.get_device_capability(device) >= (9, 0)
+    bulk = copies_in_bulk(device)
     return _PLANS.number(FullPlan(layout, group, softcap, bulk, shared_memory(device), tuned))
 
 
