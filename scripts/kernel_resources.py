@@ -323,14 +323,13 @@ def kernels_of(code: bytes) -> dict[str, dict[str, int]]:
 
 
 def static_shared(gpu: Gpu, found: dict[str, int]) -> int:
-    """Bytes of static shared memory. From sm_100 on, compiled code counts what CUDA reserves, too."""
-    return found["shared"] - (RESERVED_SHARED if gpu.capability >= (10, 0) else 0)
+    """Bytes of static shared memory. From sm_100 on, the code of a kernel that has shared memory counts what CUDA reserves, too."""
+    return max(0, found["shared"] - (RESERVED_SHARED if gpu.capability >= (10, 0) else 0))
 
 
 def overrun(gpu: Gpu, made: Any, kernel: str, found: dict[str, int]) -> str | None:
     """Why a GPU could not launch a compiled kernel as kvant does, or None."""
     launch, static = launch_of(gpu, made, kernel), static_shared(gpu, found)
-    assert static >= 0, (kernel, found)
     shared = static + launch.shared
     about = f"{launch.threads} threads of {found['registers']} registers, {static} + {launch.shared} bytes of shared memory"
     if static > STATIC_SHARED:
