@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvant.bench.synthetic import Shape, fitted, vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
-from kvant.ops import OPS, PagedBatch, choose, implementations, reference
+from kvant.ops import OPS, PagedBatch, choose, flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import (
     append_groups,
@@ -34,6 +35,7 @@ from kvant.ops.cuda import (
 )
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
+from kvant.ops.cuda.merge_parts import merge_parts
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
 from kvant.ops.types import BoundStream, one_query_each
 from kvant.rope import Rope
@@ -732,6 +734,70 @@ def test_prefill_over_a_history(name: str, dtype: str, room: int, monkeypatch: p
             with attention.poisoned():
                 found = cuda_prefill.prefill(store, q, k, v, given, **options)  # type: ignore[arg-type]
             assert relative_error(found, expected) < 2e-3, (softcap, window, own is not None)
+
+
+@pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("room", [3000, 9000, 1 << 16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["int4", "oscar", "kvant-2", "kivi-k2v2"])
+def test_cudnn_attends_to_long_histories(
+    name: str, dim: int, dtype: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN over the first tokens of long histories, FlashAttention-2 over the rest, merged: in one call for neighbours of like
+    lengths, beside sequences that FlashAttention-2 serves alone; with room for all, for some, and not for the longest."""
+    reason = flash.refuse_cudnn(torch.device("cuda"), dim)
+    if reason is not None:
+        pytest.skip(reason)
+    for constant, n in {"JOINED_TOKENS": room, "UNMASKED_TOKENS": 1024, "UNMASKED_TILES": 8}.items():
+        monkeypatch.setattr(cuda_prefill, constant, n)
+    cache, seqs = filled(name, 2, 4, dim, dtype, [1100, 1024, 700, 4500, 2000])
+    store, counts = cache.stores[0], [130, 130, 50, 300, 0]
+    k, v = (vectors(sum(counts), 2, dim, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+    q = torch.randn(sum(counts), 8, dim, device="cuda").to(getattr(torch, dtype))
+    batch = cache.extend(seqs, counts)
+    host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
+    calls = list[tuple[int, ...]]()
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((len(q), q.shape[1], k.shape[1]))
+        return flash.attend_cudnn(q, k, v, scale)
+
+    store.flash = dataclasses.replace(flash.TORCH, unmasked=flash.Unmasked(recorded, flash.refuse_cudnn))
+    expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=dim**-0.5)
+    with attention.poisoned():
+        found = cuda_prefill.prefill(store, q, k, v, host, scale=dim**-0.5)
+    assert relative_error(found, expected) < 2e-3
+    longest = {3000: [(1, 384, 2816), (1, 384, 1664)], 9000: [(1, 384, 4096)], 1 << 16: [(1, 384, 4096)]}[room]
+    assert calls == [(2, 256, 1024), *longest]
+    monkeypatch.setattr(cuda_prefill, "UNMASKED_TOKENS", 1 << 30)  # and without cuDNN
+    with attention.poisoned():
+        alone = cuda_prefill.prefill(store, q, k, v, host, scale=dim**-0.5)
+    assert len(calls) == 1 + len(longest) and relative_error(alone, expected) < 2e-3
+    assert relative_error(found, alone.double()) < (4e-3 if dtype == "bfloat16" else 1e-3)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("types", itertools.product(["bfloat16", "float16"], repeat=2))
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_parts_of_attention_are_merged(dim: int, types: tuple[str, str]) -> None:
+    """By their log-sum-exps, which may be far apart; parts are strided as cuDNN and FlashAttention-2 leave them."""
+    sequences, rows, heads = 3, 37, 6
+    in_type, out_type = (getattr(torch, name) for name in types)
+    a = torch.randn(sequences, heads, rows + 27, dim, device="cuda").to(in_type).transpose(1, 2)[:, :rows]
+    b = torch.randn(sequences * rows, heads, dim, device="cuda").to(in_type)
+    lse_a = torch.randn(sequences, heads, rows + 27, device="cuda").transpose(1, 2)[:, :rows] * 30
+    lse_b = torch.randn(heads, sequences * rows, device="cuda").transpose(0, 1) * 30
+    with attention.poisoned():
+        out = torch.empty(b.shape, dtype=out_type, device="cuda")
+        merge_parts(out, a, lse_a, b, lse_b)
+    w = torch.sigmoid(lse_a.reshape(-1, heads, 1).double() - lse_b[..., None].double())
+    expected = w * a.reshape(b.shape).double() + (1 - w) * b.double()
+    tolerance = 2.0**-8 if out_type == torch.bfloat16 else 2.0**-11
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")

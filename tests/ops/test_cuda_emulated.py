@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from kvant.ops.cuda import (
     append_pq,
     copy_rows,
     fit_subspace,
+    merge_parts,
     nearest_centroids,
     nvrtc,
     plan,
@@ -36,6 +38,7 @@ from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda.config import QueryTransform
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
 from kvant.ops.cuda.key_planes import key_planes
+from scripts.kernel_resources import GPUS
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
@@ -62,7 +65,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
     caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
     caches += (fit_subspace._kernel,)
-    caches += (nearest_centroids._kernel,)
+    caches += (nearest_centroids._kernel, merge_parts._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -362,6 +365,66 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
         assert (made.warps, made.constants["MIN_CTAS"]) == (plan.LOW_BATCH_WARPS, 2)
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("arch", "name", "group", "dim", "low_batch", "constants"),
+    [
+        ("sm_86", "int4:group=32", 4, 128, False, {"WARPS": 2, "MIN_CTAS": 2}),
+        ("sm_80", "saw-int4", 4, 128, True, {"WARPS": 4}),
+        ("sm_80", "vecinfer-4", 8, 128, True, {"WARPS": 8}),  # fewer copies of codebooks
+        ("sm_120", "vecinfer-2", 4, 128, False, {"WARPS": 8}),
+        ("sm_120", "kvant-4", 4, 128, False, {"STAGES": 2, "MIN_CTAS": 1}),
+        (
+            "sm_86",
+            "kvant-4-fast",
+            4,
+            128,
+            True,
+            {"QUERY_TRANSFORM": "QueryTransform::MATRIX"},
+        ),  # by a kernel before decode
+        ("sm_86", "oscar:group=32", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
+        ("sm_86", "kitty-pro", 16, 128, False, {"WARPS": 2}),
+        ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 4}),
+        ("sm_86", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
+        ("sm_100", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::ROTATED_MATRIX"}),  # as on sm_90
+        ("sm_120", "million-2:k.bits=10,v.bits=9", 4, 256, True, {"WARPS": 2}),
+        ("sm_120", "saw-int4", 8, 256, True, {"WARPS": 2}),
+    ],
+)
+def test_decode_by_the_plans_of_other_gpus(
+    arch: str,
+    name: str,
+    group: int,
+    dim: int,
+    low_batch: bool,
+    constants: dict[str, int | str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer warps, stages and copies, and transforms by other kernels, as their shared memory makes it."""
+    gpu = GPUS[arch]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
+    monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: gpu.shared)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    texts = list[str]()
+    make = emulated.Kernel.__init__
+
+    def checked(self: Any, text: str, kernel: str, device: torch.device, threads: int, shared: int = 0) -> None:
+        assert shared <= gpu.shared[0] and threads <= 1024
+        texts.append(text)
+        make(self, text, kernel, device, threads, shared)
+
+    monkeypatch.setattr(emulated.Kernel, "__init__", checked)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 300])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q = torch.randn(len(seqs), 2 * group, dim).bfloat16()
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch, scale=dim**-0.5)
+    assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < 2e-3
+    assert f"#define BULK {int(gpu.capability >= (9, 0))}\n" in texts[0]
+    for constant, value in constants.items():
+        assert f" int {constant} = {value};" in texts[0], constant
 
 
 @pytest.mark.few(1)
@@ -1038,6 +1101,84 @@ def test_prefill(name: str, dim: int, first: int, room: int, monkeypatch: pytest
             found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
         expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
         assert relative_error(found, expected) < 2e-3
+
+
+def plain_unmasked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As cuDNN's attention, without a kernel: 16-bit outputs, heads before rows in memory."""
+    parts = [one_plain(*x, scale, False, None) for x in zip(q, k, v, strict=True)]
+    out, lse = (torch.stack(x).transpose(1, 2).contiguous().transpose(1, 2) for x in zip(*parts, strict=True))
+    return out.to(q.dtype), lse
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("room", [200, 450, 1 << 16])
+@pytest.mark.parametrize(
+    ("name", "dim", "first"),
+    [("int4", 64, 0), ("kvant-2:sink=5,recent=70", 64, 30), ("oscar:sink=3,recent=20", 128, 0), ("kivi-k2v2", 64, 0)],
+)
+def test_prefill_attends_to_long_histories_without_a_mask(
+    name: str, dim: int, first: int, room: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbouring sequences of like lengths in one call, beside one that is short, one that has too few new tokens and one without
+    any; with room for all at once, for some, and not for the longest."""
+    for constant, n in {"JOINED_TOKENS": room, "UNMASKED_TOKENS": 64, "UNMASKED_ROWS": 16, "UNMASKED_TILES": 8}.items():
+        monkeypatch.setattr(cuda_prefill, constant, n)
+    cache, seqs = filled(name, 2, 2, dim, [71, 64, 40, 300, 90, 80], first=first)
+    store, counts, calls = cache.stores[0], [20, 20, 20, 37, 0, 3], list[tuple[int, ...]]()
+
+    def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((len(q), q.shape[1], k.shape[1]))
+        return plain_unmasked(q, k, v, scale)
+
+    def tail(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = plain(q, *args)
+        return out.to(q.dtype), lse
+
+    store.flash = flash.Flash(tail, torch.float16, unmasked=flash.Unmasked(unmasked, lambda device, dim: None))
+    k, v = (vectors(sum(counts), 2, dim, "cpu", shift).to(dtype) for shift in (0.0, 0.4))
+    q = torch.randn(sum(counts), 6, dim).to(dtype)[:, 1:5]  # with a stride
+    batch = cache.extend(seqs, counts)
+    with attention.poisoned():
+        found = cuda_prefill.prefill(store, q, k, v, batch, scale=dim**-0.5)
+    assert (
+        relative_error(found, reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=dim**-0.5))
+        < 2e-3
+    )
+    longest = [(1, 48, 192), (1, 48, 104)] if room == 200 else [(1, 48, 288)]
+    assert calls == [(2, 32, 64), *longest]
+
+
+def test_lengths_that_are_attended_to_without_a_mask() -> None:
+    """At least 7/8 of a history, and few lengths; spans of a long one cover it."""
+    found = [cuda_prefill.unmasked_tokens(n) for n in range(1 << 15)]
+    least = cuda_prefill.UNMASKED_TOKENS
+    assert not any(found[:least]) and all(7 * n < 8 * m <= 8 * n for n, m in enumerate(found) if n >= least)
+    assert len(set(found)) == 1 + 8 * 3
+    for history, unmasked in ((200_000, True), (200_000, False), (131_072, True), (69_632, True)):
+        spans = cuda_prefill.long_spans(history, unmasked)
+        assert spans[0][0] == 0 and spans[-1][1] == history and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+        assert all(last - first <= cuda_prefill.JOINED_TOKENS for first, last in spans)
+        lengths = [last - first for first, last in spans]
+        assert not unmasked or all(n == cuda_prefill.unmasked_tokens(n) for n in lengths[:-1])
+
+
+def test_cudnn_attends_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    assert "not measured" in (flash.refuse_cudnn(device, 128) or "")  # sm_80
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert flash.refuse_cudnn(device, 128) is None and flash.refuse_cudnn(device, 64) is None
+    assert "head dims" in (flash.refuse_cudnn(device, 256) or "")
+    assert "cpu" in (flash.refuse_cudnn(torch.device("cpu"), 128) or "")
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert "turned off" in (flash.refuse_cudnn(device, 128) or "")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8907)
+    assert "no cuDNN" in (flash.refuse_cudnn(device, 128) or "")
 
 
 def test_unpacked_rows_have_matrices_of_any_magnitude() -> None:

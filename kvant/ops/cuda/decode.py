@@ -20,7 +20,7 @@ from kvant.ops.cuda.decode_arguments import (
     TransformQueriesArguments,
 )
 from kvant.ops.cuda.decode_matrices import ChunkAngles, Codebooks, DecodeTransforms
-from kvant.ops.cuda.plan import LOW_BATCH, Plan, shared_memory
+from kvant.ops.cuda.plan import LOW_BATCH, Plan, copies_in_bulk, shared_memory
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
 from kvant.ops.registry import register_decode
@@ -228,8 +228,7 @@ def _plan(
     queries: int,
     sink_logits: bool,
 ) -> int:
-    bulk = torch.cuda.get_device_capability(device) >= (9, 0)
-    shared = shared_memory(device)
+    bulk, shared = copies_in_bulk(device), shared_memory(device)
     made = Plan(
         layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, queries, sink_logits
     )

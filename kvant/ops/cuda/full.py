@@ -13,7 +13,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.plan import heads_at_once, shared_memory
+from kvant.ops.cuda.plan import copies_in_bulk, heads_at_once, shared_memory
 from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
 from kvant.ops.registry import register_decode
 from kvant.ops.types import (
@@ -208,7 +208,7 @@ def _plan(
     tuned: tuple[tuple[str, int], ...],
     sink_logits: bool,
 ) -> int:
-    bulk = torch.cuda.get_device_capability(device) >= (9, 0)
+    bulk = copies_in_bulk(device)
     return _PLANS.number(FullPlan(layout, group, softcap, bulk, shared_memory(device), tuned, sink_logits))
 
 

@@ -61,6 +61,11 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     return found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor  # type: ignore[attr-defined]
 
 
+def copies_in_bulk(device: torch.device) -> bool:
+    """Whether a GPU copies to shared memory in bulk (cp.async.bulk), and starts a kernel before the one before it has ended."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def rotates_keys(layout: Layout) -> bool:
     """Whether decode rotates a layout's keys when it reads them."""
     return layout.format("key").is_channelwise and layout.recipe.key.rope == "pre"

@@ -11,12 +11,14 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans, sink_share
+from kvant.ops.cuda.merge_parts import merge_parts
 from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.cuda.refusals import refuse_machine
 from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
@@ -42,7 +44,8 @@ class Way(enum.Enum):
     """How a call is served.
 
     FUSED   kernels/unpack.cu unpacks the histories of all sequences into the model's own space, with the new tokens behind each:
-            one launch for keys, one for values. Fused attention (`store.flash`) for sequences of different lengths reads them.
+            one launch for keys, one for values. Fused attention (`store.flash`) for sequences of different lengths reads them. Where
+            there is a faster one without a mask, it reads the first tokens of long histories (`runs_of`).
     MASKED  sequence by sequence; scores are held to mask or cap them (kvant.ops.blocked). Slower.
     TORCH   sequence by sequence; histories are unpacked by torch (kvant.ops.blocked), where kernels/unpack.cu cannot rotate keys. The
             slowest.
@@ -54,10 +57,15 @@ class Way(enum.Enum):
 
 
 ABOUT = (
-    "all sequences unpacked at once for fused attention, for 16-bit queries; slower, with scores in memory, for float32 queries, a "
+    "all sequences unpacked at once for fused attention, for 16-bit queries; on an H100 or H200, outside vLLM, cuDNN attends to long "
+    "histories, for head dims up to 128; slower, with scores in memory, for float32 queries, a "
     "sliding window shorter than a sequence, and a soft cap that the engine's fused attention lacks; unpacked by torch where keys "
     "are stored before RoPE, and RoPE rotates a number of pairs of channels that 8 does not divide"
 )
+UNMASKED_TOKENS = 4096  # of a history, at least, that fused attention without a mask reads
+UNMASKED_BITS = 3  # 2^3 lengths of such histories lie between two powers of two
+UNMASKED_ROWS = 128  # of a tile of it: new tokens are padded to a multiple
+UNMASKED_TILES = 128  # of rows and query heads, at least: a GPU has about as many multiprocessors
 ROTATED_AT_ONCE = 8  # pairs of channels that kernels/unpack.cu rotates
 
 
@@ -162,11 +170,17 @@ def _fused(
         if rows.start == rows.stop:
             continue
         sequences, q = some_sequences(batch, part), query[rows].to(dtype)
+        # outputs are corrected for sink logits by their log-sum-exps, which the merge of runs does not give
+        runs = runs_of(fused, here, q, softcap) if sink_logits is None else []
+        attended: Part | None = None
         if len(here) == 1 and here[0].tokens > JOINED_TOKENS:
-            attended = _long(store, q, new, sequences, here[0], dtype, scale, softcap)
+            attended = _long(store, q, new, sequences, here[0], dtype, scale, softcap, bool(runs))
+        elif runs:
+            found = _split(store, q, new, sequences, here, dtype, scale, runs, query.dtype)
         else:
             attended = _attend(store, q, new, sequences, here, dtype, scale, softcap, True)
-        found = flash.with_sink_logits(attended.out, attended.lse[..., 0], sink_logits)
+        if attended is not None:
+            found = flash.with_sink_logits(attended.out, attended.lse[..., 0], sink_logits)
         if rows.stop - rows.start == len(query):
             return found.to(query.dtype)
         out = torch.empty_like(query) if out is None else out
@@ -196,6 +210,86 @@ def _attend(
     return Part(out, lse[..., None])
 
 
+class Run(NamedTuple):
+    """Neighbouring sequences of which fused attention without a mask reads the first `tokens`, in one call."""
+
+    first: int  # of the sequences
+    sequences: int
+    tokens: int
+    new: int  # new tokens of each
+
+
+def unmasked_tokens(history: int) -> int:
+    """How many of a history's first tokens are attended to without a mask: as many as have UNMASKED_BITS binary digits behind the
+    first, and so more than 7/8 of them. Of each length cuDNN has to build a graph."""
+    unit = 1 << max(0, history.bit_length() - 1 - UNMASKED_BITS)
+    return 0 if history < UNMASKED_TOKENS else history // unit * unit
+
+
+def runs_of(fused: flash.Flash, spans: list[Span], q: Tensor, softcap: float | None) -> list[Run]:
+    """The sequences of a workspace whose histories are attended to without a mask: where `fused` has such an attention, histories
+    are long, and rows are enough for a GPU."""
+    _, heads, dim = q.shape
+    if fused.unmasked is None or softcap is not None or fused.unmasked.refuse(q.device, dim) is not None:
+        return []
+    out, first = [], 0
+    for (tokens, new), same in itertools.groupby(spans, lambda span: (unmasked_tokens(span.last), span.new)):
+        count = len(list(same))
+        if tokens and count * heads * -(-new // UNMASKED_ROWS) >= UNMASKED_TILES:
+            out.append(Run(first, count, tokens, new))
+        first += count
+    return out
+
+
+def _unmasked(
+    store: LayerStore, q: Tensor, batch: PagedBatch, spans: list[Span], dtype: torch.dtype, scale: float
+) -> Part:
+    """Attention of rows q, as many for every sequence, to spans of one length: outputs [sequences, rows of each, query heads,
+    head_dim] and log-sum-exps of that shape without channels."""
+    assert store.flash.unmasked is not None
+    keys, values = (unpack(store, name, batch, tuple(spans), None, dtype) for name in STREAMS)
+    keys, values = (x.view(len(spans), -1, *x.shape[1:]) for x in (keys, values))
+    rows = len(q) // len(spans)
+    q = q.view(len(spans), rows, *q.shape[1:])
+    padding = -rows % UNMASKED_ROWS  # rows that nobody reads, so that there are few shapes
+    if padding:
+        padded = q.new_zeros(len(spans), rows + padding, *q.shape[2:])
+        padded[:, :rows] = q
+        q = padded
+    out, lse = store.flash.unmasked.run(q, keys, values, scale)
+    return Part(out[:, :rows], lse[:, :rows])
+
+
+def _split(
+    store: LayerStore,
+    q: Tensor,
+    new: dict[StreamName, Tensor],
+    batch: PagedBatch,
+    spans: list[Span],
+    dtype: torch.dtype,
+    scale: float,
+    runs: list[Run],
+    out_type: torch.dtype,
+) -> Tensor:
+    """As `_attend`, causal: the first tokens of the sequences of `runs` without a mask; the rest of every sequence, with its new
+    tokens, as ever; merged by the log-sum-exps. Outputs are of `out_type`."""
+    q, rest, starts = q.contiguous(), list(spans), [0, *itertools.accumulate(span.new for span in spans)]
+    for run in runs:
+        for b in range(run.first, run.first + run.sequences):
+            rest[b] = rest[b]._replace(first=run.tokens)
+    tail = _attend(store, q, new, batch, rest, dtype, scale, None, True)
+    out = torch.empty(q.shape, dtype=out_type, device=q.device)
+    if sum(run.sequences * run.new for run in runs) < len(q):
+        out.copy_(tail.out)
+    for run in runs:
+        part = slice(run.first, run.first + run.sequences)
+        rows = slice(starts[part.start], starts[part.stop])
+        first = [Span(0, run.tokens, span.history) for span in spans[part]]
+        history = _unmasked(store, q[rows], some_sequences(batch, part), first, dtype, scale)
+        merge_parts(out[rows], history.out, history.lse, tail.out[rows], tail.lse[rows, :, 0])
+    return out
+
+
 def _long(
     store: LayerStore,
     q: Tensor,
@@ -205,16 +299,24 @@ def _long(
     dtype: torch.dtype,
     scale: float,
     softcap: float | None,
+    unmasked: bool,
 ) -> Part:
     """One sequence that does not fit into the workspace: spans of its history, merged by their log-sum-exps. Where they fit, the
-    new tokens are attended to with the last span."""
-    spans = [(first, min(whole.last, first + JOINED_TOKENS)) for first in range(0, whole.last, JOINED_TOKENS)]
-    with_new = whole.last - spans[-1][0] + whole.new <= JOINED_TOKENS
+    new tokens are attended to with the last span. `unmasked`: spans before the last by fused attention without a mask."""
+    spans = long_spans(whole.last, unmasked)
+    last_tokens = whole.last - spans[-1][0]
+    with_new = last_tokens + whole.new <= JOINED_TOKENS and not (
+        unmasked and unmasked_tokens(last_tokens) == last_tokens
+    )
 
     def attend(first: int, last: int) -> Part:
         if with_new and last == whole.last:
             return _attend(store, q, new, row, [whole._replace(first=first)], dtype, scale, softcap, True)
-        return _attend(store, q, new, row, [Span(first, last, whole.history)], dtype, scale, softcap, False)
+        span = Span(first, last, whole.history)
+        if unmasked and unmasked_tokens(last - first) == last - first:
+            found = _unmasked(store, q, row, [span], dtype, scale)
+            return Part(found.out[0], found.lse[0, ..., None])
+        return _attend(store, q, new, row, [span], dtype, scale, softcap, False)
 
     def own() -> Part:
         rows, part = flash.row_starts((0, whole.new), q.device), slice(whole.new_first, whole.new_first + whole.new)
@@ -224,6 +326,18 @@ def _long(
         return Part(out, lse[..., None])
 
     return over_spans(spans, attend, None if with_new else own)
+
+
+def long_spans(history: int, unmasked: bool) -> list[tuple[int, int]]:
+    """Spans of a history, none longer than the workspace; with `unmasked`, of lengths that are attended to without a mask, and what
+    is left."""
+    spans, first = list[tuple[int, int]](), 0
+    while first < history:
+        tokens = min(JOINED_TOKENS, history - first)
+        tokens = (unmasked_tokens(tokens) if unmasked else 0) or tokens
+        spans.append((first, first + tokens))
+        first += tokens
+    return spans
 
 
 # --- masked -----------------------------------------------------------------------------------------------------------
