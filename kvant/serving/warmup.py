@@ -39,6 +39,7 @@ def warm_up(
     softcap: float | None = None,
     history: int = HISTORY,
     reads: bool = True,
+    sliding_window: int | None = None,
 ) -> int:
     """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, and prefills new tokens after
     that history. Returns the bytes that operations allocate, 0 on a CPU."""
@@ -75,6 +76,7 @@ def warm_up(
         return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
 
     options: dict[str, float | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
+    options["sliding_window"] = sliding_window
     needed = [0]
     for first, last in ((0, history), (history, history + 1)):
         x = rows(last - first, layout.heads)

@@ -49,8 +49,10 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        # where vLLM looks for a size of its own blocks, 0.32 has no spec yet; 0.26 asks get_preferred_block_size
-        own = kv_cache_spec is None and hasattr(AttentionBackend, "customize_spec")
+        # where vLLM looks for a size of its own blocks, 0.32 has no spec yet, or one with a block of one token for layers with a
+        # sliding window; 0.26 asks get_preferred_block_size
+        unknown = kv_cache_spec is None or kv_cache_spec.block_size == 1
+        own = unknown and hasattr(AttentionBackend, "customize_spec")
         return [cls.block_tokens if own else cls.page_tokens]
 
     @classmethod
@@ -63,7 +65,7 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -100,6 +102,8 @@ def backend_for(layers: LayerGroup) -> type[KvantBackend]:
     """The backend class of a group of layers. vLLM distinguishes backends by their names."""
     recipe = layers.layout.recipe
     name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
+    if layers.sliding_window is not None:
+        name += f"_window_{layers.sliding_window}"
     members: dict[str, Any] = {"token_bytes": layers.token_bytes, "page_tokens": layers.layout.page_tokens}
     members |= {"block_tokens": layers.block_tokens, "__module__": __name__, "__qualname__": name}
     return type(name, (KvantBackend,), members)
@@ -138,7 +142,6 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
     ) -> None:
         odd = {
             "ALiBi": alibi_slopes is not None,
-            f"a sliding window of {sliding_window}": sliding_window is not None,
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "layers that read other layers' cache": kv_sharing_target_layer_name is not None,
             **{f"attention with {name}": value is not None for name, value in rest.items()},
@@ -150,6 +153,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
+        self.sliding_window = sliding_window  # tokens that a query attends to, itself included
         self.config = get_current_vllm_config()
         self.layers: LayerGroup | None = None
         self.place = -1  # index of this layer in its `layers`
@@ -202,7 +206,8 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         store = self._store(kv_cache)
         decode = layers.decode
         q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        window = self.sliding_window
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sliding_window": window}
         for part in step.appends:
             layers.append(store, q, k, v, part)
         if step.match is not None and step.overlay is not None:
@@ -218,7 +223,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
         else:
             starts = step.prefill.query_start_loc
-            out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, self.scale, self.softcap, flash.varlen())
+            out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, self.scale, self.softcap, flash.varlen(), window)
         if n:
             out[:n] = decode(store, q[:n], step.decoding, **options)
         if step.last is not None:

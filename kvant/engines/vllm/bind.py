@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionBackend
 
 from kvant import models
 from kvant.artifact import Artifact
 from kvant.engines import fold
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.fingerprint import fingerprint_of_files
-from kvant.engines.vllm import flash, folding, options
+from kvant.engines.vllm import flash, folding, options, pages
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
@@ -103,6 +106,30 @@ def check_config(config: Any) -> int:
     return int(drafting.num_speculative_tokens)
 
 
+def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
+    """Refuses attention layers that kvant cannot serve; returns how many kinds of cache the model has: of layers without a sliding
+    window, of those with windows of each size, of layers that are not kvant's."""
+    for name, layer in attention.items():
+        if extract_layer_index(name) >= count:
+            raise ValueError(f"kvant cannot serve layer {name}: the model has {count} layers")
+        if type(layer) is not Attention:
+            raise ValueError(f"kvant cannot serve layer {name} inside vLLM: it is a {type(layer).__name__}")
+    if getattr(config.model_config, "is_mm_prefix_lm", False):
+        raise ValueError(
+            "kvant cannot serve this model inside vLLM: tokens of an image attend to each other in both directions; without images it "
+            'is served (limit_mm_per_prompt={"image": 0})'
+        )
+    context = config.compilation_config.static_forward_context
+    others = [
+        name for name, layer in context.items() if isinstance(layer, AttentionLayerBase) and name not in attention
+    ]
+    windows = {layer.sliding_window for layer in attention.values()}
+    if (others or windows != {None}) and not hasattr(AttentionBackend, "customize_spec"):
+        what = f"layers of other kinds, such as {others[0]}" if others else "layers with a sliding window"
+        raise ValueError(f"kvant cannot serve a model with {what} inside vLLM 0.26: use vLLM 0.32")
+    return len(windows) + bool(others)
+
+
 def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     """Allocates overlays and chooses operations for a model's attention layers, which are named as in vLLM. Called once, after the
     weights are loaded and before vLLM measures the free memory, so that overlays are counted."""
@@ -111,7 +138,11 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     fingerprint = functools.cache(lambda: _fingerprint(config))
     chosen = Options.of(config.additional_config, count, lambda: fingerprint()[0])
-    for recipe in dict.fromkeys(chosen.layers):
+    kinds = check_layers(config, attention, count)
+    asked = {
+        name: chosen.recipe_of(extract_layer_index(name), layer.sliding_window) for name, layer in attention.items()
+    }
+    for recipe in dict.fromkeys(asked.values()):
         options.check(recipe)
         check_groups(config, recipe, drafts)
     if config.cache_config.user_specified_block_size:
@@ -130,13 +161,13 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     rows += max(4, rows // 4) if chosen.spare_overlay_rows is None else chosen.spare_overlay_rows
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, layer in attention.items():
-        index = extract_layer_index(name)
-        assert layer.num_kv_heads == len(heads), (layer.num_kv_heads, heads)
-        if index >= count:
-            raise ValueError(f"kvant cannot serve layer {name}: the model has {count} layers")
-        groups.setdefault((chosen.layers[index], layer.num_heads, layer.head_size), []).append(name)
-    out = []
-    for (recipe, query_heads, head_dim), names in groups.items():
+        if layer.num_kv_heads != len(heads):
+            raise ValueError(
+                f"kvant cannot serve layer {name}: it has {layer.num_kv_heads} KV heads on this rank, the model has {len(heads)}"
+            )
+        groups.setdefault((asked[name], layer.num_heads, layer.head_size, layer.sliding_window), []).append(name)
+    found = []
+    for (recipe, _, head_dim, _), names in groups.items():
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
         options.judge(chosen, recipe, artifact, named, logger.warning_once)
         recipe = _served(config, chosen, recipe, artifact, {name: attention[name] for name in names}, total, heads)
@@ -144,7 +175,18 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         groupwise = any(stream.groupwise for stream in recipe.streams.values())
         recipe = with_rollback(from_first_token(recipe), drafts + 1 if groupwise and drafts else drafts)
         layout = Layout.of(recipe, len(heads), head_dim, chosen.page_tokens, dtype=dtype, device=device)
-        layout = dataclasses.replace(layout, align=layout.page_tokens)  # vLLM counts the bytes of a token
+        found.append(
+            (dataclasses.replace(layout, align=layout.page_tokens), artifact)
+        )  # vLLM counts the bytes of a token
+    windows = [window for *_, window in groups]
+    sized = [pages.Sized(layout, chosen.block_tokens) for layout, _ in found]
+    if kinds > 1:
+        sized = pages.same_pages([layout for layout, _ in found], windows, chosen.block_tokens)
+    out = []
+    for ((_, query_heads, _, window), names), (layout, block_tokens), (_, artifact) in zip(
+        groups.items(), sized, found, strict=True
+    ):
+        recipe, groupwise = layout.recipe, any(stream.groupwise for stream in layout.recipe.streams.values())
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
         overlays = {name: layered_overlay(layout, name, len(names), rows + 1, device) for name in recipe.streams}
         states = layered_states(layout, len(names), rows + 1, device)
@@ -164,13 +206,13 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             others = [with_rows(store, *own) for store in stores]
         else:
             others = [pages_only(store) for store in stores]
-        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts, chosen.block_tokens)
+        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts, block_tokens, sliding_window=window)
         _tell(group, artifact, rows, rank)
         if device.type == "cuda":
             begin, scheduler = time.perf_counter(), config.scheduler_config
             largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
             softcap = attention[names[0]].impl.softcap
-            group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap)
+            group.workspace = warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, sliding_window=window)
             if group.ring and not group.groupwise:  # prefills with a history first append without overlays
                 warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
             seconds = time.perf_counter() - begin

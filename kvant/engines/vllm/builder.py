@@ -15,7 +15,7 @@ from kvant.ops.types import COUNTERS
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.overlay import OverlayMatch, OverlayRows
 from kvant.serving.step import Part, Step
-from kvant.serving.step_tensors import STREAMS, StepTensors
+from kvant.serving.step_tensors import STREAMS, StepTensors, left_pages
 
 Tensor = torch.Tensor
 
@@ -40,8 +40,9 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self.attention = [context[name] for name in layer_names]
-        layers: LayerGroup = self.attention[0].impl.layers
-        assert sorted(layers.names) == sorted(layer_names), (layers.names, layer_names)
+        layers: LayerGroup = self.attention[0].impl.layers.part(layer_names)
+        for layer, name in zip(self.attention, layer_names, strict=True):
+            layer.impl.layers, layer.impl.place = layers, layers.names.index(name)
         check_block(kv_cache_spec.block_size, layers.layout.page_tokens)  # of the blocks that the kernels see
         check_block(vllm_config.cache_config.block_size, layers.block_tokens)
         self.layers, self.device = layers, torch.device(device)
@@ -97,10 +98,12 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""
         if self.layers.has_overlay and self.overlay is None:
             pages = self.attention[0].kv_cache
-            self.overlay = OverlayRows(self.layers.layout, pages.shape[0], self.layers.overlays, self.layers.drafts)
+            own = self.layers
+            self.overlay = OverlayRows(own.layout, pages.shape[0], own.overlays, own.drafts, own.sliding_window)
         if self.device.type != "cpu":
             if self.tensors is None:
-                self.tensors = StepTensors(*self._room(), self.layers.layout.page_tokens, self.device)
+                size, window = self.layers.layout.page_tokens, self.layers.sliding_window
+                self.tensors = StepTensors(*self._room(), size, self.device, window)
             return self.tensors.prepare(inputs, self.overlay, late)
         # kernels on a GPU stop at seq_lens; plain torch reads every page of the table
         width = max(1, -(-longest // self.layers.layout.page_tokens))
@@ -113,6 +116,9 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         if self.overlay is not None:
             match = self.overlay.step(table, seq_lens, query_start_loc, slot_mapping, late)
             rows, sinks, ring_start = match[:3]
+        if (window := self.layers.sliding_window) is not None:
+            left = left_pages(width, seq_lens, query_start_loc, window, self.layers.layout.page_tokens)
+            table = table.masked_fill(left, -1)
         starts = dict.fromkeys(STREAMS, ring_start)
         return PagedBatch(table, seq_lens, slot_mapping, query_start_loc, rows, sinks, starts), match
 

@@ -36,8 +36,17 @@ def varlen() -> VarlenAttention | None:
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None = None,
 ) -> Tensor:
+    # FlashAttention counts the tokens before and after a query's own
+    window = {} if sliding_window is None else {"window_size": [sliding_window - 1, 0]}
     return _varlen()(  # type: ignore[no-any-return]
         q=q,
         k=k,
@@ -50,6 +59,7 @@ def _causal(
         causal=True,
         softcap=softcap or 0.0,
         fa_version=_version(),
+        **window,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvant.engines.vllm.backend import KvantImpl
 from kvant.layout import StreamName
 from kvant.ops import LayerStore, PagedBatch
 
@@ -30,6 +31,7 @@ SEEN = (
     "short of sinks",  # sequences whose sinks were read from their pages
     "behind a prefix",  # sequences of whose recent window a part was read from pages
     "overwritten",  # blocks that were used a second time
+    "given back",  # sequences some of whose pages a sliding window has left
 )
 
 
@@ -43,6 +45,7 @@ class Call:
     ring_start: list[int]
     sinks: list[int]
     tensors: dict[str, Tensor]  # query, key, value, out: [tokens, heads, head_dim]
+    pages: Tensor | None  # [sequences, pages, heads, bytes] after the step, where other layers may write to them later
 
 
 class Recorder:
@@ -55,7 +58,8 @@ class Recorder:
         self.calls: dict[int, list[Call]] = {}
         layers = self._impls()
         for index, impl in layers.items():
-            impl.forward = functools.partial(_forward, impl, self.calls.setdefault(index, []))
+            several = len(self.model_runner.kv_cache_config.kv_cache_groups) > 1
+            impl.forward = functools.partial(_forward, impl, self.calls.setdefault(index, []), several)
         return len(layers)
 
     def compare(self) -> dict[str, int]:
@@ -68,7 +72,7 @@ class Recorder:
 
     def page_bytes(self) -> list[tuple[int, int]]:
         """Bytes of a page of every layer, as vLLM gave them and as the layout predicts."""
-        layers = self.model_runner.vllm_config.compilation_config.static_forward_context.values()
+        layers = [layer for layer in self._context().values() if isinstance(getattr(layer, "impl", None), KvantImpl)]
         return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in layers]
 
     def window_bytes(self) -> int:
@@ -77,13 +81,17 @@ class Recorder:
         return sum(overlay.nbytes for group in groups.values() for overlay in group.overlays.values())
 
     def _impls(self) -> dict[int, Any]:
-        context = self.model_runner.vllm_config.compilation_config.static_forward_context
-        return {i: layer.impl for i, layer in enumerate(context.values())}
+        layers = enumerate(self._context().values())
+        return {i: layer.impl for i, layer in layers if isinstance(getattr(layer, "impl", None), KvantImpl)}
+
+    def _context(self) -> dict[str, Any]:
+        return self.model_runner.vllm_config.compilation_config.static_forward_context  # type: ignore[no-any-return]
 
 
 def _forward(
     impl: Any,
     calls: list[Call],
+    several: bool,
     layer: Any,
     query: Tensor,
     key: Tensor,
@@ -98,6 +106,7 @@ def _forward(
     if step is not None:
         b, n = step.batch, step.tokens
         tensors = {"query": query, "key": key, "value": value, "out": output}
+        stored = impl.layers.stores[impl.place].pages[b.block_table] if several and len(calls) % 5 == 0 else None
         calls.append(
             Call(
                 b.block_table.clone(),
@@ -106,6 +115,7 @@ def _forward(
                 b.ring_start["key"].tolist(),
                 b.sinks.tolist(),
                 {name: x[:n].clone() for name, x in tensors.items()},
+                stored,
             )
         )
     return out
@@ -122,7 +132,8 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
     written = torch.full((blocks * size,), -1)
     append = functools.partial(_append, impl.layers.ops["append"].run)
     decode, prefill = (impl.layers.ops[op].run for op in ("decode", "prefill"))
-    options = {"scale": impl.scale, "softcap": impl.softcap}
+    window = impl.sliding_window
+    options = {"scale": impl.scale, "softcap": impl.softcap, "sliding_window": window}
     sink = layout.recipe.key.window.sink
     previous: dict[tuple[int, ...], int] = {}
     begun: set[int] = set()
@@ -145,7 +156,12 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
                 continue
             before = n - count
             all_slots = _slots(pages, 0, n, size)
-            tokens = tuple(shadow[name][all_slots] for name in (*NAMES, "query"))
+            # What is in pages that the sliding window has left is read by nobody: the plain run has zeros there.
+            gone = torch.tensor(pages).repeat_interleave(size)[:n] < 0
+            low = 0 if window is None else max(0, before + 1 - window)
+            assert not gone[low:].any(), "a sequence has no page for a token that it attends to"
+            seen["given back"] += bool(gone.any())
+            tokens = tuple(shadow[name][all_slots].masked_fill(gone[:, None, None], 0) for name in (*NAMES, "query"))
             k, given = tokens[0], written[all_slots]
             assert not k.isnan().any(), "a sequence has a token that nobody wrote"
             plain = _plain(store, n)
@@ -167,36 +183,37 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int]) -> None:
                 append(plain, tokens, given, before, n)
             torch.testing.assert_close(out, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=n: f"at {n}: {m}")
             if layout.overlay_tokens("key"):
-                seen["short of sinks"] += call.sinks[b] < min(n, sink)
+                seen["short of sinks"] += call.sinks[b] < min(n, sink) and low < sink
                 seen["behind a prefix"] += call.ring_start[b] > 0
             table = tuple(pages[: -(-n // size)])
             for older in {table, table[: -(-before // size)]}:
                 seen["taken back"] += bool(before and previous.get(older, 0) > before)
             previous[table] = n
             seen["shared at once"] += bool(before and (written[all_slots[:before]] == number).any())
-            if number == len(calls) - 1 or number % 7 == 0:
+            if call.pages is not None:
                 seen["pages"] += 1
-                _same_pages(store, plain, pages, n, written[all_slots], number, calls)
+                _same_bytes(store, plain, call.pages[b], pages, n)
+            elif calls[0].pages is None and (number == len(calls) - 1 or number % 7 == 0):
+                seen["pages"] += 1
+                later = {page for call in calls[number + 1 :] for page in call.table.flatten().tolist()}
+                _same_bytes(store, plain, store.pages[pages], [-1 if page in later else page for page in pages], n)
 
 
-def _same_pages(
-    store: LayerStore, plain: LayerStore, pages: list[int], n: int, written: Tensor, number: int, calls: list[Call]
-) -> None:
-    """The pages as they are now, where nobody has written to them since that step."""
+def _same_bytes(store: LayerStore, plain: LayerStore, found: Tensor, pages: list[int], n: int) -> None:
+    """Compares the pages of a sequence, [pages, heads, bytes], with those of the plain run; those with number -1 are left out."""
     size = store.layout.page_tokens
-    later = {page for call in calls[number + 1 :] for page in call.table.flatten().tolist()}
+    table = pages[: -(-n // size)]
     for name in NAMES:
-        table = pages[: -(-n // size)]
-        mine = store.layout.unpack(name, store.pages[table])
+        mine = store.layout.unpack(name, found[: len(table)])
         theirs = store.layout.unpack(name, plain.pages[: len(table)])
         stream = store.layout.recipe.streams[name]
         end = stream.window.packed_end(n) if stream.groupwise else n  # of an unfinished group nothing is in a page
-        for part, found in mine.items():
-            rows = len(found) // len(table)  # of a page: tokens, or groups of them
+        for part, codes in mine.items():
+            rows = len(codes) // len(table)  # of a page: tokens, or groups of them
             for place, page in enumerate(table):
                 at = slice(place * rows, min(end * rows // size, (place + 1) * rows))
-                if page not in later:
-                    assert torch.equal(found[at], theirs[part][at]), f"{name} {part} of page {page} differ"
+                if page >= 0:
+                    assert torch.equal(codes[at], theirs[part][at]), f"{name} {part} of page {page} differ"
 
 
 def _slots(pages: list[int], first: int, last: int, size: int) -> Tensor:

@@ -28,7 +28,9 @@ def builder(recipe: str) -> Any:
     has_overlay = any(overlay.shape[2] for overlay in overlays.values())
     made = object.__new__(KvantBuilder)
     made.device, made.graphs, made.overlay = torch.device("cpu"), False, None
-    made.layers = SimpleNamespace(layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring)
+    made.layers = SimpleNamespace(
+        layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring, sliding_window=None
+    )
     made.layers.groupwise = any(stream.groupwise for stream in layout.recipe.streams.values())
     made.layers.room = 0
     made.attention = [SimpleNamespace(kv_cache=torch.empty(2000, 1))]
