@@ -94,8 +94,8 @@ class OverlayRows:
     pages     number of pages of the server.
     overlays  of every stream, all layers: [layers, rows + 1, tokens, heads, head_dim].
     drafts    tokens that a step may write and the next one take back.
-    sliding_window  tokens that a query attends to, itself included; None: all. A server takes back the pages that it has left and gives
-                    them to others. The table still names them.
+    sliding_window  tokens that a query attends to, itself included; None: all. A server takes back the pages that it has left and
+                    gives them to others. The table still names them.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ STREAMS: tuple[StreamName, ...] = ("key", "value")
 
 
 def left_pages(pages: int, seq_lens: Tensor, query_start_loc: Tensor, sliding_window: int, page_tokens: int) -> Tensor:
-    """Whether the sliding window of a step's first query has left a page of its sequence: bool [sequences, pages]. A server gives such
-    pages to others."""
+    """Whether the sliding window of a step's first query has left a page of its sequence: bool [sequences, pages]. A server gives
+    such pages to others."""
     low = seq_lens - query_start_loc.diff() + 1 - sliding_window  # first token that is attended to
     return torch.arange(1, pages + 1, device=seq_lens.device) * page_tokens <= low[:, None]
 

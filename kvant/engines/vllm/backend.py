@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 import vllm
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from kvant.engines.vllm import flash, folding, versions
-from kvant.engines.vllm.bind import bind
+from kvant.engines.vllm.bind import bind, check_block
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
 from kvant.engines.vllm.options import PAGE_TOKENS
 from kvant.ops import LayerStore
@@ -53,6 +54,9 @@ class KvantBackend(AttentionBackend):
         # sliding window; 0.26 asks get_preferred_block_size
         unknown = kv_cache_spec is None or kv_cache_spec.block_size == 1
         own = unknown and hasattr(AttentionBackend, "customize_spec")
+        if not own and current_platform.is_cpu():
+            # vLLM on a CPU clears new blocks of hybrid models by their numbers, as if they were not split: the builder splits them
+            return [MultipleOf(cls.page_tokens)]
         return [cls.block_tokens if own else cls.page_tokens]
 
     @classmethod
@@ -86,6 +90,8 @@ class KvantBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         assert cls.token_bytes is not None, "asked for a page before the weights were loaded"
+        if spec.block_size != 1:  # with blocks of one token, vLLM asks for the bytes of a token
+            check_block(spec.block_size, cls.block_tokens)
         return dataclasses.replace(spec, dtype=torch.uint8, state_content_bytes=cls.token_bytes)
 
     # --- vLLM 0.26 -------------------------------------------------------------------------------------------------
@@ -178,10 +184,10 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         """This layer's store, over the pages that vLLM passes."""
         assert self.layers is not None
         store = self.layers.stores[self.place]
-        if store.pages.data_ptr() != kv_cache.data_ptr() or len(store.pages) != len(kv_cache):
+        if store.pages.data_ptr() != kv_cache.data_ptr() or store.pages.numel() != kv_cache.numel():
             layout = store.layout
             assert kv_cache.dtype == torch.uint8 and kv_cache.is_contiguous(), (kv_cache.dtype, kv_cache.stride())
-            pages = kv_cache.view(len(kv_cache), layout.heads, layout.page_head_bytes)
+            pages = kv_cache.view(-1, layout.heads, layout.page_head_bytes)
             store.pages = self.layers.pages_only[self.place].pages = pages
         return store
 

@@ -116,8 +116,8 @@ def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
             raise ValueError(f"kvant cannot serve layer {name} inside vLLM: it is a {type(layer).__name__}")
     if getattr(config.model_config, "is_mm_prefix_lm", False):
         raise ValueError(
-            "kvant cannot serve this model inside vLLM: tokens of an image attend to each other in both directions; without images it "
-            'is served (limit_mm_per_prompt={"image": 0})'
+            "kvant cannot serve this model inside vLLM: tokens of an image attend to each other in both directions; without images "
+            'it is served (limit_mm_per_prompt={"image": 0})'
         )
     context = config.compilation_config.static_forward_context
     others = [

@@ -6,7 +6,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
 
 from kvant.engines.vllm.bind import check_block
 from kvant.ops import PagedBatch
@@ -44,8 +49,15 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         for layer, name in zip(self.attention, layer_names, strict=True):
             layer.impl.layers, layer.impl.place = layers, layers.names.index(name)
         check_block(kv_cache_spec.block_size, layers.layout.page_tokens)  # of the blocks that the kernels see
-        check_block(vllm_config.cache_config.block_size, layers.block_tokens)
+        if not hasattr(
+            AttentionBackend, "customize_spec"
+        ):  # 0.26; later versions ask with the size that a group's blocks have
+            check_block(vllm_config.cache_config.block_size, layers.block_tokens)
         self.layers, self.device = layers, torch.device(device)
+        self.split = (
+            kv_cache_spec.block_size // layers.layout.page_tokens
+        )  # pages of a block that vLLM has not split; 1 on a GPU
+        assert self.split == 1 or self.device.type == "cpu"
         for store in (
             *layers.stores,
             *layers.pages_only,
@@ -97,9 +109,8 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
     def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""
         if self.layers.has_overlay and self.overlay is None:
-            pages = self.attention[0].kv_cache
-            own = self.layers
-            self.overlay = OverlayRows(own.layout, pages.shape[0], own.overlays, own.drafts, own.sliding_window)
+            pages, own = len(self.attention[0].kv_cache) * self.split, self.layers
+            self.overlay = OverlayRows(own.layout, pages, own.overlays, own.drafts, own.sliding_window)
         if self.device.type != "cpu":
             if self.tensors is None:
                 size, window = self.layers.layout.page_tokens, self.layers.sliding_window
@@ -107,10 +118,10 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
             return self.tensors.prepare(inputs, self.overlay, late)
         # kernels on a GPU stop at seq_lens; plain torch reads every page of the table
         width = max(1, -(-longest // self.layers.layout.page_tokens))
-        table, seq_lens, query_start_loc, slot_mapping = (
-            inputs.table[:, :width].long(),
-            *(x.long() for x in inputs[1:]),
-        )
+        table, seq_lens, query_start_loc, slot_mapping = (x.long() for x in inputs)
+        if self.split > 1:
+            table = (table[:, :, None] * self.split + torch.arange(self.split)).flatten(1)
+        table = table[:, :width]
         match = None
         rows = sinks = ring_start = torch.zeros_like(seq_lens)
         if self.overlay is not None:

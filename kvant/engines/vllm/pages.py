@@ -36,8 +36,8 @@ def padding(layout: Layout) -> float:
 
 def same_pages(layouts: Sequence[Layout], windows: Sequence[int | None], block_tokens: int) -> list[Sized]:
     """Layouts whose blocks have the same bytes. Pages of packed layers are padded to the largest of them. Layers in 16 bits that have
-    a sliding window get pages of fewer tokens, and blocks of their own size; a block of the others has so many tokens that at least 16
-    in 16 bits fit into its bytes."""
+    a sliding window get pages of fewer tokens, and blocks of their own size; a block of the others has so many tokens that at least
+    16 in 16 bits fit into its bytes."""
     packed = [layout for layout in layouts if not is_raw(layout)]
     if not packed or len({(layout.page_head_bytes, layout.page_tokens) for layout in layouts}) == 1:
         return [Sized(layout, block_tokens) for layout in layouts]

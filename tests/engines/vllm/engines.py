@@ -72,12 +72,12 @@ def gemma_like(directory: Path, layers: int = 12, window: int = 100) -> Path:
     return directory
 
 
-def qwen35_like(directory: Path, layers: int = 8) -> Path:
-    """A Qwen3.5 with random weights: three gated delta nets for each layer with attention, whose heads have 256 channels."""
+def qwen3_next_like(directory: Path, layers: int = 8) -> Path:
+    """A Qwen3-Next with random weights: three gated delta nets for each layer with attention, whose heads have 256 channels."""
     import transformers
 
     torch.manual_seed(1)
-    config = transformers.Qwen3_5TextConfig(
+    config = transformers.Qwen3NextConfig(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=128,
@@ -89,10 +89,15 @@ def qwen35_like(directory: Path, layers: int = 8) -> Path:
         linear_num_value_heads=4,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
+        mlp_only_layers=list(range(1, layers)),  # vLLM wants experts in one of them
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
         max_position_embeddings=2048,
         initializer_range=0.08,
     )
-    transformers.Qwen3_5ForCausalLM(config).save_pretrained(directory)
+    transformers.Qwen3NextForCausalLM(config).save_pretrained(directory)
     return directory
 
 
@@ -106,6 +111,8 @@ def lfm2_like(directory: Path, layers: int = 6) -> Path:
         hidden_size=HEADS * DIM,
         intermediate_size=128,
         block_auto_adjust_ff_dim=False,
+        conv_dim=HEADS * DIM,  # these two are in the files of checkpoints, and read by vLLM alone
+        block_dim=HEADS * DIM,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,

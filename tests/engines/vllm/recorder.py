@@ -73,7 +73,11 @@ class Recorder:
     def page_bytes(self) -> list[tuple[int, int]]:
         """Bytes of a page of every layer, as vLLM gave them and as the layout predicts."""
         layers = [layer for layer in self._context().values() if isinstance(getattr(layer, "impl", None), KvantImpl)]
-        return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in layers]
+        found = []
+        for layer in layers:
+            layout, block = layer.impl.layers.layout, layer.kv_cache[0]  # [heads, tokens, bytes]
+            found.append((block.nbytes * layout.page_tokens // block.shape[1], layout.page_bytes))
+        return found
 
     def window_bytes(self) -> int:
         """Bytes of the overlays of all layers."""
