@@ -90,7 +90,7 @@ class HybridCache(transformers.Cache):
     def _check(self) -> None:
         if self.packed.broken:
             raise RuntimeError(
-                "a forward pass through this cache failed, and the states of layers without attention cannot be taken back: reset() it"
+                "a forward pass through this cache failed, and states of layers without attention cannot be taken back: reset() it"
             )
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:

@@ -121,7 +121,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         table, seq_lens, query_start_loc, slot_mapping = (x.long() for x in inputs)
         if self.split > 1:
             table = (table[:, :, None] * self.split + torch.arange(self.split)).flatten(1)
-        table = table[:, :width]
+        table = table[:, :width].contiguous()
         match = None
         rows = sinks = ring_start = torch.zeros_like(seq_lens)
         if self.overlay is not None:

@@ -9,10 +9,26 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.engines import close, engine, gemma_like, made_up_artifacts, needs_vllm, prompt, run
+from tests.engines.vllm.engines import (
+    close,
+    engine,
+    falcon_h1_like,
+    gemma_like,
+    lfm2_like,
+    made_up_artifacts,
+    needs_vllm,
+    prompt,
+    qwen3_next_like,
+    run,
+)
 
 pytestmark = needs_vllm
 RECIPES = ("saw-int4", "kvant-4", "kvant-2")
+HYBRIDS = {  # layers, head_dim; how many blocks hold a request of 1,024 tokens, but not several
+    qwen3_next_like: (8, 256, 16),
+    lfm2_like: (6, 64, 22),
+    falcon_h1_like: (3, 64, 16),
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +84,32 @@ def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
     assert hit[0].num_cached_tokens >= 256
     seen = compared(llm)
     assert seen["prefills"] and seen["given back"] and seen["behind a prefix"], seen
+
+
+@pytest.fixture(scope="module", params=[qwen3_next_like, lfm2_like, falcon_h1_like], ids=lambda make: make.__name__)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
+    root, (layers, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
+    return request.param(root / "model"), made_up_artifacts(root, layers, dim=dim, names=RECIPES), blocks
+
+
+@pytest.fixture
+def without_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's gated delta nets need instructions for bfloat16 that not every CPU has: a function of one token takes their place. Their
+    states still have blocks."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    monkeypatch.setattr(QwenGatedDeltaNetAttention, "forward_cpu", lambda self, x: x.tanh())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("without_delta_nets")
+def test_hybrid_models(start: Any, hybrid: Any, recipe: str) -> None:
+    """Chunks, preemption, and blocks that layers of other kinds have used before."""
+    *model, blocks = hybrid
+    llm = start(model, {"recipe": recipe}, blocks=blocks, max_num_batched_tokens=150, enable_prefix_caching=False)
+    found = llm.collective_rpc("page_bytes")[0]
+    assert all(given == predicted for given, predicted in found), found
+    run(llm, [prompt(0, 330), prompt(1, 20), prompt(2, 100)], 40)
+    run(llm, [prompt(i, 200) for i in range(3, 7)], 70)
+    seen = compared(llm)
+    assert seen["prefills"] and seen["fresh"] and seen["overwritten"], seen
