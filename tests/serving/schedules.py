@@ -45,6 +45,7 @@ class Schedule:
     blocks: int
     drafts: int
     steps: list[list[Part]]
+    sliding_window: int | None = None  # the server takes back the pages that it has left; tables still name them
 
     def only(self, tenant: str) -> Schedule:
         """The same steps for one tenant's sequences, at the same places in memory, as if the others had never come."""
@@ -61,6 +62,7 @@ class Request:
     done: int = 0  # tokens in the cache
     drafts: int = 0  # of these, the last ones that may be rejected
     hit: int = 0  # of these, the first ones that came from blocks that were known
+    left: int = 0  # first blocks that it had, and gave back
 
 
 class Pool:
@@ -99,20 +101,36 @@ class Pool:
             self.users[block] += 1
         return True
 
+    def leave(self, request: Request, tokens: int) -> None:
+        """Takes back the blocks that lie before so many tokens of a sequence."""
+        first, request.left = request.left, max(request.left, tokens // PAGE)
+        for block in request.table[first : request.left]:
+            self._release(block)
+
+    def _release(self, block: int) -> None:
+        self.users[block] -= 1
+        if not self.users[block] and block not in set(self.known.values()):
+            self.free.append(block)
+
     def publish(self, request: Request, length: int) -> None:
-        for end in range(PAGE, length + 1, PAGE):
+        for end in range(PAGE * (request.left + 1), length + 1, PAGE):
             self.known.setdefault((request.tenant, tuple(request.tokens[:end])), request.table[end // PAGE - 1])
 
     def drop(self, request: Request) -> None:
-        kept = set(self.known.values())
-        for block in reversed(request.table):
-            self.users[block] -= 1
-            if not self.users[block] and block not in kept:
-                self.free.append(block)
-        request.table, request.done, request.drafts = [], 0, 0
+        for block in reversed(request.table[request.left :]):
+            self._release(block)
+        request.table, request.done, request.drafts, request.left = [], 0, 0, 0
 
 
-def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 40, skipped: float = 0.1) -> Schedule:
+def draw_schedule(
+    seed: int,
+    blocks: int,
+    drafts: int,
+    most: int,
+    steps: int = 40,
+    skipped: float = 0.1,
+    sliding_window: int | None = None,
+) -> Schedule:
     """At most `most` sequences in a step, of which each is left out with probability `skipped`. Prompts are multiples of a page
     more often than chance would have it."""
     draw = random.Random(seed)
@@ -157,6 +175,8 @@ def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 4
                 del request.tokens[request.done :]
             request.drafts = 0
             before = request.done
+            if sliding_window is not None:
+                pool.leave(request, before + 1 - sliding_window)
             if before < len(request.tokens):
                 new = min(len(request.tokens) - before, budget, draw.choice((1, 7, PAGE, 150)))
             else:
@@ -180,7 +200,7 @@ def draw_schedule(seed: int, blocks: int, drafts: int, most: int, steps: int = 4
         if step:
             draw.shuffle(step)
             out.append(step)
-    return Schedule(blocks, drafts, out)
+    return Schedule(blocks, drafts, out, sliding_window)
 
 
 def windowed(sink: int, recent: int) -> Recipe:
@@ -198,12 +218,15 @@ class Read(NamedTuple):
     exact: tuple[bool, ...]  # which came from the overlay
     sinks: int  # that its row holds
     since: int  # the first token that the ring of its row has ever held
+    low: int = 0  # the first token that it attends to; nothing is said of those before
 
     @property
     def right(self) -> bool:
         """Whether it read its own tokens, and no others'."""
         tenant, tokens = self.part.tenant, self.part.tokens
-        return self.numbers == tuple(float(plain_number(tenant, tokens[p], p)) for p in range(self.length))
+        return self.numbers == tuple(
+            float(plain_number(tenant, tokens[p], p)) if p >= self.low else 0.0 for p in range(self.length)
+        )
 
 
 def plain_number(tenant: str, token: int, position: int) -> int:
@@ -225,7 +248,7 @@ def reads(
     layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
     shape = 1, rows + 1, max(1, sink + window.ring), 1, 2  # two numbers: a GPU copies rows of 16 bytes
     overlay = torch.full(shape, float("nan"), dtype=torch.float64, device=device)
-    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts)
+    windows = OverlayRows(layout, schedule.blocks, {"key": overlay}, schedule.drafts, schedule.sliding_window)
     pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
     out: list[Read] = []
 
@@ -241,7 +264,9 @@ def reads(
         exact = (at < min(held, length)) | (at >= max(sink, since, length - recent))
         numbers = pages[torch.tensor(part.table)[at // PAGE] * PAGE + at % PAGE]
         numbers[exact] = overlay[0, int(found.overlay_rows[b]), overlay_index(window, at[exact]).to(device), 0, 0].cpu()
-        out.append(Read(part, length, tuple(numbers.tolist()), tuple(exact.tolist()), held, since))
+        low = 0 if schedule.sliding_window is None else max(0, part.before + 1 - schedule.sliding_window)
+        numbers[:low], exact[:low] = 0.0, False
+        out.append(Read(part, length, tuple(numbers.tolist()), tuple(exact.tolist()), held, since, low))
 
     for step in schedule.steps:
         width = max(len(part.table) for part in step)

@@ -46,7 +46,16 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 class Twins:
     """The same overlay rows twice: one in torch, one by the kernel. Every step compares all that they return and hold."""
 
-    def __init__(self, pages: int, sink: int, recent: int, drafts: int, rows: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        pages: int,
+        sink: int,
+        recent: int,
+        drafts: int,
+        rows: int,
+        device: str = "cpu",
+        sliding_window: int | None = None,
+    ) -> None:
         recipe = with_rollback(windowed(sink, recent), drafts)
         layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
         torch.manual_seed(0)
@@ -54,7 +63,7 @@ class Twins:
         held = {name: torch.randn(shape).bfloat16().to(device) for name in ("key", "value")}
         self.layout, self.pages, self.rows, self.device = layout, pages, rows, device
         copies = {name: x.clone() for name, x in held.items()}
-        self.kernel, self.torch = (OverlayRows(layout, pages, x, drafts) for x in (held, copies))  # type: ignore[arg-type]
+        self.kernel, self.torch = (OverlayRows(layout, pages, x, drafts, sliding_window) for x in (held, copies))  # type: ignore[arg-type]
         assert self.kernel.kernel is not None
         self.torch.kernel, self.torch.copies = None, overlay_step.COPIES
         self.seen: dict[str, int] = {"copied": 0, "late": 0, "matched": 0}
@@ -119,9 +128,10 @@ def check_history(
     steps: int = 12,
 ) -> dict[str, int]:
     draw = random.Random(seed)
-    schedule = draw_schedule(seed, blocks, drafts, most, steps)
+    sliding = draw.choice((None, 30, 64, 100))
+    schedule = draw_schedule(seed, blocks, drafts, most, steps, sliding_window=sliding)
     rows = max(rows, max(len(step) for step in schedule.steps))
-    twins = Twins(blocks, sink, recent, drafts, rows, device)
+    twins = Twins(blocks, sink, recent, drafts, rows, device, sliding)
     types = tuple(draw.choice((torch.int32, torch.int64)) for _ in range(4))
     for inputs in steps_of(schedule, draw, types):
         twins.step(inputs, draw.random() < 0.5)
@@ -249,6 +259,28 @@ def check_tensors(tensors: StepTensors, inputs: Inputs) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_pages_that_a_sliding_window_has_left_are_not_in_the_table(
+    emulator: pytest.MonkeyPatch, by_kernel: bool
+) -> None:
+    check_left("cpu", by_kernel)
+
+
+def check_left(device: str, by_kernel: bool) -> None:
+    """The first query of a step sees the fewest pages: token n - w + 1 and those after it, where n is its place."""
+    tensors = StepTensors(5, 4, 200, PAGE, torch.device(device), sliding_window=70)
+    tensors.fused = by_kernel
+    lengths, counts = [133, 134, 250, 60], [1, 1, 117, 1]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    table = torch.arange(1, 17).view(4, 4)
+    inputs = Inputs(*(x.to(device) for x in (table, torch.tensor(lengths), starts, torch.zeros(120).long())))
+    batch, _ = tensors.prepare(inputs, None, True)
+    # the first attended token of each: 63, 64, 64, 0
+    assert batch.block_table[0, :3].tolist() == [1, 2, 3] and batch.block_table[1, :3].tolist() == [-1, 6, 7]
+    assert batch.block_table[2].tolist() == [-1, 10, 11, 12] and batch.block_table[3, 0].tolist() == 13
+
+
+@needs_compiler
 @pytest.mark.parametrize("count", [1, 64, 100])
 def test_many_sequences(emulator: pytest.MonkeyPatch, count: int) -> None:
     check_large(count, 4, "cpu")
@@ -310,6 +342,12 @@ def test_histories_of_the_torch_code(emulator: pytest.MonkeyPatch, directed: Cal
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pages_that_a_sliding_window_has_left_are_not_in_the_table_on_a_gpu() -> None:
+    check_left("cuda", True)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,8 @@ class Case:
         sink, recent = draw.choice(((0, 3), (0, 17), (1, 0), (4, 2), (4, 24), (4, 64), (64, 16), (64, 100)))
         drafts = draw.choice((0, 0, 1, 2, 3, 8, 64))
         rows = draw.choice((most, most + 2, 60, MANY))
-        return Case(draw_schedule(seed, blocks, drafts, most), sink, recent, rows, draw.random() < 0.8)
+        late, window = draw.random() < 0.8, draw.choice((None, None, 30, 64, 100, 150))
+        return Case(draw_schedule(seed, blocks, drafts, most, sliding_window=window), sink, recent, rows, late)
 
     def reads(self, schedule: Schedule, number=plain_number) -> list[Read]:  # type: ignore[no-untyped-def]
         return reads(schedule, self.sink, self.recent, self.rows, number, self.late)
@@ -68,6 +69,7 @@ def check(seed: int) -> dict[str, int]:
         "taken back": _taken_back(case.schedule),
         "recycled": _recycled(case.schedule),
         "shared at once": _shared_at_once(case.schedule),
+        "left": sum(read.low >= 64 for read in found),
     }
 
 
