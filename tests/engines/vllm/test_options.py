@@ -15,6 +15,7 @@ from kvant.engines.config_ropes import ropes_from
 from kvant.engines.vllm import versions
 from kvant.engines.vllm.options import Options, block_tokens, judge, page_tokens, per_layer, refusal
 from kvant.engines.vllm.pages import same_pages
+from kvant.layout import Layout
 from kvant.recipe import MixedRecipe
 from kvant.rope import ropes_of
 from kvant.serving.tp_shard import shard_heads, shard_tensors
