@@ -37,7 +37,8 @@ True
 (38, 5)
 
 The public names are those of `__all__`: Cache, artifact_for, check, plan, recipe, recipe_names; what they take and return,
-Recipe and Verdict; what a full or damaged cache raises, PoolFull and NotFinite. Servers build on `kvant.cache.PagedCache`,
+Recipe and Verdict; what a full or damaged cache raises, PoolFull and NotFinite. `kvant.HybridCache` is for models some of whose
+layers are not attention. Servers build on `kvant.cache.PagedCache`,
 new recipes on `kvant.recipe` and `kvant.codecs`. docs/ and `kvant --help` lead on.
 
 Nothing is imported before it is asked for: torch takes seconds, and a command line that prints its help needs none of it.
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from kvant.cache import PagedCache as PagedCache
     from kvant.calibrate.artifact_cache import artifact_for
     from kvant.engines.hf import Cache
+    from kvant.engines.hybrid import HybridCache as HybridCache
     from kvant.eval.check import check
     from kvant.layout import Layout as Layout
     from kvant.plan import plan
@@ -85,6 +87,7 @@ __all__ = [
 
 _HOMES = {  # name -> where it is defined, and under which name; those outside __all__ are parts to build with
     "Cache": ("kvant.engines.hf", "Cache"),
+    "HybridCache": ("kvant.engines.hybrid", "HybridCache"),
     "Layout": ("kvant.layout", "Layout"),
     "NotFinite": ("kvant.cache", "NotFinite"),
     "PagedCache": ("kvant.cache", "PagedCache"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ REFUSED = {  # model types whose attention is another one, which their config do
     "mimo_v2_flash": "its sliding layers have other KV heads than the full ones, and values are narrower than keys",
     "openai_privacy_filter": "its attention is not causal",
 }
+# of hybrid models: transformers keeps a state of fixed size for them, and no keys
+STATE_LAYERS = ("linear_attention", "conv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +27,12 @@ class ModelShape:
     heads: int  # KV heads
     head_dim: int
     dtype: str
+    attention: tuple[int, ...] = ()  # of a hybrid model: the layers with attention
 
     @staticmethod
-    def of(model_or_config: Any) -> ModelShape:
-        """Reads a model or its config; refuses with the reason what the cache cannot serve."""
+    def of(model_or_config: Any, *, hybrid: bool = False) -> ModelShape:
+        """Reads a model or its config; refuses with the reason what the cache cannot serve. With `hybrid`, some of the layers may be
+        no attention; `attention` then says which are."""
         config = getattr(model_or_config, "config", model_or_config)
         name = getattr(config, "model_type", type(config).__name__)
         if not hasattr(config, "get_text_config"):
@@ -44,8 +49,6 @@ class ModelShape:
             )
         if getattr(config, "num_kv_shared_layers", 0):
             raise ValueError(f"cannot serve {name}: some of its layers read other layers' cache")
-        if hasattr(model_or_config, "config") and not getattr(model_or_config, "_supports_attention_backend", True):
-            raise ValueError(f"cannot serve {name}: its attention does not go through transformers' AttentionInterface")
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
         count = getattr(config, "num_hidden_layers", None)
         if not heads or not count:
@@ -53,11 +56,21 @@ class ModelShape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
-        odd = sorted(set(types) - set(SERVED_LAYERS))
+        kinds = SERVED_LAYERS + (STATE_LAYERS if hybrid else ())
+        odd = sorted(set(types) - set(kinds))
         if odd:
+            other = "; kvant.HybridCache holds them, too" if set(odd) <= set(STATE_LAYERS) else ""
             raise ValueError(
-                f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(SERVED_LAYERS)}"
+                f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(kinds)}{other}"
             )
+        served = getattr(model_or_config, "_supports_attention_backend", True)
+        if hybrid:  # most hybrid models do not claim it, for the sake of their other layers
+            served |= hasattr(sys.modules.get(type(model_or_config).__module__), "ALL_ATTENTION_FUNCTIONS")
+        if hasattr(model_or_config, "config") and not served:
+            raise ValueError(f"cannot serve {name}: its attention does not go through transformers' AttentionInterface")
         dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
-        return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."))
+        attention = tuple(i for i, kind in enumerate(types) if kind in SERVED_LAYERS) if hybrid else ()
+        if hybrid and not attention:
+            raise ValueError(f"cannot serve {name}: none of its layers has attention")
+        return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."), attention)

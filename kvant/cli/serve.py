@@ -53,6 +53,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--layers", metavar="JSON", help='recipes for some of the layers, for instance {"0-1": "int8", "2-": "oscar"}'
     )
+    parser.add_argument(
+        "--sliding", metavar="R", help="a recipe for layers with a sliding window; full keeps them in 16 bits"
+    )
     add_artifact_options(parser)
     parser.add_argument(
         "--unfit-anyway", action="store_true", help="serve the recipe even if its verdict for this model is unfit"
@@ -118,7 +121,8 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
             )
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
-    kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges, "unfit_anyway": args.unfit_anyway}
+    kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges, "sliding": args.sliding}
+    kvant["unfit_anyway"] = args.unfit_anyway
     kvant = {key: value for key, value in kvant.items() if value} | ({"fold": False} if args.no_fold else {})
     paths = check(source, kvant, args, _value(rest, "--revision"))
     if paths:
@@ -165,7 +169,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     an artifact has to be fitted, or where its fingerprint cannot be computed from its files."""
     import transformers
 
-    from kvant import models
+    from kvant import models, recipes
     from kvant.engines import fold
     from kvant.engines.fingerprint import fingerprint, fingerprint_of_files
     from kvant.engines.vllm import options
@@ -181,8 +185,8 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
             f"model {args.model!r}: expected a Hugging Face directory or id, or smollm2; {first}"
         ) from error
     shape = ModelShape.of(config)
-    if any(window is not None for window in shape.layers):
-        raise ValueError(f"cannot serve {config.model_type} inside vLLM: it has layers with a sliding window")
+    if kvant.get("sliding") and all(window is None for window in shape.layers):
+        raise ValueError(f"--sliding: {config.model_type} has no layers with a sliding window")
     directory = models.directory_of(source, revision, download=True)
 
     @functools.cache
@@ -216,8 +220,11 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
     found = find_or_make(named(), shape, fitted, args, load) if fitted else {}
     for recipe in chosen:
         fold.served(recipe, found[recipe.name].artifact if recipe.calibrated else None, config)
-    if len(chosen) == 1 and not args.unfit_anyway:
-        require_fit(chosen[0], found[chosen[0].name].artifact if fitted else None, named, load)
+    packed = [
+        recipe for recipe in chosen if recipe != recipes.get("full")
+    ]  # layers with a sliding window may be in 16 bits
+    if len(packed) == 1 and not args.unfit_anyway:
+        require_fit(packed[0], found[packed[0].name].artifact if fitted else None, named, load)
     paths = [_handed_over(found[recipe.name]) for recipe in fitted]
     return list(dict.fromkeys(paths))
 
@@ -296,13 +303,18 @@ def overlay_bytes(source: str, kvant: dict[str, Any]) -> int:
 
 def _recipes(shape: Any, kvant: dict[str, Any]) -> tuple[Recipe, ...]:
     """The recipe of every layer."""
+    from kvant import recipes
     from kvant.artifact import Artifact
     from kvant.engines.vllm import options
 
     default = kvant.get("recipe")
     if default is None and not kvant.get("layers"):
         default = Artifact.load(kvant["artifact"][0]).recipe
-    return options.per_layer(default, kvant.get("layers"), len(shape.layers))
+    found = options.per_layer(default, kvant.get("layers"), len(shape.layers))
+    if kvant.get("sliding"):
+        sliding = recipes.get(kvant["sliding"])
+        return tuple(one if window is None else sliding for one, window in zip(found, shape.layers, strict=True))
+    return found
 
 
 def _ranges(text: str | None) -> dict[str, str]:

@@ -106,10 +106,11 @@ class Cache(Serving, transformers.Cache):
     ) -> None:
         self.artifact = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.load(artifact)
         if recipe is None:
-            head_dim = ModelShape.of(model_or_config).head_dim
+            head_dim = self._shape_of(model_or_config).head_dim
             recipe = recipes.plain(head_dim) if self.artifact is None else self.artifact.recipe
         self.recipe = self.asked = recipes.get(recipe)
-        self.shape = ModelShape.of(model_or_config)
+        self.shape = self._shape_of(model_or_config)
+        self._numbers, self._layer_count = self._numbers_of(model_or_config)
         self._layout_options: dict[str, Any] = {"page_tokens": page_tokens, "order": order}
         self._implementation = implementation
         self.check_finite = check_finite
@@ -126,7 +127,7 @@ class Cache(Serving, transformers.Cache):
         named = fingerprint(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
         self.fingerprint = named  # None where only a config is known
         if self.artifact is not None:
-            self.artifact.check(self.recipe, len(self.shape.layers), self.shape.heads, self.shape.head_dim, named)
+            self.artifact.check(self.recipe, self._layer_count, self.shape.heads, self.shape.head_dim, named)
         elif self.recipe.calibrated:
             raise ValueError(
                 f"recipe {self.recipe.name} is fitted offline: it needs an artifact made by kvant calibrate, or by "
@@ -140,7 +141,7 @@ class Cache(Serving, transformers.Cache):
                     f"recipe {self.recipe.name} stores keys unrotated: it needs the model itself, whose rotary "
                     f"embedding it reads, got a {type(model_or_config).__name__}"
                 )
-            ropes = ropes_of(model_or_config, len(self.shape.layers))
+            ropes = self._ropes_of(model_or_config)
             self._ropes = [dataclasses.replace(rope, first=first_position) for rope in ropes]
         device = next(iter(model_or_config.parameters())).device if named is not None else torch.device("cpu")
         self.layouts = self._make_layouts(self.shape.dtype, device)
@@ -152,6 +153,18 @@ class Cache(Serving, transformers.Cache):
         self.state = BatchState(self.layers)
         give_back = borrow(getattr(model_or_config, "config", model_or_config))
         weakref.finalize(self, give_back).atexit = False
+
+    def _shape_of(self, model_or_config: Any) -> ModelShape:
+        """The shape of the layers that this cache stores."""
+        return ModelShape.of(model_or_config)
+
+    def _numbers_of(self, model_or_config: Any) -> tuple[list[int], int]:
+        """The model's numbers of the layers that this cache stores, and how many layers the model has."""
+        return list(range(len(self.shape.layers))), len(self.shape.layers)
+
+    def _ropes_of(self, model: Any) -> list[Rope]:
+        """The rotary embeddings of the layers that this cache stores."""
+        return ropes_of(model, len(self.shape.layers))
 
     def _make_layouts(self, dtype: str, device: torch.device) -> Layouts:
         layers, heads, head_dim = len(self.shape.layers), self.shape.heads, self.shape.head_dim
@@ -443,7 +456,8 @@ class Cache(Serving, transformers.Cache):
         for window in dict.fromkeys(self.shape.layers):
             layers = [i for i, w in enumerate(self.shape.layers) if w == window]
             tensors = {} if self.artifact is None else self.artifact.tensors
-            own = {index: tensors[layer] for index, layer in enumerate(layers) if layer in tensors}
+            numbers = [self._numbers[layer] for layer in layers]
+            own = {index: tensors[layer] for index, layer in enumerate(numbers) if layer in tensors}
             ropes = None if self._ropes is None else [self._ropes[layer] for layer in layers]
             paged = PagedCache(
                 Layouts(tuple(self.layouts.layers[layer] for layer in layers)),
@@ -456,7 +470,7 @@ class Cache(Serving, transformers.Cache):
                 max_sequences=self.max_sequences,
                 digest=self.digest,
                 check=self.check_finite,
-                numbers=layers,
+                numbers=numbers,
             )
             if self.share:
                 PrefixCache(paged, window)

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass
 class LayerGroup:
-    """Layers of a server with the same recipe and layout: their stores, overlays and operations."""
+    """Layers of a server with the same recipe, layout and sliding window: their stores, overlays and operations."""
 
     layout: Layout
     names: list[str]
@@ -37,6 +37,41 @@ class LayerGroup:
         None  # overlay rows of the running engine; None before its first step, and without overlays
     )
     counters: Tensor | None = None  # zeros that the decode kernels of all graphs share: graphs run one after another
+    sliding_window: int | None = None  # tokens that a query attends to, itself included; None: all
+    whole: LayerGroup | None = None  # the group that this one is a part of, see `part`
+    parts: dict[tuple[str, ...], LayerGroup] = dataclasses.field(default_factory=dict)
+
+    def part(self, names: list[str]) -> LayerGroup:
+        """Some of these layers, which share a block table of the server. A server may have several block tables for layers that are
+        alike: a model with five sliding-window layers for each full one has as many layers in each group. Their overlay rows are
+        found separately, so that the layers of a part have their overlays side by side. Called before anything is stored; a call
+        that names other parts than before makes the earlier ones void."""
+        whole = self.whole or self
+        if sorted(names) == sorted(whole.names):
+            return whole
+        if (known := whole.parts.get(tuple(names))) is not None:
+            return known
+        taken = {name for part in whole.parts for name in part}
+        if taken & set(names):
+            whole.parts.clear()
+            taken.clear()
+        places = [whole.names.index(name) for name in names]
+        at = slice(len(taken), len(taken) + len(names))
+        part = dataclasses.replace(
+            whole,
+            names=list(names),
+            stores=[whole.stores[place] for place in places],
+            pages_only=[whole.pages_only[place] for place in places],
+            overlays={name: overlay[at] for name, overlay in whole.overlays.items()},
+            sinks={name: sinks[at] for name, sinks in whole.sinks.items()},
+            rows=None,
+            whole=whole,
+            parts={},
+        )
+        for index, store in enumerate(part.stores):
+            store.overlays = {name: overlay[index] for name, overlay in part.overlays.items()}
+        whole.parts[tuple(names)] = part
+        return part
 
     def decode(self, *args: Any, **options: Any) -> Tensor:
         """The operation decode."""

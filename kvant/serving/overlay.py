@@ -115,6 +115,8 @@ class OverlayRows:
     drafts    tokens that a step may write and the next one take back.
     sinks     sink rows of the same streams and layers: [layers, sink rows, sinks, heads, head_dim]. Without them the sinks of a
               page are kept only in rows of sequences.
+    sliding_window  tokens that a query attends to, itself included; None: all. A server takes back the pages that it has left and
+                    gives them to others. The table still names them.
     """
 
     def __init__(
@@ -124,8 +126,10 @@ class OverlayRows:
         overlays: Mapping[StreamName, Tensor],
         drafts: int = 0,
         sinks: Mapping[StreamName, Tensor] | None = None,
+        sliding_window: int | None = None,
     ) -> None:
-        self.layout, self.overlays, self.drafts = layout, overlays, drafts
+        self.layout, self.overlays, self.drafts, self.sliding_window = layout, overlays, drafts, sliding_window
+        assert sliding_window is None or not sinks, "a sliding window leaves the first page"
         some = next(iter(overlays.values()))
         self.rows, self.device = some.shape[1] - 1, some.device
         self.sink = layout.recipe.key.window.sink
@@ -209,7 +213,8 @@ class OverlayRows:
         if self.kernel is not None:
             inputs = overlay_step.Inputs(table, seq_lens, query_start_loc, slot_mapping)
             out = overlay_step.Outputs.allocate(len(seq_lens), table.shape[1], len(slot_mapping), self.device)
-            return self.step_by(overlay_step.Launcher(out, self.kernel, self.layout.page_tokens), inputs, late)
+            launch = overlay_step.Launcher(out, self.kernel, self.layout.page_tokens, self.sliding_window)
+            return self.step_by(launch, inputs, late)
         return self.reference_step(table, seq_lens, query_start_loc, slot_mapping, late)
 
     def step_by(self, launch: overlay_step.Launcher, inputs: overlay_step.Inputs, late: bool) -> OverlayMatch:
@@ -300,6 +305,8 @@ class OverlayRows:
         found, matched, tied = self._match(table, before, real, written_from)
         overlay_rows = torch.where(matched, found, self._oldest(found, matched, real))
         first = table[:, 0]
+        if self.sliding_window is not None:  # a page that it has left is another's: no sequence begins with it
+            first = first.masked_fill(before + 1 + self.drafts - self.sliding_window >= size, 0)
         # the least recently used row may be that of an earlier sequence with the same sinks
         same = matched | (real & (self.first[overlay_rows] == first) & (self.sink_row[first] == overlay_rows))
         pending = self._give_up(overlay_rows, real & ~same, written_from)
@@ -308,9 +315,11 @@ class OverlayRows:
         ring_start = torch.where(matched | tied, self.ring_start[found], before)
         # a server that captures a step invents sequences: they write nothing, or lie in its first page, which is nobody's
         written = torch.nn.functional.pad(slot_mapping, (0, 1), value=-1) >= 0
-        asked = real & (first > 0) & written[query_start_loc[:-1].clamp_max(len(slot_mapping))]
+        new = written[query_start_loc[:-1].clamp_max(len(slot_mapping))]
+        asked = real & (first > 0) & new
         if self.unit:
-            self._check_tails(asked & (ring_start > before - before % self.unit))
+            newest = table.gather(1, ((seq_lens - 1).clamp_min(0) // size).clamp_max(table.shape[1] - 1)[:, None])[:, 0]
+            self._check_tails(real & new & (newest > 0) & (ring_start > before - before % self.unit))
         wanted = before.clamp_max(sink)
         whole = real & (held == wanted)
         after = torch.where(whole, seq_lens.clamp_max(sink), held)
@@ -318,7 +327,9 @@ class OverlayRows:
         soon_written = (before == 0) | (counts == 1) | self.early
         held_before = self._scattered(self.held, overlay_rows, held)
         held_after = self._scattered(self.held, overlay_rows, torch.where(soon_written, after, held))
-        self.first[overlay_rows] = first
+        # page 0 stands for one that the sliding window has left: the row still has the sinks of the page that was there
+        left = matched & (first == 0)
+        self.first[overlay_rows] = torch.where(left, self.first[overlay_rows], first)
         self._name_sink_rows(whole, first, overlay_rows)
         source = target = overlay_rows[:0]
         if sink:
@@ -438,7 +449,9 @@ class OverlayRows:
         return out
 
     def _name_sink_rows(self, whole: Tensor, first: Tensor, overlay_rows: Tensor) -> None:
-        """sink_row[first] = row of the last of the sequences that begin with the page and hold all of their sinks."""
+        """sink_row[first] = row of the last of the sequences that begin with the page and hold all of their sinks. The server's
+        first page is nobody's: it stands for a first page that the sliding window has left."""
+        whole = whole & (first > 0)
         place = torch.arange(len(first), device=self.device)
         last = torch.full_like(self.sink_row, -1)
         last.scatter_reduce_(0, torch.where(whole, first, self.pages), place, "amax")

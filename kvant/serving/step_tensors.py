@@ -17,11 +17,26 @@ Tensor = torch.Tensor
 STREAMS: tuple[StreamName, ...] = ("key", "value")
 
 
+def left_pages(pages: int, seq_lens: Tensor, query_start_loc: Tensor, sliding_window: int, page_tokens: int) -> Tensor:
+    """Whether the sliding window of a step's first query has left a page of its sequence: bool [sequences, pages]. A server gives
+    such pages to others."""
+    low = seq_lens - query_start_loc.diff() + 1 - sliding_window  # first token that is attended to
+    return torch.arange(1, pages + 1, device=seq_lens.device) * page_tokens <= low[:, None]
+
+
 class StepTensors:
     """Room for steps of so many sequences, pages of a sequence and new tokens."""
 
-    def __init__(self, sequences: int, pages: int, tokens: int, page_tokens: int, device: torch.device) -> None:
-        self.page_tokens = page_tokens
+    def __init__(
+        self,
+        sequences: int,
+        pages: int,
+        tokens: int,
+        page_tokens: int,
+        device: torch.device,
+        sliding_window: int | None = None,
+    ) -> None:
+        self.page_tokens, self.sliding_window = page_tokens, sliding_window
         self.out = Outputs.allocate(sequences, pages, tokens, device)
         self.fused = fused(device)
         self.launch: Launcher | None = None
@@ -35,7 +50,7 @@ class StepTensors:
         if self.fused:
             state = None if overlay is None else overlay.kernel
             if self.launch is None or self.launch.overlays is not state:
-                self.launch = Launcher(self.out, state, self.page_tokens)
+                self.launch = Launcher(self.out, state, self.page_tokens, self.sliding_window)
             if overlay is not None:
                 match = overlay.step_by(self.launch, inputs, late)
             else:
@@ -65,6 +80,9 @@ class StepTensors:
             first = query_start_loc[:-1].long()
             invented = (first < len(slot_mapping)) & (slot_mapping[first.clamp_max(len(slot_mapping) - 1)] < 0)
             out.table[: len(table)].masked_fill_(invented[:, None], 0)
+        if self.sliding_window is not None:
+            left = left_pages(table.shape[1], seq_lens, query_start_loc, self.sliding_window, self.page_tokens)
+            out.table[: len(table), : table.shape[1]].masked_fill_(left, -1)
         for to, x, padding in (
             (out.seq_lens, seq_lens, 0),
             (out.query_start_loc, query_start_loc, None),

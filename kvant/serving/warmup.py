@@ -41,6 +41,7 @@ def warm_up(
     reads: bool = True,
     queries: int = 1,
     sink_logits: bool = False,
+    sliding_window: int | None = None,
 ) -> int:
     """In a copy of a layer's store: appends a prompt and one more token; with `reads` also decodes, with one and with `queries`
     queries a sequence, and prefills new tokens after that history; with `sink_logits` as where the model has attention sinks of its
@@ -78,6 +79,7 @@ def warm_up(
         return torch.zeros(count, heads, layout.head_dim, dtype=dtype, device=device)
 
     options: dict[str, float | Tensor | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
+    options["sliding_window"] = sliding_window
     if sink_logits:
         options["sink_logits"] = torch.zeros(query_heads, device=device)
     needed = [0]

@@ -55,6 +55,7 @@ class Schedule:
     blocks: int
     drafts: int
     steps: list[list[Part]]
+    sliding_window: int | None = None  # the server takes back the pages that it has left; tables still name them
     moves: list[list[Move]] = dataclasses.field(default_factory=list)  # before each step; [] where nothing is moved
 
     def only(self, tenant: str) -> Schedule:
@@ -72,6 +73,7 @@ class Request:
     done: int = 0  # tokens in the cache
     drafts: int = 0  # of these, the last ones that may be rejected
     hit: int = 0  # of these, the first ones that came from blocks that were known
+    left: int = 0  # first blocks that it had, and gave back
 
 
 class Pool:
@@ -120,8 +122,19 @@ class Pool:
             self.users[block] += 1
         return True
 
+    def leave(self, request: Request, tokens: int) -> None:
+        """Takes back the blocks that lie before so many tokens of a sequence."""
+        first, request.left = request.left, max(request.left, tokens // PAGE)
+        for block in request.table[first : request.left]:
+            self._release(block)
+
+    def _release(self, block: int) -> None:
+        self.users[block] -= 1
+        if not self.users[block] and block not in set(self.known.values()):
+            self.free.append(block)
+
     def publish(self, request: Request, length: int) -> None:
-        for end in range(PAGE, length + 1, PAGE):
+        for end in range(PAGE * (request.left + 1), length + 1, PAGE):
             key = request.tenant, tuple(request.tokens[:end])
             if self.known.setdefault(key, request.table[end // PAGE - 1]) == request.table[end // PAGE - 1]:
                 self.unsaved.append(Move(False, key, request.table[end // PAGE - 1]))
@@ -134,16 +147,20 @@ class Pool:
         self.unsaved = []
 
     def drop(self, request: Request) -> None:
-        kept = set(self.known.values())
-        for block in reversed(request.table):
-            self.users[block] -= 1
-            if not self.users[block] and block not in kept:
-                self.free.append(block)
-        request.table, request.done, request.drafts = [], 0, 0
+        for block in reversed(request.table[request.left :]):
+            self._release(block)
+        request.table, request.done, request.drafts, request.left = [], 0, 0, 0
 
 
 def draw_schedule(
-    seed: int, blocks: int, drafts: int, most: int, steps: int = 40, skipped: float = 0.1, offload: bool = False
+    seed: int,
+    blocks: int,
+    drafts: int,
+    most: int,
+    steps: int = 40,
+    skipped: float = 0.1,
+    offload: bool = False,
+    sliding_window: int | None = None,
 ) -> Schedule:
     """At most `most` sequences in a step, of which each is left out with probability `skipped`. Prompts are multiples of a page
     more often than chance would have it."""
@@ -192,6 +209,8 @@ def draw_schedule(
                 del request.tokens[request.done :]
             request.drafts = 0
             before = request.done
+            if sliding_window is not None:
+                pool.leave(request, before + 1 - sliding_window)
             if before < len(request.tokens):
                 new = min(len(request.tokens) - before, budget, draw.choice((1, 7, PAGE, 150)))
             else:
@@ -217,7 +236,7 @@ def draw_schedule(
             out.append(step)
             moves.append(pool.moves)
             pool.moves = []
-    return Schedule(blocks, drafts, out, moves if offload else [])
+    return Schedule(blocks, drafts, out, sliding_window, moves if offload else [])
 
 
 def windowed(sink: int, recent: int) -> Recipe:
@@ -235,12 +254,15 @@ class Read(NamedTuple):
     exact: tuple[bool, ...]  # which came from the overlay
     sinks: int  # that its row holds
     since: int  # the first token that the ring of its row has ever held
+    low: int = 0  # the first token that it attends to; nothing is said of those before
 
     @property
     def right(self) -> bool:
         """Whether it read its own tokens, and no others'."""
         tenant, tokens = self.part.tenant, self.part.tokens
-        return self.numbers == tuple(float(plain_number(tenant, tokens[p], p)) for p in range(self.length))
+        return self.numbers == tuple(
+            float(plain_number(tenant, tokens[p], p)) if p >= self.low else 0.0 for p in range(self.length)
+        )
 
 
 def plain_number(tenant: str, token: int, position: int) -> int:
@@ -268,7 +290,12 @@ def reads(
     overlay = torch.full(shape, float("nan"), dtype=torch.float64, device=device)
     store = torch.full((1, sink_rows, sink, 1, 2), float("nan"), dtype=torch.float64, device=device)
     windows = OverlayRows(
-        layout, schedule.blocks, {"key": overlay}, schedule.drafts, {"key": store} if sink_rows else None
+        layout,
+        schedule.blocks,
+        {"key": overlay},
+        schedule.drafts,
+        {"key": store} if sink_rows else None,
+        schedule.sliding_window,
     )
     pages = torch.full((schedule.blocks * PAGE,), float("nan"), dtype=torch.float64)
     out: list[Read] = []
@@ -286,7 +313,9 @@ def reads(
         exact = (at < min(held, length)) | (at >= max(sink, since, length - recent))
         numbers = pages[torch.tensor(part.table)[at // PAGE] * PAGE + at % PAGE]
         numbers[exact] = overlay[0, int(found.overlay_rows[b]), overlay_index(window, at[exact]).to(device), 0, 0].cpu()
-        out.append(Read(part, length, tuple(numbers.tolist()), tuple(exact.tolist()), held, since))
+        low = 0 if schedule.sliding_window is None else max(0, part.before + 1 - schedule.sliding_window)
+        numbers[:low], exact[:low] = 0.0, False
+        out.append(Read(part, length, tuple(numbers.tolist()), tuple(exact.tolist()), held, since, low))
 
     offloaded: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, SavedSinks | None]] = {}
 

@@ -47,7 +47,15 @@ class Twins:
     """The same overlay rows twice: one in torch, one by the kernel. Every step compares all that they return and hold."""
 
     def __init__(
-        self, pages: int, sink: int, recent: int, drafts: int, rows: int, device: str = "cpu", sink_rows: int = 0
+        self,
+        pages: int,
+        sink: int,
+        recent: int,
+        drafts: int,
+        rows: int,
+        device: str = "cpu",
+        sink_rows: int = 0,
+        sliding_window: int | None = None,
     ) -> None:
         recipe = with_rollback(windowed(sink, recent), drafts)
         layout, window = Layout.of(recipe, 1, 16, PAGE, dtype="bfloat16"), recipe.key.window
@@ -61,7 +69,7 @@ class Twins:
 
         def twin() -> OverlayRows:
             copies = ({name: x.clone() for name, x in each.items()} for each in (held, sinks))
-            return OverlayRows(layout, pages, next(copies), drafts, next(copies))  # type: ignore[arg-type]
+            return OverlayRows(layout, pages, next(copies), drafts, next(copies), sliding_window)  # type: ignore[arg-type]
 
         self.kernel, self.torch = twin(), twin()
         assert self.kernel.kernel is not None
@@ -139,9 +147,11 @@ def check_history(
     sink_rows: int = 0,
 ) -> dict[str, int]:
     draw = random.Random(seed)
-    schedule = draw_schedule(seed, blocks, drafts, most, steps)
+    sliding = draw.choice((None, 30, 64, 100))
+    schedule = draw_schedule(seed, blocks, drafts, most, steps, sliding_window=sliding)
     rows = max(rows, max(len(step) for step in schedule.steps))
-    twins = Twins(blocks, sink, recent, drafts, rows, device, sink_rows if sink else 0)
+    own_sinks = sink_rows if sink and sliding is None else 0
+    twins = Twins(blocks, sink, recent, drafts, rows, device, own_sinks, sliding)
     types = tuple(draw.choice((torch.int32, torch.int64)) for _ in range(4))
     for inputs in steps_of(schedule, draw, types):
         twins.step(inputs, draw.random() < 0.5)
@@ -266,6 +276,28 @@ def check_tensors(tensors: StepTensors, inputs: Inputs) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_pages_that_a_sliding_window_has_left_are_not_in_the_table(
+    emulator: pytest.MonkeyPatch, by_kernel: bool
+) -> None:
+    check_left("cpu", by_kernel)
+
+
+def check_left(device: str, by_kernel: bool) -> None:
+    """The first query of a step sees the fewest pages: token n - w + 1 and those after it, where n is its place."""
+    tensors = StepTensors(5, 4, 200, PAGE, torch.device(device), sliding_window=70)
+    tensors.fused = by_kernel
+    lengths, counts = [133, 134, 250, 60], [1, 1, 117, 1]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    table = torch.arange(1, 17).view(4, 4)
+    inputs = Inputs(*(x.to(device) for x in (table, torch.tensor(lengths), starts, torch.zeros(120).long())))
+    batch, _ = tensors.prepare(inputs, None, True)
+    # the first attended token of each: 63, 64, 64, 0
+    assert batch.block_table[0, :3].tolist() == [1, 2, 3] and batch.block_table[1, :3].tolist() == [-1, 6, 7]
+    assert batch.block_table[2].tolist() == [-1, 10, 11, 12] and batch.block_table[3, 0].tolist() == 13
+
+
+@needs_compiler
 @pytest.mark.parametrize("count", [1, 64, 100])
 def test_many_sequences(emulator: pytest.MonkeyPatch, count: int) -> None:
     check_large(count, 4, "cpu")
@@ -328,6 +360,12 @@ def test_histories_of_the_torch_code(emulator: pytest.MonkeyPatch, directed: Cal
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pages_that_a_sliding_window_has_left_are_not_in_the_table_on_a_gpu() -> None:
+    check_left("cuda", True)
 
 
 @pytest.mark.gpu

@@ -33,8 +33,10 @@ class Case:
         sink, recent = draw.choice(((0, 3), (0, 17), (1, 0), (4, 2), (4, 24), (4, 64), (64, 16), (64, 100)))
         drafts = draw.choice((0, 0, 1, 2, 3, 8, 64))
         rows = draw.choice((most, most + 2, 60, MANY))
-        schedule, late = draw_schedule(seed, blocks, drafts, most), draw.random() < 0.8
-        return Case(schedule, sink, recent, rows, late, draw.choice((0, 1, 3, blocks)) if sink else 0)
+        late, window = draw.random() < 0.8, draw.choice((None, None, 30, 64, 100, 150))
+        sink_rows = draw.choice((0, 1, 3, blocks)) if sink and window is None else 0
+        schedule = draw_schedule(seed, blocks, drafts, most, sliding_window=window)
+        return Case(schedule, sink, recent, rows, late, sink_rows)
 
     def reads(self, schedule: Schedule, number=plain_number) -> list[Read]:  # type: ignore[no-untyped-def]
         return reads(schedule, self.sink, self.recent, self.rows, number, self.late, sink_rows=self.sink_rows)
@@ -70,6 +72,7 @@ def check(seed: int) -> dict[str, int]:
         "taken back": _taken_back(case.schedule),
         "recycled": _recycled(case.schedule),
         "shared at once": _shared_at_once(case.schedule),
+        "left": sum(read.low >= 64 for read in found),
     }
 
 

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 import vllm
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from kvant.engines.vllm import flash, folding, versions
-from kvant.engines.vllm.bind import bind
+from kvant.engines.vllm.bind import bind, check_block
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
 from kvant.engines.vllm.options import PAGE_TOKENS
 from kvant.ops import LayerStore
@@ -49,8 +50,13 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        # where vLLM looks for a size of its own blocks, 0.32 has no spec yet; 0.26 asks get_preferred_block_size
-        own = kv_cache_spec is None and hasattr(AttentionBackend, "customize_spec")
+        # where vLLM looks for a size of its own blocks, 0.32 has no spec yet, or one with a block of one token for layers with a
+        # sliding window; 0.26 asks get_preferred_block_size
+        unknown = kv_cache_spec is None or kv_cache_spec.block_size == 1
+        own = unknown and hasattr(AttentionBackend, "customize_spec")
+        if not own and current_platform.is_cpu():
+            # vLLM on a CPU clears new blocks of hybrid models by their numbers, as if they were not split: the builder splits them
+            return [MultipleOf(cls.page_tokens)]
         return [cls.block_tokens if own else cls.page_tokens]
 
     @classmethod
@@ -63,7 +69,7 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -88,6 +94,8 @@ class KvantBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         assert cls.token_bytes is not None, "asked for a page before the weights were loaded"
+        if spec.block_size != 1:  # with blocks of one token, vLLM asks for the bytes of a token
+            check_block(spec.block_size, cls.block_tokens)
         return dataclasses.replace(spec, dtype=torch.uint8, state_content_bytes=cls.token_bytes)
 
     # --- vLLM 0.26 -------------------------------------------------------------------------------------------------
@@ -104,6 +112,8 @@ def backend_for(layers: LayerGroup) -> type[KvantBackend]:
     """The backend class of a group of layers. vLLM distinguishes backends by their names."""
     recipe = layers.layout.recipe
     name = f"Kvant_{re.sub(r'[^0-9a-zA-Z]+', '_', recipe.name)}_{recipe.digest[:12]}_{layers.layout.head_dim}"
+    if layers.sliding_window is not None:
+        name += f"_window_{layers.sliding_window}"
     members: dict[str, Any] = {"token_bytes": layers.token_bytes, "page_tokens": layers.layout.page_tokens}
     members |= {"block_tokens": layers.block_tokens, "__module__": __name__, "__qualname__": name}
     return type(name, (KvantBackend,), members)
@@ -143,7 +153,6 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
     ) -> None:
         odd = {
             "ALiBi": alibi_slopes is not None,
-            f"a sliding window of {sliding_window}": sliding_window is not None,
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "layers that read other layers' cache": kv_sharing_target_layer_name is not None,
             **{f"attention with {name}": value is not None for name, value in rest.items()},
@@ -159,6 +168,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             raise ValueError(f"sinks must be [{num_heads} query heads], got {list(sinks.shape)}")
         self.sinks = sinks  # the model's parameter, which is loaded later
         self.sink_logits: Tensor | None = None  # float32 [num_heads], as operations take them
+        self.sliding_window = sliding_window  # tokens that a query attends to, itself included
         self.config = get_current_vllm_config()
         self.layers: LayerGroup | None = None
         self.place = -1  # index of this layer in its `layers`
@@ -189,10 +199,10 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         """This layer's store, over the pages that vLLM passes."""
         assert self.layers is not None
         store = self.layers.stores[self.place]
-        if store.pages.data_ptr() != kv_cache.data_ptr() or len(store.pages) != len(kv_cache):
+        if store.pages.data_ptr() != kv_cache.data_ptr() or store.pages.numel() != kv_cache.numel():
             layout = store.layout
             assert kv_cache.dtype == torch.uint8 and kv_cache.is_contiguous(), (kv_cache.dtype, kv_cache.stride())
-            pages = kv_cache.view(len(kv_cache), layout.heads, layout.page_head_bytes)
+            pages = kv_cache.view(-1, layout.heads, layout.page_head_bytes)
             store.pages = self.layers.pages_only[self.place].pages = pages
         return store
 
@@ -217,7 +227,8 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         store = self._store(kv_cache)
         decode = layers.decode
         q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logits": self.sink_logits}
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        options |= {"sliding_window": self.sliding_window, "sink_logits": self.sink_logits}
         for part in step.appends:
             layers.append(store, q, k, v, part)
         if step.match is not None and step.overlay is not None:

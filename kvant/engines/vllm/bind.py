@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend
 
@@ -20,7 +22,7 @@ from kvant.artifact import Artifact
 from kvant.engines import fold
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.fingerprint import fingerprint_of_files
-from kvant.engines.vllm import flash, folding, options
+from kvant.engines.vllm import flash, folding, options, pages
 from kvant.engines.vllm.options import PAGE_TOKENS, Options
 from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
@@ -137,7 +139,7 @@ def check_config(config: Any) -> int:
     return int(drafting.num_speculative_tokens)
 
 
-def check_connector(config: Any, recipes: Iterable[Recipe]) -> bool:
+def check_connector(config: Any, recipes: Iterable[Recipe], kinds: int = 1) -> bool:
     """Refuses a KV connector that kvant cannot serve; returns whether the connector has to move sinks, too."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
@@ -146,6 +148,11 @@ def check_connector(config: Any, recipes: Iterable[Recipe]) -> bool:
     if name != CONNECTOR:
         raise ValueError(
             f"kvant does not serve the KV connector {name}: it is not known to move pages as opaque bytes. {CONNECTOR} is served"
+        )
+    if kinds > 1:
+        raise ValueError(
+            f"kvant does not serve {CONNECTOR} for a model with several kinds of cache, such as layers with a sliding window: that was "
+            "not tried"
         )
     if not hasattr(AttentionBackend, "customize_spec"):
         raise ValueError(f"kvant serves {CONNECTOR} inside vLLM 0.32, whose workers are told which pages they move")
@@ -170,6 +177,30 @@ def check_connector(config: Any, recipes: Iterable[Recipe]) -> bool:
     return windows is not None
 
 
+def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
+    """Refuses attention layers that kvant cannot serve; returns how many kinds of cache the model has: of layers without a sliding
+    window, of those with windows of each size, of layers that are not kvant's."""
+    for name, layer in attention.items():
+        if extract_layer_index(name) >= count:
+            raise ValueError(f"kvant cannot serve layer {name}: the model has {count} layers")
+        if type(layer) is not Attention:
+            raise ValueError(f"kvant cannot serve layer {name} inside vLLM: it is a {type(layer).__name__}")
+    if getattr(config.model_config, "is_mm_prefix_lm", False):
+        raise ValueError(
+            "kvant cannot serve this model inside vLLM: tokens of an image attend to each other in both directions; without images "
+            'it is served (limit_mm_per_prompt={"image": 0})'
+        )
+    context = config.compilation_config.static_forward_context
+    others = [
+        name for name, layer in context.items() if isinstance(layer, AttentionLayerBase) and name not in attention
+    ]
+    windows = {layer.sliding_window for layer in attention.values()}
+    if (others or windows != {None}) and not hasattr(AttentionBackend, "customize_spec"):
+        what = f"layers of other kinds, such as {others[0]}" if others else "layers with a sliding window"
+        raise ValueError(f"kvant cannot serve a model with {what} inside vLLM 0.26: use vLLM 0.32")
+    return len(windows) + bool(others)
+
+
 def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     """Allocates overlays and chooses operations for a model's attention layers, which are named as in vLLM. Called once, after the
     weights are loaded and before vLLM measures the free memory, so that overlays are counted."""
@@ -178,10 +209,14 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     fingerprint = functools.cache(lambda: _fingerprint(config))
     chosen = Options.of(config.additional_config, count, lambda: fingerprint()[0])
-    for recipe in dict.fromkeys(chosen.layers):
+    kinds = check_layers(config, attention, count)
+    asked = {
+        name: chosen.recipe_of(extract_layer_index(name), layer.sliding_window) for name, layer in attention.items()
+    }
+    for recipe in dict.fromkeys(asked.values()):
         options.check(recipe)
         check_groups(config, recipe, drafts)
-    windows = check_connector(config, dict.fromkeys(chosen.layers))
+    windows_travel = check_connector(config, dict.fromkeys(asked.values()), kinds)
     if config.cache_config.user_specified_block_size:
         check_block(config.cache_config.block_size, chosen.block_tokens)
     named, reason = fingerprint()
@@ -198,14 +233,14 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     rows += max(4, rows // 4) if chosen.spare_overlay_rows is None else chosen.spare_overlay_rows
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, layer in attention.items():
-        index = extract_layer_index(name)
-        assert layer.num_kv_heads == len(heads), (layer.num_kv_heads, heads)
-        if index >= count:
-            raise ValueError(f"kvant cannot serve layer {name}: the model has {count} layers")
-        groups.setdefault((chosen.layers[index], layer.num_heads, layer.head_size), []).append(name)
+        if layer.num_kv_heads != len(heads):
+            raise ValueError(
+                f"kvant cannot serve layer {name}: it has {layer.num_kv_heads} KV heads on this rank, the model has {len(heads)}"
+            )
+        groups.setdefault((asked[name], layer.num_heads, layer.head_size, layer.sliding_window), []).append(name)
     first_pages = _sink_rows(config, chosen, groups, len(heads), device)
-    out = []
-    for (recipe, query_heads, head_dim), names in groups.items():
+    found = []
+    for (recipe, _, head_dim, _), names in groups.items():
         artifact = chosen.artifact(recipe, count, total, head_dim, named)
         options.judge(chosen, recipe, artifact, named, logger.warning_once)
         recipe = _served(config, chosen, recipe, artifact, {name: attention[name] for name in names}, total, heads)
@@ -213,7 +248,18 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         groupwise = any(stream.groupwise for stream in recipe.streams.values())
         recipe = with_rollback(from_first_token(recipe), drafts + 1 if groupwise and drafts else drafts)
         layout = Layout.of(recipe, len(heads), head_dim, chosen.page_tokens, dtype=dtype, device=device)
-        layout = dataclasses.replace(layout, align=layout.page_tokens)  # vLLM counts the bytes of a token
+        found.append(
+            (dataclasses.replace(layout, align=layout.page_tokens), artifact)
+        )  # vLLM counts the bytes of a token
+    windows = [window for *_, window in groups]
+    sized = [pages.Sized(layout, chosen.block_tokens) for layout, _ in found]
+    if kinds > 1:
+        sized = pages.same_pages([layout for layout, _ in found], windows, chosen.block_tokens)
+    out = []
+    for ((_, query_heads, _, window), names), (layout, block_tokens), (_, artifact) in zip(
+        groups.items(), sized, found, strict=True
+    ):
+        recipe, groupwise = layout.recipe, any(stream.groupwise for stream in layout.recipe.streams.values())
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
         overlays = {name: layered_overlay(layout, name, len(names), rows + 1, device) for name in recipe.streams}
         states = layered_states(layout, len(names), rows + 1, device)
@@ -233,8 +279,9 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             others = [with_rows(store, *own) for store in stores]
         else:
             others = [pages_only(store) for store in stores]
-        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts, chosen.block_tokens)
-        group.sinks = layered_sinks(layout, len(names), first_pages, device)
+        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts, block_tokens, sliding_window=window)
+        # a sliding window leaves the first page, and its sinks with it
+        group.sinks = layered_sinks(layout, len(names), first_pages if window is None else 0, device)
         _tell(group, artifact, rows, rank)
         if device.type == "cuda":
             begin, scheduler = time.perf_counter(), config.scheduler_config
@@ -242,8 +289,9 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
             softcap = attention[names[0]].impl.softcap
             queries = decode_queries(drafts)
             with_sinks = {attention[name].impl.sinks is not None for name in names}  # their kernels are others
+            warm: dict[str, Any] = {"queries": queries, "sliding_window": window}
             group.workspace = max(
-                warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, queries=queries, sink_logits=each)
+                warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, sink_logits=each, **warm)
                 for each in with_sinks
             )
             if group.ring and not group.groupwise:  # prefills with a history first append without overlays
@@ -256,7 +304,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
                     human_bytes(group.workspace),
                 )
         out.append(group)
-    if windows:
+    if windows_travel:
         from kvant.engines.vllm import offload  # of vLLM 0.32
 
         offload.use(config.kv_transfer_config.kv_connector_extra_config, out)
@@ -274,9 +322,10 @@ def _sink_rows(
         return 0
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     page = sinks = 0
-    for (recipe, _, head_dim), names in groups.items():
+    for (recipe, _, head_dim, window), names in groups.items():
         layout = Layout.of(from_first_token(recipe), heads, head_dim, chosen.page_tokens, dtype=dtype, device=device)
-        page, sinks = page + len(names) * layout.page_bytes, sinks + len(names) * layout.sink_bytes
+        page += len(names) * layout.page_bytes
+        sinks += len(names) * layout.sink_bytes if window is None else 0
     if cache.num_gpu_blocks_override:
         memory = cache.num_gpu_blocks_override * page * -(-(cache.block_size or PAGE_TOKENS) // chosen.page_tokens)
     elif cache.kv_cache_memory_bytes:

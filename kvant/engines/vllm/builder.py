@@ -6,7 +6,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
 
 from kvant.engines.vllm.bind import check_block
 from kvant.engines.vllm.metrics import MissedSinks
@@ -16,7 +21,7 @@ from kvant.ops.types import COUNTERS
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.overlay import OverlayMatch, OverlayRows
 from kvant.serving.step import Part, Step, decode_queries
-from kvant.serving.step_tensors import STREAMS, StepTensors
+from kvant.serving.step_tensors import STREAMS, StepTensors, left_pages
 
 Tensor = torch.Tensor
 
@@ -45,12 +50,19 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self.attention = [context[name] for name in layer_names]
-        layers: LayerGroup = self.attention[0].impl.layers
-        assert sorted(layers.names) == sorted(layer_names), (layers.names, layer_names)
+        layers: LayerGroup = self.attention[0].impl.layers.part(layer_names)
+        for layer, name in zip(self.attention, layer_names, strict=True):
+            layer.impl.layers, layer.impl.place = layers, layers.names.index(name)
         check_block(kv_cache_spec.block_size, layers.layout.page_tokens)  # of the blocks that the kernels see
-        check_block(vllm_config.cache_config.block_size, layers.block_tokens)
+        if not hasattr(
+            AttentionBackend, "customize_spec"
+        ):  # 0.26; later versions ask with the size that a group's blocks have
+            check_block(vllm_config.cache_config.block_size, layers.block_tokens)
         self.layers, self.device = layers, torch.device(device)
         self.queries = self.reorder_batch_threshold = decode_queries(layers.drafts)
+        # pages of a block that vLLM has not split; 1 on a GPU
+        self.split = kv_cache_spec.block_size // layers.layout.page_tokens
+        assert self.split == 1 or self.device.type == "cpu"
         for store in (
             *layers.stores,
             *layers.pages_only,
@@ -117,24 +129,29 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
     def _prepared(self, inputs: Inputs, longest: int, late: bool) -> tuple[PagedBatch, OverlayMatch | None]:
         """The batch of a step with its overlay rows, on a GPU at fixed addresses."""
         if self.layers.has_overlay and self.overlay is None:
-            pages = self.attention[0].kv_cache
-            own = self.layers
-            self.overlay = own.rows = OverlayRows(own.layout, pages.shape[0], own.overlays, own.drafts, own.sinks)
+            pages, own = len(self.attention[0].kv_cache) * self.split, self.layers
+            self.overlay = own.rows = OverlayRows(
+                own.layout, pages, own.overlays, own.drafts, own.sinks, own.sliding_window
+            )
         if self.device.type != "cpu":
             if self.tensors is None:
-                self.tensors = StepTensors(*self._room(), self.layers.layout.page_tokens, self.device)
+                size, window = self.layers.layout.page_tokens, self.layers.sliding_window
+                self.tensors = StepTensors(*self._room(), size, self.device, window)
             return self.tensors.prepare(inputs, self.overlay, late)
         # kernels on a GPU stop at seq_lens; plain torch reads every page of the table
         width = max(1, -(-longest // self.layers.layout.page_tokens))
-        table, seq_lens, query_start_loc, slot_mapping = (
-            inputs.table[:, :width].long(),
-            *(x.long() for x in inputs[1:]),
-        )
+        table, seq_lens, query_start_loc, slot_mapping = (x.long() for x in inputs)
+        if self.split > 1:
+            table = (table[:, :, None] * self.split + torch.arange(self.split)).flatten(1)
+        table = table[:, :width].contiguous()
         match = None
         rows = sinks = ring_start = torch.zeros_like(seq_lens)
         if self.overlay is not None:
             match = self.overlay.step(table, seq_lens, query_start_loc, slot_mapping, late)
             rows, sinks, ring_start = match[:3]
+        if (window := self.layers.sliding_window) is not None:
+            left = left_pages(width, seq_lens, query_start_loc, window, self.layers.layout.page_tokens)
+            table = table.masked_fill(left, -1)
         starts = dict.fromkeys(STREAMS, ring_start)
         return PagedBatch(table, seq_lens, slot_mapping, query_start_loc, rows, sinks, starts), match
 

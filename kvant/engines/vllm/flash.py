@@ -44,11 +44,13 @@ def _causal(
     scale: float,
     softcap: float | None,
     sink_logits: Tensor | None,
+    sliding_window: int | None = None,
 ) -> Tensor:
+    # FlashAttention counts the tokens before and after a query's own
+    options: dict[str, Any] = {} if sliding_window is None else {"window_size": [sliding_window - 1, 0]}
     if sink_logits is not None:  # FlashAttention 2 has none: its outputs are corrected by their log-sum-exps
-        bounds = flash.Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return flash.with_sink_logits(*_attend_with_lse(q, k, v, bounds, scale, True, softcap), sink_logits)
-    return _varlen()(  # type: ignore[no-any-return]
+        options["return_softmax_lse"] = True
+    found = _varlen()(
         q=q,
         k=k,
         v=v,
@@ -60,7 +62,13 @@ def _causal(
         causal=True,
         softcap=softcap or 0.0,
         fa_version=_version(),
+        **options,
     )
+    if sink_logits is None:
+        return found  # type: ignore[no-any-return]
+    out, lse, *_ = found
+    bounds = flash.Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash.with_sink_logits(out, flash.by_row(lse, bounds, len(q)), sink_logits)
 
 
 def with_lse() -> flash.Flash | None:

@@ -1,7 +1,7 @@
 """The options that a user passes to kvant in vLLM's additional_config, and what cannot be served inside vLLM.
 
 {"kvant": {"recipe": NAME, "artifact": DIR or [DIR, ...], "layers": {"0-1": NAME, "2-": NAME}, "spare_overlay_rows": N,
- "sink_rows": N, "implementation": NAME, "unfit_anyway": BOOL, "fold": BOOL}}
+ "sink_rows": N, "implementation": NAME, "unfit_anyway": BOOL, "fold": BOOL, "sliding": NAME}}
 
 `kvant check` measures whether a recipe fits a model and stores the verdict. An engine that is started without `kvant serve`
 measures nothing: it refuses a recipe whose stored verdict is unfit, and warns of a recipe that has no verdict.
@@ -20,7 +20,17 @@ from kvant import recipes, verdicts
 from kvant.artifact import Artifact
 from kvant.recipe import MixedRecipe, Recipe
 
-KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "sink_rows", "implementation", "unfit_anyway", "fold")
+KEYS = (
+    "recipe",
+    "artifact",
+    "layers",
+    "spare_overlay_rows",
+    "sink_rows",
+    "implementation",
+    "unfit_anyway",
+    "fold",
+    "sliding",
+)
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 LARGEST_BLOCK = 128
@@ -39,6 +49,7 @@ class Options:
     unfit_anyway        serve a recipe even if its verdict for this model is unfit.
     fold                True: fold value transforms into the loaded weights, or refuse to start. False: do not. None, the default:
                         fold them where that is possible.
+    sliding             recipe of the layers with a sliding window; None: that of the other layers.
     mixed               the artifact's recipe that has a recipe for every layer, where `layers` come from it.
     """
 
@@ -50,6 +61,7 @@ class Options:
     mixed: MixedRecipe | None = None
     fold: bool | None = None
     sink_rows: int | None = None
+    sliding: Recipe | None = None
 
     @staticmethod
     def of(additional: Any, layers: int, named: Callable[[], str | None] = lambda: None) -> Options:
@@ -90,11 +102,22 @@ class Options:
             default = default_recipe(found, named())
         chosen = per_layer(default, given.get("layers"), layers)
         mixed = default if isinstance(default, MixedRecipe) else None
-        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed, folds, sinks)
+        sliding = given.get("sliding")
+        if sliding is not None and not isinstance(sliding, str):
+            raise ValueError(f"sliding must be the name of a recipe, got {sliding!r}")
+        slides = None if sliding is None else recipes.get(sliding)
+        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed, folds, sinks, slides)
+
+    def recipe_of(self, layer: int, sliding_window: int | None) -> Recipe:
+        """The recipe of a layer."""
+        return self.layers[layer] if sliding_window is None or self.sliding is None else self.sliding
 
     @property
     def whole(self) -> Recipe | None:
-        """The recipe of the whole model; None where layers have recipes that were named one by one."""
+        """The recipe of the whole model; None where layers have recipes that were named one by one. Layers with a sliding window may
+        be in 16 bits."""
+        if self.sliding not in (None, recipes.get("full")):
+            return None
         if self.mixed is not None and self.layers == tuple(self.mixed):
             return self.mixed
         return self.layers[0] if len(set(self.layers)) == 1 else None
@@ -102,12 +125,16 @@ class Options:
     @property
     def page_tokens(self) -> int:
         """Tokens of a page of every layer: layers share block tables."""
-        return max(map(page_tokens, self.layers))
+        return max(map(page_tokens, self._all))
 
     @property
     def block_tokens(self) -> int:
         """A block of vLLM has a multiple of so many tokens."""
-        return math.lcm(*map(block_tokens, self.layers))
+        return math.lcm(*map(block_tokens, self._all))
+
+    @property
+    def _all(self) -> tuple[Recipe, ...]:
+        return self.layers if self.sliding is None else (*self.layers, self.sliding)
 
     def artifact(
         self, recipe: Recipe, layers: int, heads: int, head_dim: int, fingerprint: str | None = None

@@ -102,6 +102,7 @@ OverlayStepArguments = Arguments(
     drafts=int32("tokens that a step may write and the next one take back"),
     unit=int32("tokens that are coded together; 0 where a sequence may go on anywhere without its row"),
     late=int32("1 where late_source and late_target are wanted"),
+    sliding_window=int32("tokens that a query attends to, itself included; 0 for all"),
 )
 PAGE_STATE = ("writer", "sink_row", "stored", "kept")  # [pages + 1]
 ROW_STATE = ("lease", "last", "length", "first", "held", "ring_start", "begun", "used")  # [rows + 1]
@@ -249,7 +250,9 @@ def _shared_bytes(rows: int, items: int) -> int:
 class Launcher:
     """Launches the kernel for steps with the same outputs and overlays; what does not change from step to step is filled in once."""
 
-    def __init__(self, outputs: Outputs, overlays: Overlays | None, page_tokens: int) -> None:
+    def __init__(
+        self, outputs: Outputs, overlays: Overlays | None, page_tokens: int, sliding_window: int | None = None
+    ) -> None:
         self.outputs, self.overlays, self.page_tokens = outputs, overlays, page_tokens
         self.rows = 0 if overlays is None else overlays.rows
         self.room, self.tokens, self.width = len(outputs.seq_lens), len(outputs.slot_mapping), outputs.table.shape[1]
@@ -276,6 +279,7 @@ class Launcher:
             token_room=self.tokens,
             out_table_stride=outputs.table.stride(0),
             batch_room=self.room,
+            sliding_window=sliding_window or 0,
             **dict.fromkeys(("clock", "tokens", "table_stride", "table_width", "batch", "half_batch", "late"), 0),
             **dict.fromkeys(("table_bytes", "seq_lens_bytes", "query_start_bytes", "slot_bytes"), 8),
         )

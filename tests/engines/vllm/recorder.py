@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvant.engines.vllm.backend import KvantImpl
 from kvant.layout import StreamName
 from kvant.ops import LayerStore, PagedBatch
 from tests.engines.vllm import offloading
@@ -33,6 +34,7 @@ SEEN = (
     "behind a prefix",  # sequences of whose recent window a part was read from pages
     "overwritten",  # blocks that were used a second time
     "loaded",  # blocks that a connector filled
+    "given back",  # sequences some of whose pages a sliding window has left
 )
 
 
@@ -47,6 +49,7 @@ class Call:
     sinks: list[int]
     decodes: int  # the first sequences, that were decodes
     tensors: dict[str, Tensor]  # query, key, value, out: [tokens, heads, head_dim]
+    pages: Tensor | None  # [sequences, pages, heads, bytes] after the step, where other layers may write to them later
 
 
 class Transfer(NamedTuple):
@@ -70,7 +73,8 @@ class Recorder:
         offloading.told = lambda *moved: self.transfers.append(Transfer(len(self.calls[0]), *moved))
         layers = self._impls()
         for index, impl in layers.items():
-            impl.forward = functools.partial(_forward, impl, self.calls.setdefault(index, []))
+            several = len(self.model_runner.kv_cache_config.kv_cache_groups) > 1
+            impl.forward = functools.partial(_forward, impl, self.calls.setdefault(index, []), several)
         return len(layers)
 
     def compare(self) -> dict[str, int]:
@@ -83,9 +87,12 @@ class Recorder:
 
     def page_bytes(self) -> list[tuple[int, int]]:
         """Bytes of a page of every layer, as vLLM gave them and as the layout predicts."""
-        layers = self.model_runner.vllm_config.compilation_config.static_forward_context.values()
-        ours = [layer for layer in layers if hasattr(layer.impl, "layers")]
-        return [(layer.kv_cache[0].nbytes, layer.impl.layers.layout.page_bytes) for layer in ours]
+        layers = [layer for layer in self._context().values() if isinstance(getattr(layer, "impl", None), KvantImpl)]
+        found = []
+        for layer in layers:
+            layout, block = layer.impl.layers.layout, layer.kv_cache[0]  # [heads, tokens, bytes]
+            found.append((block.nbytes * layout.page_tokens // block.shape[1], layout.page_bytes))
+        return found
 
     def window_bytes(self) -> int:
         """Bytes of the overlays and sink rows of all layers."""
@@ -93,14 +100,17 @@ class Recorder:
         return sum(x.nbytes for group in groups.values() for x in (*group.overlays.values(), *group.sinks.values()))
 
     def _impls(self) -> dict[int, Any]:
-        context = self.model_runner.vllm_config.compilation_config.static_forward_context
-        ours = [layer.impl for layer in context.values() if hasattr(layer.impl, "layers")]  # not those of a draft model
-        return dict(enumerate(ours))
+        context = self._context().values()  # not the layers of a draft model, nor those without attention
+        return dict(enumerate(layer.impl for layer in context if isinstance(getattr(layer, "impl", None), KvantImpl)))
+
+    def _context(self) -> dict[str, Any]:
+        return self.model_runner.vllm_config.compilation_config.static_forward_context  # type: ignore[no-any-return]
 
 
 def _forward(
     impl: Any,
     calls: list[Call],
+    several: bool,
     layer: Any,
     query: Tensor,
     key: Tensor,
@@ -115,6 +125,7 @@ def _forward(
     if step is not None:
         b, n = step.batch, step.tokens
         tensors = {"query": query, "key": key, "value": value, "out": output}
+        stored = impl.layers.stores[impl.place].pages[b.block_table] if several and len(calls) % 5 == 0 else None
         calls.append(
             Call(
                 b.block_table.clone(),
@@ -124,6 +135,7 @@ def _forward(
                 b.sinks.tolist(),
                 step.decodes,
                 {name: x[:n].clone() for name, x in tensors.items()},
+                stored,
             )
         )
     return out
@@ -140,7 +152,8 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
     written = torch.full((blocks * size,), -1)
     append = functools.partial(_append, impl.layers.ops["append"].run)
     decode, prefill = (impl.layers.ops[op].run for op in ("decode", "prefill"))
-    options = {"scale": impl.scale, "softcap": impl.softcap, "sink_logits": impl.sink_logits}
+    window = impl.sliding_window
+    options = {"scale": impl.scale, "softcap": impl.softcap, "sliding_window": window, "sink_logits": impl.sink_logits}
     sink = layout.recipe.key.window.sink
     previous: dict[tuple[int, ...], int] = {}
     offloaded: dict[int, dict[str, Tensor]] = {}
@@ -173,7 +186,12 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
                 continue
             before = n - count
             all_slots = _slots(pages, 0, n, size)
-            tokens = tuple(shadow[name][all_slots] for name in (*NAMES, "query"))
+            # What is in pages that the sliding window has left is read by nobody: the plain run has zeros there.
+            gone = torch.tensor(pages).repeat_interleave(size)[:n] < 0
+            low = 0 if window is None else max(0, before + 1 - window)
+            assert not gone[low:].any(), "a sequence has no page for a token that it attends to"
+            seen["given back"] += bool(gone.any())
+            tokens = tuple(shadow[name][all_slots].masked_fill(gone[:, None, None], 0) for name in (*NAMES, "query"))
             k, given = tokens[0], written[all_slots]
             assert not k.isnan().any(), "a sequence has a token that nobody wrote"
             plain = _plain(store, n)
@@ -201,43 +219,39 @@ def _compare(impl: Any, calls: list[Call], seen: dict[str, int], transfers: list
                 append(plain, tokens, given, before, n)
             torch.testing.assert_close(out, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=n: f"at {n}: {m}")
             if layout.overlay_tokens("key"):
-                seen["short of sinks"] += call.sinks[b] < min(n, sink)
+                seen["short of sinks"] += call.sinks[b] < min(n, sink) and low < sink
                 seen["behind a prefix"] += call.ring_start[b] > 0
             table = tuple(pages[: -(-n // size)])
             for older in {table, table[: -(-before // size)]}:
                 seen["taken back"] += bool(before and previous.get(older, 0) > before)
             previous[table] = n
             seen["shared at once"] += bool(before and (written[all_slots[:before]] == number).any())
-            if number == len(calls) - 1 or number % 7 == 0:
+            if call.pages is not None:
                 seen["pages"] += 1
-                _same_pages(store, plain, pages, n, number, calls, transfers)
+                _same_bytes(store, plain, call.pages[b], pages, n)
+            elif calls[0].pages is None and (number == len(calls) - 1 or number % 7 == 0):
+                seen["pages"] += 1
+                later = {page for call in calls[number + 1 :] for page in call.table.flatten().tolist()}
+                loaded = [moved for moved in transfers if moved.loads and moved.at > number]
+                later |= {slot // size for moved in loaded for slot in moved.tokens}
+                _same_bytes(store, plain, store.pages[pages], [-1 if page in later else page for page in pages], n)
 
 
-def _same_pages(
-    store: LayerStore,
-    plain: LayerStore,
-    pages: list[int],
-    n: int,
-    number: int,
-    calls: list[Call],
-    transfers: list[Transfer],
-) -> None:
-    """The pages as they are now, where nobody has written to them since that step."""
+def _same_bytes(store: LayerStore, plain: LayerStore, found: Tensor, pages: list[int], n: int) -> None:
+    """Compares the pages of a sequence, [pages, heads, bytes], with those of the plain run; those with number -1 are left out."""
     size = store.layout.page_tokens
-    later = {page for call in calls[number + 1 :] for page in call.table.flatten().tolist()}
-    later |= {slot // size for moved in transfers if moved.loads and moved.at > number for slot in moved.tokens}
+    table = pages[: -(-n // size)]
     for name in NAMES:
-        table = pages[: -(-n // size)]
-        mine = store.layout.unpack(name, store.pages[table])
+        mine = store.layout.unpack(name, found[: len(table)])
         theirs = store.layout.unpack(name, plain.pages[: len(table)])
         stream = store.layout.recipe.streams[name]
         end = stream.window.packed_end(n) if stream.groupwise else n  # of an unfinished group nothing is in a page
-        for part, found in mine.items():
-            rows = len(found) // len(table)  # of a page: tokens, or groups of them
+        for part, codes in mine.items():
+            rows = len(codes) // len(table)  # of a page: tokens, or groups of them
             for place, page in enumerate(table):
                 at = slice(place * rows, min(end * rows // size, (place + 1) * rows))
-                if page not in later:
-                    assert torch.equal(found[at], theirs[part][at]), f"{name} {part} of page {page} differ"
+                if page >= 0:
+                    assert torch.equal(codes[at], theirs[part][at]), f"{name} {part} of page {page} differ"
 
 
 def _slots(pages: list[int], first: int, last: int, size: int) -> Tensor:

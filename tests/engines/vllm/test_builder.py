@@ -29,9 +29,9 @@ def builder(recipe: str) -> Any:
     ring = any(stream.window.ring for stream in layout.recipe.streams.values())
     has_overlay = any(overlay.shape[2] for overlay in overlays.values())
     made = object.__new__(KvantBuilder)
-    made.device, made.graphs, made.overlay = torch.device("cpu"), False, None
+    made.device, made.graphs, made.overlay, made.split = torch.device("cpu"), False, None, 1
     made.layers = SimpleNamespace(
-        layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring, sinks={}
+        layout=layout, overlays=overlays, drafts=0, has_overlay=has_overlay, ring=ring, sinks={}, sliding_window=None
     )
     made.missed = MissedSinks()
     made.layers.groupwise = any(stream.groupwise for stream in layout.recipe.streams.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvant.artifact import Artifact
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.vllm import versions
 from kvant.engines.vllm.options import Options, block_tokens, judge, page_tokens, per_layer, refusal
+from kvant.engines.vllm.pages import same_pages
+from kvant.layout import Layout
 from kvant.recipe import MixedRecipe
 from kvant.rope import ropes_of
 from kvant.serving.tp_shard import shard_heads, shard_tensors
@@ -270,3 +273,45 @@ def test_an_artifact_may_have_a_recipe_for_every_layer(tmp_path: Path, monkeypat
         judge(options, each[1], artifact, "5" * 64, said.append)
     some = Options.of({"kvant": {**given, "layers": {"0": "int8", "1-": "int4"}}}, 3)
     assert some.mixed is None and some.whole is None
+
+
+def test_layers_with_a_sliding_window_may_have_a_recipe_of_their_own() -> None:
+    options = Options.of({"kvant": {"recipe": "int4", "sliding": "full"}}, 3)
+    assert [options.recipe_of(1, window).name for window in (None, 100)] == ["int4", "full"]
+    assert options.whole == recipes.get("int4")  # a verdict on the model holds: these layers are exact
+    assert Options.of({"kvant": {"recipe": "int4", "sliding": "int8"}}, 3).whole is None
+    assert Options.of({"kvant": {"recipe": "int4", "sliding": "kitty-pro"}}, 3).block_tokens == 128
+    with pytest.raises(ValueError, match="sliding must be the name of a recipe, got 3"):
+        Options.of({"kvant": {"recipe": "int4", "sliding": 3}}, 3)
+
+
+def layout_of(name: str, dim: int = 128, dtype: str = "bfloat16") -> Layout:
+    layout = Layout.of(recipes.get(name), 2, dim, 64, dtype=dtype, device="cpu")
+    return dataclasses.replace(layout, align=64)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("names", [("saw-int4", "full"), ("int2", "full"), ("int4", "int8"), ("int4", "int2", "full")])
+def test_blocks_of_all_kinds_of_cache_have_the_same_bytes(names: tuple[str, ...], dim: int, dtype: str) -> None:
+    layouts = [layout_of(name, dim, dtype) for name in names]
+    windows = [100 if name == "full" else None for name in names]
+    found = same_pages(layouts, windows, 64)
+    for before, (layout, block), name in zip(layouts, found, names, strict=True):
+        assert layout.sections[-1].offset + layout.sections[-1].nbytes <= layout.page_head_bytes
+        assert layout.page_head_bytes % layout.page_tokens == 0  # vLLM counts bytes of a token
+        assert block % layout.page_tokens == 0 and layout.recipe == before.recipe
+        assert block == layout.page_tokens if name == "full" else block >= 64
+    sizes = {layout.page_bytes * (block // layout.page_tokens) for layout, block in found}
+    assert len(sizes) == 1, found
+
+
+def test_pages_that_are_equal_stay_as_they_are() -> None:
+    same = [layout_of("int4"), layout_of("int4")]
+    assert [each.layout for each in same_pages(same, [None, 100], 64)] == same
+    assert same_pages([layout_of("full")], [None], 64)[0].block_tokens == 64
+
+
+def test_no_layer_makes_all_blocks_as_large_as_in_16_bits() -> None:
+    with pytest.raises(ValueError, match='all pages would be as large as those in 16 bits.*"sliding": "full"'):
+        same_pages([layout_of("int4"), layout_of("full")], [100, None], 64)

@@ -432,7 +432,9 @@ def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monke
     from kvant.cli import serve
 
     monkeypatch.setattr(serve, "_on_cpu", lambda: False)
-    args = argparse.Namespace(model=served, recipe="int2:sink=4,recent=60", layers=None, artifact=[], host="127.0.0.1")
+    args = argparse.Namespace(
+        model=served, recipe="int2:sink=4,recent=60", layers=None, artifact=[], host="127.0.0.1", sliding=None
+    )
     args.unfit_anyway, args.no_fold = True, False
     assert serve.overlay_bytes(served, {"recipe": "int2:sink=4,recent=60"}) == 4 * 2 * 2 * 64 * 64 * 2
     assert serve.overlay_bytes(served, {"recipe": "int2"}) == 0

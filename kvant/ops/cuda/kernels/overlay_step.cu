@@ -47,14 +47,15 @@ DEV int choose_copies(const A& a, const bool* flag, const int* source, const int
   return min(all, a.rows);
 }
 
-// sink_row[first] = row of the last flagged sequence that begins with page `first`. Keys of an earlier step or phase are smaller.
+// sink_row[first] = row of the last flagged sequence that begins with page `first`. Keys of an earlier step or phase are smaller. Page 0 is
+// nobody's: it stands for a first page that the sliding window has left.
 template <int ITEMS, class A> DEV void name_sink_rows(const A& a, int phase, const bool* flag, const int* first, const int* row) {
   const s64 tag = (2 * a.clock + phase) << OVERLAY_ROW_BITS;
   for (int i = 0; i < ITEMS; i++)
-    if (flag[i]) atomicMax(a.claimed + first[i], tag | (s64)(i * Config::THREADS + threadIdx.x));
+    if (flag[i] && first[i] > 0) atomicMax(a.claimed + first[i], tag | (s64)(i * Config::THREADS + threadIdx.x));
   __syncthreads();
   for (int i = 0; i < ITEMS; i++)
-    if (flag[i] && a.claimed[first[i]] == (tag | (s64)(i * Config::THREADS + threadIdx.x))) a.sink_row[first[i]] = row[i];
+    if (flag[i] && first[i] > 0 && a.claimed[first[i]] == (tag | (s64)(i * Config::THREADS + threadIdx.x))) a.sink_row[first[i]] = row[i];
   __syncthreads();
 }
 
@@ -164,6 +165,8 @@ template <class A> DEV void find_rows(const A& a) {
   for (int i = 0; i < ITEMS; i++) {
     const int b = i * THREADS + tid;
     first[i] = b < a.batch ? page_of(b, 0) : 0;
+    // a page that the sliding window has left is another's: no sequence begins with it
+    if (a.sliding_window > 0 && before[i] + 1 + a.drafts - a.sliding_window >= SIZE) first[i] = 0;
     held[i] = saved[i] = 0;
     whole[i] = saves[i] = asked[i] = false;
     ring_start[i] = before[i];
@@ -177,8 +180,10 @@ template <class A> DEV void find_rows(const A& a) {
     if (tied[i]) held[i] = min((int)a.held[found[i]], before[i]);
     if (matched[i] || tied[i]) ring_start[i] = (int)a.ring_start[found[i]];
     // A server that captures a step invents sequences: they write nothing, or lie in its first page.
-    asked[i] = first[i] > 0 && load_integer(a.slot_mapping, a.slot_bytes, start[b]) >= 0;
-    if (a.unit && ring_start[i] > before[i] - before[i] % a.unit && asked[i]) *a.lost = 1;  // the tail of its group is nowhere
+    const bool written = load_integer(a.slot_mapping, a.slot_bytes, start[b]) >= 0;
+    asked[i] = first[i] > 0 && written;
+    const bool real = written && page_of(b, min(max(length[i] - 1, 0) / SIZE, width - 1)) > 0;
+    if (a.unit && ring_start[i] > before[i] - before[i] % a.unit && real) *a.lost = 1;  // the tail of its group is nowhere
     whole[i] = held[i] == wanted[i];
     after[i] = whole[i] ? min(length[i], sink) : held[i];
     if (a.sink_rows && !same && old > 0 && (int)a.sink_row[old] == row[i]) {  // at most one row is named by a page
@@ -199,7 +204,7 @@ template <class A> DEV void find_rows(const A& a) {
     const bool soon_written = before[i] == 0 || count[i] == 1 || a.early;
     held_before[row[i]] = held[i];
     held_after[row[i]] = soon_written ? after[i] : held[i];
-    a.first[row[i]] = first[i];
+    if (!matched[i] || first[i]) a.first[row[i]] = first[i];  // the row still has the sinks of a page that a sliding window has left
   }
   name_sink_rows<ITEMS>(a, 0, whole, first, row);
 
@@ -334,15 +339,18 @@ template <class A> DEV void copy_metadata(const A& a, int cta, int ctas) {
     a.out_query_start_loc[b] = load_integer(a.query_start_loc, a.query_start_bytes, min(b, (s64)a.batch));
     if (b >= a.batch || !a.rows) a.out_rows[b] = a.out_sinks[b] = a.out_ring_start[b] = 0;
   }
-  // Entries of the table past a sequence's last page are never read. Groups of tokens are written by the table, not by slots: a sequence whose
+  // Entries of the table past a sequence's last page are never read. Pages that the sliding window has left, which may be another's by now, become
+  // -1. Groups of tokens are written by the table, not by slots: a sequence whose
   // tokens have none, which a server invents to run an empty step, gets the server's first page, which is nobody's.
 #pragma unroll 1
   for (int b = (int)(index / ROW_THREADS); b < a.batch; b += (int)(stride / ROW_THREADS)) {
-    const s64 pages = min((load_integer(a.seq_lens, a.seq_lens_bytes, b) + SIZE - 1) / SIZE, (s64)a.table_width);
-    const s64 first = a.unit ? load_integer(a.query_start_loc, a.query_start_bytes, b) : 0;
+    const s64 length = load_integer(a.seq_lens, a.seq_lens_bytes, b), pages = min((length + SIZE - 1) / SIZE, (s64)a.table_width);
+    const s64 first = load_integer(a.query_start_loc, a.query_start_bytes, b);
+    const s64 before = length - (load_integer(a.query_start_loc, a.query_start_bytes, b + 1) - first);
+    const s64 left = a.sliding_window > 0 ? (before + 1 - a.sliding_window) / SIZE : 0;  // pages; a negative number is none
     const bool invented = a.unit && first < a.tokens && load_integer(a.slot_mapping, a.slot_bytes, first) < 0;
     for (s64 i = threadIdx.x % ROW_THREADS; i < pages; i += ROW_THREADS)
-      a.out_table[b * a.out_table_stride + i] = invented ? 0 : load_integer(a.table, a.table_bytes, b * a.table_stride + i);
+      a.out_table[b * a.out_table_stride + i] = i < left ? -1 : invented ? 0 : load_integer(a.table, a.table_bytes, b * a.table_stride + i);
   }
 }
 

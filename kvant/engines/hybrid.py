@@ -1,0 +1,136 @@
+"""A cache for hybrid models in transformers: layers with attention have packed pages, the others have transformers' own states.
+
+Layers that are not attention (Mamba, gated delta nets, short convolutions) remember a state of fixed size that every token changes.
+They are transformers' `LinearAttentionLayer`; kvant stores nothing for them. A state cannot be taken back, so what needs that is
+refused: shared prefixes, cropping behind recurrent states, steps of fixed graphs, and going on after a forward pass that failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from kvant.engines.hf import Cache
+from kvant.rope import Rope, ropes_of
+from kvant.shape import ModelShape
+
+Tensor = torch.Tensor
+
+
+class AttentionCache(Cache):
+    """The packed layers of a hybrid model, counted without the others."""
+
+    def __init__(self, model_or_config: Any, recipe: Any, **options: Any) -> None:
+        self.broken = False  # a forward pass failed, and states of other layers are ahead
+        for name in ("share", "as_decoded"):
+            if options.get(name):
+                raise ValueError(
+                    f"{name} is not served for hybrid models: states of linear layers cannot be taken back"
+                )
+        super().__init__(model_or_config, recipe, **options)
+
+    def _shape_of(self, model_or_config: Any) -> ModelShape:
+        shape = ModelShape.of(model_or_config, hybrid=True)
+        return dataclasses.replace(shape, layers=tuple(shape.layers[i] for i in shape.attention), attention=())
+
+    def _numbers_of(self, model_or_config: Any) -> tuple[list[int], int]:
+        shape = ModelShape.of(model_or_config, hybrid=True)
+        return list(shape.attention), len(shape.layers)
+
+    def _ropes_of(self, model: Any) -> list[Rope]:
+        shape = ModelShape.of(model, hybrid=True)
+        ropes = ropes_of(model, len(shape.layers))
+        return [ropes[i] for i in shape.attention]
+
+    def abort(self) -> None:
+        self.broken = self.broken or self.state.batch_size != -1
+        super().abort()
+
+
+class HybridCache(transformers.Cache):
+    """A cache for `model.generate(..., past_key_values=kvant.HybridCache(model, recipe))` where some of the model's layers are not
+    attention. Recipe and options are those of `kvant.Cache`; `packed` is the cache of the layers with attention.
+
+    An artifact has tensors for the model's own numbers of layers. `kvant calibrate` does not fit hybrid models yet."""
+
+    def __init__(self, model_or_config: Any, recipe: Any = None, **options: Any) -> None:
+        config = getattr(model_or_config, "config", model_or_config)
+        shape = ModelShape.of(model_or_config, hybrid=True)
+        self.packed = AttentionCache(model_or_config, recipe, **options)
+        self.place = {layer: place for place, layer in enumerate(shape.attention)}
+        text = config.get_text_config(decoder=True)
+        states = getattr(text, "number_of_conv_states", 1)
+        super().__init__(
+            layers=[
+                self.packed.layers[self.place[i]] if i in self.place else LinearAttentionLayer(number_of_states=states)
+                for i in range(len(shape.layers))
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return f"HybridCache({self.packed!r}, other layers={len(self.layers) - len(self.place)})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that torch allocated for pages and full-precision windows, without the states of other layers."""
+        return self.packed.nbytes
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [bool(getattr(layer, "is_sliding", False)) for layer in self.layers]
+
+    @property
+    def batch_size(self) -> int:
+        return self.packed.batch_size
+
+    def _check(self) -> None:
+        if self.packed.broken:
+            raise RuntimeError(
+                "a forward pass through this cache failed, and states of layers without attention cannot be taken back: reset() it"
+            )
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return self.packed.update(key_states, value_states, self.place[layer_idx], *args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    @property
+    def _others(self) -> list[LinearAttentionLayer]:
+        return [layer for layer in self.layers if not isinstance(layer, CacheLayerMixin)]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if not all(layer.is_croppable for layer in self._others):
+            raise ValueError(
+                "cannot crop the cache of a hybrid model: its layers' recurrent states cannot be taken back"
+            )
+        for layer in self._others:
+            layer.crop(tokens_to_remove)
+        self.packed.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for layer in self._others:
+            layer.reorder_cache(beam_idx)
+        self.packed.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(max(0, self.batch_size)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(torch.arange(max(0, self.batch_size))[indices.cpu()])
+
+    def reset(self) -> None:
+        for layer in self._others:
+            layer.reset()
+        self.packed.reset()
+        self.packed.broken = False

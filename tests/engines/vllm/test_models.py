@@ -1,0 +1,115 @@
+"""Models with several kinds of cache inside vLLM: layers with a sliding window beside full ones, and layers that are not attention. Pages
+and attention are those of a plain run over the same keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.engines import (
+    close,
+    engine,
+    falcon_h1_like,
+    gemma_like,
+    lfm2_like,
+    made_up_artifacts,
+    needs_vllm,
+    prompt,
+    qwen3_next_like,
+    run,
+)
+
+pytestmark = needs_vllm
+RECIPES = ("saw-int4", "kvant-4", "kvant-2")
+HYBRIDS = {  # layers, head_dim; how many blocks hold a request of 1,024 tokens, but not several
+    qwen3_next_like: (8, 256, 16),
+    lfm2_like: (6, 64, 22),
+    falcon_h1_like: (3, 64, 16),
+}
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    root = tmp_path_factory.mktemp("gemma")
+    return gemma_like(root / "model"), made_up_artifacts(root, 12, names=RECIPES)
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    made: list[Any] = []
+
+    def begin(model: tuple[Path, list[str]], kvant: dict[str, Any], **options: Any) -> Any:
+        made.append(engine(model[0], {"artifact": model[1], **kvant}, **options))
+        made[0].collective_rpc("record")
+        return made[0]
+
+    yield begin
+    for llm in made:
+        close(llm)
+
+
+def compared(llm: Any) -> dict[str, int]:
+    """What was compared, and found equal."""
+    (seen,) = llm.collective_rpc("compare")
+    assert seen["decodes"] and seen["pages"], seen
+    assert not seen["short of sinks"], seen
+    return seen  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sliding_windows(start: Any, gemma: Any, recipe: str) -> None:
+    """Five layers to one; chunks, prefix hits inside and beyond the window, and pages that are given back: without that, a request of
+    1,024 tokens would take 6 * 16 blocks."""
+    llm = start(gemma, {"recipe": recipe}, blocks=64, max_num_batched_tokens=150)
+    long, short = prompt(0, 330), prompt(1, 140)
+    run(llm, [long + prompt(2, 30), short, prompt(3, 20)], 5)
+    found = run(llm, [long + prompt(4, 60), short + prompt(5, 20), prompt(6, 90)], 70)
+    assert [request.num_cached_tokens for request in found] == [320, 128, 0]
+    seen = compared(llm)
+    assert seen["prefills"] and seen["given back"] and bool(seen["behind a prefix"]) == (recipe != "saw-int4"), seen
+
+
+def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
+    """Pages of fewer tokens, in blocks of the same bytes."""
+    llm = start(gemma, {"recipe": "kvant-2", "sliding": "full"}, block_size=256, max_num_batched_tokens=150)
+    found = llm.collective_rpc("page_bytes")[0]
+    assert all(given == predicted for given, predicted in found) and len(set(found)) == 2, found
+    assert max(found)[0] == 4 * min(found)[0], found  # 16 tokens as they are, 64 packed ones, a quarter of a block
+    long = prompt(0, 330)
+    run(llm, [long + prompt(1, 30), prompt(2, 20)], 5)
+    hit = run(llm, [long + prompt(3, 60)], 30)
+    assert hit[0].num_cached_tokens >= 256
+    seen = compared(llm)
+    assert seen["prefills"] and seen["given back"] and seen["behind a prefix"], seen
+
+
+@pytest.fixture(scope="module", params=[qwen3_next_like, lfm2_like, falcon_h1_like], ids=lambda make: make.__name__)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
+    root, (layers, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
+    return request.param(root / "model"), made_up_artifacts(root, layers, dim=dim, names=RECIPES), blocks
+
+
+@pytest.fixture
+def without_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's gated delta nets need instructions for bfloat16 that not every CPU has: a function of one token takes their place. Their
+    states still have blocks."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    monkeypatch.setattr(QwenGatedDeltaNetAttention, "forward_cpu", lambda self, x: x.tanh())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("without_delta_nets")
+def test_hybrid_models(start: Any, hybrid: Any, recipe: str) -> None:
+    """Chunks, preemption, and blocks that layers of other kinds have used before."""
+    *model, blocks = hybrid
+    llm = start(model, {"recipe": recipe}, blocks=blocks, max_num_batched_tokens=150, enable_prefix_caching=False)
+    found = llm.collective_rpc("page_bytes")[0]
+    assert all(given == predicted for given, predicted in found), found
+    run(llm, [prompt(0, 330), prompt(1, 20), prompt(2, 100)], 40)
+    run(llm, [prompt(i, 200) for i in range(3, 7)], 70)
+    seen = compared(llm)
+    assert seen["prefills"] and seen["fresh"] and seen["overwritten"], seen
