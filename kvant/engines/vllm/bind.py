@@ -151,8 +151,8 @@ def check_connector(config: Any, recipes: Iterable[Recipe], kinds: int = 1) -> b
         )
     if kinds > 1:
         raise ValueError(
-            f"kvant does not serve {CONNECTOR} for a model with several kinds of cache, such as layers with a sliding window: that was "
-            "not tried"
+            f"kvant does not serve {CONNECTOR} for a model with several kinds of cache, such as layers with a sliding window: that "
+            "was not tried"
         )
     if not hasattr(AttentionBackend, "customize_spec"):
         raise ValueError(f"kvant serves {CONNECTOR} inside vLLM 0.32, whose workers are told which pages they move")

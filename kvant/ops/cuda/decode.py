@@ -39,6 +39,7 @@ QUERY_CTAS = 128  # CTAs that kvant_transform_queries is to have, if there are s
 HIGH_BATCH_PASSES = (
     2  # products of 16 rows for each warp that a GPU holds, from which on kvant_rotate_queries_high_batch is faster
 )
+PLAN_ARGUMENT = 23  # place of `plan` among the arguments of kvant::decode after the queries
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 
 
@@ -110,7 +111,8 @@ def decode_with_lse(
     [sequences, query heads].
 
     Several queries of a sequence are rows of the same product: their query heads are those of a larger group, of which each sees
-    tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence."""
+    tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence.
+    With sink logits each is a sequence, too."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
     sink_logits = check_sink_logits(sink_logits, query)
@@ -118,17 +120,10 @@ def decode_with_lse(
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tuned": tuned}
     if queries == 1:
         return _decode_rows(store, query, batch, 1, sink_logits=sink_logits, **options)
-    if any(stream.groupwise for stream in layout.recipe.streams.values()):
+    if sink_logits is not None or any(stream.groupwise for stream in layout.recipe.streams.values()):
         return decode_with_lse(store, query, one_query_each(batch, queries), sink_logits=sink_logits, **options)
-    shape = len(query) // queries, layout.heads, queries, -1
     rows = query.unflatten(1, (layout.heads, -1)).unflatten(0, (-1, queries)).transpose(1, 2)
-    if sink_logits is not None:  # the same of every query
-        sink_logits = sink_logits.view(layout.heads, 1, -1).expand(-1, queries, -1).flatten()
-    out, lse = _decode_rows(store, rows.flatten(1, 3), batch, queries, sink_logits=sink_logits, **options)
-    return (
-        out.view(*shape, layout.head_dim).transpose(1, 2).reshape(query.shape),
-        lse.view(shape).transpose(1, 2).reshape(query.shape[:2]),
-    )
+    return _decode_rows(store, rows.flatten(1, 3), batch, queries, sink_logits=None, **options)
 
 
 decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
@@ -146,7 +141,8 @@ def _decode_rows(
     sink_logits: Tensor | None,
     tuned: tuple[tuple[str, int], ...],
 ) -> tuple[Tensor, Tensor]:
-    """Decode of queries [sequences, heads * queries * query heads of a KV head and query, head_dim]."""
+    """Decode of queries [sequences, heads * queries * query heads of a KV head and query, head_dim]; outputs and log-sum-exps are
+    [sequences * queries, query heads, ...]."""
     layout = store.layout
     dtype = str(query.dtype).removeprefix("torch.")
     # An early start is safe only if an earlier call made the matrices: kernels read them before their wait.
@@ -271,11 +267,12 @@ def _decode(
     made, dtype = _PLANS[plan], query.dtype
     early = early and made.bulk
     kernel = _kernel(made, query.device)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    shape = _output_shape(query, made)
+    lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
     if not len(query):
-        return torch.empty_like(query), lse
+        return query.new_empty(shape), lse
     by_matrix = made.inverse[0] == MATRIX and not made.fused_outputs
-    out = torch.empty(query.shape, dtype=torch.float32 if by_matrix else dtype, device=query.device)
+    out = torch.empty(shape, dtype=torch.float32 if by_matrix else dtype, device=query.device)
     partial = _partial(made, kernel, query.device)
     # Taken now: in a captured graph it may be a launch, and none may come between the kernel that makes the query operands and
     # the kernel that waits for it.
@@ -450,6 +447,12 @@ def _rows(query: Tensor, plan: Plan) -> Tensor:
     return room[: query.numel()].view(query.shape)
 
 
+def _output_shape(query: Tensor, plan: Plan) -> tuple[int, int, int]:
+    """Of outputs: a row for every query, where the query heads of all queries of a sequence are rows of one product."""
+    return len(query) * plan.queries, query.shape[1] // plan.queries, query.shape[2]
+
+
 @_decode.register_fake
-def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    shape = _output_shape(query, _PLANS[args[PLAN_ARGUMENT]])
+    return query.new_empty(shape), query.new_empty(shape[:2], dtype=torch.float32)

@@ -7,8 +7,10 @@ from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointe
 DecodeArguments = Arguments(
     "DecodeArguments",
     query=pointer("const void", "[batch, KV_HEADS * GROUP, HEAD_DIM]"),
-    out=pointer("void", "as the queries; float32 where a kernel after transforms them"),
-    lse=pointer("float", "[batch, KV_HEADS * GROUP]: log-sum-exps of the logits"),
+    out=pointer(
+        "void", "[batch, QUERIES, KV_HEADS * GROUP / QUERIES, HEAD_DIM]; float32 where a kernel after transforms them"
+    ),
+    lse=pointer("float", "log-sum-exps of the logits: the outputs' shape without HEAD_DIM"),
     pages=pointer("const u8", "[pages, KV_HEADS, PAGE_HEAD_BYTES]"),
     block_table=pointer("const s64", "[batch, block_table_width]: page numbers"),
     seq_lens=pointer("const s64", "[batch]: tokens of a sequence"),

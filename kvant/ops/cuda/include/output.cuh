@@ -12,6 +12,13 @@ constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a partial result of 
 constexpr int OUTPUT_ROW = D + 4;              // floats of a query head's outputs in shared memory: rows begin in different banks
 constexpr bool MERGED_FLAGS = Value::FLAG && !FUSED_OUTPUTS;  // the mean is added when all parts are merged; else by every CTA, before its matrix
 
+// Where the output of row h of a head tile lies, among all [batch, QUERIES, KV_HEADS, QUERY_HEADS].
+DEV s64 output_row(const HeadTileRows& rows, int h) {
+  if constexpr (QUERIES == 1) return rows.query + h;
+  const int row = rows.row + h;
+  return (((s64)rows.b * QUERIES + row / QUERY_HEADS) * Config::KV_HEADS + rows.head) * QUERY_HEADS + row % QUERY_HEADS;
+}
+
 // The output of one query head, held by a warp: O = sum of P V and l = sum of P, both relative to 2^m.
 struct Output {
   float x[LANE_QUADS][4], m, l, flags;
@@ -227,13 +234,13 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
     Output out;
     out.gather(sh, outputs, STRIDE, h, lane);
     if constexpr (FUSED_OUTPUTS) {
-      if (whole) out.add_sink(a, rows.query + h);
+      if (whole) out.add_sink(a, output_row(rows, h));
       if (Config::SINK_LOGITS && whole && lane == 0) outputs[h * OUTPUT_ROW + D + 1] = out.share;  // behind the power that split_fp16 leaves
       out.split_fp16(a, outputs + h * OUTPUT_ROW, rows.head, lane);
-      if (whole) out.finish_sum(a, rows.query + h, lane);
+      if (whole) out.finish_sum(a, output_row(rows, h), lane);
       else out.store_sum(partial, h, lane);
     } else {
-      if (whole) out.finish(a, rows.query + h, rows.head, lane);
+      if (whole) out.finish(a, output_row(rows, h), rows.head, lane);
       else out.store(partial, h, lane);
     }
   }
@@ -241,7 +248,7 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
     if constexpr (ROTATED_QUERIES) await_copies();
     __syncthreads();
     multiply_outputs(outputs, matrix, matrix_scale(a.output_matrix, a.output_matrix_heads, matrix_head), rows.count, [&](int h, int e, float* y) {
-      if (whole) Output::add_offset(a, rows.head, e, y, Config::SINK_LOGITS ? outputs[h * OUTPUT_ROW + D + 1] : 1.f), store_four<Config::QUERY_TYPE>(a.out, (rows.query + h) * D + e, y);
+      if (whole) Output::add_offset(a, rows.head, e, y, Config::SINK_LOGITS ? outputs[h * OUTPUT_ROW + D + 1] : 1.f), store_four<Config::QUERY_TYPE>(a.out, output_row(rows, h) * D + e, y);
       else store_four<2>(partial, h * D + e, y);
     });
     if (!whole) __syncthreads();
@@ -259,7 +266,7 @@ DEV void merge_parts(const DecodeArguments& a, const HeadTileRows& rows, int fir
     __syncwarp();
     for (int h = warp; h < rows.count; h += WARPS) {
       Output out;
-      out.merge(a.partial, first, last, h, lane), out.finish(a, rows.query + h, rows.head, lane);
+      out.merge(a.partial, first, last, h, lane), out.finish(a, output_row(rows, h), rows.head, lane);
     }
   }
 }
