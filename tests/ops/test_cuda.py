@@ -174,6 +174,12 @@ def _is_large(codec: object) -> bool:
     return isinstance(codec, ProductVQ) and codec.bits > (7 if codec.books == "space" else 10)
 
 
+def parts_of_one(*rows: torch.Tensor) -> list[torch.Tensor]:
+    """The same rows [tokens, heads, head_dim] as parts of one tensor [tokens, ...], as a model's product gives them."""
+    one = torch.cat([x.flatten(1) for x in rows], 1)
+    return [part.view_as(x) for part, x in zip(one.split([x[0].numel() for x in rows], 1), rows, strict=True)]
+
+
 def check_decode(
     name: str,
     group: int = 4,
@@ -737,7 +743,7 @@ def test_append_writes_what_the_reference_writes(
             overlay.fill_(7.0)
     for counts in ([130, 1, 64], [1, 1, 1], [5, 700, 2]):
         k, v = (vectors(sum(counts), heads, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
-        cuda_append.append(stores[0], k.cuda(), v.cuda(), caches[0].extend(seqs[0], counts))
+        cuda_append.append(stores[0], *parts_of_one(k.cuda(), v.cuda()), caches[0].extend(seqs[0], counts))
         reference.append(stores[1], k, v, caches[1].extend(seqs[1], counts))
     written = dataclasses.replace(stores[1], pages=stores[0].pages.cpu())
     assert float((written.pages != stores[1].pages).double().mean()) < 1e-4
@@ -945,8 +951,10 @@ def check_squat(
     singular values are not determined."""
     torch.manual_seed(0)
     first = 1013 if "pre" in name else 0
+    spare = 9 + sum(map(sum, rounds)) // 64
     made = [
-        filled(name, 2, group, dim, dtype, [1, 63, 0], device=where, first=first, spare=9) for where in (device, "cpu")
+        filled(name, 2, group, dim, dtype, [1, 63, 0], device=where, first=first, spare=spare)
+        for where in (device, "cpu")
     ]
     mine, theirs = (cache.stores[0] for cache, _ in made)
     mine.pages.copy_(theirs.pages)

@@ -423,7 +423,7 @@ def check_append(
             batch = cache.extend(seqs, counts)
             if len(k) > 40:  # some are padding
                 batch.slot_mapping[[3, 16, 35]] = -1
-            run(cache.stores[0], k, v, batch)
+            run(cache.stores[0], *test_cuda.parts_of_one(k, v), batch)
     one, two = (cache.stores[0] for cache, _ in made)
     for mine, theirs in [(one.pages, two.pages), *((one.overlays[s], two.overlays[s]) for s in one.overlays)]:
         mine, theirs = (x.view(torch.uint8) for x in (mine, theirs))

@@ -202,7 +202,7 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
         made = tile_matrix(store, name, x.dtype)
     if made is not None:
         return _Rows(
-            x.contiguous(),
+            readable_rows(x),
             made.weights,
             made.flag_mean,
             made.order,
@@ -211,7 +211,17 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
             entry_step=made.entry_step,
         )
     signs = forward.tensor if hadamard else None
-    return _Rows(x.contiguous(), tensors.weights, tensors.mean, forward.order, signs, forward.mean)
+    rows = x.contiguous() if nearest_centroids.serves(layout) else readable_rows(x)
+    return _Rows(rows, tensors.weights, tensors.mean, forward.order, signs, forward.mean)
+
+
+def readable_rows(x: Tensor) -> Tensor:
+    """Rows [tokens, heads, head_dim] as the kernels can read them: those of a token lie together, tokens may be apart, as where
+    keys and values are parts of one product. Otherwise a copy."""
+    together = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    words = 16 // x.element_size()  # elements of what a lane loads at once, at most
+    aligned = x.stride(0) % words == 0 and x.storage_offset() % words == 0
+    return x if together and aligned and x.stride(0) < 1 << 31 else x.contiguous()
 
 
 @torch.library.custom_op("kvant::append", mutates_args=("pages", "overlay_key", "overlay_value"))
@@ -290,6 +300,8 @@ def _append(
         value_clip_drop=last - int(places[1]),
         key_matrix_stride=_matrix_stride(key_matrix),
         value_matrix_stride=_matrix_stride(value_matrix),
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
         rope_first=rope_first,
         rope_blocks=1 if cosine is None else len(cosine),
         tokens=len(key),

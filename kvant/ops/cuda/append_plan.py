@@ -22,8 +22,8 @@ BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is wh
 
 AppendArguments = Arguments(
     "AppendArguments",
-    key=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM]"),
-    value=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM]"),
+    key=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM], tokens key_stride elements apart"),
+    value=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM], tokens value_stride elements apart"),
     key_mean=optional("const float", "[KV_HEADS, HEAD_DIM], subtracted after the Hadamard or the matrix"),
     value_mean=optional("const float", "[KV_HEADS, HEAD_DIM]"),
     key_signs=optional("const float", "[HEAD_DIM], multiplied by before the Hadamard"),
@@ -61,6 +61,8 @@ AppendArguments = Arguments(
     value_clip_drop=int32("the same of values"),
     key_matrix_stride=int32("16-byte words from a head's matrix to the next; 0 where heads share one"),
     value_matrix_stride=int32("the same of values"),
+    key_stride=int32("elements from a token's keys to the next token's"),
+    value_stride=int32("the same of values"),
     rope_first=int32("RoPE position of a sequence's first token"),
     rope_blocks=int32("RoPE blocks of the table"),
     tokens=int32("new tokens"),

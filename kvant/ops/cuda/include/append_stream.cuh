@@ -11,6 +11,7 @@ template <> struct StreamConfig<false> : Config::Value {};
 template <bool KEY_> struct AppendStream : StreamConfig<KEY_> {
   static constexpr bool KEY = KEY_, VALUES = !KEY_;  // KEY: how tiles are held, too
   DEV static const void* rows(const AppendArguments& a) { return KEY_ ? a.key : a.value; }
+  DEV static int stride(const AppendArguments& a) { return KEY_ ? a.key_stride : a.value_stride; }
   DEV static const float* mean(const AppendArguments& a) { return KEY_ ? a.key_mean : a.value_mean; }
   DEV static const float* signs(const AppendArguments& a) { return KEY_ ? a.key_signs : a.value_signs; }
   DEV static const float* weights(const AppendArguments& a) { return KEY_ ? a.key_weights : a.value_weights; }

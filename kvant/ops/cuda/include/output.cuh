@@ -113,6 +113,7 @@ struct Output {
     for (int j = 0; j < LANE_QUADS; j++) top = fmaxf(top, max_abs(x[j]));
     top = warp_max(top);
     const float by = scale_below_one(top);
+    __syncwarp();  // all lanes have read the row
 #pragma unroll
     for (int j = 0; j < LANE_QUADS; j++) {
       const float y[4] = {x[j][0] * by, x[j][1] * by, x[j][2] * by, x[j][3] * by};

@@ -81,9 +81,10 @@ DEV void ldmatrix_x4(u32* x, const void* row) {
                : "r"((u32)__cvta_generic_to_shared(row))
                : "memory");
 }
-// The same by 32-bit addresses, each tile transposed: a lane gets rows 2t, 2t + 1 of column g. Of memory that does not change.
+// The same by 32-bit addresses, each tile transposed: a lane gets rows 2t, 2t + 1 of column g. (Volatile: where all tokens have one centroid, the address is the
+// same for all pages, and the compiler took the load before the barrier that the centroids arrive at.)
 DEV void ldmatrix_x4_transposed(u32* x, u32 row) {
-  asm("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row));
 }
 DEV u32 transpose_8x8(u32 x) {
   u32 y;

@@ -68,7 +68,7 @@ template <class S> struct StepRow {
   float x[STEP_CHANNELS];  // where it is not multiplied
 
   DEV void load(const AppendArguments& a, int token, int head, int lane) {
-    const s64 at = ((s64)token * Config::KV_HEADS + head) * D;
+    const s64 at = (s64)token * S::stride(a) + head * D;
     if constexpr (MULTIPLIED) {
       const u32* from = (const u32*)S::rows(a) + at / 2 + lane;
       w[0] = w[1] = 0u;

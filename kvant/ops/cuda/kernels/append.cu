@@ -101,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
   const int head = (int)(job % Config::KV_HEADS), first = (int)(job / Config::KV_HEADS) * 2, token = first + (row & 1);
   if (first >= a.tokens) return;
   const s64 slot = token < a.tokens ? a.slot_mapping[token] : -1;
-  const s64 at = ((s64)min(token, a.tokens - 1) * Config::KV_HEADS + head) * D + j * LANE_CHANNELS;
   const bool is_key = row < 2;
+  const s64 at = (s64)min(token, a.tokens - 1) * (is_key ? a.key_stride : a.value_stride) + head * D + j * LANE_CHANNELS;
 
   // Transform, and keep in the overlay.
   float x[LANE_CHANNELS];

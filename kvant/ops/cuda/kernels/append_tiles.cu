@@ -358,7 +358,7 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
 
 // Where a lane reads row r of its tile from: channels that RoPE rotates together go to the same lane, as two halves of its words.
 template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, int head, int lane, int r) {
-  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * Config::KV_HEADS + head) * (2 * D) + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
+  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
 }
 
 // Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one.

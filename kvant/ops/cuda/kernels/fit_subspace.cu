@@ -103,7 +103,7 @@ DEV double pair_sum(double x) {  // over the lanes of a pair
 struct FitShared {
   double norms[D];
   int place[D];  // of a column among those of all lengths, longest first
-  int turned;    // 1 where a sweep rotated a pair
+  int turned[D / 2];  // of every place of a pair: 1 where a sweep rotated the pairs there
 };
 
 // Fits the subspace of a head of sequence b, by all threads of the CTA. x: [columns, COLUMN] and [ROWS_AT_ONCE, D] doubles.
@@ -145,16 +145,16 @@ DEV void fit_head(const FitSubspaceArguments& a, const Fitted& f, FitShared& sh,
   for (int i = 0; i < columns; i++) total += sh.norms[i];
 
   for (int sweep = 0; sweep < SWEEPS; sweep++) {
-    if (threadIdx.x == 0) sh.turned = 0;
-    __syncthreads();
+    const bool own = pair < columns / 2;
+    bool turned = false;
     // a round robin: column 0 stays, the others go round; every two meet once
     for (int round = 0; round < columns - 1; round++) {
-      const bool own = pair < columns / 2;
       const int i = !own || pair == 0 ? 0 : 1 + (pair - 1 + round) % (columns - 1), j = own ? 1 + (columns - 2 - pair + round) % (columns - 1) : 0;
       double u[D / PAIR_LANES], v[D / PAIR_LANES], uu = 0., vv = 0., uv = 0.;
 #pragma unroll
       for (int k = 0; k < D / PAIR_LANES; k++) {
-        u[k] = x[i * COLUMN + lane + k * PAIR_LANES], v[k] = x[j * COLUMN + lane + k * PAIR_LANES];
+        u[k] = v[k] = 0.;
+        if (own) u[k] = x[i * COLUMN + lane + k * PAIR_LANES], v[k] = x[j * COLUMN + lane + k * PAIR_LANES];
         uu += u[k] * u[k], vv += v[k] * v[k], uv += u[k] * v[k];
       }
       uu = pair_sum(uu), vv = pair_sum(vv), uv = pair_sum(uv);
@@ -166,11 +166,14 @@ DEV void fit_head(const FitSubspaceArguments& a, const Fitted& f, FitShared& sh,
           x[i * COLUMN + lane + k * PAIR_LANES] = cosine * u[k] - sine * v[k];
           x[j * COLUMN + lane + k * PAIR_LANES] = sine * u[k] + cosine * v[k];
         }
-        sh.turned = 1;
+        turned = true;
       }
       __syncthreads();
     }
-    const bool again = sh.turned;
+    if (own && lane == 0) sh.turned[pair] = turned;
+    __syncthreads();
+    bool again = false;
+    for (int i = 0; i < columns / 2; i++) again = again || sh.turned[i];
     __syncthreads();
     if (!again) break;
   }

@@ -194,28 +194,64 @@ DEV void make_sums(const RotateQueriesArguments& a, const RotateShared& sh, cons
   }
 }
 
-// Rotated queries times their matrix as float32 rows, by which the overlay is multiplied, and the largest magnitude of each.
-DEV void make_overlay_rows(const RotateQueriesArguments& a, RotateShared& sh, const RotatePass& now, const uint2* matrix, int warp, int lane) {
+// Channels that the query operand holds: a warp has them among its sums.
+template <class K> struct OperandChannels {
+  DEV static bool has(int) { return false; }
+  template <class Store> DEV static void each(const float (*)[4], int, int, int, Store) {}
+};
+template <class... P> struct OperandChannels<KeyPlanes<P...>> {
+  static_assert(((P::FIRST % 2 == 0 && P::WIDTH % 8 == 0) && ...), "channels come in pairs");
+  DEV static bool has(int channel) { return ((channel >= P::FIRST && channel < P::FIRST + P::WIDTH) || ...); }
+  template <class One, class Store> DEV static void plane(const float (*sum)[4], int i, int r, int t, Store store) {  // `sum` are the two tiles of register i
+    if (i < 0 || i >= One::REGISTERS) return;
+    const float by = (float)(1 << One::raised(i)) / One::WEIGHT;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int channel = One::channel(i, e, t);
+      if (channel >= 0) store(channel, sum[0][2 * r + e] * by, sum[1][2 * r + e] * by);
+    }
+  }
+  // store(channel, its number, the next channel's) for row g + 8 r of the sums of the warp's registers, from `first` on.
+  template <class Store> DEV static void each(const float (*sum)[4], int first, int r, int t, Store store) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) (plane<P>(sum + 2 * e, first + e - P::BEFORE, r, t, store), ...);
+  }
+};
+
+// Rotated queries times their matrix as float32 rows, by which the overlay is multiplied, and the largest magnitude of each. `sum`: what the warp has of the operand.
+DEV void make_overlay_rows(const RotateQueriesArguments& a, RotateShared& sh, const RotatePass& now, const float (*sum)[4], const uint2* matrix, int warp, int lane) {
+  using Channels = OperandChannels<Keys>;
   const int g = lane >> 2, t = lane & 3;
-  float peak[2] = {0.f, 0.f};
+  float peak[2] = {0.f, 0.f}, *to[2];  // rows of the overlay's queries, or null
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = g + 8 * r, slot = row < PASS_ROWS ? now.slot[min(row / TILE_HEADS, AT_ONCE - 1)] : -1;
+    to[r] = slot < 0 ? nullptr : a.rows + overlay_query_row(slot, row);
+    Channels::each(sum, warp * EACH, r, t, [&](int channel, float x, float y) {
+      peak[r] = fmaxf(peak[r], fmaxf(fabsf(x), fabsf(y)));
+      if (to[r]) *(float2*)(to[r] + channel) = {x, y};
+    });
+  }
+  int turn = 0;
 #pragma unroll 1
-  for (int n = warp; n < D / 8; n += Config::ROTATE_WARPS) {
+  for (int n = 0; n < D / 8; n++) {  // channels that are not stored
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) all = all && Channels::has(8 * n + i);
+    if (all || turn++ % Config::ROTATE_WARPS != warp) continue;
     float c[APART][1][4];
     clear<1>(c);
-#pragma unroll 2
+#pragma unroll
     for (int k = 0; k < D / 16; k++) {
       const Fragment m = fragment(matrix, IN_ORDER + n, k);
       multiply_parts<1>(c, sh, k, &m, lane);
     }
     gather<1>(c);
+    const bool own = !Channels::has(8 * n + 2 * t);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = g + 8 * r, member = min(row / TILE_HEADS, AT_ONCE - 1), slot = row < PASS_ROWS ? now.slot[member] : -1;
       peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
-      if (slot >= 0) {
-        float* to = a.rows + overlay_query_row(slot, row);
-        *(float2*)(to + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
-      }
+      if (own && to[r]) *(float2*)(to[r] + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
     }
   }
 #pragma unroll
@@ -284,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
       top = quad_max(top);
       if (t == 0) sh.top[g + 8 * r][warp] = top;
     }
-    if (OVERLAY && now.rows) make_overlay_rows(a, sh, now, matrix, warp, lane);
+    if (OVERLAY && now.rows) make_overlay_rows(a, sh, now, sum, matrix, warp, lane);
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
