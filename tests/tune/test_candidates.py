@@ -66,7 +66,7 @@ def test_candidates_are_read_by_fast_kernels(head_dim: int) -> None:
 
 def test_a_stream_of_a_recipe_that_is_slow_as_a_whole_is_kept() -> None:
     shape = ModelShape((None,), 2, 64, "bfloat16")
-    whole = recipes.get("kvant-2:k.bits=4/2/2,v.bits=3")
+    whole = recipes.get("kvant-2:k.bits=4/1/0,v.bits=3")
     found = options([recipes.get("kvant-2"), whole], shape)
     assert list(found.refused) == [whole.name] and "part of a byte" in found.refused[whole.name]
     assert [choice.spec.codec.bits for choice in found.keys] == ["4/2/0"]  # type: ignore[attr-defined]

@@ -67,12 +67,17 @@ class KeyPlane(NamedTuple):
     @property
     def registers(self) -> int:
         """Of levels that are two bytes, those of the second bytes too."""
-        return self._own_registers * (key_levels(self.levels).parts if self.levels else 1)
+        return self._own_registers * self._parts
+
+    @property
+    def _parts(self) -> int:
+        """Bytes of a level: registers hold first and second bytes in turn."""
+        return key_levels(self.levels).parts if self.levels else 1
 
     def raised(self, i: int) -> int:
         """Bits by which the codes of register i are shifted left in their bytes."""
         if self.levels:
-            return 0 if i < self._own_registers else 7
+            return 7 if i % self._parts else 0
         return 0 if self.bits >= 4 else i % self._per % 2 * self._low_bits
 
     def channel(self, i: int, byte: int, lane: int) -> int:
@@ -81,7 +86,10 @@ class KeyPlane(NamedTuple):
             group, share = self.width // self.groups, self.width // self.groups // 4
             element = i // 2 * 8 + ((byte & 1) * 2 + i % 2) * 2 + (byte >> 1)
             return element // share * group + lane * share + element % share
-        per, i = self._per, i % self._own_registers
+        per, i = self._per, i // self._parts
+        if self.levels and self.bits == 4:  # nibbles of a half of a word
+            pair = i // 2 * 4 + byte
+            return self.first + lane * (self.width // 4) + 2 * pair + i % 2 if pair < self.width // 8 else -1
         pair = i // per * (16 // self._low_bits) + (byte & 1) * per + i % per
         there = pair < self.width // 8 and i < self.places
         return self.first + lane * (self.width // 4) + 2 * pair + (byte >> 1) if there else -1

@@ -11,25 +11,39 @@ DEV u32 dynamic_address() {
 
 // --- keys: bytes ------------------------------------------------------------------------------------------------------------
 
-// As P, a KeyPlane or ThreeBitKeys, whose codes become levels as bytes of mma_u8s8: level = WEIGHT (u - TOP / 2), u = first byte + second byte / 128. The second
-// bytes are more registers, which meet the query divided by 128; with PARTS = 1 there are none. A byte permutation looks four bytes up among eight, A0 to A1
-// (second bytes: B0 to B1). Sixteen levels take two of them: bytes are below 128 then, and a selector whose highest bit is set gives zero.
+// As P, a KeyPlane or ThreeBitKeys, whose codes become levels as bytes of mma_u8s8: level = WEIGHT (u - TOP / 2), u = first byte + second byte / 128. Every other
+// register has second bytes and meets the query divided by 128; with PARTS = 1 there are none. A byte permutation looks four bytes up among eight, A0 to A1
+// (second bytes: B0 to B1), by the nibbles of a word. Sixteen levels take two of them: bytes are below 128 then, and a nibble whose highest bit is set gives zero.
 template <class P, int PARTS, int TOP_, int WEIGHT_, u32 A0, u32 A1, u32 A2, u32 A3, u32 B0, u32 B1, u32 B2, u32 B3> struct LevelKeys {
   static constexpr int WIDTH = P::WIDTH, FIRST = P::FIRST, BEFORE = P::BEFORE, WORDS = P::WORDS, REGISTERS = PARTS * P::REGISTERS;
   static constexpr float WEIGHT = WEIGHT_ / 68719476736.f, TOP = TOP_ / 128.f;  // WEIGHT_ / 2^36
+  static constexpr bool NIBBLES = P::TOP > 7.f;  // codes are nibbles as they lie: register i of P has those of half i % 2 of a word
 
-  DEV static constexpr int raised(int i) { return i < P::REGISTERS ? 0 : 7; }
-  DEV static int channel(int i, int byte, int t) { return P::channel(i % P::REGISTERS, byte, t); }
+  DEV static constexpr int raised(int i) { return i % PARTS ? 7 : 0; }
+  DEV static int channel(int i, int byte, int t) {
+    if constexpr (NIBBLES) {
+      const int j = i / PARTS, pair = j / 2 * 4 + byte;
+      return pair < WIDTH / 8 ? FIRST + t * (WIDTH / 4) + 2 * pair + j % 2 : -1;
+    }
+    return P::channel(i / PARTS, byte, t);
+  }
   template <class PageHead> DEV static void load(u32* w, PageHead page_head, int tile, int lane) { P::load(w, page_head, tile, lane); }
-  DEV static u32 get(const u32* w, int row, int i) {
-    const u32 codes = P::get(w, row, i % P::REGISTERS) >> P::raised(i % P::REGISTERS);  // a byte each
-    const u32 four = __byte_perm(codes | codes >> 4, 0u, 0x4420);                       // a nibble each
-    if constexpr (P::TOP > 7.f) {
-      const u32 other = four ^ 0x8888u;
-      if (i < P::REGISTERS) return permute_bytes(A0, A1, four) | permute_bytes(A2, A3, other);
-      return permute_bytes(B0, B1, four) | permute_bytes(B2, B3, other);
+  // Four codes of register i of P, in the low nibbles of a word.
+  DEV static u32 four(const u32* w, int row, int i) {
+    if constexpr (NIBBLES) {
+      return P::row_word(w, row, i / 2) >> (i % 2 * 16);
     } else {
-      return i < P::REGISTERS ? permute_bytes(A0, A1, four) : permute_bytes(B0, B1, four);
+      const u32 codes = P::get(w, row, i) >> P::raised(i);  // a byte each
+      return __byte_perm(codes | codes >> 4, 0u, 0x4420);
+    }
+  }
+  DEV static u32 get(const u32* w, int row, int i) {
+    const u32 codes = four(w, row, i / PARTS);
+    if constexpr (NIBBLES) {
+      const u32 other = codes ^ 0x8888u;
+      return i % PARTS ? permute_bytes(B0, B1, codes) | permute_bytes(B2, B3, other) : permute_bytes(A0, A1, codes) | permute_bytes(A2, A3, other);
+    } else {
+      return i % PARTS ? permute_bytes(B0, B1, codes) : permute_bytes(A0, A1, codes);
     }
   }
 };
