@@ -143,6 +143,11 @@ def check_connector(config: Any, recipes: Iterable[Recipe]) -> bool:
             f"recipe {windows} keeps tokens in full precision, and is not served with {spec} of {CONNECTOR}: pages that come from "
             f"elsewhere than this engine's CPU memory would come without their exact sinks. {SPEC} is served"
         )
+    if windows and config.use_v2_model_runner:
+        raise ValueError(
+            f"recipe {windows} keeps tokens in full precision, and is not served with {CONNECTOR} by vLLM's model runner V2: it "
+            "stores pages after kvant has prepared the step that overwrites them. Set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     return windows is not None
 
 
