@@ -21,7 +21,7 @@ from kvant.engines import fold
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.fingerprint import fingerprint_of_files
 from kvant.engines.vllm import flash, folding, options
-from kvant.engines.vllm.options import PAGE_TOKENS, Options
+from kvant.engines.vllm.options import CONNECTOR, PAGE_TOKENS, SPEC, Options
 from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
@@ -42,8 +42,7 @@ from kvant.serving.warmup import LargestStep, warm_up
 
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
-CONNECTOR = "OffloadingConnector"
-SPEC, WRAPPED = "CPUOffloadingSpec", "KvantOffloadingSpec"
+WRAPPED = "KvantOffloadingSpec"  # of offload.py
 
 
 def check_block(size: int, block_tokens: int = PAGE_TOKENS) -> None:

@@ -24,6 +24,7 @@ KEYS = ("recipe", "artifact", "layers", "spare_overlay_rows", "sink_rows", "impl
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 LARGEST_BLOCK = 128
+CONNECTOR, SPEC = "OffloadingConnector", "CPUOffloadingSpec"  # vLLM's connector that is served, and how it keeps pages
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 
