@@ -23,7 +23,7 @@ from kvant.engines import fold
 from kvant.engines.config_ropes import ropes_from
 from kvant.engines.fingerprint import fingerprint_of_files
 from kvant.engines.vllm import flash, folding, options, pages
-from kvant.engines.vllm.options import PAGE_TOKENS, Options
+from kvant.engines.vllm.options import CONNECTOR, PAGE_TOKENS, SPEC, Options
 from kvant.layout import Layout, human_bytes
 from kvant.ops import OPS, Implementation, LayerStore, choose
 from kvant.ops.registry import Op
@@ -46,8 +46,7 @@ from kvant.serving.warmup import LargestStep, warm_up
 Tensor = torch.Tensor
 logger = init_logger("vllm.kvant")
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # of speculation
-CONNECTOR = "OffloadingConnector"
-SPEC, WRAPPED = "CPUOffloadingSpec", "KvantOffloadingSpec"
+WRAPPED = "KvantOffloadingSpec"  # of offload.py
 
 
 def check_block(size: int, block_tokens: int = PAGE_TOKENS) -> None:
@@ -173,6 +172,11 @@ def check_connector(config: Any, recipes: Iterable[Recipe], kinds: int = 1) -> b
         raise ValueError(
             f"recipe {windows} keeps tokens in full precision, and is not served with {spec} of {CONNECTOR}: pages that come from "
             f"elsewhere than this engine's CPU memory would come without their exact sinks. {SPEC} is served"
+        )
+    if windows and config.use_v2_model_runner:
+        raise ValueError(
+            f"recipe {windows} keeps tokens in full precision, and is not served with {CONNECTOR} by vLLM's model runner V2: it "
+            "stores pages after kvant has prepared the step that overwrites them. Set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     return windows is not None
 

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvant.engines.vllm.bind import SPEC
+from kvant.engines.vllm.options import SPEC
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.overlay import SavedSinks
 

@@ -34,6 +34,7 @@ KEYS = (
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 LARGEST_BLOCK = 128
+CONNECTOR, SPEC = "OffloadingConnector", "CPUOffloadingSpec"  # vLLM's connector that is served, and how it keeps pages
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 

@@ -137,6 +137,25 @@ def test_pages_are_as_large_as_kvants(token_bytes: int) -> None:
     assert type(spec).merge([spec, spec]) == spec
 
 
+@pytest.mark.skipif("release() == '0.26'", reason="the offloading connector of vLLM 0.26 is refused")
+def test_offloading() -> None:
+    """What kvant/engines/vllm/offload.py wraps, and that the model runner stores pages before a step is prepared."""
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert OffloadingWorker.__abstractmethods__ == {"submit_store", "submit_load", "get_finished", "wait"}
+    assert parameters(OffloadingWorker.submit_store) == ["self", "job_id", "src_spec", "dst_spec"]
+    assert parameters(OffloadingWorker.submit_load) == ["self", "job_id", "src_spec", "dst_spec"]
+    spec = GPULoadStoreSpec([5, 6, 7], group_sizes=[2, 1], block_indices=[0, 3])
+    assert spec.block_ids.tolist() == [5, 6, 7] and list(spec.group_sizes) == [2, 1]
+    assert parameters(OffloadingSpecFactory.get_spec_cls) == ["extra_config"]
+    assert hasattr(VllmConfig, "use_v2_model_runner")
+    steps = inspect.getsource(GPUModelRunner.execute_model)
+    assert 0 < steps.index("handle_preemptions(") < steps.index("_build_attention_metadata(")
+
+
 def test_entry_points() -> None:
     """vLLM finds kvant where it is installed."""
     found = {

@@ -37,6 +37,7 @@ def start(model: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> Ite
 
     def begin(layers: dict[str, str], **options: Any) -> Any:
         use_copies(monkeypatch)
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = {**CONFIG, "kv_connector_extra_config": {**CONFIG["kv_connector_extra_config"]}}
         kvant = {"layers": layers, "artifact": model[1]}
         made.append(engine(model[0], kvant, kv_transfer_config=config, **options))
@@ -73,6 +74,7 @@ def test_a_prefix_comes_back_from_cpu_memory(start: Any, layers: dict[str, str],
         ("saw-int4", {"canonical_layout": True}, "it would cut pages into tokens and heads"),
         ("squat", {}, "squat is not served with OffloadingConnector, which shares blocks between requests"),
         ("int4:sink=4,recent=64", {"spec_name": "TieringOffloadingSpec"}, "would come without their exact sinks"),
+        ("int4:sink=4,recent=64", {}, "Set VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
 def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> None:
@@ -81,7 +83,7 @@ def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> No
     from kvant import recipes
     from kvant.engines.vllm.bind import check_connector
 
-    name = config.pop("kv_connector", "OffloadingConnector")
+    name = config.get("kv_connector", "OffloadingConnector")
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=config)
     with pytest.raises(ValueError, match=reason):
-        check_connector(SimpleNamespace(kv_transfer_config=transfer), [recipes.get(layers)])
+        check_connector(SimpleNamespace(kv_transfer_config=transfer, use_v2_model_runner=True), [recipes.get(layers)])
