@@ -14,7 +14,7 @@ SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(NATI
 
 extension = Extension(
     "kvant.ops.cpu._native",
-    [f"{NATIVE}/{name}.c" for name in ("module", "generic", "avx2", "avx512", "neon")],
+    [f"{NATIVE}/{name}.c" for name in ("module", "generic", "avx2", "avx512", "neon", "i8mm")],
     depends=sorted(map(str, Path(NATIVE).glob("*.h"))),
     define_macros=[("KVANT_SOURCES", f'"{SOURCES}"')],
     extra_compile_args=FLAGS,

@@ -111,7 +111,7 @@ INLINE int32x4_t joined(int32x4_t first, int32x4_t second) {
   return vaddq_s32(vshlq_n_s32(high, 7), low);
 }
 
-/* Limbs of 16 integers from 0 to 8128. */
+/* Limbs of 16 integers from -8128 to 8128. */
 INLINE void store_limbs(const vi *v, int8_t *high, int8_t *low) {
   const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[0]), vreinterpretq_s16_s32((int32x4_t)v[1]));
   const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[2]), vreinterpretq_s16_s32((int32x4_t)v[3]));

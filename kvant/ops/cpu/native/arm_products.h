@@ -96,28 +96,47 @@ INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, cons
 }
 
 /* All planes of a section. high, low: limbs of the page's tokens, [queries, 128]. */
-INLINE void page_value_sums(const int QUERIES, const Section *section, const uint8_t *page_head, int64_t ahead, int quad, int quads,
-                            const int8_t (*high)[128], const int8_t (*low)[128], const float *unit, float *out, int dim) {
+INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *section, const uint8_t *page_head, int64_t ahead, int quad,
+                            int quads, const int8_t (*high)[128], const int8_t (*low)[128], const float *unit, float *out, int dim) {
   const uint8_t *base = page_head + section->offset;
-  const int bytes = section->width * section->bits / 8;
+  const int bytes = section->width * BITS / 8;
   int32x4_t first[2][CHUNK];
   int8x16_t limbs[CHUNK * 16];
   int count = 0;
   for (int i = quad; i < quads; i += 2)
     for (int g = 0; g < QUERIES; g++) limbs[count++] = limb_pair(high[g] + 4 * i, low[g] + 4 * i, quads - i < 2);
   for (int g = 0; g < QUERIES; g++)
-    first[0][g] = first_sum(section->bits, high[g] + 4 * quad, low[g] + 4 * quad, 4 * (quads - quad), &first[1][g]);
-#define PLANES(bits, slot) value_planes(QUERIES, bits, slot, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim)
-  switch (section->bits) {
-    case 1:
-      for (int slot = 0; slot < 8; slot += 2) PLANES(1, slot);
-      break;
-    case 2: PLANES(2, 0); PLANES(2, 2); break;
-    case 4: PLANES(4, 0); break;
-    default: PLANES(8, 0);
-  }
-#undef PLANES
+    first[0][g] = first_sum(BITS, high[g] + 4 * quad, low[g] + 4 * quad, 4 * (quads - quad), &first[1][g]);
+  if (BITS == 1)
+    for (int slot = 0; slot < 8; slot += 2)
+      value_planes(QUERIES, BITS, slot, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim);
+  else
+    value_planes(QUERIES, BITS, 0, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim);
+  if (BITS == 2) value_planes(QUERIES, BITS, 2, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim);
 }
+
+/* The two of them for every number of queries and of bits, each a function of its own, for which GCC finds enough registers. */
+#define SUMS(queries, bits)                                                                                                         \
+  static __attribute__((noinline)) void key_sums_##queries##_##bits(const Section *section, const uint8_t *page_head, int64_t ahead, \
+                                                                    int from, int to, const QueryOperand *query, int32_t *sums) {   \
+    page_key_sums(queries, bits, section, page_head, ahead, from, to, query, sums);                                                 \
+  }                                                                                                                                 \
+  static __attribute__((noinline)) void value_sums_##queries##_##bits(                                                              \
+      const Section *section, const uint8_t *page_head, int64_t ahead, int quad, int quads, const int8_t (*high)[128],              \
+      const int8_t (*low)[128], const float *unit, float *out, int dim) {                                                           \
+    page_value_sums(queries, bits, section, page_head, ahead, quad, quads, high, low, unit, out, dim);                              \
+  }
+#define ALL_SUMS(queries) SUMS(queries, 1) SUMS(queries, 2) SUMS(queries, 4) SUMS(queries, 8)
+ALL_SUMS(1) ALL_SUMS(2) ALL_SUMS(3) ALL_SUMS(4)
+#define NAMES(kind, queries) {kind##queries##_1, kind##queries##_2, kind##queries##_4, kind##queries##_8}
+typedef void (*KeySums)(const Section *, const uint8_t *, int64_t, int, int, const QueryOperand *, int32_t *);
+typedef void (*ValueSumsOf)(const Section *, const uint8_t *, int64_t, int, int, const int8_t (*)[128], const int8_t (*)[128], const float *,
+                            float *, int);
+static const KeySums KEY_SUMS[CHUNK][4] = {NAMES(key_sums_, 1), NAMES(key_sums_, 2), NAMES(key_sums_, 3), NAMES(key_sums_, 4)};
+static const ValueSumsOf VALUE_SUMS[CHUNK][4] = {NAMES(value_sums_, 1), NAMES(value_sums_, 2), NAMES(value_sums_, 3), NAMES(value_sums_, 4)};
+#undef NAMES
+#undef ALL_SUMS
+#undef SUMS
 
 /* Whether all sections of a stream are such: the channels of each are in one span, and every span has one. */
 INLINE int by_sections(const Stream *s) {

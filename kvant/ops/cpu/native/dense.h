@@ -60,7 +60,18 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
   }
   const float times = LIMIT / most;
   vi totals = {};
-  for (int i = 0; i < whole; i += LANE_COUNT) {
+  int i = 0;
+#if ARM
+  for (; i + 16 <= whole; i += 16) {
+    vi v[4];
+    for (int k = 0; k < 4; k++) {
+      v[k] = __builtin_convertvector(fused(load_floats(x + i + 4 * k), splat(times), splat(16384.5f)), vi) - 16384;
+      totals += v[k];
+    }
+    store_limbs(v, high + i, low + i);
+  }
+#endif
+  for (; i < whole; i += LANE_COUNT) {
     const vi v = __builtin_convertvector(fused(load_floats(x + i), splat(times), splat(16384.5f)), vi) - 16384;
     const vi h = (v + 64) >> 7;
     const vc upper = __builtin_convertvector(h, vc), lower = __builtin_convertvector(v - (h << 7), vc);
@@ -69,7 +80,7 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
     totals += v;
   }
   float total = sum_of(floats(totals)); /* below 2^24, so the float sum is exact */
-  for (int i = whole; i < count; i++) {
+  for (i = whole; i < count; i++) {
     const int v = (int)(x[i] * times + 16384.5f) - 16384, h = (v + 64) >> 7;
     high[i] = (int8_t)h;
     low[i] = (int8_t)(v - 128 * h);
@@ -140,7 +151,7 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
 
 #if ARM
 /* sum += X M for four rows of M, in turn. A number of X is taken by its index in a register, so that nothing is broadcast. */
-INLINE void fused_rows(const int ROWS, const int VECTORS, const float *x, int dim, const float *matrix, vf (*sum)[4]) {
+INLINE void fused_rows(const int ROWS, const int VECTORS, const float *x, int64_t dim, const float *matrix, vf (*sum)[4]) {
   float32x4_t given[MOST_ROWS];
   for (int r = 0; r < ROWS; r++) given[r] = vld1q_f32(x + r * dim);
   for (int d = 8; d < 12; d++) __builtin_prefetch(matrix + d * dim);

@@ -141,6 +141,10 @@ extern const Isa KVANT_GENERIC;
 extern const Isa KVANT_AVX2, KVANT_AVX512;
 #elif defined(__aarch64__)
 extern const Isa KVANT_NEON;
+#if defined(__clang__) || __GNUC__ >= 10 /* compilers that know the instructions */
+#define KVANT_HAS_I8MM
+extern const Isa KVANT_I8MM; /* without the operations of append, which are those of KVANT_NEON */
+#endif
 #endif
 
 #endif

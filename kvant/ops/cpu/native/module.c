@@ -14,6 +14,8 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 typedef void (*Task)(const void *, int64_t, float *);
@@ -71,6 +73,23 @@ static void run(Job *job, int threads, Parallel parallel) {
 static const Isa *all[4];
 static int known;
 
+#if defined(__aarch64__)
+#if defined(__linux__)
+static int has_dot_products(void) { return (getauxval(AT_HWCAP) & 1 << 20) != 0; }     /* HWCAP_ASIMDDP */
+static int has_matrix_products(void) { return (getauxval(AT_HWCAP2) & 1 << 13) != 0; } /* HWCAP2_I8MM */
+#elif defined(__APPLE__)
+static int has_dot_products(void) { return 1; } /* every Mac has them */
+static int has_matrix_products(void) {
+  int found = 0;
+  size_t size = sizeof found;
+  return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, NULL, 0) && found;
+}
+#else
+static int has_dot_products(void) { return 0; }
+static int has_matrix_products(void) { return 0; }
+#endif
+#endif
+
 /* Fills `all` with the instruction sets that this CPU can run, best first. */
 static void find(void) {
   if (known) return;
@@ -81,11 +100,15 @@ static void find(void) {
     all[known++] = &KVANT_AVX512;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all[known++] = &KVANT_AVX2;
 #elif defined(__aarch64__)
-#if defined(__linux__)
-  if (getauxval(AT_HWCAP) & 1 << 20) all[known++] = &KVANT_NEON; /* HWCAP_ASIMDDP */
-#else
-  all[known++] = &KVANT_NEON; /* every Mac has it */
+#if defined(KVANT_HAS_I8MM)
+  if (has_dot_products() && has_matrix_products()) {
+    static Isa i8mm;
+    i8mm = KVANT_I8MM;
+    i8mm.check = KVANT_NEON.check, i8mm.append = KVANT_NEON.append, i8mm.append_groups = KVANT_NEON.append_groups;
+    all[known++] = &i8mm;
+  }
 #endif
+  if (has_dot_products()) all[known++] = &KVANT_NEON;
 #endif
   all[known++] = &KVANT_GENERIC;
 }

@@ -154,12 +154,7 @@ INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *pa
     for (int j = 0; j < s->sections; j++) {
       const Section *section = &s->section[j];
       if (section->first < s->span[i].first || section->first >= s->span[i].end) continue;
-      switch (section->bits) {
-        case 1: page_key_sums(QUERIES, 1, section, page_head, ahead, from, to, query, sums); break;
-        case 2: page_key_sums(QUERIES, 2, section, page_head, ahead, from, to, query, sums); break;
-        case 4: page_key_sums(QUERIES, 4, section, page_head, ahead, from, to, query, sums); break;
-        default: page_key_sums(QUERIES, 8, section, page_head, ahead, from, to, query, sums);
-      }
+      KEY_SUMS[QUERIES - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, from, to, query, sums);
       float unit[CHUNK];
       for (int g = 0; g < QUERIES; g++) unit[g] = section->alpha * query[g].scale[i];
       switch (more || s->mean ? -1 : s->kind) {

@@ -124,14 +124,15 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *page_head
 
 #if ARM
 /* The same section by section, two planes at a time. */
-INLINE void section_columns(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w,
+INLINE void section_columns(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w,
                             float *out, int dim) {
   for (int j = 0; j < s->sections; j++) {
     const Section *section = &s->section[j];
     const Weights *weights = &w[s->span[span_of(s, section->first, 0)].meta];
     float unit[CHUNK];
-    for (int g = 0; g < QUERIES; g++) unit[g] = section->alpha * weights->scale[g];
-    page_value_sums(QUERIES, section, page_head, ahead, quad, quads, weights->high, weights->low, unit, out + section->first, dim);
+    for (int g = 0; g < queries; g++) unit[g] = section->alpha * weights->scale[g];
+    VALUE_SUMS[queries - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, quad, quads, weights->high, weights->low, unit,
+                                                                    out + section->first, dim);
   }
 }
 #endif
@@ -140,7 +141,7 @@ static void code_values(int queries, const Stream *s, const uint8_t *page_head, 
                       int dim) {
 #if ARM
   if (by_sections(s)) {
-    FOR_COUNT(queries, section_columns, s, page_head, ahead, quad, quads, w, out, dim)
+    section_columns(queries, s, page_head, ahead, quad, quads, w, out, dim);
     return;
   }
 #endif

@@ -1,0 +1,91 @@
+/* Compares the decode of i8mm.c with that of neon.c, bit by bit, on random pages. test_i8mm.py compiles and runs it. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kvant.h"
+
+#define TOKENS 300 /* more than four pages, the last one ragged */
+#define PAGE 64
+#define PAGES 5
+
+static uint32_t state = 1;
+static uint32_t random_bits(void) { return state = state * 1664525u + 1013904223u, state >> 8; }
+static float random_float(void) { return (float)random_bits() / 0x1p23f - 1.0f; }
+static uint16_t bfloat16(float x) { uint32_t bits; return memcpy(&bits, &x, 4), (uint16_t)(bits >> 16); }
+
+typedef struct { int bits, first, width, shift; float alpha; } Plane;
+typedef struct { int kind, planes, spans; Plane plane[4]; Span span[4]; } Form; /* of keys and of values */
+
+/* Fills a stream, from byte `at` of a page on; returns the first byte after it. */
+static int64_t place(Stream *s, const Form *form, int64_t at) {
+  s->kind = form->kind, s->sections = form->planes, s->spans = form->spans;
+  s->metas = 1, s->meta_fields = form->kind == SCALE_ALONE ? 1 : 2, s->meta_type = BFLOAT16, s->group_tokens = 1;
+  for (int j = 0; j < form->planes; j++) {
+    const Plane *plane = &form->plane[j];
+    s->section[j] = (Section){at, plane->bits, plane->first, plane->width, plane->shift, plane->alpha};
+    at += (int64_t)PAGE * plane->width * plane->bits / 8;
+  }
+  memcpy(s->span, form->span, sizeof form->span);
+  s->meta_offset = at;
+  return at + PAGE * 2 * s->meta_fields;
+}
+
+/* `stored`: channels of a head that have codes; the others are 0. */
+static int compare(const char *name, const Form *form, int dim, int stored, int group, int tokens) {
+  const int heads = 2;
+  static Decode call;
+  memset(&call, 0, sizeof call);
+  call.page_head_bytes = place(&call.value, form, place(&call.key, form, 0));
+  call.heads = heads, call.dim = dim, call.page_tokens = PAGE, call.split_tokens = 128, call.longest_split = 128;
+  call.group = group, call.type = FLOAT32, call.scale = 0.125f, call.splits = (tokens + 127) / 128;
+  call.operand_stride = (dim + 2 + 2 * call.key.spans + dim / 2 + 15) / 16 * 16;
+  const size_t bytes = (size_t)call.page_head_bytes * heads * PAGES, size = (size_t)heads * group * dim;
+  call.pages = malloc(bytes);
+  for (size_t i = 0; i < bytes; i++) call.pages[i] = (uint8_t)random_bits();
+  for (int page = 0; page < PAGES * heads; page++) /* scales that are numbers */
+    for (int side = 0; side < 2; side++) {
+      const Stream *s = side ? &call.value : &call.key;
+      uint16_t *meta = (uint16_t *)(call.pages + page * call.page_head_bytes + s->meta_offset);
+      for (int i = 0; i < PAGE * s->meta_fields; i++) meta[i] = bfloat16(i < PAGE ? 0.05f + fabsf(random_float()) : 3.0f * random_float());
+    }
+  const int64_t table[PAGES] = {3, 0, 4, 1, 2}, length = tokens, zero = 0;
+  Batch batch = {.block_table = table, .seq_lens = &length, .overlay_rows = &zero, .sinks = &zero, .width = PAGES, .count = 1};
+  float *query = malloc(size * 4), *out[2], *scratch = calloc(1 << 18, 4);
+  for (size_t i = 0; i < size; i++) query[i] = random_float();
+  call.batch = &batch, call.query = query;
+  call.operands = calloc((size_t)(heads * group * call.operand_stride), 4);
+  call.partial = calloc((size_t)(heads * call.splits * group * (dim + 2)), 4);
+  const Isa *isa[2] = {&KVANT_NEON, &KVANT_I8MM};
+  for (int i = 0; i < 2; i++) {
+    call.out = out[i] = calloc(size, 4);
+    for (int64_t task = 0; task < heads; task++) isa[i]->prepare(&call, task, scratch);
+    for (int64_t task = 0; task < heads * call.splits; task++) isa[i]->split(&call, task, scratch);
+    for (int64_t task = 0; task < heads; task++) isa[i]->merge(&call, task, scratch);
+  }
+  int differ = 0, numbers = 0;
+  for (size_t i = 0; i < size; i++) differ += memcmp(out[0] + i, out[1] + i, 4) != 0, numbers += isfinite(out[0][i]) && out[0][i] != 0.0f;
+  const int right = !differ && numbers == heads * group * stored;
+  printf("%s, head dim %d, %d queries, %d tokens: %d of %d differ, %d are numbers other than 0\n", name, dim, group, tokens, differ, (int)size, numbers);
+  free(call.pages), free(query), free(out[0]), free(out[1]), free(scratch), free(call.operands), free(call.partial);
+  return right;
+}
+
+int main(void) {
+  int right = 1;
+  for (int dim = 32; dim <= 128; dim += 32)
+    for (int group = 1; group <= 5; group++) {
+      const int q = dim / 4;
+      const Form int4 = {SCALE_ZERO, 1, 1, {{4, 0, dim, 0, 1.0f}}, {{0, dim, 0, 4, 1.0f, 0.0f}}};
+      const Form int2 = {SCALE_MIN, 1, 1, {{2, 0, dim, 0, 1.0f}}, {{0, dim, 0, 2, 1.0f, 0.0f}}};
+      const Form int8 = {SCALE_MIN, 1, 1, {{8, 0, dim, 0, 1.0f}}, {{0, dim, 0, 8, 1.0f, 0.0f}}};
+      const Form int3 = {SCALE_ZERO, 2, 1, {{2, 0, dim, 0, 1.0f}, {1, 0, dim, 2, 4.0f}}, {{0, dim, 0, 3, 1.0f, 0.0f}}};
+      const Form bands = {SCALE_ALONE, 2, 2, {{4, 0, q, 0, 0.3f}, {2, q, 2 * q, 0, 1.0f}}, {{0, q, 0, 4, 0.3f, -2.5f}, {q, 3 * q, 0, 2, 1.0f, -1.5f}}};
+      right &= compare("int4", &int4, dim, dim, group, TOKENS) & compare("int2", &int2, dim, dim, group, TOKENS - 7);
+      right &= compare("int8", &int8, dim, dim, group, TOKENS - 63) & compare("int3", &int3, dim, dim, group, 70);
+      right &= compare("bands", &bands, dim, 3 * q, group, TOKENS);
+    }
+  puts(right ? "the same bits" : "DIFFERENT");
+  return !right;
+}
