@@ -135,15 +135,17 @@ LAUNCHES: dict[str, Callable[[Any, str], Any]] = {
     ),
     "kvant_transform_kv": lambda made, name: transform_kv._kernel.__wrapped__(made, DEVICE),
     "kvant_unpack": lambda made, name: unpack._kernel.__wrapped__(made, DEVICE),
-    "kvant_overlay_step": lambda made, name: overlay_step._kernel.__wrapped__(DEVICE, 64, 1, overlay_step.MOST_SHARED),
+    "kvant_overlay_step": lambda made, name: overlay_step._kernel.__wrapped__(
+        DEVICE, 64, 1, overlay_step.most_shared(DEVICE)
+    ),
     "kvant_merge_parts": lambda made, name: merge_parts._kernel.__wrapped__(128, "float16", "bfloat16", DEVICE),
     "kvant_copy_rows": lambda made, name: copy_rows._kernel.__wrapped__(DEVICE),
 }
 """How kvant launches a kernel of a plan at its largest. A new kernel needs its line here."""
 
 
-def launch_of(made: Any, kernel: str) -> Launch:
-    with mock.patch.object(nvrtc, "Kernel", Launch):
+def launch_of(gpu: Gpu, made: Any, kernel: str) -> Launch:
+    with on(gpu):
         found: Launch = LAUNCHES[kernel](made, kernel)
     assert found.name == kernel and found.text == made.text, (found.name, kernel)
     return found
@@ -165,7 +167,7 @@ def ctas(gpu: Gpu, threads: int, registers: int, shared: int) -> int:
 
 def programs(gpu: Gpu) -> Iterator[tuple[str, Any]]:
     """What is compiled on a GPU, name and plan, or the reason (a str) why it is refused there: heads of 128 channels, 8 KV heads,
-    bfloat16 queries."""
+    bfloat16 queries, and some others."""
     with on(gpu):
         yield from list(_programs())
 
@@ -244,6 +246,36 @@ def _programs() -> Iterator[tuple[str, Any]]:
             if torch.cuda.get_device_capability(DEVICE) == append.WARPGROUPS:
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True)
         yield f"append {name} prompts", tiled
+    for name, group, dim, query in (
+        ("saw-int4", 8, 256, "bfloat16"),
+        ("kvant-2", 4, 256, "bfloat16"),
+        ("kvant-4", 16, 128, "float32"),
+        ("kitty-pro", 16, 128, "float32"),
+        ("vecinfer-4", 8, 128, "float32"),
+        ("million-2:k.bits=10,v.bits=9", 4, 256, "bfloat16"),
+    ):
+        layout, about = Layout.of(recipes.get(name), 8, dim, dtype="bfloat16"), f"{name} dim {dim}"
+        refused, matrix = refusals.refuse(layout, DEVICE), (2, 1) if layout.recipe.key.effective_rope_block else (0, 1)
+        for low_batch in (False, True):
+            made = plan.Plan(layout, group, query, matrix, (0, 1), False, bulk, shared, (), low_batch=low_batch)
+            yield f"decode {about} {query} group {group} {'low' if low_batch else 'high'} batch", refused or made
+        refused = prefill.refuse(layout, DEVICE)
+        for stream in unpack.STREAMS:
+            rotated = dim // 2 if layout.recipe.streams[stream].rope == "block" else 0
+            yield (
+                f"unpack {about} {stream}",
+                refused or unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated),
+            )
+        refused = append.refuse(layout, DEVICE)
+        if layout.format("key").is_pq:
+            rows, types = append_pq.high_batch_rows(layout), ("float32", "float32")
+            yield f"append {about} {rows} rows", refused or append_pq.AppendPqPlan(layout, types, (128, 1), rows)
+        elif layout.recipe.key.groupwise:
+            yield f"append {about}", refused or append_groups.GroupPlan(layout, ("float32", "float32"))
+        else:
+            yield f"append {about} rows", refused or append.AppendPlan(layout, ("float32", "float32"), (1, 1))
+    layout = Layout.of(recipes.get("full"), 8, 256, dtype="bfloat16")
+    yield "decode full dim 256", full.refuse(layout, DEVICE) or full.FullPlan(layout, 16, False, bulk, shared)
     for name in ("squat", "squat-pre"):
         layout = Layout.of(recipes.get(name), 8, 128, dtype="bfloat16")
         refused = append.refuse(layout, DEVICE)
@@ -290,12 +322,17 @@ def kernels_of(code: bytes) -> dict[str, dict[str, int]]:
     return found
 
 
+def static_shared(gpu: Gpu, found: dict[str, int]) -> int:
+    """Bytes of static shared memory. From sm_100 on, the code of a kernel that has shared memory counts what CUDA reserves, too."""
+    return max(0, found["shared"] - (RESERVED_SHARED if gpu.capability >= (10, 0) else 0))
+
+
 def overrun(gpu: Gpu, made: Any, kernel: str, found: dict[str, int]) -> str | None:
     """Why a GPU could not launch a compiled kernel as kvant does, or None."""
-    launch = launch_of(made, kernel)
-    shared = found["shared"] + launch.shared
-    about = f"{launch.threads} threads of {found['registers']} registers, {found['shared']} + {launch.shared} bytes of shared memory"
-    if found["shared"] > STATIC_SHARED:
+    launch, static = launch_of(gpu, made, kernel), static_shared(gpu, found)
+    shared = static + launch.shared
+    about = f"{launch.threads} threads of {found['registers']} registers, {static} + {launch.shared} bytes of shared memory"
+    if static > STATIC_SHARED:
         return f"{about}: more than {STATIC_SHARED} bytes are static"
     return None if ctas(gpu, launch.threads, found["registers"], shared) else f"{about}: {gpu.arch} cannot launch it"
 
@@ -316,8 +353,8 @@ def main() -> None:
             continue
         code = nvrtc.compile_text(made.text, nvrtc.architecture(made.text, gpu.capability))
         for kernel, found in sorted(kernels_of(code).items()):
-            launch = launch_of(made, kernel)
-            held = ctas(gpu, launch.threads, found["registers"], found["shared"] + launch.shared)
+            launch = launch_of(gpu, made, kernel)
+            held = ctas(gpu, launch.threads, found["registers"], static_shared(gpu, found) + launch.shared)
             table.append({"text": name, "kernel": kernel, **found, "dynamic": launch.shared, "ctas": held})
             line = f"{name:36} {kernel:20} registers {found['registers']:4} stack {found['stack']:5} shared {found['shared']:6}"
             line += f" + {launch.shared:6} CTAs {held:2} code {found['code']:7}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvant.bench.synthetic import Shape, fitted, vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
-from kvant.ops import OPS, PagedBatch, choose, implementations, reference
+from kvant.ops import OPS, PagedBatch, choose, flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import (
     append_groups,
@@ -34,6 +35,7 @@ from kvant.ops.cuda import (
 )
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
+from kvant.ops.cuda.merge_parts import merge_parts
 from kvant.ops.fused import HADAMARD, MATRIX, NONE, fuse
 from kvant.ops.types import BoundStream
 from kvant.rope import Rope

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvant.ops.cuda import copy_rows, nvrtc
+from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, int64, optional, pointer
 from kvant.ops.cuda.config import CONSTANTS, STREAM_CONSTANTS, ElementType, config_text
-from scripts.kernel_resources import texts
+from scripts.kernel_resources import GPUS, kernels_of, overrun, programs
 from tests.ops import emulated
 
 COMPILED = ("copy_rows", "decode kvant-2 group 4 high batch", "decode full", "transform kvant-2", "unpack kvant-2 key")
@@ -88,14 +88,17 @@ def test_the_host_compiler_places_fields_as_ctypes_does(tmp_path: Path) -> None:
 def test_compiled_kernels_take_as_many_bytes_as_are_passed() -> None:
     compiler()
     structs = dict(KERNEL.findall("".join(nvrtc.headers().values())))
-    seen = set()
-    for name, text in [("copy_rows", copy_rows.text()), *texts()]:
+    seen, gpu = set(), GPUS["sm_90"]
+    for name, plan in programs(gpu):
         if name not in COMPILED:
             continue
-        for kernel, size in parameter_bytes(nvrtc.compile_text(text, "sm_90")):
+        code = nvrtc.compile_text(plan.text, gpu.arch)
+        for kernel, size in parameter_bytes(code):
             if structs[kernel] in Arguments.declared:
                 assert size == ctypes.sizeof(Arguments.declared[structs[kernel]].structure), kernel
                 seen.add(structs[kernel])
+        for kernel, found in kernels_of(code).items():  # and as much as an H200 has
+            assert overrun(gpu, plan, kernel, found) is None, (name, kernel)
     assert seen == set(Arguments.declared)
 
 

@@ -36,6 +36,7 @@ from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda.decode_matrices import DecodeTransforms
 from kvant.ops.cuda.key_planes import key_planes
+from scripts.kernel_resources import GPUS
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import log_sum_exp
@@ -316,6 +317,59 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
         assert (made.warps, made.constants["MIN_CTAS"]) == (plan.LOW_BATCH_WARPS, 2)
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("arch", "name", "group", "dim", "low_batch", "constants"),
+    [
+        ("sm_86", "int4:group=32", 4, 128, False, {"WARPS": 2, "MIN_CTAS": 2}),
+        ("sm_80", "saw-int4", 4, 128, True, {"WARPS": 4}),
+        ("sm_80", "vecinfer-4", 8, 128, True, {"WARPS": 8}),  # fewer copies of codebooks
+        ("sm_120", "vecinfer-2", 4, 128, False, {"WARPS": 8}),
+        ("sm_120", "kvant-4", 4, 128, False, {"STAGES": 2, "MIN_CTAS": 1}),
+        ("sm_86", "kvant-4-fast", 4, 128, True, {"OUTPUT_TRANSFORM": "OutputTransform::MATRIX"}),  # by kernels of their own
+        ("sm_86", "oscar:group=32", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
+        ("sm_86", "kitty-pro", 16, 128, False, {"WARPS": 2}),
+        ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 4}),
+        ("sm_86", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
+        ("sm_100", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::ROTATED_MATRIX"}),  # as on sm_90
+        ("sm_120", "million-2:k.bits=10,v.bits=9", 4, 256, True, {"WARPS": 2}),
+        ("sm_120", "saw-int4", 8, 256, True, {"WARPS": 2}),
+    ],
+)
+def test_decode_by_the_plans_of_other_gpus(
+    arch: str,
+    name: str,
+    group: int,
+    dim: int,
+    low_batch: bool,
+    constants: dict[str, int | str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer warps, stages and copies, and transforms by other kernels, as their shared memory makes it."""
+    gpu = GPUS[arch]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
+    monkeypatch.setattr(cuda_decode, "shared_memory", lambda device: gpu.shared)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    texts = list[str]()
+    make = emulated.Kernel.__init__
+
+    def checked(self: Any, text: str, kernel: str, device: torch.device, threads: int, shared: int = 0) -> None:
+        assert shared <= gpu.shared[0] and threads <= 1024
+        texts.append(text)
+        make(self, text, kernel, device, threads, shared)
+
+    monkeypatch.setattr(emulated.Kernel, "__init__", checked)
+    cache, seqs = filled(name, 2, group, dim, [1, 63, 300])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    q = torch.randn(len(seqs), 2 * group, dim).bfloat16()
+    with attention.poisoned():
+        found = cuda_decode.decode(store, q, batch, scale=dim**-0.5)
+    assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < 2e-3
+    assert f"#define BULK {int(gpu.capability >= (9, 0))}\n" in texts[0]
+    for constant, value in constants.items():
+        assert f" int {constant} = {value};" in texts[0], constant
 
 
 @pytest.mark.few(1)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from kvant.layout import Layout, StreamName
-from kvant.ops.cuda import append_groups, append_plan, append_pq, nearest_centroids, nvrtc, refusals
+from kvant.ops.cuda import append_groups, append_plan, append_pq, fit_subspace, nearest_centroids, nvrtc, refusals
 from kvant.ops.cuda.append_matrices import AppendTransforms, TileMatrix, step_matrix, tile_matrix
 from kvant.ops.cuda.append_plan import (
     STEP_WARPS,
@@ -44,9 +44,13 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
     reason = refuse_layout(layout) or refusals.refuse(layout, device)
-    if reason is None and nearest_centroids.serves(layout):
+    if reason is not None:
+        return reason
+    if layout.recipe.key.corrector is not None:
+        return fit_subspace.refuse_memory(layout, device)
+    if nearest_centroids.serves(layout):
         return nearest_centroids.refuse_memory(layout, device)
-    return append_pq.refuse_memory(layout, device) if reason is None and append_pq.serves(layout) else reason
+    return append_pq.refuse_memory(layout, device) if append_pq.serves(layout) else None
 
 
 def refuse_layout(layout: Layout) -> str | None:

@@ -14,6 +14,7 @@ from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import UNROTATE_FIELDS, Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
+from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor
@@ -21,6 +22,7 @@ MAX_HEAD_DIM = 128  # a square matrix of doubles lies in shared memory
 MAX_RANK = 64
 ROWS_AT_ONCE = 8  # of kernels/fit_subspace.cu
 GRAM_CTAS = 512  # CTAs that sums over the queries of a prompt are spread over, beside one for every sequence and head
+STATIC_BYTES = 2048  # of static shared memory of kvant_fit_subspace, at most
 LEAST_CHUNK = 256  # tokens of such a sum, at least
 _PLANS: nvrtc.Numbered[FitPlan] = nvrtc.Numbered()
 
@@ -91,6 +93,14 @@ class FitPlan:
     def shared(self, columns: int) -> int:
         dim = self.layout.head_dim
         return 8 * (columns * (dim + 8) + ROWS_AT_ONCE * dim)
+
+
+def refuse_memory(layout: Layout, device: torch.device) -> str | None:
+    """Why a device's shared memory does not hold a square matrix of doubles, or None."""
+    needed = FitPlan(layout, 1, "float32").shared(layout.head_dim) + STATIC_BYTES
+    if needed > shared_memory(device)[0]:
+        return f"a matrix of doubles of {needed} bytes, of which subspaces are fitted, is more than this GPU's shared memory holds"
+    return None
 
 
 @functools.lru_cache(maxsize=256)

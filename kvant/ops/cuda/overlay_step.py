@@ -13,6 +13,7 @@ import torch
 from kvant.layout import StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
+from kvant.ops.cuda.plan import shared_memory
 
 Tensor = torch.Tensor
 COPIES = 16  # overlay rows that a step copies, and rows that get another's sinks; further ones get them a step later
@@ -20,7 +21,8 @@ THREADS = 1024
 COPY_CTAS = 128  # CTAs that copy metadata, and the overlay rows of a layer each
 ROW_BITS = 20  # of a row and of a sequence in the kernel's keys
 WORD = 16  # bytes that a thread copies at a time
-MOST_SHARED = 224 * 1024  # bytes: about 8,000 rows; GPUs with less shared memory refuse the kernel sooner
+MOST_SHARED = 224 * 1024  # bytes of dynamic shared memory: about 8,000 rows; 3,600 where a CTA may have 99 KiB
+STATIC_SHARED = 1024  # bytes of the kernel's own, at most
 SHARED_STEP = 16 * 1024  # dynamic shared memory is asked for in multiples of it, so that few kernels are compiled
 
 OverlayStepArguments = Arguments(
@@ -197,6 +199,22 @@ def _kernel(device: torch.device, page_tokens: int, items: int, shared: int) -> 
     return nvrtc.Kernel(text(page_tokens, items), "kvant_overlay_step", device, THREADS, shared)
 
 
+def most_shared(device: torch.device) -> int:
+    """Bytes of dynamic shared memory that the kernel may ask for on a device."""
+    if device.type != "cuda":
+        return MOST_SHARED
+    return min(MOST_SHARED, shared_memory(device)[0] - STATIC_SHARED)
+
+
+def _items(batch: int) -> int:
+    """Sequences of a thread, a power of two."""
+    return 1 << max(0, -(-batch // THREADS) - 1).bit_length()
+
+
+def _shared_bytes(rows: int, items: int) -> int:
+    return rows * (8 + 4 * 4) + items * THREADS * (8 + 4) if rows else 0
+
+
 class Launcher:
     """Launches the kernel for steps with the same outputs and overlays; what does not change from step to step is filled in once."""
 
@@ -204,6 +222,12 @@ class Launcher:
         self.outputs, self.overlays, self.page_tokens = outputs, overlays, page_tokens
         self.rows = 0 if overlays is None else overlays.rows
         self.room, self.tokens, self.width = len(outputs.seq_lens), len(outputs.slot_mapping), outputs.table.shape[1]
+        self.most_shared, needed = most_shared(outputs.table.device), _shared_bytes(self.rows, _items(self.room))
+        if needed > self.most_shared:
+            raise ValueError(
+                f"{self.rows} overlay rows with steps of {self.room - 1} sequences take {needed} bytes of shared memory, and this GPU "
+                f"has {self.most_shared} for them: ask for fewer overlay rows"
+            )
         self.arguments = OverlayStepArguments.fill(
             table=outputs.table,  # inputs: set by every call
             seq_lens=outputs.seq_lens,
@@ -238,10 +262,8 @@ class Launcher:
         a.table_stride, a.table_width = table.stride(0), min(table.shape[1], self.width)
         a.batch, a.half_batch = batch, nvrtc.half_of(batch) if batch else 0
         a.clock, a.tokens, a.late = clock, tokens, int(late)
-        items = 1 << max(0, -(-batch // THREADS) - 1).bit_length()
-        shared = self.rows * (8 + 4 * 4) + items * THREADS * (8 + 4) if self.rows else 0
-        assert shared <= MOST_SHARED, f"{self.rows} overlay rows are more than the kernel has shared memory for"
-        shared = -(-shared // SHARED_STEP) * SHARED_STEP
+        items = _items(batch)
+        shared = min(self.most_shared, -(-_shared_bytes(self.rows, items) // SHARED_STEP) * SHARED_STEP)
         _kernel(seq_lens.device, self.page_tokens, items, shared).launch(((1 if self.rows else 0) + COPY_CTAS, 1), a)
 
 
