@@ -328,7 +328,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("sm_80", "vecinfer-4", 8, 128, True, {"WARPS": 8}),  # fewer copies of codebooks
         ("sm_120", "vecinfer-2", 4, 128, False, {"WARPS": 8}),
         ("sm_120", "kvant-4", 4, 128, False, {"STAGES": 2, "MIN_CTAS": 1}),
-        ("sm_86", "kvant-4-fast", 4, 128, True, {"OUTPUT_TRANSFORM": "OutputTransform::MATRIX"}),  # by kernels of their own
+        ("sm_86", "kvant-4-fast", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),  # by a kernel before decode
         ("sm_86", "oscar:group=32", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
         ("sm_86", "kitty-pro", 16, 128, False, {"WARPS": 2}),
         ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 4}),
