@@ -106,9 +106,9 @@ def on(gpu: Gpu) -> Iterator[None]:
         shared_memory_per_block_optin=gpu.shared[0], shared_memory_per_multiprocessor=gpu.shared[1]
     )
     with (
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
-        mock.patch.object(nvrtc, "missing", lambda: None),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu.capability),
+        mock.patch.object(nvrtc, "missing", return_value=None),
         mock.patch.object(nvrtc, "Kernel", Launch),
     ):
         yield
@@ -331,7 +331,9 @@ def overrun(gpu: Gpu, made: Any, kernel: str, found: dict[str, int]) -> str | No
     """Why a GPU could not launch a compiled kernel as kvant does, or None."""
     launch, static = launch_of(gpu, made, kernel), static_shared(gpu, found)
     shared = static + launch.shared
-    about = f"{launch.threads} threads of {found['registers']} registers, {static} + {launch.shared} bytes of shared memory"
+    about = (
+        f"{launch.threads} threads of {found['registers']} registers, {static} + {launch.shared} bytes of shared memory"
+    )
     if static > STATIC_SHARED:
         return f"{about}: more than {STATIC_SHARED} bytes are static"
     return None if ctas(gpu, launch.threads, found["registers"], shared) else f"{about}: {gpu.arch} cannot launch it"

@@ -87,7 +87,9 @@ def refuse_cudnn(device: torch.device, head_dim: int) -> str | None:
     if not (torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()):
         return "cuDNN's attention is turned off in torch"
     if head_dim % 8 or head_dim > CUDNN_HEAD_DIM:
-        return f"cuDNN is asked for head dims that are multiples of 8 up to {CUDNN_HEAD_DIM}, and this one is {head_dim}"
+        return (
+            f"cuDNN is asked for head dims that are multiples of 8 up to {CUDNN_HEAD_DIM}, and this one is {head_dim}"
+        )
     return None
 
 
@@ -108,4 +110,6 @@ def by_row(lse: Tensor, rows: int) -> Tensor:
 
 
 CUDNN = Unmasked(attend_cudnn, refuse_cudnn)
-TORCH = Flash(attend, torch.float16, unmasked=CUDNN)  # float16, which holds codes times scales better than bfloat16 does
+TORCH = Flash(
+    attend, torch.float16, unmasked=CUDNN
+)  # float16, which holds codes times scales better than bfloat16 does

@@ -225,8 +225,8 @@ class Launcher:
         self.most_shared, needed = most_shared(outputs.table.device), _shared_bytes(self.rows, _items(self.room))
         if needed > self.most_shared:
             raise ValueError(
-                f"{self.rows} overlay rows with steps of {self.room - 1} sequences take {needed} bytes of shared memory, and this GPU "
-                f"has {self.most_shared} for them: ask for fewer overlay rows"
+                f"{self.rows} overlay rows with steps of {self.room - 1} sequences take {needed} bytes of shared memory, and this "
+                f"GPU has {self.most_shared} for them: ask for fewer overlay rows"
             )
         self.arguments = OverlayStepArguments.fill(
             table=outputs.table,  # inputs: set by every call

@@ -204,8 +204,8 @@ def _attend(
 class Run(NamedTuple):
     """Neighbouring sequences of which fused attention without a mask reads the first `tokens`, in one call."""
 
-    first: int  # sequence
-    count: int
+    first: int  # of the sequences
+    sequences: int
     tokens: int
     new: int  # new tokens of each
 
@@ -266,14 +266,14 @@ def _split(
     tokens, as ever; merged by the log-sum-exps. Outputs are of `out_type`."""
     q, rest, starts = q.contiguous(), list(spans), [0, *itertools.accumulate(span.new for span in spans)]
     for run in runs:
-        for b in range(run.first, run.first + run.count):
+        for b in range(run.first, run.first + run.sequences):
             rest[b] = rest[b]._replace(first=run.tokens)
     tail = _attend(store, q, new, batch, rest, dtype, scale, None, True)
     out = torch.empty(q.shape, dtype=out_type, device=q.device)
-    if sum(run.count * run.new for run in runs) < len(q):
+    if sum(run.sequences * run.new for run in runs) < len(q):
         out.copy_(tail.out)
     for run in runs:
-        part = slice(run.first, run.first + run.count)
+        part = slice(run.first, run.first + run.sequences)
         rows = slice(starts[part.start], starts[part.stop])
         first = [Span(0, run.tokens, span.history) for span in spans[part]]
         history = _unmasked(store, q[rows], some_sequences(batch, part), first, dtype, scale)
@@ -296,7 +296,9 @@ def _long(
     new tokens are attended to with the last span. `unmasked`: spans before the last by fused attention without a mask."""
     spans = long_spans(whole.last, unmasked)
     last_tokens = whole.last - spans[-1][0]
-    with_new = last_tokens + whole.new <= JOINED_TOKENS and not (unmasked and unmasked_tokens(last_tokens) == last_tokens)
+    with_new = last_tokens + whole.new <= JOINED_TOKENS and not (
+        unmasked and unmasked_tokens(last_tokens) == last_tokens
+    )
 
     def attend(first: int, last: int) -> Part:
         if with_new and last == whole.last:
