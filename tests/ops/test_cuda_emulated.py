@@ -1019,6 +1019,9 @@ def test_lengths_that_are_attended_to_without_a_mask() -> None:
     least = cuda_prefill.UNMASKED_TOKENS
     assert not any(found[:least]) and all(7 * n < 8 * m <= 8 * n for n, m in enumerate(found) if n >= least)
     assert len(set(found)) == 1 + 8 * 3
+    rows = [cuda_prefill.padded_rows(n) for n in range(1, 8193)]
+    assert all(n <= m <= max(9 * n // 8, n + 127) and m % 128 == 0 for n, m in enumerate(rows, 1))
+    assert len(set(rows)) == 16 + 8 + 8 and cuda_prefill.padded_rows(2048) == 2048
     for history, unmasked in ((200_000, True), (200_000, False), (131_072, True), (69_632, True)):
         spans = cuda_prefill.long_spans(history, unmasked)
         assert spans[0][0] == 0 and spans[-1][1] == history and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
