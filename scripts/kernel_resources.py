@@ -178,7 +178,7 @@ def texts(gpu: Gpu = GPUS["sm_90"]) -> Iterator[tuple[str, str]]:
 
 
 def _programs() -> Iterator[tuple[str, Any]]:
-    bulk, shared = plan.copies_in_bulk(DEVICE), plan.shared_memory(DEVICE)
+    bulk, shared, narrow = plan.copies_in_bulk(DEVICE), plan.shared_memory(DEVICE), unpack.narrow(DEVICE)
     for name, group, dual, inverse in (
         ("saw-int4", 4, (1, 128), (1, 128)),
         ("kvant-4-fast", 4, (2, 1), (2, 1)),
@@ -212,7 +212,8 @@ def _programs() -> Iterator[tuple[str, Any]]:
             yield f"unpack {name}", refused
         for stream in () if refused else unpack.STREAMS:
             rotated = 64 if layout.recipe.streams[stream].rope == "block" else 0
-            yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated)
+            made_unpack = unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated, narrow=narrow)
+            yield f"unpack {name} {stream}", made_unpack
         refused = append.refuse(layout, DEVICE)
         if refused is not None:
             if append.refuse_layout(layout) is None:
@@ -262,10 +263,8 @@ def _programs() -> Iterator[tuple[str, Any]]:
         refused = prefill.refuse(layout, DEVICE)
         for stream in unpack.STREAMS:
             rotated = dim // 2 if layout.recipe.streams[stream].rope == "block" else 0
-            yield (
-                f"unpack {about} {stream}",
-                refused or unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated),
-            )
+            made_unpack = unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated, narrow=narrow)
+            yield f"unpack {about} {stream}", refused or made_unpack
         refused = append.refuse(layout, DEVICE)
         if layout.format("key").is_pq:
             rows, types = append_pq.high_batch_rows(layout), ("float32", "float32")

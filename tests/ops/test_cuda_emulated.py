@@ -878,6 +878,14 @@ def test_unpack(name: str, dim: int, first: int) -> None:
     check_unpack(name, dim, first, torch.float16)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "dim", "first"), [READ[i] for i in range(0, len(READ), 3)])
+def test_unpack_as_on_gpus_from_sm_100_on(name: str, dim: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 tokens at a time."""
+    monkeypatch.setattr(unpack, "narrow", lambda device: True)
+    check_unpack(name, dim, first, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_types_of_unpacked_rows(dtype: torch.dtype) -> None:
     check_unpack("kvant-2:sink=5,recent=70", 64, 30, dtype)
