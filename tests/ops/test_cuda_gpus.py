@@ -29,7 +29,7 @@ QUICK = (  # every kernel file, both forms of copies: what depends on the archit
 )
 MORE = {
     "sm_80": ("decode kivi-k2v2 group 4 high batch", "nearest centroids saw-int4-kmeans order 1", "fit squat"),
-    "sm_86": ("decode kvant-2 group 4 high batch", "append saw-int4 prompts"),
+    "sm_86": ("decode kvant-2 group 4 high batch",),
     "sm_100": ("append saw-int4 prompts",),
     "sm_120": ("decode kvant-2 group 4 high batch",),
 }
