@@ -321,14 +321,10 @@ def kernels_of(code: bytes) -> dict[str, dict[str, int]]:
     return found
 
 
-def static_shared(gpu: Gpu, found: dict[str, int]) -> int:
-    """Bytes of static shared memory. From sm_100 on, the code of a kernel that has shared memory counts what CUDA reserves, too."""
-    return max(0, found["shared"] - (RESERVED_SHARED if gpu.capability >= (10, 0) else 0))
-
-
 def overrun(gpu: Gpu, made: Any, kernel: str, found: dict[str, int]) -> str | None:
-    """Why a GPU could not launch a compiled kernel as kvant does, or None."""
-    launch, static = launch_of(gpu, made, kernel), static_shared(gpu, found)
+    """Why a GPU could not launch a compiled kernel as kvant does, or None. From sm_100 on, static shared memory seems to include what
+    CUDA reserves; it is counted nevertheless."""
+    launch, static = launch_of(gpu, made, kernel), found["shared"]
     shared = static + launch.shared
     about = (
         f"{launch.threads} threads of {found['registers']} registers, {static} + {launch.shared} bytes of shared memory"
@@ -355,7 +351,7 @@ def main() -> None:
         code = nvrtc.compile_text(made.text, nvrtc.architecture(made.text, gpu.capability))
         for kernel, found in sorted(kernels_of(code).items()):
             launch = launch_of(gpu, made, kernel)
-            held = ctas(gpu, launch.threads, found["registers"], static_shared(gpu, found) + launch.shared)
+            held = ctas(gpu, launch.threads, found["registers"], found["shared"] + launch.shared)
             table.append({"text": name, "kernel": kernel, **found, "dynamic": launch.shared, "ctas": held})
             line = f"{name:36} {kernel:20} registers {found['registers']:4} stack {found['stack']:5} shared {found['shared']:6}"
             line += f" + {launch.shared:6} CTAs {held:2} code {found['code']:7}"
