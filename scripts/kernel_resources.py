@@ -178,7 +178,7 @@ def texts(gpu: Gpu = GPUS["sm_90"]) -> Iterator[tuple[str, str]]:
 
 
 def _programs() -> Iterator[tuple[str, Any]]:
-    bulk, shared = plan.copies_in_bulk(DEVICE), plan.shared_memory(DEVICE)
+    bulk, shared, narrow = plan.copies_in_bulk(DEVICE), plan.shared_memory(DEVICE), unpack.narrow(DEVICE)
     for name, group, dual, inverse in (
         ("saw-int4", 4, (1, 128), (1, 128)),
         ("kvant-4-fast", 4, (2, 1), (2, 1)),
@@ -220,7 +220,8 @@ def _programs() -> Iterator[tuple[str, Any]]:
             yield f"unpack {name}", refused
         for stream in () if refused else unpack.STREAMS:
             rotated = 64 if layout.recipe.streams[stream].rope == "block" else 0
-            yield f"unpack {name} {stream}", unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated)
+            made_unpack = unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated, narrow=narrow)
+            yield f"unpack {name} {stream}", made_unpack
         refused = append.refuse(layout, DEVICE)
         if refused is not None:
             if append.refuse_layout(layout) is None:
@@ -271,10 +272,8 @@ def _programs() -> Iterator[tuple[str, Any]]:
         refused = prefill.refuse(layout, DEVICE)
         for stream in unpack.STREAMS:
             rotated = dim // 2 if layout.recipe.streams[stream].rope == "block" else 0
-            yield (
-                f"unpack {about} {stream}",
-                refused or unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated),
-            )
+            made_unpack = unpack.UnpackPlan(layout, stream, "bfloat16", "float16", rotated, narrow=narrow)
+            yield f"unpack {about} {stream}", refused or made_unpack
         refused = append.refuse(layout, DEVICE)
         if layout.format("key").is_pq:
             rows, types = append_pq.high_batch_rows(layout), ("float32", "float32")
@@ -331,14 +330,10 @@ def kernels_of(code: bytes) -> dict[str, dict[str, int]]:
     return found
 
 
-def static_shared(gpu: Gpu, found: dict[str, int]) -> int:
-    """Bytes of static shared memory. From sm_100 on, the code of a kernel that has shared memory counts what CUDA reserves, too."""
-    return max(0, found["shared"] - (RESERVED_SHARED if gpu.capability >= (10, 0) else 0))
-
-
 def overrun(gpu: Gpu, made: Any, kernel: str, found: dict[str, int]) -> str | None:
-    """Why a GPU could not launch a compiled kernel as kvant does, or None."""
-    launch, static = launch_of(gpu, made, kernel), static_shared(gpu, found)
+    """Why a GPU could not launch a compiled kernel as kvant does, or None. From sm_100 on, static shared memory seems to include what
+    CUDA reserves; it is counted nevertheless."""
+    launch, static = launch_of(gpu, made, kernel), found["shared"]
     shared = static + launch.shared
     about = (
         f"{launch.threads} threads of {found['registers']} registers, {static} + {launch.shared} bytes of shared memory"
@@ -365,7 +360,7 @@ def main() -> None:
         code = nvrtc.compile_text(made.text, nvrtc.architecture(made.text, gpu.capability))
         for kernel, found in sorted(kernels_of(code).items()):
             launch = launch_of(gpu, made, kernel)
-            held = ctas(gpu, launch.threads, found["registers"], static_shared(gpu, found) + launch.shared)
+            held = ctas(gpu, launch.threads, found["registers"], found["shared"] + launch.shared)
             table.append({"text": name, "kernel": kernel, **found, "dynamic": launch.shared, "ctas": held})
             line = f"{name:36} {kernel:20} registers {found['registers']:4} stack {found['stack']:5} shared {found['shared']:6}"
             line += f" + {launch.shared:6} CTAs {held:2} code {found['code']:7}"

@@ -781,7 +781,7 @@ def test_cudnn_attends_to_long_histories(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("types", itertools.product(["bfloat16", "float16"], repeat=2))
+@pytest.mark.parametrize("types", list(itertools.product(["bfloat16", "float16"], repeat=2)))
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_parts_of_attention_are_merged(dim: int, types: tuple[str, str]) -> None:
     """By their log-sum-exps, which may be far apart; parts are strided as cuDNN and FlashAttention-2 leave them."""

@@ -1010,6 +1010,14 @@ def test_unpack(name: str, dim: int, first: int) -> None:
     check_unpack(name, dim, first, torch.float16)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "dim", "first"), [READ[i] for i in range(0, len(READ), 3)])
+def test_unpack_as_on_gpus_from_sm_100_on(name: str, dim: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 tokens at a time."""
+    monkeypatch.setattr(unpack, "narrow", lambda device: True)
+    check_unpack(name, dim, first, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_types_of_unpacked_rows(dtype: torch.dtype) -> None:
     check_unpack("kvant-2:sink=5,recent=70", 64, 30, dtype)
@@ -1157,6 +1165,9 @@ def test_lengths_that_are_attended_to_without_a_mask() -> None:
     least = cuda_prefill.UNMASKED_TOKENS
     assert not any(found[:least]) and all(7 * n < 8 * m <= 8 * n for n, m in enumerate(found) if n >= least)
     assert len(set(found)) == 1 + 8 * 3
+    rows = [cuda_prefill.padded_rows(n) for n in range(1, 8193)]
+    assert all(n <= m <= max(9 * n // 8, n + 127) and m % 128 == 0 for n, m in enumerate(rows, 1))
+    assert len(set(rows)) == 16 + 8 + 8 and cuda_prefill.padded_rows(2048) == 2048
     for history, unmasked in ((200_000, True), (200_000, False), (131_072, True), (69_632, True)):
         spans = cuda_prefill.long_spans(history, unmasked)
         assert spans[0][0] == 0 and spans[-1][1] == history and all(a[1] == b[0] for a, b in itertools.pairwise(spans))

@@ -21,7 +21,7 @@ COPY_CTAS = 128  # CTAs that copy metadata, and the overlay rows of a layer each
 ROW_BITS = 20  # of a row and of a sequence in the kernel's keys
 WORD = 16  # bytes that a thread copies at a time
 MOST_SHARED = 224 * 1024  # bytes of dynamic shared memory: about 8,000 rows; 3,600 where a CTA may have 99 KiB
-STATIC_SHARED = 1024  # bytes of the kernel's own, at most
+STATIC_SHARED = 2048  # bytes of the kernel's own, at most, with what CUDA reserves
 SHARED_STEP = 16 * 1024  # dynamic shared memory is asked for in multiples of it, so that few kernels are compiled
 
 OverlayStepArguments = Arguments(

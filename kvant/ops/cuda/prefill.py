@@ -64,7 +64,7 @@ ABOUT = (
 )
 UNMASKED_TOKENS = 4096  # of a history, at least, that fused attention without a mask reads
 UNMASKED_BITS = 3  # 2^3 lengths of such histories lie between two powers of two
-UNMASKED_ROWS = 128  # of a tile of it: new tokens are padded to a multiple
+UNMASKED_ROWS = 128  # of a tile of it
 UNMASKED_TILES = 128  # of rows and query heads, at least: a GPU has about as many multiprocessors
 ROTATED_AT_ONCE = 8  # pairs of channels that kernels/unpack.cu rotates
 
@@ -226,6 +226,12 @@ def unmasked_tokens(history: int) -> int:
     return 0 if history < UNMASKED_TOKENS else history // unit * unit
 
 
+def padded_rows(rows: int) -> int:
+    """Rows of a sequence that are passed: whole tiles, and of many rows as few numbers as of tokens."""
+    unit = max(UNMASKED_ROWS, 1 << max(0, (rows - 1).bit_length() - 1 - UNMASKED_BITS))
+    return -(-rows // unit) * unit
+
+
 def runs_of(fused: flash.Flash, spans: list[Span], q: Tensor, softcap: float | None) -> list[Run]:
     """The sequences of a workspace whose histories are attended to without a mask: where `fused` has such an attention, histories
     are long, and rows are enough for a GPU."""
@@ -251,9 +257,8 @@ def _unmasked(
     keys, values = (x.view(len(spans), -1, *x.shape[1:]) for x in (keys, values))
     rows = len(q) // len(spans)
     q = q.view(len(spans), rows, *q.shape[1:])
-    padding = -rows % UNMASKED_ROWS  # rows that nobody reads, so that there are few shapes
-    if padding:
-        padded = q.new_zeros(len(spans), rows + padding, *q.shape[2:])
+    if padded_rows(rows) > rows:  # rows that nobody reads, so that there are few shapes
+        padded = q.new_zeros(len(spans), padded_rows(rows), *q.shape[2:])
         padded[:, :rows] = q
         q = padded
     out, lse = store.flash.unmasked.run(q, keys, values, scale)

@@ -128,7 +128,8 @@ def shared_bytes(layout: Layout, name: StreamName) -> int:
 @dataclasses.dataclass(frozen=True)
 class UnpackPlan:
     """The kernel for one stream of a layout, the types of new tokens and of the rows that come out, the pairs of channels that
-    RoPE rotates when keys are read (0: none), and whether an offset is added after the matrix."""
+    RoPE rotates when keys are read (0: none), whether an offset is added after the matrix, and whether the GPU is one that `narrow`
+    means."""
 
     layout: Layout
     stream: StreamName
@@ -136,11 +137,12 @@ class UnpackPlan:
     out_type: str
     rotated: int = 0
     offset: bool = False
+    narrow: bool = False
 
     @property
     def tiles(self) -> int:
         """Tiles of 16 tokens that a warp unpacks at once: two where codes are operands, which takes few registers."""
-        return 2 if self.coded and self.layout.page_tokens % 32 == 0 else 1
+        return 2 if self.coded and self.layout.page_tokens % 32 == 0 and not self.narrow else 1
 
     @property
     def unit(self) -> int:
@@ -227,6 +229,12 @@ class UnpackPlan:
             "Stream": constants,
         }
         return nvrtc.program("kernels/unpack.cu", config=config, arguments=[UnpackArguments], defines={"BULK": 0})
+
+
+def narrow(device: torch.device) -> bool:
+    """Whether a warp is to unpack 16 tokens at a time: from sm_100 on. With 32 the compiler spills 656 bytes of registers a thread
+    there (`unpack kvant-4 key`), with 16 it spills 88; on sm_90 it spills 104 with 32."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -429,18 +437,21 @@ class Joined(NamedTuple):
 def joined(layout: Layout, spans: tuple[Span, ...], device: torch.device) -> Joined:
     """The rows of these spans. What it made is kept: the layers of a model ask for the same."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _joined(layout, spans, device, stream)
+    return _joined(layout, spans, device, stream, narrow(device))
 
 
 @functools.lru_cache(maxsize=64)
-def _joined(layout: Layout, spans: tuple[Span, ...], device: torch.device, stream: int) -> Joined:
+def _joined(layout: Layout, spans: tuple[Span, ...], device: torch.device, stream: int, narrow: bool) -> Joined:
     origin, starts = layout.recipe.origin, [0]
     for span in spans:
         starts.append(starts[-1] + span.tokens)
     rows: list[int] = []
     units: dict[StreamName, int] = {}
     for name in STREAMS:
-        window, unit = layout.recipe.streams[name].window, UnpackPlan(layout, name, "bfloat16", "bfloat16").unit
+        window, unit = (
+            layout.recipe.streams[name].window,
+            UnpackPlan(layout, name, "bfloat16", "bfloat16", narrow=narrow).unit,
+        )
         before = 0
         for span, start in zip(spans, starts, strict=False):
             packed_end = max(window.packed_end(span.history), window.sink)
@@ -516,7 +527,7 @@ def unpack(
     assert new is not None or not any(span.new for span in spans)
     new_type = layout.overlay_dtype if new is None else _type(new.dtype)
     offset = store.derive(StoredTables).inverse[name].offset is not None
-    made = UnpackPlan(layout, name, new_type, _type(dtype), rotated_pairs(store, name), offset)
+    made = UnpackPlan(layout, name, new_type, _type(dtype), rotated_pairs(store, name), offset, narrow(device))
     table, where = tables(store, made), joined(layout, spans, device)
     angles = None if made.rotated == 0 else angles_of(store, max(span.last for span in spans))
     if new is not None and (new.stride()[1:] != (layout.head_dim, 1) or new.stride(0) % 8 or new.data_ptr() % 16):
