@@ -136,3 +136,18 @@ def test_hybrid_models(start: Any, hybrid: Any, recipe: str) -> None:
     run(llm, [prompt(i, 200) for i in range(3, 7)], 70)
     seen = compared(llm)
     assert seen["prefills"] and seen["fresh"] and seen["overwritten"], seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [qwen3_next_like, lfm2_like], indirect=True, ids=lambda make: make.__name__)
+@pytest.mark.usefixtures("without_delta_nets")
+def test_prefix_hits_of_hybrid_models(start: Any, hybrid: Any) -> None:
+    """vLLM finds a hit where it kept the states of the other layers, too: here at the end of the first prompt."""
+    *model, _ = hybrid
+    llm = start(model, {"recipe": "kvant-2"}, blocks=40)
+    first = prompt(0, 700)
+    run(llm, [first], 5)
+    found = run(llm, [first[:600] + prompt(1, 30), first + prompt(2, 10)], 20)
+    assert [request.num_cached_tokens for request in found] == [0, 640]
+    seen = compared(llm)
+    assert seen["prefills"] and seen["behind a prefix"], seen
