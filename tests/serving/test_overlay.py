@@ -104,7 +104,13 @@ def test_a_tail_that_is_lost_is_an_error_on_a_gpu() -> None:
 # --- single cases, each of which was once read wrong ---------------------------------------------------------------
 
 
-def run(steps: list[list[tuple[str, int, int, list[int]]]], sink: int, recent: int, drafts: int = 0) -> list[Read]:
+def run(
+    steps: list[list[tuple[str, int, int, list[int]]]],
+    sink: int,
+    recent: int,
+    drafts: int = 0,
+    sliding_window: int | None = None,
+) -> list[Read]:
     """Steps of (text, tokens before, tokens after, block table). A text's tokens are its own; texts that begin with the same
     letter have the same first 64 tokens. The last token of a text with ! is a draft that will be rejected."""
 
@@ -117,11 +123,12 @@ def run(steps: list[list[tuple[str, int, int, list[int]]]], sink: int, recent: i
         [Part(0, text, tokens(text, after), tuple(table), before, 0) for text, before, after, table in step]
         for step in steps
     ]
-    return reads(Schedule(8, drafts, parts), sink, recent, rows=6, number=lambda tenant, token, position: token)
+    schedule = Schedule(8, drafts, parts, sliding_window)
+    return reads(schedule, sink, recent, rows=6, number=lambda tenant, token, position: token)
 
 
 def own(read: Read) -> bool:
-    return read.numbers == tuple(map(float, read.part.tokens[: read.length]))
+    return read.numbers[read.low :] == tuple(map(float, read.part.tokens[read.low : read.length]))
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 24), (4, 0)])
@@ -158,6 +165,22 @@ def test_a_rejected_draft_is_not_read_by_who_shares_its_block() -> None:
     steps = [[("p", 0, 62, [1])], [("p!", 62, 64, [1])], [("p", 63, 64, [1]), ("pr", 64, 65, [1, 2])]]
     found = run(steps, 0, 8, drafts=1)
     assert own(found[-1]) and own(found[-2])
+
+
+def test_sinks_do_not_come_through_a_block_that_a_sliding_window_has_left() -> None:
+    """p's window has left block 1, which its table still names. q has the block then, and r shares it with q."""
+    steps = [[("p", 0, 150, [1, 2, 3])], [("q", 0, 64, [1])], [("q", 64, 70, [1, 5])]]
+    steps += [[("p", 150, 151, [1, 2, 3])], [("qr", 64, 65, [1, 4])]]
+    found = run(steps, 4, 8, sliding_window=64)
+    assert all(map(own, found)) and found[-1].low == 1
+    assert found[-1].sinks == 4, "q's row still has them"
+
+
+def test_sinks_are_found_after_their_own_sequence_has_left_them() -> None:
+    """p goes on beyond its first block; r begins with the same block, which nobody has written since."""
+    steps = [[("p", 0, 150, [1, 2, 3])], [("p", 150, 151, [1, 2, 3])], [("pr", 64, 65, [1, 4])]]
+    found = run(steps, 4, 8, sliding_window=64)
+    assert all(map(own, found)) and found[-1].sinks == 4
 
 
 def test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts() -> None:

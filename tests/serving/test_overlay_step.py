@@ -353,6 +353,8 @@ def test_what_attention_reads_through_the_kernel(emulator: pytest.MonkeyPatch) -
         test_overlay.test_sinks_of_a_chunk_are_there_before_attention,
         test_overlay.test_a_rejected_draft_is_not_read_by_who_shares_its_block,
         test_overlay.test_a_sequence_that_begins_again_does_not_take_back_more_than_drafts,
+        test_overlay.test_sinks_do_not_come_through_a_block_that_a_sliding_window_has_left,
+        test_overlay.test_sinks_are_found_after_their_own_sequence_has_left_them,
     ],
 )
 def test_histories_of_the_torch_code(emulator: pytest.MonkeyPatch, directed: Callable[[], None]) -> None:

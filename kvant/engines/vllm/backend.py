@@ -11,7 +11,7 @@ import torch
 import vllm
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
 from kvant.engines.vllm import flash, folding, versions
 from kvant.engines.vllm.bind import bind, check_block
@@ -53,8 +53,11 @@ class KvantBackend(AttentionBackend):
         # where vLLM looks for a size of its own blocks, 0.32 has no spec yet, or one with a block of one token for layers with a
         # sliding window; 0.26 asks get_preferred_block_size
         unknown = kv_cache_spec is None or kv_cache_spec.block_size == 1
-        own = unknown and hasattr(AttentionBackend, "customize_spec")
-        if not own and current_platform.is_cpu():
+        known = hasattr(AttentionBackend, "customize_spec")
+        own = unknown and known
+        if known and not own and current_platform.is_cpu():
+            from vllm.v1.attention.backend import MultipleOf
+
             # vLLM on a CPU clears new blocks of hybrid models by their numbers, as if they were not split: the builder splits them
             return [MultipleOf(cls.page_tokens)]
         return [cls.block_tokens if own else cls.page_tokens]

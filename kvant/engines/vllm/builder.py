@@ -136,7 +136,7 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
         if self.device.type != "cpu":
             if self.tensors is None:
                 size, window = self.layers.layout.page_tokens, self.layers.sliding_window
-                self.tensors = StepTensors(*self._room(), size, self.device, window)
+                self.tensors = StepTensors(*self._room(), size, self.device, sliding_window=window)
             return self.tensors.prepare(inputs, self.overlay, late)
         # kernels on a GPU stop at seq_lens; plain torch reads every page of the table
         width = max(1, -(-longest // self.layers.layout.page_tokens))

@@ -203,7 +203,8 @@ def test_a_step_of_a_gpu_is_one_launch_and_the_same_step(recipe: str, monkeypatc
     monkeypatch.setattr(overlay_step, "COPY_CTAS", 2)
     monkeypatch.setattr(step_tensors, "fused", lambda device: True)
     on_cpu = torch.device("cpu")
-    monkeypatch.setattr(builders, "StepTensors", lambda *args: step_tensors.StepTensors(*args[:-1], on_cpu))
+    made_on_cpu = lambda *args, **options: step_tensors.StepTensors(*args[:-1], on_cpu, **options)  # noqa: E731
+    monkeypatch.setattr(builders, "StepTensors", made_on_cpu)
     overlay_step._kernel.cache_clear()
     plain = builder(recipe)
     steps = [described([0, 0, 0], [70, 5, 64]), described([70, 5, 64], [1, 1, 1]), described([71, 6, 65], [1, 1, 1])]

@@ -72,6 +72,29 @@ def test_sliding_windows(start: Any, gemma: Any, recipe: str) -> None:
     assert seen["prefills"] and seen["given back"] and bool(seen["behind a prefix"]) == (recipe != "saw-int4"), seen
 
 
+@pytest.mark.slow
+def test_groups_of_tokens_with_sliding_windows(start: Any, gemma: Any) -> None:
+    """Keys of 128 tokens are coded together; a window of 100 leaves blocks of 128."""
+    llm = start(gemma, {"recipe": "kivi-k2v2-sink"}, blocks=64, block_size=128, max_num_batched_tokens=150)
+    long = prompt(0, 330)
+    run(llm, [long + prompt(1, 30), prompt(2, 20)], 5)
+    found = run(llm, [long + prompt(3, 60), prompt(4, 90)], 140)
+    assert [request.num_cached_tokens for request in found] == [256, 0]
+    seen = compared(llm)
+    assert seen["prefills"] and seen["given back"] and seen["behind a prefix"] and seen["overwritten"], seen
+
+
+@pytest.mark.slow
+def test_drafts_with_sliding_windows(start: Any, gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = start(gemma, {"recipe": "kvant-2"}, speculative_config=drafts)
+    run(llm, [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)], 60)
+    seen = compared(llm)
+    assert seen["taken back"] and seen["prefills"] and seen["given back"], seen
+
+
 def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
     """Pages of fewer tokens, in blocks of the same bytes."""
     llm = start(gemma, {"recipe": "kvant-2", "sliding": "full"}, block_size=256, max_num_batched_tokens=150)
@@ -113,3 +136,18 @@ def test_hybrid_models(start: Any, hybrid: Any, recipe: str) -> None:
     run(llm, [prompt(i, 200) for i in range(3, 7)], 70)
     seen = compared(llm)
     assert seen["prefills"] and seen["fresh"] and seen["overwritten"], seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [qwen3_next_like, lfm2_like], indirect=True, ids=lambda make: make.__name__)
+@pytest.mark.usefixtures("without_delta_nets")
+def test_prefix_hits_of_hybrid_models(start: Any, hybrid: Any) -> None:
+    """vLLM finds a hit where it kept the states of the other layers, too: here at the end of the first prompt."""
+    *model, _ = hybrid
+    llm = start(model, {"recipe": "kvant-2"}, blocks=40)
+    first = prompt(0, 700)
+    run(llm, [first], 5)
+    found = run(llm, [first[:600] + prompt(1, 30), first + prompt(2, 10)], 20)
+    assert [request.num_cached_tokens for request in found] == [0, 640]
+    seen = compared(llm)
+    assert seen["prefills"] and seen["behind a prefix"], seen
