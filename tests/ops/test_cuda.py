@@ -675,6 +675,31 @@ def test_decode_in_a_cuda_graph_follows_its_inputs(name: str) -> None:
         assert relative_error(out, reference.decode(store, q.double(), batch, scale=0.1)) < 2e-3
 
 
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["saw-int4", "kvant-2:rollback=9", "kivi-k2v2:rollback=9", "full"])
+def test_decode_of_several_queries_in_a_cuda_graph(name: str) -> None:
+    """As in a server's graph of steps that verify drafts: some are taken back, and a sequence of padding has no token."""
+    queries = 4
+    cache, seqs = filled(name, 2, 4, 128, "bfloat16", [900, 400, 77])
+    batch, store = cache.batch(seqs), cache.stores[0]
+    batch.seq_lens[2] = 0
+    q = torch.randn(3 * queries, 8, 128, device="cuda", dtype=torch.bfloat16)
+    run = cache.ops["decode"].run
+    run(store, q, batch, scale=0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(store, q, batch, scale=0.1)
+    for _ in range(2):
+        q.copy_(torch.randn_like(q))
+        batch.seq_lens[:2].sub_(3)
+        graph.replay()
+        each = one_query_each(batch, queries)
+        expected = reference.decode(store, q.double(), each, scale=0.1)
+        assert relative_error(out[: 2 * queries], expected[: 2 * queries]) < 2e-3
+        assert bool((out[2 * queries :] == 0).all())
+
+
 HISTORIES = [
     "int4",
     "saw-int4",

@@ -15,11 +15,10 @@ struct SequenceWork {
   int sink_chunks;     // chunks of OVERLAY_TILES tiles of the overlay: of the sinks,
   int overlay_chunks;  // and of all its tokens
   int units;          // of work; a page counts one, a chunk of the overlay OVERLAY_UNITS
-  int keys, values;   // packed tokens from here on have their keys, or their values, in the overlay; only with channel-wise keys
+  int keys, values;   // packed tokens from here on have their keys, or their values, in the overlay; only with channel-wise keys. With several queries `keys` is the first token that the ring may hold
   int overlay_row;
   int mixed;          // pages at the end with some tokens in the overlay; they count MIXED_PAGE_UNITS each
   int weight;         // units of all pages
-  int ring;           // first token that the overlay's ring may hold; only with several queries
 };
 
 // The first of the last tokens of a stream that the overlay's ring holds, where the keys of a group are packed together.
@@ -34,7 +33,7 @@ DEV int overlay_start(int n, int key_ring_start, int value_ring_start) {
 // Tokens that the first query of a sequence of n tokens sees. Query i attends as decode would at its length, first_length(n) + i: to the same tokens, from
 // the same places.
 static_assert(QUERIES == 1 || !CHANNELWISE, "where groups of tokens are coded, the overlay has one beginning");
-DEV int first_length(int n) { return max(0, n - (QUERIES - 1)); }
+DEV int first_length(int n) { return QUERIES == 1 ? n : max(0, n - (QUERIES - 1)); }
 
 template <class A> DEV SequenceWork sequence_work(const A& a, int b) {
   constexpr int PAGE = Config::PAGE_TOKENS, ORIGIN = Config::ORIGIN;
@@ -54,8 +53,8 @@ template <class A> DEV SequenceWork sequence_work(const A& a, int b) {
   }
   int exact = recent;  // the first token after the sinks that any query reads from the overlay
   if constexpr (QUERIES > 1) {
-    w.ring = OVERLAY ? max((int)a.key_ring_start[b], (int)a.value_ring_start[b]) : 0;
-    if constexpr (OVERLAY) exact = min(w.n, max(overlay_start(first_length(w.n), w.ring, w.ring), Config::SINK));
+    w.keys = OVERLAY ? max((int)a.key_ring_start[b], (int)a.value_ring_start[b]) : 0;
+    if constexpr (OVERLAY) exact = min(w.n, max(overlay_start(first_length(w.n), w.keys, w.keys), Config::SINK));
   }
   w.packed = max(max(sinks, w.low), ORIGIN);
   w.packed_end = recent;
@@ -121,9 +120,9 @@ struct TokenRange {
 
 // Which tokens each row of a head tile sees, where a sequence has several queries.
 struct RowLimits {
-  int n, window, ring, row;  // tokens of the sequence; the sliding window, or 0; SequenceWork::ring; first row of the tile
+  int n, window, ring, row;  // tokens of the sequence; the sliding window, or 0; SequenceWork::keys; first row of the tile
 
-  DEV RowLimits(const volatile SequenceWork& w, int sliding_window, int tile_row) : n(w.n), window(sliding_window), ring(w.ring), row(tile_row) {}
+  DEV RowLimits(const volatile SequenceWork& w, int sliding_window, int tile_row) : n(w.n), window(sliding_window), ring(w.keys), row(tile_row) {}
   DEV int length(int h) const { return n - (QUERIES - 1) + min((row + h) / QUERY_HEADS, QUERIES - 1); }
   DEV int low(int length) const { return window > 0 ? length - window : 0; }
   DEV int packed_end(int length) const { return OVERLAY ? overlay_start(length, ring, ring) : length; }
@@ -150,7 +149,7 @@ struct PackedRange {
   template <class A> DEV PackedRange(const A& a, const volatile SequenceWork& w, int tile_row, int overlay) : work(w), row(tile_row) {
     if constexpr (QUERIES > 1) {
       const int first = first_length(w.n);
-      all_begin = a.sliding_window > 0 ? w.n - a.sliding_window : 0, all_end = OVERLAY ? overlay_start(first, w.ring, w.ring) : first;
+      all_begin = a.sliding_window > 0 ? w.n - a.sliding_window : 0, all_end = OVERLAY ? overlay_start(first, w.keys, w.keys) : first;
     }
     begin = w.packed, end = w.packed_end, page = w.page;
     if constexpr (CHANNELWISE) keys = w.keys, values = w.values;
