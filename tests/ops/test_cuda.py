@@ -90,6 +90,7 @@ ROTATED_HIGH_BATCH: list[tuple[str, int, int, dict[str, float]]] = [  # more, wh
     ("kvant-2:rope_block=64", 8, 128, {"sliding_window": 100, "softcap": 5.0}),
     ("kvant-2:rope_block=64,k.bits=2", 4, 64, {}),
     ("kvant-3:rope_block=64", 4, 128, {"first": 5}),
+    ("kvant-3:rope_block=64", 9, 64, {}),
     ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, 64, {"first": 30}),
     ("million-2:rope=block,rope_block=100", 9, 128, {"softcap": 5.0}),
 ]
@@ -104,6 +105,7 @@ ROTATED_INSIDE: list[tuple[str, int, int, dict[str, float]]] = [  # where decode
     ("kvant-2:k.bits=0/2/4,rope_block=64", 4, 128, {"first": 5}),
     ("kvant-2:k.bits=4,rope_block=64", 6, 96, {}),
     ("kvant-2:k.bits=3,rope_block=64", 7, 64, {}),
+    ("kvant-3:rope_block=64", 4, 64, {"first": 5}),
     ("kvant-2:rope_block=64,sink=0,recent=0", 12, 64, {}),
     ("kvant-2:rope_block=64,k.bits=2", 17, 64, {"first": 77}),
 ]

@@ -351,6 +351,8 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("kvant-2:rope=post", 3, 128, {"softcap": 5.0}),
         ("int3", 4, 128, {}),
         ("int4:group=32", 3, 128, {"softcap": 5.0}),
+        ("turboquant-4:sink=3,recent=20", 4, 64, {}),
+        ("million-2:books=space,bits=6", 4, 64, {}),
         ("saw-int4-kmeans-rot:centroids=40,sink=3,recent=20", 4, 64, {"sliding_window": 150}),
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
@@ -436,6 +438,8 @@ def test_decode_by_the_plans_of_other_gpus(
         ("oscar", 9, 96, torch.bfloat16, None),
         ("oscar:group=64,sink=3,recent=20", 4, 128, torch.float16, None),
         ("kvant-2:rope=post", 17, 64, torch.bfloat16, 5.0),
+        ("turboquant-4", 4, 128, torch.bfloat16, None),
+        ("turboquant-3:v.bits=2", 5, 64, torch.float16, None),
     ],
 )
 def test_a_low_batch_transforms_its_queries_in_the_decode_kernel(
