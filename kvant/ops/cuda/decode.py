@@ -39,7 +39,7 @@ QUERY_CTAS = 128  # CTAs that kvant_transform_queries is to have, if there are s
 HIGH_BATCH_PASSES = (
     2  # products of 16 rows for each warp that a GPU holds, from which on kvant_rotate_queries_high_batch is faster
 )
-PLAN_ARGUMENT = 23  # place of `plan` among the arguments of kvant::decode after the queries
+PLAN_ARGUMENT = 24  # place of `plan` among the arguments of kvant::decode after the queries
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 
 
