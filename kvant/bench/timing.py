@@ -81,10 +81,11 @@ def timed(call: Call) -> Run:
 
 def hopeless(calls: Mapping[str, Call], times: float = HOPELESS) -> dict[str, float]:
     """Calls that are so many times slower than the fastest, on a CPU, and by how much. Each has run before and is tried once; what
-    seems slow is tried a second time, since another process may have had the core."""
-    seconds = {name: timed(call)[0] for name, call in calls.items()}
+    seems slow is tried a second time if the first was disturbed: another process had the core."""
+    runs = {name: timed(call) for name, call in calls.items()}
+    seconds = {name: took for name, (took, _) in runs.items()}
     best = min(seconds.values())
-    for name in [name for name, took in seconds.items() if took >= times * best]:
+    for name in [name for name, took in seconds.items() if took >= times * best and not quiet([runs[name]])]:
         seconds[name] = min(seconds[name], timed(calls[name])[0])
     return {name: took / best for name, took in seconds.items() if took >= times * best}
 

@@ -150,18 +150,32 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
 }
 
 #if ARM
-/* sum += X M for four rows of M, in turn. A number of X is taken by its index in a register, so that nothing is broadcast. */
-INLINE void fused_rows(const int ROWS, const int VECTORS, const float *x, int64_t dim, const float *matrix, vf (*sum)[4]) {
-  float32x4_t given[MOST_ROWS];
-  for (int r = 0; r < ROWS; r++) given[r] = vld1q_f32(x + r * dim);
-  for (int d = 8; d < 12; d++) __builtin_prefetch(matrix + d * dim);
-#define ROW(d)                                                                                                                          \
-  for (int k = 0; k < VECTORS; k++) {                                                                                                   \
-    const float32x4_t numbers = vld1q_f32(matrix + d * dim + k * LANE_COUNT);                                                           \
-    for (int r = 0; r < ROWS; r++) sum[r][k] = (vf)vfmaq_laneq_f32((float32x4_t)sum[r][k], numbers, given[r], d);                       \
+/* sum += X M for the four rows of M from `matrix` on, in turn; x: four numbers of each row of X. A number is taken by its index in a
+ * register, so that nothing is broadcast. */
+INLINE void fused_rows(const int ROWS, const int VECTORS, const float32x4_t *x, const float *matrix, int64_t dim, vf (*sum)[4]) {
+#define ROW(d)                                                                                                      \
+  {                                                                                                                 \
+    float32x4_t numbers[4];                                                                                         \
+    for (int k = 0; k < VECTORS; k++) numbers[k] = vld1q_f32(matrix + k * LANE_COUNT);                              \
+    __builtin_prefetch(matrix + 8 * dim);                                                                           \
+    for (int k = 0; k < VECTORS; k++)                                                                               \
+      for (int r = 0; r < ROWS; r++) sum[r][k] = (vf)vfmaq_laneq_f32((float32x4_t)sum[r][k], numbers[k], x[r], d);  \
+    matrix += dim;                                                                                                  \
   }
   ROW(0) ROW(1) ROW(2) ROW(3)
 #undef ROW
+}
+
+/* matrix_columns, where dim is a multiple of four. x: [dim / 4, ROWS, 4]. */
+INLINE void packed_columns(const int ROWS, const int VECTORS, const float32x4_t *x, const float *matrix, int dim, int first, float *y,
+                           int64_t stride) {
+  vf sum[MOST_ROWS][4];
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < VECTORS; k++) sum[r][k] = splat(0.0f);
+  const float *row = matrix + first;
+  for (int d = 0; d < dim; d += 4, x += ROWS, row += 4 * (int64_t)dim) fused_rows(ROWS, VECTORS, x, row, dim, sum);
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < VECTORS; k++) store_floats(y + r * stride + first + k * LANE_COUNT, sum[r][k]);
 }
 #endif
 
@@ -171,11 +185,7 @@ INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, co
   vf sum[MOST_ROWS][4];
   for (int r = 0; r < ROWS; r++)
     for (int k = 0; k < VECTORS; k++) sum[r][k] = splat(0.0f);
-  int d = 0;
-#if ARM
-  for (; d + 4 <= dim; d += 4) fused_rows(ROWS, VECTORS, x + d, dim, matrix + (int64_t)d * dim + first, sum);
-#endif
-  for (; d < dim; d++) {
+  for (int d = 0; d < dim; d++) {
     const float *row = matrix + (int64_t)d * dim + first;
     vf numbers[4];
     for (int k = 0; k < VECTORS; k++) numbers[k] = load_floats(row + k * LANE_COUNT);
@@ -189,6 +199,14 @@ INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, co
 /* The same for columns [0, end). */
 INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
   int e = 0;
+#if ARM
+  if (dim % 4 == 0) {
+    float32x4_t packed[256 / 4 * MOST_ROWS];
+    for (int d = 0; d < dim; d += 4)
+      for (int r = 0; r < ROWS; r++) packed[d / 4 * ROWS + r] = vld1q_f32(x + r * dim + d);
+    for (; e + 2 * LANE_COUNT <= end; e += 2 * LANE_COUNT) packed_columns(ROWS, 2, packed, matrix, dim, e, y, stride);
+  }
+#endif
   if (LANE_COUNT == 16 && ROWS > CHUNK)
     for (; e + 3 * LANE_COUNT <= end; e += 3 * LANE_COUNT) matrix_columns(ROWS, 3, x, matrix, dim, e, y, stride);
   if (LANE_COUNT == 16 && ROWS <= CHUNK)
