@@ -231,7 +231,9 @@ class OverlayRows:
 
     def forget(self, pages: list[int]) -> None:
         """To be called when other bytes than those of a step are written to pages: what is recorded of them is void."""
-        at = torch.tensor(pages, device=self.device)
+        at = torch.tensor(pages)
+        if self.device.type != "cpu":  # from pinned memory, so that nothing waits
+            at = at.pin_memory().to(self.device, non_blocking=True)
         for state, value in ((self.writer, -1), (self.sink_row, -1), (self.kept, 0)):
             state.index_fill_(0, at, value)
 
@@ -261,7 +263,7 @@ class OverlayRows:
         row = torch.where(busy, self.sink_used[: self.sink_rows], 0).argmin()[None]
         old = torch.where(owned[row], self.owner[row], self.pages)
         self.kept.index_fill_(0, old, 0)
-        at = torch.tensor([page], device=self.device)
+        at = torch.full((1,), page, device=self.device)  # a tensor of a list would wait for the device
         held = saved.held.to(self.device, non_blocking=True)
         for state, index, value in (
             (self.owner, row, at),

@@ -26,6 +26,7 @@ from kvant.ops.cuda import (
     append_pq,
     copy_rows,
     fragments,
+    levels,
     nearest_centroids,
     nvrtc,
     plan,
@@ -231,7 +232,9 @@ def check_several_queries(
     each = one_query_each(batch, queries)
     batch = batch._replace(block_table=wide.contiguous())  # wider than the sequences are long, as a server's table is
     q = torch.randn(len(seqs) * queries, 2 * group, dim, device=store.pages.device)
-    if dtype == torch.float32:
+    if (
+        dtype == torch.float32 and not cache.layout.recipe.key.groupwise
+    ):  # which rounds queries times the scales of a group
         q *= 4  # logits are far apart; a rotated query in 16 bits is rounded, and the error of its logits grows with them
     q = q.to(dtype)
     with attention.poisoned():
@@ -360,6 +363,8 @@ def test_decode_of_several_scales_residuals_levels_and_spaces(
 ) -> None:
     """Sequences of all lengths, one that many CTAs share, and many."""
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if few else 0)
+    if name.startswith("turboquant"):
+        limit += levels.CLOSE  # that levels as bytes may be off
     for lengths in (LENGTHS, [20000, 3], list(range(1, 400, 6))):
         check_decode(name, group, dim, dtype, limit=limit, lengths=lengths, **options)  # type: ignore[arg-type]
     check_decode(name, group, dim, dtype, limit=limit, page=128, **options)  # type: ignore[arg-type]
@@ -483,9 +488,10 @@ def test_queries_are_rotated_alike_by_all_kernels(group: int, monkeypatch: pytes
         monkeypatch.setattr(cuda_decode, "HIGH_BATCH_PASSES", least)
         with attention.poisoned():
             found.append(cuda_decode.decode_with_lse(store, q, batch, scale=128**-0.5, tuned=tuned)[1])
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
-    # decode's own queries are products of fp16, for exact tokens too: half a unit of 2^-11 of each of 128 terms of a logit
-    torch.testing.assert_close(found[0], found[2], rtol=0, atol=2e-3)
+    # Queries for exact tokens are products of fp16: half a unit of 2^-11 of each of 128 terms of a logit. Two of the kernels take
+    # stored channels from the query operand, whose columns are channels times a weight: other entries, rounded otherwise.
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=0, atol=2e-3)
 
 
 @gpu
@@ -780,7 +786,7 @@ def test_cudnn_attends_to_long_histories(
         pytest.skip(reason)
     for constant, n in {"JOINED_TOKENS": room, "UNMASKED_TOKENS": 1024, "UNMASKED_TILES": 8}.items():
         monkeypatch.setattr(cuda_prefill, constant, n)
-    cache, seqs = filled(name, 2, 4, dim, dtype, [1100, 1024, 700, 4500, 2000])
+    cache, seqs = filled(name, 2, 4, dim, dtype, [1100, 1024, 700, 4500, 2000], spare=20)
     store, counts = cache.stores[0], [130, 130, 50, 300, 0]
     k, v = (vectors(sum(counts), 2, dim, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 8, dim, device="cuda").to(getattr(torch, dtype))

@@ -206,7 +206,7 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
         made = tile_matrix(store, name, x.dtype)
     if made is not None:
         return _Rows(
-            readable_rows(x),
+            x.contiguous() if nearest_centroids.serves(layout) else readable_rows(x),
             made.weights,
             made.flag_mean,
             made.order,

@@ -372,7 +372,7 @@ DEV void copy_overlay(const uint4* in, s64 in_words, uint4* out, s64 out_words, 
   __syncthreads();  // a row may be read by one list and written by the next
 }
 
-extern "C" __global__ void __launch_bounds__(Config::THREADS) kvant_overlay_step(const OverlayStepArguments a) {
+extern "C" __global__ void __launch_bounds__(Config::THREADS, 1) kvant_overlay_step(const OverlayStepArguments a) {
   __shared__ int ticket;
   if (!threadIdx.x) ticket = atomic_add_acq_rel(a.counters);
   __syncthreads();
