@@ -225,7 +225,7 @@ def test_weights_that_are_loaded_anew_are_not_taken_for_folded_ones() -> None:
     from kvant.engines.vllm.backend import KvantImpl
 
     impl = object.__new__(KvantImpl)
-    impl.loaded, impl.folded, impl.layers = False, True, SimpleNamespace()  # type: ignore[assignment]
+    impl.loaded, impl.folded, impl.layers, impl.sinks = False, True, SimpleNamespace(), None  # type: ignore[assignment]
     impl.process_weights_after_loading(torch.float32)
     with pytest.raises(RuntimeError, match='"fold": false'):
         impl.process_weights_after_loading(torch.float32)
