@@ -32,8 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "GptOss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "sliding_window": None,
-        "layer_types": ["full_attention"] * 4,
+        "sliding_window": 96,  # of every other layer
     },
 }
 
@@ -86,6 +85,23 @@ def test_pages_and_attention(granite: Path, size: int, tmp_path: Path) -> None:
         close(llm)
 
 
+@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-2"])
+def test_sinks_and_sliding_windows(recipe: str, tmp_path: Path) -> None:
+    """gpt-oss, whose layers have a sliding window by turns: chunks, a prefix hit, pages that are given back."""
+    path = tiny("GptOss", tmp_path / "model")
+    llm = engine(path, {"recipe": recipe, "artifact": made_up_artifacts(tmp_path)}, max_num_batched_tokens=150)
+    try:
+        llm.collective_rpc("record")
+        long = prompt(0, 330)
+        run(llm, [long + prompt(2, 30), prompt(3, 20)], 5)
+        found = run(llm, [long + prompt(4, 60), prompt(6, 90)], 40)
+        assert found[0].num_cached_tokens == 320
+        seen = compared(llm)
+        assert seen["prefills"] and seen["given back"] and seen["fresh"], seen
+    finally:
+        close(llm)
+
+
 def answers(path: Path, recipe: str) -> list[tuple[list[int], list[float]]]:
     llm = engine(path, {"recipe": recipe})
     try:
@@ -104,8 +120,6 @@ def test_full_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     path = tiny(family, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     bare = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    for each in (model, bare):
-        each.config.sliding_window = 4096  # transformers makes this mask, too; no layer takes it
     with torch.no_grad():
         for layer in bare.model.layers:
             layer.self_attn.sinks.fill_(-1e30)
