@@ -97,5 +97,7 @@ def warm_up(
             needed.append(allocated_by(decode, device))
     x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(longest, longest + largest.new)
     more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
-    needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))
+    for window in dict.fromkeys((sliding_window, None)):  # sequences that a window covers use other kernels
+        options["sliding_window"] = window
+        needed.append(allocated_by(partial(ops["prefill"].run, scratch, q, x, x, more, **options), device))
     return max(needed)

@@ -48,3 +48,23 @@ def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -
     warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150, reads=False)
     assert [call[:2] for call in called[len(expected) :]] == expected[:2]
     assert store.pages.numel() == 0 and not store.derived and not any(state.numel() for state in store.states.values())
+
+
+def test_with_a_sliding_window_both_ways_of_prefill_are_warm() -> None:
+    """Prefill on a GPU has other kernels for sequences that the window covers than for longer ones."""
+    layout = Layout.of(recipes.get("saw-int4"), 2, 64, dtype="float32")
+    store = LayerStore.allocate(layout, 0, 0, "cpu", {}, None)
+    windows: dict[str, list[int | None]] = {op: [] for op in OPS}
+
+    def heard(op: Any) -> Any:
+        found = choose(op, layout, torch.device("cpu"), None)
+
+        def run(*args: Any, **options: Any) -> Any:
+            windows[op].append(options.get("sliding_window"))
+            return found.run(*args, **options)
+
+        return dataclasses.replace(found, run=run)
+
+    largest = LargestStep(sequences=1, tokens=1000, new=70)
+    warm_up({op: heard(op) for op in OPS}, store, 4, torch.float32, largest, history=150, sliding_window=100)
+    assert windows["decode"] == [100] and windows["prefill"] == [100, None]
