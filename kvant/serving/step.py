@@ -7,8 +7,7 @@ overwrite the ring of recent tokens. And a server may let a sequence share a pag
 so all pages are written before anything is read. Hence the order: first pages and overlays of decodes and of prefills without
 history, and the pages alone of the other prefills, with such sinks as are among their new tokens; then attention; then the
 overlays of those other prefills. Each append is given a range of consecutive tokens, so that as few tokens as possible are packed
-and not stored; or, where tokens are coded
-in groups and none of a sequence's can be left out, the tokens of some sequences.
+and not stored; or, where tokens are coded in groups and none of a sequence's can be left out, the tokens of some sequences.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Step:
         return PagedBatch(
             b.block_table[:n],
             b.seq_lens[:n],
-            b.slot_mapping[:n],
+            b.slot_mapping[: self.decode_tokens],
             b.query_start_loc[: n + 1],
             b.overlay_rows[:n],
             b.sinks[:n],

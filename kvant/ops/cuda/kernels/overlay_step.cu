@@ -339,9 +339,9 @@ template <class A> DEV void copy_metadata(const A& a, int cta, int ctas) {
     a.out_query_start_loc[b] = load_integer(a.query_start_loc, a.query_start_bytes, min(b, (s64)a.batch));
     if (b >= a.batch || !a.rows) a.out_rows[b] = a.out_sinks[b] = a.out_ring_start[b] = 0;
   }
-  // Entries of the table past a sequence's last page are never read. Pages that the sliding window has left, which may be another's by now, become
-  // -1. Groups of tokens are written by the table, not by slots: a sequence whose
-  // tokens have none, which a server invents to run an empty step, gets the server's first page, which is nobody's.
+  // Entries of the table past a sequence's last page are never read. Pages that the sliding window has left, which may be another's by now,
+  // become -1. Groups of tokens are written by the table, not by slots: a sequence whose tokens have none, which a server invents to run an
+  // empty step, gets the server's first page, which is nobody's.
 #pragma unroll 1
   for (int b = (int)(index / ROW_THREADS); b < a.batch; b += (int)(stride / ROW_THREADS)) {
     const s64 length = load_integer(a.seq_lens, a.seq_lens_bytes, b), pages = min((length + SIZE - 1) / SIZE, (s64)a.table_width);
