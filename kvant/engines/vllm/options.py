@@ -44,8 +44,8 @@ class Options:
 
     spare_overlay_rows  overlay rows beyond one for each sequence that vLLM may run. They hold the overlay of finished sequences,
                         for prefix hits (default: a quarter of max_num_seqs, at least 4).
-    sink_rows           first pages in the prefix cache whose sinks are kept in full precision beside those of the overlay rows
-                        (default: kvant.plan.sink_rows; none without prefix caching).
+    sink_rows           first pages in the prefix cache whose sinks are kept in full precision beside those of the overlay rows, in
+                        layers without a sliding window (default: kvant.plan.sink_rows; none without prefix caching).
     implementation      name of the kernels to use instead of the best ones, as in ops.choose.
     unfit_anyway        serve a recipe even if its verdict for this model is unfit.
     fold                True: fold value transforms into the loaded weights, or refuse to start. False: do not. None, the default:
