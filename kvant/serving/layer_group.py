@@ -48,6 +48,9 @@ class LayerGroup:
         that names other parts than before makes the earlier ones void."""
         whole = self.whole or self
         if sorted(names) == sorted(whole.names):
+            if whole.parts:
+                whole.parts.clear()
+                whole._place_overlays()
             return whole
         if (known := whole.parts.get(tuple(names))) is not None:
             return known
@@ -68,10 +71,13 @@ class LayerGroup:
             whole=whole,
             parts={},
         )
-        for index, store in enumerate(part.stores):
-            store.overlays = {name: overlay[index] for name, overlay in part.overlays.items()}
+        part._place_overlays()
         whole.parts[tuple(names)] = part
         return part
+
+    def _place_overlays(self) -> None:
+        for index, store in enumerate(self.stores):
+            store.overlays = {name: overlay[index] for name, overlay in self.overlays.items()}
 
     def decode(self, *args: Any, **options: Any) -> Tensor:
         """The operation decode."""

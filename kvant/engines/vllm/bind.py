@@ -138,8 +138,9 @@ def check_config(config: Any) -> int:
     return int(drafting.num_speculative_tokens)
 
 
-def check_connector(config: Any, recipes: Iterable[Recipe], kinds: int = 1) -> bool:
-    """Refuses a KV connector that kvant cannot serve; returns whether the connector has to move sinks, too."""
+def check_connector(config: Any, recipes: Iterable[Recipe], plain: bool = True) -> bool:
+    """Refuses a KV connector that kvant cannot serve; returns whether the connector has to move sinks, too. `plain`: all layers are
+    attention without a sliding window."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return False
@@ -148,9 +149,9 @@ def check_connector(config: Any, recipes: Iterable[Recipe], kinds: int = 1) -> b
         raise ValueError(
             f"kvant does not serve the KV connector {name}: it is not known to move pages as opaque bytes. {CONNECTOR} is served"
         )
-    if kinds > 1:
+    if not plain:
         raise ValueError(
-            f"kvant does not serve {CONNECTOR} for a model with several kinds of cache, such as layers with a sliding window: that "
+            f"kvant does not serve {CONNECTOR} for a model that has layers with a sliding window, or that are not attention: that "
             "was not tried"
         )
     if not hasattr(AttentionBackend, "customize_spec"):
@@ -220,7 +221,8 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     for recipe in dict.fromkeys(asked.values()):
         options.check(recipe)
         check_groups(config, recipe, drafts)
-    windows_travel = check_connector(config, dict.fromkeys(asked.values()), kinds)
+    plain = kinds == 1 and all(layer.sliding_window is None for layer in attention.values())
+    windows_travel = check_connector(config, dict.fromkeys(asked.values()), plain)
     if config.cache_config.user_specified_block_size:
         check_block(config.cache_config.block_size, chosen.block_tokens)
     named, reason = fingerprint()

@@ -75,7 +75,7 @@ def test_a_prefix_comes_back_from_cpu_memory(start: Any, layers: dict[str, str],
         ("squat", {}, "squat is not served with OffloadingConnector, which shares blocks between requests"),
         ("int4:sink=4,recent=64", {"spec_name": "TieringOffloadingSpec"}, "would come without their exact sinks"),
         ("int4:sink=4,recent=64", {}, "Set VLLM_USE_V2_MODEL_RUNNER=0"),
-        ("saw-int4", {"kinds": 2}, "a model with several kinds of cache"),
+        ("saw-int4", {"plain": False}, "layers with a sliding window, or that are not attention"),
     ],
 )
 def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> None:
@@ -88,4 +88,4 @@ def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> No
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=config)
     asked = SimpleNamespace(kv_transfer_config=transfer, use_v2_model_runner=True)
     with pytest.raises(ValueError, match=reason):
-        check_connector(asked, [recipes.get(layers)], config.get("kinds", 1))
+        check_connector(asked, [recipes.get(layers)], config.get("plain", True))
