@@ -154,6 +154,10 @@ def check_connector(config: Any, recipes: Iterable[Recipe], plain: bool = True) 
             f"kvant does not serve {CONNECTOR} for a model that has layers with a sliding window, or that are not attention: that "
             "was not tried"
         )
+    if config.speculative_config is not None and config.speculative_config.method != "ngram":
+        raise ValueError(
+            f"kvant does not serve {CONNECTOR} with a draft model, whose pages are vLLM's own: that was not tried"
+        )
     if not hasattr(AttentionBackend, "customize_spec"):
         raise ValueError(f"kvant serves {CONNECTOR} inside vLLM 0.32, whose workers are told which pages they move")
     if transfer.kv_connector_extra_config.get("canonical_layout"):

@@ -76,6 +76,7 @@ def test_a_prefix_comes_back_from_cpu_memory(start: Any, layers: dict[str, str],
         ("int4:sink=4,recent=64", {"spec_name": "TieringOffloadingSpec"}, "would come without their exact sinks"),
         ("int4:sink=4,recent=64", {}, "Set VLLM_USE_V2_MODEL_RUNNER=0"),
         ("saw-int4", {"plain": False}, "layers with a sliding window, or that are not attention"),
+        ("saw-int4", {"method": "eagle3"}, "with a draft model"),
     ],
 )
 def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> None:
@@ -86,6 +87,7 @@ def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> No
 
     name = config.get("kv_connector", "OffloadingConnector")
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=config)
-    asked = SimpleNamespace(kv_transfer_config=transfer, use_v2_model_runner=True)
+    drafting = SimpleNamespace(method=config["method"]) if "method" in config else None
+    asked = SimpleNamespace(kv_transfer_config=transfer, use_v2_model_runner=True, speculative_config=drafting)
     with pytest.raises(ValueError, match=reason):
         check_connector(asked, [recipes.get(layers)], config.get("plain", True))
