@@ -118,5 +118,6 @@ INLINE void store_limbs(const vi *v, int8_t *high, int8_t *low) {
   const int8x16_t upper = vrshrn_high_n_s16(vrshrn_n_s16(a, 7), b, 7); /* (v + 64) >> 7 */
   const int8x16_t lower = vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b));
   vst1q_s8(high, upper);
-  vst1q_s8(low, vsubq_s8(lower, vshlq_n_s8(upper, 7))); /* the low byte of v - (h << 7) */
+  /* the low byte of v - (h << 7), which may wrap around on the way: as unsigned bytes */
+  vst1q_s8(low, vreinterpretq_s8_u8(vsubq_u8(vreinterpretq_u8_s8(lower), vshlq_n_u8(vreinterpretq_u8_s8(upper), 7))));
 }
