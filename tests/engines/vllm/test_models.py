@@ -59,6 +59,7 @@ def compared(llm: Any) -> dict[str, int]:
     return seen  # type: ignore[no-any-return]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sliding_windows(start: Any, gemma: Any, recipe: str) -> None:
     """Five layers to one; chunks, prefix hits inside and beyond the window, and pages that are given back: without that, a request of
