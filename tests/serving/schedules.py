@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from kvant.layout import Layout
@@ -28,6 +29,7 @@ from kvant.serving.overlay import Missed, OverlayRows, SavedSinks, with_rollback
 from kvant.serving.step import decode_queries
 
 PAGE = 64
+AT_ONCE = 20  # schedules of one test
 Number = Callable[[str, int, int], int]  # of tenant, token and position
 
 
@@ -372,3 +374,19 @@ def reads(
             torch.cuda.synchronize()
         missed.append(windows.missed)
     return out
+
+
+def parametrize_first(metafunc: pytest.Metafunc, count: int) -> None:
+    """A test of `first` is of AT_ONCE schedules, of `count` in all; those beyond the first two tests are slow."""
+    if "first" in metafunc.fixturenames:
+        slow = [pytest.param(first, marks=pytest.mark.slow) for first in range(AT_ONCE * 2, count, AT_ONCE)]
+        metafunc.parametrize("first", [0, AT_ONCE, *slow])
+
+
+def check_from(first: int, check: Callable[[int], dict[str, int]]) -> None:
+    """Checks AT_ONCE schedules; of everything that makes trouble, which `check` counts, there was some."""
+    total: dict[str, int] = {}
+    for seed in range(first, first + AT_ONCE):
+        for name, count in check(seed).items():
+            total[name] = total.get(name, 0) + count
+    assert min(total.values()) > 0, total

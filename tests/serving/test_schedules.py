@@ -12,10 +12,9 @@ import random
 import pytest
 
 from kvant.serving.overlay import Missed
-from tests.serving.schedules import PAGE, Schedule, draw_schedule, reads
+from tests.serving.schedules import AT_ONCE, PAGE, Schedule, check_from, draw_schedule, parametrize_first, reads
 from tests.serving.test_tails import Simulation
 
-AT_ONCE = 20  # schedules of one test
 SCHEDULES = 1000
 MANY = 400  # rows: more than the steps of a schedule have sequences, so that no row is ever given away
 GROUPED = ("kivi-k2v2-sink:k.flush=64", "kitty:k.group=64,k.flush=64,sink=9")
@@ -81,17 +80,11 @@ def _taken_back(schedule: Schedule) -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "first" in metafunc.fixturenames:
-        slow = [pytest.param(first, marks=pytest.mark.slow) for first in range(AT_ONCE * 2, SCHEDULES, AT_ONCE)]
-        metafunc.parametrize("first", [0, AT_ONCE, *slow])
+    parametrize_first(metafunc, SCHEDULES)
 
 
 def test_nothing_differs(first: int) -> None:
-    total: dict[str, int] = {}
-    for seed in range(first, first + AT_ONCE):
-        for name, count in check(seed).items():
-            total[name] = total.get(name, 0) + count
-    assert min(total.values()) > 0, total  # of everything that makes trouble, there was some
+    check_from(first, check)
 
 
 def test_sink_rows_are_needed() -> None:

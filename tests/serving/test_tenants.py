@@ -9,9 +9,8 @@ import random
 
 import pytest
 
-from tests.serving.schedules import Read, Schedule, draw_schedule, plain_number, reads
+from tests.serving.schedules import Read, Schedule, check_from, draw_schedule, parametrize_first, plain_number, reads
 
-AT_ONCE = 20  # schedules of one test
 MANY = 400  # rows: more than the steps of a schedule have sequences, so that no row is ever given away
 
 
@@ -110,15 +109,8 @@ def _shared_at_once(schedule: Schedule) -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "first" in metafunc.fixturenames:
-        count = metafunc.config.getoption("--schedules")
-        slow = [pytest.param(first, marks=pytest.mark.slow) for first in range(AT_ONCE * 2, count, AT_ONCE)]
-        metafunc.parametrize("first", [0, AT_ONCE, *slow])
+    parametrize_first(metafunc, metafunc.config.getoption("--schedules"))
 
 
 def test_no_tenant_sees_another(first: int) -> None:
-    total: dict[str, int] = {}
-    for seed in range(first, first + AT_ONCE):
-        for name, count in check(seed).items():
-            total[name] = total.get(name, 0) + count
-    assert min(total.values()) > 0, total  # of everything that makes trouble, there was some
+    check_from(first, check)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvant.layout import Layout
 
 SMALLEST_PAGE = 16  # tokens
-LARGEST_BLOCK = 512
+LARGEST_MIXED = 512  # tokens of a block where some layers are in 16 bits
 
 
 class Sized(NamedTuple):
@@ -54,9 +54,9 @@ def same_pages(layouts: Sequence[Layout], windows: Sequence[int | None], block_t
     block = block_tokens
     while unit * block // size < least:
         block *= 2
-    if block > LARGEST_BLOCK:
+    if block > LARGEST_MIXED:
         raise ValueError(
-            f"layers in 16 bits beside recipe {packed[0].recipe.name} would need blocks of {block} tokens, more than {LARGEST_BLOCK}"
+            f"layers in 16 bits beside recipe {packed[0].recipe.name} would need blocks of {block} tokens, more than {LARGEST_MIXED}"
         )
     room, out = unit * block // size, []
     for layout in layouts:

@@ -196,6 +196,7 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
     hadamard = forward.kind is TransformKind.HADAMARD
     if way == "rows" and multiplied:
         return _Rows(transform_rows(store, name, x, batch).contiguous(), tensors.weights, tensors.mean)
+    rows = x.contiguous() if nearest_centroids.serves(layout) else readable_rows(x)
     made: TileMatrix | None = None
     if way == "step" and multiplied:
         made = step_matrix(store, name)
@@ -206,7 +207,7 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
         made = tile_matrix(store, name, x.dtype)
     if made is not None:
         return _Rows(
-            x.contiguous() if nearest_centroids.serves(layout) else readable_rows(x),
+            rows,
             made.weights,
             made.flag_mean,
             made.order,
@@ -215,7 +216,6 @@ def _rows(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch, way
             entry_step=made.entry_step,
         )
     signs = forward.tensor if hadamard else None
-    rows = x.contiguous() if nearest_centroids.serves(layout) else readable_rows(x)
     return _Rows(rows, tensors.weights, tensors.mean, forward.order, signs, forward.mean)
 
 

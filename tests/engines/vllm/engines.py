@@ -106,41 +106,47 @@ def eagle_head(directory: Path, method: str) -> Path:
     return directory
 
 
-def gemma_like(directory: Path, layers: int = 12, window: int = 100) -> Path:
-    """A Gemma 3 with random weights: five layers with a sliding window for each one without."""
+def random_model(family: str, directory: Path, layers: int, **options: Any) -> Path:
+    """A model of a family of transformers with random weights."""
     import transformers
 
     torch.manual_seed(1)
-    config = transformers.Gemma3TextConfig(
-        vocab_size=VOCAB,
+    shared = {
+        "vocab_size": VOCAB,
+        "hidden_size": HEADS * DIM,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.08,
+    }
+    made = getattr(transformers, f"{family}ForCausalLM")
+    made(made.config_class(**shared | options)).save_pretrained(directory)
+    return directory
+
+
+def gemma_like(directory: Path, layers: int = 12, window: int = 100) -> Path:
+    """A Gemma 3: five layers with a sliding window for each one without."""
+    return random_model(
+        "Gemma3",
+        directory,
+        layers,
         hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
         head_dim=DIM,
         sliding_window=window,
         layer_types=["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)],
         query_pre_attn_scalar=DIM,
-        max_position_embeddings=2048,
-        initializer_range=0.08,
     )
-    transformers.Gemma3ForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def qwen3_next_like(directory: Path, layers: int = 8) -> Path:
-    """A Qwen3-Next with random weights: three gated delta nets for each layer with attention, whose heads have 256 channels."""
-    import transformers
-
-    torch.manual_seed(1)
-    config = transformers.Qwen3NextConfig(
-        vocab_size=VOCAB,
+    """A Qwen3-Next: three gated delta nets for each layer with attention, whose heads have 256 channels."""
+    return random_model(
+        "Qwen3Next",
+        directory,
+        layers,
         hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
         head_dim=256,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -151,59 +157,35 @@ def qwen3_next_like(directory: Path, layers: int = 8) -> Path:
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        max_position_embeddings=2048,
-        initializer_range=0.08,
     )
-    transformers.Qwen3NextForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def lfm2_like(directory: Path, layers: int = 6) -> Path:
-    """An LFM2 with random weights: two short convolutions for each layer with attention."""
-    import transformers
-
-    torch.manual_seed(1)
-    config = transformers.Lfm2Config(
-        vocab_size=VOCAB,
-        hidden_size=HEADS * DIM,
-        intermediate_size=128,
+    """An LFM2: two short convolutions for each layer with attention."""
+    return random_model(
+        "Lfm2",
+        directory,
+        layers,
         block_auto_adjust_ff_dim=False,
         conv_dim=HEADS * DIM,  # these two are in the files of checkpoints, and read by vLLM alone
         block_dim=HEADS * DIM,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
         layer_types=["full_attention" if i % 3 == 2 else "conv" for i in range(layers)],
-        max_position_embeddings=2048,
-        initializer_range=0.08,
     )
-    transformers.Lfm2ForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def falcon_h1_like(directory: Path, layers: int = 3) -> Path:
-    """A Falcon-H1 with random weights: every layer has attention and a Mamba."""
-    import transformers
-
-    torch.manual_seed(1)
-    config = transformers.FalconH1Config(
-        vocab_size=VOCAB,
-        hidden_size=HEADS * DIM,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+    """A Falcon-H1: every layer has attention and a Mamba."""
+    return random_model(
+        "FalconH1",
+        directory,
+        layers,
         head_dim=DIM,
         mamba_d_ssm=256,
         mamba_n_heads=4,
         mamba_d_head=64,
         mamba_d_state=16,
         mamba_n_groups=1,
-        max_position_embeddings=2048,
-        initializer_range=0.08,
     )
-    transformers.FalconH1ForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def made_up_artifacts(
