@@ -59,6 +59,12 @@ template <int ITEMS, class A> DEV void name_sink_rows(const A& a, int phase, con
   __syncthreads();
 }
 
+// Late copies from number `from` on copy nothing.
+template <class A> DEV void no_late_copies(const A& a, int from) {
+#pragma unroll 1
+  for (int i = from + threadIdx.x; i < min(a.batch, a.rows); i += Config::THREADS) a.late_source[i] = a.late_target[i] = a.rows;
+}
+
 template <class A> DEV void find_rows(const A& a) {
   // Long loops are not unrolled: most steps pass most of this code once, and have to fetch it.
   constexpr int THREADS = Config::THREADS, ITEMS = Config::ITEMS, SIZE = Config::PAGE_TOKENS, MOST = THREADS * ITEMS, NONE = MOST;
@@ -134,8 +140,13 @@ template <class A> DEV void find_rows(const A& a) {
     matched[i] = leads;
     fresh[i] = count[i] > 0 && !leads;
   }
-  const int wanted_rows = flags_before<ITEMS>(fresh, place, warp_counts);
-  if (wanted_rows) {
+  bool any_fresh = false;
+  for (int i = 0; i < ITEMS; i++) any_fresh |= fresh[i];
+  // A quiet step is one in which every sequence goes on in its own row. It jumps over most of this code, which it would have to fetch from
+  // memory first: between two steps the weights of a model pass through the caches.
+  any_fresh = __syncthreads_or(any_fresh);
+  if (any_fresh) {
+    flags_before<ITEMS>(fresh, place, warp_counts);
 #pragma unroll 1
     for (int r = tid; r < a.rows; r += THREADS)
       if (leader[r] == NONE) free_keys[atomicAdd(&free_count, 1)] = a.used[r] << OVERLAY_ROW_BITS | r;
@@ -160,7 +171,8 @@ template <class A> DEV void find_rows(const A& a) {
   // sink row has them.
   int first[ITEMS], held[ITEMS], ring_start[ITEMS], wanted[ITEMS], after[ITEMS], saved[ITEMS], from[ITEMS];
   bool whole[ITEMS], saves[ITEMS], asked[ITEMS];
-  const int copies = choose_copies<ITEMS>(a, tied, found, row, a.row_source, a.row_target, warp_counts);
+  const int copies = any_fresh ? choose_copies<ITEMS>(a, tied, found, row, a.row_source, a.row_target, warp_counts) : 0;
+  bool needy = false;  // lacks sinks
   if (!tid) a.counts[0] = copies;
   for (int i = 0; i < ITEMS; i++) {
     const int b = i * THREADS + tid;
@@ -185,6 +197,7 @@ template <class A> DEV void find_rows(const A& a) {
     const bool real = written && page_of(b, min(max(length[i] - 1, 0) / SIZE, width - 1)) > 0;
     if (a.unit && ring_start[i] > before[i] - before[i] % a.unit && real) *a.lost = 1;  // the tail of its group is nowhere
     whole[i] = held[i] == wanted[i];
+    needy |= !whole[i];
     after[i] = whole[i] ? min(length[i], sink) : held[i];
     if (a.sink_rows && !same && old > 0 && (int)a.sink_row[old] == row[i]) {  // at most one row is named by a page
       const s64 key = a.written[old];
@@ -197,7 +210,7 @@ template <class A> DEV void find_rows(const A& a) {
       }
     }
   }
-  __syncthreads();
+  const bool quiet = !__syncthreads_or(any_fresh || needy);
   for (int i = 0; i < ITEMS; i++) {
     if (count[i] <= 0) continue;
     // where sinks are not written early, a chunk that continues a prompt writes them after attention
@@ -210,7 +223,7 @@ template <class A> DEV void find_rows(const A& a) {
 
   // Who lacks sinks gets them from a row whose sequence begins with the same page: those that are there now; or from the page's sink row;
   // or from a row to which this step writes them before attention.
-  if (sink) {
+  if (sink && !quiet) {
     int giver[ITEMS], ready[ITEMS];
     bool known[ITEMS], asks[ITEMS], takes[ITEMS], unstored[ITEMS];
     for (int i = 0; i < ITEMS; i++) {
@@ -287,8 +300,7 @@ template <class A> DEV void find_rows(const A& a) {
         if (asks[i]) held[i] = ready[i];
       }
       const int late_rows = choose_copies<ITEMS>(a, asks, giver, row, a.late_source, a.late_target, warp_counts);
-#pragma unroll 1
-      for (int i = late_rows + tid; i < min(a.batch, a.rows); i += THREADS) a.late_source[i] = a.late_target[i] = a.rows;
+      no_late_copies(a, late_rows);
     }
     for (int i = 0; i < ITEMS; i++) {
       whole[i] = count[i] > 0 && held[i] == wanted[i];
@@ -297,8 +309,9 @@ template <class A> DEV void find_rows(const A& a) {
     }
     name_sink_rows<ITEMS>(a, 1, whole, first, row);
     if (!tid && short_of_sinks) a.missing[1] += short_of_sinks;
-  } else if (!tid) {
-    a.counts[1] = a.counts[2] = a.counts[3] = 0;
+  } else {
+    if (!tid) a.counts[1] = a.counts[2] = a.counts[3] = 0;
+    if (a.late) no_late_copies(a, 0);
   }
 
   // Records the step. Padding sequences have no row of their own, and nothing is recorded of them.

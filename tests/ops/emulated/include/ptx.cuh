@@ -107,6 +107,16 @@ static inline void __syncwarp() { lanes_together<int>(1, 0, [](const int*, int* 
 static inline void __syncthreads() {
   together<int>(emulated_threads, 2, 32, 0, [](const int*, int* out) { memset(out, 0, 32 * sizeof(int)); });
 }
+static int emulated_any;
+static inline int __syncthreads_or(int x) {
+  emulated_any = 0;
+  __syncthreads();
+  if (x) emulated_any = 1;
+  __syncthreads();
+  const int any = emulated_any;
+  __syncthreads();  // all have read it
+  return any;
+}
 template <class T> static T __shfl_xor_sync(u32, T x, int mask) {
   return lanes_together<T>(3, x, [=](const T* in, T* out) { for (int i = 0; i < 32; i++) out[i] = in[i ^ mask]; });
 }
