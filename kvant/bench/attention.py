@@ -22,6 +22,7 @@ from kvant.ops import choose, explain, reference
 from kvant.ops.registry import Implementation
 from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 from kvant.recipe import Recipe
+from kvant.serving.overlay import with_rollback
 
 Tensor = torch.Tensor
 LIMIT = 2e-3  # largest relative error of an implementation
@@ -91,16 +92,18 @@ def error_of(run: Any, store: LayerStore, query: Tensor, batch: PagedBatch, **op
     """Relative error of an implementation against the reference in float64 on the same bytes."""
     with poisoned():
         found = run(store, query, batch, **options)
-    count = len(query)
+    count = len(batch.seq_lens)
     rows = sorted({0, count // 3, 2 * count // 3, count - 1})[:CHECKED]
-    expected = torch.cat(
-        [reference.decode(store, query[b : b + 1].double(), one_sequence(batch, b), **options) for b in rows]
+    found, query = (x.unflatten(0, (count, -1)) for x in (found, query))
+    expected = torch.stack(
+        [reference.decode(store, query[b].double(), one_sequence(batch, b), **options) for b in rows]
     )
     return float((found[rows].double() - expected).norm() / expected.norm())
 
 
-def queries(shape: Shape, device: torch.device) -> Tensor:
-    return torch.randn(shape.batch, shape.heads, shape.head_dim, device=device).to(shape.torch_dtype)
+def queries(shape: Shape, device: torch.device, each: int = 1) -> Tensor:
+    """Random queries, `each` of every sequence."""
+    return torch.randn(shape.batch * each, shape.heads, shape.head_dim, device=device).to(shape.torch_dtype)
 
 
 def checked(filled: Filled, query: Tensor, chosen: Implementation, options: dict[str, float]) -> float:
@@ -332,6 +335,49 @@ def measure(
         works += baselines
         times = all_times({work.result.name: work.calls for work in works}, device, repeat)
     return compared(works, times)
+
+
+@dataclasses.dataclass
+class Verified:
+    """Decode of several queries a sequence, as when speculation verifies drafts."""
+
+    name: str
+    implementation: str
+    shape: dict[str, Any]
+    queries: int  # of a sequence
+    error: float
+    seconds: float = 0.0
+    low: float = 0.0  # quartiles of the seconds
+    high: float = 0.0
+    times_one: float = 0.0  # time relative to the fewest queries that were asked for
+
+
+def verify(
+    recipe: Recipe,
+    shape: Shape,
+    device: torch.device,
+    counts: Sequence[int],
+    implementation: str | None = None,
+    repeat: int = 20,
+) -> list[Verified]:
+    """Checks and times decode of so many queries a sequence. The ring has room for tokens that are taken back, as in a server."""
+    counts = sorted(counts)
+    filled = fill(with_rollback(recipe, counts[-1] - 1), shape, device)
+    chosen = choose("decode", filled.cache.layout, device, implementation)
+    stores, options = copies(filled, buffer_bytes(device)), {"scale": shape.head_dim**-0.5}
+    out, calls = [], {}
+    for count in counts:
+        query = queries(shape, device, count)
+        error = checked(filled, query, chosen, options)
+        out.append(Verified(recipe.name, chosen.name, dataclasses.asdict(shape), count, error))
+        calls[str(count)] = [functools.partial(chosen.run, store, query, filled.batch, **options) for store in stores]
+    with torch.inference_mode():
+        times = all_times(calls, device, repeat)
+    least = times[str(counts[0])].median
+    for found in out:
+        took = times[str(found.queries)]
+        found.seconds, found.low, found.high, found.times_one = took.median, took.low, took.high, took.median / least
+    return out
 
 
 def compared(works: Sequence[Work], times: Mapping[str, Times]) -> list[Result]:

@@ -43,6 +43,11 @@ def add(commands: Any) -> None:
         help="tokens per sequence, one number or as many as --batch (default 8192)",
     )
     parser.add_argument(
+        "--queries",
+        metavar="N[,N...]",
+        help="attention: queries of a sequence, as when drafts are verified",
+    )
+    parser.add_argument(
         "--new-tokens",
         type=int,
         metavar="N",
@@ -169,6 +174,8 @@ def run(args: argparse.Namespace) -> int:
                 "--folded is for attention, append and prefill: a model's generation would need folded weights"
             )
         chosen = [_folded(recipe) for recipe in chosen]
+    if args.queries and args.work != "attention":
+        raise ValueError("--queries is for attention: how many queries of a sequence a call decodes")
     if args.memory and (args.work != "generate" or args.batch or args.model):
         raise ValueError(
             "--memory is for generate with random weights and without --batch: the batch is the largest that fits"
@@ -228,6 +235,8 @@ def _spread(low: float, high: float, digits: int = 1) -> str:
 def _attention(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
     from kvant.bench import attention
 
+    if args.queries:
+        return _verify(args, recipes, shapes, device)
     results = []
     for shape in shapes:
         say(f"{', '.join(recipe.name for recipe in recipes)}: {shape}")
@@ -252,6 +261,35 @@ def _attention(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], 
             "full cache; limit: ratio of the bytes read"
         )
         _table(f"decode attention, one layer, {shape}", columns, rows, caption)
+    return results
+
+
+def _verify(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], device: Any) -> list[dict[str, Any]]:
+    """Attention of several queries a sequence."""
+    from kvant.bench import attention
+
+    counts, results = _numbers(args.queries, "--queries"), []
+    for shape in shapes:
+        rows = []
+        for recipe in recipes:
+            say(f"{recipe.name}: {shape}, queries of a sequence: {args.queries}")
+            found = attention.verify(recipe, shape, device, counts, args.implementation, args.repeat)
+            results += [dataclasses.asdict(each) for each in found]
+            rows += [
+                [
+                    each.name,
+                    each.implementation,
+                    str(each.queries),
+                    f"{each.error:.1e}",
+                    f"{each.seconds * 1e6:.0f}",
+                    _spread(each.low * 1e6, each.high * 1e6, 0),
+                    f"{each.times_one:.2f}",
+                ]
+                for each in found
+            ]
+        columns = "<recipe | <by | queries | error | us | quartiles | times the fewest"
+        caption = "error: relative to float64 on the same bytes; times the fewest: time relative to the fewest queries"
+        _table(f"decode of several queries a sequence, one layer, {shape}", columns, rows, caption)
     return results
 
 

@@ -165,6 +165,21 @@ def test_baselines_that_are_ten_times_slower_are_left_out(monkeypatch: pytest.Mo
     assert told == [f"left out, since they are at least ten times slower than the fastest baseline: {slow} (31x)"]
 
 
+def test_decode_of_several_queries_is_checked_and_compared_with_one(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    shape = ["--batch", "2", "--context", "90", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
+    command = ["bench", "attention", "--recipe", "int4:recent=8,int2", *shape, "--queries", "3,1", "--repeat", "1"]
+    assert main([*command, "--json", str(target)]) == 0
+    results = json.loads(target.read_text())["results"]
+    assert [(x["name"].split(":")[0], x["queries"]) for x in results] == [
+        ("int4", 1), ("int4", 3), ("int2", 1), ("int2", 3),
+    ]  # fmt: skip
+    for one, three in zip(results[::2], results[1::2], strict=True):
+        assert one["times_one"] == 1.0 and three["times_one"] == three["seconds"] / one["seconds"]
+        assert 0 <= three["error"] < 2e-3
+    assert main(["bench", "append", "--recipe", "int4", *shape, "--queries", "2"]) == 2
+
+
 def test_prefill_of_several_numbers_of_new_tokens(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     shape = ["--batch", "1,2", "--context", "70,50", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
