@@ -1544,7 +1544,7 @@ def test_what_is_not_refused_fits_into_shared_memory(
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_every_recipe_has_kernels_but_those_that_keep_the_reference(dim: int) -> None:
-    """The part that does not look at the machine. `full` has a kernel of its own for decode, and keeps torch's operations otherwise."""
+    """The part that does not look at the machine. `full` has kernels of its own for append and decode, and torch's for prefill."""
     refused = {op: set[str]() for op in ("append", "decode", "prefill")}
     for name in recipes.names():
         layout = Layout.of(recipes.get(name), 8, dim, dtype="bfloat16", device="cuda")
