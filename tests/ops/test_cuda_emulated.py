@@ -709,7 +709,7 @@ def test_an_odd_number_of_rotated_pairs_is_refused() -> None:
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {}),
         ("kitty:k.boost=1.0", 4, 64, {}),
         ("squat", 1, 64, {}),
-        ("kivi-k2v2-sink:shift=false", 4, 64, {"page": 128}),
+        ("kivi-k2v2-sink:shift=false", 4, 128, {"page": 128}),
         ("kitty-pro:k.group=64,k.flush=64,v.recent=40,sink=9,shift=false", 4, 64, {}),
     ],
 )
