@@ -46,6 +46,20 @@ struct QueryOperand : GroupSums<KEY_GROUPS> {
   DEV float peak_of(int head) const { return peak[head]; }
 };
 
+// Rows of queries that the overlay is multiplied by: float32 [D], or two parts of bfloat16 [2, D], high + low (SPLIT_ROWS), in as many bytes.
+DEV void store_overlay_query(float* row, int channel, float x, float y) {  // of `channel`, which is even, and the next
+  if constexpr (Config::SPLIT_ROWS) {
+    const u32 first = bf16_pair(x, y);
+    ((u32*)row)[channel / 2] = first, ((u32*)row)[D / 2 + channel / 2] = bf16_pair(x - bf16_low(first), y - bf16_high(first));
+  } else *(float2*)(row + channel) = {x, y};
+}
+DEV void store_overlay_query(float* row, int channel, float x) {
+  if constexpr (Config::SPLIT_ROWS) {
+    const u32 first = bf16_pair(x, 0.f);
+    ((u16*)row)[channel] = (u16)first, ((u16*)row)[D + channel] = (u16)bf16_pair(x - bf16_low(first), 0.f);
+  } else row[channel] = x;
+}
+
 struct QueryFragment {
   u32 f[LANE_HEADS][OPERAND_REGISTERS];  // B operands. Column g: head g / 2 (+ 4, ...), high byte in even columns, low byte in odd ones
   float factor[LANE_HEADS], bias[LANE_HEADS], sum[LANE_HEADS], mean_logit[LANE_HEADS];  // of the lane's heads t, t + 4, ...

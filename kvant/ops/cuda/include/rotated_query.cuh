@@ -102,6 +102,8 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   };
   static constexpr int NONE = 1 << 30;
   int first, last;  // RoPE block of the first operand, or NONE; of the last of the CTA, where its warps make operands together
+  bool copying;     // the matrix of the head is on its way
+  int rows_block;   // RoPE block whose rows for the overlay are there, or -1
   bool together;    // the warps of the CTA make the operands of all its RoPE blocks first; else each warp makes its own
 
   // A lane's part of a tile of the matrix in shared memory, where SharedMatrix puts it. Not by a pointer, which would take registers of every page.
@@ -132,7 +134,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     const int warp = threadIdx.x >> 5;
     if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
     await_copies();  // of angles that nobody asked for
-    first = NONE, together = false;
+    first = NONE, together = false, rows_block = -1;
     if constexpr (AHEAD > 0) {
       first = rope_block_of(a, begin), last = begin < end ? rope_block_of(a, end - 1) : first - 1;
       together = last - first < AHEAD * WARPS;
@@ -144,10 +146,15 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
     own_angles(sh).copy(a, rope_block_of(a, own), lane);
   }
+  template <class SharedMatrix> DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
+    const int which = rows.head % a.matrix_heads;
+    copying = shared.head != which;
+    if (copying) Matrix::copy(shared.bytes, a, shared.head = which);
+  }
   template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
-    [[maybe_unused]] const int which = rows.head % a.matrix_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (shared.head != which) {
-      Matrix::copy(shared.bytes, a, shared.head = which);
+    [[maybe_unused]] const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (!Config::EARLY_MATRIX) copy_matrix(a, shared, rows);
+    if (copying) {
       await_copies();
       __syncthreads();
     }
@@ -245,11 +252,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int channel = One::channel(i, j, g >> 1);
-        if (channel >= 0) row[channel] = c[One::BEFORE + k + j / 2][j % 2 * 2 + e] * by;
+        if (channel >= 0) store_overlay_query(row, channel, c[One::BEFORE + k + j / 2][j % 2 * 2 + e] * by);
       }
     }
   }
-  // Queries of a RoPE block as float32 rows [TILE_HEADS, D], by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
+  // Queries of a RoPE block as rows [TILE_HEADS, D] (store_overlay_query), by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
   DEV void make_rows(float* rows_out, OverlaySums& out, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) const {
     const int g = lane >> 2, t = lane & 3;
     __syncwarp();
@@ -276,7 +283,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
         for (int e = 0; e < 2; e++) {
           const int column = 2 * t + e, h = head_of(column, from);
           if (member(column) > 0 || h >= TILE_HEADS) continue;
-          rows_out[h * D + 16 * n + g] = y[0][0][e], rows_out[h * D + 16 * n + 8 + g] = y[0][0][2 + e];
+          store_overlay_query(rows_out + h * D, 16 * n + g, y[0][0][e]), store_overlay_query(rows_out + h * D, 16 * n + 8 + g, y[0][0][2 + e]);
         }
       }
     }
@@ -292,12 +299,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
   }
   // Overlay tokens [at, last), those of one RoPE block at a time. The rows lie where the warp's pages were: the overlay comes after them.
-  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) {
     OverlaySums& own = sh.sums[threadIdx.x >> 5];
     for (int from = at; from < last;) {
       const int until = min(last, rope_block_end(a, from)), block = rope_block_of(a, from);
-      make_rows((float*)memory, own, a, rows, block, lane);
-      attend_overlay(a, w, rows, at, from, until, overlay_row, lane, own, (const float*)memory, softmax);
+      if (block != rows_block) make_rows((float*)memory, own, a, rows, rows_block = block, lane);
+      attend_overlay(a, w, rows, at, from, until, overlay_row, lane, own, OverlayRows((const float*)memory), softmax);
       from = until;
     }
     __syncwarp();  // outputs come where the rows were

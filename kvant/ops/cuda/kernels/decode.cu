@@ -52,6 +52,7 @@ struct OperandQuery {
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
 
   DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int, int, int) {}
+  DEV void copy_matrix(const DecodeArguments&, SharedMatrix&, const HeadTileRows&) {}
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
@@ -71,11 +72,11 @@ struct OperandQuery {
         const int until = min(last, rope_block_end(a, first));
         const int block = rope_block_of(a, first), slot = overlay_slot(block, rope_block_of(a, w.n - 1));
         const float* queries = a.query_rows + (((s64)rows.b * HEAD_TILES + rows.head_tile) * OVERLAY_SLOTS + slot) * TILE_HEADS * D;
-        attend_overlay(a, w, rows, at, first, until, overlay_row, lane, operands[block], queries, softmax);
+        attend_overlay(a, w, rows, at, first, until, overlay_row, lane, operands[block], OverlayRows(queries), softmax);
         first = until;
       }
     } else {
-      attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, a.query_rows + rows.query * D, softmax);
+      attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, OverlayRows(a.query_rows + rows.query * D), softmax);
     }
   }
 };
@@ -90,8 +91,11 @@ struct CtaQuery {
   DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int, int, int) {
     if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
   }
-  DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
+  DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
     if constexpr (FUSED_QUERIES) matrix.copy_query_matrix(a, matrix_of(a, rows));
+  }
+  DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
+    if (!Config::EARLY_MATRIX) copy_matrix(a, matrix, rows);
     if (AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
     load_shared_query(sh, a, raw, matrix.bytes, rows.query, rows.count);
     if constexpr (RESIDUAL_KEYS) store_centroid_scores(sh.rows, sh.top, a, rows.head);
@@ -163,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   launch_dependent_grids();  // the transform of outputs, or the next call
   int codebook_head = -1;    // whose codebooks are in shared memory
 
-  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES> scheduler(a, lane);  // two pages a warp
+  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES, Config::WHOLE_TILES> scheduler(a, lane);  // two pages a warp
   PageRing ring;
   ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
   for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
@@ -184,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       Query query;
       const TokenRange tokens(found, warp_range(found, work, scheduler.split, 0).page, warp_range(found, work, scheduler.split, WARPS - 1).page_end);  // of the CTA
       query.request(sh, a, rows, tokens.begin, tokens.end, TokenRange(found, range.page, range.page_end).begin, lane);
+      if (Config::EARLY_MATRIX) query.copy_matrix(a, matrix, rows);  // before the pages, behind which it would arrive last
       ring.fill(range, lane);
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves

@@ -187,12 +187,12 @@ DEV void rotate_overlay_queries(const RotateQueriesArguments& a, int b, int pass
     multiply_rotated<OVERLAY_COLUMN_TILES, 1>(c, a, rows, [=](int n, int k, int p) { return __ldg(own + ((n * (D / 16) + k) * 2 + p) * 32); });
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float* to = a.rows + overlay_query_row((b * HEAD_TILES + tile) * OVERLAY_SLOTS + max(slot[r], 0), g + 8 * r) + 8 * first + 2 * t;
+      float* to = a.rows + overlay_query_row((b * HEAD_TILES + tile) * OVERLAY_SLOTS + max(slot[r], 0), g + 8 * r);
 #pragma unroll
       for (int i = 0; i < OVERLAY_COLUMN_TILES; i++) {
         const float x = c[i][2 * r], y = c[i][2 * r + 1];
         peak[r] = fmaxf(peak[r], fmaxf(fabsf(x), fabsf(y)));
-        if (slot[r] >= 0) *(float2*)(to + 8 * i) = {x, y};
+        if (slot[r] >= 0) store_overlay_query(to, 8 * (first + i) + 2 * t, x, y);
       }
     }
   }
