@@ -124,6 +124,24 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
+@pytest.mark.parametrize("lengths", [[900, 900, 880], [900, 130, 500]])  # about equal, or not
+@pytest.mark.parametrize("blocks", [4, 7, 13])  # for six (sequence, head tile)s: two of them a CTA, one, or half of one
+@pytest.mark.parametrize("inside", [False, True])
+def test_ctas_take_whole_tiles_where_sequences_are_about_equal(
+    inside: bool, blocks: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    name, tuned = "oscar:sink=3,recent=20", ()
+    if inside:  # heads first
+        name, tuned = "kvant-2:rope_block=64,sink=4,recent=50", test_cuda.ROTATED_BY_DECODE
+    cache, seqs = filled(name, 2, 4, 64, lengths)
+    q, batch = torch.randn(len(seqs), 8, 64).bfloat16(), cache.batch(seqs)
+    expected = reference.decode(cache.stores[0], q.double(), batch, scale=0.125)
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(cache.stores[0], q, batch, scale=0.125, tuned=tuned)
+    assert relative_error(found, expected) < 2e-3
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "group", "dim", "queries", "options"), test_cuda.SEVERAL_QUERIES)
 def test_decode_of_several_queries(name: str, group: int, dim: int, queries: int, options: dict[str, float]) -> None:
@@ -256,6 +274,7 @@ def check_rotated(
     lengths: list[int],
     launched: list[str],
     constants: tuple[tuple[str, int], ...] = (),
+    always: tuple[tuple[str, int], ...] = (),
 ) -> None:
     """Decode that rotates queries itself against the reference, also with each of the other `constants`, and decode after the kernel
     that rotates them. Pages are in random order, behind a table that is wider than sequences are long."""
@@ -276,7 +295,7 @@ def check_rotated(
     store.pages.copy_(pages)
     batch = batch._replace(block_table=wide)
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
-    inside = [(*test_cuda.ROTATED_BY_DECODE, *more) for more in ((), *((constant,) for constant in constants))]
+    inside = [(*test_cuda.ROTATED_BY_DECODE, *always, *more) for more in ((), *((constant,) for constant in constants))]
     for tuned in (*inside, test_cuda.ROTATED_BEFORE):
         launched.clear()
         with attention.poisoned():
@@ -312,8 +331,10 @@ def test_ctas_that_share_a_sequence_rotate_its_queries(
     blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0)
+    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0), ("EARLY_MATRIX", 0)
     check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
+    direct = ("ROTATED_AHEAD", 0), ("ROTATED_DIRECT", 1)
+    check_rotated("kvant-2:rope_block=64", 4, 64, "bfloat16", {"first": 40}, [1700, 5, 130], launched, (), direct)
 
 
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
@@ -330,7 +351,9 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
             assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
             usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
             assert usual.query_kernel and not usual.rotated_queries
-            assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
+            # 16 warps have registers enough at a high batch, where a lane has one query head; the matrix leaves room for 12
+            ctas = 4 if group <= 4 and not low_batch else found.constants["MIN_CTAS"]
+            assert (found.warps, ctas) == (usual.warps, usual.constants["MIN_CTAS"])
             bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
             assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
     assert not made("kvant-2", query="float32", low_batch=True).rotated_queries

@@ -171,6 +171,7 @@ CONSTANTS: dict[str, Constant] = {
         PAGES_ONCE="1 where pages leave the L2 cache before query operands do",
         OVERLAY_PASS_UNITS="passes of kvant_rotate_queries_high_batch that take as long as one for the overlay",
         ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",
+        ROTATED_DIRECT="1 where warps that rotate queries read angles from global memory, else from shared memory",
         ROTATED_KEYS="1 where keys are stored before RoPE and rotated when they are read",
         ANGLE_OFFSET="byte of dynamic shared memory of the angles inside a chunk of tokens, where keys are rotated",
         LEVEL_COPIES="copies of the table of levels of the values' codes in shared memory; 0 without",

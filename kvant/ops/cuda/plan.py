@@ -346,6 +346,7 @@ class Plan:
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
+            "ROTATED_DIRECT": int(self.rotated_direct),
             "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
@@ -494,12 +495,16 @@ class Plan:
         return dict(self.tuned).get("ROTATED_AHEAD", count if self.low_batch and self.tile_heads <= 8 and fits else 0)
 
     @property
+    def rotated_direct(self) -> bool:
+        """Whether warps that rotate queries read angles from global memory."""
+        return bool(dict(self.tuned).get("ROTATED_DIRECT", False))
+
+    @property
     def _rotated_operand_bytes(self) -> int:
         """Shared memory of a warp for query operands and angles of some RoPE blocks."""
         own = 4 * self.operand_words * (self.rotated_ahead or self._rotated_blocks)
-        return (
-            own + (0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks) + 32 * self.lane_heads
-        )
+        angles = 0 if self.rotated_ahead or self.rotated_direct else 4 * self.layout.head_dim * self._rotated_blocks
+        return own + angles + 32 * self.lane_heads
 
     @property
     def rotated_bytes(self) -> int:

@@ -93,11 +93,13 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   using Matrix = RotatedMatrix<K>;
   static constexpr int AHEAD = Config::ROTATED_AHEAD, OWN = AHEAD ? AHEAD : ROTATED_BLOCKS;  // operands of a warp
   static constexpr bool ALIASED = AHEAD > 0;  // angles lie among operands
+  static constexpr bool DIRECT = Config::ROTATED_DIRECT;  // angles are read from global memory
+  static_assert(!DIRECT || AHEAD == 0, "a warp makes operands for itself");
   static_assert(AHEAD == 0 || (AHEAD == 2 * ROTATED_BLOCKS && TILE_HEADS <= 8 && sizeof(QueryOperand) >= 4 * D), "angles fit in the place of operands");
   using Angles = RotatedAngles<ROTATED_BLOCKS>;
   struct Shared {
     QueryOperand operands[WARPS * OWN];  // OWN of each warp
-    Angles angles[ALIASED ? 1 : WARPS];  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
+    Select<ALIASED || DIRECT, u32, Angles[WARPS]> angles;  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
     OverlaySums sums[WARPS];
   };
   static constexpr int NONE = 1 << 30;
@@ -116,6 +118,17 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     const int warp = threadIdx.x >> 5;
     if constexpr (ALIASED) return *(Angles*)(sh.operands + warp * OWN + ROTATED_BLOCKS);
     else return sh.angles[warp];
+  }
+
+  // Angles of RoPE blocks `block` on are wanted soon.
+  DEV static void prefetch_angles(Shared& sh, const DecodeArguments& a, int block, int lane) {
+    if constexpr (DIRECT) {
+      constexpr int LINES = (ROTATED_BLOCKS * D * 2 + 127) / 128;
+      const int place = min(min(block, a.rope_blocks - 1) * (D / 2) + lane % LINES * 32, a.rope_blocks * (D / 2) - 1);
+      if (lane < 2 * LINES) prefetch_l1((lane < LINES ? a.cosine : a.sine) + place);
+    } else {
+      own_angles(sh).copy(a, block, lane);
+    }
   }
 
   // The column of an MMA: its head (`from` on) and its RoPE block among those of the product; columns beyond the last are idle.
@@ -144,7 +157,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       }
       first = NONE;
     }
-    own_angles(sh).copy(a, rope_block_of(a, own), lane);
+    prefetch_angles(sh, a, rope_block_of(a, own), lane);
   }
   template <class SharedMatrix> DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
     const int which = rows.head % a.matrix_heads;
@@ -183,7 +196,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
 
   // Operands of COLUMNS * ROTATED_BLOCKS RoPE blocks, whose angles are given. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes
   // of a word: lane g has word g >> 1 of register g & 1 of every two. `out` may lie where the angles are.
-  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane, int last_member = ROTATED_BLOCKS - 1) const {
     const int g = lane >> 2, t = lane & 3;
     constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, MISSING_WORDS = MISSING * K::REGISTERS * 8;  // operands of heads that do not exist are zero
 #pragma unroll 1
@@ -191,7 +204,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       RotatedFragment q[COLUMNS];
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) {
-        const int angle = (j * ROTATED_BLOCKS + min(member(g), ROTATED_BLOCKS - 1)) * (D / 2);
+        const int angle = (j * ROTATED_BLOCKS + min(member(g), last_member)) * (D / 2);
         q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
       }
       float c[COLUMNS][Matrix::TILES][4];
@@ -232,11 +245,16 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
     if (AHEAD > 0 && together) own = sh.operands;
     else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
-      Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
-      await_copies();
-      __syncwarp();
-      make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
-      angles.copy(a, (first = block) + ROTATED_BLOCKS, lane);
+      if constexpr (DIRECT) {
+        __syncwarp();
+        make_operands<1>(own, a.cosine + block * (D / 2), a.sine + block * (D / 2), a, rows, lane, min(ROTATED_BLOCKS - 1, a.rope_blocks - 1 - block));
+      } else {
+        const Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
+        await_copies();
+        __syncwarp();
+        make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
+      }
+      prefetch_angles(sh, a, (first = block) + ROTATED_BLOCKS, lane);
     }
     pages.load_query(own[block - first], lane, a.scale);
   }
