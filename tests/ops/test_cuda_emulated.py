@@ -333,8 +333,9 @@ def test_ctas_that_share_a_sequence_rotate_its_queries(
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
     constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0), ("EARLY_MATRIX", 0)
     check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
-    direct = ("ROTATED_AHEAD", 0), ("ROTATED_DIRECT", 1)
-    check_rotated("kvant-2:rope_block=64", 4, 64, "bfloat16", {"first": 40}, [1700, 5, 130], launched, (), direct)
+    for way in (1, 2):
+        direct = ("ROTATED_AHEAD", 0), ("ROTATED_DIRECT", way)
+        check_rotated("kvant-2:rope_block=64", 4, 64, "bfloat16", {"first": 40}, [1700, 5, 130], launched, (), direct)
 
 
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:

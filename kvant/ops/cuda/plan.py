@@ -346,7 +346,7 @@ class Plan:
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
-            "ROTATED_DIRECT": int(self.rotated_direct),
+            "ROTATED_DIRECT": self.rotated_direct,
             "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
@@ -495,9 +495,9 @@ class Plan:
         return dict(self.tuned).get("ROTATED_AHEAD", count if self.low_batch and self.tile_heads <= 8 and fits else 0)
 
     @property
-    def rotated_direct(self) -> bool:
-        """Whether warps that rotate queries read angles from global memory."""
-        return bool(dict(self.tuned).get("ROTATED_DIRECT", False))
+    def rotated_direct(self) -> int:
+        """1 where warps that rotate queries read angles from global memory, 2 where they make operands together, too."""
+        return int(dict(self.tuned).get("ROTATED_DIRECT", 0))
 
     @property
     def _rotated_operand_bytes(self) -> int:

@@ -93,7 +93,8 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   using Matrix = RotatedMatrix<K>;
   static constexpr int AHEAD = Config::ROTATED_AHEAD, OWN = AHEAD ? AHEAD : ROTATED_BLOCKS;  // operands of a warp
   static constexpr bool ALIASED = AHEAD > 0;  // angles lie among operands
-  static constexpr bool DIRECT = Config::ROTATED_DIRECT;  // angles are read from global memory
+  static constexpr bool DIRECT = Config::ROTATED_DIRECT > 0;  // angles are read from global memory
+  static constexpr bool SHARED = AHEAD > 0 || Config::ROTATED_DIRECT == 2;  // the warps of a CTA may make operands together
   static_assert(!DIRECT || AHEAD == 0, "a warp makes operands for itself");
   static_assert(AHEAD == 0 || (AHEAD == 2 * ROTATED_BLOCKS && TILE_HEADS <= 8 && sizeof(QueryOperand) >= 4 * D), "angles fit in the place of operands");
   using Angles = RotatedAngles<ROTATED_BLOCKS>;
@@ -148,11 +149,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
     await_copies();  // of angles that nobody asked for
     first = NONE, together = false, rows_block = -1;
-    if constexpr (AHEAD > 0) {
+    if constexpr (SHARED) {
       first = rope_block_of(a, begin), last = begin < end ? rope_block_of(a, end - 1) : first - 1;
-      together = last - first < AHEAD * WARPS;
+      together = last - first < OWN * WARPS;
       if (together) {
-        if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
+        if constexpr (DIRECT) prefetch_angles(sh, a, first + warp * OWN, lane);
+        else if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
         return;
       }
       first = NONE;
@@ -171,9 +173,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       await_copies();
       __syncthreads();
     }
-    if constexpr (AHEAD > 0)
+    if constexpr (SHARED)
       if (together) {
-        if (first + warp * AHEAD <= last) {
+        const int block = first + warp * OWN;
+        if constexpr (DIRECT) {
+          if (block <= last) make_direct(sh.operands + warp * OWN, block, a, rows, lane);
+        } else if (block <= last) {
           const auto& angles = *(const RotatedAngles<OWN>*)(sh.operands + warp * OWN);
           await_copies();
           __syncwarp();
@@ -220,6 +225,10 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       }
     __syncwarp();
   }
+  // Operands of RoPE blocks `block` on, whose angles are read from global memory.
+  DEV void make_direct(QueryOperand* out, int block, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+    make_operands<1>(out, a.cosine + block * (D / 2), a.sine + block * (D / 2), a, rows, lane, min(ROTATED_BLOCKS - 1, a.rope_blocks - 1 - block));
+  }
   // Bytes of a tile of columns, and its sums.
   DEV static void store_operands(QueryOperand* out, const float (*c)[4], const DecodeArguments& a, int from, int g, int t) {
 #pragma unroll
@@ -243,11 +252,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   // The operand of a RoPE block.
   template <class Pages> DEV void load_block(Pages& pages, Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) {
     QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
-    if (AHEAD > 0 && together) own = sh.operands;
+    if (SHARED && together) own = sh.operands;
     else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
       if constexpr (DIRECT) {
         __syncwarp();
-        make_operands<1>(own, a.cosine + block * (D / 2), a.sine + block * (D / 2), a, rows, lane, min(ROTATED_BLOCKS - 1, a.rope_blocks - 1 - block));
+        make_direct(own, block, a, rows, lane);
       } else {
         const Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
         await_copies();
