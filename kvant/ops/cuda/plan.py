@@ -345,6 +345,8 @@ class Plan:
             "STAGES": self.stages,
             "WARP_BYTES": self.warp_bytes,
             "MIN_CTAS": self._blocks(self.warps),
+            "SHARED_OPERAND": 0,
+            "SUM_LIMIT": 0,
             **dict(self.tuned),
             "Key": self._stream("key"),
             "Value": self._stream("value"),

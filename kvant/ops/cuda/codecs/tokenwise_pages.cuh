@@ -28,12 +28,18 @@ template <int N> struct KeyWords {
 template <int N, class P> DEV void key_products(const KeyWords<N>& keys, int before, const QueryFragment& q, int c[N][LANE_HEADS][4]) {
 #pragma unroll
   for (int k = 0; k < P::REGISTERS; k += 2) {
+    [[maybe_unused]] u32 b[LANE_HEADS][2];
+    if constexpr (SHARED_OPERAND)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) q.get_two(b[n], n, P::BEFORE + k);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const u32* w = keys.w[i] + before;
       const u32 a0 = P::get(w, 0, k), a1 = P::get(w, 1, k), a2 = P::get(w, 0, k + 1), a3 = P::get(w, 1, k + 1);
 #pragma unroll
-      for (int n = 0; n < LANE_HEADS; n++) mma_u8s8(c[i][n], a0, a1, a2, a3, q.f[n][P::BEFORE + k], q.f[n][P::BEFORE + k + 1]);
+      for (int n = 0; n < LANE_HEADS; n++)
+        if constexpr (SHARED_OPERAND) mma_u8s8(c[i][n], a0, a1, a2, a3, b[n][0], b[n][1]);
+        else mma_u8s8(c[i][n], a0, a1, a2, a3, q.f[n][P::BEFORE + k], q.f[n][P::BEFORE + k + 1]);
     }
   }
 }
