@@ -245,6 +245,7 @@ SHARED_OPERAND = (("SHARED_OPERAND", 1), ("SUM_LIMIT", 1), ("CHUNK_TILES", 2))
         ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, test_cuda.ROTATED_BEFORE),
         ("kvant-2:rope_block=100,recent=20,rollback=7", 128, 8, test_cuda.ROTATED_BEFORE),
         ("oscar:sink=3,recent=20,rollback=3", 128, 4, ()),
+        ("oscar:sink=3,recent=20,rollback=3", 64, 4, (("CHUNK_TILES", 4), ("SCORE_TILES", 2))),
         ("saw-int4", 64, 2, ()),
     ],
 )
