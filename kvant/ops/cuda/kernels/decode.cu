@@ -56,28 +56,20 @@ struct OperandQuery {
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
   int coming;                    // SHARED_OPERAND: the RoPE block whose operand is on its way, or -1
 
-  // cp.async by THREADS threads, of which this is the thread-th.
-  template <int THREADS> DEV static void copy(QueryOperand& to, const QueryOperand& from, int thread) {
-    static_assert(sizeof(QueryOperand) % 16 == 0, "16 bytes are copied at a time");
-#pragma unroll
-    for (int i = 0; i < (int)sizeof(QueryOperand); i += THREADS * 16)
-      if (i + thread * 16 < (int)sizeof(QueryOperand)) copy16((u8*)&to + i + thread * 16, (const u8*)&from + i + thread * 16);
-  }
   DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int, int, int) {}
-  template <class S> DEV void finish(S& sh, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {  // S: derived from Shared
+  DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
+  }
+  template <class Pages, class S> DEV void load(Pages& pages, S& sh, const DecodeArguments& a, int lane) {  // S: derived from Shared
     if constexpr (SHARED_OPERAND) {
-      if (!ROPE_BLOCK) copy<WARPS * 32>(sh.operand[0], *operands, threadIdx.x);
+      if constexpr (!ROPE_BLOCK) copy<WARPS * 32>(sh.operand[0], *operands, threadIdx.x);
       coming = -1;
       await_copies();  // with RoPE blocks: of an operand that nobody asked for
-      if (!ROPE_BLOCK) __syncthreads();
-    }
-  }
-  template <class Pages, class S> DEV void load(Pages& pages, S& sh, const DecodeArguments& a, int lane) const {
-    if constexpr (!ROPE_BLOCK) {
-      if constexpr (SHARED_OPERAND) pages.load_query(sh.operand[0], lane, a.scale);
-      else pages.load_query(*operands, lane, a.scale);
-    }
+      if constexpr (!ROPE_BLOCK) {
+        __syncthreads();
+        pages.load_query(sh.operand[0], lane, a.scale);
+      }
+    } else if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
   }
   // The operand of a RoPE block; the next one is prefetched.
   template <class Pages, class S> DEV void load_block(Pages& pages, S& sh, const DecodeArguments& a, const HeadTileRows&, int block, int lane) {
@@ -94,6 +86,13 @@ struct OperandQuery {
       pages.load_query(operands[block], lane, a.scale);
       if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
     }
+  }
+  // cp.async by THREADS threads, of which this is the thread-th.
+  template <int THREADS> DEV static void copy(QueryOperand& to, const QueryOperand& from, int thread) {
+    static_assert(sizeof(QueryOperand) % 16 == 0, "16 bytes are copied at a time");
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(QueryOperand); i += THREADS * 16)
+      if (i + thread * 16 < (int)sizeof(QueryOperand)) copy16((u8*)&to + i + thread * 16, (const u8*)&from + i + thread * 16);
   }
   // Overlay tokens [at, last), those of one RoPE block at a time.
   DEV void attend(Shared&, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
