@@ -252,6 +252,30 @@ def test_several_queries_of_a_low_batch(
     test_cuda.check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
 
 
+SHARED_OPERAND = (("SHARED_OPERAND", 1), ("SUM_LIMIT", 1), ("CHUNK_TILES", 2))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "dim", "queries", "tuned"),
+    [
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, (("QUERY_TRANSFORM", 4), ("WARPS", 6))),
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, test_cuda.ROTATED_BEFORE),
+        ("kvant-2:rope_block=100,recent=20,rollback=7", 128, 8, test_cuda.ROTATED_BEFORE),
+        ("oscar:sink=3,recent=20,rollback=3", 128, 4, ()),
+        ("oscar:sink=3,recent=20,rollback=3", 64, 4, (("CHUNK_TILES", 4), ("SCORE_TILES", 2))),
+        ("saw-int4", 64, 2, ()),
+    ],
+)
+def test_several_queries_whose_operand_is_in_shared_memory(
+    name: str, dim: int, queries: int, tuned: tuple[tuple[str, int], ...], many: list[str]
+) -> None:
+    cache, seqs = filled(name, 2, 4, dim, [queries, 66, 131, 700], first=7)
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None}
+    tuned = (*SHARED_OPERAND, *tuned)
+    test_cuda.check_several_queries(cache, seqs, 4, dim, queries, settings, 2e-3, torch.bfloat16, tuned)
+
+
 @pytest.mark.parametrize("sliding_window", [None, 100])
 @pytest.mark.parametrize("inside", [False, True])
 def test_rotated_queries_of_which_a_sequence_has_several(

@@ -350,6 +350,9 @@ class Plan:
             "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
+            "SHARED_OPERAND": 0,
+            "SUM_LIMIT": int(self.queries > 1 and not self.pq),
+            "SCORE_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
             "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too

@@ -48,22 +48,52 @@ struct SharedMatrix {
 
 // A query whose operand a kernel before this one made; with RoPE blocks, one operand for each.
 struct OperandQuery {
-  struct Shared {};
+  struct Empty {};
+  struct Copied {
+    QueryOperand operand[ROPE_BLOCK ? 2 * WARPS : 1];  // with RoPE blocks two of each warp: of the block at hand, and of the next, on its way
+  };
+  using Shared = Select<SHARED_OPERAND, Copied, Empty>;
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
+  int coming;                    // SHARED_OPERAND: the RoPE block whose operand is on its way, or -1
 
   DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int, int, int) {}
   DEV void copy_matrix(const DecodeArguments&, SharedMatrix&, const HeadTileRows&) {}
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
-  template <class Pages> DEV void load(Pages& pages, Shared&, const DecodeArguments& a, int lane) const {
-    if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
+  template <class Pages, class S> DEV void load(Pages& pages, S& sh, const DecodeArguments& a, int lane) {  // S: derived from Shared
+    if constexpr (SHARED_OPERAND) {
+      if constexpr (!ROPE_BLOCK) copy<WARPS * 32>(sh.operand[0], *operands, threadIdx.x);
+      coming = -1;
+      await_copies();  // with RoPE blocks: of an operand that nobody asked for
+      if constexpr (!ROPE_BLOCK) {
+        __syncthreads();
+        pages.load_query(sh.operand[0], lane, a.scale);
+      }
+    } else if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
   }
   // The operand of a RoPE block; the next one is prefetched.
-  template <class Pages> DEV void load_block(Pages& pages, Shared&, const DecodeArguments& a, const HeadTileRows&, int block, int lane) const {
-    constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
-    pages.load_query(operands[block], lane, a.scale);
-    if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
+  template <class Pages, class S> DEV void load_block(Pages& pages, S& sh, const DecodeArguments& a, const HeadTileRows&, int block, int lane) {
+    if constexpr (SHARED_OPERAND) {
+      QueryOperand* own = sh.operand + (threadIdx.x >> 5) * 2;
+      if (block != coming) copy<32>(own[block & 1], operands[block], lane);
+      await_copies();
+      __syncwarp();  // all lanes have copied their part, and have read the operand of the block before
+      pages.load_query(own[block & 1], lane, a.scale);
+      coming = block + 1 < a.rope_blocks ? block + 1 : -1;
+      if (coming >= 0) copy<32>(own[coming & 1], operands[coming], lane);
+    } else {
+      constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
+      pages.load_query(operands[block], lane, a.scale);
+      if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
+    }
+  }
+  // cp.async by THREADS threads, of which this is the thread-th.
+  template <int THREADS> DEV static void copy(QueryOperand& to, const QueryOperand& from, int thread) {
+    static_assert(sizeof(QueryOperand) % 16 == 0, "16 bytes are copied at a time");
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(QueryOperand); i += THREADS * 16)
+      if (i + thread * 16 < (int)sizeof(QueryOperand)) copy16((u8*)&to + i + thread * 16, (const u8*)&from + i + thread * 16);
   }
   // Overlay tokens [at, last), those of one RoPE block at a time.
   DEV void attend(Shared&, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
@@ -123,7 +153,7 @@ struct OverlayChunks {
 };
 
 // A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
-template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, Q& query, typename Q::Shared& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
+template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, Q& query, S& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
                       OnlineSoftmax& softmax) {
   [[maybe_unused]] int rope_block = -1;
   for (int page = range.page; page < range.page_end; page++) {
