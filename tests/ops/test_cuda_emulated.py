@@ -405,6 +405,7 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
         ("squat-pre:sink=3", 4, 64, {}),
+        ("squat-pre", 4, 128, {}),
         ("vecinfer-2", 4, 64, {}),
     ],
 )
@@ -746,8 +747,9 @@ def test_an_odd_number_of_rotated_pairs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
-        ("kivi-k2v2", 4, 64, {}),
+        ("kivi-k2v2", 4, 128, {}),
         ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 5, 64, {"softcap": 5.0}),
+        ("kivi-k2v2", 4, 64, {}),
         ("kivi-k2v4-sink:v.recent=20,sink=3", 2, 96, {"sliding_window": 150}),
         ("kitty-pro", 4, 128, {}),
         ("kitty", 3, 96, {"sliding_window": 250}),

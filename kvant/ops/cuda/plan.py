@@ -73,7 +73,7 @@ def rotates_keys(layout: Layout) -> bool:
 
 def angle_row(head_dim: int) -> int:
     """32-bit words of a row of angles: ANGLE_ROW of codecs/rotated_channel.cuh."""
-    return head_dim // 2 + (16 if head_dim == 64 else 8)
+    return head_dim // 2 + {64: 16, 128: 4}.get(head_dim, 8)
 
 
 def codebook_bytes(layout: Layout) -> list[int]:
@@ -184,7 +184,8 @@ class Plan:
         if self._light:
             return 4
         few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
-        return 3 if few and not self.rotated_keys else 2  # keys that are rotated when they are read take more registers
+        wide = self.rotated_keys and not self.paired_channels  # two query operands take more registers
+        return 3 if few and not wide else 2
 
     @property
     def _light(self) -> bool:
@@ -292,6 +293,22 @@ class Plan:
         return rotates_keys(self.layout)
 
     @property
+    def _bank_orders(self) -> dict[str, object]:
+        """Whether lanes read scales in another order than that of the pages, so that they do not wait for each other."""
+        plain = self.layout.recipe.key.groupwise and not self._boosted()["BOOSTED"]
+        keys = plain and not self.rotated_keys and self.layout.head_dim == 128
+        two_bits = keys and [band.bits for band in self.layout.format("key").stored_bands] == [2]
+        values = plain and self.layout.page_tokens == 64
+        return {"VALUE_BANKS": int(values), "KEY_BANKS": int(two_bits), "MINIMA_AS_READ": int(plain)}
+
+    @property
+    def paired_channels(self) -> bool:
+        """Whether lanes that rotate keys have both channels of a pair: where a lane has whole words of half of a row's codes."""
+        (band,) = self.layout.format("key").stored_bands
+        fits = band.bits in (2, 4) and self.layout.head_dim // 16 % (16 // band.bits) == 0
+        return self.rotated_keys and bool(dict(self.tuned).get("PAIRED_CHANNELS", fits))
+
+    @property
     def angle_bytes(self) -> int:
         """Shared memory of the angles inside a chunk of tokens."""
         tokens = min(CHUNK_TOKENS, self.layout.page_tokens)
@@ -319,6 +336,8 @@ class Plan:
             "WARPS": self.warps,
             "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
             "ROTATED_KEYS": int(self.rotated_keys),
+            **self._bank_orders,
+            "PAIRED_CHANNELS": int(self.rotated_keys and self.paired_channels),
             "ANGLE_OFFSET": self.warps * self.warp_bytes + self.matrix_bytes,
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
             **self._boosted(),

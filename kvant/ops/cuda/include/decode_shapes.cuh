@@ -47,6 +47,11 @@ constexpr float QUERY_TOP = 16250.f;
 constexpr int GROUP_SHARE = D / VALUE_GROUPS / 8;              // channels of a lane in each group of channels with a scale
 DEV constexpr int value_channel(int g, int element) { return element / GROUP_SHARE * (D / VALUE_GROUPS) + g * GROUP_SHARE + element % GROUP_SHARE; }
 
+// With few scales a value and two tiles that share the columns of P V, the product of P and the minima (codecs/values.cuh) takes both tiles at once: row g is
+// group g / 2 of the tile whose columns have the parity of g.
+constexpr bool MINIMA_BY_TILE = PAIRED && VALUE_GROUPS > 1 && VALUE_GROUPS <= 4 && Config::VALUE_BANKS;
+DEV constexpr int minima_row(int group, int parity) { return MINIMA_BY_TILE ? 2 * group + parity : group; }
+
 // A page head in shared memory by its 32-bit address: the compiler adds the base of a pointer to every offset anew.
 struct SharedBytes {
   u32 at;

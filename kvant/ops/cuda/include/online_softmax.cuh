@@ -28,7 +28,7 @@ struct OnlineSoftmax {
   float flags[LANE_HEADS];  // sum of P over tokens whose value had its mean subtracted
   float acc[ACC_TILES][ACC_STEPS][4];  // O^T, unnormalised, times norm
   float centroids[RESIDUAL_VALUES ? ACC_TILES : 1][RESIDUAL_VALUES ? ACC_STEPS : 1][4];  // the part of O^T that is P times the values' centroids
-  float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row g: group g
+  float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row minima_row(group, column)
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
   float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: minus infinity before the first score, then HEADROOM (SUM_LIMIT: sums of P above it, then 2^HEADROOM). By query where each sees other tokens
 
@@ -210,7 +210,7 @@ DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
           const float rest = PAIRED && (i & 1) ? 0.f : softmax.group_z[OnlineSoftmax::head(n, i) % LANE_HEADS][2 * k / GROUP_SHARE];
           softmax.acc[n][k][i] = fmaf(softmax.acc[n][k][i], power, rest) * back;
         } else if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
-          const float least = __shfl_sync(FULL, softmax.bias[n][i & 1], 2 * k / GROUP_SHARE * 4 + t);
+          const float least = __shfl_sync(FULL, softmax.bias[n][i & 1], minima_row(2 * k / GROUP_SHARE, i & 1) * 4 + t);
           softmax.acc[n][k][i] = (softmax.acc[n][k][i] * power + least) * back;
         } else {
           const float bias = softmax.bias[n][i & 1];
