@@ -125,15 +125,16 @@ template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], con
 
 // sums = R X M for keys X that R unrotates to the start of their RoPE block, times a power of two of each row that brings it into the range of fp16; `exponent` is what
 // undoes it. M is two matrices of fp16, the larger one last.
-template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int first, u32* exponent) {
+template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int rope_block, u32* exponent) {
   using Products = Warpgroup<D, ElementType::FP16>;
   constexpr int STEPS = D / 16, PARTS = S::MATRIX_PARTS;
-  const int g = tile.g, t = tile.t;
+  const int t = tile.t;
   const u32 own_exponent = row_exponent(tile, w), other_exponent = __shfl_xor_sync(FULL, own_exponent, 2);
   exponent[0] = t & 2 ? other_exponent : own_exponent, exponent[1] = t & 2 ? own_exponent : other_exponent;
   const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
-  const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
-  const s64 at[2] = {(s64)(t & 2 ? other : mine) * (D / 2) + t * (D / 8), (s64)(t & 2 ? mine : other) * (D / 2) + t * (D / 8)};
+  int blocks[2];
+  tile.broadcast_rows(rope_block, blocks);
+  const s64 at[2] = {(s64)blocks[0] * (D / 2) + t * (D / 8), (s64)blocks[1] * (D / 2) + t * (D / 8)};
   const Products::Operand b = Products::operand(matrix);
   StepOperands now = step_operands<S>(a, w, at, times, 0);
 #pragma unroll
@@ -154,7 +155,7 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
 }
 
 // x = R x M - mean. The warps of a warpgroup come here together.
-template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int rope_block, int head) {
   static_assert(S::KEY, "a row lies in four lanes");
   constexpr int N = TokenTile<S>::N;
   constexpr bool UNROTATED = S::ROPE_BLOCK > 0, FP16 = UNROTATED || S::IN_TYPE == ElementType::FP16;
@@ -166,7 +167,7 @@ template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& 
   if constexpr (FP16) back[0] *= S::matrix_unit(a), back[1] *= S::matrix_unit(a);  // entries of bfloat16 are whole
   if constexpr (UNROTATED) {
     u32 exponent[2];
-    multiply_unrotated(sums, tile, a, w, matrix, first, exponent);
+    multiply_unrotated(sums, tile, a, w, matrix, rope_block, exponent);
     back[0] *= scale_from_fp16(exponent[0]), back[1] *= scale_from_fp16(exponent[1]);
   } else {
     multiply_read<S>(sums, w, matrix);

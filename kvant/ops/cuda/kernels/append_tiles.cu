@@ -62,27 +62,27 @@ template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const 
   }
 }
 
-template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool AS_READ = TokenTile<S>::AS_READ;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
+  const s64 slot = owned.slot;
   float least, most, scale[ROWS], reciprocal[ROWS], zero[ROWS];
 
   // Transform: x = x M or H x, less the mean.
   if constexpr (AS_READ) tile.range(w, least, most);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, first, head);
+    multiply(tile, a, w, matrix, owned.rope_block, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
   }
   if constexpr (S::CENTROIDS > 0) {
     TileGroups<S>::scale(tile);
-    if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+    if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
     TileGroups<S>::subtract_centroids(tile, a, first, head);
   }
   if constexpr (!AS_READ && !Config::CLIP) tile.range(w, least, most);
-  if constexpr (Config::OVERLAY_TOKENS > 0 && !S::CENTROIDS) store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0 && !S::CENTROIDS) store_overlay(tile, a, head, owned.place);
 
   // Scale of the owned row.
   if constexpr (Config::CLIP) clip_tile(tile, a, w, least, most);
@@ -111,22 +111,22 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 }
 
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
-template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
+  const s64 slot = owned.slot;
 
   // Transform: x = x M, less the mean; or as it is. Then clip.
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, first, head);
+    multiply(tile, a, w, matrix, owned.rope_block, head);
   } else {
     static_assert(S::HADAMARD == 1, "channels are in the order of groups before a Hadamard");
     apply_hadamard(tile, w, nullptr);
     if constexpr (S::MEAN) Groups::subtract_mean(tile, S::mean(a) + head * D);
   }
   if constexpr (S::CENTROIDS > 0) Groups::scale(tile);
-  if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, head, owned.place);
   if constexpr (S::CENTROIDS > 0) Groups::subtract_centroids(tile, a, first, head);
   if constexpr (Config::CLIP) {
     float limit[ROWS];
@@ -180,16 +180,16 @@ template <class S> struct LevelCoder {
   DEV u32 base() const { return 0u; }
 };
 
-template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
+  const s64 slot = owned.slot;
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, first, head);
+    multiply(tile, a, w, matrix, owned.rope_block, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
   }
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
   float squares[ROWS], factor[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
@@ -205,17 +205,17 @@ template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArgume
 
 // --- banded codes -------------------------------------------------------------------------------------------------------------
 
-// Codes of evenly spaced levels around zero, x ~ scale * step * (code - TOP / 2), rounded as the inexact AffineCoder does it.
+// Codes of evenly spaced levels around zero, x ~ scale * step * (code - TOP / 2), rounded as the AffineCoder of a product does it.
 template <class B> struct BandCoder {
-  static constexpr float TOP = B::TOP, UNIT = 2 << B::BITS, REST = (UNIT - TOP) / UNIT;
-  float factor;
-  DEV explicit BandCoder(float reciprocal) : factor(reciprocal * (1.f / UNIT / __uint_as_float(B::STEP_BITS))) {}  // of the scale
-  DEV float rounded(float x) const { return fmaf(add_held(fma_held(x, factor, REST + TOP / 2.f / UNIT), -REST), UNIT, ROUNDER); }  // the code + ROUNDER
+  static constexpr float TOP = B::TOP;
+  float steps;  // of a number, times it
+  DEV explicit BandCoder(float reciprocal) : steps(reciprocal * (1.f / __uint_as_float(B::STEP_BITS))) {}  // of the scale
+  DEV float rounded(float x) const { return fmaf(fma_held(x, steps * (1.f / TOP), 0.5f), TOP, ROUNDER); }  // the code + ROUNDER
   DEV u32 bits(float x) const { return __float_as_uint(rounded(x)); }
   DEV u32 base() const { return __float_as_uint(ROUNDER); }
   // Of either sign, in steps. Levels lie as far apart on both sides of every multiple of a power of two: ||x| - 2^(BITS - 2)| and so on folds them onto one.
   DEV float error(float x) const {
-    float y = x * (UNIT * factor);
+    float y = x * steps;
 #pragma unroll
     for (int middle = 1 << B::BITS >> 2; middle; middle >>= 1) y = fabsf(y) - (float)middle;
     return fabsf(y) - 0.5f;
@@ -305,12 +305,12 @@ template <class S> struct BandedCoders {
   template <class B> using Coder = Select<(S::UNBIASED != 0), RoundedBand<B>, BandCoder<B>>;
 };
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
-  multiply(tile, a, w, matrix, first, head);
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+  const s64 slot = owned.slot;
+  multiply(tile, a, w, matrix, owned.rope_block, head);
+  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
 
   // Scale of the owned row; where the stream has a FLAG, that of the row less flag_mean if its error is smaller.
   float error, scale = banded_scale<false>(tile, weights, nullptr, error), sign = 1.f, reciprocal[ROWS];
@@ -361,10 +361,33 @@ template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, i
   return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
 }
 
-// Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one.
-template <class S> DEV void append_tile(const AppendArguments& a, const u8* matrix, int first, int head, int lane) {
+// Rows of a warp's next tile, in shared memory: every lane copies what it will read itself, 16 bytes at a time, so that no lane waits for another. `mine` is where the
+// first 16 bytes of the lane are.
+template <class S> struct StagedRows {
+  static constexpr int CHUNKS = READ_WORDS / 4, APART = Config::TILE_WARPS * 32 * 16;  // of a row; bytes from a lane's chunk to its next
+  DEV static void copy(u8* mine, const AppendArguments& a, int first, int head, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) {
+      const int c = i % CHUNKS, at = S::ROPE_BLOCK > 0 ? c / (CHUNKS / 2) * D + c % (CHUNKS / 2) * 16 : c * 16;
+      copy16(mine + i * APART, tile_row<S>(a, first, head, lane, i / CHUNKS) + at);
+    }
+  }
+  DEV static void load(const u8* mine, u32 (*w)[READ_WORDS]) {
+    await_copies();
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) load_words<4>(w[i / CHUNKS] + i % CHUNKS * 4, mine + i * APART);
+  }
+};
+
+// Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one. Where tiles are
+// STAGED, the rows are at `staged`, and those of the tile at `next` go there once they have been read.
+template <class S, bool STAGED> DEV void append_tile(const AppendArguments& a, const u8* matrix, u8* staged, int first, int next, int head, int lane) {
   TokenTile<S> tile{lane, lane >> 2, lane & 3};
   u32 w[2][READ_WORDS];
+  if constexpr (STAGED) {
+    StagedRows<S>::load(staged, w);
+    if (next < a.tokens) StagedRows<S>::copy(staged, a, next, head, lane);
+  } else
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const u8* from = tile_row<S>(a, first, head, lane, r);
@@ -372,16 +395,20 @@ template <class S> DEV void append_tile(const AppendArguments& a, const u8* matr
     else if constexpr (S::GROUPS > 1 && S::MATRIX_PARTS == 0) TileGroups<S>::read(w[r], from - (lane & 3) * (D / 2), lane & 3);
     else load_words<READ_WORDS>(w[r], from);
   }
-  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head);
-  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, first, head);
-  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, first, head);
-  else append_affine(tile, a, w, matrix, first, head);
+  const OwnedToken owned = look_up(tile, a, first);
+  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, owned, first, head);
+  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, owned, first, head);
+  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, owned, first, head);
+  else append_affine(tile, a, w, matrix, owned, first, head);
 }
 
 // Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once.
 template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, int head, int cta, int ctas) {
   constexpr int BYTES = S::MATRIX_PARTS * D * D * 2, APART = Config::TILE_WARPS * 16;
+  constexpr bool STAGED = Config::TILE_STAGED && BYTES > 0;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  u8* staged = shared + Config::TILE_MATRIX_BYTES + threadIdx.x * 16;
+  if constexpr (STAGED) StagedRows<S>::copy(staged, a, cta * APART + warp * 16, head, lane);
   if constexpr (BYTES > 0) {
     const u8* from = (const u8*)S::matrix(a, head);
     for (int i = threadIdx.x * 16; i < BYTES; i += Config::TILE_WARPS * 32 * 16) copy16(shared + i, from + i);
@@ -391,27 +418,28 @@ template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, i
   }
   for (int first = cta * APART; first < a.tokens; first += ctas * APART) {
     const int mine = first + warp * 16, next = mine + ctas * APART;
-    if (next < a.tokens)
+    if (!STAGED && next < a.tokens)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         prefetch_l1(tile_row<S>(a, next, head, lane, r));
         if constexpr (S::ROPE_BLOCK > 0) prefetch_l1(tile_row<S>(a, next, head, lane, r) + D);
       }
-    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, shared, mine, head, lane);  // the warps of a product come together
+    if (BYTES > 0 || mine < a.tokens) append_tile<S, STAGED>(a, shared, staged, mine, next, head, lane);  // the warps of a product come together
   }
 }
 
 extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TILE_CTAS) kvant_append_tiles(const AppendArguments a) {
+  using Values = Select<(ValueStream::MATRIX_PARTS > 0 || ValueStream::BITS == 3), ValueRows, ValueStream>;
   if constexpr (KeyStream::MATRIX_PARTS > 0 || ValueStream::MATRIX_PARTS > 0) {
     DYNAMIC_SHARED(shared);
     const int ctas = gridDim.x / Config::KV_HEADS, head = blockIdx.x / ctas, cta = blockIdx.x % ctas;
     append_tiles<KeyStream>(a, shared, head, cta, ctas);
     __syncthreads();
-    append_tiles<Select<(ValueStream::MATRIX_PARTS > 0 || ValueStream::BITS == 3), ValueRows, ValueStream>>(a, shared, head, cta, ctas);
+    append_tiles<Values>(a, shared, head, cta, ctas);
   } else {
     const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
     if (first >= a.tokens) return;
-    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, nullptr, first, head, lane);
-    else append_tile<Select<(ValueStream::BITS == 3), ValueRows, ValueStream>>(a, nullptr, first, head, lane);
+    if (blockIdx.x % 2 == 0) append_tile<KeyStream, false>(a, nullptr, nullptr, first, 0, head, lane);
+    else append_tile<Values, false>(a, nullptr, nullptr, first, 0, head, lane);
   }
 }
