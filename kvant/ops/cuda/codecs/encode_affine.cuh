@@ -59,14 +59,18 @@ struct ClipSearch {
       const int above = count_lanes<FROM, TO>(more);
       if (open()) take(tried, (float)(above - clip.drop));
     }
-    float limit = __int_as_float(high), least = __int_as_float(0x7f800000), most = 0.f;
+    // Bits of magnitudes, doubled to drop the sign, less those of the next float above the limit: what exceeds it is small, what does not has wrapped around and is larger.
+    float limit = __int_as_float(high);
+    const u32 beyond = 0u - 2u * ((u32)high + 1u);
+    u32 smallest = FULL, largest = 0u;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const float size = fabsf(x[i]);
-      least = size > limit ? fminf(least, size) : least, most = size > limit ? most : fmaxf(most, size);
+      const u32 distance = __float_as_uint(x[i]) * 2u + beyond;
+      smallest = min(smallest, distance), largest = max(largest, distance);
     }
-    least = reduce_lanes<FROM, TO>(least, [](float a, float b) { return fminf(a, b); });
-    most = reduce_lanes<FROM, TO>(most, [](float a, float b) { return fmaxf(a, b); });
+    smallest = reduce_lanes<FROM, TO>(smallest, [](u32 a, u32 b) { return min(a, b); });
+    largest = reduce_lanes<FROM, TO>(largest, [](u32 a, u32 b) { return max(a, b); });
+    const float least = __uint_as_float((smallest - beyond) / 2u), most = __uint_as_float((largest - beyond) / 2u);
     if (low == high) {  // otherwise m[drop - 1] = m[drop] = limit
       const float apart = least - most;
       limit = clip.share < 0.5f ? fmaf(clip.share, apart, most) : fmaf(clip.share - 1.f, apart, least);
@@ -82,19 +86,25 @@ template <int N, int FROM, int TO> DEV float clip_limit(const float* x, const Cl
 
 // Makes the ranges of the searches of two rows smaller, most often down to the end, by magnitudes that are rounded towards zero to fp16. Instructions for pairs of
 // fp16 do both rows at once: the first row is the low half of every word. Counts are those of the exact magnitudes: rounded like this, one exceeds a number of fp16
-// where it is at least the next such number. A row lies in four lanes, N numbers each.
-template <int N> DEV void narrow_search(ClipSearch (&search)[2], const float (*x)[N], const Clip& clip) {
+// where it is at least the next such number. A row lies in four lanes, N numbers each. [least, most] become the ranges of both rows, rounded towards zero as well;
+// nothing where rows are not clipped.
+template <int N> DEV void narrow_search(ClipSearch (&search)[2], const float (*x)[N], const Clip& clip, u32& least, u32& most) {
   constexpr u32 INFINITE = 0x7C007C00u, HALF = 0x38003800u;
+  least = most = 0u;
   if (!clip.drop) return;
   const float drop = (float)clip.drop;
   const u32 wanted = fp16_pair(drop, drop), gap = fp16_pair(search[0].gap, search[1].gap);
   u32 sizes[N], low = 0u, high = INFINITE, bound = fp16_pair_down(search[0].guess, search[1].guess);
 #pragma unroll
-  for (int i = 0; i < N; i++) sizes[i] = fp16_pair_down(x[0][i], x[1][i]) & 0x7FFF7FFFu;
-  for (int k = 0; k < 10; k++) {
-    u32 more[2] = {is_greater_fp16x2(sizes[0], bound), is_greater_fp16x2(sizes[1], bound)};
+  for (int i = 0; i < N; i++) sizes[i] = fp16_pair_down(x[0][i], x[1][i]);
 #pragma unroll
-    for (int i = 2; i < N; i++) more[i % 2] = add_fp16x2(more[i % 2], is_greater_fp16x2(sizes[i], bound));
+  for (int i = 0; i < N; i++) least = pair_min<ElementType::FP16>(least, sizes[i]), most = pair_max<ElementType::FP16>(most, sizes[i]);
+  least = pair_min<ElementType::FP16>(least, __shfl_xor_sync(FULL, least, 1)), most = pair_max<ElementType::FP16>(most, __shfl_xor_sync(FULL, most, 1));
+  least = pair_min<ElementType::FP16>(least, __shfl_xor_sync(FULL, least, 2)), most = pair_max<ElementType::FP16>(most, __shfl_xor_sync(FULL, most, 2));
+  for (int k = 0; k < 10; k++) {
+    u32 more[2] = {is_larger_fp16x2(sizes[0], bound), is_larger_fp16x2(sizes[1], bound)};
+#pragma unroll
+    for (int i = 2; i < N; i++) more[i % 2] = add_fp16x2(more[i % 2], is_larger_fp16x2(sizes[i], bound));
     u32 above = add_fp16x2(more[0], more[1]);
     above = add_fp16x2(above, __shfl_xor_sync(FULL, above, 1));
     above = add_fp16x2(above, __shfl_xor_sync(FULL, above, 2));

@@ -15,17 +15,21 @@
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
-// The limits at which the held rows are clipped.
-template <class S> DEV void clip_limits(const TokenTile<S>& tile, const Clip& clip, float* limit) {
+// The limits at which the held rows are clipped. Returns whether every row of the warp is known to reach beyond its limit at both ends.
+template <class S> DEV bool clip_limits(const TokenTile<S>& tile, const Clip& clip, float* limit) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   if constexpr (S::KEY) {
     ClipSearch search[2];
     search[0].template begin<N, 1, 4>(tile.x[0], clip), search[1].template begin<N, 1, 4>(tile.x[1], clip);
-    narrow_search<N>(search, tile.x, clip);
+    u32 least, most;
+    narrow_search<N>(search, tile.x, clip, least, most);
     limit[0] = search[0].template finish<N, 1, 4>(tile.x[0], clip), limit[1] = search[1].template finish<N, 1, 4>(tile.x[1], clip);
+    const bool one = fp16_low(most) >= limit[0] & -fp16_low(least) >= limit[0], two = fp16_high(most) >= limit[1] & -fp16_high(least) >= limit[1];
+    return !__any_sync(FULL, !(one & two));
   } else {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, 4, 32>(tile.x[r], clip);
+    return false;
   }
 }
 
@@ -36,10 +40,13 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
   constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
   const Clip clip = S::clip(a);
   float limit[ROWS];
-  clip_limits(tile, clip, limit);
-  tile.range(w, least, most);
+  const bool beyond = clip_limits(tile, clip, limit);
   const float end = tile.owned(limit) * tile.FACTOR;
-  least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
+  least = -end, most = end;
+  if (!beyond) {
+    tile.range(w, least, most);
+    least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
+  }
   if (!LEFT || __any_sync(FULL, clip.drop && most - least <= end * 0.0625f))
 #pragma unroll
     for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
@@ -361,27 +368,30 @@ template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, i
   return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
 }
 
-// Rows of a warp's next tile, in shared memory: every lane copies what it will read itself, 16 bytes at a time, so that no lane waits for another. `mine` is where the
-// first 16 bytes of the lane are.
+// Rows of a warp's next tile, in shared memory: every lane copies what it will read itself, 16 bytes at a time, so that no lane waits for another. `mine` is the
+// address of the first 16 bytes of the lane.
 template <class S> struct StagedRows {
   static constexpr int CHUNKS = READ_WORDS / 4, APART = Config::TILE_WARPS * 32 * 16;  // of a row; bytes from a lane's chunk to its next
-  DEV static void copy(u8* mine, const AppendArguments& a, int first, int head, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2 * CHUNKS; i++) {
-      const int c = i % CHUNKS, at = S::ROPE_BLOCK > 0 ? c / (CHUNKS / 2) * D + c % (CHUNKS / 2) * 16 : c * 16;
-      copy16(mine + i * APART, tile_row<S>(a, first, head, lane, i / CHUNKS) + at);
+  template <int I> DEV static void copy_from(u32 mine, const u8* one, const u8* two) {
+    if constexpr (I < CHUNKS) {
+      constexpr int AT = S::ROPE_BLOCK > 0 ? I / (CHUNKS / 2) * D + I % (CHUNKS / 2) * 16 : I * 16;
+      copy16_at<I * APART, AT>(mine, one), copy16_at<(I + CHUNKS) * APART, AT>(mine, two);
+      copy_from<I + 1>(mine, one, two);
     }
   }
-  DEV static void load(const u8* mine, u32 (*w)[READ_WORDS]) {
+  DEV static void copy(u32 mine, const AppendArguments& a, int first, int head, int lane) {
+    copy_from<0>(mine, tile_row<S>(a, first, head, lane, 0), tile_row<S>(a, first, head, lane, 1));
+  }
+  DEV static void load(u32 mine, u32 (*w)[READ_WORDS]) {
     await_copies();
 #pragma unroll
-    for (int i = 0; i < 2 * CHUNKS; i++) load_words<4>(w[i / CHUNKS] + i % CHUNKS * 4, mine + i * APART);
+    for (int i = 0; i < 2 * CHUNKS; i++) load_shared<4>(w[i / CHUNKS] + i % CHUNKS * 4, mine + i * APART);
   }
 };
 
 // Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one. Where tiles are
 // STAGED, the rows are at `staged`, and those of the tile at `next` go there once they have been read.
-template <class S, bool STAGED> DEV void append_tile(const AppendArguments& a, const u8* matrix, u8* staged, int first, int next, int head, int lane) {
+template <class S, bool STAGED> DEV void append_tile(const AppendArguments& a, const u8* matrix, u32 staged, int first, int next, int head, int lane) {
   TokenTile<S> tile{lane, lane >> 2, lane & 3};
   u32 w[2][READ_WORDS];
   if constexpr (STAGED) {
@@ -407,7 +417,7 @@ template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, i
   constexpr int BYTES = S::MATRIX_PARTS * D * D * 2, APART = Config::TILE_WARPS * 16;
   constexpr bool STAGED = Config::TILE_STAGED && BYTES > 0;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  u8* staged = shared + Config::TILE_MATRIX_BYTES + threadIdx.x * 16;
+  const u32 staged = STAGED ? shared_address(shared + Config::TILE_MATRIX_BYTES + threadIdx.x * 16) : 0u;
   if constexpr (STAGED) StagedRows<S>::copy(staged, a, cta * APART + warp * 16, head, lane);
   if constexpr (BYTES > 0) {
     const u8* from = (const u8*)S::matrix(a, head);
@@ -439,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TI
   } else {
     const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
     if (first >= a.tokens) return;
-    if (blockIdx.x % 2 == 0) append_tile<KeyStream, false>(a, nullptr, nullptr, first, 0, head, lane);
-    else append_tile<Values, false>(a, nullptr, nullptr, first, 0, head, lane);
+    if (blockIdx.x % 2 == 0) append_tile<KeyStream, false>(a, nullptr, 0u, first, 0, head, lane);
+    else append_tile<Values, false>(a, nullptr, 0u, first, 0, head, lane);
   }
 }

@@ -19,6 +19,7 @@ DEV bool stage_ready(u32, u32) { return false; }
 DEV void wait_prior_grid() {}
 DEV void launch_dependent_grids() {}
 DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
+template <int TO, int FROM> DEV void copy16_at(u32 to, const void* from) { copy16(emulated_dynamic + to + TO, (const u8*)from + FROM); }
 DEV u32 shared_address_register(const void* p) { return shared_address(p); }
 template <int N> DEV void load_shared(u32* w, u32 address) {
   memcpy(w, emulated_dynamic + address, 4 * N);
