@@ -21,7 +21,7 @@ TILE_DIMS = (64, 96, 128)  # head dims of affine tiles: more do not fit into reg
 BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is whole bytes
 
 TILE_STAGED = True  # whether kvant_append_tiles reads rows ahead into shared memory
-BANDED_WARPS = 12  # of a CTA of banded tiles where rows are staged
+BANDED_WARPS = 16  # of a CTA of banded tiles where rows are staged
 
 AppendArguments = Arguments(
     "AppendArguments",

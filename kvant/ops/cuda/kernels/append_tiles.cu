@@ -69,7 +69,7 @@ template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const 
   }
 }
 
-template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool AS_READ = TokenTile<S>::AS_READ;
   const s64 slot = owned.slot;
@@ -78,7 +78,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   // Transform: x = x M or H x, less the mean.
   if constexpr (AS_READ) tile.range(w, least, most);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, owned.rope_block, head);
+    multiply(tile, a, w, source, owned.rope_block, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
@@ -118,7 +118,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 }
 
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
-template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
@@ -126,7 +126,7 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
 
   // Transform: x = x M, less the mean; or as it is. Then clip.
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, owned.rope_block, head);
+    multiply(tile, a, w, source, owned.rope_block, head);
   } else {
     static_assert(S::HADAMARD == 1, "channels are in the order of groups before a Hadamard");
     apply_hadamard(tile, w, nullptr);
@@ -187,11 +187,11 @@ template <class S> struct LevelCoder {
   DEV u32 base() const { return 0u; }
 };
 
-template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const s64 slot = owned.slot;
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, owned.rope_block, head);
+    multiply(tile, a, w, source, owned.rope_block, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
@@ -220,14 +220,15 @@ template <class B> struct BandCoder {
   DEV float rounded(float x) const { return fmaf(fma_held(x, steps * (1.f / TOP), 0.5f), TOP, ROUNDER); }  // the code + ROUNDER
   DEV u32 bits(float x) const { return __float_as_uint(rounded(x)); }
   DEV u32 base() const { return __float_as_uint(ROUNDER); }
-  // Of either sign, in steps. Levels lie as far apart on both sides of every multiple of a power of two: ||x| - 2^(BITS - 2)| and so on folds them onto one.
-  DEV float error(float x) const {
-    float y = x * steps;
-#pragma unroll
-    for (int middle = 1 << B::BITS >> 2; middle; middle >>= 1) y = fabsf(y) - (float)middle;
-    return fabsf(y) - 0.5f;
-  }
 };
+// The error of x under a scale, of either sign. Levels lie as far apart on both sides of every multiple of a power of two steps: ||x| - 2^(BITS - 2)| and so on folds
+// them onto one.
+template <class B> DEV float band_error(float x, float scale) {
+  const float step = scale * __uint_as_float(B::STEP_BITS);
+#pragma unroll
+  for (int middle = 1 << B::BITS >> 2; middle; middle >>= 1) x = fabsf(x) - (float)middle * step;
+  return fabsf(x) - 0.5f * step;
+}
 // Numbers that have been rounded already.
 template <class B> struct RoundedBand {
   DEV explicit RoundedBand(float) {}
@@ -272,20 +273,17 @@ template <bool CENTRED, class S> DEV float banded_scale(const TokenTile<S>& tile
   });
   const float rms = sqrtf(__fdiv_rn(tile.sum_rows(squares.of), (float)S::CodeBands::CHANNELS));
   if constexpr (S::SEARCH == 1 && !S::FLAG) return round_to<S::SCALE_TYPE>(clamp_scale<S::SCALE_TYPE>(rms));  // nobody asks for the error
-  return search_banded_scale<S>(rms, least, [&](float scale) {
-    float reciprocal[TokenTile<S>::ROWS];
-    tile.broadcast_rows(__fdiv_rn(1.f, scale), reciprocal);
+  return search_banded_scale<S>(rms, least, [&](float tried) {
+    float scale[TokenTile<S>::ROWS];
+    tile.broadcast_rows(tried, scale);
     Sums sums;
     S::CodeBands::each([&](auto band) {
-      using B = decltype(band);
-      Sums errors;
-      each_number<B, S::WEIGHTED, CENTRED>(tile, weights, mean, [&](int r, float x, float weight, float off) {
-        const float error = BandCoder<B>(reciprocal[r]).error(x - off);
-        errors.of[r] = fmaf(error * weight, error, errors.of[r]);
+      each_number<decltype(band), S::WEIGHTED, CENTRED>(tile, weights, mean, [&](int r, float x, float weight, float off) {
+        const float error = band_error<decltype(band)>(x - off, scale[r]);
+        sums.of[r] = fmaf(error * weight, error, sums.of[r]);
       });
-      sums.add(errors, __uint_as_float(B::STEP_BITS) * __uint_as_float(B::STEP_BITS));
     });
-    return tile.sum_rows(sums.of) * (scale * scale);
+    return tile.sum_rows(sums.of);
   });
 }
 
@@ -312,11 +310,11 @@ template <class S> struct BandedCoders {
   template <class B> using Coder = Select<(S::UNBIASED != 0), RoundedBand<B>, BandCoder<B>>;
 };
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
   const s64 slot = owned.slot;
-  multiply(tile, a, w, matrix, owned.rope_block, head);
+  multiply(tile, a, w, source, owned.rope_block, head);
   if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
 
   // Scale of the owned row; where the stream has a FLAG, that of the row less flag_mean if its error is smaller.
@@ -363,41 +361,12 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
 
 // --- the kernel ---------------------------------------------------------------------------------------------------------------
 
-// Where a lane reads row r of its tile from: channels that RoPE rotates together go to the same lane, as two halves of its words.
-template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, int head, int lane, int r) {
-  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
-}
-
-// Rows of a warp's next tile, in shared memory: every lane copies what it will read itself, 16 bytes at a time, so that no lane waits for another. `mine` is the
-// address of the first 16 bytes of the lane.
-template <class S> struct StagedRows {
-  static constexpr int CHUNKS = READ_WORDS / 4, APART = Config::TILE_WARPS * 32 * 16;  // of a row; bytes from a lane's chunk to its next
-  template <int I> DEV static void copy_from(u32 mine, const u8* one, const u8* two) {
-    if constexpr (I < CHUNKS) {
-      constexpr int AT = S::ROPE_BLOCK > 0 ? I / (CHUNKS / 2) * D + I % (CHUNKS / 2) * 16 : I * 16;
-      copy16_at<I * APART, AT>(mine, one), copy16_at<(I + CHUNKS) * APART, AT>(mine, two);
-      copy_from<I + 1>(mine, one, two);
-    }
-  }
-  DEV static void copy(u32 mine, const AppendArguments& a, int first, int head, int lane) {
-    copy_from<0>(mine, tile_row<S>(a, first, head, lane, 0), tile_row<S>(a, first, head, lane, 1));
-  }
-  DEV static void load(u32 mine, u32 (*w)[READ_WORDS]) {
-    await_copies();
-#pragma unroll
-    for (int i = 0; i < 2 * CHUNKS; i++) load_shared<4>(w[i / CHUNKS] + i % CHUNKS * 4, mine + i * APART);
-  }
-};
-
-// Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one. Where tiles are
-// STAGED, the rows are at `staged`, and those of the tile at `next` go there once they have been read.
-template <class S, bool STAGED> DEV void append_tile(const AppendArguments& a, const u8* matrix, u32 staged, int first, int next, int head, int lane) {
+// Appends the tile of one stream and head that begins at token `first`.
+template <class S> DEV void append_tile(const AppendArguments& a, const TileSource& source, int first, int head, int lane) {
   TokenTile<S> tile{lane, lane >> 2, lane & 3};
   u32 w[2][READ_WORDS];
-  if constexpr (STAGED) {
-    StagedRows<S>::load(staged, w);
-    if (next < a.tokens) StagedRows<S>::copy(staged, a, next, head, lane);
-  } else
+  if constexpr (STAGED<S>) StagedRows<S>::load(source.staged, w);
+  else
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const u8* from = tile_row<S>(a, first, head, lane, r);
@@ -406,19 +375,18 @@ template <class S, bool STAGED> DEV void append_tile(const AppendArguments& a, c
     else load_words<READ_WORDS>(w[r], from);
   }
   const OwnedToken owned = look_up(tile, a, first);
-  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, owned, first, head);
-  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, owned, first, head);
-  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, owned, first, head);
-  else append_affine(tile, a, w, matrix, owned, first, head);
+  if constexpr (S::BANDED) append_banded(tile, a, w, source, owned, first, head);
+  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, source, owned, first, head);
+  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, source, owned, first, head);
+  else append_affine(tile, a, w, source, owned, first, head);
 }
 
 // Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once.
 template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, int head, int cta, int ctas) {
   constexpr int BYTES = S::MATRIX_PARTS * D * D * 2, APART = Config::TILE_WARPS * 16;
-  constexpr bool STAGED = Config::TILE_STAGED && BYTES > 0;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 staged = STAGED ? shared_address(shared + Config::TILE_MATRIX_BYTES + threadIdx.x * 16) : 0u;
-  if constexpr (STAGED) StagedRows<S>::copy(staged, a, cta * APART + warp * 16, head, lane);
+  const u32 staged = STAGED<S> ? shared_address(shared + Config::TILE_MATRIX_BYTES + threadIdx.x * 16) : 0u;
+  if constexpr (STAGED<S>) StagedRows<S>::copy(staged, a, cta * APART + warp * 16, head, lane);
   if constexpr (BYTES > 0) {
     const u8* from = (const u8*)S::matrix(a, head);
     for (int i = threadIdx.x * 16; i < BYTES; i += Config::TILE_WARPS * 32 * 16) copy16(shared + i, from + i);
@@ -428,13 +396,13 @@ template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, i
   }
   for (int first = cta * APART; first < a.tokens; first += ctas * APART) {
     const int mine = first + warp * 16, next = mine + ctas * APART;
-    if (!STAGED && next < a.tokens)
+    if (!STAGED<S> && next < a.tokens)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         prefetch_l1(tile_row<S>(a, next, head, lane, r));
         if constexpr (S::ROPE_BLOCK > 0) prefetch_l1(tile_row<S>(a, next, head, lane, r) + D);
       }
-    if (BYTES > 0 || mine < a.tokens) append_tile<S, STAGED>(a, shared, staged, mine, next, head, lane);  // the warps of a product come together
+    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, {shared, staged, next}, mine, head, lane);  // the warps of a product come together
   }
 }
 
@@ -449,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TI
   } else {
     const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
     if (first >= a.tokens) return;
-    if (blockIdx.x % 2 == 0) append_tile<KeyStream, false>(a, nullptr, 0u, first, 0, head, lane);
-    else append_tile<Values, false>(a, nullptr, 0u, first, 0, head, lane);
+    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, {}, first, head, lane);
+    else append_tile<Values>(a, {}, first, head, lane);
   }
 }
