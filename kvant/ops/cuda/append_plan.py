@@ -21,7 +21,8 @@ TILE_DIMS = (64, 96, 128)  # head dims of affine tiles: more do not fit into reg
 BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is whole bytes
 
 TILE_STAGED = True  # whether kvant_append_tiles reads rows ahead into shared memory
-BANDED_WARPS = 16  # of a CTA of banded tiles where rows are staged
+AFFINE_WARPS = 16  # of a CTA of affine tiles where rows are staged
+BANDED_WARPS = 16  # of banded ones
 
 AppendArguments = Arguments(
     "AppendArguments",
@@ -154,7 +155,7 @@ class AppendPlan:
             return 4
         if is_banded(self.layout.format("key")):
             return BANDED_WARPS if self.staged else 4 if self._matrix_bytes <= 72 * 1024 else 12
-        return 16 if self.staged else 8
+        return AFFINE_WARPS if self.staged else 8
 
     @property
     def _tile_ctas(self) -> int:
