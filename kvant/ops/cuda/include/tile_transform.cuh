@@ -146,8 +146,9 @@ template <class S> DEV StepOperands step_operands(const AppendArguments& a, cons
   return made;
 }
 
-// sums = X M for rows X as they were read. M is parts of the input's type in shared memory, whose sum it is: [parts, D / 16 steps] of Warpgroup's operands.
-template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix) {
+// sums = X M for rows X as they were read. M is parts of the input's type in shared memory, whose sum it is: [parts, D / 16 steps] of Warpgroup's operands. `meanwhile`
+// runs while the tensor cores multiply.
+template <class S, class F> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix, F meanwhile) {
   using Products = Warpgroup<D, S::IN_TYPE>;
   constexpr int STEPS = D / 16;
   const typename Products::Operand b = Products::operand(matrix);
@@ -158,6 +159,7 @@ template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], con
     Products::multiply(sums, y, Products::later(b, i * Products::STEP_BYTES));
   }
   Products::commit();
+  meanwhile();
   Products::await();
   Products::template hold<READ_WORDS>(w[0]);
   Products::template hold<READ_WORDS>(w[1]);
@@ -200,8 +202,8 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
   }
 }
 
-// x = R x M - mean. The warps of a warpgroup come here together.
-template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int rope_block, int head) {
+// x = R x M - mean. The warps of a warpgroup come here together. What is looked up for the tile's tokens is, if nothing depends on it before.
+template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, OwnedToken& owned, int first, int head) {
   static_assert(S::KEY, "a row lies in four lanes");
   constexpr int N = TokenTile<S>::N;
   constexpr bool UNROTATED = S::ROPE_BLOCK > 0, FP16 = UNROTATED || S::IN_TYPE == ElementType::FP16;
@@ -211,15 +213,22 @@ template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& 
   constexpr float FACTOR = S::MEAN || S::CENTROIDS ? S::HADAMARD_SCALE : 1.f;
   float back[2] = {FACTOR, FACTOR};
   if constexpr (FP16) back[0] *= S::matrix_unit(a), back[1] *= S::matrix_unit(a);  // entries of bfloat16 are whole
+  const auto copy_next = [&] {
+    if constexpr (STAGED<S>)
+      if (source.next < a.tokens) StagedRows<S>::copy(source.staged, a, source.next, head, tile.lane);
+  };
   if constexpr (UNROTATED) {
     u32 exponent[2];
-    multiply_unrotated(sums, tile, a, w, source, rope_block, exponent);
+    owned = look_up(tile, a, first);
+    multiply_unrotated(sums, tile, a, w, source, owned.rope_block, exponent);
+    copy_next();
     back[0] *= scale_from_fp16(exponent[0]), back[1] *= scale_from_fp16(exponent[1]);
   } else {
-    multiply_read<S>(sums, w, source.matrix);
+    multiply_read<S>(sums, w, source.matrix, [&] {
+      copy_next();
+      owned = look_up(tile, a, first);
+    });
   }
-  if constexpr (STAGED<S>)
-    if (source.next < a.tokens) StagedRows<S>::copy(source.staged, a, source.next, head, tile.lane);
   Warpgroup<D, ElementType::FP16>::template hold<D / 2>(sums);
 #pragma unroll
   for (int i = 0; i < N; i += 2) {

@@ -69,16 +69,17 @@ template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const 
   }
 }
 
-template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool AS_READ = TokenTile<S>::AS_READ;
-  const s64 slot = owned.slot;
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
   float least, most, scale[ROWS], reciprocal[ROWS], zero[ROWS];
 
   // Transform: x = x M or H x, less the mean.
   if constexpr (AS_READ) tile.range(w, least, most);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, source, owned.rope_block, head);
+    multiply(tile, a, w, source, owned, first, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
@@ -108,7 +109,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
     }
     return tile.sum_rows(squares);
   });
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
+  if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
   // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !AS_READ && !PRODUCT;
@@ -118,15 +119,16 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 }
 
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
-template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
-  const s64 slot = owned.slot;
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
 
   // Transform: x = x M, less the mean; or as it is. Then clip.
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, source, owned.rope_block, head);
+    multiply(tile, a, w, source, owned, first, head);
   } else {
     static_assert(S::HADAMARD == 1, "channels are in the order of groups before a Hadamard");
     apply_hadamard(tile, w, nullptr);
@@ -165,8 +167,8 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
       }
       return tile.sum_rows(squares);
     });
-    if (slot >= 0 && tile.stores_scale())
-      store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET + j * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
+    if (owned.slot >= 0 && tile.stores_scale())
+      store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET + j * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
     tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
@@ -187,11 +189,12 @@ template <class S> struct LevelCoder {
   DEV u32 base() const { return 0u; }
 };
 
-template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  const s64 slot = owned.slot;
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, source, owned.rope_block, head);
+    multiply(tile, a, w, source, owned, first, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
@@ -205,7 +208,7 @@ template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArgume
     for (int i = 0; i < N; i++) squares[r] = fmaf(tile.x[r][i], tile.x[r][i], squares[r]);
   }
   const float norm = round_to<S::SCALE_TYPE>(fminf(sqrtf(tile.sum_rows(squares)) * tile.FACTOR, LARGEST<S::SCALE_TYPE>));
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(norm, 0.f));
+  if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(norm, 0.f));
   tile.broadcast_rows(__fdiv_rn(tile.FACTOR, fmaxf(norm, TINY<S::SCALE_TYPE>)), factor);
   store_tile(tile, a, first, head, [&](int r) { return LevelCoder<S>{factor[r]}; });
 }
@@ -310,11 +313,12 @@ template <class S> struct BandedCoders {
   template <class B> using Coder = Select<(S::UNBIASED != 0), RoundedBand<B>, BandCoder<B>>;
 };
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, const OwnedToken& owned, int first, int head) {
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
-  const s64 slot = owned.slot;
-  multiply(tile, a, w, source, owned.rope_block, head);
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
+  multiply(tile, a, w, source, owned, first, head);
   if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
 
   // Scale of the owned row; where the stream has a FLAG, that of the row less flag_mean if its error is smaller.
@@ -336,7 +340,7 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
   tile.broadcast_rows(__fdiv_rn(1.f, scale), reciprocal);
   if constexpr (S::UNBIASED) scale *= row_unbiased_factor(tile, weights, reciprocal, scale);
   scale = clamp_scale<S::SCALE_TYPE>(scale) * sign;
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(scale, 0.f));
+  if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(scale, 0.f));
 
   // Codes.
   if constexpr (!S::VALUES) {
@@ -374,11 +378,10 @@ template <class S> DEV void append_tile(const AppendArguments& a, const TileSour
     else if constexpr (S::GROUPS > 1 && S::MATRIX_PARTS == 0) TileGroups<S>::read(w[r], from - (lane & 3) * (D / 2), lane & 3);
     else load_words<READ_WORDS>(w[r], from);
   }
-  const OwnedToken owned = look_up(tile, a, first);
-  if constexpr (S::BANDED) append_banded(tile, a, w, source, owned, first, head);
-  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, source, owned, first, head);
-  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, source, owned, first, head);
-  else append_affine(tile, a, w, source, owned, first, head);
+  if constexpr (S::BANDED) append_banded(tile, a, w, source, first, head);
+  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, source, first, head);
+  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, source, first, head);
+  else append_affine(tile, a, w, source, first, head);
 }
 
 // Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once.
