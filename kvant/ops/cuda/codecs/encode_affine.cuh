@@ -27,6 +27,7 @@ struct Clip {
 struct ClipSearch {
   int low, high;     // more than `drop` magnitudes are above low, fewer above high, as floats; where low = high, `drop` magnitudes are above it
   float guess, gap;  // what to try next; about how far apart magnitudes are there
+  bool pair = false;  // one magnitude too many is above low, one too few above high: m[drop] and m[drop - 1] are the two between them
 
   template <int N, int FROM, int TO> DEV void begin(const float* x, const Clip& clip) {
     float sum = 0.f;
@@ -37,7 +38,7 @@ struct ClipSearch {
     low = -1, high = __float_as_int(sum);
     guess = mean * clip.start, gap = mean * clip.gap;
   }
-  DEV bool open() const { return high - low > 1; }
+  DEV bool open() const { return high - low > 1 && !pair; }
   DEV float inside() const {  // the guess, or the middle of the range
     const int near = __float_as_int(guess);
     return near > low && near < high ? guess : 0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high));
@@ -59,20 +60,21 @@ struct ClipSearch {
       const int above = count_lanes<FROM, TO>(more);
       if (open()) take(tried, (float)(above - clip.drop));
     }
-    // Bits of magnitudes, doubled to drop the sign, less those of the next float above the limit: what exceeds it is small, what does not has wrapped around and is larger.
+    // The smallest magnitude above low and the largest up to high. Bits of magnitudes are doubled to drop the sign, less those of the next float above a bound: what
+    // exceeds it is small, what does not has wrapped around and is larger.
     float limit = __int_as_float(high);
-    const u32 beyond = 0u - 2u * ((u32)high + 1u);
-    u32 smallest = FULL, largest = 0u;
+    const u32 from_low = 0u - 2u * ((u32)low + 1u), from_high = 0u - 2u * ((u32)high + 1u);
+    u32 above = FULL, below = 0u;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const u32 distance = __float_as_uint(x[i]) * 2u + beyond;
-      smallest = min(smallest, distance), largest = max(largest, distance);
+      const u32 size = __float_as_uint(x[i]) * 2u;
+      above = min(above, size + from_low), below = max(below, size + from_high);
     }
-    smallest = reduce_lanes<FROM, TO>(smallest, [](u32 a, u32 b) { return min(a, b); });
-    largest = reduce_lanes<FROM, TO>(largest, [](u32 a, u32 b) { return max(a, b); });
-    const float least = __uint_as_float((smallest - beyond) / 2u), most = __uint_as_float((largest - beyond) / 2u);
-    if (low == high) {  // otherwise m[drop - 1] = m[drop] = limit
-      const float apart = least - most;
+    above = reduce_lanes<FROM, TO>(above, [](u32 a, u32 b) { return min(a, b); });
+    below = reduce_lanes<FROM, TO>(below, [](u32 a, u32 b) { return max(a, b); });
+    if (low == high || pair) {  // otherwise m[drop - 1] = m[drop] = limit
+      const float one = __uint_as_float((above - from_low) / 2u), two = __uint_as_float((below - from_high) / 2u);
+      const float least = pair ? two : one, most = pair ? one : two, apart = least - most;
       limit = clip.share < 0.5f ? fmaf(clip.share, apart, most) : fmaf(clip.share - 1.f, apart, least);
     }
     return clip.drop ? limit : __int_as_float(0x7f800000);
@@ -89,12 +91,13 @@ template <int N, int FROM, int TO> DEV float clip_limit(const float* x, const Cl
 // where it is at least the next such number. A row lies in four lanes, N numbers each. [least, most] become the ranges of both rows, rounded towards zero as well;
 // nothing where rows are not clipped.
 template <int N> DEV void narrow_search(ClipSearch (&search)[2], const float (*x)[N], const Clip& clip, u32& least, u32& most) {
-  constexpr u32 INFINITE = 0x7C007C00u, HALF = 0x38003800u;
+  constexpr u32 INFINITE = 0x7C007C00u, HALF = 0x38003800u, TWO = 0x40004000u, MANY = 0x58005800u;  // of fp16; MANY is 128
   least = most = 0u;
   if (!clip.drop) return;
   const float drop = (float)clip.drop;
   const u32 wanted = fp16_pair(drop, drop), gap = fp16_pair(search[0].gap, search[1].gap);
-  u32 sizes[N], low = 0u, high = INFINITE, bound = fp16_pair_down(search[0].guess, search[1].guess);
+  u32 sizes[N], low = 0u, high = INFINITE, over = MANY, under = MANY | 0x80008000u;  // excess at low and at high
+  u32 bound = fp16_pair_down(search[0].guess, search[1].guess);
 #pragma unroll
   for (int i = 0; i < N; i++) sizes[i] = fp16_pair_down(x[0][i], x[1][i]);
 #pragma unroll
@@ -109,19 +112,21 @@ template <int N> DEV void narrow_search(ClipSearch (&search)[2], const float (*x
     above = add_fp16x2(above, __shfl_xor_sync(FULL, above, 1));
     above = add_fp16x2(above, __shfl_xor_sync(FULL, above, 2));
     const u32 excess = subtract_fp16x2(above, wanted), few = sign_mask(excess), many = sign_mask(subtract_fp16x2(wanted, above));
-    low = select_bits(few, low, bound), high = select_bits(many, high, bound);
-    // Newton's guess where it lies inside the range, otherwise the middle of it; a row that has been found stays where it is.
+    low = select_bits(few, low, bound), high = select_bits(many, high, bound), over = select_bits(few, over, excess), under = select_bits(many, under, excess);
+    // Newton's guess where it lies inside the range, otherwise the middle of it. A row stays where it is once no more than two magnitudes are between low and high.
     const u32 guess = fma_fp16x2(excess, gap, bound), middle = fma_fp16x2(low, HALF, mul_fp16x2(high, HALF));
-    const u32 next = select_bits(sign_mask(subtract_fp16x2(low, guess) & subtract_fp16x2(guess, high)), guess, middle);
+    const u32 inside = sign_mask(subtract_fp16x2(low, guess) & subtract_fp16x2(guess, high)), open = sign_mask(subtract_fp16x2(TWO, subtract_fp16x2(over, under)));
+    const u32 next = select_bits(open, select_bits(inside, guess, middle), bound);
     if (!__any_sync(FULL, next != bound)) break;
     bound = next;
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const u32 lower = low >> (16 * r) & 0xFFFFu, upper = high >> (16 * r) & 0xFFFFu;
-    // the largest float below the next number of fp16
-    if (lower) search[r].low = __float_as_int(fp16_low(lower + 1u)) - 1;
+    const u32 lower = low >> (16 * r) & 0xFFFFu, upper = high >> (16 * r) & 0xFFFFu, one = over >> (16 * r) & 0xFFFFu, other = under >> (16 * r) & 0xFFFFu;
+    // the largest float below the next number of fp16, where that has been tried
+    if (one != (MANY & 0xFFFFu)) search[r].low = __float_as_int(fp16_low(lower + 1u)) - 1;
     if (upper < 0x7C00u) search[r].high = __float_as_int(fp16_low(upper + 1u)) - 1;
+    search[r].pair = one == 0x3C00u && other == 0xBC00u;
   }
 }
 template <int N> DEV void clip_row(float* x, float limit) {
