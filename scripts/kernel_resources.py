@@ -33,7 +33,6 @@ from kvant import recipes
 from kvant.layout import Layout
 from kvant.ops.cuda import (
     append,
-    append_full,
     append_groups,
     append_pq,
     copy_rows,
@@ -128,9 +127,6 @@ LAUNCHES: dict[str, Callable[[Any, str], Any]] = {
     "kvant_append_groups": lambda made, name: append_groups._kernel.__wrapped__(made, name, DEVICE),
     "kvant_append_tokens": lambda made, name: append_groups._kernel.__wrapped__(made, name, DEVICE),
     "kvant_append_sequences": lambda made, name: append_groups._kernel.__wrapped__(made, name, DEVICE),
-    "kvant_append_full": lambda made, name: append_full._kernel.__wrapped__(
-        made.layout, "bfloat16", "bfloat16", DEVICE
-    ),
     "kvant_append_pq": lambda made, name: append_pq._kernel.__wrapped__(made, DEVICE),
     "kvant_nearest_centroids": lambda made, name: nearest_centroids._kernel.__wrapped__(made, DEVICE),
     "kvant_subspace_gram": lambda made, name: fit_subspace._kernel.__wrapped__(made, name, DEVICE),
@@ -298,8 +294,6 @@ def _programs() -> Iterator[tuple[str, Any]]:
     yield "copy_rows", SimpleNamespace(text=copy_rows.text())
     yield "merge_parts", SimpleNamespace(text=merge_parts.text(128, "float16", "bfloat16"))
     layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")
-    written = SimpleNamespace(text=append_full.text(layout, "bfloat16", "bfloat16"), layout=layout)
-    yield "append full", append_full.refuse(layout, DEVICE) or written
     yield "decode full", full.refuse(layout, DEVICE) or full.FullPlan(layout, 4, False, bulk, shared)
 
 

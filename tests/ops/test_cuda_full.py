@@ -10,7 +10,7 @@ import torch
 from kvant.bench import attention
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import choose, explain, reference
-from kvant.ops.cuda import append_full, full, nvrtc
+from kvant.ops.cuda import full, nvrtc
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
@@ -44,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(full, "shared_memory", lambda device: emulated.H200)
-    caches = (full._kernel, full._plan, append_full._kernel)
+    caches = (full._kernel, full._plan)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -135,47 +135,6 @@ def test_sink_logits(options: dict[str, float], blocks: int, monkeypatch: pytest
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
     for dtype, limit in KINDS:
         check_sinks(*filled(8, 64, dtype, [1, 64, 700]), 8, limit, **options)
-
-
-def check_append(dim: int, dtype: str, rows: tuple[torch.dtype, torch.dtype], device: str) -> None:
-    """New tokens with padding, from rows that lie apart: the bytes are the reference's, and no others are written."""
-    pages = []
-    for append in (append_full.append, reference.append):
-        torch.manual_seed(1)
-        cache, seqs = test_cuda.filled("full", 2, 1, dim, dtype, [1, 70], device=device)
-        for new in ([1, 1], [130, 3]):
-            batch = cache.extend(seqs, new)
-            slots = batch.slot_mapping.clone()
-            slots[sum(new) // 2] = -1
-            joined = torch.randn(sum(new), 3, 2, dim, device=device)
-            key, value = joined.to(rows[0])[:, 1], joined.to(rows[1])[:, 2]
-            append(cache.stores[0], key, value, batch._replace(slot_mapping=slots))
-        pages.append(cache.stores[0].pages)
-    assert torch.equal(*pages)
-
-
-@pytest.mark.few(2)
-@needs_compiler
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("rows", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
-@pytest.mark.parametrize(("dim", "dtype"), [(128, "bfloat16"), (96, "float16")])
-def test_append(dim: int, dtype: str, rows: tuple[torch.dtype, torch.dtype]) -> None:
-    check_append(dim, dtype, rows, "cpu")
-
-
-def test_append_refuses_windows() -> None:
-    reason = append_full.refuse(make_layout("full:recent=8"), torch.device("cuda", 0))
-    assert reason is not None and "window" in reason
-
-
-@gpu
-@needs_gpu
-@pytest.mark.parametrize("rows", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
-@pytest.mark.parametrize(("dim", "dtype"), [(128, "bfloat16"), (96, "float16"), (256, "bfloat16")])
-def test_append_on_a_gpu(dim: int, dtype: str, rows: tuple[torch.dtype, torch.dtype]) -> None:
-    check_append(dim, dtype, rows, "cuda")
-    layout = make_layout("full", 2, dim, dtype=dtype, device="cuda")
-    assert choose("append", layout, "cuda").name == "cuda-full"
 
 
 @gpu
