@@ -187,4 +187,4 @@ def _named_shape(model: Any) -> tuple[ModelShape, str]:
             )
         return PRESETS[model.lower()], model.lower()
     config = getattr(model, "config", model)
-    return ModelShape.of(model), str(getattr(config, "model_type", "given"))
+    return ModelShape.of(model, hybrid=True).packed, str(getattr(config, "model_type", "given"))

@@ -194,14 +194,15 @@ def made_up_artifacts(
     heads: int = KV_HEADS,
     dim: int = DIM,
     names: Iterable[str] = tuple(LAYERS.values()),
+    attention: Iterable[int] | None = None,
 ) -> list[str]:
-    """Artifacts of random tensors for those of these recipes that need one."""
+    """Artifacts of random tensors for those of these recipes that need one; for the layers of `attention` alone, where given."""
     out = []
     for name in names:
         recipe = recipes.get(name)
         if recipe.calibrated:
             torch.manual_seed(len(out))
-            tensors = {layer: made_up_tensors(recipe, heads, dim) for layer in range(layers)}
+            tensors = {layer: made_up_tensors(recipe, heads, dim) for layer in attention or range(layers)}
             Artifact(recipe, heads, dim, layers, tensors).save(directory / name)
             out.append(str(directory / name))
     return out

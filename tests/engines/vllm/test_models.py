@@ -24,10 +24,10 @@ from tests.engines.vllm.engines import (
 
 pytestmark = needs_vllm
 RECIPES = ("saw-int4", "kvant-4", "kvant-2")
-HYBRIDS = {  # layers, head_dim; how many blocks hold a request of 1,024 tokens, but not several
-    qwen3_next_like: (8, 256, 16),
-    lfm2_like: (6, 64, 22),
-    falcon_h1_like: (3, 64, 16),
+HYBRIDS = {  # layers, those with attention, head_dim; how many blocks hold a request of 1,024 tokens, but not several
+    qwen3_next_like: (8, (3, 7), 256, 16),
+    lfm2_like: (6, (2, 5), 64, 22),
+    falcon_h1_like: (3, (0, 1, 2), 64, 16),
 }
 
 
@@ -112,8 +112,9 @@ def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
 
 @pytest.fixture(scope="module", params=[qwen3_next_like, lfm2_like, falcon_h1_like], ids=lambda make: make.__name__)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
-    root, (layers, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
-    return request.param(root / "model"), made_up_artifacts(root, layers, dim=dim, names=RECIPES), blocks
+    root, (layers, attention, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
+    artifacts = made_up_artifacts(root, layers, dim=dim, names=RECIPES, attention=attention)
+    return request.param(root / "model"), artifacts, blocks
 
 
 @pytest.fixture
