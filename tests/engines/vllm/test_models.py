@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from kvant.plan import plan
+from kvant.shape import ModelShape
 from tests.engines.vllm.engines import (
     close,
     engine,
@@ -71,6 +75,25 @@ def test_sliding_windows(start: Any, gemma: Any, recipe: str) -> None:
     assert [request.num_cached_tokens for request in found] == [320, 128, 0]
     seen = compared(llm)
     assert seen["prefills"] and seen["given back"] and bool(seen["behind a prefix"]) == (recipe != "saw-int4"), seen
+
+
+@pytest.mark.parametrize("recipe", ["kvant-2", "oscar", "saw-int4"])
+@pytest.mark.parametrize("sliding", [5, 0, 6])
+def test_sink_rows_are_those_of_the_plan(recipe: str, sliding: int) -> None:
+    """Layers with a sliding window have none, in the engine as in `kvant plan`."""
+    from kvant.engines.vllm.bind import _sink_rows
+    from kvant.engines.vllm.options import Options
+
+    memory, windows = 3 << 20, [100] * sliding + [None] * (6 - sliding)
+    cache = SimpleNamespace(enable_prefix_caching=True, num_gpu_blocks_override=None, kv_cache_memory_bytes=memory)
+    config = SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(dtype=torch.bfloat16))
+    chosen = Options.of({"kvant": {"recipe": recipe, "unfit_anyway": True}}, 6)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for layer, window in enumerate(windows):
+        groups.setdefault((chosen.layers[layer], 8, 64, window), []).append(str(layer))
+    found = _sink_rows(config, chosen, groups, 2, torch.device("cpu"))
+    planned = plan(ModelShape(tuple(windows), 2, 64, "bfloat16"), recipe, memory).recipe
+    assert found == planned.sink_rows and (found > 0) == (recipe != "saw-int4" and sliding < 6)
 
 
 @pytest.mark.slow
