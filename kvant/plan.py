@@ -78,7 +78,9 @@ class Kind:
     tokens: int  # longest sequence that fits alone
     requests: int  # of `context` tokens that fit together
     allocated: int  # bytes of these
-    sink_bytes: int = 0  # of a sink row: a first page's full-precision sinks in a server, in layers without a sliding window
+    sink_bytes: int = (
+        0  # of a sink row: a first page's full-precision sinks in a server, in layers without a sliding window
+    )
     sink_rows: int = 0  # that a server allocates beside `memory` bytes of pages
 
 
