@@ -215,6 +215,37 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("low_batch", [False, True])
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "queries", "options"),
+    [
+        ("saw-int4", 4, 64, 4, {}),
+        ("kvant-4-fast", 3, 64, 2, {}),  # keys without their mean, whose logits a sink's is compared with
+        ("kvant-4-fast", 4, 64, 3, {"softcap": 5.0}),
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 4, 64, 4, {"sliding_window": 100}),
+        ("oscar:sink=3,recent=20,rollback=3", 2, 64, 4, {}),
+        ("oscar:per_head=true,sink=3,recent=20,rollback=1", 5, 64, 2, {"sliding_window": 100}),
+        ("vecinfer-2:rollback=2", 4, 64, 3, {}),
+        ("kivi-k2v2:rollback=3", 2, 64, 4, {}),
+    ],
+)
+def test_sink_logits_of_several_queries(
+    name: str,
+    group: int,
+    dim: int,
+    queries: int,
+    options: dict[str, float],
+    low_batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    cache, seqs = filled(name, 2, group, dim, [queries, 66, 131, 300])
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, "sink_logits": some_sinks(2 * group)}
+    test_cuda.check_several_queries(cache, seqs, group, dim, queries, {**settings, **options}, 5e-4)
+    test_cuda.check_several_queries(cache, seqs[-1:], group, dim, queries, {**settings, **options}, 5e-4)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "queries", "dtype", "limit"),

@@ -18,10 +18,12 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans, sink_share
+from kvant.ops.cuda import full
 from kvant.ops.cuda.merge_parts import merge_parts
 from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.cuda.refusals import refuse_machine
 from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
+from kvant.ops.cuda.unpack_full import gather
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, prefill_each, some_sequences
 
@@ -32,6 +34,8 @@ MASKED_TOKENS = 4096  # of a history, unpacked at a time where scores are held
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why a layout's history cannot be unpacked on a device, or None."""
+    if full.refuse_layout(layout) is None:
+        return refuse_machine(device, None)
     reason = refuse_machine(device, refuse_layout(layout))
     if reason is None:
         needed = max(shared_bytes(layout, name) for name in STREAMS)
@@ -40,13 +44,27 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     return reason
 
 
+def _read(
+    store: LayerStore,
+    name: StreamName,
+    batch: PagedBatch,
+    spans: tuple[Span, ...],
+    new: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Spans of the sequences of a batch in the model's space, as `unpack` gives them; of pages of 16-bit numbers, gathered."""
+    gathered = store.layout.format(name).is_raw
+    return (gather if gathered else unpack)(store, name, batch, spans, new, dtype)
+
+
 class Way(enum.Enum):
     """How a call is served.
 
     FUSED   kernels/unpack.cu unpacks the histories of all sequences into the model's own space, with the new tokens behind each:
-            one launch for keys, one for values. Fused attention (`store.flash`) for sequences of different lengths reads them. Where
-            there is a faster one without a mask, it reads the first tokens of long histories (`runs_of`). Of a layer with a sliding
-            window, the tokens that the window of the first new one covers are unpacked, and no others.
+            one launch for keys, one for values (torch gathers pages of 16-bit numbers). Fused attention (`store.flash`) for sequences
+            of different lengths reads them. Where there is a faster one without a mask, it reads the first tokens of long histories
+            (`runs_of`). Of a layer with a sliding window, the tokens that the window of the first new one covers are unpacked, and
+            no others.
     MASKED  sequence by sequence; scores are held to mask or cap them (kvant.ops.blocked). Slower.
     TORCH   sequence by sequence; histories are unpacked by torch (kvant.ops.blocked), where kernels/unpack.cu cannot rotate keys. The
             slowest.
@@ -186,7 +204,8 @@ def _fused(
         bounds = flash.Bounds(own, own, most, most)
         found, lse = fused.run(query, new["key"], new["value"], bounds, scale, True, softcap, sliding_window)
         return flash.with_sink_logits(found, lse, sink_logits)
-    dtype = fused.dtype or query.dtype
+    # numbers of 16 bits are attended to as they are
+    dtype = query.dtype if store.layout.format("key").is_raw else fused.dtype or query.dtype
     out: Tensor | None = None
     for part in workspaces(spans):
         here = spans[part]
@@ -229,7 +248,7 @@ def _attend(
 ) -> Part:
     """Attention of rows q to the spans of their sequences, in one call. Rows are the new tokens of the spans; of a single span, they
     may be its last tokens."""
-    keys, values = (unpack(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
+    keys, values = (_read(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
     where = joined(store.layout, tuple(spans), q.device)
     counts = [span.new for span in spans] if len(spans) > 1 else [len(q)]
     starts = (0, *itertools.accumulate(counts))
@@ -281,7 +300,7 @@ def _unmasked(
     """Attention of rows q, as many for every sequence, to spans of one length: outputs [sequences, rows of each, query heads,
     head_dim] and log-sum-exps of that shape without channels."""
     assert store.flash.unmasked is not None
-    keys, values = (unpack(store, name, batch, tuple(spans), None, dtype) for name in STREAMS)
+    keys, values = (_read(store, name, batch, tuple(spans), None, dtype) for name in STREAMS)
     keys, values = (x.view(len(spans), -1, *x.shape[1:]) for x in (keys, values))
     rows = len(q) // len(spans)
     q = q.view(len(spans), rows, *q.shape[1:])
@@ -422,7 +441,7 @@ def _masked(
 
     def attend(first: int, last: int) -> Part:
         span = (Span(first, last, history),)
-        keys, values = (unpack(store, name, row, span, None, torch.float32) for name in STREAMS)
+        keys, values = (_read(store, name, row, span, None, torch.float32) for name in STREAMS)
         return part(keys, values, history - first, False)
 
     found = over_spans(spans, attend, lambda: part(k, v, 0, True))
