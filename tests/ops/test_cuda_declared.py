@@ -27,6 +27,7 @@ COMPILED += (
     "append kitty-pro",
     "fit squat",
     "overlay_step",
+    "append full",
     "merge_parts",
 )
 KERNEL = re.compile(r"(kvant_\w+)\(const (\w+) a\)")

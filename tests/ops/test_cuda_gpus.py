@@ -23,6 +23,7 @@ QUICK = (  # every kernel file, both forms of copies: what depends on the archit
     "append kvant-2 a step",
     "append vecinfer-2 4 rows",
     "append kitty-pro",
+    "append full",
     "overlay_step",
     "copy_rows",
     "merge_parts",

@@ -24,7 +24,9 @@ DecodeArguments = Arguments(
     output_signs=optional("const float", "[HEAD_DIM]: signs after the Hadamard transform of outputs"),
     value_mean=optional("const float", "[KV_HEADS, HEAD_DIM]: subtracted from values with a negative scale"),
     mean_logit=optional("const float", "[batch, KV_HEADS * GROUP]: q . mu, with a soft cap"),
-    sink_logits=optional("const float", "[sink_rows, KV_HEADS * GROUP]: logits in the softmax's denominator alone"),
+    sink_logits=optional(
+        "const float", "[sink_rows, KV_HEADS * GROUP / QUERIES]: logits in the softmax's denominator alone"
+    ),
     query_matrix=optional("const uint4", "fragments of the queries' matrix, where this kernel transforms them"),
     output_matrix=optional("const uint4", "the same of outputs"),
     output_offset=optional("const float", "[output_matrix_heads, HEAD_DIM]: added to outputs after their matrix"),
@@ -47,7 +49,7 @@ DecodeArguments = Arguments(
     first_position=int32("RoPE position of the first token"),
     matrix_heads=int32("matrices of queries: KV_HEADS or 1"),
     output_matrix_heads=int32("matrices of outputs: KV_HEADS or 1"),
-    sink_rows=int32("rows of sink_logits: batch where they lack q . mu as the scores do, else 1"),
+    sink_rows=int32("rows of sink_logits: batch * QUERIES where they lack q . mu as the scores do, else 1"),
     cosine=optional(
         "const float",
         "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates; of every position for keys",
