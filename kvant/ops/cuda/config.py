@@ -175,6 +175,7 @@ CONSTANTS: dict[str, Constant] = {
         ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",
         ROTATED_DIRECT="1 where warps that rotate queries read angles from global memory; 2: and share operands where all fit",
         ROTATED_KEYS="1 where keys are stored before RoPE and rotated when they are read",
+        CODE_BANKS="1 where lanes read their codes, four bits each, in an order without bank conflicts",
         VALUE_BANKS="1 where lanes read the scales of values, several a token, in an order without bank conflicts",
         KEY_BANKS="1 where lanes read the scales of channel-wise keys in an order without bank conflicts",
         MINIMA_AS_READ="1 where minima of channel-wise keys are operands as they are read",

@@ -299,7 +299,19 @@ class Plan:
         keys = plain and not self.rotated_keys and self.layout.head_dim == 128
         two_bits = keys and [band.bits for band in self.layout.format("key").stored_bands] == [2]
         values = plain and self.layout.page_tokens == 64
-        return {"VALUE_BANKS": int(values), "KEY_BANKS": int(two_bits), "MINIMA_AS_READ": int(plain)}
+        return {
+            "CODE_BANKS": int(self._residual_words),
+            "VALUE_BANKS": int(values),
+            "KEY_BANKS": int(two_bits),
+            "MINIMA_AS_READ": int(plain),
+        }
+
+    @property
+    def _residual_words(self) -> bool:
+        """Whether residuals of centroids are coded, of keys and values, with eight words of codes of a lane and tile."""
+        formats = self.layout.formats.values()
+        four = all([(band.width, band.bits) for band in stream.stored_bands] == [(128, 4)] for stream in formats)
+        return self.residual and four and self.key_groups == self.layout.scale_groups("value") == 1
 
     @property
     def paired_channels(self) -> bool:

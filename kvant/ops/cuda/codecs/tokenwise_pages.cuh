@@ -22,7 +22,10 @@ template <int N> struct KeyWords {
   }
   template <class P> DEV void load(SharedBytes page_head, int tile, int lane, int before) {
 #pragma unroll
-    for (int i = 0; i < N; i++) P::load(w[i] + before, page_head, tile + i, lane);
+    for (int i = 0; i < N; i++) {
+      if constexpr (CODE_BANKS) load_halves(w[i] + before, page_head + (P::OFFSET + ((tile + i) * 32 + lane) * 32), lane >> 2 & 1);
+      else P::load(w[i] + before, page_head, tile + i, lane);
+    }
   }
 };
 
@@ -113,6 +116,15 @@ template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_
 #pragma unroll
     for (int n = 0; n < LANE_HEADS; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
   all_products<N>(Keys{}, keys, q, c);
+  if constexpr (CODE_BANKS) {  // the halves of a lane's words are rows g and g + 8
+    const int second = lane >> 2 & 1;
+#pragma unroll
+    for (int i = 0; i < N * LANE_HEADS * 2; i++) {
+      int &x = c[i / 2 / LANE_HEADS][i / 2 % LANE_HEADS][i % 2], &y = c[i / 2 / LANE_HEADS][i / 2 % LANE_HEADS][2 + i % 2];
+      const int was = x;
+      x = second ? y : was, y = second ? was : y;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < N; i++) {
     Scales key[2];

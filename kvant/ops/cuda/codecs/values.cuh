@@ -66,7 +66,12 @@ template <int N> struct TokenValues {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       Values codes;
-      codes.load(page_head, tile + i, lane);
+      if constexpr (CODE_BANKS) {
+        load_halves(codes.w, page_head + (Values::OFFSET + ((tile + i) * 32 + lane) * 32), g & 1);
+        swap_halves(codes.w, g & 1);
+      } else {
+        codes.load(page_head, tile + i, lane);
+      }
       u32 b[COLUMN_TILES][2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++)

@@ -63,6 +63,20 @@ template <int N> DEV void load_words(u32* w, SharedBytes p) {
   for (int i = 0; i < N; i += EACH) load_shared<EACH>(w + i, p.at + 4 * i);
 }
 
+// Eight words of a lane, the lanes' words one after another: lanes 4 apart would read the same banks. Those whose g is odd (`second`) read the second half
+// first; `w` has the halves in the order in which they are read.
+constexpr bool CODE_BANKS = Config::CODE_BANKS;
+DEV void load_halves(u32* w, SharedBytes p, int second) {
+  load_words<4>(w, p + second * 16), load_words<4>(w + 4, p + (16 - second * 16));
+}
+DEV void swap_halves(u32* w, int second) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 x = w[i];
+    w[i] = second ? w[i + 4] : x, w[i + 4] = second ? x : w[i + 4];
+  }
+}
+
 // Scale and minimum (or zero point) of a token.
 struct Scales {
   float scale, zero;
