@@ -170,6 +170,7 @@ CONSTANTS: dict[str, Constant] = {
         ROTATE_CTAS="CTAs of kvant_rotate_queries that a multiprocessor is to hold, by registers",
         HIGH_BATCH_WARPS="warps of a CTA of kvant_rotate_queries_high_batch; 0 where it does not serve the layout",
         HIGH_BATCH_CTAS="CTAs of kvant_rotate_queries_high_batch that a multiprocessor is to hold",
+        ROTATE_SECTORS="1 where kvant_rotate_queries_high_batch stores whole sectors of operands at once",
         PAGES_ONCE="1 where pages leave the L2 cache before query operands do",
         OVERLAY_PASS_UNITS="passes of kvant_rotate_queries_high_batch that take as long as one for the overlay",
         ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",

@@ -374,6 +374,7 @@ class Plan:
             "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
+            "ROTATE_SECTORS": 1,
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,

@@ -201,7 +201,8 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head
-    float c[N][4] = {};
+    constexpr int SUMS = N == 1 ? 2 : 1;  // that do not wait for each other
+    float c[SUMS][N][4] = {};
 #pragma unroll
     for (int part = 0; part < (PAIRED ? 1 : 2); part++) {
       u32 q[D / 8];
@@ -210,10 +211,13 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
       for (int e = 0; e < D / 8; e += 2) {
         if (TILE_HEADS < 4 * LANE_HEADS && column >= TILE_HEADS) q[e] = q[e + 1] = 0u;
 #pragma unroll
-        for (int i = 0; i < N; i++) mma_bf16(c[i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[e], q[e + 1]);
+        for (int i = 0; i < N; i++) mma_bf16(c[e / 2 % SUMS][i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[e], q[e + 1]);
       }
     }
-    mask_scores<N, false, (SOFTCAP || ROPE_BLOCK)>(c, n, a, from, first, last, lane, sh, softmax, s);
+    if constexpr (SUMS > 1)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[0][0][i] += c[SUMS - 1][0][i];
+    mask_scores<N, false, (SOFTCAP || ROPE_BLOCK)>(c[0], n, a, from, first, last, lane, sh, softmax, s);
   }
 }
 using OverlayRows = Select<Config::SPLIT_ROWS, SplitRows, const float*>;  // that kernels before decode, or its warps, make
