@@ -61,11 +61,6 @@ class Layouts:
         """Bytes of a sequence's full-precision windows in all layers."""
         return sum(layout.overlay_bytes for layout in self.layers)
 
-    @property
-    def sink_bytes(self) -> int:
-        """Bytes of a sequence's full-precision sinks in all layers."""
-        return sum(layout.sink_bytes for layout in self.layers)
-
     def bits_per_element(self, tokens: int | None = None) -> float:
         """Bits per cached number, everything counted, mean over layers: of a full page, or of a sequence of that many tokens."""
         return statistics.mean(layout.bits_per_element(tokens) for layout in self.layers)  # exact: no rounding of a sum

@@ -2,7 +2,8 @@
 
 The answer is what a `kvant.Cache(model, recipe, max_tokens=context, max_sequences=requests)` allocates, to the byte. It is of one
 device; with tensor parallelism every device holds its share of the KV heads. Weights and activations are not in it. A server with
-prefix caching also keeps the sinks of first pages in full precision while the pages are cached: `sink_rows` of them.
+prefix caching also keeps the sinks of first pages in full precision while the pages are cached, in layers without a sliding window:
+`sink_rows` of them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Kind:
     tokens: int  # longest sequence that fits alone
     requests: int  # of `context` tokens that fit together
     allocated: int  # bytes of these
-    sink_bytes: int = 0  # of a sink row: the full-precision sinks of a first page in a server's prefix cache
+    sink_bytes: int = (
+        0  # of a sink row: a first page's full-precision sinks in a server, in layers without a sliding window
+    )
     sink_rows: int = 0  # that a server allocates beside `memory` bytes of pages
 
 
@@ -137,20 +140,22 @@ def plan(
     layouts = Layouts.of(recipe, layers, heads, shape.head_dim, **options)
     half = Layouts.of(recipes.get("full"), layers, heads, shape.head_dim, page_tokens=page_tokens, dtype="bfloat16")
     quarter = dataclasses.replace(_kind("full", half, memory, context, 2), recipe="fp8")
+    # a sliding window leaves the first page, and its sinks with it
+    sinks = sum(one.sink_bytes for one, window in zip(layouts.layers, shape.layers, strict=True) if window is None)
     return Plan(
         name,
         memory,
         context,
         tensor_parallel,
         heads,
-        _kind(recipe.name, layouts, memory, context),
+        _kind(recipe.name, layouts, memory, context, sink_bytes=sinks),
         dataclasses.replace(_kind("full", half, memory, context), recipe="bf16"),
         quarter,
     )
 
 
-def _kind(name: str, layouts: Layouts, memory: int, context: int, smaller: int = 1) -> Kind:
-    """`smaller` divides the bytes of a page: half of a 16-bit page is an 8-bit one."""
+def _kind(name: str, layouts: Layouts, memory: int, context: int, smaller: int = 1, sink_bytes: int = 0) -> Kind:
+    """`smaller` divides the bytes of a page: half of a 16-bit page is an 8-bit one. `sink_bytes`: of a sink row."""
     page, windows, layout = layouts.page_bytes // smaller, layouts.overlay_bytes, layouts.first
     request = windows + max(1, layout.pages_for(context)) * page
     left = (memory - windows) // page  # pages of the longest sequence
@@ -167,8 +172,8 @@ def _kind(name: str, layouts: Layouts, memory: int, context: int, smaller: int =
         tokens=tokens,
         requests=requests,
         allocated=requests * request,
-        sink_bytes=layouts.sink_bytes,
-        sink_rows=sink_rows(memory, page, layouts.sink_bytes),
+        sink_bytes=sink_bytes,
+        sink_rows=sink_rows(memory, page, sink_bytes),
     )
 
 
@@ -187,4 +192,4 @@ def _named_shape(model: Any) -> tuple[ModelShape, str]:
             )
         return PRESETS[model.lower()], model.lower()
     config = getattr(model, "config", model)
-    return ModelShape.of(model), str(getattr(config, "model_type", "given"))
+    return ModelShape.of(model, hybrid=True).packed, str(getattr(config, "model_type", "given"))

@@ -29,6 +29,21 @@ class ModelShape:
     dtype: str
     attention: tuple[int, ...] = ()  # of a hybrid model: the layers with attention
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention: all of them, or some of a hybrid model's."""
+        return self.attention or tuple(range(len(self.layers)))
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some of the layers are not attention."""
+        return len(self.attention_layers) < len(self.layers)
+
+    @property
+    def packed(self) -> ModelShape:
+        """The shape of the layers with attention, without the others."""
+        return dataclasses.replace(self, layers=tuple(self.layers[i] for i in self.attention_layers), attention=())
+
     @staticmethod
     def of(model_or_config: Any, *, hybrid: bool = False) -> ModelShape:
         """Reads a model or its config; refuses with the reason what the cache cannot serve. With `hybrid`, some of the layers may be
@@ -63,10 +78,7 @@ class ModelShape:
             raise ValueError(
                 f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(kinds)}{other}"
             )
-        served = getattr(model_or_config, "_supports_attention_backend", True)
-        if hybrid:  # most hybrid models do not claim it, for the sake of their other layers
-            served |= hasattr(sys.modules.get(type(model_or_config).__module__), "ALL_ATTENTION_FUNCTIONS")
-        if hasattr(model_or_config, "config") and not served:
+        if hasattr(model_or_config, "config") and not attends_by_interface(type(model_or_config), hybrid):
             raise ValueError(f"cannot serve {name}: its attention does not go through transformers' AttentionInterface")
         dtype = getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
@@ -74,3 +86,16 @@ class ModelShape:
         if hybrid and not attention:
             raise ValueError(f"cannot serve {name}: none of its layers has attention")
         return ModelShape(windows, heads, head_dim, str(dtype).removeprefix("torch."), attention)
+
+
+def attends_by_interface(model_class: type, hybrid: bool = False) -> bool:
+    """Whether attention of a model class goes through transformers' AttentionInterface."""
+    served = bool(getattr(model_class, "_supports_attention_backend", True))
+    if hybrid:  # most hybrid models do not claim it, for the sake of their other layers
+        served |= hasattr(sys.modules.get(model_class.__module__), "ALL_ATTENTION_FUNCTIONS")
+    return served
+
+
+def conv_states(config: Any) -> int:
+    """States of a layer that is not attention, as transformers counts them for a hybrid model's config."""
+    return int(getattr(config.get_text_config(decoder=True), "number_of_conv_states", 1))

@@ -128,9 +128,7 @@ LAUNCHES: dict[str, Callable[[Any, str], Any]] = {
     "kvant_append_groups": lambda made, name: append_groups._kernel.__wrapped__(made, name, DEVICE),
     "kvant_append_tokens": lambda made, name: append_groups._kernel.__wrapped__(made, name, DEVICE),
     "kvant_append_sequences": lambda made, name: append_groups._kernel.__wrapped__(made, name, DEVICE),
-    "kvant_append_full": lambda made, name: append_full._kernel.__wrapped__(
-        made.layout, "bfloat16", "bfloat16", DEVICE
-    ),
+    "kvant_append_full": lambda made, name: append_full._kernel.__wrapped__(made, DEVICE),
     "kvant_append_pq": lambda made, name: append_pq._kernel.__wrapped__(made, DEVICE),
     "kvant_nearest_centroids": lambda made, name: nearest_centroids._kernel.__wrapped__(made, DEVICE),
     "kvant_subspace_gram": lambda made, name: fit_subspace._kernel.__wrapped__(made, name, DEVICE),
@@ -213,9 +211,13 @@ def _programs() -> Iterator[tuple[str, Any]]:
             windows = Layout.of(recipes.get(f"{name}:rollback=3"), 8, 128, dtype="bfloat16")
             made = plan.Plan(windows, 4 * group, "bfloat16", dual, inverse, False, bulk, shared, queries=4)
             yield f"decode {name} 4 queries high batch", made
+            yield f"decode {name} 4 queries sink logits high batch", dataclasses.replace(made, sink_logits=True)
         for low_batch in () if refused else (False, True):
             made = plan.Plan(layout, group, "bfloat16", dual, inverse, False, bulk, shared, (), low_batch=low_batch)
             yield f"decode {name} group {group} {'low' if low_batch else 'high'} batch", made
+            if name in ("saw-int4", "kvant-2", "oscar"):
+                with_sinks = dataclasses.replace(made, sink_logits=True)
+                yield f"decode {name} sink logits {'low' if low_batch else 'high'} batch", with_sinks
             if made.rotated_queries:  # where decode does not rotate queries itself
                 before = dataclasses.replace(made, tuned=(("QUERY_TRANSFORM", 2),))
                 yield f"decode {name} rotated before {'low' if low_batch else 'high'} batch", before
@@ -298,9 +300,12 @@ def _programs() -> Iterator[tuple[str, Any]]:
     yield "copy_rows", SimpleNamespace(text=copy_rows.text())
     yield "merge_parts", SimpleNamespace(text=merge_parts.text(128, "float16", "bfloat16"))
     layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")
-    written = SimpleNamespace(text=append_full.text(layout, "bfloat16", "bfloat16"), layout=layout)
-    yield "append full", append_full.refuse(layout, DEVICE) or written
     yield "decode full", full.refuse(layout, DEVICE) or full.FullPlan(layout, 4, False, bulk, shared)
+    yield (
+        "decode full sink logits",
+        full.refuse(layout, DEVICE) or full.FullPlan(layout, 4, False, bulk, shared, sink_logits=True),
+    )
+    yield "append full", append_full.refuse(layout, DEVICE) or append_full.AppendFullPlan(layout)
 
 
 def kernels_of(code: bytes) -> dict[str, dict[str, int]]:

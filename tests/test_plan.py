@@ -74,6 +74,9 @@ def test_sink_rows_of_a_server() -> None:
     assert kvant.plan("qwen3-8b", "saw-int4", "24GiB").recipe.sink_rows == 0
     assert sink_rows(10**6, 10**5, 10**6) == 10 and sink_rows(10**9, 10**5, 10**7) == 16
     assert sink_rows(10**15, 10**5, 10**5) == 4096
+    gemma = ModelShape((1024,) * 5 + (None,), 8, 128, "bfloat16")  # layers with a sliding window have no sink rows
+    assert kvant.plan(gemma, "kvant-2", "1GiB").recipe.sink_bytes == 8 * 4 * 128 * 2 * 2
+    assert kvant.plan(ModelShape((1024,) * 6, 8, 128, "bfloat16"), "kvant-2", "1GiB").recipe.sink_rows == 0
 
 
 def test_presets_are_what_the_models_configs_say() -> None:

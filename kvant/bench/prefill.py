@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from kvant.bench.attention import LIMIT
 from kvant.bench.synthetic import Shape, fill, vectors
 from kvant.bench.timing import Call, all_times
-from kvant.ops import choose, reference
+from kvant.ops import choose, flash, reference
 from kvant.ops.memory import allocated_by
 from kvant.ops.types import one_sequence
 from kvant.recipe import Recipe
@@ -35,6 +35,7 @@ class Result:
     times: float  # speed relative to the baseline
     baseline: str  # the fastest
     baselines: dict[str, float]  # seconds of each
+    sliding_window: int | None = None
 
 
 def measure(
@@ -44,6 +45,7 @@ def measure(
     implementation: str | None = None,
     repeat: int = 20,
     new_tokens: int = 512,
+    sliding_window: int | None = None,
 ) -> Result:
     """Checks and times prefill of `new_tokens` tokens of every sequence, after `context` tokens."""
     filled = fill(recipe, shape, device)
@@ -56,7 +58,8 @@ def measure(
     key, value = (
         vectors(tokens, shape.kv_heads, shape.head_dim, device, shift).to(shape.torch_dtype) for shift in (0.0, 0.4)
     )
-    run = functools.partial(chosen.run, filled.store, query, key, value, batch, scale=shape.head_dim**-0.5)
+    options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "sliding_window": sliding_window}
+    run = functools.partial(chosen.run, filled.store, query, key, value, batch, **options)
     found = run()
     last = slice(
         max(0, new_tokens - 8), new_tokens
@@ -64,7 +67,7 @@ def measure(
     row = one_sequence(batch, 0)._replace(query_start_loc=torch.tensor([0, new_tokens]))
     part = slice(0, new_tokens)
     expected = reference.prefill(
-        filled.store, query[part].double(), key[part].double(), value[part].double(), row, scale=shape.head_dim**-0.5
+        filled.store, query[part].double(), key[part].double(), value[part].double(), row, **options
     )
     error = float((found[last].double() - expected[last]).norm() / expected[last].norm())
     if not error <= LIMIT:
@@ -74,19 +77,24 @@ def measure(
     workspace = allocated_by(run, device)
     calls: dict[str, list[Call]] = {
         "ours": [run],
-        **{name: [call] for name, call in _baselines(shape, new_tokens, device).items()},
+        **{name: [call] for name, call in _baselines(shape, new_tokens, device, sliding_window).items()},
     }
     times = {name: found.median for name, found in all_times(calls, device, repeat, graph=False).items()}
     seconds = times.pop("ours")
     best = min(times, key=lambda name: times[name])
     name, size = chosen.name, dataclasses.asdict(shape)
     speed = times[best] / seconds
-    return Result(recipe.name, name, size, new_tokens, error, seconds, workspace, times[best], speed, best, times)
+    return Result(
+        recipe.name, name, size, new_tokens, error, seconds, workspace, times[best], speed, best, times, sliding_window
+    )
 
 
-def _baselines(shape: Shape, new_tokens: int, device: torch.device) -> dict[str, Call]:
+def _baselines(
+    shape: Shape, new_tokens: int, device: torch.device, sliding_window: int | None = None
+) -> dict[str, Call]:
     """Torch's fused attentions over unquantized tokens. cuDNN's takes no causal mask that ends with the last token, and runs
-    without one: it computes the few scores more that such a mask would hide."""
+    without one: it computes the few scores more that such a mask would hide. With a sliding window, FlashAttention's own on a GPU, a
+    mask on a CPU."""
     total = shape.context + new_tokens
     query = torch.randn(shape.batch, shape.heads, new_tokens, shape.head_dim, device=device).to(shape.torch_dtype)
     kv = [
@@ -94,6 +102,17 @@ def _baselines(shape: Shape, new_tokens: int, device: torch.device) -> dict[str,
         for _ in range(2)
     ]
     mask: Any = causal_lower_right(new_tokens, total)
+    if sliding_window is not None and device.type == "cuda" and shape.torch_dtype != torch.float32:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, *kv))
+        rows, tokens = (
+            torch.arange(shape.batch + 1, dtype=torch.int32, device=device) * n for n in (new_tokens, total)
+        )
+        bounds = flash.Bounds(rows, tokens, new_tokens, total)
+        scale = shape.head_dim**-0.5
+        return {"flash": functools.partial(flash.attend, q, k, v, bounds, scale, True, None, sliding_window)}
+    if sliding_window is not None:
+        seen = torch.ones(new_tokens, total, dtype=torch.bool, device=device).tril(total - new_tokens)
+        mask = seen.triu(total - new_tokens + 1 - sliding_window)
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, query, kv[0], kv[1], enable_gqa=True)
     calls: dict[str, Call] = {"flash": functools.partial(attend, attn_mask=mask)}
 

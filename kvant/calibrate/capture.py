@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvant.engines.attention import Handle
 from kvant.engines.layers import PackedLayer
@@ -29,7 +30,7 @@ from kvant.engines.lending import borrow
 from kvant.ops.reference import token_share
 from kvant.progress import Progress
 from kvant.rope import Rope, ropes_of
-from kvant.shape import ModelShape
+from kvant.shape import ModelShape, conv_states
 from kvant.stats import LayerStats, Moments, Probe, WeightedMoments
 
 Tensor = torch.Tensor
@@ -326,13 +327,20 @@ class _Enough(Exception):
 
 
 class Capture(transformers.Cache):
-    """A cache that stores nothing: it computes exact attention and gives q, k, v and o to the layers' gatherers."""
+    """A cache that stores nothing: it computes exact attention and gives q, k, v and o to the layers' gatherers. Layers of a hybrid
+    model that are not attention have transformers' own states."""
 
     fixed_steps = None  # it has no decoder: its layers count their columns
 
-    def __init__(self, shape: ModelShape, gatherers: dict[int, Any], excerpt: int = 0) -> None:
+    def __init__(self, shape: ModelShape, gatherers: dict[int, Any], excerpt: int = 0, states: int = 1) -> None:
         self.shape, self.gatherers, self.excerpt = shape, gatherers, excerpt
-        super().__init__(layers=[PackedLayer(self, i, window) for i, window in enumerate(shape.layers)])
+        attention = set(shape.attention_layers)
+        super().__init__(
+            layers=[
+                PackedLayer(self, i, window) if i in attention else LinearAttentionLayer(number_of_states=states)
+                for i, window in enumerate(shape.layers)
+            ]
+        )
 
     @property
     def batch_size(self) -> int:
@@ -438,8 +446,11 @@ def attending(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-def _forward(model: Any, capture: Capture, ids: Tensor, **options: Any) -> None:
+def _forward(
+    model: Any, shape: ModelShape, gatherers: dict[int, Any], ids: Tensor, excerpt: int = 0, **options: Any
+) -> None:
     """Runs one excerpt through the model's layers; no logits are computed."""
+    capture = Capture(shape, gatherers, excerpt, conv_states(model.config))
     device = model.get_input_embeddings().weight.device
     ids = ids.to(device=device, dtype=torch.int64)[None]
     with contextlib.suppress(_Enough):
@@ -457,13 +468,13 @@ class _Keys:
         self.keys = k
 
 
-def keys_of(model: Any, ids: Tensor) -> list[Tensor]:
-    """The keys of every layer after RoPE: [tokens, heads, head_dim] each. ids is [tokens]."""
-    shape = ModelShape.of(model)
-    kept = {layer: _Keys() for layer in range(len(shape.layers))}
+def keys_of(model: Any, ids: Tensor) -> dict[int, Tensor]:
+    """The keys after RoPE of every layer with attention, by its number: [tokens, heads, head_dim] each. ids is [tokens]."""
+    shape = ModelShape.of(model, hybrid=True)
+    kept = {layer: _Keys() for layer in shape.attention_layers}
     with attending(model):
-        _forward(model, Capture(shape, kept), ids)
-    return [cast(Tensor, found.keys) for found in kept.values()]
+        _forward(model, shape, kept, ids)
+    return {layer: cast(Tensor, found.keys) for layer, found in kept.items()}
 
 
 def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
@@ -480,11 +491,12 @@ def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
     seen: list[list[Tensor]] = []
     with attending(model):
         for first in (0, shift):
-            kept = {layer: _Keys() for layer in range(len(shape.layers))}
+            kept = {layer: _Keys() for layer in shape.attention_layers}
             at = torch.arange(first, first + len(ids), device=model.get_input_embeddings().weight.device)[None]
-            _forward(model, Capture(shape, kept), ids, position_ids=at)
+            _forward(model, shape, kept, ids, position_ids=at)
             seen.append([cast(Tensor, kept[layer].keys) for layer in kept])
-    for layer, (rope, near, far) in enumerate(zip(ropes, *seen, strict=True)):
+    for layer, near, far in zip(shape.attention_layers, *seen, strict=True):
+        rope = ropes[layer]
         missed = float((rope.rotate(near.float(), shift) - far.float()).norm() / far.float().norm())
         if not missed < (1e-3 if near.dtype == torch.float32 else 0.1):
             raise ValueError(
@@ -502,23 +514,23 @@ def gather(
     budget: int = BUDGET,
     skip: Container[int] = (),
 ) -> Iterator[tuple[int, LayerStats]]:
-    """Yields (layer, statistics) for every layer that is not in `skip`. Each pass over the text gathers as many layers as the
-    budget allows. An excerpt is a tensor of token ids."""
-    shape = ModelShape.of(model)
+    """Yields (layer, statistics) for every layer with attention that is not in `skip`. Each pass over the text gathers as many
+    layers as the budget allows. An excerpt is a tensor of token ids."""
+    shape = ModelShape.of(model, hybrid=True)
     config = model.config.get_text_config(decoder=True)
     groups = config.num_attention_heads // shape.heads
     rotates = bool(plan.block) or any(plan.max_position > len(ids) for ids in excerpts)
     ropes: Sequence[Rope | None] = checked_ropes(model, shape, excerpts[0]) if rotates else [None] * len(shape.layers)
     devices = _layer_devices(model, len(shape.layers))
     at_once = max(1, budget // layer_bytes(shape, plan, groups))
-    layers = [layer for layer in range(len(shape.layers)) if layer not in skip]
+    layers = [layer for layer in shape.attention_layers if layer not in skip]
     passes = [layers[first : first + at_once] for first in range(0, len(layers), at_once)]
     total, done = sum(map(len, excerpts)) * len(passes), 0
     for chosen in passes:
         gatherers = {i: LayerGatherer(i, shape, plan, ropes[i], devices[i]) for i in chosen}
         with attending(model):
             for index, ids in enumerate(excerpts):
-                _forward(model, Capture(shape, gatherers, index), ids)
+                _forward(model, shape, gatherers, ids, index)
                 done += len(ids)
                 if progress is not None:
                     progress("measuring", done, total)

@@ -98,7 +98,7 @@ def calibrate_all(
         _check(recipe)
     if folded(model.config) is not None:
         raise ValueError("cannot calibrate this model: its weights have value transforms folded in; load it anew")
-    shape = ModelShape.of(model)
+    shape = ModelShape.of(model, hybrid=True)
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if max_position is None:
         if longest is None:
@@ -136,7 +136,7 @@ def calibrate_all(
                 if checkpoint is not None and checkpoint.due:
                     checkpoint.save(fitted.tensors)
                 if progress is not None:
-                    progress("fitting", len(fitted.layers), len(shape.layers))
+                    progress("fitting", len(fitted.layers), len(shape.attention_layers))
             for at, i in enumerate(mine):
                 tensors[i] = {layer: fitted.layers[layer][at] for layer in sorted(fitted.layers)}
                 sources[i] = source | {

@@ -81,7 +81,7 @@ def artifacts_for(
 
     fitted = [recipe for recipe in chosen if recipe.calibrated]
     named = fingerprint(model) if fitted else ""
-    found = find_or_make(named, ModelShape.of(model), fitted, args, lambda: (model, tokenizer))
+    found = find_or_make(named, ModelShape.of(model, hybrid=True), fitted, args, lambda: (model, tokenizer))
     return {recipe.name: found[recipe.name].artifact if recipe.calibrated else None for recipe in chosen}
 
 

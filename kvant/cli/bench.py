@@ -58,6 +58,7 @@ def add(commands: Any) -> None:
         metavar="N[,N...]",
         help="prefill: several numbers of new tokens (default: --new-tokens)",
     )
+    parser.add_argument("--sliding-window", type=int, metavar="N", help="prefill: a layer with a sliding window")
     parser.add_argument(
         "--model",
         metavar="M",
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
-    for name in ("repeat", "threads", "new_tokens", "layers", "heads", "kv_heads", "head_dim"):
+    for name in ("repeat", "threads", "new_tokens", "sliding_window", "layers", "heads", "kv_heads", "head_dim"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -176,6 +177,8 @@ def run(args: argparse.Namespace) -> int:
         chosen = [_folded(recipe) for recipe in chosen]
     if args.queries and args.work != "attention":
         raise ValueError("--queries is for attention: how many queries of a sequence a call decodes")
+    if args.sliding_window and args.work != "prefill":
+        raise ValueError("--sliding-window is for prefill")
     if args.memory and (args.work != "generate" or args.batch or args.model):
         raise ValueError(
             "--memory is for generate with random weights and without --batch: the batch is the largest that fits"
@@ -330,7 +333,9 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
         rows = []
         for recipe in recipes:
             say(f"{recipe.name}: {shape} + {new_tokens}")
-            found = prefill.measure(recipe, shape, device, args.implementation, args.repeat, new_tokens)
+            found = prefill.measure(
+                recipe, shape, device, args.implementation, args.repeat, new_tokens, args.sliding_window
+            )
             results.append(dataclasses.asdict(found))
             rows.append(
                 [
@@ -348,7 +353,8 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
             "error: relative to the reference in float64, same bytes; full: torch's fused attentions, unquantized, the "
             "fastest of which counts"
         )
-        _table(f"prefill over packed history, one layer, {shape} + {new_tokens}", columns, rows, caption)
+        window = f", window of {args.sliding_window}" if args.sliding_window else ""
+        _table(f"prefill over packed history, one layer, {shape} + {new_tokens}{window}", columns, rows, caption)
     return results
 
 

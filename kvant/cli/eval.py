@@ -156,17 +156,19 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
     texts = scored_texts(args)
     model, tokenizer = load_model(args)
-    from kvant.engines.hf import Cache, ModelShape
+    from kvant.engines.hybrid import cache_for, packed_of
     from kvant.eval import evaluate
     from kvant.layouts import Layouts
+    from kvant.shape import ModelShape
 
-    shape = ModelShape.of(model)
+    shape = ModelShape.of(model, hybrid=True)
     for recipe in chosen:
         # refuses what the model cannot take, before the work starts
-        Layouts.of(recipe, len(shape.layers), shape.heads, shape.head_dim)
+        Layouts.of(recipe, len(shape.attention_layers), shape.heads, shape.head_dim)
     artifacts = artifacts_for(model, tokenizer, chosen, args)
     for recipe in chosen:
-        tell_reference(model, Cache(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset))
+        cache = cache_for(model, recipe, artifact=artifacts[recipe.name], first_position=args.offset)
+        tell_reference(model, packed_of(cache))
     common = {
         "model": args.model,
         "shape": shape_of(model),
@@ -184,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
                 scored.text,
                 args.chunk,
                 args.batch,
-                make_cache=lambda recipe: Cache(
+                make_cache=lambda recipe: cache_for(
                     model, recipe, artifact=artifacts[recipe.name], first_position=args.offset
                 ),
                 progress=advance,
@@ -204,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
         tell_what_is_not_packed(chosen, scored.text)
         if args.profile:
             for result in results:
-                print_profile(result)
+                print_profile(result, shape.attention_layers)
     return 0
 
 
@@ -243,8 +245,8 @@ def tell_what_is_not_packed(chosen: Sequence[Recipe], text: Text) -> None:
             say(f"{recipe.name}: {early / text.tokens:.0%} of the scored tokens read nothing packed; use {remedy}")
 
 
-def print_profile(result: Result) -> None:
-    """Errors of one recipe by layer, and by length of context."""
+def print_profile(result: Result, numbers: Sequence[int]) -> None:
+    """Errors of one recipe by layer, and by length of context. `numbers`: the model's numbers of the layers with attention."""
     from kvant.eval.profile import METRICS
 
     profile = result.profile
@@ -252,8 +254,8 @@ def print_profile(result: Result) -> None:
     headings = ("attention KL", "keys", "values", "logits", "attention output")
     columns = [(heading, "right") for heading in headings]
     rows = [
-        [str(layer), *(f"{profile.layers[metric][layer]:.3g}" for metric in METRICS)]
-        for layer in range(len(result.layers))
+        [str(number), *(f"{profile.layers[metric][place]:.3g}" for metric in METRICS)]
+        for place, number in enumerate(numbers)
     ]
     caption = "attention KL: full cache || recipe; the others: squared error over energy, logits without their mean"
     print_table(f"{result.recipe} by layer", [("layer", "right"), *columns], rows, caption)

@@ -184,12 +184,13 @@ def answer(
     """Generates one recipe's answer; `write` is called with its text as it is generated."""
     import torch
 
-    from kvant.engines.hf import Cache
+    from kvant.engines.hybrid import cache_for, packed_of
     from kvant.layout import Layout
     from kvant.recipes import get
 
-    cache = Cache(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
-    tell_reference(model, cache)
+    cache = cache_for(model, recipe, artifact=artifact, max_tokens=args.max_cache_tokens)
+    packed = packed_of(cache)
+    tell_reference(model, packed)
     words = Words(tokenizer, write)
     torch.manual_seed(args.seed)
     with words:
@@ -202,8 +203,7 @@ def answer(
             **sampling(args),
         )
     new = whole[0, ids.shape[1] :].tolist()
-    length = cache.get_seq_length()
-    shape = cache.shape
+    length, shape = packed.get_seq_length(), packed.shape
     half = Layout.of(get("full"), shape.heads, shape.head_dim, dtype="bfloat16").sequence_bytes(length) * len(
         shape.layers
     )
@@ -211,9 +211,9 @@ def answer(
         recipe=recipe.name,
         text=tokenizer.decode(new, skip_special_tokens=True).strip(),
         tokens=new,
-        bpe=cache.layouts.bits_per_element(),
-        cache_bytes=cache.nbytes_used,
-        times_smaller=half / cache.nbytes_used,
+        bpe=packed.layouts.bits_per_element(),
+        cache_bytes=packed.nbytes_used,
+        times_smaller=half / packed.nbytes_used,
         tokens_per_second=words.rate,
         packed_tokens=packed_tokens(recipe, length),
     )
@@ -276,7 +276,7 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], arti
     """Fills in KL and top-1 agreement: every recipe is fed the full cache's answer, token by token."""
     import torch
 
-    from kvant.engines.hf import Cache
+    from kvant.engines.hybrid import cache_for
     from kvant.eval import Segments, evaluate
 
     reference = next((a for a in answers if a.recipe == "full"), answers[0])
@@ -288,7 +288,7 @@ def compare(model: Any, ids: Any, answers: list[Answer], chosen: list[Any], arti
             model,
             chosen,
             Segments(whole, ids.shape[1]),
-            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts[recipe.name]),
+            make_cache=lambda recipe: cache_for(model, recipe, artifact=artifacts[recipe.name]),
             progress=advance,
         )
     for found, result in zip(answers, results, strict=True):
@@ -317,7 +317,7 @@ def decide(
         if choice is not None:
             say(choice.reason)
             return [choice.recipe], {choice.recipe.name: choice.artifact}
-        plain = recipes.plain(ModelShape.of(model).head_dim)
+        plain = recipes.plain(ModelShape.of(model, hybrid=True).head_dim)
         say(
             f"{plain.name}: needs no fit and tolerates large key means; kvant check --model {args.model} --choose measures, once, "
             "whether a recipe with fewer bits is good for this model"

@@ -76,7 +76,7 @@ def target_of(args: argparse.Namespace) -> Target | None:
 
 
 def shape_of(model: Any) -> dict[str, Any]:
-    """A model's shape as results have it: what bits and memory are counted from."""
+    """A model's shape as results have it: what bits and memory are counted from. Layers without attention are left out."""
     from kvant.shape import ModelShape
 
-    return dataclasses.asdict(ModelShape.of(model))
+    return dataclasses.asdict(ModelShape.of(model, hybrid=True).packed)

@@ -79,8 +79,11 @@ def _check_class(config: Any) -> None:
     """Refuses a model class that kvant cannot serve, which the shape alone does not show."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from kvant.shape import STATE_LAYERS, attends_by_interface
+
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or ()
-    if any(not each._supports_attention_backend for each in (found if isinstance(found, tuple) else (found,))):
+    hybrid = bool({*STATE_LAYERS} & {*(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())})
+    if any(not attends_by_interface(each, hybrid) for each in (found if isinstance(found, tuple) else (found,))):
         raise ValueError(
             f"cannot serve {config.model_type}: its attention does not go through transformers' AttentionInterface"
         )

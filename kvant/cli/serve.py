@@ -184,7 +184,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
         raise ValueError(
             f"model {args.model!r}: expected a Hugging Face directory or id, or smollm2; {first}"
         ) from error
-    shape = ModelShape.of(config)
+    shape = ModelShape.of(config, hybrid=True)
     if kvant.get("sliding") and all(window is None for window in shape.layers):
         raise ValueError(f"--sliding: {config.model_type} has no layers with a sliding window")
     directory = models.directory_of(source, revision, download=True)
@@ -283,7 +283,7 @@ def vllm_options(source: str, kvant: dict[str, Any]) -> list[str]:
 
     from kvant.shape import ModelShape
 
-    shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source))
+    shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source), hybrid=True)
     alone = any(recipe.not_prefix_safe for recipe in _recipes(shape, kvant))
     return ["--no-enable-prefix-caching", "--no-enable-chunked-prefill"] if alone else []
 
@@ -296,8 +296,9 @@ def overlay_bytes(source: str, kvant: dict[str, Any]) -> int:
     from kvant.layout import Layout
     from kvant.shape import ModelShape
 
-    shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source))
-    each = _recipes(shape, kvant)
+    shape = ModelShape.of(transformers.AutoConfig.from_pretrained(source), hybrid=True)
+    named = _recipes(shape, kvant)
+    each = [named[layer] for layer in shape.attention_layers]
     return sum(Layout.of(one, shape.heads, shape.head_dim, options.page_tokens(one)).overlay_bytes for one in each)
 
 

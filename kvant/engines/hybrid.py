@@ -7,7 +7,6 @@ refused: shared prefixes, cropping behind recurrent states, steps of fixed graph
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvant.engines.hf import Cache
 from kvant.rope import Rope, ropes_of
-from kvant.shape import ModelShape
+from kvant.shape import ModelShape, conv_states
 
 Tensor = torch.Tensor
 
@@ -26,16 +25,12 @@ class AttentionCache(Cache):
 
     def __init__(self, model_or_config: Any, recipe: Any, **options: Any) -> None:
         self.broken = False  # a forward pass failed, and states of other layers are ahead
-        for name in ("share", "as_decoded"):
-            if options.get(name):
-                raise ValueError(
-                    f"{name} is not served for hybrid models: states of linear layers cannot be taken back"
-                )
+        if options.get("share"):
+            raise ValueError("share is not served for hybrid models: states of linear layers cannot be taken back")
         super().__init__(model_or_config, recipe, **options)
 
     def _shape_of(self, model_or_config: Any) -> ModelShape:
-        shape = ModelShape.of(model_or_config, hybrid=True)
-        return dataclasses.replace(shape, layers=tuple(shape.layers[i] for i in shape.attention), attention=())
+        return ModelShape.of(model_or_config, hybrid=True).packed
 
     def _numbers_of(self, model_or_config: Any) -> tuple[list[int], int]:
         shape = ModelShape.of(model_or_config, hybrid=True)
@@ -55,15 +50,15 @@ class HybridCache(transformers.Cache):
     """A cache for `model.generate(..., past_key_values=kvant.HybridCache(model, recipe))` where some of the model's layers are not
     attention. Recipe and options are those of `kvant.Cache`; `packed` is the cache of the layers with attention.
 
-    An artifact has tensors for the model's own numbers of layers. `kvant calibrate` does not fit hybrid models yet."""
+    An artifact has tensors for the layers with attention, by the model's own numbers of layers: `kvant calibrate` and
+    `kvant.artifact_for` fit one."""
 
     def __init__(self, model_or_config: Any, recipe: Any = None, **options: Any) -> None:
         config = getattr(model_or_config, "config", model_or_config)
         shape = ModelShape.of(model_or_config, hybrid=True)
         self.packed = AttentionCache(model_or_config, recipe, **options)
         self.place = {layer: place for place, layer in enumerate(shape.attention)}
-        text = config.get_text_config(decoder=True)
-        states = getattr(text, "number_of_conv_states", 1)
+        states = conv_states(config)
         super().__init__(
             layers=[
                 self.packed.layers[self.place[i]] if i in self.place else LinearAttentionLayer(number_of_states=states)
@@ -134,3 +129,14 @@ class HybridCache(transformers.Cache):
             layer.reset()
         self.packed.reset()
         self.packed.broken = False
+
+
+def cache_for(model_or_config: Any, recipe: Any = None, **options: Any) -> Cache | HybridCache:
+    """The cache of a model, hybrid or not."""
+    hybrid = ModelShape.of(model_or_config, hybrid=True).hybrid
+    return HybridCache(model_or_config, recipe, **options) if hybrid else Cache(model_or_config, recipe, **options)
+
+
+def packed_of(cache: Cache | HybridCache) -> Cache:
+    """The packed layers of a cache."""
+    return cache.packed if isinstance(cache, HybridCache) else cache

@@ -21,13 +21,14 @@ from kvant.calibrate.builtin import fits_in_seconds
 from kvant.calibrate.capture import Progress, keys_of
 from kvant.calibrate.run import model_name
 from kvant.engines.fingerprint import fingerprint
-from kvant.engines.hf import Cache, ModelShape
+from kvant.engines.hybrid import cache_for
 from kvant.eval.teacher import Result, Segments, evaluate
 from kvant.eval.why import explained
 from kvant.layout import Layout
 from kvant.layouts import Layouts
 from kvant.ops import OPS, explain
 from kvant.recipe import Recipe, spans
+from kvant.shape import ModelShape
 from kvant.verdicts import Verdict, keep, verdict, word_for
 
 Tensor = torch.Tensor
@@ -91,7 +92,7 @@ def examine(
     """
     if tokens < 16:
         raise ValueError(f"tokens must be at least 16, got {tokens}")
-    shape, named = ModelShape.of(model), fingerprint(model)
+    shape, named = ModelShape.of(model, hybrid=True), fingerprint(model)
     chosen = fast_recipes(model, shape) if asked is None else list(dict.fromkeys(recipes.get(each) for each in asked))
     found, left_out = _artifacts(model, tokenizer, chosen, artifacts, shape, named, fit, progress)
     chosen = [each for each in chosen if each.name not in left_out]
@@ -138,7 +139,7 @@ def _keep(found: Verdict) -> None:
 
 def fast_recipes(model: Any, shape: ModelShape | None = None) -> list[Recipe]:
     """Recipes that have an implementation faster than the reference on the model's device, without the unquantized one."""
-    shape = shape or ModelShape.of(model)
+    shape = shape or ModelShape.of(model, hybrid=True)
     out = []
     for name in recipes.names():
         recipe = recipes.get(name)
@@ -221,18 +222,18 @@ def _measure(
             model,
             some,
             segments,
-            make_cache=lambda recipe: Cache(model, recipe, artifact=artifacts.get(recipe.name)),
+            make_cache=lambda recipe: cache_for(model, recipe, artifact=artifacts.get(recipe.name)),
             progress=lambda done, _, before=first: advance(before * each + done, len(asked) * each),  # type: ignore[misc]
             together=AT_ONCE,
         )
     by_name = {result.recipe: result for result in results}
     noise = by_name["full"].kl if noisy else None
-    keys: list[Tensor] | None = None
+    keys: dict[int, Tensor] | None = None
     out: dict[str, tuple[Result, float, float | None, int, str]] = {}
     for recipe in chosen:
         result = by_name[recipe.name]
         packed = packed_read(recipe, segments)
-        shape = ModelShape.of(model)
+        shape = ModelShape.of(model, hybrid=True).packed
         layouts = Layouts.of(
             recipe, len(shape.layers), shape.heads, shape.head_dim, dtype=shape.dtype, device=model.device
         )

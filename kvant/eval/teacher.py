@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from kvant.engines.attention import attend_with_sink_logits
 from kvant.engines.hf import Cache, ModelShape
+from kvant.engines.hybrid import HybridCache, cache_for, packed_of
 from kvant.eval.profile import Profile, Sums
 from kvant.eval.segments import Batch, Segments, Text
 from kvant.ops.types import one_sequence
@@ -223,7 +224,7 @@ def evaluate(
     segments: Text,
     chunk: int = 1,
     batch: int = 8,
-    make_cache: Callable[[Recipe], Cache] | None = None,
+    make_cache: Callable[[Recipe], Cache | HybridCache] | None = None,
     progress: Callable[[int, int], None] | None = None,
     stepwise: bool = False,
     offset: int = 0,
@@ -249,8 +250,8 @@ def evaluate(
         position = rows.positions(start, stop) + offset
         return model(rows.ids[:, start:stop], position_ids=position, past_key_values=cache, **options).logits
 
-    make_cache = make_cache or (lambda recipe: Cache(model, recipe, first_position=offset))
-    shape = ModelShape.of(model)
+    make_cache = make_cache or (lambda recipe: cache_for(model, recipe, first_position=offset))
+    shape = ModelShape.of(model, hybrid=True).packed
     scores = [_Scores(Errors(len(shape.layers), shape.heads, profile)) for _ in recipes]
     total = segments.tokens * len(recipes)
     done = 0
@@ -264,14 +265,14 @@ def evaluate(
     for rows, some in itertools.product(segments.batches(batch), range(0, len(recipes), together)):
         rows = rows.to(model.device)
         prompt, columns = rows.prompt, rows.ids.shape[1]
-        running: list[tuple[Cache, AttentionError, _Scores]] = []
+        running: list[tuple[Cache | HybridCache, AttentionError, _Scores]] = []
         for recipe, score in zip(recipes[some : some + together], scores[some : some + together], strict=True):
             cache = make_cache(recipe)
-            meter = AttentionError(cache, scales, sinks, score.errors, rows)
+            meter = AttentionError(packed_of(cache), scales, sinks, score.errors, rows)
             begin = time.perf_counter()
             feed(cache, rows, 0, prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - meter.seconds
-            cache.as_decoded = at_once
+            packed_of(cache).as_decoded = at_once
             running.append((cache, meter, score))
         reference = DynamicCache(config=model.config)
         feed(reference, rows, 0, prompt, logits_to_keep=1)
@@ -293,5 +294,5 @@ def evaluate(
                     if progress is not None:
                         progress(done, total)
         for cache, _, score in running:
-            score.bpe = cache.layouts.bits_per_element(segments.length)
+            score.bpe = packed_of(cache).layouts.bits_per_element(segments.length)
     return [score.result(recipe.name) for recipe, score in zip(recipes, scores, strict=True)]

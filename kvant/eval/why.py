@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -37,11 +37,12 @@ def key_stats(keys: Tensor) -> KeyStats:
     return KeyStats(float((mean / spread).max()), float(largest.max()), float((reach / spread).max()))
 
 
-def explained(recipe: Recipe, artifact: Artifact | None, result: Result, keys: Sequence[Tensor]) -> str:
-    """What can be seen of why a recipe fails: one sentence."""
+def explained(recipe: Recipe, artifact: Artifact | None, result: Result, keys: Mapping[int, Tensor]) -> str:
+    """What can be seen of why a recipe fails: one sentence. keys are those of the layers with attention, by number."""
     layers = torch.tensor(result.layers, dtype=torch.float64).nan_to_num(float("inf"))
-    worst = int(layers.argmax())
-    error = f"layer {worst} is worst: its attention is off by {result.layers[worst]:.0%} of its energy"
+    place = int(layers.argmax())
+    worst = list(keys)[place]
+    error = f"layer {worst} is worst: its attention is off by {result.layers[place]:.0%} of its energy"
     bits = getattr(recipe.key.codec, "bits", None)
     if (
         isinstance(recipe, MixedRecipe)
@@ -50,7 +51,7 @@ def explained(recipe: Recipe, artifact: Artifact | None, result: Result, keys: S
         or not isinstance(bits, int)
     ):
         return error
-    biased = max(range(len(keys)), key=lambda layer: key_stats(keys[layer]).mean)
+    biased = max(keys, key=lambda layer: key_stats(keys[layer]).mean)
     raw = key_stats(keys[biased])
     coded = key_stats(_transformed(recipe, artifact, biased, keys[biased]))
     steps = coded.reach / (2**bits - 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,28 +38,45 @@ class Unmasked:
 
 @dataclasses.dataclass(frozen=True)
 class Flash:
-    """run(q [rows, query heads, head_dim], k and v [tokens, heads, head_dim], bounds, scale, causal, softcap) gives the outputs, and
-    the logarithms of the sums of exponentials, float32 [rows, query heads]. Causal: the last row of a sequence sees its last token.
+    """run(q [rows, query heads, head_dim], k and v [tokens, heads, head_dim], bounds, scale, causal, softcap, sliding_window) gives
+    the outputs, and the logarithms of the sums of exponentials, float32 [rows, query heads]. Causal: the last row of a sequence sees
+    its last token. A sliding window, with a causal mask only: a row sees its last token and the sliding_window - 1 before it.
 
     dtype     what it takes keys in that were decoded from pages: a number type, or None for that of the queries.
     softcap   whether it can cap logits.
     unmasked  what attends to long histories faster, if there is such.
     """
 
-    run: Callable[[Tensor, Tensor, Tensor, Bounds, float, bool, float | None], tuple[Tensor, Tensor]]
+    run: Callable[[Tensor, Tensor, Tensor, Bounds, float, bool, float | None, int | None], tuple[Tensor, Tensor]]
     dtype: torch.dtype | None = None
     softcap: bool = False
     unmasked: Unmasked | None = None
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, causal: bool, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Bounds,
+    scale: float,
+    causal: bool,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 as torch brings it."""
-    assert softcap is None
+    assert softcap is None and (causal or sliding_window is None)
     run = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = run(q, k, v, *bounds, 0.0, causal, False, scale=scale)
+    options: dict[str, Any] = {"scale": scale}
+    if sliding_window is not None:
+        left, right = window_size(sliding_window)
+        options |= {"window_size_left": left, "window_size_right": right}
+    out, lse, *_ = run(q, k, v, *bounds, 0.0, causal, False, **options)
     return out, by_row(lse, bounds, len(q))
+
+
+def window_size(sliding_window: int) -> tuple[int, int]:
+    """A sliding window as FlashAttention counts it: tokens before and after a query's own."""
+    return sliding_window - 1, 0
 
 
 CUDNN_CAPABILITY = (9, 0)  # of the GPUs on which it was measured: about twice as fast as FlashAttention-2 there

@@ -114,7 +114,10 @@ def test_append_and_prefill_are_checked() -> None:
     one = dataclasses.replace(SHAPE, batch=1, context=1)  # its token waits in the overlay for a group of 128
     (found,) = append.measure([recipes.get("kitty-pro")], one, CPU, repeat=1)
     assert (found.error, found.differing) == (0.0, 0.0)
-    assert prefill.measure(recipes.get("saw-int4"), SHAPE, CPU, repeat=1, new_tokens=20).error < 1e-5
+    for window in (None, 30):
+        recipe = recipes.get("saw-int4")
+        done = prefill.measure(recipe, SHAPE, CPU, repeat=1, new_tokens=20, sliding_window=window)
+        assert done.error < 1e-5 and done.sliding_window == window
 
 
 def test_calibrated_recipes_are_fitted() -> None:
@@ -192,6 +195,14 @@ def test_prefill_of_several_numbers_of_new_tokens(tmp_path: Path) -> None:
             result["baselines"][result["baseline"]] == result["baseline_seconds"] == min(result["baselines"].values())
         )
         assert result["times"] == result["baseline_seconds"] / result["seconds"]
+
+
+def test_prefill_of_a_layer_with_a_sliding_window(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--batch", "1", "--context", "70", "--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--repeat", "1"]
+    assert main(["bench", "prefill", "--recipe", "int4", *shape, "--sliding-window", "40"]) == 0
+    assert "window of 40" in capsys.readouterr().out
+    assert main(["bench", "append", "--recipe", "int4", *shape, "--sliding-window", "40"]) == 2
+    assert "--sliding-window is for prefill" in capsys.readouterr().err
 
 
 def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:

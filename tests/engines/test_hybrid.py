@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,15 @@ import torch
 import transformers
 
 import kvant
+from kvant import recipes
+from kvant.artifact import Artifact
+from kvant.calibrate.run import calibrate_all
+from kvant.cli import main
 from kvant.engines.hybrid import HybridCache
+from kvant.eval.segments import Segments
+from kvant.eval.teacher import evaluate
+from kvant.plan import plan
+from tests.cli.test_cli import save_tokenizer
 from tests.engines.vllm.engines import lfm2_like, prompt, qwen3_next_like
 
 SIZES = {qwen3_next_like: (8, (3, 7), 256), lfm2_like: (6, (2, 5), 64)}  # layers, those with attention, head_dim
@@ -89,3 +99,69 @@ def test_what_cannot_be_taken_back_is_refused(hybrid: tuple[Any, Any]) -> None:
             model(torch.tensor([prompt(2, 1)]), past_key_values=cache)
         cache.reset()
         model(torch.tensor([prompt(0, 60)]), past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["kvant-2", "oscar"])
+def test_layers_with_attention_are_fitted_and_scored(hybrid: tuple[Any, Any], name: str) -> None:
+    """Fitted by the model's own numbers of layers. In one forward pass a recipe is scored as it is token by token."""
+    model, (layers, attention, _) = hybrid
+    recipe = recipes.get(f"{name}:sink=4,recent=16")
+    text = torch.tensor(prompt(0, 400) + prompt(1, 400))
+    (artifact,) = calibrate_all(model, None, [recipe], text, max_position=400, excerpt_tokens=200)
+    assert tuple(artifact.tensors) == attention and artifact.layers == layers
+    segments = Segments(torch.tensor([prompt(2, 120), prompt(3, 120)]), 60)
+
+    def score(stepwise: bool) -> float:
+        (found,) = evaluate(
+            model,
+            [recipe],
+            segments,
+            stepwise=stepwise,
+            make_cache=lambda recipe: HybridCache(model, recipe, artifact=artifact),
+        )
+        assert len(found.layers) == len(attention) and all(0 < error < 1 for error in found.layers)
+        return found.kl
+
+    at_once, by_steps = score(False), score(True)
+    assert at_once == pytest.approx(by_steps, rel=0.02)
+    (full,) = evaluate(model, [recipes.get("full")], segments)
+    assert full.kl < 1e-6 < at_once
+
+
+def test_a_plan_counts_the_layers_with_attention(
+    hybrid: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, (_, attention, _) = hybrid
+    found = plan(model, recipes.get("saw-int4"), context=1000)
+    cache = HybridCache(model, "saw-int4", max_tokens=1000, max_sequences=1)
+    with torch.no_grad():
+        model(torch.tensor([prompt(0, 3)]), past_key_values=cache)  # allocates
+    assert found.recipe.request_bytes == cache.nbytes and len(cache.packed.shape.layers) == len(attention)
+    model.config.save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--recipe", "saw-int4", "--context", "1000"]) == 0
+    assert "saw-int4" in capsys.readouterr().out
+
+
+def test_commands_take_a_hybrid_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """calibrate, check, generate and eval; the model's own numbers of layers are printed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, text, fitted = lfm2_like(tmp_path / "model"), tmp_path / "text.txt", tmp_path / "fitted"
+    save_tokenizer(path)
+    text.write_text("To be fitted on, and to be scored. " * 40)
+    model, recipe = ("--model", str(path), "--device", "cpu"), ("--recipe", "kvant-2:sink=4,recent=16")
+    assert main(["calibrate", *model, *recipe, "--text", str(text), "--out", str(fitted)]) == 0
+    assert tuple(Artifact.load(fitted).tensors) == (2, 5)
+    given = (*model, *recipe, "--artifact", str(fitted))
+    capsys.readouterr()
+    assert main(["check", *given, "--tokens", "200", "--json"]) in (0, 1)  # of a random model, it may be unfit
+    (found,) = json.loads(capsys.readouterr().out)["verdicts"]
+    assert found["verdict"] == "good" or re.search("layer (2|5)", found["why"]), found
+    generate = ("--prompt", "Once upon a time " * 4, "--max-new-tokens", "8", "--json", "--unfit-anyway")
+    assert main(["generate", *given, *generate]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["results"]
+    assert answer["packed_tokens"] > 20 and answer["times_smaller"] > 1
+    assert main(["eval", *given, "--text", str(text), "--context", "200", "--tokens", "100", "--profile"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if len(row) == 6 and row[0].isdigit()][:2] == ["2", "5"]

@@ -8,6 +8,7 @@ import itertools
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from kvant.cache import PagedCache, Sequence
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
 from kvant.ops import OPS, PagedBatch, choose, flash, implementations, reference
+from kvant.ops.blocked import attend_plain
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import (
     append_groups,
@@ -222,7 +224,7 @@ def check_several_queries(
     group: int,
     dim: int,
     queries: int,
-    settings: dict[str, float | None],
+    settings: dict[str, Any],
     limit: float,
     dtype: torch.dtype = torch.float32,
     tuned: tuple[tuple[str, int], ...] = (),
@@ -233,17 +235,20 @@ def check_several_queries(
     each = one_query_each(batch, queries)
     batch = batch._replace(block_table=wide.contiguous())  # wider than the sequences are long, as a server's table is
     q = torch.randn(len(seqs) * queries, 2 * group, dim, device=store.pages.device)
-    if (
-        dtype == torch.float32 and not cache.layout.recipe.key.groupwise
-    ):  # which rounds queries times the scales of a group
-        q *= 4  # logits are far apart; a rotated query in 16 bits is rounded, and the error of its logits grows with them
+    sinks = settings.get("sink_logits") is not None
+    # Logits are far apart. Not where they would be rounded: keys in groups round queries times the scales of a group, a query in 16
+    # bits is rounded when it is rotated. With sink logits the tokens' share shows the error of logits, which grows with them.
+    if dtype == torch.float32 and not cache.layout.recipe.key.groupwise and not sinks:
+        q *= 4
     q = q.to(dtype)
     with attention.poisoned():
-        found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)  # type: ignore[arg-type]
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)
     assert found.shape == q.shape and lse.shape == q.shape[:2]
-    expected = reference.decode(store, q.double(), each, **settings)  # type: ignore[arg-type]
+    expected = reference.decode(store, q.double(), each, **settings)
     assert relative_error(found, expected) < limit
-    exact = log_sum_exp(store, q, each, **settings)  # type: ignore[arg-type]
+    if sinks:  # where tokens have little of the softmax, it shows the error of logits, which the other heads hide
+        assert max(head_errors(found, expected)) < 4 * limit
+    exact = log_sum_exp(store, q, each, **settings)
     torch.testing.assert_close(lse.double(), exact, rtol=1e-3, atol=2e-2)
 
 
@@ -392,8 +397,9 @@ def test_decode_of_several_queries(
     options = dict(options)
     first = int(options.pop("first", 0))
     cache, seqs = filled(name, 2, group, dim, dtype, [queries, 64, 66, 131, 700, 2000], first=first)
-    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options}
-    check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
+    for sinks in (None, some_sinks(2 * group, "cuda")):
+        settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, "sink_logits": sinks, **options}
+        check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
 
 
 @gpu
@@ -768,6 +774,67 @@ def test_prefill_over_a_history(name: str, dtype: str, room: int, monkeypatch: p
             with attention.poisoned():
                 found = cuda_prefill.prefill(store, q, k, v, given, **options)  # type: ignore[arg-type]
             assert relative_error(found, expected) < 2e-3, (softcap, window, own is not None)
+
+
+@pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("window", [1, 100, 257, 1000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "kivi-k2v2"])
+def test_prefill_with_a_sliding_window(
+    name: str, dim: int, dtype: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention's window over histories longer and shorter than it, and over new tokens in pieces, with and without the model's
+    sinks."""
+    layout = make_layout(name, 2, dim)
+    if (reason := cuda_prefill.refuse(layout, torch.device("cuda"))) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", max(400, 2 * window))
+    monkeypatch.setattr(cuda_prefill, "_masked", lambda *args: pytest.fail("scores were held"))
+    cache, seqs = filled(name, 2, 4, dim, dtype, [1, 63, 700, 1300], spare=20)
+    store, counts = cache.stores[0], [3, 1, 600, 60, 5]
+    k, v = (vectors(sum(counts), 2, dim, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+    q = torch.randn(sum(counts), 8, dim, device="cuda").to(getattr(torch, dtype))
+    batch = cache.extend([*seqs, cache.new()], counts)
+    host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
+    for sinks in (None, some_sinks(8, "cuda")):
+        options = {"scale": dim**-0.5, "sliding_window": window, "sink_logits": sinks}
+        expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+        with attention.poisoned():
+            found = cuda_prefill.prefill(store, q, k, v, host, **options)  # type: ignore[arg-type]
+        assert relative_error(found, expected) < 2e-3, sinks is not None
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_torchs_flash_attention_has_windows(dim: int) -> None:
+    """Sequences of more keys than rows, and of as many; a window of one, inside, and beyond all."""
+    rows, tokens = (0, 1, 40, 300), (0, 500, 539, 1100)
+    bounds = flash.Bounds(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, tokens)), 260, 561)
+    q = torch.randn(300, 8, dim, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(1100, 2, dim, device="cuda", dtype=torch.float16) for _ in range(2))
+    for window in (1, 33, 128, 2000):
+        out, lse = flash.attend(q, k, v, bounds, dim**-0.5, True, None, window)
+        for b in range(3):
+            mine, theirs = (slice(*x[b : b + 2]) for x in (rows, tokens))
+            part = attend_plain(
+                q[mine].double().unflatten(1, (2, 4)).permute(1, 2, 0, 3),
+                k[theirs].double(),
+                v[theirs].double(),
+                dim**-0.5,
+                None,
+                window,
+                (tokens[b + 1] - tokens[b]) - (rows[b + 1] - rows[b]),
+                None,
+            )
+            expected = part.out.permute(2, 0, 1, 3).flatten(1, 2)
+            assert relative_error(out[mine], expected) < 2e-3, (window, b)
+            torch.testing.assert_close(
+                lse[mine].double(), part.lse[..., 0].permute(2, 0, 1).flatten(1, 2), rtol=1e-3, atol=1e-3
+            )
 
 
 @pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")
@@ -1544,7 +1611,7 @@ def test_what_is_not_refused_fits_into_shared_memory(
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_every_recipe_has_kernels_but_those_that_keep_the_reference(dim: int) -> None:
-    """The part that does not look at the machine. `full` has kernels of its own for append and decode, and torch's for prefill."""
+    """The part that does not look at the machine. `full` has kernels of its own (test_cuda_full.py)."""
     refused = {op: set[str]() for op in ("append", "decode", "prefill")}
     for name in recipes.names():
         layout = Layout.of(recipes.get(name), 8, dim, dtype="bfloat16", device="cuda")

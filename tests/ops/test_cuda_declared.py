@@ -20,7 +20,6 @@ from tests.ops import emulated
 
 COMPILED = ("copy_rows", "decode kvant-2 group 4 high batch", "decode full", "transform kvant-2", "unpack kvant-2 key")
 COMPILED += (
-    "append full",
     "decode kvant-2 rotated before high batch",
     "append kvant-2 prompts",
     "append vecinfer-2 4 rows",
@@ -28,6 +27,7 @@ COMPILED += (
     "append kitty-pro",
     "fit squat",
     "overlay_step",
+    "append full",
     "merge_parts",
 )
 KERNEL = re.compile(r"(kvant_\w+)\(const (\w+) a\)")

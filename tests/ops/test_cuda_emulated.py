@@ -23,6 +23,7 @@ from kvant.ops import flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import (
     append_groups,
+    append_plan,
     append_pq,
     copy_rows,
     fit_subspace,
@@ -124,6 +125,24 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
+@pytest.mark.parametrize("lengths", [[900, 900, 880], [900, 130, 500]])  # about equal, or not
+@pytest.mark.parametrize("blocks", [4, 7, 13])  # for six (sequence, head tile)s: two of them a CTA, one, or half of one
+@pytest.mark.parametrize("inside", [False, True])
+def test_ctas_take_whole_tiles_where_sequences_are_about_equal(
+    inside: bool, blocks: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    name, tuned = "oscar:sink=3,recent=20", ()
+    if inside:  # heads first
+        name, tuned = "kvant-2:rope_block=64,sink=4,recent=50", test_cuda.ROTATED_BY_DECODE
+    cache, seqs = filled(name, 2, 4, 64, lengths)
+    q, batch = torch.randn(len(seqs), 8, 64).bfloat16(), cache.batch(seqs)
+    expected = reference.decode(cache.stores[0], q.double(), batch, scale=0.125)
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(cache.stores[0], q, batch, scale=0.125, tuned=tuned)
+    assert relative_error(found, expected) < 2e-3
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "group", "dim", "queries", "options"), test_cuda.SEVERAL_QUERIES)
 def test_decode_of_several_queries(name: str, group: int, dim: int, queries: int, options: dict[str, float]) -> None:
@@ -215,6 +234,37 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("low_batch", [False, True])
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "queries", "options"),
+    [
+        ("saw-int4", 4, 64, 4, {}),
+        ("kvant-4-fast", 3, 64, 2, {}),  # keys without their mean, whose logits a sink's is compared with
+        ("kvant-4-fast", 4, 64, 3, {"softcap": 5.0}),
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 4, 64, 4, {"sliding_window": 100}),
+        ("oscar:sink=3,recent=20,rollback=3", 2, 64, 4, {}),
+        ("oscar:per_head=true,sink=3,recent=20,rollback=1", 5, 64, 2, {"sliding_window": 100}),
+        ("vecinfer-2:rollback=2", 4, 64, 3, {}),
+        ("kivi-k2v2:rollback=3", 2, 64, 4, {}),
+    ],
+)
+def test_sink_logits_of_several_queries(
+    name: str,
+    group: int,
+    dim: int,
+    queries: int,
+    options: dict[str, float],
+    low_batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    cache, seqs = filled(name, 2, group, dim, [queries, 66, 131, 300])
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, "sink_logits": some_sinks(2 * group)}
+    test_cuda.check_several_queries(cache, seqs, group, dim, queries, {**settings, **options}, 5e-4)
+    test_cuda.check_several_queries(cache, seqs[-1:], group, dim, queries, {**settings, **options}, 5e-4)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "group", "dim", "queries", "dtype", "limit"),
@@ -232,6 +282,30 @@ def test_several_queries_of_a_low_batch(
     cache, seqs = filled(name, 2, group, dim, [queries, 66, 131, 300], first=7, dtype=dtype)
     settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None}
     test_cuda.check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
+
+
+SHARED_OPERAND = (("SHARED_OPERAND", 1), ("SUM_LIMIT", 1), ("CHUNK_TILES", 2))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "dim", "queries", "tuned"),
+    [
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, (("QUERY_TRANSFORM", 4), ("WARPS", 6))),
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, test_cuda.ROTATED_BEFORE),
+        ("kvant-2:rope_block=100,recent=20,rollback=7", 128, 8, test_cuda.ROTATED_BEFORE),
+        ("oscar:sink=3,recent=20,rollback=3", 128, 4, ()),
+        ("oscar:sink=3,recent=20,rollback=3", 64, 4, (("CHUNK_TILES", 4), ("SCORE_TILES", 2))),
+        ("saw-int4", 64, 2, ()),
+    ],
+)
+def test_several_queries_whose_operand_is_in_shared_memory(
+    name: str, dim: int, queries: int, tuned: tuple[tuple[str, int], ...], many: list[str]
+) -> None:
+    cache, seqs = filled(name, 2, 4, dim, [queries, 66, 131, 700], first=7)
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None}
+    tuned = (*SHARED_OPERAND, *tuned)
+    test_cuda.check_several_queries(cache, seqs, 4, dim, queries, settings, 2e-3, torch.bfloat16, tuned)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 100])
@@ -256,6 +330,7 @@ def check_rotated(
     lengths: list[int],
     launched: list[str],
     constants: tuple[tuple[str, int], ...] = (),
+    always: tuple[tuple[str, int], ...] = (),
 ) -> None:
     """Decode that rotates queries itself against the reference, also with each of the other `constants`, and decode after the kernel
     that rotates them. Pages are in random order, behind a table that is wider than sequences are long."""
@@ -276,7 +351,7 @@ def check_rotated(
     store.pages.copy_(pages)
     batch = batch._replace(block_table=wide)
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
-    inside = [(*test_cuda.ROTATED_BY_DECODE, *more) for more in ((), *((constant,) for constant in constants))]
+    inside = [(*test_cuda.ROTATED_BY_DECODE, *always, *more) for more in ((), *((constant,) for constant in constants))]
     for tuned in (*inside, test_cuda.ROTATED_BEFORE):
         launched.clear()
         with attention.poisoned():
@@ -312,8 +387,11 @@ def test_ctas_that_share_a_sequence_rotate_its_queries(
     blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0)
+    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0), ("EARLY_MATRIX", 0)
     check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
+    for way in (1, 2):
+        direct = ("ROTATED_AHEAD", 0), ("ROTATED_DIRECT", way)
+        check_rotated("kvant-2:rope_block=64", 4, 64, "bfloat16", {"first": 40}, [1700, 5, 130], launched, (), direct)
 
 
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
@@ -330,7 +408,9 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
             assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
             usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
             assert usual.query_kernel and not usual.rotated_queries
-            assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
+            # 16 warps have registers enough at a high batch, where a lane has one query head; the matrix leaves room for 12
+            ctas = 4 if group <= 4 and not low_batch else found.constants["MIN_CTAS"]
+            assert (found.warps, ctas) == (usual.warps, usual.constants["MIN_CTAS"])
             bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
             assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
     assert not made("kvant-2", query="float32", low_batch=True).rotated_queries
@@ -896,6 +976,31 @@ def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monk
     assert ran == [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype"),
+    [
+        ("kvant-2:rope_block=70,sink=3,recent=20", 128, "bfloat16"),
+        ("oscar:sink=3,recent=20", 128, "bfloat16"),
+        ("kvant-2:rope_block=70", 64, "float16"),
+        ("kvant-4-fast", 96, "bfloat16"),
+    ],
+)
+def test_rows_of_the_next_tile_are_copied_ahead(
+    name: str, dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every CTA has several tiles a warp, whose rows come from shared memory; the last ones are not full."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
+    monkeypatch.setattr(cuda_append, "_PLANS", nvrtc.Numbered())  # plans of other tests are equal to these
+    monkeypatch.setattr(append_plan.AppendPlan, "staged", True)
+    monkeypatch.setattr(append_plan.AppendPlan, "tile_warps", 4)
+    monkeypatch.setattr(emulated.Kernel, "blocks", 2)
+    grids: list[tuple[int, int]] = []
+    launch = emulated.Kernel.launch
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: grids.append(args[0]) or launch(self, *args))
+    check_append(name, dim, ([70, 2, 64], [1, 150, 1]), dtype, first=1013 if "rope_block" in name else 0)
+    assert grids == [(2, 1)] * 2  # CTAs of two heads
+
+
 @pytest.mark.slow
 def test_tiles_of_which_some_channels_are_turned_are_appended_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
@@ -1064,6 +1169,7 @@ def plain(
     scale: float,
     causal: bool,
     softcap: float | None,
+    sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention without a kernel, sequence by sequence."""
     parts, ends = [], [x.tolist() for x in bounds[:2]]
@@ -1071,20 +1177,30 @@ def plain(
     assert ends[0][-1] == len(q) and ends[1][-1] == len(k) == len(v)
     for b in range(len(ends[0]) - 1):
         rows, tokens = (slice(*x[b : b + 2]) for x in ends)
-        parts.append(one_plain(q[rows], k[tokens], v[tokens], scale, causal, softcap))
+        parts.append(one_plain(q[rows], k[tokens], v[tokens], scale, causal, softcap, sliding_window))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
 def one_plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert causal or sliding_window is None
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     scores = q @ k.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
+        ahead, ones = k.shape[1] - q.shape[1], torch.ones(scores.shape[1:], dtype=torch.bool)
+        hidden = ones.triu(ahead + 1)
+        if sliding_window is not None:
+            hidden |= ones.tril(ahead - sliding_window)
         scores = scores.masked_fill(hidden, float("-inf"))
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
 
@@ -1110,6 +1226,7 @@ def test_prefill(name: str, dim: int, first: int, room: int, monkeypatch: pytest
         (None, 200, None),
         (None, None, some_sinks(4)),
         (None, 200, some_sinks(4)),
+        (3.0, 35, None),  # shorter than the new tokens
     ):
         options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": window, "sink_logits": sinks}
         with attention.poisoned():
@@ -1122,7 +1239,7 @@ def plain_unmasked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As cuDNN's attention, without a kernel: 16-bit outputs, heads before rows in memory."""
-    parts = [one_plain(*x, scale, False, None) for x in zip(q, k, v, strict=True)]
+    parts = [one_plain(*x, scale, False) for x in zip(q, k, v, strict=True)]
     out, lse = (torch.stack(x).transpose(1, 2).contiguous().transpose(1, 2) for x in zip(*parts, strict=True))
     return out.to(q.dtype), lse
 
@@ -1224,25 +1341,77 @@ def test_sequences_share_the_workspace_of_a_prefill(monkeypatch: pytest.MonkeyPa
     assert list(cuda_prefill.workspaces([])) == []
 
 
+def test_a_window_is_unpacked_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row sees the same positions whether its sequence is served whole or in pieces, which the workspace holds."""
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", 100)
+    for history, new, window in itertools.product((0, 1, 29, 30, 31, 500), (1, 70, 71, 72, 150, 300), (1, 2, 30, 50)):
+        (whole,) = cuda_prefill.spans_of([7, 7 + new], [history + new], window)
+        assert whole == (max(0, history + 1 - window), history, history, 7, new)
+        seen, before = list[range](), 0
+        for rows, span in cuda_prefill.pieces_of(whole, window):
+            assert rows.start == before and span.tokens <= 100 and span.first <= span.last == span.history == history
+            before, positions = rows.stop, [*range(span.first, span.last)]
+            positions += range(history + span.new_first - 7, history + span.new_first - 7 + span.new)
+            assert positions == [*range(positions[0], history + rows.stop)], "one after another, up to the last row"
+            for row in range(rows.start, rows.stop):
+                seen.append(range(max(positions[0], history + row + 1 - window), history + row + 1))
+        assert seen == [range(max(0, history + row + 1 - window), history + row + 1) for row in range(new)]
+    assert cuda_prefill.spans_of([0, 0], [50], 10)[0].tokens == 0, "without new tokens nothing is read"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("sinks", [None, some_sinks(4)])
+@pytest.mark.parametrize("name", ["int4", "kvant-2:sink=5,recent=20", "kivi-k2v2"])
+def test_prefill_with_a_sliding_window(name: str, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused, for histories longer and shorter than the window; new tokens in pieces; pages that the window has left are not read."""
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", 300)
+    monkeypatch.setattr(cuda_prefill, "_masked", lambda *args: pytest.fail("scores were held"))
+    cache, seqs = filled(name, 2, 2, 64, [1, 63, 300, 420], spare=10)
+    store, counts, calls = cache.stores[0], [1, 40, 400, 9, 5], list[int]()
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(k))
+        return plain(q, k, *args)
+
+    store.flash = flash.Flash(recorded, torch.float16)
+    k, v = (vectors(sum(counts), 2, 64, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+    q = torch.randn(sum(counts), 4, 64).bfloat16()
+    batch = cache.extend([*seqs, cache.new()], counts)
+    options = {"scale": 64**-0.5, "sliding_window": 90, "sink_logits": sinks}
+    expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+    left = batch.block_table.clone()
+    left[3, : (420 + 1 - 90) // store.layout.page_tokens] = -(1 << 40)  # an address that nothing may read
+    with attention.poisoned():
+        found = cuda_prefill.prefill(store, q, k, v, batch._replace(block_table=left), **options)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < 2e-3
+    # 1 + 1 and 63 + 40 tokens; 89 + 211 and 89 + 189 of the third; 89 + 9 and 5
+    assert calls == [105, 300, 278, 103]
+
+
 def test_the_way_of_a_prefill() -> None:
     """What only a call knows decides, in one place; the rule is what `kvant doctor` prints."""
-    lengths, (bare, capped) = torch.tensor([1, 300]), (flash.Flash(plain), flash.Flash(plain, softcap=True))
+    bare, capped = flash.Flash(plain), flash.Flash(plain, softcap=True)
     fused, masked, by_torch = cuda_prefill.Way
+    widest = cuda_prefill.JOINED_TOKENS // 2
     for found, expected in (
-        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, None), fused),
-        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, 300), fused),
-        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, 299), masked),
-        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, 3.0, None), masked),
-        (cuda_prefill.way_of(capped, torch.bfloat16, lengths, 3.0, None), fused),
-        (cuda_prefill.way_of(capped, torch.float32, lengths, None, None), masked),
-        (cuda_prefill.way_of(capped, torch.float16, lengths[:0], None, 5), fused),
-        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, None, rotated=32), fused),
-        (cuda_prefill.way_of(bare, torch.bfloat16, lengths, None, None, rotated=10), by_torch),
-        (cuda_prefill.way_of(bare, torch.float32, lengths, 3.0, 5, rotated=10), by_torch),
+        (cuda_prefill.way_of(bare, torch.bfloat16, None, None), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, None, 299), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, None, widest), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, None, widest + 1), masked),
+        (cuda_prefill.way_of(bare, torch.bfloat16, 3.0, None), masked),
+        (cuda_prefill.way_of(bare, torch.bfloat16, 3.0, 299), masked),
+        (cuda_prefill.way_of(capped, torch.bfloat16, 3.0, 299), fused),
+        (cuda_prefill.way_of(capped, torch.float32, None, None), masked),
+        (cuda_prefill.way_of(bare, torch.bfloat16, None, None, rotated=32), fused),
+        (cuda_prefill.way_of(bare, torch.bfloat16, None, None, rotated=10), by_torch),
+        (cuda_prefill.way_of(bare, torch.float32, 3.0, 5, rotated=10), by_torch),
     ):
         assert found is expected
+    lengths = torch.tensor([1, 300])
+    assert [cuda_prefill.narrowed(window, lengths) for window in (None, 299, 300)] == [None, 299, None]
+    assert cuda_prefill.narrowed(5, lengths[:0]) is None
     (chosen,) = (i for i in implementations("prefill") if i.name == "cuda")
-    assert "sliding window" in chosen.about and "pairs of channels" in chosen.about
+    assert f"sliding window above {widest}" in chosen.about and "pairs of channels" in chosen.about
 
 
 @pytest.mark.parametrize("name", ["kvant-2", "squat-pre"])

@@ -9,12 +9,13 @@ import torch
 
 from kvant.bench import attention
 from kvant.cache import PagedCache, Sequence
-from kvant.ops import choose, explain, reference
+from kvant.ops import OPS, choose, explain, flash, reference
 from kvant.ops.cuda import append_full, full, nvrtc
+from kvant.ops.cuda import prefill as cuda_prefill
 from tests.conftest import make_layout, relative_error
 from tests.ops import emulated, test_cuda
 from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
-from tests.ops.test_cuda_emulated import Stream
+from tests.ops.test_cuda_emulated import Stream, plain
 
 gpu, needs_gpu = test_cuda.gpu, test_cuda.needs_gpu
 needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
@@ -137,47 +138,6 @@ def test_sink_logits(options: dict[str, float], blocks: int, monkeypatch: pytest
         check_sinks(*filled(8, 64, dtype, [1, 64, 700]), 8, limit, **options)
 
 
-def check_append(dim: int, dtype: str, rows: tuple[torch.dtype, torch.dtype], device: str) -> None:
-    """New tokens with padding, from rows that lie apart: the bytes are the reference's, and no others are written."""
-    pages = []
-    for append in (append_full.append, reference.append):
-        torch.manual_seed(1)
-        cache, seqs = test_cuda.filled("full", 2, 1, dim, dtype, [1, 70], device=device)
-        for new in ([1, 1], [130, 3]):
-            batch = cache.extend(seqs, new)
-            slots = batch.slot_mapping.clone()
-            slots[sum(new) // 2] = -1
-            joined = torch.randn(sum(new), 3, 2, dim, device=device)
-            key, value = joined.to(rows[0])[:, 1], joined.to(rows[1])[:, 2]
-            append(cache.stores[0], key, value, batch._replace(slot_mapping=slots))
-        pages.append(cache.stores[0].pages)
-    assert torch.equal(*pages)
-
-
-@pytest.mark.few(2)
-@needs_compiler
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("rows", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
-@pytest.mark.parametrize(("dim", "dtype"), [(128, "bfloat16"), (96, "float16")])
-def test_append(dim: int, dtype: str, rows: tuple[torch.dtype, torch.dtype]) -> None:
-    check_append(dim, dtype, rows, "cpu")
-
-
-def test_append_refuses_windows() -> None:
-    reason = append_full.refuse(make_layout("full:recent=8"), torch.device("cuda", 0))
-    assert reason is not None and "window" in reason
-
-
-@gpu
-@needs_gpu
-@pytest.mark.parametrize("rows", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
-@pytest.mark.parametrize(("dim", "dtype"), [(128, "bfloat16"), (96, "float16"), (256, "bfloat16")])
-def test_append_on_a_gpu(dim: int, dtype: str, rows: tuple[torch.dtype, torch.dtype]) -> None:
-    check_append(dim, dtype, rows, "cuda")
-    layout = make_layout("full", 2, dim, dtype=dtype, device="cuda")
-    assert choose("append", layout, "cuda").name == "cuda-full"
-
-
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(("dtype", "limit"), KINDS)
@@ -256,6 +216,73 @@ def test_queries_are_of_the_pages_type() -> None:
         full.decode(cache.stores[0], torch.randn(1, 4, 64).half(), cache.batch(seqs), scale=0.1)
 
 
+def check_append(where: str, dtype: str, dim: int, page: int | None) -> None:
+    """The bytes that the reference writes, and no others: padding is not written."""
+    caches = []
+    for run in (append_full.append, reference.append):
+        torch.manual_seed(0)
+        cache, seqs = test_cuda.filled("full", 3, 1, dim, dtype, [1, 63, 300], page, device=where, spare=16)
+        wide = torch.randn(2, 80, 4, dim, device=where).to(getattr(torch, dtype))  # rows with a stride
+        batch = cache.extend(seqs, [70, 1, 9])
+        slots = batch.slot_mapping.clone()
+        slots[[3, 79]] = -1
+        run(cache.stores[0], *wide[:, :, 1:], batch._replace(slot_mapping=slots))
+        caches.append(cache)
+    append_full.append(caches[0].stores[0], *wide[:, :0, 1:], batch._replace(slot_mapping=slots[:0]))  # nothing
+    assert torch.equal(*(cache.stores[0].pages for cache in caches))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("dtype", "dim", "page"), [("bfloat16", 64, None), ("float16", 96, 16), ("bfloat16", 256, 32)])
+def test_append(dtype: str, dim: int, page: int | None) -> None:
+    check_append("cpu", dtype, dim, page)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("dtype", "dim", "page"), [("bfloat16", 64, None), ("float16", 96, 16), ("bfloat16", 256, 32)])
+def test_append_on_a_gpu(dtype: str, dim: int, page: int | None) -> None:
+    check_append("cuda", dtype, dim, page)
+
+
+def check_prefill(where: str, dtype: str, dim: int, page: int | None, limit: float) -> None:
+    cache, seqs = test_cuda.filled("full", 2, 2, dim, dtype, [1, 63, 300], page, device=where, spare=16)
+    store, counts = cache.stores[0], [1, 0, 140, 5]
+    if where == "cpu":
+        store.flash = flash.Flash(plain, torch.float16)
+    k, v = torch.randn(2, sum(counts), 2, dim, device=where).to(getattr(torch, dtype))
+    q = torch.randn(sum(counts), 4, dim, device=where).to(getattr(torch, dtype))
+    batch = cache.extend([*seqs, cache.new()], counts)
+    for window, sinks in ((None, None), (90, None), (35, some_sinks(4, where)), (1, None)):
+        options = {"scale": dim**-0.5, "sliding_window": window, "sink_logits": sinks}
+        with attention.poisoned():
+            found = cuda_prefill.prefill(store, q, k, v, batch, **options)  # type: ignore[arg-type]
+        expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, **options)  # type: ignore[arg-type]
+        assert relative_error(found, expected) < limit, window
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("room", [200, 1 << 16])
+@pytest.mark.parametrize(("dtype", "dim", "page"), [("bfloat16", 64, None), ("float16", 96, 16)])
+def test_prefill(dtype: str, dim: int, page: int | None, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are attended to as they are, not in another type."""
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", room)
+    monkeypatch.setattr(cuda_prefill, "_masked", lambda *args: pytest.fail("scores were held"))
+    check_prefill("cpu", dtype, dim, page, 2e-3 if dtype == "bfloat16" else 3e-4)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("room", [200, 1 << 16])
+@pytest.mark.parametrize(("dtype", "dim", "page"), [("bfloat16", 64, None), ("float16", 96, 16), ("bfloat16", 256, 32)])
+def test_prefill_on_a_gpu(dtype: str, dim: int, page: int | None, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_prefill, "JOINED_TOKENS", room)
+    monkeypatch.setattr(cuda_prefill, "_masked", lambda *args: pytest.fail("scores were held"))
+    # FlashAttention multiplies probabilities of 16 bits
+    check_prefill("cuda", dtype, dim, page, 5e-3 if dtype == "bfloat16" else 1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "reason"),
     [
@@ -284,7 +311,9 @@ def test_it_is_offered_on_a_gpu_and_nowhere_else(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(full, "shared_memory", lambda device: emulated.H200)
-    assert choose("decode", layout, "cuda").name == "cuda-full"
+    kernels = [choose(op, layout, "cuda") for op in OPS]  # append, decode, prefill
+    assert [each.name for each in kernels] == ["cuda-full", "cuda-full", "cuda"]
+    assert kernels[0].capturable and kernels[1].capturable
     assert "coded by Raw" in explain("decode", layout, "cuda")[1]["cuda"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert full.refuse(layout, torch.device("cuda")) == "it needs a GPU of compute capability 8.0 or newer"

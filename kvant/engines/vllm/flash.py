@@ -46,8 +46,7 @@ def _causal(
     sink_logits: Tensor | None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    # FlashAttention counts the tokens before and after a query's own
-    options: dict[str, Any] = {} if sliding_window is None else {"window_size": [sliding_window - 1, 0]}
+    options: dict[str, Any] = {} if sliding_window is None else {"window_size": [*flash.window_size(sliding_window)]}
     if sink_logits is not None:  # FlashAttention 2 has none: its outputs are corrected by their log-sum-exps
         options["return_softmax_lse"] = True
     found = _varlen()(
@@ -78,8 +77,17 @@ def with_lse() -> flash.Flash | None:
 
 
 def _attend_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, bounds: flash.Bounds, scale: float, causal: bool, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: flash.Bounds,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    sliding_window: int | None,
 ) -> tuple[Tensor, Tensor]:
+    assert causal or sliding_window is None
+    options: dict[str, Any] = {} if sliding_window is None else {"window_size": [*flash.window_size(sliding_window)]}
     out, lse, *_ = _varlen()(
         q=q,
         k=k,
@@ -93,5 +101,6 @@ def _attend_with_lse(
         softcap=softcap or 0.0,
         return_softmax_lse=True,
         fa_version=_version(),
+        **options,
     )
     return out, flash.by_row(lse, bounds, len(q))

@@ -111,8 +111,7 @@ def decode_with_lse(
     [sequences, query heads].
 
     Several queries of a sequence are rows of the same product: their query heads are those of a larger group, of which each sees
-    tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence.
-    With sink logits each is a sequence, too."""
+    tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
     sink_logits = check_sink_logits(sink_logits, query)
@@ -120,10 +119,10 @@ def decode_with_lse(
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tuned": tuned}
     if queries == 1:
         return _decode_rows(store, query, batch, 1, sink_logits=sink_logits, **options)
-    if sink_logits is not None or any(stream.groupwise for stream in layout.recipe.streams.values()):
+    if any(stream.groupwise for stream in layout.recipe.streams.values()):
         return decode_with_lse(store, query, one_query_each(batch, queries), sink_logits=sink_logits, **options)
     rows = query.unflatten(1, (layout.heads, -1)).unflatten(0, (-1, queries)).transpose(1, 2)
-    return _decode_rows(store, rows.flatten(1, 3), batch, queries, sink_logits=None, **options)
+    return _decode_rows(store, rows.flatten(1, 3), batch, queries, sink_logits=sink_logits, **options)
 
 
 decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
@@ -163,7 +162,8 @@ def _decode_rows(
     if sink_logits is not None:
         sink_logits = sink_logits[None]
         if mean_logit is not None and softcap is None:
-            removed, mean_logit = scale * mean_logit.view(query.shape[:2]), None
+            by_query = mean_logit.unflatten(-1, (queries, -1)).transpose(1, 2)  # in the order of outputs
+            removed, mean_logit = scale * by_query.reshape(len(query) * queries, -1), None
             sink_logits = sink_logits - removed
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)

@@ -24,7 +24,9 @@ DecodeArguments = Arguments(
     output_signs=optional("const float", "[HEAD_DIM]: signs after the Hadamard transform of outputs"),
     value_mean=optional("const float", "[KV_HEADS, HEAD_DIM]: subtracted from values with a negative scale"),
     mean_logit=optional("const float", "[batch, KV_HEADS * GROUP]: q . mu, with a soft cap"),
-    sink_logits=optional("const float", "[sink_rows, KV_HEADS * GROUP]: logits in the softmax's denominator alone"),
+    sink_logits=optional(
+        "const float", "[sink_rows, KV_HEADS * GROUP / QUERIES]: logits in the softmax's denominator alone"
+    ),
     query_matrix=optional("const uint4", "fragments of the queries' matrix, where this kernel transforms them"),
     output_matrix=optional("const uint4", "the same of outputs"),
     output_offset=optional("const float", "[output_matrix_heads, HEAD_DIM]: added to outputs after their matrix"),
@@ -36,7 +38,7 @@ DecodeArguments = Arguments(
     query_rows=optional(
         "const float",
         "queries in the space of the keys, for the overlay: [batch, KV_HEADS * GROUP, HEAD_DIM], or with RoPE blocks "
-        "[batch, HEAD_TILES, OVERLAY_SLOTS, TILE_HEADS, HEAD_DIM]",
+        "[batch, HEAD_TILES, OVERLAY_SLOTS, TILE_HEADS, HEAD_DIM]; SPLIT_ROWS: each as two bfloat16 numbers",
     ),
     scale=float32("of logits, times log2(e); 2 log2(e) / cap times with a soft cap"),
     cap=float32("the soft cap times log2(e)"),
@@ -47,7 +49,7 @@ DecodeArguments = Arguments(
     first_position=int32("RoPE position of the first token"),
     matrix_heads=int32("matrices of queries: KV_HEADS or 1"),
     output_matrix_heads=int32("matrices of outputs: KV_HEADS or 1"),
-    sink_rows=int32("rows of sink_logits: batch where they lack q . mu as the scores do, else 1"),
+    sink_rows=int32("rows of sink_logits: batch * QUERIES where they lack q . mu as the scores do, else 1"),
     cosine=optional(
         "const float",
         "[rope_blocks, HEAD_DIM / 2]: of the start of a RoPE block, where this kernel rotates; of every position for keys",

@@ -77,6 +77,11 @@ def refuse_layout(layout: Layout) -> str | None:
     return None
 
 
+def value_offset(layout: Layout) -> int:
+    """First byte of a head's values in its page."""
+    return next(section.offset for section in layout.sections if section.stream == "value")
+
+
 @dataclasses.dataclass(frozen=True)
 class FullPlan:
     """A kernel for one layout, number of query heads a KV head, and way to call it."""
@@ -131,11 +136,10 @@ class FullPlan:
     @property
     def constants(self) -> dict[str, object]:
         layout = self.layout
-        value = next(section for section in layout.sections if section.stream == "value")
         return {
             **page_config(layout),
             "TILE_BYTES": self.tile_bytes,
-            "VALUE_OFFSET": value.offset,
+            "VALUE_OFFSET": value_offset(layout),
             "ELEMENT_TYPE": ELEMENT_TYPES[self.dtype],
             "GROUP": self.group,
             "TILE_HEADS": self.tile_heads,

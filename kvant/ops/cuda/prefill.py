@@ -18,10 +18,12 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans, sink_share
+from kvant.ops.cuda import full
 from kvant.ops.cuda.merge_parts import merge_parts
 from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.cuda.refusals import refuse_machine
 from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
+from kvant.ops.cuda.unpack_full import gather
 from kvant.ops.registry import register
 from kvant.ops.types import LayerStore, PagedBatch, prefill_each, some_sequences
 
@@ -32,6 +34,8 @@ MASKED_TOKENS = 4096  # of a history, unpacked at a time where scores are held
 
 def refuse(layout: Layout, device: torch.device) -> str | None:
     """Why a layout's history cannot be unpacked on a device, or None."""
+    if full.refuse_layout(layout) is None:
+        return refuse_machine(device, None)
     reason = refuse_machine(device, refuse_layout(layout))
     if reason is None:
         needed = max(shared_bytes(layout, name) for name in STREAMS)
@@ -40,12 +44,27 @@ def refuse(layout: Layout, device: torch.device) -> str | None:
     return reason
 
 
+def _read(
+    store: LayerStore,
+    name: StreamName,
+    batch: PagedBatch,
+    spans: tuple[Span, ...],
+    new: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Spans of the sequences of a batch in the model's space, as `unpack` gives them; of pages of 16-bit numbers, gathered."""
+    gathered = store.layout.format(name).is_raw
+    return (gather if gathered else unpack)(store, name, batch, spans, new, dtype)
+
+
 class Way(enum.Enum):
     """How a call is served.
 
     FUSED   kernels/unpack.cu unpacks the histories of all sequences into the model's own space, with the new tokens behind each:
-            one launch for keys, one for values. Fused attention (`store.flash`) for sequences of different lengths reads them. Where
-            there is a faster one without a mask, it reads the first tokens of long histories (`runs_of`).
+            one launch for keys, one for values (torch gathers pages of 16-bit numbers). Fused attention (`store.flash`) for sequences
+            of different lengths reads them. Where there is a faster one without a mask, it reads the first tokens of long histories
+            (`runs_of`). Of a layer with a sliding window, the tokens that the window of the first new one covers are unpacked, and
+            no others.
     MASKED  sequence by sequence; scores are held to mask or cap them (kvant.ops.blocked). Slower.
     TORCH   sequence by sequence; histories are unpacked by torch (kvant.ops.blocked), where kernels/unpack.cu cannot rotate keys. The
             slowest.
@@ -58,9 +77,9 @@ class Way(enum.Enum):
 
 ABOUT = (
     "all sequences unpacked at once for fused attention, for 16-bit queries; on an H100 or H200, outside vLLM, cuDNN attends to long "
-    "histories, for head dims up to 128; slower, with scores in memory, for float32 queries, a "
-    "sliding window shorter than a sequence, and a soft cap that the engine's fused attention lacks; unpacked by torch where keys "
-    "are stored before RoPE, and RoPE rotates a number of pairs of channels that 8 does not divide"
+    "histories, for head dims up to 128; slower, with scores in memory, for float32 queries, a sliding window above "
+    f"{JOINED_TOKENS // 2}, and a soft cap that the engine's fused attention lacks; unpacked by torch where keys are stored before "
+    "RoPE, and RoPE rotates a number of pairs of channels that 8 does not divide"
 )
 UNMASKED_TOKENS = 4096  # of a history, at least, that fused attention without a mask reads
 UNMASKED_BITS = 3  # 2^3 lengths of such histories lie between two powers of two
@@ -72,20 +91,25 @@ ROTATED_AT_ONCE = 8  # pairs of channels that kernels/unpack.cu rotates
 def way_of(
     fused: flash.Flash,
     dtype: torch.dtype,
-    seq_lens: Tensor,
     softcap: float | None,
     sliding_window: int | None,
     rotated: int = 0,
 ) -> Way:
-    """The way of a call whose queries are of a type and whose sequences have `seq_lens` tokens. `fused` takes 16-bit queries, has no
-    sliding window, and caps logits where its `softcap` says so. `rotated`: pairs of channels that are rotated when keys are read."""
+    """The way of a call whose queries are of a type. `fused` takes 16-bit queries, and caps logits where its `softcap` says so.
+    `sliding_window`: that of `narrowed`, of which the workspace has to hold two. `rotated`: pairs of channels that are rotated when
+    keys are read."""
     if rotated % ROTATED_AT_ONCE:
         return Way.TORCH
     if dtype == torch.float32 or (softcap is not None and not fused.softcap):
         return Way.MASKED
-    if sliding_window is not None and bool((seq_lens > sliding_window).any()):
+    if sliding_window is not None and sliding_window > JOINED_TOKENS // 2:
         return Way.MASKED
     return Way.FUSED
+
+
+def narrowed(sliding_window: int | None, seq_lens: Tensor) -> int | None:
+    """A sliding window, or None where no sequence is longer than it."""
+    return sliding_window if sliding_window is not None and bool((seq_lens > sliding_window).any()) else None
 
 
 @register("prefill", "cuda", refuse, rank=10, about=ABOUT)
@@ -103,7 +127,8 @@ def prefill(
 ) -> Tensor:
     """As the reference's `prefill`, by the `Way` that `way_of` gives. Where seq_lens and query_start_loc lie on the host, it does not
     wait for the device."""
-    way = way_of(store.flash, query.dtype, batch.seq_lens, softcap, sliding_window, rotated_pairs(store, "key"))
+    sliding_window = narrowed(sliding_window, batch.seq_lens)
+    way = way_of(store.flash, query.dtype, softcap, sliding_window, rotated_pairs(store, "key"))
     if way is Way.TORCH:
         return blocked.by_blocks(
             store, query, key, value, batch, scale, softcap, sliding_window, blocked.unpack, sink_logits
@@ -114,20 +139,35 @@ def prefill(
             return _masked(store, q, k, v, row, history, scale, softcap, sliding_window, sink_logits)
 
         return prefill_each(query, key, value, batch, attend)
-    return _fused(store, query, {"key": key, "value": value}, batch, scale, softcap, sink_logits)
+    return _fused(store, query, {"key": key, "value": value}, batch, scale, softcap, sliding_window, sink_logits)
 
 
 # --- fused ------------------------------------------------------------------------------------------------------------
 
 
-def spans_of(starts: list[int], seq_lens: list[int]) -> list[Span]:
+def spans_of(starts: list[int], seq_lens: list[int], sliding_window: int | None = None) -> list[Span]:
     """All that each sequence attends to: nothing where it has no new tokens."""
     out = []
     for b, length in enumerate(seq_lens):
         new = starts[b + 1] - starts[b]
         history = length - new
-        out.append(Span(0, history if new else 0, history, starts[b], new))
+        first = 0 if sliding_window is None or not new else max(0, history + 1 - sliding_window)
+        out.append(Span(first, history if new else 0, history, starts[b], new))
     return out
+
+
+def pieces_of(whole: Span, sliding_window: int) -> Iterator[tuple[slice, Span]]:
+    """New tokens of a sequence, so many at a time that the workspace holds all that they attend to: rows of the new tokens, and their
+    span, whose last token is that of the last row."""
+    rows = JOINED_TOKENS - (sliding_window - 1)
+    for at in range(0, whole.new, rows):
+        stop = min(whole.new, at + rows)
+        first = (
+            whole.history + at + 1 - sliding_window
+        )  # the first position that row `at` sees, which may be one of a new token
+        unseen = max(0, first - whole.history)
+        before = min(max(0, first), whole.history)
+        yield slice(at, stop), Span(before, whole.history, whole.history, whole.new_first + unseen, stop - unseen)
 
 
 def workspaces(spans: list[Span]) -> Iterator[slice]:
@@ -149,20 +189,23 @@ def _fused(
     batch: PagedBatch,
     scale: float,
     softcap: float | None,
+    sliding_window: int | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
     """All sequences by Way.FUSED."""
     fused, device = store.flash, query.device
-    starts, spans = batch.query_start_loc.tolist(), spans_of(batch.query_start_loc.tolist(), batch.seq_lens.tolist())
+    starts = batch.query_start_loc.tolist()
+    spans = spans_of(starts, batch.seq_lens.tolist(), sliding_window)
     if not any(span.last for span in spans):  # nothing was stored before
         most = max((span.new for span in spans), default=0)
         if not most:
             return torch.empty_like(query)
         own = flash.row_starts(tuple(starts), device)
         bounds = flash.Bounds(own, own, most, most)
-        found, lse = fused.run(query, new["key"], new["value"], bounds, scale, True, softcap)
+        found, lse = fused.run(query, new["key"], new["value"], bounds, scale, True, softcap, sliding_window)
         return flash.with_sink_logits(found, lse, sink_logits)
-    dtype = fused.dtype or query.dtype
+    # numbers of 16 bits are attended to as they are
+    dtype = query.dtype if store.layout.format("key").is_raw else fused.dtype or query.dtype
     out: Tensor | None = None
     for part in workspaces(spans):
         here = spans[part]
@@ -171,14 +214,16 @@ def _fused(
             continue
         sequences, q = some_sequences(batch, part), query[rows].to(dtype)
         # outputs are corrected for sink logits by their log-sum-exps, which the merge of runs does not give
-        runs = runs_of(fused, here, q, softcap) if sink_logits is None else []
+        runs = runs_of(fused, here, q, softcap) if sink_logits is None and sliding_window is None else []
         attended: Part | None = None
-        if len(here) == 1 and here[0].tokens > JOINED_TOKENS:
+        if len(here) == 1 and here[0].tokens > JOINED_TOKENS and sliding_window is not None:
+            attended = _in_pieces(store, q, new, sequences, here[0], dtype, scale, softcap, sliding_window)
+        elif len(here) == 1 and here[0].tokens > JOINED_TOKENS:
             attended = _long(store, q, new, sequences, here[0], dtype, scale, softcap, bool(runs))
         elif runs:
             found = _split(store, q, new, sequences, here, dtype, scale, runs, query.dtype)
         else:
-            attended = _attend(store, q, new, sequences, here, dtype, scale, softcap, True)
+            attended = _attend(store, q, new, sequences, here, dtype, scale, softcap, True, sliding_window)
         if attended is not None:
             found = flash.with_sink_logits(attended.out, attended.lse[..., 0], sink_logits)
         if rows.stop - rows.start == len(query):
@@ -199,14 +244,16 @@ def _attend(
     scale: float,
     softcap: float | None,
     causal: bool,
+    sliding_window: int | None = None,
 ) -> Part:
-    """Attention of rows q to the spans of their sequences, in one call."""
-    keys, values = (unpack(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
+    """Attention of rows q to the spans of their sequences, in one call. Rows are the new tokens of the spans; of a single span, they
+    may be its last tokens."""
+    keys, values = (_read(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
     where = joined(store.layout, tuple(spans), q.device)
-    counts = [span.new for span in spans] if causal else [len(q)]  # a span of a history alone has no new tokens
+    counts = [span.new for span in spans] if len(spans) > 1 else [len(q)]
     starts = (0, *itertools.accumulate(counts))
     bounds = flash.Bounds(flash.row_starts(starts, q.device), where.starts, max(counts), where.longest)
-    out, lse = store.flash.run(q, keys, values, bounds, scale, causal, softcap)
+    out, lse = store.flash.run(q, keys, values, bounds, scale, causal, softcap, sliding_window)
     return Part(out, lse[..., None])
 
 
@@ -253,7 +300,7 @@ def _unmasked(
     """Attention of rows q, as many for every sequence, to spans of one length: outputs [sequences, rows of each, query heads,
     head_dim] and log-sum-exps of that shape without channels."""
     assert store.flash.unmasked is not None
-    keys, values = (unpack(store, name, batch, tuple(spans), None, dtype) for name in STREAMS)
+    keys, values = (_read(store, name, batch, tuple(spans), None, dtype) for name in STREAMS)
     keys, values = (x.view(len(spans), -1, *x.shape[1:]) for x in (keys, values))
     rows = len(q) // len(spans)
     q = q.view(len(spans), rows, *q.shape[1:])
@@ -327,10 +374,29 @@ def _long(
         rows, part = flash.row_starts((0, whole.new), q.device), slice(whole.new_first, whole.new_first + whole.new)
         key, value = (new[name][part].to(dtype) for name in STREAMS)
         bounds = flash.Bounds(rows, rows, whole.new, whole.new)
-        out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap)
+        out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap, None)
         return Part(out, lse[..., None])
 
     return over_spans(spans, attend, None if with_new else own)
+
+
+def _in_pieces(
+    store: LayerStore,
+    q: Tensor,
+    new: dict[StreamName, Tensor],
+    row: PagedBatch,
+    whole: Span,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int,
+) -> Part:
+    """One sequence with a sliding window, of which the workspace does not hold all that its new tokens attend to."""
+    found = [
+        _attend(store, q[rows], new, row, [span], dtype, scale, softcap, True, sliding_window)
+        for rows, span in pieces_of(whole, sliding_window)
+    ]
+    return Part(torch.cat([part.out for part in found]), torch.cat([part.lse for part in found]))
 
 
 def long_spans(history: int, unmasked: bool) -> list[tuple[int, int]]:
@@ -375,7 +441,7 @@ def _masked(
 
     def attend(first: int, last: int) -> Part:
         span = (Span(first, last, history),)
-        keys, values = (unpack(store, name, row, span, None, torch.float32) for name in STREAMS)
+        keys, values = (_read(store, name, row, span, None, torch.float32) for name in STREAMS)
         return part(keys, values, history - first, False)
 
     found = over_spans(spans, attend, lambda: part(k, v, 0, True))

@@ -106,6 +106,44 @@ def eagle_head(directory: Path, method: str) -> Path:
     return directory
 
 
+def mimo_like(directory: Path, layers: int = 4) -> Path:
+    """A MiMo: a Qwen2 with a layer that predicts the token after the next (MTP), all with random weights."""
+    import safetensors.torch
+    import transformers
+
+    random_model("Qwen2", directory, layers, head_dim=DIM, tie_word_embeddings=False)
+    hidden = HEADS * DIM
+    shapes = {
+        "input_proj.weight": (hidden, 2 * hidden),
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.k_proj.weight": (KV_HEADS * DIM, hidden),
+        "self_attn.v_proj.weight": (KV_HEADS * DIM, hidden),
+        "self_attn.q_proj.bias": (hidden,),
+        "self_attn.k_proj.bias": (KV_HEADS * DIM,),
+        "self_attn.v_proj.bias": (KV_HEADS * DIM,),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (128, hidden),
+        "mlp.up_proj.weight": (128, hidden),
+        "mlp.down_proj.weight": (hidden, 128),
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "post_attention_layernorm", "final_layernorm")
+    torch.manual_seed(7)
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    weights |= {f"model.mtp_layers.0.{name}": 0.08 * torch.randn(shape) for name, shape in shapes.items()}
+    weights |= {f"model.mtp_layers.0.{name}.weight": torch.ones(hidden) for name in norms}
+    safetensors.torch.save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    # transformers has no classes for it: checkpoints bring their own
+    made = type("MiMoConfig", (transformers.Qwen2Config,), {"model_type": "mimo"})
+    base = transformers.Qwen2ForCausalLM
+    causal = type("MiMoForCausalLM", (base,), {"config_class": made, "__module__": base.__module__})
+    transformers.AutoConfig.register("mimo", made, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(made, causal, exist_ok=True)
+    return directory
+
+
 def random_model(family: str, directory: Path, layers: int, **options: Any) -> Path:
     """A model of a family of transformers with random weights."""
     import transformers
@@ -194,14 +232,15 @@ def made_up_artifacts(
     heads: int = KV_HEADS,
     dim: int = DIM,
     names: Iterable[str] = tuple(LAYERS.values()),
+    attention: Iterable[int] | None = None,
 ) -> list[str]:
-    """Artifacts of random tensors for those of these recipes that need one."""
+    """Artifacts of random tensors for those of these recipes that need one; for the layers of `attention` alone, where given."""
     out = []
     for name in names:
         recipe = recipes.get(name)
         if recipe.calibrated:
             torch.manual_seed(len(out))
-            tensors = {layer: made_up_tensors(recipe, heads, dim) for layer in range(layers)}
+            tensors = {layer: made_up_tensors(recipe, heads, dim) for layer in attention or range(layers)}
             Artifact(recipe, heads, dim, layers, tensors).save(directory / name)
             out.append(str(directory / name))
     return out

@@ -18,6 +18,7 @@ from tests.engines.vllm.engines import (
     eagle_head,
     engine,
     made_up_artifacts,
+    mimo_like,
     needs_vllm,
     prompt,
     run,
@@ -189,6 +190,28 @@ def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method:
     assert found[0].num_cached_tokens == 300 // size * size - again
     seen = compared(llm)
     assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-2", "kivi-k2v2-sink"])
+def test_multi_token_prediction(model: Any, tmp_path: Path, recipe: str) -> None:
+    """A layer of the checkpoint itself (MTP) is the draft; vLLM calls it once, or again for every further draft."""
+    size = 128 if recipe.startswith("kivi") else 64
+    kvant = {"recipe": recipe, **({"artifact": model[1]["artifact"]} if recipe == "kvant-2" else {})}
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    llm = engine(
+        mimo_like(tmp_path / "model"), kvant, block_size=size, max_num_batched_tokens=160, speculative_config=drafts
+    )
+    try:
+        assert llm.collective_rpc("record") == [4]
+        shared = prompt(0, 300)
+        run(llm, [shared + prompt(1, 30), prompt(2, 70)], 30)
+        found = run(llm, [shared + prompt(3, 60), prompt(4, 3)], 30)
+        assert found[0].num_cached_tokens == 300 // size * size - size  # as with EAGLE
+        seen = compared(llm)
+        assert seen["taken back"] and seen["verified"] and seen["prefills"], seen
+    finally:
+        close(llm)
 
 
 @pytest.mark.slow

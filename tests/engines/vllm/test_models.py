@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from kvant.plan import plan
+from kvant.shape import ModelShape
 from tests.engines.vllm.engines import (
     close,
     engine,
@@ -24,10 +28,10 @@ from tests.engines.vllm.engines import (
 
 pytestmark = needs_vllm
 RECIPES = ("saw-int4", "kvant-4", "kvant-2")
-HYBRIDS = {  # layers, head_dim; how many blocks hold a request of 1,024 tokens, but not several
-    qwen3_next_like: (8, 256, 16),
-    lfm2_like: (6, 64, 22),
-    falcon_h1_like: (3, 64, 16),
+HYBRIDS = {  # layers, those with attention, head_dim; how many blocks hold a request of 1,024 tokens, but not several
+    qwen3_next_like: (8, (3, 7), 256, 16),
+    lfm2_like: (6, (2, 5), 64, 22),
+    falcon_h1_like: (3, (0, 1, 2), 64, 16),
 }
 
 
@@ -73,6 +77,25 @@ def test_sliding_windows(start: Any, gemma: Any, recipe: str) -> None:
     assert seen["prefills"] and seen["given back"] and bool(seen["behind a prefix"]) == (recipe != "saw-int4"), seen
 
 
+@pytest.mark.parametrize("recipe", ["kvant-2", "oscar", "saw-int4"])
+@pytest.mark.parametrize("sliding", [5, 0, 6])
+def test_sink_rows_are_those_of_the_plan(recipe: str, sliding: int) -> None:
+    """Layers with a sliding window have none, in the engine as in `kvant plan`."""
+    from kvant.engines.vllm.bind import _sink_rows
+    from kvant.engines.vllm.options import Options
+
+    memory, windows = 3 << 20, [100] * sliding + [None] * (6 - sliding)
+    cache = SimpleNamespace(enable_prefix_caching=True, num_gpu_blocks_override=None, kv_cache_memory_bytes=memory)
+    config = SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(dtype=torch.bfloat16))
+    chosen = Options.of({"kvant": {"recipe": recipe, "unfit_anyway": True}}, 6)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for layer, window in enumerate(windows):
+        groups.setdefault((chosen.layers[layer], 8, 64, window), []).append(str(layer))
+    found = _sink_rows(config, chosen, groups, 2, torch.device("cpu"))
+    planned = plan(ModelShape(tuple(windows), 2, 64, "bfloat16"), recipe, memory).recipe
+    assert found == planned.sink_rows and (found > 0) == (recipe != "saw-int4" and sliding < 6)
+
+
 @pytest.mark.slow
 def test_groups_of_tokens_with_sliding_windows(start: Any, gemma: Any) -> None:
     """Keys of 128 tokens are coded together; a window of 100 leaves blocks of 128."""
@@ -112,8 +135,9 @@ def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
 
 @pytest.fixture(scope="module", params=[qwen3_next_like, lfm2_like, falcon_h1_like], ids=lambda make: make.__name__)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
-    root, (layers, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
-    return request.param(root / "model"), made_up_artifacts(root, layers, dim=dim, names=RECIPES), blocks
+    root, (layers, attention, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
+    artifacts = made_up_artifacts(root, layers, dim=dim, names=RECIPES, attention=attention)
+    return request.param(root / "model"), artifacts, blocks
 
 
 @pytest.fixture

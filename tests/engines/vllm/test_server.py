@@ -320,6 +320,23 @@ def test_vllm_is_given_what_it_needs(served: str, start: Any) -> None:
     assert "--middleware" not in command and "--no-enable-prefix-caching" not in command
 
 
+def test_a_hybrid_model_is_fitted_and_handed_over(start: Any, tmp_path: Path) -> None:
+    """Its layers with attention alone: their tensors, and their overlays."""
+    from kvant.artifact import Artifact
+    from kvant.cli import serve
+    from tests.cli.test_cli import save_tokenizer
+    from tests.engines.vllm.engines import lfm2_like
+
+    path, text = lfm2_like(tmp_path / "model"), tmp_path / "text.txt"
+    save_tokenizer(path)
+    text.write_text("To be fitted on. " * 40)
+    command, _ = start(str(path), "--recipe", "kvant-2", "--calibration-text", str(text))
+    kvant = json.loads(after(command, "--additional-config"))["kvant"]
+    artifact = Artifact.load(kvant["artifact"][0])
+    assert tuple(artifact.tensors) == (2, 5) and artifact.layers == 6
+    assert serve.overlay_bytes(str(path), kvant) == 2 * 2 * 2 * (4 + 192) * 64 * 2
+
+
 def test_a_recipe_that_is_fitted_on_the_prompt_shares_nothing(served: str, start: Any) -> None:
     command, _ = start(served, "--recipe", "squat", "--unfit-anyway")
     assert {"--no-enable-prefix-caching", "--no-enable-chunked-prefill"} <= {*command}

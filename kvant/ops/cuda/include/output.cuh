@@ -102,7 +102,7 @@ struct Output {
   // Adds the query head's sink logit to l. Called once all tokens are in it.
   DEV void add_sink(const DecodeArguments& a, s64 query) {
     if constexpr (Config::SINK_LOGITS) {
-      const float tokens = l, by = add_sink_logit(a.sink_logits[a.sink_rows > 1 ? query : query % (Config::KV_HEADS * Config::GROUP)] * LOG2_E, m, l);
+      const float tokens = l, by = add_sink_logit(a.sink_logits[a.sink_rows > 1 ? query : query % (Config::KV_HEADS * QUERY_HEADS)] * LOG2_E, m, l);
       share = by > 0.f ? __fdividef(tokens * by, l) : 0.f, flags *= by;
 #pragma unroll
       for (int j = 0; j < LANE_QUADS; j++) x[j][0] *= by, x[j][1] *= by, x[j][2] *= by, x[j][3] *= by;

@@ -1,27 +1,21 @@
-// Appends new tokens to pages of 16-bit numbers, the recipe `full`: a page of a head is [tokens, head_dim], keys and values apart.
+// Writes new tokens of 16-bit keys and values into their pages, as they come.
 //
-// Grid: (any number of CTAs, 2): keys and values. A thread copies four channels of a token at a time.
+// Grid: (tokens, 2): keys, then values. The threads of a CTA copy the heads of one token, 16 bytes each at a time. A token whose slot is
+// negative is padding, and is not written.
 
 #pragma once
-#include "include/math.cuh"
-
-constexpr int D = Config::HEAD_DIM, ROW = Config::KV_HEADS * D;
-
-template <int TYPE> DEV void append_rows(const AppendFullArguments& a, const void* rows, s64 stride, int offset) {
-  const s64 count = (s64)a.tokens * (ROW / 4);
-  for (s64 i = (s64)blockIdx.x * Config::THREADS + threadIdx.x; i < count; i += (s64)gridDim.x * Config::THREADS) {
-    const int token = (int)(i / (ROW / 4)), at = (int)(i % (ROW / 4)) * 4;
-    const s64 slot = a.slot_mapping[token];
-    if (slot < 0) continue;  // padding
-    const s64 page = slot / Config::PAGE_TOKENS;
-    u8* to = a.pages + (page * Config::KV_HEADS + at / D) * Config::PAGE_HEAD_BYTES + offset;
-    float x[4];
-    load_four<TYPE>(x, rows, token * stride + at);
-    store_four<Config::ELEMENT_TYPE>(to, (slot - page * Config::PAGE_TOKENS) * D + at % D, x);
-  }
-}
+#include "include/ptx.cuh"
 
 extern "C" __global__ void __launch_bounds__(Config::THREADS) kvant_append_full(const AppendFullArguments a) {
-  if (blockIdx.y == 0) append_rows<Config::Key::IN_TYPE>(a, a.key, a.key_stride, 0);
-  else append_rows<Config::Value::IN_TYPE>(a, a.value, a.value_stride, Config::VALUE_OFFSET);
+  constexpr int ROW_WORDS = Config::HEAD_DIM * 2 / 16;  // of a head
+  const s64 slot = a.slot_mapping[blockIdx.x];
+  if (slot < 0) return;
+  const bool values = blockIdx.y != 0;
+  const uint4* in = (values ? a.value : a.key) + blockIdx.x * (values ? a.value_stride : a.key_stride);
+  const s64 page = slot / Config::PAGE_TOKENS, token = slot % Config::PAGE_TOKENS;
+  u8* out = a.pages + page * Config::KV_HEADS * Config::PAGE_HEAD_BYTES + (values ? Config::VALUE_OFFSET : 0);
+  for (int i = threadIdx.x; i < Config::KV_HEADS * ROW_WORDS; i += Config::THREADS) {
+    const int head = i / ROW_WORDS, word = i % ROW_WORDS;
+    *(uint4*)(out + (s64)head * Config::PAGE_HEAD_BYTES + (token * ROW_WORDS + word) * 16) = in[i];
+  }
 }
