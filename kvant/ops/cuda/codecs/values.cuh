@@ -5,6 +5,16 @@
 #include "codecs/scaled_values.cuh"
 #include "include/overlay.cuh"
 
+// Codes of a tile of values; CODE_BANKS: codes of four bits, of 128 channels.
+template <class Codes, class PageHead> DEV void load_codes(Codes& codes, PageHead page_head, int tile, int lane) {
+  if constexpr (CODE_BANKS) {
+    load_halves(codes.w, page_head + (Codes::OFFSET + (tile * 32 + lane) * 32), lane >> 2 & 1);
+    swap_halves(codes.w, lane >> 2 & 1);
+  } else {
+    codes.load(page_head, tile, lane);
+  }
+}
+
 // Values with one scale (and minimum or zero point) a token: V = scale * (code - TOP / 2) + rest. The accumulators end up with centred
 // codes (unscale_accumulators), so rest = scale * (TOP / 2 - zero), or min + scale * TOP / 2. P is multiplied by scale * norm, z collects
 // P * rest. Values of a table of levels (codecs/levels.cuh) have no rest, and their numbers no 1024.
@@ -66,12 +76,7 @@ template <int N> struct TokenValues {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       Values codes;
-      if constexpr (CODE_BANKS) {
-        load_halves(codes.w, page_head + (Values::OFFSET + ((tile + i) * 32 + lane) * 32), g & 1);
-        swap_halves(codes.w, g & 1);
-      } else {
-        codes.load(page_head, tile + i, lane);
-      }
+      load_codes(codes, page_head, tile + i, lane);
       u32 b[COLUMN_TILES][2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++)
