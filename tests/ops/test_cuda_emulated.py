@@ -437,7 +437,7 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
         ("squat-pre:sink=3", 4, 64, {}),
-        ("squat-pre", 4, 128, {}),
+        ("squat-pre", 3, 128, {}),
         ("vecinfer-2", 4, 64, {}),
     ],
 )

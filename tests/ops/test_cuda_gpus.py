@@ -12,8 +12,7 @@ from kvant.ops.cuda import append, nvrtc, overlay_step, prefill, refusals
 from scripts.kernel_resources import DEVICE, GPUS, LAUNCHES, Gpu, ctas, kernels_of, on, overrun, programs, texts
 from tests.ops.test_cuda_declared import compiler
 
-# Bytes of a thread's stack, which is spilled registers. Of squat-pre's 280 about ten words are read once a page, the others once a work tile.
-MOST_STACK = 288
+MOST_STACK = 256  # bytes of a thread's stack, which is spilled registers
 QUICK = (  # every kernel file, both forms of copies: what depends on the architecture
     "decode saw-int4 group 4 low batch",
     "decode vecinfer-2 group 4 high batch",

@@ -184,8 +184,9 @@ class Plan:
         if self._light:
             return 4
         few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
-        wide = self.rotated_keys and not self.paired_channels  # two query operands take more registers
-        return 3 if few and not wide else 2
+        # Keys that are rotated when they are read take more registers: 344 us at 32 x 32768 in two CTAs, 430 in three
+        # (squat-pre, H200).
+        return 3 if few and not self.rotated_keys else 2
 
     @property
     def _light(self) -> bool:
@@ -294,16 +295,17 @@ class Plan:
 
     @property
     def _bank_orders(self) -> dict[str, object]:
-        """Whether lanes read scales in another order than that of the pages, so that they do not wait for each other."""
+        """Whether lanes read codes and scales in another order than that of the pages, so that they do not wait for each other. At
+        32 x 32768 on an H200, with and without: codes of residuals 345 and 364 us (saw-int4-kmeans), scales of values 344 and 376
+        (squat-pre), scales of keys 251 and 253 (kivi-k2v2). Scales of kivi-k2v2's values are read as they lie: in three CTAs
+        registers are short, and another order takes 279 us."""
+        key = self.layout.format("key")
         plain = self.layout.recipe.key.groupwise and not self._boosted()["BOOSTED"]
-        keys = plain and not self.rotated_keys and self.layout.head_dim == 128
-        two_bits = keys and [band.bits for band in self.layout.format("key").stored_bands] == [2]
-        values = plain and self.layout.page_tokens == 64
+        two_bits = plain and self.layout.head_dim == 128 and [band.bits for band in key.stored_bands] == [2]
         return {
             "CODE_BANKS": int(self._residual_words),
-            "VALUE_BANKS": int(values),
-            "KEY_BANKS": int(two_bits),
-            "MINIMA_AS_READ": int(plain),
+            "VALUE_BANKS": int(self.rotated_keys and self.layout.page_tokens == 64),
+            "KEY_BANKS": int(two_bits and not self.rotated_keys),
         }
 
     @property

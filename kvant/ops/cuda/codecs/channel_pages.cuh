@@ -36,10 +36,9 @@ DEV float limb(float x, int g) { return PAIRED && (g & 1) ? x - fp16_low(fp16_pa
 
 #include "codecs/rotated_channel.cuh"
 
-// MINIMA_AS_READ: the four words of minima of a load are an A operand as they are, two products take two of them each (load_bases), and the queries' words stand
-// in the order 0, 2, 1, 3. Else rows g and g + 8 are two groups, for which words have to be moved.
-constexpr bool MINIMA_AS_READ = Config::MINIMA_AS_READ;
-DEV int pair_place(int i) { return MINIMA_AS_READ ? i >> 1 | (i & 1) << 1 : i; }
+// KEY_BANKS: the four words of minima of a load are an A operand as they are, two products take two of them each (load_bases), and the queries' words stand in
+// the order 0, 2, 1, 3. Else rows g and g + 8 are two groups, for which words have to be moved.
+DEV int pair_place(int i) { return KEY_BANKS ? i >> 1 | (i & 1) << 1 : i; }
 
 // Query of a CTA in shared memory.
 struct ChannelQuery {
@@ -135,7 +134,7 @@ DEV void load_bases(ChannelFragment& q, const u8* page_head, int group, int lane
   const ChannelQuery& sh = *q.shared;
   const u8* meta = page_head + Key::SCALE_OFFSET + group * D * 4 + D * 2;
   q.bases = group;
-  if constexpr (MINIMA_AS_READ) {
+  if constexpr (KEY_BANKS) {
     float c[BASE_GROUPS][2][COLUMN_TILES][4] = {};  // row g of the first, row g + 8 of the second is q . min
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
