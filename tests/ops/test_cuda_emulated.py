@@ -23,7 +23,6 @@ from kvant.ops import flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import (
     append_groups,
-    append_plan,
     append_pq,
     copy_rows,
     fit_subspace,
@@ -974,31 +973,6 @@ def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monk
     first = 1013 if "rope_block" in name else 0  # position of the first token
     check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page, first=first)
     assert ran == [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("name", "dim", "dtype"),
-    [
-        ("kvant-2:rope_block=70,sink=3,recent=20", 128, "bfloat16"),
-        ("oscar:sink=3,recent=20", 128, "bfloat16"),
-        ("kvant-2:rope_block=70", 64, "float16"),
-        ("kvant-4-fast", 96, "bfloat16"),
-    ],
-)
-def test_rows_of_the_next_tile_are_copied_ahead(
-    name: str, dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every CTA has several tiles a warp, whose rows come from shared memory; the last ones are not full."""
-    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
-    monkeypatch.setattr(cuda_append, "_PLANS", nvrtc.Numbered())  # plans of other tests are equal to these
-    monkeypatch.setattr(append_plan.AppendPlan, "staged", True)
-    monkeypatch.setattr(append_plan.AppendPlan, "tile_warps", 4)
-    monkeypatch.setattr(emulated.Kernel, "blocks", 2)
-    grids: list[tuple[int, int]] = []
-    launch = emulated.Kernel.launch
-    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: grids.append(args[0]) or launch(self, *args))
-    check_append(name, dim, ([70, 2, 64], [1, 150, 1]), dtype, first=1013 if "rope_block" in name else 0)
-    assert grids == [(2, 1)] * 2  # CTAs of two heads
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const 
   }
 }
 
-template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
+template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool AS_READ = TokenTile<S>::AS_READ;
   OwnedToken owned;
@@ -79,7 +79,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   // Transform: x = x M or H x, less the mean.
   if constexpr (AS_READ) tile.range(w, least, most);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, source, owned, first, head);
+    multiply(tile, a, w, matrix, owned, first, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
@@ -119,7 +119,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 }
 
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
-template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
+template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
@@ -128,7 +128,7 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
 
   // Transform: x = x M, less the mean; or as it is. Then clip.
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, source, owned, first, head);
+    multiply(tile, a, w, matrix, owned, first, head);
   } else {
     static_assert(S::HADAMARD == 1, "channels are in the order of groups before a Hadamard");
     apply_hadamard(tile, w, nullptr);
@@ -189,12 +189,12 @@ template <class S> struct LevelCoder {
   DEV u32 base() const { return 0u; }
 };
 
-template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
+template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   OwnedToken owned;
   if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, source, owned, first, head);
+    multiply(tile, a, w, matrix, owned, first, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
@@ -313,12 +313,11 @@ template <class S> struct BandedCoders {
   template <class B> using Coder = Select<(S::UNBIASED != 0), RoundedBand<B>, BandCoder<B>>;
 };
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
   OwnedToken owned;
-  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
-  multiply(tile, a, w, source, owned, first, head);
+  multiply(tile, a, w, matrix, owned, first, head);
   if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
 
   // Scale of the owned row; where the stream has a FLAG, that of the row less flag_mean if its error is smaller.
@@ -365,12 +364,15 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
 
 // --- the kernel ---------------------------------------------------------------------------------------------------------------
 
-// Appends the tile of one stream and head that begins at token `first`.
-template <class S> DEV void append_tile(const AppendArguments& a, const TileSource& source, int first, int head, int lane) {
+// Where a lane reads row r of its tile from: channels that RoPE rotates together go to the same lane, as two halves of its words.
+template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, int head, int lane, int r) {
+  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
+}
+
+// Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one.
+template <class S> DEV void append_tile(const AppendArguments& a, const u8* matrix, int first, int head, int lane) {
   TokenTile<S> tile{lane, lane >> 2, lane & 3};
   u32 w[2][READ_WORDS];
-  if constexpr (STAGED<S>) StagedRows<S>::load(source.staged, w);
-  else
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const u8* from = tile_row<S>(a, first, head, lane, r);
@@ -378,18 +380,16 @@ template <class S> DEV void append_tile(const AppendArguments& a, const TileSour
     else if constexpr (S::GROUPS > 1 && S::MATRIX_PARTS == 0) TileGroups<S>::read(w[r], from - (lane & 3) * (D / 2), lane & 3);
     else load_words<READ_WORDS>(w[r], from);
   }
-  if constexpr (S::BANDED) append_banded(tile, a, w, source, first, head);
-  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, source, first, head);
-  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, source, first, head);
-  else append_affine(tile, a, w, source, first, head);
+  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head);
+  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, first, head);
+  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, first, head);
+  else append_affine(tile, a, w, matrix, first, head);
 }
 
 // Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once.
 template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, int head, int cta, int ctas) {
   constexpr int BYTES = S::MATRIX_PARTS * D * D * 2, APART = Config::TILE_WARPS * 16;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 staged = STAGED<S> ? shared_address(shared + Config::TILE_MATRIX_BYTES + threadIdx.x * 16) : 0u;
-  if constexpr (STAGED<S>) StagedRows<S>::copy(staged, a, cta * APART + warp * 16, head, lane);
   if constexpr (BYTES > 0) {
     const u8* from = (const u8*)S::matrix(a, head);
     for (int i = threadIdx.x * 16; i < BYTES; i += Config::TILE_WARPS * 32 * 16) copy16(shared + i, from + i);
@@ -399,13 +399,13 @@ template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, i
   }
   for (int first = cta * APART; first < a.tokens; first += ctas * APART) {
     const int mine = first + warp * 16, next = mine + ctas * APART;
-    if (!STAGED<S> && next < a.tokens)
+    if (next < a.tokens)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         prefetch_l1(tile_row<S>(a, next, head, lane, r));
         if constexpr (S::ROPE_BLOCK > 0) prefetch_l1(tile_row<S>(a, next, head, lane, r) + D);
       }
-    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, {shared, staged, next}, mine, head, lane);  // the warps of a product come together
+    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, shared, mine, head, lane);  // the warps of a product come together
   }
 }
 
@@ -420,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TI
   } else {
     const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
     if (first >= a.tokens) return;
-    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, {}, first, head, lane);
-    else append_tile<Values>(a, {}, first, head, lane);
+    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, nullptr, first, head, lane);
+    else append_tile<Values>(a, nullptr, first, head, lane);
   }
 }

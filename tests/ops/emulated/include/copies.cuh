@@ -25,7 +25,6 @@ DEV u32 shared_address(const void* p) {
   const s64 offset = (const u8*)p - emulated_dynamic;
   return offset >= 0 && offset < 1 << 20 ? (u32)offset : (u32)((const u8*)p - static_origin) | 1u << 31;
 }
-template <int TO, int FROM> DEV void copy16_at(u32 to, const void* from) { copy16((u8*)shared_bytes(to) + TO, (const u8*)from + FROM); }
 DEV u32 shared_address_register(const void* p) { return shared_address(p); }
 template <int N> DEV void load_shared(u32* w, u32 address) {
   memcpy(w, shared_bytes(address), 4 * N);
