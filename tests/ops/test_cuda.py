@@ -152,6 +152,7 @@ ROTATED_KEYS: list[tuple[str, int, int, dict[str, float]]] = [  # where decode r
     ("squat-pre:v.group=0,k.bits=3", 2, 128, {"sliding_window": 150}),
     ("squat-pre:k.group=16,k.flush=48,k.recent=7,v.recent=70,k.bits=8", 5, 32, {"first": 5}),
     ("squat-pre:v.bits=4", 1, 96, {}),
+    ("squat-pre", 4, 128, {"first": 3}),
 ]
 SINK_LOGITS: list[tuple[str, int, int, dict[str, float]]] = [  # of every way that outputs are finished
     ("saw-int4", 4, 128, {}),
@@ -588,7 +589,7 @@ def test_decode_of_every_group_wise_recipe(name: str, dim: int) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("name", "group", "dim", "options"), [*ROTATED_KEYS, ("squat-pre", 4, 128, {"first": 3})])
+@pytest.mark.parametrize(("name", "group", "dim", "options"), ROTATED_KEYS)
 @pytest.mark.parametrize("few", [False, True])
 def test_decode_of_keys_before_rope(
     name: str, group: int, dim: int, options: dict[str, float], few: bool, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from kvant.ops import flash, implementations, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import (
     append_groups,
+    append_plan,
     append_pq,
     copy_rows,
     fit_subspace,
@@ -122,6 +123,24 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+
+
+@pytest.mark.parametrize("lengths", [[900, 900, 880], [900, 130, 500]])  # about equal, or not
+@pytest.mark.parametrize("blocks", [4, 7, 13])  # for six (sequence, head tile)s: two of them a CTA, one, or half of one
+@pytest.mark.parametrize("inside", [False, True])
+def test_ctas_take_whole_tiles_where_sequences_are_about_equal(
+    inside: bool, blocks: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    name, tuned = "oscar:sink=3,recent=20", ()
+    if inside:  # heads first
+        name, tuned = "kvant-2:rope_block=64,sink=4,recent=50", test_cuda.ROTATED_BY_DECODE
+    cache, seqs = filled(name, 2, 4, 64, lengths)
+    q, batch = torch.randn(len(seqs), 8, 64).bfloat16(), cache.batch(seqs)
+    expected = reference.decode(cache.stores[0], q.double(), batch, scale=0.125)
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(cache.stores[0], q, batch, scale=0.125, tuned=tuned)
+    assert relative_error(found, expected) < 2e-3
 
 
 @pytest.mark.few(3)
@@ -265,6 +284,30 @@ def test_several_queries_of_a_low_batch(
     test_cuda.check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
 
 
+SHARED_OPERAND = (("SHARED_OPERAND", 1), ("SUM_LIMIT", 1), ("CHUNK_TILES", 2))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "dim", "queries", "tuned"),
+    [
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, (("QUERY_TRANSFORM", 4), ("WARPS", 6))),
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, test_cuda.ROTATED_BEFORE),
+        ("kvant-2:rope_block=100,recent=20,rollback=7", 128, 8, test_cuda.ROTATED_BEFORE),
+        ("oscar:sink=3,recent=20,rollback=3", 128, 4, ()),
+        ("oscar:sink=3,recent=20,rollback=3", 64, 4, (("CHUNK_TILES", 4), ("SCORE_TILES", 2))),
+        ("saw-int4", 64, 2, ()),
+    ],
+)
+def test_several_queries_whose_operand_is_in_shared_memory(
+    name: str, dim: int, queries: int, tuned: tuple[tuple[str, int], ...], many: list[str]
+) -> None:
+    cache, seqs = filled(name, 2, 4, dim, [queries, 66, 131, 700], first=7)
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None}
+    tuned = (*SHARED_OPERAND, *tuned)
+    test_cuda.check_several_queries(cache, seqs, 4, dim, queries, settings, 2e-3, torch.bfloat16, tuned)
+
+
 @pytest.mark.parametrize("sliding_window", [None, 100])
 @pytest.mark.parametrize("inside", [False, True])
 def test_rotated_queries_of_which_a_sequence_has_several(
@@ -287,6 +330,7 @@ def check_rotated(
     lengths: list[int],
     launched: list[str],
     constants: tuple[tuple[str, int], ...] = (),
+    always: tuple[tuple[str, int], ...] = (),
 ) -> None:
     """Decode that rotates queries itself against the reference, also with each of the other `constants`, and decode after the kernel
     that rotates them. Pages are in random order, behind a table that is wider than sequences are long."""
@@ -307,7 +351,7 @@ def check_rotated(
     store.pages.copy_(pages)
     batch = batch._replace(block_table=wide)
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
-    inside = [(*test_cuda.ROTATED_BY_DECODE, *more) for more in ((), *((constant,) for constant in constants))]
+    inside = [(*test_cuda.ROTATED_BY_DECODE, *always, *more) for more in ((), *((constant,) for constant in constants))]
     for tuned in (*inside, test_cuda.ROTATED_BEFORE):
         launched.clear()
         with attention.poisoned():
@@ -343,8 +387,11 @@ def test_ctas_that_share_a_sequence_rotate_its_queries(
     blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0)
+    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0), ("EARLY_MATRIX", 0)
     check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
+    for way in (1, 2):
+        direct = ("ROTATED_AHEAD", 0), ("ROTATED_DIRECT", way)
+        check_rotated("kvant-2:rope_block=64", 4, 64, "bfloat16", {"first": 40}, [1700, 5, 130], launched, (), direct)
 
 
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
@@ -361,7 +408,9 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
             assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
             usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
             assert usual.query_kernel and not usual.rotated_queries
-            assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
+            # 16 warps have registers enough at a high batch, where a lane has one query head; the matrix leaves room for 12
+            ctas = 4 if group <= 4 and not low_batch else found.constants["MIN_CTAS"]
+            assert (found.warps, ctas) == (usual.warps, usual.constants["MIN_CTAS"])
             bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
             assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
     assert not made("kvant-2", query="float32", low_batch=True).rotated_queries
@@ -388,6 +437,7 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
         ("kivi-k2v2", 4, 64, {}),
         ("kitty:k.group=32,k.flush=32,v.recent=5,sink=9", 9, 64, {"softcap": 5.0}),
         ("squat-pre:sink=3", 4, 64, {}),
+        ("squat-pre", 4, 128, {}),
         ("vecinfer-2", 4, 64, {}),
     ],
 )
@@ -420,6 +470,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("sm_86", "oscar:group=32", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
         ("sm_86", "kitty-pro", 16, 128, False, {"WARPS": 2}),
         ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 4}),
+        ("sm_100", "saw-int4-kmeans", 4, 128, False, {"WARPS": 8, "CODE_BANKS": 1}),  # as on sm_90
         ("sm_86", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
         ("sm_100", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::ROTATED_MATRIX"}),  # as on sm_90
         ("sm_120", "million-2:k.bits=10,v.bits=9", 4, 256, True, {"WARPS": 2}),
@@ -729,8 +780,9 @@ def test_an_odd_number_of_rotated_pairs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "group", "dim", "options"),
     [
-        ("kivi-k2v2", 4, 64, {}),
+        ("kivi-k2v2", 4, 128, {}),
         ("kivi-k4v4:k.group=16,k.flush=48,k.recent=7,v.recent=9,sink=5", 5, 64, {"softcap": 5.0}),
+        ("kivi-k2v2", 4, 64, {}),
         ("kivi-k2v4-sink:v.recent=20,sink=3", 2, 96, {"sliding_window": 150}),
         ("kitty-pro", 4, 128, {}),
         ("kitty", 3, 96, {"sliding_window": 250}),
@@ -922,6 +974,31 @@ def test_append_of_tiles(name: str, dim: int, dtype: str, page: int | None, monk
     first = 1013 if "rope_block" in name else 0  # position of the first token
     check_append(name, dim, ([5, 2, 64], [1, 1, 1], [0, 30, 2]), dtype, page, first=first)
     assert ran == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype"),
+    [
+        ("kvant-2:rope_block=70,sink=3,recent=20", 128, "bfloat16"),
+        ("oscar:sink=3,recent=20", 128, "bfloat16"),
+        ("kvant-2:rope_block=70", 64, "float16"),
+        ("kvant-4-fast", 96, "bfloat16"),
+    ],
+)
+def test_rows_of_the_next_tile_are_copied_ahead(
+    name: str, dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every CTA has several tiles a warp, whose rows come from shared memory; the last ones are not full."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1)
+    monkeypatch.setattr(cuda_append, "_PLANS", nvrtc.Numbered())  # plans of other tests are equal to these
+    monkeypatch.setattr(append_plan.AppendPlan, "staged", True)
+    monkeypatch.setattr(append_plan.AppendPlan, "tile_warps", 4)
+    monkeypatch.setattr(emulated.Kernel, "blocks", 2)
+    grids: list[tuple[int, int]] = []
+    launch = emulated.Kernel.launch
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: grids.append(args[0]) or launch(self, *args))
+    check_append(name, dim, ([70, 2, 64], [1, 150, 1]), dtype, first=1013 if "rope_block" in name else 0)
+    assert grids == [(2, 1)] * 2  # CTAs of two heads
 
 
 @pytest.mark.slow

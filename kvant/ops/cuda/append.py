@@ -310,6 +310,7 @@ def _append(
         rope_blocks=1 if cosine is None else len(cosine),
         tokens=len(key),
         batch=len(seq_lens),
+        sequence_rate=len(seq_lens) / len(key),
         half_batch=nvrtc.half_of(len(seq_lens)),
     )
     kernel = _kernel(made, key.device, tiled)

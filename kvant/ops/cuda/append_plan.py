@@ -20,6 +20,10 @@ STEP_DIMS = (64, 96, 128)  # head dims of kvant_append_step: two warps for every
 TILE_DIMS = (64, 96, 128)  # head dims of affine tiles: more do not fit into registers
 BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is whole bytes
 
+TILE_STAGED = True  # whether kvant_append_tiles reads rows ahead into shared memory
+AFFINE_WARPS = 16  # of a CTA of affine tiles where rows are staged
+BANDED_WARPS = 16  # of banded ones
+
 AppendArguments = Arguments(
     "AppendArguments",
     key=pointer("const void", "[tokens, KV_HEADS, HEAD_DIM], tokens key_stride elements apart"),
@@ -68,6 +72,7 @@ AppendArguments = Arguments(
     tokens=int32("new tokens"),
     batch=int32("sequences"),
     half_batch=int32("largest power of two below the batch, or 0: where a binary search begins"),
+    sequence_rate=float32("batch / tokens: where the search for a token's sequence begins"),
 )
 
 
@@ -137,26 +142,38 @@ class AppendPlan:
         return all(self.parts) or not is_banded(self.layout.format("key"))
 
     @property
+    def staged(self) -> bool:
+        """Whether kvant_append_tiles copies the rows of a warp's next tile to shared memory while it packs this one's: where one
+        CTA fills a multiprocessor and rows have a matrix."""
+        return TILE_STAGED and self.wgmma and any(self.parts)
+
+    @property
     def tile_warps(self) -> int:
         """Warps of a CTA of kvant_append_tiles: with a matrix, warpgroups that share it. Registers hold twelve warps of banded
         rows: in one CTA where a multiprocessor has no room for three matrices."""
         if not any(self.parts):
             return 4
-        return 8 if not is_banded(self.layout.format("key")) else 4 if self.shared <= 72 * 1024 else 12
+        if is_banded(self.layout.format("key")):
+            return BANDED_WARPS if self.staged else 4 if self._matrix_bytes <= 72 * 1024 else 12
+        return AFFINE_WARPS if self.staged else 8
 
     @property
     def _tile_ctas(self) -> int:
         """CTAs of kvant_append_tiles that a multiprocessor is to hold: with a matrix, rows take more registers and shared memory."""
         if any(self.parts):
-            return {8: 2, 4: 3, 12: 1}[self.tile_warps]
+            return 1 if self.staged else {8: 2, 4: 3, 12: 1}[self.tile_warps]
         encodings = [stream.encoding for stream in self.layout.formats.values()]
         several = any(stream.scale_groups > 1 or stream.is_residual for stream in self.layout.formats.values())
         return 4 if several or any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
 
     @property
-    def shared(self) -> int:
-        """Bytes of shared memory of kvant_append_tiles: the matrix of a head."""
+    def _matrix_bytes(self) -> int:
         return 2 * self.layout.head_dim**2 * max(self.parts)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of kvant_append_tiles: the matrix of a head and, where they are staged, 16 rows of every warp."""
+        return self._matrix_bytes + (self.tile_warps * 16 * self.layout.head_dim * 2 if self.staged else 0)
 
     @functools.cached_property
     def text(self) -> str:
@@ -166,6 +183,8 @@ class AppendPlan:
             "WARPS": WARPS,
             "TILE_WARPS": self.tile_warps,
             "TILE_CTAS": self._tile_ctas,
+            "TILE_STAGED": int(self.staged),
+            "TILE_MATRIX_BYTES": self._matrix_bytes,
             "STEP_WARPS": STEP_WARPS,
             "STEP_CTAS": STEP_CTAS,
             "CLIP": int(any(stream.encoding.clip for stream in self.layout.formats.values())),

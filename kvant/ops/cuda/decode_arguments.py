@@ -38,7 +38,7 @@ DecodeArguments = Arguments(
     query_rows=optional(
         "const float",
         "queries in the space of the keys, for the overlay: [batch, KV_HEADS * GROUP, HEAD_DIM], or with RoPE blocks "
-        "[batch, HEAD_TILES, OVERLAY_SLOTS, TILE_HEADS, HEAD_DIM]",
+        "[batch, HEAD_TILES, OVERLAY_SLOTS, TILE_HEADS, HEAD_DIM]; SPLIT_ROWS: each as two bfloat16 numbers",
     ),
     scale=float32("of logits, times log2(e); 2 log2(e) / cap times with a soft cap"),
     cap=float32("the soft cap times log2(e)"),

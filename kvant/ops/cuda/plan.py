@@ -73,7 +73,7 @@ def rotates_keys(layout: Layout) -> bool:
 
 def angle_row(head_dim: int) -> int:
     """32-bit words of a row of angles: ANGLE_ROW of codecs/rotated_channel.cuh."""
-    return head_dim // 2 + (16 if head_dim == 64 else 8)
+    return head_dim // 2 + {64: 16, 128: 4}.get(head_dim, 8)
 
 
 def codebook_bytes(layout: Layout) -> list[int]:
@@ -181,13 +181,26 @@ class Plan:
         """CTAs that the registers of a multiprocessor are enough for."""
         if self.pq or self.residual:
             return 1
+        if self._light:
+            return 4
         few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
-        return 3 if few and not self.rotated_keys else 2  # keys that are rotated when they are read take more registers
+        wide = self.rotated_keys and not self.paired_channels  # two query operands take more registers
+        return 3 if few and not wide else 2
+
+    @property
+    def _light(self) -> bool:
+        """Whether 128 registers of a lane are enough, so that a multiprocessor holds 16 warps instead of 12: at a high batch, where a
+        lane has one query head and a token one scale."""
+        if self.low_batch or dict(self.tuned).get("QUERY_TRANSFORM") == QueryTransform.ROTATED_MATRIX:
+            return False
+        plain = not self.layout.recipe.key.groupwise and not self.rotated_keys and not self.level_copies
+        one_scale = self.key_groups == 1 and self.layout.scale_groups("value") == 1
+        return plain and one_scale and self.lane_heads == 1 and self.layout.head_dim <= 128
 
     def _blocks(self, warps: int) -> int:
         """CTAs that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
-        most = min(self._most_blocks, 12 // warps)
+        most = min(self._most_blocks, (16 if self._light else 12) // warps)
         static = ROTATED_STATIC_BYTES if self.rotated_queries else 8192 if grouped else 4096
         if self.rotated_keys:  # queries as they come, and rotated ones of every warp
             row = self.layout.head_dim
@@ -280,6 +293,34 @@ class Plan:
         return rotates_keys(self.layout)
 
     @property
+    def _bank_orders(self) -> dict[str, object]:
+        """Whether lanes read scales in another order than that of the pages, so that they do not wait for each other."""
+        plain = self.layout.recipe.key.groupwise and not self._boosted()["BOOSTED"]
+        keys = plain and not self.rotated_keys and self.layout.head_dim == 128
+        two_bits = keys and [band.bits for band in self.layout.format("key").stored_bands] == [2]
+        values = plain and self.layout.page_tokens == 64
+        return {
+            "CODE_BANKS": int(self._residual_words),
+            "VALUE_BANKS": int(values),
+            "KEY_BANKS": int(two_bits),
+            "MINIMA_AS_READ": int(plain),
+        }
+
+    @property
+    def _residual_words(self) -> bool:
+        """Whether residuals of centroids are coded, of keys and values, with eight words of codes of a lane and tile."""
+        formats = self.layout.formats.values()
+        four = all([(band.width, band.bits) for band in stream.stored_bands] == [(128, 4)] for stream in formats)
+        return self.residual and four and self.key_groups == self.layout.scale_groups("value") == 1
+
+    @property
+    def paired_channels(self) -> bool:
+        """Whether lanes that rotate keys have both channels of a pair: where a lane has whole words of half of a row's codes."""
+        (band,) = self.layout.format("key").stored_bands
+        fits = band.bits in (2, 4) and self.layout.head_dim // 16 % (16 // band.bits) == 0
+        return self.rotated_keys and bool(dict(self.tuned).get("PAIRED_CHANNELS", fits))
+
+    @property
     def angle_bytes(self) -> int:
         """Shared memory of the angles inside a chunk of tokens."""
         tokens = min(CHUNK_TOKENS, self.layout.page_tokens)
@@ -292,7 +333,8 @@ class Plan:
         channelwise = layout.recipe.key.groupwise
         parts = 2 if self.query == "float32" else 1  # one fp16 number holds what a 16-bit query does
         words = parts * self.key_registers // self.rotate_warps * layout.head_dim // 4  # of a thread, of its matrix
-        one = self.low_batch or self.lane_heads > 1 or self.rotated_keys
+        ctas = dict(self.tuned).get("MIN_CTAS", self._blocks(self.warps))
+        one = self.low_batch or self.lane_heads > 1 or self.rotated_keys or ctas * self.warps > 12  # by registers
         tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if one else 2))
         overlay_bytes = 16 * tiles * layout.head_dim * 4  # that are attended to at once
         pages_of_overlay = overlay_bytes / layout.page_head_bytes
@@ -306,6 +348,8 @@ class Plan:
             "WARPS": self.warps,
             "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
             "ROTATED_KEYS": int(self.rotated_keys),
+            **self._bank_orders,
+            "PAIRED_CHANNELS": int(self.rotated_keys and self.paired_channels),
             "ANGLE_OFFSET": self.warps * self.warp_bytes + self.matrix_bytes,
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
             **self._boosted(),
@@ -330,21 +374,30 @@ class Plan:
             "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
+            "ROTATE_SECTORS": 1,
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
+            "ROTATED_DIRECT": self.rotated_direct,
             "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
+            "SHARED_OPERAND": 0,
+            "SUM_LIMIT": int(self.queries > 1 and not self.pq),
+            "SCORE_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
             "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too
+            "OVERLAY_WIDE": int(not channelwise and not self.rotated_keys),
+            "SPLIT_ROWS": int(self._split_rows),
+            "EARLY_MATRIX": 1,
+            "WHOLE_TILES": 1,
             "MIXED_PAGE_UNITS": 4 if channelwise else 1,
             "SOFTCAP": int(self.softcap),
             "SINK_LOGITS": int(self.sink_logits),
             "STAGES": self.stages,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_CTAS": self._blocks(self.warps),
+            "MIN_CTAS": ctas,
             **dict(self.tuned),
             "Key": self._stream("key"),
             "Value": self._stream("value"),
@@ -477,12 +530,16 @@ class Plan:
         return dict(self.tuned).get("ROTATED_AHEAD", count if self.low_batch and self.tile_heads <= 8 and fits else 0)
 
     @property
+    def rotated_direct(self) -> int:
+        """1 where warps that rotate queries read angles from global memory, 2 where they make operands together, too."""
+        return int(dict(self.tuned).get("ROTATED_DIRECT", 0))
+
+    @property
     def _rotated_operand_bytes(self) -> int:
         """Shared memory of a warp for query operands and angles of some RoPE blocks."""
         own = 4 * self.operand_words * (self.rotated_ahead or self._rotated_blocks)
-        return (
-            own + (0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks) + 32 * self.lane_heads
-        )
+        angles = 0 if self.rotated_ahead or self.rotated_direct else 4 * self.layout.head_dim * self._rotated_blocks
+        return own + angles + 32 * self.lane_heads
 
     @property
     def rotated_bytes(self) -> int:
@@ -522,6 +579,12 @@ class Plan:
         """Whether a kernel before decode makes the query operands, and not every CTA for itself."""
         own = self.layout.recipe.key.groupwise or self.fused_queries or self.rotated_queries or self.residual
         return self.dual[0] == MATRIX and not own
+
+    @property
+    def _split_rows(self) -> bool:
+        """Whether the queries that the overlay is multiplied by are stored as the two bfloat16 numbers that the products take."""
+        made = self.query_kernel or self.rotated_queries
+        return made and self.layout.overlay_tokens("key") > 0 and self.layout.overlay_dtype == "bfloat16"
 
     @property
     def operand_words(self) -> int:

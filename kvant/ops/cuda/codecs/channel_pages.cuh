@@ -19,10 +19,27 @@ constexpr int GROUP_TILES = Config::KEY_GROUP / 16;
 constexpr int BASE_GROUPS = Config::PAGE_TOKENS > Config::KEY_GROUP ? 2 : 1;  // groups of a page whose q . min is one product: rows g of one, g + 8 of the other
 constexpr int HIGH_STEPS = Config::BOOSTED ? (Config::BOOSTED / 4 + 3) / 4 : 1;  // bytes of high bits of a lane and token: four channels each
 
+// Scales of channels 8 block ... 8 block + 7 of lane t's quarter lie where those of lane t + 2 do, by banks. KEY_BANKS: lanes t > 1 have every two blocks in the
+// other order, in the registers of queries and keys alike.
+constexpr bool KEY_BANKS = Config::KEY_BANKS;
+static_assert(!KEY_BANKS || (KeyCodes::BITS == 2 && D % 64 == 0), "two blocks of a row are the bytes of half words");
+DEV int key_block(int block, int t) { return KEY_BANKS ? block ^ t >> 1 : block; }
+DEV int key_element(int element, int t) { return KEY_BANKS ? element ^ (t >> 1) * 4 : element; }  // that register `element` has
+DEV void order_blocks(KeyCodes& codes, int t) {
+  if constexpr (KEY_BANKS)
+#pragma unroll
+    for (int i = 0; i < KeyCodes::WORDS; i++) codes.w[i] = __byte_perm(codes.w[i], 0u, t > 1 ? 0x2301 : 0x3210);
+}
+
 // Of a number x of a query, what column g holds: see query_column.
 DEV float limb(float x, int g) { return PAIRED && (g & 1) ? x - fp16_low(fp16_pair(x, 0.f)) : x; }
 
 #include "codecs/rotated_channel.cuh"
+
+// MINIMA_AS_READ: the four words of minima of a load are an A operand as they are, two products take two of them each (load_bases), and the queries' words stand
+// in the order 0, 2, 1, 3. Else rows g and g + 8 are two groups, for which words have to be moved.
+constexpr bool MINIMA_AS_READ = Config::MINIMA_AS_READ;
+DEV int pair_place(int i) { return MINIMA_AS_READ ? i >> 1 | (i & 1) << 1 : i; }
 
 // Query of a CTA in shared memory.
 struct ChannelQuery {
@@ -40,12 +57,12 @@ struct ChannelQuery {
       const int i = j % (D / 8), lane = j / (D / 8) % 32, n = j / (D / 8) / 32, g = lane >> 2, head = query_column(n, g);
       float x = 0.f, y = 0.f;
       if (head < TILE_HEADS) {
-        const float* row = rows + head * D + (lane & 3) * (D / 4) + 2 * i;
+        const float* row = rows + head * D + (lane & 3) * (D / 4) + 2 * key_element(i, lane & 3);
         const float by = query_power(top[head]);
         x = limb(row[0] * by, g), y = limb(row[1] * by, g);
       }
       const float less = 1.f / (float)(1 << KeyCodes::power(i));
-      pairs[n][i / 4][lane][i % 4] = fp16_pair(x, y);
+      pairs[n][i / 4][lane][pair_place(i % 4)] = fp16_pair(x, y);
       scaled[n][i / 4][lane][i % 4] = fp16_pair(x * less, y * less);
     }
   }
@@ -118,6 +135,29 @@ DEV void load_bases(ChannelFragment& q, const u8* page_head, int group, int lane
   const ChannelQuery& sh = *q.shared;
   const u8* meta = page_head + Key::SCALE_OFFSET + group * D * 4 + D * 2;
   q.bases = group;
+  if constexpr (MINIMA_AS_READ) {
+    float c[BASE_GROUPS][2][COLUMN_TILES][4] = {};  // row g of the first, row g + 8 of the second is q . min
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      u32 least[BASE_GROUPS][4];
+#pragma unroll
+      for (int j = 0; j < BASE_GROUPS; j++) load_words<4>(least[j], meta + j * D * 4 + ((lane & 3) * (D / 4) + 8 * key_block(i, lane & 3)) * 2);
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) {
+        u32 x[4];
+        load_words<4>(x, (const u8*)sh.pairs[n][i][lane]);
+#pragma unroll
+        for (int j = 0; j < BASE_GROUPS; j++)
+#pragma unroll
+          for (int k = 0; k < 2; k++) mma_fp16(c[j][k][n], least[j][0], least[j][1], least[j][2], least[j][3], x[2 * k], x[2 * k + 1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < BASE_GROUPS; j++)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) q.base[j][n] = (own_sum(c[j][0], n, 0) + own_sum(c[j][1], n, 1)) * q.back[n];
+    return;
+  }
   float c[COLUMN_TILES][4], other[COLUMN_TILES][4];  // two sums that do not wait for each other
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++)
@@ -127,7 +167,7 @@ DEV void load_bases(ChannelFragment& q, const u8* page_head, int group, int lane
   for (int i = 0; i < D / 32; i++) {
     u32 least[BASE_GROUPS][4];
 #pragma unroll
-    for (int j = 0; j < BASE_GROUPS; j++) load_words<4>(least[j], meta + j * D * 4 + ((lane & 3) * (D / 4) + 8 * i) * 2);
+    for (int j = 0; j < BASE_GROUPS; j++) load_words<4>(least[j], meta + j * D * 4 + ((lane & 3) * (D / 4) + 8 * key_block(i, lane & 3)) * 2);
     const u32 *one = least[0], *two = least[BASE_GROUPS - 1];
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
@@ -152,7 +192,7 @@ DEV void load_group(ChannelFragment& q, const u8* page_head, int group, int lane
 #pragma unroll
   for (int i = 0; i < D / 32; i++) {
     u32 scale[4];
-    load_words<4>(scale, meta + ((lane & 3) * (D / 4) + 8 * i) * 2);
+    load_words<4>(scale, meta + ((lane & 3) * (D / 4) + 8 * key_block(i, lane & 3)) * 2);
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       u32 y[4];
@@ -201,6 +241,7 @@ template <int N> DEV void page_scores(const u8* page_head, int tile, int lane, C
 #pragma unroll
     for (int i = 0; i < T; i++) {
       codes[i].load(page_head, tile + first + i, lane);
+      order_blocks(codes[i], lane & 3);
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0.f;
     }

@@ -27,6 +27,7 @@ struct Clip {
 struct ClipSearch {
   int low, high;     // more than `drop` magnitudes are above low, fewer above high, as floats; where low = high, `drop` magnitudes are above it
   float guess, gap;  // what to try next; about how far apart magnitudes are there
+  bool pair = false;  // one magnitude too many is above low, one too few above high: m[drop] and m[drop - 1] are the two between them
 
   template <int N, int FROM, int TO> DEV void begin(const float* x, const Clip& clip) {
     float sum = 0.f;
@@ -37,7 +38,7 @@ struct ClipSearch {
     low = -1, high = __float_as_int(sum);
     guess = mean * clip.start, gap = mean * clip.gap;
   }
-  DEV bool open() const { return high - low > 1; }
+  DEV bool open() const { return high - low > 1 && !pair; }
   DEV float inside() const {  // the guess, or the middle of the range
     const int near = __float_as_int(guess);
     return near > low && near < high ? guess : 0.5f * (__int_as_float(max(low, 0)) + __int_as_float(high));
@@ -59,16 +60,21 @@ struct ClipSearch {
       const int above = count_lanes<FROM, TO>(more);
       if (open()) take(tried, (float)(above - clip.drop));
     }
-    float limit = __int_as_float(high), least = __int_as_float(0x7f800000), most = 0.f;
+    // The smallest magnitude above low and the largest up to high. Bits of magnitudes are doubled to drop the sign, less those of the next float above a bound: what
+    // exceeds it is small, what does not has wrapped around and is larger.
+    float limit = __int_as_float(high);
+    const u32 from_low = 0u - 2u * ((u32)low + 1u), from_high = 0u - 2u * ((u32)high + 1u);
+    u32 above = FULL, below = 0u;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const float size = fabsf(x[i]);
-      least = size > limit ? fminf(least, size) : least, most = size > limit ? most : fmaxf(most, size);
+      const u32 size = __float_as_uint(x[i]) * 2u;
+      above = min(above, size + from_low), below = max(below, size + from_high);
     }
-    least = reduce_lanes<FROM, TO>(least, [](float a, float b) { return fminf(a, b); });
-    most = reduce_lanes<FROM, TO>(most, [](float a, float b) { return fmaxf(a, b); });
-    if (low == high) {  // otherwise m[drop - 1] = m[drop] = limit
-      const float apart = least - most;
+    above = reduce_lanes<FROM, TO>(above, [](u32 a, u32 b) { return min(a, b); });
+    below = reduce_lanes<FROM, TO>(below, [](u32 a, u32 b) { return max(a, b); });
+    if (low == high || pair) {  // otherwise m[drop - 1] = m[drop] = limit
+      const float one = __uint_as_float((above - from_low) / 2u), two = __uint_as_float((below - from_high) / 2u);
+      const float least = pair ? two : one, most = pair ? one : two, apart = least - most;
       limit = clip.share < 0.5f ? fmaf(clip.share, apart, most) : fmaf(clip.share - 1.f, apart, least);
     }
     return clip.drop ? limit : __int_as_float(0x7f800000);
@@ -80,38 +86,47 @@ template <int N, int FROM, int TO> DEV float clip_limit(const float* x, const Cl
   return search.finish<N, FROM, TO>(x, clip);
 }
 
-// Makes the ranges of the searches of two rows smaller, most often down to the end, by magnitudes that are rounded towards zero to fp16, two of which are compared at
-// once. Counts are those of the exact magnitudes: rounded like this, one exceeds a number of fp16 where it is at least the next such number. A row lies in four lanes, N
-// numbers each.
-template <int N> DEV void narrow_search(ClipSearch (&search)[2], const float (*x)[N], const Clip& clip) {
+// Makes the ranges of the searches of two rows smaller, most often down to the end, by magnitudes that are rounded towards zero to fp16. Instructions for pairs of
+// fp16 do both rows at once: the first row is the low half of every word. Counts are those of the exact magnitudes: rounded like this, one exceeds a number of fp16
+// where it is at least the next such number. A row lies in four lanes, N numbers each. [least, most] become the ranges of both rows, rounded towards zero as well;
+// nothing where rows are not clipped.
+template <int N> DEV void narrow_search(ClipSearch (&search)[2], const float (*x)[N], const Clip& clip, u32& least, u32& most) {
+  constexpr u32 INFINITE = 0x7C007C00u, HALF = 0x38003800u, TWO = 0x40004000u, MANY = 0x58005800u;  // of fp16; MANY is 128
+  least = most = 0u;
   if (!clip.drop) return;
   const float drop = (float)clip.drop;
-  u32 sizes[2][N / 2];
+  const u32 wanted = fp16_pair(drop, drop), gap = fp16_pair(search[0].gap, search[1].gap);
+  u32 sizes[N], low = 0u, high = INFINITE, over = MANY, under = MANY | 0x80008000u;  // excess at low and at high
+  u32 bound = fp16_pair_down(search[0].guess, search[1].guess);
 #pragma unroll
-  for (int r = 0; r < 2; r++)
+  for (int i = 0; i < N; i++) sizes[i] = fp16_pair_down(x[0][i], x[1][i]);
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) sizes[r][i] = fp16_pair_down(x[r][2 * i], x[r][2 * i + 1]) & 0x7FFF7FFFu;
-  for (int k = 0; k < 8; k++) {
-    u32 bound[2], more[2] = {0u, 0u};
-    int tried[2];
-    bool live[2];
+  for (int i = 0; i < N; i++) least = pair_min<ElementType::FP16>(least, sizes[i]), most = pair_max<ElementType::FP16>(most, sizes[i]);
+  least = pair_min<ElementType::FP16>(least, __shfl_xor_sync(FULL, least, 1)), most = pair_max<ElementType::FP16>(most, __shfl_xor_sync(FULL, most, 1));
+  least = pair_min<ElementType::FP16>(least, __shfl_xor_sync(FULL, least, 2)), most = pair_max<ElementType::FP16>(most, __shfl_xor_sync(FULL, most, 2));
+  for (int k = 0; k < 10; k++) {
+    u32 more[2] = {is_larger_fp16x2(sizes[0], bound), is_larger_fp16x2(sizes[1], bound)};
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float guess = search[r].inside();
-      bound[r] = fp16_pair_down(guess, guess);
-      tried[r] = __float_as_int(fp16_low(bound[r] + 1u)) - 1;  // the largest float below the next number of fp16
-      live[r] = search[r].open() && tried[r] > search[r].low && tried[r] < search[r].high;
-    }
-    if (!__any_sync(FULL, live[0] || live[1])) break;
+    for (int i = 2; i < N; i++) more[i % 2] = add_fp16x2(more[i % 2], is_larger_fp16x2(sizes[i], bound));
+    u32 above = add_fp16x2(more[0], more[1]);
+    above = add_fp16x2(above, __shfl_xor_sync(FULL, above, 1));
+    above = add_fp16x2(above, __shfl_xor_sync(FULL, above, 2));
+    const u32 excess = subtract_fp16x2(above, wanted), few = sign_mask(excess), many = sign_mask(subtract_fp16x2(wanted, above));
+    low = select_bits(few, low, bound), high = select_bits(many, high, bound), over = select_bits(few, over, excess), under = select_bits(many, under, excess);
+    // Newton's guess where it lies inside the range, otherwise the middle of it. A row stays where it is once no more than two magnitudes are between low and high.
+    const u32 guess = fma_fp16x2(excess, gap, bound), middle = fma_fp16x2(low, HALF, mul_fp16x2(high, HALF));
+    const u32 inside = sign_mask(subtract_fp16x2(low, guess) & subtract_fp16x2(guess, high)), open = sign_mask(subtract_fp16x2(TWO, subtract_fp16x2(over, under)));
+    const u32 next = select_bits(open, select_bits(inside, guess, middle), bound);
+    if (!__any_sync(FULL, next != bound)) break;
+    bound = next;
+  }
 #pragma unroll
-    for (int i = 0; i < N / 2; i++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) more[r] = add_fp16x2(more[r], is_greater_fp16x2(sizes[r][i], bound[r]));
-    u32 both = add_fp16x2(__byte_perm(more[0], more[1], 0x5410), __byte_perm(more[0], more[1], 0x7632));  // of either row
-    both = add_fp16x2(both, __shfl_xor_sync(FULL, both, 1));
-    both = add_fp16x2(both, __shfl_xor_sync(FULL, both, 2));
-    if (live[0]) search[0].take(tried[0], fp16_low(both) - drop);
-    if (live[1]) search[1].take(tried[1], fp16_high(both) - drop);
+  for (int r = 0; r < 2; r++) {
+    const u32 lower = low >> (16 * r) & 0xFFFFu, upper = high >> (16 * r) & 0xFFFFu, one = over >> (16 * r) & 0xFFFFu, other = under >> (16 * r) & 0xFFFFu;
+    // the largest float below the next number of fp16, where that has been tried
+    if (one != (MANY & 0xFFFFu)) search[r].low = __float_as_int(fp16_low(lower + 1u)) - 1;
+    if (upper < 0x7C00u) search[r].high = __float_as_int(fp16_low(upper + 1u)) - 1;
+    search[r].pair = one == 0x3C00u && other == 0xBC00u;
   }
 }
 template <int N> DEV void clip_row(float* x, float limit) {
@@ -143,7 +158,8 @@ template <class S> DEV AffineScale affine_scale(float least, float most) {
 // UNIT / 2^24 of a code apart, which rounds away the error of the reciprocal at exact halves. An integer zero point is added after
 // rounding and changes which code is even, so ROUNDER gets its lowest bit.
 //
-// PRODUCT: a product has rounded x already. The minimum may then be subtracted after x is divided by the scale, in the same FMA.
+// PRODUCT: a product has rounded x already, and halves need no care. One saturating FMA then subtracts the minimum, divides by the scale and clamps at both ends: it
+// holds code / TOP in [0, 1].
 template <int BITS, int SCALE_FORM, bool EXACT, bool PRODUCT = false> struct AffineCoder {
   static constexpr float TOP = (1 << BITS) - 1, UNIT = 2 << BITS, REST = (UNIT - TOP) / UNIT;
   static constexpr bool MINIMUM = SCALE_FORM == ScaleForm::SCALE_MIN;
@@ -158,8 +174,8 @@ template <int BITS, int SCALE_FORM, bool EXACT, bool PRODUCT = false> struct Aff
       return fminf(fmaxf(quotient(y, scale, reciprocal), least), TOP + least) + ROUNDER;
     } else {
       float u;
-      if (MINIMUM && PRODUCT) u = fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(-zero, reciprocal * (1.f / UNIT), REST));
-      else if (MINIMUM) u = fma_held(y, reciprocal * (1.f / UNIT), REST);
+      if (MINIMUM && PRODUCT) return fmaf(fma_held(x, reciprocal * factor * (1.f / TOP), -zero * reciprocal * (1.f / TOP)), TOP, rounder);
+      if (MINIMUM) u = fma_held(y, reciprocal * (1.f / UNIT), REST);
       else u = fma_held(x, reciprocal * factor * (1.f / UNIT), fmaf(zero, 1.f / UNIT, REST));
       return fmaf(add_held(u, -REST), UNIT, rounder);
     }

@@ -7,11 +7,18 @@
 //   q'^T R(j) k = sum_c q'_c (k_c cos(j f_c)) + q''_c (k_c sin(j f_c)).
 //
 // No lane needs the other channel of a pair. The cosines and sines of j = 0 ... 63 are fp16 numbers in shared memory, the same for all chunks.
+//
+// PAIRED_CHANNELS: lane t has both channels of a pair, c = t D/8 ... (t + 1) D/8 - 1 and c + D/2, whose codes two lanes would have had. It rotates keys,
+//
+//   k'_c = k_c cos(j f_c) - k_(c + D/2) sin(j f_c),  k'_(c + D/2) = k_(c + D/2) cos(j f_c) + k_c sin(j f_c),
+//
+// as one operand: half of the products, of the queries' registers and of the reads of angles.
 
 #pragma once
 #include "codecs/values.cuh"
 
-constexpr int ANGLE_ROW = D / 2 + (D == 64 ? 16 : 8);  // words of a token: cosines of D / 2 pairs, sines, and room so that neighbouring tokens lie in other banks
+constexpr bool PAIRED_CHANNELS = Config::PAIRED_CHANNELS;
+constexpr int ANGLE_ROW = D / 2 + (D == 64 ? 16 : D == 128 ? 4 : 8);  // words of a token: cosines of D / 2 pairs, sines, and room so that neighbouring tokens lie in other banks
 constexpr int ANGLE_WORDS = 16 * CHUNK_TILES * ANGLE_ROW;
 
 // Query of a CTA in shared memory.
@@ -27,7 +34,7 @@ struct RotatedChannelQuery {
 };
 // A lane's registers: B operands of a chunk of tokens.
 struct RotatedChannelFragment {
-  u32 cosine[COLUMN_TILES][D / 8], sine[COLUMN_TILES][D / 8];  // q' and q''
+  u32 cosine[COLUMN_TILES][D / 8], sine[COLUMN_TILES][PAIRED_CHANNELS ? 1 : D / 8];  // q' and q''; PAIRED_CHANNELS: q' of both channels of pairs
   float factor[LANE_HEADS], mean_logit[LANE_HEADS];
   int group, bases;  // not used: scales are read with the codes
   int chunk;  // position of its first token; -1 before the first
@@ -70,9 +77,14 @@ struct RotatedChannelFragment {
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       const int head = min(query_column(n, g), TILE_HEADS - 1);
+      if constexpr (PAIRED_CHANNELS) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) load_words<D / 16>(cosine[n] + h * (D / 16), (const u8*)(rotated[head][(t >> 1) + 2 * h] + (t & 1) * (D / 16)));
+        continue;
+      }
       load_words<D / 8>(cosine[n], (const u8*)rotated[head][t]), load_words<D / 8>(sine[n], (const u8*)rotated[head][t ^ 2]);
 #pragma unroll
-      for (int k = 0; k < D / 8; k++) sine[n][k] ^= t < 2 ? 0u : 0x80008000u;
+      for (int k = 0; k < D / 8 * !PAIRED_CHANNELS; k++) sine[n][k] ^= t < 2 ? 0u : 0x80008000u;
     }
   }
 };
@@ -87,47 +99,101 @@ DEV void load_query(RotatedChannelFragment& q, RotatedChannelQuery& sh, int lane
   }
 }
 
+// Codes of the channels that a lane has: of each row, those of the first channels of its pairs, then those of the second ones. They lie with lanes t / 2 and
+// t / 2 + 2 of the rows.
+DEV void load_paired(KeyCodes& codes, const u8* page_head, int tile, int lane) {
+  constexpr int ROW = KeyCodes::WORDS / 2, HALF = ROW / 2;  // words
+  const u8* from = page_head + KeyCodes::OFFSET + ((tile * 32 + (lane & 28) + (lane >> 1 & 1)) * KeyCodes::WORDS + (lane & 1) * HALF) * 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) load_words<HALF>(codes.w + r * ROW + h * HALF, from + (h * 2 * KeyCodes::WORDS + r * ROW) * 4);
+}
+
+// Products of T tiles of a group, PAIRED_CHANNELS. `page_head`, `tile` and `angles` are those of the first.
+template <int T> DEV void paired_products(float c[T][COLUMN_TILES][4], const u8* page_head, int tile, int lane, const RotatedChannelFragment& q) {
+  constexpr int PAIRS = D / 16;  // words of the first channels of a lane's pairs
+  const int t = lane & 3;
+  const u8* meta = page_head + Key::SCALE_OFFSET + tile / GROUP_TILES * D * 4 + t * (D / 4);
+  const u32* angles = q.angles + (tile % CHUNK_TILES * 16 + (lane >> 2)) * ANGLE_ROW + t * PAIRS;
+  KeyCodes codes[T];
+#pragma unroll
+  for (int i = 0; i < T; i++) load_paired(codes[i], page_head, tile + i, lane);
+#pragma unroll
+  for (int k = 0; k < PAIRS; k += 4) {
+    u32 scale[2][4], least[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) load_words<4>(scale[h], meta + h * D + 4 * k), load_words<4>(least[h], meta + (2 + h) * D + 4 * k);
+#pragma unroll
+    for (int i = 0; i < T; i++) {
+      u32 x[2][4], y[2][4];  // of rows g and g + 8: the first and the second channels of pairs, rotated
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        u32 cosine[4], sine[4];
+        load_words<4>(cosine, (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + k)), load_words<4>(sine, (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + D / 4 + k));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 one = fma_fp16x2(codes[i].number(r, k + j), scale[0][j], least[0][j]), two = fma_fp16x2(codes[i].number(r, PAIRS + k + j), scale[1][j], least[1][j]);
+          x[r][j] = sub_product_fp16x2(mul_fp16x2(one, cosine[j]), two, sine[j]), y[r][j] = fma_fp16x2(one, sine[j], mul_fp16x2(two, cosine[j]));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j += 2)
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) {
+          mma_fp16(c[i][n], x[0][j], x[1][j], x[0][j + 1], x[1][j + 1], q.cosine[n][k + j], q.cosine[n][k + j + 1]);
+          mma_fp16(c[i][n], y[0][j], y[1][j], y[0][j + 1], y[1][j + 1], q.cosine[n][PAIRS + k + j], q.cosine[n][PAIRS + k + j + 1]);
+        }
+    }
+  }
+}
+// The same of lanes that have one channel of a pair.
+template <int T> DEV void unpaired_products(float c[T][COLUMN_TILES][4], const u8* page_head, int tile, int lane, const RotatedChannelFragment& q) {
+  const int t = lane & 3;
+  const u8* meta = page_head + Key::SCALE_OFFSET + tile / GROUP_TILES * D * 4 + t * (D / 2);
+  const u32* angles = q.angles + (tile % CHUNK_TILES * 16 + (lane >> 2)) * ANGLE_ROW + (t & 1) * (D / 8);
+  KeyCodes codes[T];
+#pragma unroll
+  for (int i = 0; i < T; i++) codes[i].load(page_head, tile + i, lane);
+#pragma unroll
+  for (int k = 0; k < D / 8; k += 4) {
+    u32 scale[4], least[4];
+    load_words<4>(scale, meta + 4 * k), load_words<4>(least, meta + D * 2 + 4 * k);
+#pragma unroll
+    for (int i = 0; i < T; i++) {
+      u32 x[2][4], y[2][4];  // of rows g and g + 8: k cos, k sin
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        load_words<4>(x[r], (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + k)), load_words<4>(y[r], (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + D / 4 + k));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 key = fma_fp16x2(codes[i].number(r, k + j), scale[j], least[j]);
+          x[r][j] = mul_fp16x2(key, x[r][j]), y[r][j] = mul_fp16x2(key, y[r][j]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j += 2)
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) {
+          mma_fp16(c[i][n], x[0][j], x[1][j], x[0][j + 1], x[1][j + 1], q.cosine[n][k + j], q.cosine[n][k + j + 1]);
+          mma_fp16(c[i][n], y[0][j], y[1][j], y[0][j + 1], y[1][j + 1], q.sine[n][k + j], q.sine[n][k + j + 1]);
+        }
+    }
+  }
+}
+
 // As page_scores of ChannelFragment, in the chunk that was entered.
 template <int N> DEV void page_scores(const u8* page_head, int tile, int lane, RotatedChannelFragment& q, const OnlineSoftmax& softmax, float cap, float s[N][LANE_HEADS][2]) {
   constexpr int T = N < GROUP_TILES ? (N < 2 ? N : 2) : GROUP_TILES < 2 ? GROUP_TILES : 2;
-  const int t = lane & 3;
 #pragma unroll
   for (int first = 0; first < N; first += T) {
-    const u8* meta = page_head + Key::SCALE_OFFSET + (tile + first) / GROUP_TILES * D * 4 + t * (D / 2);
-    const u32* angles = q.angles + ((tile + first) % CHUNK_TILES * 16 + (lane >> 2)) * ANGLE_ROW + (t & 1) * (D / 8);
     float c[T][COLUMN_TILES][4];
-    KeyCodes codes[T];
 #pragma unroll
-    for (int i = 0; i < T; i++) {
-      codes[i].load(page_head, tile + first + i, lane);
+    for (int i = 0; i < T; i++)
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0.f;
-    }
-#pragma unroll
-    for (int k = 0; k < D / 8; k += 4) {
-      u32 scale[4], least[4];
-      load_words<4>(scale, meta + 4 * k), load_words<4>(least, meta + D * 2 + 4 * k);
-#pragma unroll
-      for (int i = 0; i < T; i++) {
-        u32 x[2][4], y[2][4];  // of rows g and g + 8: k cos, k sin
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          load_words<4>(x[r], (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + k)), load_words<4>(y[r], (const u8*)(angles + (16 * i + 8 * r) * ANGLE_ROW + D / 4 + k));
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const u32 key = fma_fp16x2(codes[i].number(r, k + j), scale[j], least[j]);
-            x[r][j] = mul_fp16x2(key, x[r][j]), y[r][j] = mul_fp16x2(key, y[r][j]);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j += 2)
-#pragma unroll
-          for (int n = 0; n < COLUMN_TILES; n++) {
-            mma_fp16(c[i][n], x[0][j], x[1][j], x[0][j + 1], x[1][j + 1], q.cosine[n][k + j], q.cosine[n][k + j + 1]);
-            mma_fp16(c[i][n], y[0][j], y[1][j], y[0][j + 1], y[1][j + 1], q.sine[n][k + j], q.sine[n][k + j + 1]);
-          }
-      }
-    }
+    if constexpr (PAIRED_CHANNELS) paired_products<T>(c, page_head, tile + first, lane, q);
+    else unpaired_products<T>(c, page_head, tile + first, lane, q);
 #pragma unroll
     for (int i = 0; i < T; i++)
 #pragma unroll

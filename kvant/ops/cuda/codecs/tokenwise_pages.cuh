@@ -4,9 +4,12 @@
 #include "codecs/values.cuh"
 #include "include/page_ring.cuh"
 
+// Scores of fewer tiles at once take fewer accumulators.
+constexpr bool SPLIT_SCORES = Config::SCORE_TILES < CHUNK_TILES;
+static_assert(!SPLIT_SCORES || CHUNK_TILES % Config::SCORE_TILES == 0, "whole parts of a chunk");
 // The keys of the next page are read while the values of this one are multiplied, where a page is one chunk and is copied in bulk. With RoPE blocks
 // registers are short.
-constexpr bool PIPELINED = BULK && STAGES > 1 && PAGE_TILES == CHUNK_TILES && (!ROPE_BLOCK || Config::PIPELINED_ROPE);
+constexpr bool PIPELINED = BULK && STAGES > 1 && PAGE_TILES == CHUNK_TILES && !SPLIT_SCORES && (!ROPE_BLOCK || Config::PIPELINED_ROPE);
 
 // Words of the keys of N tiles of a page, of a lane.
 template <int N> struct KeyWords {
@@ -19,7 +22,10 @@ template <int N> struct KeyWords {
   }
   template <class P> DEV void load(SharedBytes page_head, int tile, int lane, int before) {
 #pragma unroll
-    for (int i = 0; i < N; i++) P::load(w[i] + before, page_head, tile + i, lane);
+    for (int i = 0; i < N; i++) {
+      if constexpr (CODE_BANKS) load_halves(w[i] + before, page_head + (P::OFFSET + ((tile + i) * 32 + lane) * 32), lane >> 2 & 1);
+      else P::load(w[i] + before, page_head, tile + i, lane);
+    }
   }
 };
 
@@ -28,12 +34,18 @@ template <int N> struct KeyWords {
 template <int N, class P> DEV void key_products(const KeyWords<N>& keys, int before, const QueryFragment& q, int c[N][LANE_HEADS][4]) {
 #pragma unroll
   for (int k = 0; k < P::REGISTERS; k += 2) {
+    [[maybe_unused]] u32 b[LANE_HEADS][2];
+    if constexpr (SHARED_OPERAND)
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) q.get_two(b[n], n, P::BEFORE + k);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const u32* w = keys.w[i] + before;
       const u32 a0 = P::get(w, 0, k), a1 = P::get(w, 1, k), a2 = P::get(w, 0, k + 1), a3 = P::get(w, 1, k + 1);
 #pragma unroll
-      for (int n = 0; n < LANE_HEADS; n++) mma_u8s8(c[i][n], a0, a1, a2, a3, q.f[n][P::BEFORE + k], q.f[n][P::BEFORE + k + 1]);
+      for (int n = 0; n < LANE_HEADS; n++)
+        if constexpr (SHARED_OPERAND) mma_u8s8(c[i][n], a0, a1, a2, a3, b[n][0], b[n][1]);
+        else mma_u8s8(c[i][n], a0, a1, a2, a3, q.f[n][P::BEFORE + k], q.f[n][P::BEFORE + k + 1]);
     }
   }
 }
@@ -104,6 +116,15 @@ template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_
 #pragma unroll
     for (int n = 0; n < LANE_HEADS; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
   all_products<N>(Keys{}, keys, q, c);
+  if constexpr (CODE_BANKS) {  // the halves of a lane's words are rows g and g + 8
+    const int second = lane >> 2 & 1;
+#pragma unroll
+    for (int i = 0; i < N * LANE_HEADS * 2; i++) {
+      int &x = c[i / 2 / LANE_HEADS][i / 2 % LANE_HEADS][i % 2], &y = c[i / 2 / LANE_HEADS][i / 2 % LANE_HEADS][2 + i % 2];
+      const int was = x;
+      x = second ? y : was, y = second ? was : y;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < N; i++) {
     Scales key[2];
@@ -158,6 +179,18 @@ struct TokenwisePages {
   }
   // Attends to tokens [first, last) of the chunk of tiles from `tile` on, whose first token is `at`. `final`: nothing of the page comes after it.
   DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool final, OnlineSoftmax& softmax) {
+    if constexpr (SPLIT_SCORES) {
+      attend_chunk(a, packed, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) {
+        constexpr int N = SPLIT_SCORES ? Config::SCORE_TILES : CHUNK_TILES;
+#pragma unroll
+        for (int i = 0; i < CHUNK_TILES; i += N) {
+          KeyWords<N> part;
+          part.load(page_head, tile + i, lane);
+          page_scores<N>(part, page_head, tile + i, lane, q, softmax, a.cap, s + i);
+        }
+      }, []() {});
+      return;
+    }
     if (!PIPELINED) keys.load(page_head, tile, lane);
     attend_chunk(a, packed, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(keys, page_head, tile, lane, q, softmax, a.cap, s); }, [&]() {
       if (!PIPELINED || !final) return;

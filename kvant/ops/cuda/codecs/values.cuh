@@ -66,7 +66,12 @@ template <int N> struct TokenValues {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       Values codes;
-      codes.load(page_head, tile + i, lane);
+      if constexpr (CODE_BANKS) {
+        load_halves(codes.w, page_head + (Values::OFFSET + ((tile + i) * 32 + lane) * 32), g & 1);
+        swap_halves(codes.w, g & 1);
+      } else {
+        codes.load(page_head, tile + i, lane);
+      }
       u32 b[COLUMN_TILES][2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++)
@@ -84,10 +89,10 @@ template <int N> struct TokenValues {
 };
 
 // Values with a scale and a minimum for each of VALUE_GROUPS groups of channels. P is multiplied by a group's scales where it lies as a B operand,
-// tokens 2t and 2t + 1 a register; P times the minima is one more MMA, whose row g is group g.
+// tokens 2t and 2t + 1 a register; P times the minima is one more MMA (MINIMA_BY_TILE).
 template <int N> struct GroupValues {
-  static constexpr int STEPS = Probs<N>::STEPS;
-  u32 scale[VALUE_GROUPS][STEPS][2], least[N][2];
+  static constexpr int STEPS = Probs<N>::STEPS, LEAST = MINIMA_BY_TILE ? STEPS : N;
+  u32 scale[VALUE_GROUPS][STEPS][2], least[LEAST][2];
 
   DEV static const u8* place(const u8* page_head, int group, int tile, int token) {  // of rows token and token + 8
     return page_head + Value::SCALE_OFFSET + (group * Config::PAGE_TOKENS + token * (Config::PAGE_TOKENS / 8) + tile * 2) * 4;
@@ -103,20 +108,26 @@ template <int N> struct GroupValues {
       for (int i = 0; i < STEPS; i++) x = pair_max<1>(x, pair_max<1>(scale[j][i][0], scale[j][i][1]));
     return fmaxf(fp16_low(x), fp16_high(x));
   }
+  // Tokens 2t and 2t + 1 of pages of 64 tokens lie 32 bytes apart, and those of lanes t and t + 2 in the same banks: where t > 1, the second is read first (VALUE_BANKS).
   DEV float load(const u8* page_head, int tile, int lane) {
-    const int g = lane >> 2, t = lane & 3;
+    const int g = lane >> 2, t = lane & 3, swap = Config::VALUE_BANKS ? t >> 1 : 0;
+    const u32 lows = swap ? 0x1054u : 0x5410u, highs = swap ? 0x3276u : 0x7632u;
+    const auto read = [&](int group, int at, uint2& x, uint2& y) {
+      x = *(const uint2*)place(page_head, group, at, 2 * t + swap), y = *(const uint2*)place(page_head, group, at, 2 * t + 1 - swap);
+    };
 #pragma unroll
     for (int j = 0; j < VALUE_GROUPS; j++)
 #pragma unroll
       for (int i = 0; i < STEPS; i++) {
-        const uint2 x = *(const uint2*)place(page_head, j, tile + shift(i, lane), 2 * t), y = *(const uint2*)place(page_head, j, tile + shift(i, lane), 2 * t + 1);
-        scale[j][i][0] = __byte_perm(x.x, y.x, 0x5410), scale[j][i][1] = __byte_perm(x.y, y.y, 0x5410);
+        uint2 x, y;
+        read(j, tile + shift(i, lane), x, y);
+        scale[j][i][0] = __byte_perm(x.x, y.x, lows), scale[j][i][1] = __byte_perm(x.y, y.y, lows);
       }
 #pragma unroll
-    for (int i = 0; i < N; i++) {  // row g: group g; rows of no group are not looked at
-      const int group = min(g, VALUE_GROUPS - 1);
-      const uint2 x = *(const uint2*)place(page_head, group, tile + i, 2 * t), y = *(const uint2*)place(page_head, group, tile + i, 2 * t + 1);
-      least[i][0] = __byte_perm(x.x, y.x, 0x7632), least[i][1] = __byte_perm(x.y, y.y, 0x7632);
+    for (int i = 0; i < LEAST; i++) {  // rows of no group are not looked at
+      uint2 x, y;
+      read(min(MINIMA_BY_TILE ? g >> 1 : g, VALUE_GROUPS - 1), tile + (MINIMA_BY_TILE ? shift(i, lane) : i), x, y);
+      least[i][0] = __byte_perm(x.x, y.x, highs), least[i][1] = __byte_perm(x.y, y.y, highs);
     }
     return largest();
   }
@@ -132,7 +143,7 @@ template <int N> struct GroupValues {
 #pragma unroll
         for (int j = 0; j < VALUE_GROUPS; j++) scale[j][i][r] &= kept(position + shift(i, lane) * 16, first, last);
 #pragma unroll
-      for (int i = 0; i < N; i++) least[i][r] &= kept(position + i * 16, first, last);
+      for (int i = 0; i < LEAST; i++) least[i][r] &= kept(position + (MINIMA_BY_TILE ? shift(i, lane) : i) * 16, first, last);
     }
     return largest();
   }
@@ -144,6 +155,9 @@ template <int N> struct GroupValues {
       for (int n = 0; n < LANE_HEADS; n++) x[i][n][0] *= softmax.norm, x[i][n][1] *= softmax.norm;
     Probs<N> p;
     p.set(x);
+    if constexpr (MINIMA_BY_TILE)
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) mma_fp16(softmax.bias[0], least[i][0], 0u, least[i][1], 0u, p.p[i][0][0], p.p[i][0][1]);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       Values codes;
@@ -152,7 +166,7 @@ template <int N> struct GroupValues {
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) {
         own[n][0] = own_columns(p.of(i, n, 0), i, g), own[n][1] = own_columns(p.of(i, n, 1), i, g);
-        mma_fp16(softmax.bias[n], least[i][0], 0u, least[i][1], 0u, own[n][0], own[n][1]);
+        if constexpr (!MINIMA_BY_TILE) mma_fp16(softmax.bias[n], least[i][0], 0u, least[i][1], 0u, own[n][0], own[n][1]);
       }
 #pragma unroll
       for (int j = 0; j < VALUE_GROUPS; j++) {

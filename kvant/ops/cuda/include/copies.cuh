@@ -20,6 +20,10 @@ DEV u32 load_shared_byte(u32 address) {
 }
 // cp.async of 16 bytes: visible to this thread after await_copies, to the others after a barrier, too.
 DEV void copy16(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
+// The same at offsets that are constants: TO bytes behind an address of shared memory, FROM behind a pointer.
+template <int TO, int FROM> DEV void copy16_at(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(TO), "n"(FROM) : "memory");
+}
 DEV void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #if BULK
 // Programmatic dependent launch: a kernel starts while the one before it still runs, and waits for its results here.

@@ -33,6 +33,9 @@ constexpr int CHUNK_TILES = Config::CHUNK_TILES;                // that a warp a
 constexpr int OVERLAY_TILES = Config::OVERLAY_TILES;           // of the overlay that a warp attends to at once
 // Several queries of a sequence are rows of one tile: row r of a KV head is query head r % QUERY_HEADS of query r / QUERY_HEADS.
 constexpr int QUERIES = Config::QUERIES, QUERY_HEADS = Config::GROUP / QUERIES;
+// Several queries take more registers and instructions than one, and save them: see Config.
+constexpr bool SHARED_OPERAND = Config::SHARED_OPERAND, SUM_LIMIT = Config::SUM_LIMIT;
+constexpr bool OPERAND_PAIRS = SHARED_OPERAND && !(Config::QUERY_KERNEL && ROPE_BLOCK > 0);  // two registers of a lane lie side by side; not where kvant_rotate_queries makes them
 constexpr int HEAD_TILES = Config::KV_HEADS * Config::QUERY_TILES;
 constexpr int LANE_HEADS = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
 constexpr bool PAIRED = LANE_HEADS == 1;                       // up to four query heads leave half of the columns of P V idle: two tiles share them
@@ -44,6 +47,11 @@ constexpr float QUERY_TOP = 16250.f;
 constexpr int GROUP_SHARE = D / VALUE_GROUPS / 8;              // channels of a lane in each group of channels with a scale
 DEV constexpr int value_channel(int g, int element) { return element / GROUP_SHARE * (D / VALUE_GROUPS) + g * GROUP_SHARE + element % GROUP_SHARE; }
 
+// With few scales a value and two tiles that share the columns of P V, the product of P and the minima (codecs/values.cuh) takes both tiles at once: row g is
+// group g / 2 of the tile whose columns have the parity of g.
+constexpr bool MINIMA_BY_TILE = PAIRED && VALUE_GROUPS > 1 && VALUE_GROUPS <= 4 && Config::VALUE_BANKS;
+DEV constexpr int minima_row(int group, int parity) { return MINIMA_BY_TILE ? 2 * group + parity : group; }
+
 // A page head in shared memory by its 32-bit address: the compiler adds the base of a pointer to every offset anew.
 struct SharedBytes {
   u32 at;
@@ -53,6 +61,20 @@ template <int N> DEV void load_words(u32* w, SharedBytes p) {
   constexpr int EACH = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
 #pragma unroll
   for (int i = 0; i < N; i += EACH) load_shared<EACH>(w + i, p.at + 4 * i);
+}
+
+// Eight words of a lane, the lanes' words one after another: lanes 4 apart would read the same banks. Those whose g is odd (`second`) read the second half
+// first; `w` has the halves in the order in which they are read.
+constexpr bool CODE_BANKS = Config::CODE_BANKS;
+DEV void load_halves(u32* w, SharedBytes p, int second) {
+  load_words<4>(w, p + second * 16), load_words<4>(w + 4, p + (16 - second * 16));
+}
+DEV void swap_halves(u32* w, int second) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 x = w[i];
+    w[i] = second ? w[i + 4] : x, w[i + 4] = second ? x : w[i + 4];
+  }
 }
 
 // Scale and minimum (or zero point) of a token.

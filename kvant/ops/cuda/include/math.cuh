@@ -21,6 +21,10 @@ template <int TYPE> DEV float high(u32 x) { return TYPE == 0 ? bf16_high(x) : fp
 template <int TYPE> DEV u32 pair_of(float x, float y) { return TYPE == 0 ? bf16_pair(x, y) : fp16_pair(x, y); }
 template <int TYPE> DEV u32 to_fp16(u32 x) { return TYPE == 1 ? x : fp16_pair(bf16_low(x), bf16_high(x)); }
 
+// Of each half of a word: ones where its sign is set; bits of a where `mask` has ones, of b elsewhere.
+DEV u32 sign_mask(u32 x) { return permute_bytes(x, 0u, 0xBB99u); }
+DEV u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 constexpr float LOG2_E = 1.4426950408889634f;
 

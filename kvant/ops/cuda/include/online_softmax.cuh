@@ -10,6 +10,8 @@
 // scores may rise by HEADROOM - REFERENCE = 8 powers of two before m moves again, and P of 20 powers of two below the largest are still normal
 // fp16 numbers (2^-14).
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;
+constexpr float LARGEST_PROB = 16384.f;  // 2^HEADROOM
+static_assert(!SUM_LIMIT || (QUERIES > 1 && !PQ), "limits are those of single queries");
 constexpr float INITIAL_NORM = PQ || (VALUE_GROUPS > 1 && !SCALED_PROBS) ? 1.f : 1099511627776.f;  // 2^40, until a value's scale has been seen
 
 // A score in log2 units, less m. x is 2 log2(e) / cap times the logit with a soft cap: cap tanh(logit / cap) = cap (1 - 2 / (1 + e^(2 logit / cap))).
@@ -26,9 +28,9 @@ struct OnlineSoftmax {
   float flags[LANE_HEADS];  // sum of P over tokens whose value had its mean subtracted
   float acc[ACC_TILES][ACC_STEPS][4];  // O^T, unnormalised, times norm
   float centroids[RESIDUAL_VALUES ? ACC_TILES : 1][RESIDUAL_VALUES ? ACC_STEPS : 1][4];  // the part of O^T that is P times the values' centroids
-  float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row g: group g
+  float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row minima_row(group, column)
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
-  float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: minus infinity before the first score, then HEADROOM. By query where each sees other tokens
+  float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: minus infinity before the first score, then HEADROOM (SUM_LIMIT: sums of P above it, then 2^HEADROOM). By query where each sees other tokens
 
   DEV static constexpr int head(int column_tile, int i) { return PQ ? column_tile : PAIRED ? 0 : 2 * column_tile + (i & 1); }  // of column i & 1 of an accumulator
 
@@ -59,6 +61,7 @@ struct OnlineSoftmax {
   // S = s + m in log2 becomes P = 2^s; l += P. Where a score is beyond the headroom, or a value's scale beyond norm, m and norm are moved; most of the
   // time nothing happens. The powers are taken before that is known, which hides their latency.
   template <int N> DEV void update(float s[N][LANE_HEADS][2], float largest_scale) {
+    if constexpr (SUM_LIMIT) return update_by_sums<N>(s, largest_scale);
     float top[LANE_HEADS], any = minus_infinity(), p[N][LANE_HEADS][2];
     [[maybe_unused]] bool beyond = false;
 #pragma unroll
@@ -80,6 +83,43 @@ struct OnlineSoftmax {
     for (int h = 0; h < LANE_HEADS; h++)
 #pragma unroll
       for (int i = 0; i < N; i++) l[h] += (s[i][h][0] = p[i][h][0]) + (s[i][h][1] = p[i][h][1]);
+  }
+  // The same with fewer instructions: a head's sum of P of the lane's tokens, which l needs anyway, is compared with the headroom instead of the largest score. The
+  // sum is not smaller than the largest P.
+  template <int N> DEV void update_by_sums(float s[N][LANE_HEADS][2], float largest_scale) {
+    float sum[LANE_HEADS], p[N][LANE_HEADS][2];
+    const auto powers = [&]() {
+#pragma unroll
+      for (int h = 0; h < LANE_HEADS; h++) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+          p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
+          const float two = p[i][h][0] + p[i][h][1];
+          sum[h] = i ? sum[h] + two : two;
+        }
+      }
+    };
+    powers();
+    bool beyond = largest_scale * norm > 1.f;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) beyond = beyond || sum[h] > limit[h];
+    if (__any_sync(FULL, beyond)) {
+      float top[LANE_HEADS];
+#pragma unroll
+      for (int h = 0; h < LANE_HEADS; h++) {
+        top[h] = minus_infinity();
+#pragma unroll
+        for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1]));
+      }
+      rescale<N>(s, top, largest_scale);
+      powers();
+    }
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; h++) {
+      l[h] += sum[h];
+#pragma unroll
+      for (int i = 0; i < N; i++) s[i][h][0] = p[i][h][0], s[i][h][1] = p[i][h][1];
+    }
   }
   // Moves m so that the largest score is REFERENCE, and norm; multiplies sums and accumulators by 2^(m_old - m_new).
   template <int N> DEV void rescale(float s[N][LANE_HEADS][2], float* top, float largest_scale) {
@@ -112,7 +152,7 @@ struct OnlineSoftmax {
         for (int j = 0; j < VALUE_GROUPS; j++) group_z[h][j] *= factor[h] * ratio;
 #pragma unroll
       for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
-      if (QUERIES > 1) bound = HEADROOM;
+      if (QUERIES > 1) bound = SUM_LIMIT ? LARGEST_PROB : HEADROOM;
     }
     if constexpr (RESIDUAL_VALUES)
 #pragma unroll
@@ -170,7 +210,7 @@ DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
           const float rest = PAIRED && (i & 1) ? 0.f : softmax.group_z[OnlineSoftmax::head(n, i) % LANE_HEADS][2 * k / GROUP_SHARE];
           softmax.acc[n][k][i] = fmaf(softmax.acc[n][k][i], power, rest) * back;
         } else if (VALUE_GROUPS > 1) {  // the minima's row of the channels' group
-          const float least = __shfl_sync(FULL, softmax.bias[n][i & 1], 2 * k / GROUP_SHARE * 4 + t);
+          const float least = __shfl_sync(FULL, softmax.bias[n][i & 1], minima_row(2 * k / GROUP_SHARE, i & 1) * 4 + t);
           softmax.acc[n][k][i] = (softmax.acc[n][k][i] * power + least) * back;
         } else {
           const float bias = softmax.bias[n][i & 1];

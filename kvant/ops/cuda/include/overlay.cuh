@@ -31,10 +31,41 @@ DEV s64 overlay_offset(int position, s64 overlay_row, int head, int ring, int to
   return ((overlay_row * tokens + place) * Config::KV_HEADS + head) * D;
 }
 
+// The places of a chunk of tokens from `from` on, as byte offsets from the row of the overlay: either sinks alone or tokens of the ring, so that one remainder serves all.
+template <int RING> struct OverlayPlaces {
+  int place, least, most;  // of the first token; offsets of the first and the last token that is in the overlay
+
+  DEV OverlayPlaces(int from, int first, int last) : place(from < Config::SINK ? from : Config::SINK + (from - Config::SINK) % RING), least(first - from), most(last - 1 - from) {}
+  DEV u32 offset(int token) const {  // of a token of the chunk, or of the nearest that is in the overlay
+    const int at = place + max(least, min(token, most));
+    return (u32)(at >= Config::SINK + RING ? at - RING : at) * (Config::KV_HEADS * D * 2);
+  }
+};
+DEV const u8* overlay_bytes(const void* overlay, s64 overlay_row, int head, int tokens) { return (const u8*)overlay + (overlay_row * (tokens * Config::KV_HEADS) + head) * (D * 2); }
+
+// Lane t of a row of the overlay has words e of D / 8, each of two channels. Where a word is: LANES_SIDE_BY_SIDE, four lanes read 64 neighbouring bytes at once, else
+// each reads a quarter of the row.
+constexpr bool LANES_SIDE_BY_SIDE = Config::OVERLAY_WIDE && D % 32 == 0;
+DEV constexpr int overlay_channel(int e, int t) { return LANES_SIDE_BY_SIDE ? e / 4 * 32 + t * 8 + e % 4 * 2 : t * (D / 4) + 2 * e; }
+DEV void load_overlay_words(u32* w, const u8* row, int t) {
+  constexpr int AT_ONCE = LANES_SIDE_BY_SIDE ? 4 : D / 8;
+#pragma unroll
+  for (int e = 0; e < D / 8; e += AT_ONCE) load_words<AT_ONCE>(w + e, row + overlay_channel(e, t) * 2);
+}
+
 // K of N tiles of tokens from `from` on as A operands. Tokens outside [first, last) are not in the overlay; the nearest that is stands for them.
 template <int N> struct OverlayKeys {
   u32 k[N][2][D / 8];
   DEV void load(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane) {
+    if constexpr (Config::OVERLAY_WIDE) {
+      const OverlayPlaces<Key::RING> places(from, first, last);
+      const u8* row = overlay_bytes(a.overlay_key, overlay_row, head, Key::OVERLAY_TOKENS);
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) load_overlay_words(k[i][r], row + places.offset(i * 16 + r * 8 + (lane >> 2)), lane & 3);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < N; i++)
 #pragma unroll
@@ -133,14 +164,14 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head
-    const float* row = rows + min(column, TILE_HEADS - 1) * D + t * (D / 4);
+    const float* row = rows + min(column, TILE_HEADS - 1) * D;
     float c[N][4] = {};
     float by = column < TILE_HEADS ? 1.f : 0.f;
     if (Config::OVERLAY_TYPE == 1) by *= 256.f / sh.peak_of(min(column, TILE_HEADS - 1));
     const float odd = PAIRED && (g & 1) ? 1.f : 0.f;
 #pragma unroll
     for (int e = 0; e < D / 8; e += 2) {
-      const float4 x = *(const float4*)(row + 2 * e);
+      const float4 x = *(const float4*)(row + overlay_channel(e, t));
       float y[4] = {x.x * by, x.y * by, x.z * by, x.w * by};
 #pragma unroll
       for (int part = 0; part < (PAIRED ? 1 : 2); part++) {
@@ -158,6 +189,38 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
     mask_scores<N, Config::OVERLAY_TYPE == 1, (SOFTCAP || ROPE_BLOCK)>(c, n, a, from, first, last, lane, sh, softmax, s);
   }
 }
+
+// The same with queries that were split before (SPLIT_ROWS).
+struct SplitRows {
+  const u8* bytes;
+  DEV SplitRows(const float* rows) : bytes((const u8*)rows) {}
+};
+template <int N, class From>
+DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, int from, int first, int last, int lane, const From& sh, const SplitRows& rows, const OnlineSoftmax& softmax, float s[N][LANE_HEADS][2]) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    const int column = PAIRED ? g >> 1 : 8 * n + (g >> 1) + 4 * (g & 1);  // the query head
+    constexpr int SUMS = N == 1 ? 2 : 1;  // that do not wait for each other
+    float c[SUMS][N][4] = {};
+#pragma unroll
+    for (int part = 0; part < (PAIRED ? 1 : 2); part++) {
+      u32 q[D / 8];
+      load_overlay_words(q, rows.bytes + (min(column, TILE_HEADS - 1) * 2 + (PAIRED ? g & 1 : part)) * (D * 2), t);
+#pragma unroll
+      for (int e = 0; e < D / 8; e += 2) {
+        if (TILE_HEADS < 4 * LANE_HEADS && column >= TILE_HEADS) q[e] = q[e + 1] = 0u;
+#pragma unroll
+        for (int i = 0; i < N; i++) mma_bf16(c[e / 2 % SUMS][i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[e], q[e + 1]);
+      }
+    }
+    if constexpr (SUMS > 1)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[0][0][i] += c[SUMS - 1][0][i];
+    mask_scores<N, false, (SOFTCAP || ROPE_BLOCK)>(c[0], n, a, from, first, last, lane, sh, softmax, s);
+  }
+}
+using OverlayRows = Select<Config::SPLIT_ROWS, SplitRows, const float*>;  // that kernels before decode, or its warps, make
 
 // P of N tiles as B operands in the overlay's type: fp16, or bfloat16 in two parts, high + low. PAIRED: the odd columns hold the low part.
 template <int N> struct OverlayProbs {
@@ -193,6 +256,17 @@ struct OverlayValues {
   u32 v[4][D / 16];
   DEV void load(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane) {
     const int g = lane >> 2, t = lane & 3;
+    if constexpr (Config::OVERLAY_WIDE) {
+      const OverlayPlaces<Value::RING> places(from, first, last);
+      const u8* bytes = overlay_bytes(a.overlay_value, overlay_row, head, Value::OVERLAY_TOKENS);
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const u8* row = bytes + places.offset((r >> 1) * 8 + 2 * t + (r & 1));
+#pragma unroll
+        for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, row + value_channel(g, j * GROUP_SHARE) * 2);
+      }
+      return;
+    }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const int position = max(first, min(from + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
@@ -232,8 +306,8 @@ template <int N, class Token> DEV void mask_packed_rows(float s[N][LANE_HEADS][2
 }
 
 // Attends to tokens [first, last) of OVERLAY_TILES tiles of the sequence from `from` on: S, softmax update, O += P V.
-template <class From>  // From: SharedQuery or QueryOperand
-DEV void attend_overlay(const DecodeArguments& a, const volatile SequenceWork& w, const HeadTileRows& tile, int from, int first, int last, s64 overlay_row, int lane, const From& sh, const float* rows, OnlineSoftmax& softmax) {
+template <class From, class Rows>  // From: SharedQuery or QueryOperand; Rows: const float* or OverlayRows
+DEV void attend_overlay(const DecodeArguments& a, const volatile SequenceWork& w, const HeadTileRows& tile, int from, int first, int last, s64 overlay_row, int lane, const From& sh, const Rows& rows, OnlineSoftmax& softmax) {
   OverlayKeys<OVERLAY_TILES> keys;
   const int head = tile.head;
   keys.load(a, from, first, last, overlay_row, head, lane);

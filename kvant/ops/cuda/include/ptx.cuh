@@ -47,8 +47,16 @@ DEV void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
 DEV u32 fp16_pair_down(float low, float high) { u32 y; asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }  // rounded towards zero
 DEV u32 is_greater_fp16x2(u32 x, u32 y) { u32 z; asm("set.gt.f16x2.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }  // 1 or 0 each
+DEV u32 is_larger_fp16x2(u32 x, u32 y) {  // the same of |x|
+  u32 z;
+  asm("{.reg .b32 a; abs.f16x2 a, %1; set.gt.f16x2.f16x2 %0, a, %2;}" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
 DEV u32 add_fp16x2(u32 x, u32 y) { u32 z; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 DEV u32 fma_fp16x2(u32 x, u32 y, u32 z) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z)); return d; }
+// x - y z
+DEV u32 sub_product_fp16x2(u32 x, u32 y, u32 z) { u32 d; asm("{.reg .b32 n; neg.f16x2 n, %2; fma.rn.f16x2 %0, n, %3, %1;}" : "=r"(d) : "r"(x), "r"(y), "r"(z)); return d; }
+DEV u32 subtract_fp16x2(u32 x, u32 y) { u32 z; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 DEV u32 mul_fp16x2(u32 x, u32 y) { u32 z; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
 
 // Four bytes of x (0 to 3) and y (4 to 7), by the nibbles of `which`. A nibble with its highest bit set gives the sign of its byte, eight times.

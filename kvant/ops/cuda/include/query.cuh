@@ -46,11 +46,35 @@ struct QueryOperand : GroupSums<KEY_GROUPS> {
   DEV float peak_of(int head) const { return peak[head]; }
 };
 
+// Rows of queries that the overlay is multiplied by: float32 [D], or two parts of bfloat16 [2, D], high + low (SPLIT_ROWS), in as many bytes.
+DEV void store_overlay_query(float* row, int channel, float x, float y) {  // of `channel`, which is even, and the next
+  if constexpr (Config::SPLIT_ROWS) {
+    const u32 first = bf16_pair(x, y);
+    ((u32*)row)[channel / 2] = first, ((u32*)row)[D / 2 + channel / 2] = bf16_pair(x - bf16_low(first), y - bf16_high(first));
+  } else *(float2*)(row + channel) = {x, y};
+}
+DEV void store_overlay_query(float* row, int channel, float x) {
+  if constexpr (Config::SPLIT_ROWS) {
+    const u32 first = bf16_pair(x, 0.f);
+    ((u16*)row)[channel] = (u16)first, ((u16*)row)[D + channel] = (u16)bf16_pair(x - bf16_low(first), 0.f);
+  } else row[channel] = x;
+}
+
 struct QueryFragment {
-  u32 f[LANE_HEADS][OPERAND_REGISTERS];  // B operands. Column g: head g / 2 (+ 4, ...), high byte in even columns, low byte in odd ones
+  u32 f[SHARED_OPERAND ? 1 : LANE_HEADS][SHARED_OPERAND ? 1 : OPERAND_REGISTERS];  // B operands. Column g: head g / 2 (+ 4, ...), high byte in even columns, low byte in odd ones
   float factor[LANE_HEADS], bias[LANE_HEADS], sum[LANE_HEADS], mean_logit[LANE_HEADS];  // of the lane's heads t, t + 4, ...
   float group_sum[LANE_HEADS][KEY_GROUPS];  // where there are several groups: GroupSums in steps of the operand
+  u32 operand;  // SHARED_OPERAND: address of the lane's part of the operand in shared memory, from which every chunk reads it
+
+  // SHARED_OPERAND: B operands k and k + 1 (k even) of head n.
+  DEV void get_two(u32* b, int n, int k) const {
+    const u32 at = operand + (n * OPERAND_REGISTERS + k) * 128;
+    if constexpr (OPERAND_PAIRS) load_shared<2>(b, at);
+    else load_shared<1>(b, at), load_shared<1>(b + 1, at + 128);
+  }
 };
+// Where register i of a lane lies among those of a head in memory.
+DEV constexpr int operand_place(int i, int lane) { return OPERAND_PAIRS ? (i / 2 * 32 + lane) * 2 + i % 2 : i * 32 + lane; }
 
 // sum_c q_c times the middle of the levels of channel c: codes with a scale alone have centred levels, code - TOP / 2.
 template <class P> DEV float plane_bias(const float* q, int lane) {
@@ -97,7 +121,8 @@ template <int THREADS, int STRIDE, class P, class Top> DEV void store_plane(cons
         packed |= (u32)((g & 1 ? whole - high * 128 : high) & 255) << (8 * byte);
       }
     }
-    f[n][P::BEFORE + i][lane] = packed;
+    if constexpr (OPERAND_PAIRS) f[n][0][operand_place(P::BEFORE + i, lane)] = packed;
+    else f[n][P::BEFORE + i][lane] = packed;
   }
 }
 template <int THREADS, int STRIDE, class Top, class... P> DEV void store_query_planes(KeyPlanes<P...>, const float* rows, Top top, u32 (*f)[OPERAND_REGISTERS][32]) {
@@ -144,9 +169,11 @@ template <class From> DEV void load_query(QueryFragment& q, const From& sh, int 
 #pragma unroll
       for (int j = 0; j < KEY_GROUPS; j++) q.group_sum[n][j] = sh.group_sum[j][head] * back;
     }
+    if constexpr (!SHARED_OPERAND)
 #pragma unroll
     for (int i = 0; i < OPERAND_REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
   }
+  if constexpr (SHARED_OPERAND) q.operand = shared_address(sh.f[0][0] + operand_place(0, lane));
 }
 
 // --- a matrix in shared memory ------------------------------------------------------------------------------------------

@@ -93,15 +93,20 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   using Matrix = RotatedMatrix<K>;
   static constexpr int AHEAD = Config::ROTATED_AHEAD, OWN = AHEAD ? AHEAD : ROTATED_BLOCKS;  // operands of a warp
   static constexpr bool ALIASED = AHEAD > 0;  // angles lie among operands
+  static constexpr bool DIRECT = Config::ROTATED_DIRECT > 0;  // angles are read from global memory
+  static constexpr bool SHARED = AHEAD > 0 || Config::ROTATED_DIRECT == 2;  // the warps of a CTA may make operands together
+  static_assert(!DIRECT || AHEAD == 0, "a warp makes operands for itself");
   static_assert(AHEAD == 0 || (AHEAD == 2 * ROTATED_BLOCKS && TILE_HEADS <= 8 && sizeof(QueryOperand) >= 4 * D), "angles fit in the place of operands");
   using Angles = RotatedAngles<ROTATED_BLOCKS>;
   struct Shared {
     QueryOperand operands[WARPS * OWN];  // OWN of each warp
-    Angles angles[ALIASED ? 1 : WARPS];  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
+    Select<ALIASED || DIRECT, u32, Angles[WARPS]> angles;  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
     OverlaySums sums[WARPS];
   };
   static constexpr int NONE = 1 << 30;
   int first, last;  // RoPE block of the first operand, or NONE; of the last of the CTA, where its warps make operands together
+  bool copying;     // the matrix of the head is on its way
+  int rows_block;   // RoPE block whose rows for the overlay are there, or -1
   bool together;    // the warps of the CTA make the operands of all its RoPE blocks first; else each warp makes its own
 
   // A lane's part of a tile of the matrix in shared memory, where SharedMatrix puts it. Not by a pointer, which would take registers of every page.
@@ -114,6 +119,17 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     const int warp = threadIdx.x >> 5;
     if constexpr (ALIASED) return *(Angles*)(sh.operands + warp * OWN + ROTATED_BLOCKS);
     else return sh.angles[warp];
+  }
+
+  // Angles of RoPE blocks `block` on are wanted soon.
+  DEV static void prefetch_angles(Shared& sh, const DecodeArguments& a, int block, int lane) {
+    if constexpr (DIRECT) {
+      constexpr int LINES = (ROTATED_BLOCKS * D * 2 + 127) / 128;
+      const int place = min(min(block, a.rope_blocks - 1) * (D / 2) + lane % LINES * 32, a.rope_blocks * (D / 2) - 1);
+      if (lane < 2 * LINES) prefetch_l1((lane < LINES ? a.cosine : a.sine) + place);
+    } else {
+      own_angles(sh).copy(a, block, lane);
+    }
   }
 
   // The column of an MMA: its head (`from` on) and its RoPE block among those of the product; columns beyond the last are idle.
@@ -132,28 +148,37 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     const int warp = threadIdx.x >> 5;
     if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
     await_copies();  // of angles that nobody asked for
-    first = NONE, together = false;
-    if constexpr (AHEAD > 0) {
+    first = NONE, together = false, rows_block = -1;
+    if constexpr (SHARED) {
       first = rope_block_of(a, begin), last = begin < end ? rope_block_of(a, end - 1) : first - 1;
-      together = last - first < AHEAD * WARPS;
+      together = last - first < OWN * WARPS;
       if (together) {
-        if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
+        if constexpr (DIRECT) prefetch_angles(sh, a, first + warp * OWN, lane);
+        else if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
         return;
       }
       first = NONE;
     }
-    own_angles(sh).copy(a, rope_block_of(a, own), lane);
+    prefetch_angles(sh, a, rope_block_of(a, own), lane);
+  }
+  template <class SharedMatrix> DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
+    const int which = rows.head % a.matrix_heads;
+    copying = shared.head != which;
+    if (copying) Matrix::copy(shared.bytes, a, shared.head = which);
   }
   template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
-    [[maybe_unused]] const int which = rows.head % a.matrix_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (shared.head != which) {
-      Matrix::copy(shared.bytes, a, shared.head = which);
+    [[maybe_unused]] const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (!Config::EARLY_MATRIX) copy_matrix(a, shared, rows);
+    if (copying) {
       await_copies();
       __syncthreads();
     }
-    if constexpr (AHEAD > 0)
+    if constexpr (SHARED)
       if (together) {
-        if (first + warp * AHEAD <= last) {
+        const int block = first + warp * OWN;
+        if constexpr (DIRECT) {
+          if (block <= last) make_direct(sh.operands + warp * OWN, block, a, rows, lane);
+        } else if (block <= last) {
           const auto& angles = *(const RotatedAngles<OWN>*)(sh.operands + warp * OWN);
           await_copies();
           __syncwarp();
@@ -176,7 +201,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
 
   // Operands of COLUMNS * ROTATED_BLOCKS RoPE blocks, whose angles are given. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes
   // of a word: lane g has word g >> 1 of register g & 1 of every two. `out` may lie where the angles are.
-  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane, int last_member = ROTATED_BLOCKS - 1) const {
     const int g = lane >> 2, t = lane & 3;
     constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, MISSING_WORDS = MISSING * K::REGISTERS * 8;  // operands of heads that do not exist are zero
 #pragma unroll 1
@@ -184,7 +209,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       RotatedFragment q[COLUMNS];
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) {
-        const int angle = (j * ROTATED_BLOCKS + min(member(g), ROTATED_BLOCKS - 1)) * (D / 2);
+        const int angle = (j * ROTATED_BLOCKS + min(member(g), last_member)) * (D / 2);
         q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
       }
       float c[COLUMNS][Matrix::TILES][4];
@@ -200,6 +225,10 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       }
     __syncwarp();
   }
+  // Operands of RoPE blocks `block` on, whose angles are read from global memory.
+  DEV void make_direct(QueryOperand* out, int block, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+    make_operands<1>(out, a.cosine + block * (D / 2), a.sine + block * (D / 2), a, rows, lane, min(ROTATED_BLOCKS - 1, a.rope_blocks - 1 - block));
+  }
   // Bytes of a tile of columns, and its sums.
   DEV static void store_operands(QueryOperand* out, const float (*c)[4], const DecodeArguments& a, int from, int g, int t) {
 #pragma unroll
@@ -208,12 +237,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       const float top = column_top(c, e), by = __fdividef(QUERY_TOP, top), special = c[K::REGISTERS][e];
       if (member(column) >= ROTATED_BLOCKS || h >= TILE_HEADS) continue;
       QueryOperand& to = out[member(column)];
-      u32* f = to.f[h / 4][g & 1] + h % 4 * 8 + (g >> 1);
+      u32* f = to.f[h / 4][0] + operand_place(g & 1, h % 4 * 8 + (g >> 1));
 #pragma unroll
       for (int k = 0; k < K::REGISTERS; k += 2) {
         u32 up, down;
         split_bytes(c[k][e], c[k][2 + e], c[k + 1][e], c[k + 1][2 + e], by, up, down);
-        f[k * 32] = up, f[k * 32 + 4] = down;
+        f[k * 32] = up, f[k * 32 + operand_place(0, 4)] = down;
       }
       if (g == 0) to.top[h] = top * (1.f / largest_weight(K{})), to.sum[h] = special;
       if (g == 1) to.bias[h] = special;
@@ -223,13 +252,18 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   // The operand of a RoPE block.
   template <class Pages> DEV void load_block(Pages& pages, Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) {
     QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
-    if (AHEAD > 0 && together) own = sh.operands;
+    if (SHARED && together) own = sh.operands;
     else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
-      Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
-      await_copies();
-      __syncwarp();
-      make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
-      angles.copy(a, (first = block) + ROTATED_BLOCKS, lane);
+      if constexpr (DIRECT) {
+        __syncwarp();
+        make_direct(own, block, a, rows, lane);
+      } else {
+        const Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
+        await_copies();
+        __syncwarp();
+        make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
+      }
+      prefetch_angles(sh, a, (first = block) + ROTATED_BLOCKS, lane);
     }
     pages.load_query(own[block - first], lane, a.scale);
   }
@@ -245,11 +279,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int channel = One::channel(i, j, g >> 1);
-        if (channel >= 0) row[channel] = c[One::BEFORE + k + j / 2][j % 2 * 2 + e] * by;
+        if (channel >= 0) store_overlay_query(row, channel, c[One::BEFORE + k + j / 2][j % 2 * 2 + e] * by);
       }
     }
   }
-  // Queries of a RoPE block as float32 rows [TILE_HEADS, D], by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
+  // Queries of a RoPE block as rows [TILE_HEADS, D] (store_overlay_query), by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
   DEV void make_rows(float* rows_out, OverlaySums& out, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) const {
     const int g = lane >> 2, t = lane & 3;
     __syncwarp();
@@ -276,7 +310,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
         for (int e = 0; e < 2; e++) {
           const int column = 2 * t + e, h = head_of(column, from);
           if (member(column) > 0 || h >= TILE_HEADS) continue;
-          rows_out[h * D + 16 * n + g] = y[0][0][e], rows_out[h * D + 16 * n + 8 + g] = y[0][0][2 + e];
+          store_overlay_query(rows_out + h * D, 16 * n + g, y[0][0][e]), store_overlay_query(rows_out + h * D, 16 * n + 8 + g, y[0][0][2 + e]);
         }
       }
     }
@@ -292,12 +326,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     }
   }
   // Overlay tokens [at, last), those of one RoPE block at a time. The rows lie where the warp's pages were: the overlay comes after them.
-  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) {
     OverlaySums& own = sh.sums[threadIdx.x >> 5];
     for (int from = at; from < last;) {
       const int until = min(last, rope_block_end(a, from)), block = rope_block_of(a, from);
-      make_rows((float*)memory, own, a, rows, block, lane);
-      attend_overlay(a, w, rows, at, from, until, overlay_row, lane, own, (const float*)memory, softmax);
+      if (block != rows_block) make_rows((float*)memory, own, a, rows, rows_block = block, lane);
+      attend_overlay(a, w, rows, at, from, until, overlay_row, lane, own, OverlayRows((const float*)memory), softmax);
       from = until;
     }
     __syncwarp();  // outputs come where the rows were

@@ -10,6 +10,7 @@
 #include "include/math.cuh"
 
 DEV int warp_sum_int(int x) { return __reduce_add_sync(FULL, x); }
+DEV int warp_max_int(int x) { return __reduce_max_sync(FULL, x); }
 // x / by, exact; an integer division takes several times as long.
 DEV int quotient(int x, int by) {
   const int near = (int)__fdividef((float)x, (float)by), rest = x - near * by;
@@ -29,12 +30,13 @@ struct WorkTile {
 };
 
 // HEADS head tiles a sequence; a CTA with fewer than MIN_UNITS units is not worth its merge. HEADS_FIRST: neighbours on the line are sequences of one head tile, for
-// kernels that have something of a head in shared memory.
-template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false> struct TileScheduler {
+// kernels that have something of a head in shared memory. WHOLE_TILES: CTAs take whole (sequence, head tile)s, or equal parts of one, wherever the longest of them is at
+// most an eighth longer than a part of the line would be: otherwise most CTAs have the end of one and the beginning of another, and begin and merge twice.
+template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES = false> struct TileScheduler {
   static constexpr int AT_ONCE = HEADS_FIRST ? 1 : HEADS;  // head tiles of a sequence that are neighbours on the line
   int own;         // units of the lane-th sequence
   int parts;       // of the line: a CTA takes parts blockIdx.x, blockIdx.x + gridDim.x, ...
-  bool split;      // CTAs outnumber (sequence, head tile)s three to one: each of those is cut into equal parts, and a unit is one of them
+  bool split;      // each (sequence, head tile) is cut into equal parts, or one, and a unit is one of them: where CTAs outnumber them three to one, or WHOLE_TILES
   float share;     // parts over units
   int each, more;  // the first `more` parts have each + 1 units, the others `each`
 
@@ -47,6 +49,20 @@ template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false> struct TileSchedul
     split = parts >= 3 * a.batch * HEADS;
     share = __fdividef((float)parts, (float)all);
     each = 1, more = 0;
+    if constexpr (WHOLE_TILES) {
+      int count = 0, longest = 0;  // parts, and units of the longest
+      for (int i = lane; i < a.batch; i += 32) {
+        const int units = i == lane ? own : sequence_work(a, i).units, cut = split_units(units);
+        count += cut, longest = max(longest, (units + cut - 1) / cut);
+      }
+      count = warp_sum_int(count) * HEADS, longest = warp_max_int(longest);
+      const bool even = (float)((count + parts - 1) / parts * longest) * (float)parts <= 1.125f * (float)all;
+      if (split) parts = count;
+      else if (even) split = true, parts = min(parts, count);
+      if (split) all = count;
+      each = all / parts, more = all % parts;
+      return;
+    }
     if (split) {
       parts = lane < a.batch ? split_units(own) : 0;
       for (int i = lane + 32; i < a.batch; i += 32) parts += split_units(sequence_work(a, i).units);
@@ -59,7 +75,7 @@ template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false> struct TileSchedul
   DEV int begin_of(int part) const { return part * each + min(part, more); }
   // The part that a unit belongs to.
   DEV int part_of(int unit) const {
-    if (split) return unit;
+    if (split && !WHOLE_TILES) return unit;
     return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each;
   }
 

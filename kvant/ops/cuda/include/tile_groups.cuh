@@ -69,8 +69,7 @@ template <class S> struct TileGroups {
       for (int r = 0; r < Tile::ROWS; r++) tile.x[r][i] -= off;
     }
   }
-  DEV static void store_overlay(const Tile& tile, const AppendArguments& a, int first, int head, s64 slot) {
-    const s64 mine = slot >= 0 ? overlay_place(a, first + tile.owned_token()) : -1;
+  DEV static void store_overlay(const Tile& tile, const AppendArguments& a, int head, s64 mine) {
     if (!__any_sync(FULL, mine >= 0)) return;
     s64 at[Tile::ROWS];
     tile.broadcast_rows(mine, at);

@@ -10,10 +10,9 @@ DEV constexpr u32 ones(int count, int apart) {  // `count` set bits, `apart` bit
   return x;
 }
 
-// Stores the held rows of tokens that the overlay holds. `slot` is the owned token's.
-template <class S> DEV void store_overlay(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, s64 slot) {
+// Stores the held rows of tokens that the overlay holds. `mine` is the place of the owned one.
+template <class S> DEV void store_overlay(const TokenTile<S>& tile, const AppendArguments& a, int head, s64 mine) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS, SHARE = TokenTile<S>::SHARE;
-  const s64 mine = slot >= 0 ? overlay_place(a, first + tile.owned_token()) : -1;
   if (!__any_sync(FULL, mine >= 0)) return;
   s64 at[ROWS];
   tile.broadcast_rows(mine, at);

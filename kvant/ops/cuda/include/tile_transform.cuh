@@ -3,6 +3,7 @@
 // lane ends up with neighbouring tokens. Values with a learnt matrix are held as keys are.
 
 #pragma once
+#include "include/copies.cuh"
 #include "include/token_tile.cuh"
 #include "include/unrotate.cuh"
 #include "include/warpgroup.cuh"
@@ -73,6 +74,45 @@ template <class S> DEV void subtract_mean(TokenTile<S>& tile, const float* mean)
   }
 }
 
+// --- where rows come from -----------------------------------------------------------------------------------------------------
+
+// Where a lane reads row r of its tile from: channels that RoPE rotates together go to the same lane, as two halves of its words.
+template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, int head, int lane, int r) {
+  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
+}
+
+// What a tile is read from and multiplied by.
+struct TileSource {
+  const u8* matrix;  // of the head, in shared memory, where rows are multiplied by one
+  u32 staged;        // address of shared memory where the rows are, where they are STAGED
+  int next;          // first token of the warp's next tile, whose rows go there once these have been read
+};
+template <class S> constexpr bool STAGED = Config::TILE_STAGED && S::MATRIX_PARTS > 0;
+
+// Rows of a warp's next tile, in shared memory: every lane copies what it will read itself, 16 bytes at a time, so that no lane waits for another. `mine` is the
+// address of the first 16 bytes of the lane.
+template <class S> struct StagedRows {
+  static constexpr int CHUNKS = READ_WORDS / 4, APART = Config::TILE_WARPS * 32 * 16;  // of a row; bytes from a lane's chunk to its next
+  template <int I> DEV static void copy_from(u32 mine, const u8* one, const u8* two) {
+    if constexpr (I < CHUNKS) {
+      constexpr int AT = S::ROPE_BLOCK > 0 ? I / (CHUNKS / 2) * D + I % (CHUNKS / 2) * 16 : I * 16;
+      copy16_at<I * APART, AT>(mine, one), copy16_at<(I + CHUNKS) * APART, AT>(mine, two);
+      copy_from<I + 1>(mine, one, two);
+    }
+  }
+  DEV static void copy(u32 mine, const AppendArguments& a, int first, int head, int lane) {
+    copy_from<0>(mine, tile_row<S>(a, first, head, lane, 0), tile_row<S>(a, first, head, lane, 1));
+  }
+  DEV static void load(u32 mine, u32 (*w)[READ_WORDS]) {
+    await_copies();
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) load_chunk(mine, w, c);
+  }
+  DEV static void load_chunk(u32 mine, u32 (*w)[READ_WORDS], int c) {  // of both rows
+    load_shared<4>(w[0] + 4 * c, mine + c * APART), load_shared<4>(w[1] + 4 * c, mine + (CHUNKS + c) * APART);
+  }
+};
+
 // --- RoPE and a matrix in fp16 ------------------------------------------------------------------------------------------------
 
 // The biased exponent of the largest magnitude of a row as it was read, of token g + 8 (t / 2): a power of two brings the row close to 2^8.
@@ -106,8 +146,9 @@ template <class S> DEV StepOperands step_operands(const AppendArguments& a, cons
   return made;
 }
 
-// sums = X M for rows X as they were read. M is parts of the input's type in shared memory, whose sum it is: [parts, D / 16 steps] of Warpgroup's operands.
-template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix) {
+// sums = X M for rows X as they were read. M is parts of the input's type in shared memory, whose sum it is: [parts, D / 16 steps] of Warpgroup's operands. `meanwhile`
+// runs while the tensor cores multiply.
+template <class S, class F> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix, F meanwhile) {
   using Products = Warpgroup<D, S::IN_TYPE>;
   constexpr int STEPS = D / 16;
   const typename Products::Operand b = Products::operand(matrix);
@@ -118,6 +159,7 @@ template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], con
     Products::multiply(sums, y, Products::later(b, i * Products::STEP_BYTES));
   }
   Products::commit();
+  meanwhile();
   Products::await();
   Products::template hold<READ_WORDS>(w[0]);
   Products::template hold<READ_WORDS>(w[1]);
@@ -125,16 +167,23 @@ template <class S> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], con
 
 // sums = R X M for keys X that R unrotates to the start of their RoPE block, times a power of two of each row that brings it into the range of fp16; `exponent` is what
 // undoes it. M is two matrices of fp16, the larger one last.
-template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& tile, const AppendArguments& a, const u32 (*w)[READ_WORDS], const u8* matrix, int first, u32* exponent) {
+template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int rope_block, u32* exponent) {
   using Products = Warpgroup<D, ElementType::FP16>;
   constexpr int STEPS = D / 16, PARTS = S::MATRIX_PARTS;
-  const int g = tile.g, t = tile.t;
+  const int t = tile.t;
   const u32 own_exponent = row_exponent(tile, w), other_exponent = __shfl_xor_sync(FULL, own_exponent, 2);
   exponent[0] = t & 2 ? other_exponent : own_exponent, exponent[1] = t & 2 ? own_exponent : other_exponent;
   const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
-  const int mine = new_token_rope_block<S::ROPE_BLOCK>(a, min(first + g + 8 * (t >> 1), a.tokens - 1)), other = __shfl_xor_sync(FULL, mine, 2);
-  const s64 at[2] = {(s64)(t & 2 ? other : mine) * (D / 2) + t * (D / 8), (s64)(t & 2 ? mine : other) * (D / 2) + t * (D / 8)};
-  const Products::Operand b = Products::operand(matrix);
+  int blocks[2];
+  tile.broadcast_rows(rope_block, blocks);
+  const s64 at[2] = {(s64)blocks[0] * (D / 2) + t * (D / 8), (s64)blocks[1] * (D / 2) + t * (D / 8)};
+  const Products::Operand b = Products::operand(source.matrix);
+  // Staged rows are read once more, when it is their turn: there are no registers for all of them.
+  const auto read = [&](int m) {
+    if constexpr (STAGED<S>)
+      if (m % 4 == 0) StagedRows<S>::load_chunk(source.staged, w, m / 4), StagedRows<S>::load_chunk(source.staged, w, (m + STEPS) / 4);
+  };
+  read(0);
   StepOperands now = step_operands<S>(a, w, at, times, 0);
 #pragma unroll
   for (int m = 0; m < STEPS; m++) {
@@ -145,7 +194,7 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
     Products::multiply(sums, now.y, large);
     Products::commit();
     StepOperands next = now;
-    if (m + 1 < STEPS) next = step_operands<S>(a, w, at, times, m + 1);
+    if (m + 1 < STEPS) read(m + 1), next = step_operands<S>(a, w, at, times, m + 1);
     Products::await();
     Products::template hold<4>(now.y);
     Products::template hold<4>(now.rest);
@@ -153,8 +202,8 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
   }
 }
 
-// x = R x M - mean. The warps of a warpgroup come here together.
-template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+// x = R x M - mean. The warps of a warpgroup come here together. What is looked up for the tile's tokens is, if nothing depends on it before.
+template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, OwnedToken& owned, int first, int head) {
   static_assert(S::KEY, "a row lies in four lanes");
   constexpr int N = TokenTile<S>::N;
   constexpr bool UNROTATED = S::ROPE_BLOCK > 0, FP16 = UNROTATED || S::IN_TYPE == ElementType::FP16;
@@ -164,12 +213,21 @@ template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& 
   constexpr float FACTOR = S::MEAN || S::CENTROIDS ? S::HADAMARD_SCALE : 1.f;
   float back[2] = {FACTOR, FACTOR};
   if constexpr (FP16) back[0] *= S::matrix_unit(a), back[1] *= S::matrix_unit(a);  // entries of bfloat16 are whole
+  const auto copy_next = [&] {
+    if constexpr (STAGED<S>)
+      if (source.next < a.tokens) StagedRows<S>::copy(source.staged, a, source.next, head, tile.lane);
+  };
   if constexpr (UNROTATED) {
     u32 exponent[2];
-    multiply_unrotated(sums, tile, a, w, matrix, first, exponent);
+    owned = look_up(tile, a, first);
+    multiply_unrotated(sums, tile, a, w, source, owned.rope_block, exponent);
+    copy_next();
     back[0] *= scale_from_fp16(exponent[0]), back[1] *= scale_from_fp16(exponent[1]);
   } else {
-    multiply_read<S>(sums, w, matrix);
+    multiply_read<S>(sums, w, source.matrix, [&] {
+      copy_next();
+      owned = look_up(tile, a, first);
+    });
   }
   Warpgroup<D, ElementType::FP16>::template hold<D / 2>(sums);
 #pragma unroll

@@ -96,5 +96,26 @@ DEV void load_vector(float* x, const float* p) {  // four floats
   x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
 }
 
+// What is looked up for the token that a lane owns, before its tile is multiplied: loads that wait for each other do so while rows are still on their way.
+struct OwnedToken {
+  s64 slot, place;  // where its codes go and its place in the overlay; -1 where there is none
+  int rope_block;
+};
+
 // The slot of a token of the tile that begins at token `first`; -1 where there is none.
 DEV s64 tile_slot(const AppendArguments& a, int first, int token) { return token >= 0 && token < 16 && first + token < a.tokens ? a.slot_mapping[first + token] : -1; }
+
+template <class S> DEV OwnedToken look_up(const TokenTile<S>& tile, const AppendArguments& a, int first) {
+  const int token = min(first + tile.owned_token(), a.tokens - 1);
+  OwnedToken owned{tile_slot(a, first, tile.owned_token()), -1, 0};
+  if constexpr (Config::OVERLAY_TOKENS > 0 || S::ROPE_BLOCK > 0) {
+    NewToken found;
+    found.load_of(a, likely_sequence(a, token));
+    found.settle(a, token, true);
+    const s64 position = found.position(token);
+    if constexpr (Config::OVERLAY_TOKENS > 0)
+      if (owned.slot >= 0) owned.place = overlay_place(found.overlay_row, found.length, position);
+    if constexpr (S::ROPE_BLOCK > 0) owned.rope_block = rope_block_of<S::ROPE_BLOCK>(a, (int)position);
+  }
+  return owned;
+}

@@ -20,13 +20,17 @@ template <class A> DEV int sequence_of(const A& a, int token) {
   return search_sequence(a, token);
 }
 
+// Where a token's sequence would be if all had equally many new tokens.
+template <class A> DEV int likely_sequence(const A& a, int token) { return min((int)((float)token * a.sequence_rate), a.batch - 1); }
+
 // A new token among the tokens of its sequence, found with as few loads after each other as there can be: `load` begins to load what is right in a
-// decode step, where every sequence has one new token; `settle` waits for it and, where it is another sequence's, searches.
+// decode step, where every sequence has one new token, `load_of` what belongs to some sequence; `settle` waits for it and, where it is another
+// sequence's, searches.
 struct NewToken {
   s64 begin, end, length, overlay_row;  // of the sequence: its first new token and the one after its last, its tokens, its row of the overlays
 
-  template <class A> DEV void load(const A& a, int token) {
-    const int b = min(token, a.batch - 1);
+  template <class A> DEV void load(const A& a, int token) { load_of(a, min(token, a.batch - 1)); }
+  template <class A> DEV void load_of(const A& a, int b) {  // of sequence b
     begin = a.query_start_loc[b], end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];
   }
   // Padding, a token that is not `wanted`, may stay with any sequence.

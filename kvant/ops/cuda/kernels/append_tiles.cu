@@ -15,17 +15,21 @@
 
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
-// The limits at which the held rows are clipped.
-template <class S> DEV void clip_limits(const TokenTile<S>& tile, const Clip& clip, float* limit) {
+// The limits at which the held rows are clipped. Returns whether every row of the warp is known to reach beyond its limit at both ends.
+template <class S> DEV bool clip_limits(const TokenTile<S>& tile, const Clip& clip, float* limit) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   if constexpr (S::KEY) {
     ClipSearch search[2];
     search[0].template begin<N, 1, 4>(tile.x[0], clip), search[1].template begin<N, 1, 4>(tile.x[1], clip);
-    narrow_search<N>(search, tile.x, clip);
+    u32 least, most;
+    narrow_search<N>(search, tile.x, clip, least, most);
     limit[0] = search[0].template finish<N, 1, 4>(tile.x[0], clip), limit[1] = search[1].template finish<N, 1, 4>(tile.x[1], clip);
+    const bool one = fp16_low(most) >= limit[0] & -fp16_low(least) >= limit[0], two = fp16_high(most) >= limit[1] & -fp16_high(least) >= limit[1];
+    return !__any_sync(FULL, !(one & two));
   } else {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) limit[r] = clip_limit<N, 4, 32>(tile.x[r], clip);
+    return false;
   }
 }
 
@@ -36,10 +40,13 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
   constexpr bool LEFT = S::BITS <= 4 && S::SEARCH == 1 && S::SCALE_FORM == ScaleForm::SCALE_MIN;
   const Clip clip = S::clip(a);
   float limit[ROWS];
-  clip_limits(tile, clip, limit);
-  tile.range(w, least, most);
+  const bool beyond = clip_limits(tile, clip, limit);
   const float end = tile.owned(limit) * tile.FACTOR;
-  least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
+  least = -end, most = end;
+  if (!beyond) {
+    tile.range(w, least, most);
+    least = fminf(fmaxf(least, -end), end), most = fminf(fmaxf(most, -end), end);
+  }
   if (!LEFT || __any_sync(FULL, clip.drop && most - least <= end * 0.0625f))
 #pragma unroll
     for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
@@ -62,27 +69,28 @@ template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const 
   }
 }
 
-template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool AS_READ = TokenTile<S>::AS_READ;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
   float least, most, scale[ROWS], reciprocal[ROWS], zero[ROWS];
 
   // Transform: x = x M or H x, less the mean.
   if constexpr (AS_READ) tile.range(w, least, most);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, first, head);
+    multiply(tile, a, w, source, owned, first, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
   }
   if constexpr (S::CENTROIDS > 0) {
     TileGroups<S>::scale(tile);
-    if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+    if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
     TileGroups<S>::subtract_centroids(tile, a, first, head);
   }
   if constexpr (!AS_READ && !Config::CLIP) tile.range(w, least, most);
-  if constexpr (Config::OVERLAY_TOKENS > 0 && !S::CENTROIDS) store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0 && !S::CENTROIDS) store_overlay(tile, a, head, owned.place);
 
   // Scale of the owned row.
   if constexpr (Config::CLIP) clip_tile(tile, a, w, least, most);
@@ -101,7 +109,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
     }
     return tile.sum_rows(squares);
   });
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
+  if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
   // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !AS_READ && !PRODUCT;
@@ -111,22 +119,23 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
 }
 
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
-template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
 
   // Transform: x = x M, less the mean; or as it is. Then clip.
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, first, head);
+    multiply(tile, a, w, source, owned, first, head);
   } else {
     static_assert(S::HADAMARD == 1, "channels are in the order of groups before a Hadamard");
     apply_hadamard(tile, w, nullptr);
     if constexpr (S::MEAN) Groups::subtract_mean(tile, S::mean(a) + head * D);
   }
   if constexpr (S::CENTROIDS > 0) Groups::scale(tile);
-  if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0) Groups::store_overlay(tile, a, head, owned.place);
   if constexpr (S::CENTROIDS > 0) Groups::subtract_centroids(tile, a, first, head);
   if constexpr (Config::CLIP) {
     float limit[ROWS];
@@ -158,8 +167,8 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
       }
       return tile.sum_rows(squares);
     });
-    if (slot >= 0 && tile.stores_scale())
-      store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET + j * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
+    if (owned.slot >= 0 && tile.stores_scale())
+      store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET + j * (Config::PAGE_TOKENS * 4), S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
     tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) words.add(tile, r, j, AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR));
@@ -180,16 +189,17 @@ template <class S> struct LevelCoder {
   DEV u32 base() const { return 0u; }
 };
 
-template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
   if constexpr (S::MATRIX_PARTS > 0) {
-    multiply(tile, a, w, matrix, first, head);
+    multiply(tile, a, w, source, owned, first, head);
   } else {
     apply_hadamard(tile, w, S::signs(a));
     if constexpr (S::MEAN) subtract_mean(tile, S::mean(a) + head * D);
   }
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
   float squares[ROWS], factor[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
@@ -198,29 +208,30 @@ template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArgume
     for (int i = 0; i < N; i++) squares[r] = fmaf(tile.x[r][i], tile.x[r][i], squares[r]);
   }
   const float norm = round_to<S::SCALE_TYPE>(fminf(sqrtf(tile.sum_rows(squares)) * tile.FACTOR, LARGEST<S::SCALE_TYPE>));
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(norm, 0.f));
+  if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(norm, 0.f));
   tile.broadcast_rows(__fdiv_rn(tile.FACTOR, fmaxf(norm, TINY<S::SCALE_TYPE>)), factor);
   store_tile(tile, a, first, head, [&](int r) { return LevelCoder<S>{factor[r]}; });
 }
 
 // --- banded codes -------------------------------------------------------------------------------------------------------------
 
-// Codes of evenly spaced levels around zero, x ~ scale * step * (code - TOP / 2), rounded as the inexact AffineCoder does it.
+// Codes of evenly spaced levels around zero, x ~ scale * step * (code - TOP / 2), rounded as the AffineCoder of a product does it.
 template <class B> struct BandCoder {
-  static constexpr float TOP = B::TOP, UNIT = 2 << B::BITS, REST = (UNIT - TOP) / UNIT;
-  float factor;
-  DEV explicit BandCoder(float reciprocal) : factor(reciprocal * (1.f / UNIT / __uint_as_float(B::STEP_BITS))) {}  // of the scale
-  DEV float rounded(float x) const { return fmaf(add_held(fma_held(x, factor, REST + TOP / 2.f / UNIT), -REST), UNIT, ROUNDER); }  // the code + ROUNDER
+  static constexpr float TOP = B::TOP;
+  float steps;  // of a number, times it
+  DEV explicit BandCoder(float reciprocal) : steps(reciprocal * (1.f / __uint_as_float(B::STEP_BITS))) {}  // of the scale
+  DEV float rounded(float x) const { return fmaf(fma_held(x, steps * (1.f / TOP), 0.5f), TOP, ROUNDER); }  // the code + ROUNDER
   DEV u32 bits(float x) const { return __float_as_uint(rounded(x)); }
   DEV u32 base() const { return __float_as_uint(ROUNDER); }
-  // Of either sign, in steps. Levels lie as far apart on both sides of every multiple of a power of two: ||x| - 2^(BITS - 2)| and so on folds them onto one.
-  DEV float error(float x) const {
-    float y = x * (UNIT * factor);
-#pragma unroll
-    for (int middle = 1 << B::BITS >> 2; middle; middle >>= 1) y = fabsf(y) - (float)middle;
-    return fabsf(y) - 0.5f;
-  }
 };
+// The error of x under a scale, of either sign. Levels lie as far apart on both sides of every multiple of a power of two steps: ||x| - 2^(BITS - 2)| and so on folds
+// them onto one.
+template <class B> DEV float band_error(float x, float scale) {
+  const float step = scale * __uint_as_float(B::STEP_BITS);
+#pragma unroll
+  for (int middle = 1 << B::BITS >> 2; middle; middle >>= 1) x = fabsf(x) - (float)middle * step;
+  return fabsf(x) - 0.5f * step;
+}
 // Numbers that have been rounded already.
 template <class B> struct RoundedBand {
   DEV explicit RoundedBand(float) {}
@@ -265,20 +276,17 @@ template <bool CENTRED, class S> DEV float banded_scale(const TokenTile<S>& tile
   });
   const float rms = sqrtf(__fdiv_rn(tile.sum_rows(squares.of), (float)S::CodeBands::CHANNELS));
   if constexpr (S::SEARCH == 1 && !S::FLAG) return round_to<S::SCALE_TYPE>(clamp_scale<S::SCALE_TYPE>(rms));  // nobody asks for the error
-  return search_banded_scale<S>(rms, least, [&](float scale) {
-    float reciprocal[TokenTile<S>::ROWS];
-    tile.broadcast_rows(__fdiv_rn(1.f, scale), reciprocal);
+  return search_banded_scale<S>(rms, least, [&](float tried) {
+    float scale[TokenTile<S>::ROWS];
+    tile.broadcast_rows(tried, scale);
     Sums sums;
     S::CodeBands::each([&](auto band) {
-      using B = decltype(band);
-      Sums errors;
-      each_number<B, S::WEIGHTED, CENTRED>(tile, weights, mean, [&](int r, float x, float weight, float off) {
-        const float error = BandCoder<B>(reciprocal[r]).error(x - off);
-        errors.of[r] = fmaf(error * weight, error, errors.of[r]);
+      each_number<decltype(band), S::WEIGHTED, CENTRED>(tile, weights, mean, [&](int r, float x, float weight, float off) {
+        const float error = band_error<decltype(band)>(x - off, scale[r]);
+        sums.of[r] = fmaf(error * weight, error, sums.of[r]);
       });
-      sums.add(errors, __uint_as_float(B::STEP_BITS) * __uint_as_float(B::STEP_BITS));
     });
-    return tile.sum_rows(sums.of) * (scale * scale);
+    return tile.sum_rows(sums.of);
   });
 }
 
@@ -305,12 +313,13 @@ template <class S> struct BandedCoders {
   template <class B> using Coder = Select<(S::UNBIASED != 0), RoundedBand<B>, BandCoder<B>>;
 };
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const TileSource& source, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
-  const s64 slot = tile_slot(a, first, tile.owned_token());
-  multiply(tile, a, w, matrix, first, head);
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, first, head, slot);
+  OwnedToken owned;
+  if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
+  multiply(tile, a, w, source, owned, first, head);
+  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
 
   // Scale of the owned row; where the stream has a FLAG, that of the row less flag_mean if its error is smaller.
   float error, scale = banded_scale<false>(tile, weights, nullptr, error), sign = 1.f, reciprocal[ROWS];
@@ -331,7 +340,7 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
   tile.broadcast_rows(__fdiv_rn(1.f, scale), reciprocal);
   if constexpr (S::UNBIASED) scale *= row_unbiased_factor(tile, weights, reciprocal, scale);
   scale = clamp_scale<S::SCALE_TYPE>(scale) * sign;
-  if (slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, slot, head), S::SCALE_OFFSET, S::SCALE_FORM, slot, pair_of<S::SCALE_TYPE>(scale, 0.f));
+  if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(scale, 0.f));
 
   // Codes.
   if constexpr (!S::VALUES) {
@@ -356,15 +365,12 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
 
 // --- the kernel ---------------------------------------------------------------------------------------------------------------
 
-// Where a lane reads row r of its tile from: channels that RoPE rotates together go to the same lane, as two halves of its words.
-template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, int head, int lane, int r) {
-  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
-}
-
-// Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one.
-template <class S> DEV void append_tile(const AppendArguments& a, const u8* matrix, int first, int head, int lane) {
+// Appends the tile of one stream and head that begins at token `first`.
+template <class S> DEV void append_tile(const AppendArguments& a, const TileSource& source, int first, int head, int lane) {
   TokenTile<S> tile{lane, lane >> 2, lane & 3};
   u32 w[2][READ_WORDS];
+  if constexpr (STAGED<S>) StagedRows<S>::load(source.staged, w);
+  else
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const u8* from = tile_row<S>(a, first, head, lane, r);
@@ -372,16 +378,18 @@ template <class S> DEV void append_tile(const AppendArguments& a, const u8* matr
     else if constexpr (S::GROUPS > 1 && S::MATRIX_PARTS == 0) TileGroups<S>::read(w[r], from - (lane & 3) * (D / 2), lane & 3);
     else load_words<READ_WORDS>(w[r], from);
   }
-  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head);
-  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, first, head);
-  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, first, head);
-  else append_affine(tile, a, w, matrix, first, head);
+  if constexpr (S::BANDED) append_banded(tile, a, w, source, first, head);
+  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, source, first, head);
+  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, source, first, head);
+  else append_affine(tile, a, w, source, first, head);
 }
 
 // Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once.
 template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, int head, int cta, int ctas) {
   constexpr int BYTES = S::MATRIX_PARTS * D * D * 2, APART = Config::TILE_WARPS * 16;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u32 staged = STAGED<S> ? shared_address(shared + Config::TILE_MATRIX_BYTES + threadIdx.x * 16) : 0u;
+  if constexpr (STAGED<S>) StagedRows<S>::copy(staged, a, cta * APART + warp * 16, head, lane);
   if constexpr (BYTES > 0) {
     const u8* from = (const u8*)S::matrix(a, head);
     for (int i = threadIdx.x * 16; i < BYTES; i += Config::TILE_WARPS * 32 * 16) copy16(shared + i, from + i);
@@ -391,27 +399,28 @@ template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, i
   }
   for (int first = cta * APART; first < a.tokens; first += ctas * APART) {
     const int mine = first + warp * 16, next = mine + ctas * APART;
-    if (next < a.tokens)
+    if (!STAGED<S> && next < a.tokens)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         prefetch_l1(tile_row<S>(a, next, head, lane, r));
         if constexpr (S::ROPE_BLOCK > 0) prefetch_l1(tile_row<S>(a, next, head, lane, r) + D);
       }
-    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, shared, mine, head, lane);  // the warps of a product come together
+    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, {shared, staged, next}, mine, head, lane);  // the warps of a product come together
   }
 }
 
 extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TILE_CTAS) kvant_append_tiles(const AppendArguments a) {
+  using Values = Select<(ValueStream::MATRIX_PARTS > 0 || ValueStream::BITS == 3), ValueRows, ValueStream>;
   if constexpr (KeyStream::MATRIX_PARTS > 0 || ValueStream::MATRIX_PARTS > 0) {
     DYNAMIC_SHARED(shared);
     const int ctas = gridDim.x / Config::KV_HEADS, head = blockIdx.x / ctas, cta = blockIdx.x % ctas;
     append_tiles<KeyStream>(a, shared, head, cta, ctas);
     __syncthreads();
-    append_tiles<Select<(ValueStream::MATRIX_PARTS > 0 || ValueStream::BITS == 3), ValueRows, ValueStream>>(a, shared, head, cta, ctas);
+    append_tiles<Values>(a, shared, head, cta, ctas);
   } else {
     const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
     if (first >= a.tokens) return;
-    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, nullptr, first, head, lane);
-    else append_tile<Select<(ValueStream::BITS == 3), ValueRows, ValueStream>>(a, nullptr, first, head, lane);
+    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, {}, first, head, lane);
+    else append_tile<Values>(a, {}, first, head, lane);
   }
 }

@@ -48,21 +48,52 @@ struct SharedMatrix {
 
 // A query whose operand a kernel before this one made; with RoPE blocks, one operand for each.
 struct OperandQuery {
-  struct Shared {};
+  struct Empty {};
+  struct Copied {
+    QueryOperand operand[ROPE_BLOCK ? 2 * WARPS : 1];  // with RoPE blocks two of each warp: of the block at hand, and of the next, on its way
+  };
+  using Shared = Select<SHARED_OPERAND, Copied, Empty>;
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
+  int coming;                    // SHARED_OPERAND: the RoPE block whose operand is on its way, or -1
 
   DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int, int, int) {}
+  DEV void copy_matrix(const DecodeArguments&, SharedMatrix&, const HeadTileRows&) {}
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
-  template <class Pages> DEV void load(Pages& pages, Shared&, const DecodeArguments& a, int lane) const {
-    if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
+  template <class Pages, class S> DEV void load(Pages& pages, S& sh, const DecodeArguments& a, int lane) {  // S: derived from Shared
+    if constexpr (SHARED_OPERAND) {
+      if constexpr (!ROPE_BLOCK) copy<WARPS * 32>(sh.operand[0], *operands, threadIdx.x);
+      coming = -1;
+      await_copies();  // with RoPE blocks: of an operand that nobody asked for
+      if constexpr (!ROPE_BLOCK) {
+        __syncthreads();
+        pages.load_query(sh.operand[0], lane, a.scale);
+      }
+    } else if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
   }
   // The operand of a RoPE block; the next one is prefetched.
-  template <class Pages> DEV void load_block(Pages& pages, Shared&, const DecodeArguments& a, const HeadTileRows&, int block, int lane) const {
-    constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
-    pages.load_query(operands[block], lane, a.scale);
-    if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
+  template <class Pages, class S> DEV void load_block(Pages& pages, S& sh, const DecodeArguments& a, const HeadTileRows&, int block, int lane) {
+    if constexpr (SHARED_OPERAND) {
+      QueryOperand* own = sh.operand + (threadIdx.x >> 5) * 2;
+      if (block != coming) copy<32>(own[block & 1], operands[block], lane);
+      await_copies();
+      __syncwarp();  // all lanes have copied their part, and have read the operand of the block before
+      pages.load_query(own[block & 1], lane, a.scale);
+      coming = block + 1 < a.rope_blocks ? block + 1 : -1;
+      if (coming >= 0) copy<32>(own[coming & 1], operands[coming], lane);
+    } else {
+      constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
+      pages.load_query(operands[block], lane, a.scale);
+      if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
+    }
+  }
+  // cp.async by THREADS threads, of which this is the thread-th.
+  template <int THREADS> DEV static void copy(QueryOperand& to, const QueryOperand& from, int thread) {
+    static_assert(sizeof(QueryOperand) % 16 == 0, "16 bytes are copied at a time");
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(QueryOperand); i += THREADS * 16)
+      if (i + thread * 16 < (int)sizeof(QueryOperand)) copy16((u8*)&to + i + thread * 16, (const u8*)&from + i + thread * 16);
   }
   // Overlay tokens [at, last), those of one RoPE block at a time.
   DEV void attend(Shared&, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
@@ -71,11 +102,11 @@ struct OperandQuery {
         const int until = min(last, rope_block_end(a, first));
         const int block = rope_block_of(a, first), slot = overlay_slot(block, rope_block_of(a, w.n - 1));
         const float* queries = a.query_rows + (((s64)rows.b * HEAD_TILES + rows.head_tile) * OVERLAY_SLOTS + slot) * TILE_HEADS * D;
-        attend_overlay(a, w, rows, at, first, until, overlay_row, lane, operands[block], queries, softmax);
+        attend_overlay(a, w, rows, at, first, until, overlay_row, lane, operands[block], OverlayRows(queries), softmax);
         first = until;
       }
     } else {
-      attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, a.query_rows + rows.query * D, softmax);
+      attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, OverlayRows(a.query_rows + rows.query * D), softmax);
     }
   }
 };
@@ -90,8 +121,11 @@ struct CtaQuery {
   DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int, int, int) {
     if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
   }
-  DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
+  DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
     if constexpr (FUSED_QUERIES) matrix.copy_query_matrix(a, matrix_of(a, rows));
+  }
+  DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
+    if (!Config::EARLY_MATRIX) copy_matrix(a, matrix, rows);
     if (AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
     load_shared_query(sh, a, raw, matrix.bytes, rows.query, rows.count);
     if constexpr (RESIDUAL_KEYS) store_centroid_scores(sh.rows, sh.top, a, rows.head);
@@ -119,7 +153,7 @@ struct OverlayChunks {
 };
 
 // A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
-template <class Q> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, Q& query, typename Q::Shared& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
+template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, Q& query, S& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
                       OnlineSoftmax& softmax) {
   [[maybe_unused]] int rope_block = -1;
   for (int page = range.page; page < range.page_end; page++) {
@@ -163,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   launch_dependent_grids();  // the transform of outputs, or the next call
   int codebook_head = -1;    // whose codebooks are in shared memory
 
-  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES> scheduler(a, lane);  // two pages a warp
+  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES, Config::WHOLE_TILES> scheduler(a, lane);  // two pages a warp
   PageRing ring;
   ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
   for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
@@ -184,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       Query query;
       const TokenRange tokens(found, warp_range(found, work, scheduler.split, 0).page, warp_range(found, work, scheduler.split, WARPS - 1).page_end);  // of the CTA
       query.request(sh, a, rows, tokens.begin, tokens.end, TokenRange(found, range.page, range.page_end).begin, lane);
+      if (Config::EARLY_MATRIX) query.copy_matrix(a, matrix, rows);  // before the pages, behind which it would arrive last
       ring.fill(range, lane);
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves

@@ -229,7 +229,7 @@ DEV void make_overlay_rows(const RotateQueriesArguments& a, RotateShared& sh, co
     to[r] = slot < 0 ? nullptr : a.rows + overlay_query_row(slot, row);
     Channels::each(sum, warp * EACH, r, t, [&](int channel, float x, float y) {
       peak[r] = fmaxf(peak[r], fmaxf(fabsf(x), fabsf(y)));
-      if (to[r]) *(float2*)(to[r] + channel) = {x, y};
+      if (to[r]) store_overlay_query(to[r], channel, x, y);
     });
   }
   int turn = 0;
@@ -251,7 +251,7 @@ DEV void make_overlay_rows(const RotateQueriesArguments& a, RotateShared& sh, co
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
-      if (own && to[r]) *(float2*)(to[r] + 8 * n + 2 * t) = {c[0][0][2 * r], c[0][0][2 * r + 1]};
+      if (own && to[r]) store_overlay_query(to[r], 8 * n + 2 * t, c[0][0][2 * r], c[0][0][2 * r + 1]);
     }
   }
 #pragma unroll

@@ -187,12 +187,12 @@ DEV void rotate_overlay_queries(const RotateQueriesArguments& a, int b, int pass
     multiply_rotated<OVERLAY_COLUMN_TILES, 1>(c, a, rows, [=](int n, int k, int p) { return __ldg(own + ((n * (D / 16) + k) * 2 + p) * 32); });
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float* to = a.rows + overlay_query_row((b * HEAD_TILES + tile) * OVERLAY_SLOTS + max(slot[r], 0), g + 8 * r) + 8 * first + 2 * t;
+      float* to = a.rows + overlay_query_row((b * HEAD_TILES + tile) * OVERLAY_SLOTS + max(slot[r], 0), g + 8 * r);
 #pragma unroll
       for (int i = 0; i < OVERLAY_COLUMN_TILES; i++) {
         const float x = c[i][2 * r], y = c[i][2 * r + 1];
         peak[r] = fmaxf(peak[r], fmaxf(fabsf(x), fabsf(y)));
-        if (slot[r] >= 0) *(float2*)(to + 8 * i) = {x, y};
+        if (slot[r] >= 0) store_overlay_query(to, 8 * (first + i) + 2 * t, x, y);
       }
     }
   }
@@ -212,7 +212,17 @@ DEV void store_operand(QueryOperand& out, const float (*c)[4], int r, int h, int
   for (int k = 0; k < WHOLE; k += 4) {
 #pragma unroll
     for (int i = 0; i < 4; i++) make_words(Keys{}, c[2 * (k + i)] + 2 * r, c[2 * (k + i) + 1] + 2 * r, top, high[i], low[i]);
-    if (there) {
+    if constexpr (Config::ROTATE_SECTORS) {  // lanes t and t ^ 1 exchange words, so that both store 32 neighbouring bytes at once
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 other = __shfl_xor_sync(FULL, t & 1 ? high[i] : low[i], 1);
+        if (t & 1) high[i] = other;
+        else low[i] = other;
+      }
+      // `high` is now of register k + (t & 2), `low` of the next one; odd lanes have the low bytes of both
+      u32* to = f + (k + (t & 2)) * 32 + (t & 1) * 4;
+      if (there) store_words<4>((u8*)to, high), store_words<4>((u8*)(to + 32), low);
+    } else if (there) {
       store_words<4>((u8*)(f + (k + t) * 32), high);
       store_words<4>((u8*)(f + (k + t) * 32 + 4), low);
     }

@@ -92,7 +92,10 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
       const float* y = products[r];
       const float none[4] = {0.f, 0.f, 0.f, 0.f};
       const int row = g + 8 * r, column = warp * 16 + 4 * t;
-      if ((OVERLAY || CHANNELWISE || RESIDUAL_KEYS || RESIDUAL_VALUES) && there[r]) store_four<2>(a.rows, place[r] + column, y);
+      if constexpr (Config::SPLIT_ROWS) {
+        float* to = (float*)a.rows + place[r];
+        if (there[r]) store_overlay_query(to, column, y[0], y[1]), store_overlay_query(to, column + 2, y[2], y[3]);
+      } else if ((OVERLAY || CHANNELWISE || RESIDUAL_KEYS || RESIDUAL_VALUES) && there[r]) store_four<2>(a.rows, place[r] + column, y);
       store_four<2>(rows, row * STRIDE + column, there[r] ? y : none);
       const float top = quad_max(max_abs(y)), sum = quad_sum((y[0] + y[1]) + (y[2] + y[3]));
       if (t == 0) tops[row][warp] = there[r] ? top : 0.f, sums[row][warp] = there[r] ? sum : 0.f;

@@ -18,10 +18,17 @@ DEV void await_copies() { current->copies.push_back({}), end_groups(0); }
 DEV bool stage_ready(u32, u32) { return false; }
 DEV void wait_prior_grid() {}
 DEV void launch_dependent_grids() {}
-DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - emulated_dynamic); }
+// Addresses of dynamic shared memory count from its beginning. Those of static shared memory, variables of this library, have the highest bit set.
+static u8 static_origin[16];
+static const u8* shared_bytes(u32 address) { return address >> 31 ? static_origin + ((int)(address << 1) >> 1) : emulated_dynamic + address; }
+DEV u32 shared_address(const void* p) {
+  const s64 offset = (const u8*)p - emulated_dynamic;
+  return offset >= 0 && offset < 1 << 20 ? (u32)offset : (u32)((const u8*)p - static_origin) | 1u << 31;
+}
+template <int TO, int FROM> DEV void copy16_at(u32 to, const void* from) { copy16((u8*)shared_bytes(to) + TO, (const u8*)from + FROM); }
 DEV u32 shared_address_register(const void* p) { return shared_address(p); }
 template <int N> DEV void load_shared(u32* w, u32 address) {
-  memcpy(w, emulated_dynamic + address, 4 * N);
+  memcpy(w, shared_bytes(address), 4 * N);
   current->loads.push_back({address, 4 * N});
 }
 DEV u32 load_shared_byte(u32 address) {
