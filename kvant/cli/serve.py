@@ -56,6 +56,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--sliding", metavar="R", help="a recipe for layers with a sliding window; full keeps them in 16 bits"
     )
+    parser.add_argument(
+        "--draft-recipe",
+        metavar="R",
+        help="a recipe for the layers of a draft model (default: 16 bits, by an attention of vLLM's own)",
+    )
     add_artifact_options(parser)
     parser.add_argument(
         "--unfit-anyway", action="store_true", help="serve the recipe even if its verdict for this model is unfit"
@@ -121,7 +126,12 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
             )
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
-    kvant: dict[str, Any] = {"recipe": args.recipe, "layers": ranges, "sliding": args.sliding}
+    kvant: dict[str, Any] = {
+        "recipe": args.recipe,
+        "layers": ranges,
+        "sliding": args.sliding,
+        "draft": args.draft_recipe,
+    }
     kvant["unfit_anyway"] = args.unfit_anyway
     kvant = {key: value for key, value in kvant.items() if value} | ({"fold": False} if args.no_fold else {})
     paths = check(source, kvant, args, _value(rest, "--revision"))
@@ -185,6 +195,7 @@ def check(source: str, kvant: dict[str, Any], args: argparse.Namespace, revision
             f"model {args.model!r}: expected a Hugging Face directory or id, or smollm2; {first}"
         ) from error
     shape = ModelShape.of(config, hybrid=True)
+    options.draft_recipe(kvant)
     if kvant.get("sliding") and all(window is None for window in shape.layers):
         raise ValueError(f"--sliding: {config.model_type} has no layers with a sliding window")
     directory = models.directory_of(source, revision, download=True)

@@ -21,9 +21,13 @@ from kvant.eval.segments import Segments
 from kvant.eval.teacher import evaluate
 from kvant.plan import plan
 from tests.cli.test_cli import save_tokenizer
-from tests.engines.vllm.engines import lfm2_like, prompt, qwen3_next_like
+from tests.engines.vllm.engines import lfm2_like, prompt, qwen3_5_like, qwen3_next_like
 
-SIZES = {qwen3_next_like: (8, (3, 7), 256), lfm2_like: (6, (2, 5), 64)}  # layers, those with attention, head_dim
+SIZES = {  # layers, those with attention, head_dim
+    qwen3_next_like: (8, (3, 7), 256),
+    lfm2_like: (6, (2, 5), 64),
+    qwen3_5_like: (8, (3, 7), 256),
+}
 
 
 @pytest.fixture(scope="module", params=list(SIZES), ids=lambda make: make.__name__)

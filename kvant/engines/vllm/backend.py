@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
 from kvant.engines.vllm import flash, folding, versions
-from kvant.engines.vllm.bind import bind, check_block
+from kvant.engines.vllm.bind import bind, bind_draft, check_block
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
 from kvant.engines.vllm.options import PAGE_TOKENS
 from kvant.ops import LayerStore
@@ -256,10 +256,13 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
 
 
 def bind_layers(config: Any) -> None:
-    """Gives every attention layer of a model its store, and the backend with its page size."""
+    """Gives every attention layer of a model its store, and the backend with its page size. Layers that come when others have theirs
+    are those of a draft."""
     context = config.compilation_config.static_forward_context
-    attention = {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), KvantImpl)}
-    for layers in bind(config, attention):
+    found = {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), KvantImpl)}
+    attention = {name: layer for name, layer in found.items() if layer.impl.layers is None}
+    target = next((layer.impl.layers for layer in found.values() if layer.impl.layers is not None), None)
+    for layers in bind(config, attention) if target is None else bind_draft(config, attention, target):
         backend = backend_for(layers)
         for place, name in enumerate(layers.names):
             layer = attention[name]

@@ -87,13 +87,15 @@ def check_groups(config: Any, recipe: Recipe, drafts: int) -> None:
         )
 
 
-def check_drafting(drafting: Any) -> None:
-    """Refuses ways of speculation that kvant cannot serve."""
+def check_drafting(drafting: Any, recipe: Recipe | None = None) -> None:
+    """Refuses ways of speculation that kvant cannot serve. `recipe`: that of the draft's layers, where they are kvant's."""
     if drafting.method not in METHODS:
         raise ValueError(
             f"kvant does not serve speculation by {drafting.method}: method must be one of {', '.join(METHODS)}"
         )
     if drafting.method == "ngram":
+        if recipe is not None:
+            raise ValueError(f"draft={recipe.name!r}: speculation by ngram has no draft with layers")
         return
     if not hasattr(AttentionBackend, "customize_spec"):
         raise ValueError(
@@ -104,14 +106,21 @@ def check_drafting(drafting: Any) -> None:
         raise ValueError(
             "kvant does not serve parallel_drafting: drafts that are masked are written beside those of a step"
         )
-    if getattr(drafting.attention_backend, "name", drafting.attention_backend) == "CUSTOM":
+    own = getattr(drafting.attention_backend, "name", drafting.attention_backend) == "CUSTOM"
+    if own and recipe is None:
         raise ValueError(
-            "kvant does not serve the layers of a draft: attention_backend of speculative_config must be one of vLLM's own, or none"
+            "kvant does not serve the layers of a draft unless they have a recipe: leave attention_backend of speculative_config "
+            'out for one of vLLM\'s own, or give them one, as additional_config={"kvant": {..., "draft": NAME}}'
+        )
+    if recipe is not None and not own:
+        raise ValueError(
+            f"draft={recipe.name!r}: attention_backend of speculative_config must be CUSTOM, got {drafting.attention_backend}"
         )
 
 
-def check_config(config: Any) -> int:
-    """Refuses a vLLM configuration that kvant cannot serve; returns the largest number of draft tokens of a step."""
+def check_config(config: Any, draft: Recipe | None = None) -> int:
+    """Refuses a vLLM configuration that kvant cannot serve; returns the largest number of draft tokens of a step. `draft`: the recipe
+    of a draft's layers, where they are kvant's."""
     parallel, drafting = config.parallel_config, config.speculative_config
     if config.cache_config.cache_dtype != "auto":
         raise ValueError(
@@ -131,8 +140,10 @@ def check_config(config: Any) -> int:
             "kvant does not serve enable_sleep_mode: its overlays and calibrated tensors would not be restored"
         )
     if drafting is None:
+        if draft is not None:
+            raise ValueError(f"draft={draft.name!r}: there is no speculative_config")
         return 0
-    check_drafting(drafting)
+    check_drafting(drafting, draft)
     if drafting.num_speculative_tokens > PAGE_TOKENS:
         raise ValueError(f"num_speculative_tokens must be at most {PAGE_TOKENS}, got {drafting.num_speculative_tokens}")
     return int(drafting.num_speculative_tokens)
@@ -213,12 +224,17 @@ def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
 def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     """Allocates overlays and chooses operations for a model's attention layers, which are named as in vLLM. Called once, after the
     weights are loaded and before vLLM measures the free memory, so that overlays are counted."""
-    drafts = check_config(config)
     model = config.model_config
     total, count = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     fingerprint = functools.cache(lambda: _fingerprint(config))
     chosen = Options.of(config.additional_config, count, lambda: fingerprint()[0])
+    drafts = check_config(config, chosen.draft)
     kinds = check_layers(config, attention, count)
+    if kinds > 1 and chosen.draft is not None:
+        raise ValueError(
+            f"draft={chosen.draft.name!r}: in a model with several kinds of cache vLLM's blocks have one size, which the pages of a "
+            "draft do not have; leave attention_backend of speculative_config out"
+        )
     asked = {
         name: chosen.recipe_of(extract_layer_index(name), layer.sliding_window) for name, layer in attention.items()
     }
@@ -266,9 +282,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     if kinds > 1:
         sized = pages.same_pages([layout for layout, _ in found], windows, chosen.block_tokens)
     out = []
-    for ((_, query_heads, _, window), names), (layout, block_tokens), (_, artifact) in zip(
-        groups.items(), sized, found, strict=True
-    ):
+    for ((*_, window), names), (layout, block_tokens), (_, artifact) in zip(groups.items(), sized, found, strict=True):
         recipe, groupwise = layout.recipe, any(stream.groupwise for stream in layout.recipe.streams.values())
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
         overlays = {name: layered_overlay(layout, name, len(names), rows + 1, device) for name in recipe.streams}
@@ -293,32 +307,73 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         # a sliding window leaves the first page, and its sinks with it
         group.sinks = layered_sinks(layout, len(names), first_pages if window is None else 0, device)
         _tell(group, artifact, rows, rank)
-        if device.type == "cuda":
-            begin, scheduler = time.perf_counter(), config.scheduler_config
-            largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
-            softcap = attention[names[0]].impl.softcap
-            queries = decode_queries(drafts)
-            with_sinks = {attention[name].impl.sinks is not None for name in names}  # their kernels are others
-            warm: dict[str, Any] = {"queries": queries, "sliding_window": window}
-            group.workspace = max(
-                warm_up(ops, stores[0], query_heads, model.dtype, largest, softcap, sink_logits=each, **warm)
-                for each in with_sinks
-            )
-            if group.ring and not group.groupwise:  # prefills with a history first append without overlays
-                warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
-            seconds = time.perf_counter() - begin
-            if not rank:
-                logger.info(
-                    "kvant compiled and warmed up its kernels in %.1f s; they need %s of workspace",
-                    seconds,
-                    human_bytes(group.workspace),
-                )
+        _warm(config, group, {name: attention[name] for name in names}, rank, device)
         out.append(group)
     if windows_travel:
         from kvant.engines.vllm import offload  # of vLLM 0.32
 
         offload.use(config.kv_transfer_config.kv_connector_extra_config, out)
     return out
+
+
+def bind_draft(config: Any, attention: dict[str, Any], target: LayerGroup) -> list[LayerGroup]:
+    """As `bind`, for the layers of a draft, which are loaded after the model's; `target` has some of these. They have one recipe,
+    which keeps everything in pages. `config` is the model's or the draft's, by the way of speculation."""
+    given, drafting = config.additional_config["kvant"], config.speculative_config
+    model, device = drafting.draft_model_config, torch.device(config.device_config.device)
+    recipe, rank = options.draft_recipe(given), get_tensor_model_parallel_rank()
+    assert recipe is not None, "check_drafting refuses it"
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, layer in attention.items():
+        if type(layer) is not Attention or layer.sliding_window is not None:
+            raise ValueError(
+                f"kvant cannot serve layer {name} of the draft: it has a sliding window, or another attention"
+            )
+        groups.setdefault((layer.num_heads, layer.num_kv_heads, layer.head_size), []).append(name)
+    out = []
+    for (_, heads, head_dim), names in groups.items():
+        dtype = str(model.dtype).removeprefix("torch.")
+        layout = Layout.of(recipe, heads, head_dim, target.layout.page_tokens, dtype=dtype, device=device)
+        layout = dataclasses.replace(layout, align=layout.page_tokens)
+        stores = [LayerStore.allocate(layout, 0, 0, device, {}, None) for _ in names]
+        overlays = {name: layered_overlay(layout, name, len(names), 1, device) for name in recipe.streams}
+        for place, store in enumerate(stores):
+            store.overlays = {stream: overlay[place] for stream, overlay in overlays.items()}
+            if device.type == "cuda" and (fused := flash.with_lse()) is not None:
+                store.flash = fused
+        ops: dict[Op, Implementation] = {op: choose(op, layout, device, given.get("implementation")) for op in OPS}
+        others = [pages_only(store) for store in stores]
+        drafts = int(drafting.num_speculative_tokens)
+        group = LayerGroup(layout, names, stores, others, overlays, ops, drafts, target.block_tokens)
+        _tell(group, None, 0, rank)
+        _warm(config, group, {name: attention[name] for name in names}, rank, device)
+        out.append(group)
+    return out
+
+
+def _warm(config: Any, group: LayerGroup, attention: dict[str, Any], rank: int, device: torch.device) -> None:
+    """Compiles and runs the operations of a group once, and notes how much they allocate."""
+    if device.type != "cuda":
+        return
+    begin, scheduler, model = time.perf_counter(), config.scheduler_config, config.model_config
+    largest = LargestStep(scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
+    layers, ops = list(attention.values()), group.ops
+    query_heads, softcap = layers[0].num_heads, layers[0].impl.softcap
+    with_sinks = {layer.impl.sinks is not None for layer in layers}  # their kernels are others
+    warm: dict[str, Any] = {"queries": decode_queries(group.drafts), "sliding_window": group.sliding_window}
+    group.workspace = max(
+        warm_up(ops, group.stores[0], query_heads, model.dtype, largest, softcap, sink_logits=each, **warm)
+        for each in with_sinks
+    )
+    if group.ring and not group.groupwise:  # prefills with a history first append without overlays
+        warm_up(ops, group.pages_only[0], query_heads, model.dtype, largest, softcap, reads=False)
+    seconds = time.perf_counter() - begin
+    if not rank:
+        logger.info(
+            "kvant compiled and warmed up its kernels in %.1f s; they need %s of workspace",
+            seconds,
+            human_bytes(group.workspace),
+        )
 
 
 def _sink_rows(

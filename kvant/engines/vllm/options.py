@@ -30,6 +30,7 @@ KEYS = (
     "unfit_anyway",
     "fold",
     "sliding",
+    "draft",
 )
 OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
@@ -51,6 +52,7 @@ class Options:
     fold                True: fold value transforms into the loaded weights, or refuse to start. False: do not. None, the default:
                         fold them where that is possible.
     sliding             recipe of the layers with a sliding window; None: that of the other layers.
+    draft               recipe of the layers of a draft; None: an attention of vLLM's own serves them.
     mixed               the artifact's recipe that has a recipe for every layer, where `layers` come from it.
     """
 
@@ -63,6 +65,7 @@ class Options:
     fold: bool | None = None
     sink_rows: int | None = None
     sliding: Recipe | None = None
+    draft: Recipe | None = None
 
     @staticmethod
     def of(additional: Any, layers: int, named: Callable[[], str | None] = lambda: None) -> Options:
@@ -103,11 +106,8 @@ class Options:
             default = default_recipe(found, named())
         chosen = per_layer(default, given.get("layers"), layers)
         mixed = default if isinstance(default, MixedRecipe) else None
-        sliding = given.get("sliding")
-        if sliding is not None and not isinstance(sliding, str):
-            raise ValueError(f"sliding must be the name of a recipe, got {sliding!r}")
-        slides = None if sliding is None else recipes.get(sliding)
-        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed, folds, sinks, slides)
+        slides, drafts = _recipe(given.get("sliding"), "sliding"), draft_recipe(given)
+        return Options(chosen, found, spare, given.get("implementation"), anyway, mixed, folds, sinks, slides, drafts)
 
     def recipe_of(self, layer: int, sliding_window: int | None) -> Recipe:
         """The recipe of a layer."""
@@ -160,6 +160,28 @@ class Options:
             else:
                 return artifact
         raise ValueError(f"no artifact fits recipe {recipe.name}: {'; '.join(refusals)}")
+
+
+def _recipe(name: Any, key: str) -> Recipe | None:
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{key} must be the name of a recipe, got {name!r}")
+    return None if name is None else recipes.get(name)
+
+
+def draft_recipe(given: Mapping[str, Any]) -> Recipe | None:
+    """The recipe of a draft's layers, from additional_config["kvant"]. A draft writes several tokens in a step, one forward pass
+    each, and the next step writes them anew: only what is in pages alone is exact then."""
+    recipe = _recipe(given.get("draft"), "draft")
+    if recipe is None:
+        return None
+    reason = None
+    if recipe.calibrated or recipe.wants_rope:
+        reason = "artifacts and rotary embeddings are those of the model, not of its draft"
+    elif any(stream.groupwise or stream.window.sink or stream.window.ring for stream in recipe.streams.values()):
+        reason = "it keeps tokens outside of pages, in windows or unfinished groups, and a draft writes its tokens anew"
+    if reason is not None:
+        raise ValueError(f"recipe {recipe.name} cannot be given to the layers of a draft: {reason}")
+    return recipe
 
 
 def default_recipe(artifacts: tuple[Artifact, ...], named: str | None) -> str | Recipe:

@@ -198,6 +198,21 @@ def qwen3_next_like(directory: Path, layers: int = 8) -> Path:
     )
 
 
+def qwen3_5_like(directory: Path, layers: int = 8) -> Path:
+    """A Qwen3.5, of text alone: three gated delta nets for each layer with attention, whose heads have 256 channels."""
+    return random_model(
+        "Qwen3_5",
+        directory,
+        layers,
+        hidden_size=128,
+        head_dim=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    )
+
+
 def lfm2_like(directory: Path, layers: int = 6) -> Path:
     """An LFM2: two short convolutions for each layer with attention."""
     return random_model(

@@ -45,17 +45,25 @@ def start(model: tuple[Path, dict[str, Any]]) -> Iterator[Any]:
     made: list[Any] = []
 
     def begin(
-        size: int = 64, recipe: str | dict[str, str] | None = None, rows: int | None = None, **options: Any
+        size: int = 64,
+        recipe: str | dict[str, str] | None = None,
+        rows: int | None = None,
+        draft: str | None = None,
+        **options: Any,
     ) -> Any:
-        """All recipes of LAYERS or of GROUPS, one for all layers, or others; `rows`: spare overlay rows."""
+        """All recipes of LAYERS or of GROUPS, one for all layers, or others; `rows`: spare overlay rows; `draft`: the recipe of a
+        draft's layers."""
         path, kvant = model
         kvant = kvant if size == 64 else {"layers": GROUPS}
         if rows is not None:
             kvant = {**kvant, "spare_overlay_rows": rows}
         if recipe:
             kvant = {**kvant, "layers": recipe if isinstance(recipe, dict) else {"0-": recipe}}
+        if draft:
+            kvant = {**kvant, "draft": draft}
         made.append(engine(path, kvant, block_size=size, **options))
-        assert made[0].collective_rpc("record") == [4] * options.get("tensor_parallel_size", 1)
+        count = made[0].collective_rpc("record")
+        assert count == [4] * options.get("tensor_parallel_size", 1) or (draft and count[0] > 4)
         return made[0]
 
     yield begin
@@ -192,12 +200,31 @@ def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method:
     assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "eagle3"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "full"])
+def test_layers_of_a_draft_with_a_recipe(start: Any, tmp_path: Path, method: str, recipe: str, model: Any) -> None:
+    """They are compared with a plain run as the model's are."""
+    draft = (
+        draft_model(tmp_path / "draft", model[0]) if method == "draft_model" else eagle_head(tmp_path / "draft", method)
+    )
+    drafts = {"method": method, "model": str(draft), "num_speculative_tokens": 3, "attention_backend": "CUSTOM"}
+    llm = start(draft=recipe, speculative_config=drafts, max_num_batched_tokens=160)
+    found = llm.collective_rpc("page_bytes")[0]
+    assert len(found) > 4 and all(given == predicted for given, predicted in found), found
+    shared = prompt(0, 300)
+    run(llm, [shared + prompt(1, 30), prompt(2, 70)], 30)
+    run(llm, [shared + prompt(3, 60), prompt(4, 3)], 30)
+    seen = compared(llm)
+    assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-2", "kivi-k2v2-sink"])
-def test_multi_token_prediction(model: Any, tmp_path: Path, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-4", "kvant-2", "kivi-k2v2-sink"])
+def test_multi_token_prediction(tmp_path: Path, recipe: str) -> None:
     """A layer of the checkpoint itself (MTP) is the draft; vLLM calls it once, or again for every further draft."""
     size = 128 if recipe.startswith("kivi") else 64
-    kvant = {"recipe": recipe, **({"artifact": model[1]["artifact"]} if recipe == "kvant-2" else {})}
+    kvant = {"recipe": recipe, "artifact": made_up_artifacts(tmp_path, names=[recipe])}
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     llm = engine(
         mimo_like(tmp_path / "model"), kvant, block_size=size, max_num_batched_tokens=160, speculative_config=drafts

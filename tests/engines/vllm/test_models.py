@@ -3,6 +3,10 @@ and attention are those of a plain run over the same keys and values."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +180,57 @@ def test_prefix_hits_of_hybrid_models(start: Any, hybrid: Any) -> None:
     assert [request.num_cached_tokens for request in found] == [0, 640]
     seen = compared(llm)
     assert seen["prefills"] and seen["behind a prefix"], seen
+
+
+# Of torchvision, names alone: vLLM's module of Qwen3.5 imports it for images, and a model of text uses none of it.
+NO_TORCHVISION = """
+import importlib.machinery, sys, types
+class Names(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), dict.fromkeys(("NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "LANCZOS", "BOX", "HAMMING"), 0))
+__version__ = "0"
+for name in ("transforms", "io", "ops", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
+    made = sys.modules[f"torchvision.{name}"] = Names(f"torchvision.{name}")
+    made.__spec__ = importlib.machinery.ModuleSpec(made.__name__, None, is_package=True)
+    parent, _, last = made.__name__.rpartition(".")
+    setattr(sys.modules[parent], last, made)
+"""
+QWEN3_5 = """
+import sys
+from pathlib import Path
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from tests.engines.vllm.engines import engine, made_up_artifacts, prompt, qwen3_5_like, run
+QwenGatedDeltaNetAttention.forward_cpu = lambda self, x: x.tanh()
+root, recipe = Path(sys.argv[1]), sys.argv[2]
+artifacts = made_up_artifacts(root, 8, dim=256, names=[recipe], attention=(3, 7))
+llm = engine(
+    qwen3_5_like(root / "model"),
+    {"recipe": recipe, "artifact": artifacts},
+    blocks=16,
+    max_num_batched_tokens=150,
+    enable_prefix_caching=False,
+)
+assert llm.collective_rpc("record") == [2]
+run(llm, [prompt(0, 330), prompt(1, 20), prompt(2, 100)], 40)
+(seen,) = llm.collective_rpc("compare")
+assert seen["decodes"] and seen["pages"] and seen["prefills"] and seen["fresh"] and not seen["short of sinks"], seen
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_qwen3_5(recipe: str, tmp_path: Path) -> None:
+    """In a process of its own, with a place-holder for torchvision where it is not installed."""
+    paths = [str(Path(__file__).parents[3])]
+    if importlib.util.find_spec("torchvision") is None:
+        (tmp_path / "stub" / "torchvision").mkdir(parents=True)
+        (tmp_path / "stub" / "torchvision" / "__init__.py").write_text(NO_TORCHVISION)
+        paths.append(str(tmp_path / "stub"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", QWEN3_5, str(tmp_path), recipe]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("equal\n"), done.stderr[-3000:]

@@ -275,6 +275,23 @@ def test_an_artifact_may_have_a_recipe_for_every_layer(tmp_path: Path, monkeypat
     assert some.mixed is None and some.whole is None
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (3, "draft must be the name of a recipe, got 3"),
+        ("oscar", "artifacts and rotary embeddings are those of the model"),
+        ("int4:sink=4,recent=16", "it keeps tokens outside of pages"),
+        ("int4:sink=4", "it keeps tokens outside of pages"),
+        ("kivi-k2v2", "it keeps tokens outside of pages"),
+    ],
+)
+def test_a_draft_has_a_recipe_that_keeps_all_in_pages(name: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.of({"kvant": {"recipe": "int4", "draft": name}}, 3)
+    assert Options.of({"kvant": {"recipe": "kvant-2", "draft": "saw-int4"}}, 3).draft == recipes.get("saw-int4")
+    assert Options.of({"kvant": {"recipe": "int4"}}, 3).draft is None
+
+
 def test_layers_with_a_sliding_window_may_have_a_recipe_of_their_own() -> None:
     options = Options.of({"kvant": {"recipe": "int4", "sliding": "full"}}, 3)
     assert [options.recipe_of(1, window).name for window in (None, 100)] == ["int4", "full"]

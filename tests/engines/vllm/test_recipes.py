@@ -143,7 +143,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "speculative_config",
             SimpleNamespace(method="eagle", num_speculative_tokens=3, attention_backend="CUSTOM"),
-            "does not serve the layers of a draft",
+            "does not serve the layers of a draft unless they have a recipe",
         ),
         ("speculative_config", SimpleNamespace(method="ngram", num_speculative_tokens=65), "at most 64, got 65"),
     ],
@@ -165,6 +165,30 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
     setattr(target, last, value)
     with pytest.raises(ValueError, match=message):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("drafting", "message"),
+    [
+        (None, "draft='int4': there is no speculative_config"),
+        (SimpleNamespace(method="ngram", num_speculative_tokens=3), "by ngram has no draft with layers"),
+        (
+            SimpleNamespace(method="eagle", num_speculative_tokens=3, attention_backend=None),
+            "attention_backend of speculative_config must be CUSTOM, got None",
+        ),
+    ],
+)
+def test_a_recipe_for_a_draft_needs_a_draft(drafting: Any, message: str) -> None:
+    from kvant.engines.vllm.bind import check_config
+
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=128, user_specified_block_size=True),
+        parallel_config=SimpleNamespace(),
+        model_config=SimpleNamespace(),
+        speculative_config=drafting,
+    )
+    with pytest.raises(ValueError, match=message):
+        check_config(config, recipes.get("int4"))
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def test_many_clients_of_whom_some_hang_up(server: Server) -> None:
         (["--recipe", "int4", "--api-key-file", "/nowhere"], "--api-key-file '/nowhere': there is no such file"),
         (["--recipe", "int4", "--api-key-file", "/dev/null"], "expected a key of printable ASCII characters"),
         (["--layers", "{0: 1}"], "--layers: expected JSON"),
+        (["--recipe", "int4", "--draft-recipe", "kvant-2"], "recipe kvant-2 cannot be given to the layers of a draft"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_listens(
@@ -318,6 +319,8 @@ def test_vllm_is_given_what_it_needs(served: str, start: Any) -> None:
     assert after(command, "--host") == "::1" and command[-2:] == ["--port", "8001"]
     assert after(command, "--additional-config") == '{"kvant": {"recipe": "int4"}}'
     assert "--middleware" not in command and "--no-enable-prefix-caching" not in command
+    command, _ = start(served, "--recipe", "int4", "--draft-recipe", "saw-int4")
+    assert json.loads(after(command, "--additional-config")) == {"kvant": {"recipe": "int4", "draft": "saw-int4"}}
 
 
 def test_a_hybrid_model_is_fitted_and_handed_over(start: Any, tmp_path: Path) -> None:
@@ -450,7 +453,13 @@ def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monke
 
     monkeypatch.setattr(serve, "_on_cpu", lambda: False)
     args = argparse.Namespace(
-        model=served, recipe="int2:sink=4,recent=60", layers=None, artifact=[], host="127.0.0.1", sliding=None
+        model=served,
+        recipe="int2:sink=4,recent=60",
+        layers=None,
+        artifact=[],
+        host="127.0.0.1",
+        sliding=None,
+        draft_recipe=None,
     )
     args.unfit_anyway, args.no_fold = True, False
     assert serve.overlay_bytes(served, {"recipe": "int2:sink=4,recent=60"}) == 4 * 2 * 2 * 64 * 64 * 2

@@ -85,11 +85,13 @@ def test_pages_and_attention(granite: Path, size: int, tmp_path: Path) -> None:
         close(llm)
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-2"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("recipe", ["saw-int4", "kvant-2", "kvant-4"])
 def test_sinks_and_sliding_windows(recipe: str, tmp_path: Path) -> None:
     """gpt-oss, whose layers have a sliding window by turns: chunks, a prefix hit, pages that are given back."""
     path = tiny("GptOss", tmp_path / "model")
-    llm = engine(path, {"recipe": recipe, "artifact": made_up_artifacts(tmp_path)}, max_num_batched_tokens=150)
+    artifacts = made_up_artifacts(tmp_path, names=[recipe])
+    llm = engine(path, {"recipe": recipe, "artifact": artifacts}, max_num_batched_tokens=150)
     try:
         llm.collective_rpc("record")
         long = prompt(0, 330)
