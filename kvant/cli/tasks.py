@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import artifacts_for, asked_recipes
-from kvant.cli.common import check_writable, load_model, print_table, say, stages, write_json
+from kvant.cli.common import (
+    check_writable,
+    load_model,
+    nothing_packed,
+    packed_tokens,
+    print_table,
+    say,
+    stages,
+    write_json,
+)
 from kvant.cli.html import shape_of, target_of
 
 if TYPE_CHECKING:
     from kvant.eval.scoring import Score
+    from kvant.recipe import Recipe
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +110,19 @@ def run_tasks(args: argparse.Namespace) -> int:
                 done=done,
             )
         print_scores(found)
+        tell_what_is_not_packed(chosen, found)
         if page is not None:  # after every task: an interrupted run leaves a page of those that are complete
             page.write(report)
     return 0
+
+
+def tell_what_is_not_packed(chosen: Sequence[Recipe], scores: Sequence[Score]) -> None:
+    """Says so where no answer read anything packed: the recipe then has the full cache's score, and a window's bits."""
+    by_name = {score.recipe: score for score in scores}
+    for recipe in chosen:
+        longest = max(answer["length"] + answer["tokens"] for answer in by_name[recipe.name].answers)
+        if not packed_tokens(recipe, longest):
+            say(f"{recipe.name}: {nothing_packed(recipe, longest)}; its score says nothing, use longer questions")
 
 
 def print_scores(scores: list[Score]) -> None:

@@ -52,6 +52,18 @@ def test_every_recipe_answers_the_same_questions(
     assert not list((tmp_path / "cache" / "kvant" / "answers").glob("*.json")), "a complete run leaves nothing"
 
 
+def test_a_score_without_packed_tokens_is_said_to_mean_nothing(
+    tiny: str,  # noqa: F811
+    questions: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipes = "int4,int4:sink=4,recent=192"
+    code, _, err = run(capsys, "eval", "--model", tiny, "--task", questions, "--recipe", recipes, "--limit", "2")
+    assert code == 0, err
+    told = [line for line in err.splitlines() if "nothing has been packed" in line]
+    assert len(told) == 1 and told[0].startswith("kvant: int4:sink=4,recent=192: ")
+
+
 def test_an_interrupted_run_goes_on(
     tiny: str,  # noqa: F811
     questions: str,
