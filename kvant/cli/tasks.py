@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +111,32 @@ def run_tasks(args: argparse.Namespace) -> int:
                 done=done,
             )
         print_scores(found)
+        print_lost(found, args.json)
         tell_what_is_not_packed(chosen, found)
         if page is not None:  # after every task: an interrupted run leaves a page of those that are complete
             page.write(report)
     return 0
+
+
+def print_lost(scores: Sequence[Score], report: str | None, most: int = 20) -> None:
+    """Names the questions that a recipe answered worse than the full cache did."""
+
+    def sums(score: Score) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for answer in score.answers:
+            found[answer["question"]] += answer["score"]
+        return found
+
+    full = sums(scores[0])
+    where = f"their answers are in {report}" if report else "--json FILE writes their answers"
+    for score in scores[2:]:
+        got = sums(score)
+        lost = [
+            name for name in dict.fromkeys(answer["question"] for answer in score.answers) if got[name] < full[name]
+        ]
+        if lost:
+            more = f" and {len(lost) - most} more" if len(lost) > most else ""
+            print(f"{score.recipe} lost questions {', '.join(lost[:most])}{more}; {where}")
 
 
 def tell_what_is_not_packed(chosen: Sequence[Recipe], scores: Sequence[Score]) -> None:
