@@ -106,7 +106,7 @@ class Kept(Protocol):
 
 class Unfinished:
     """The checkpoints of one calibration, as a context manager. An interrupt (Ctrl-C) writes them all and says what was kept;
-    a normal end removes them."""
+    a normal end removes them. Where nothing of its own is held, the interrupt keeps its message."""
 
     def __init__(self, resume: bool) -> None:
         self.resume = resume
@@ -132,7 +132,7 @@ class Unfinished:
                 checkpoint.remove()
         if kind is not KeyboardInterrupt:
             return
-        told = [str(error)] if str(error) else []
+        told = []
         for checkpoint, work in self.held:
             tensors = work.tensors
             if tensors and checkpoint.save(tensors):
