@@ -38,8 +38,8 @@ True
 
 The public names are those of `__all__`: Cache, artifact_for, check, plan, recipe, recipe_names; what they take and return,
 Recipe and Verdict; what a full or damaged cache raises, PoolFull and NotFinite. `kvant.HybridCache` is for models some of whose
-layers are not attention. Servers build on `kvant.cache.PagedCache`,
-new recipes on `kvant.recipe` and `kvant.codecs`. docs/ and `kvant --help` lead on.
+layers are not attention. Servers build on `kvant.cache.PagedCache`, new recipes on `kvant.recipe` and `kvant.codecs`. docs/ and
+`kvant --help` lead on.
 
 Nothing is imported before it is asked for: torch takes seconds, and a command line that prints its help needs none of it.
 """

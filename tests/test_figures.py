@@ -23,6 +23,9 @@ def test_quality_has_every_recipe_and_our_front(theme: str) -> None:
         assert sorted(bits) == list(bits) and sorted(kl, reverse=True) == list(kl), dim
         shown = {label.get_text() for label in axis.texts}
         assert shown == figures.LABELLED
+        boxes = [label.get_window_extent() for label in axis.texts]
+        for i, one in enumerate(boxes):
+            assert not any(one.overlaps(other) for other in boxes[:i]), "a label covers another"
 
 
 def test_the_pictures_are_those_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,15 @@ def test_the_sdist_has_documents_scripts_tests_results_and_sources(tmp_path: Pat
     )
     with tarfile.open(tmp_path / done.stdout.strip().splitlines()[-1]) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
+    with tarfile.open(tmp_path / done.stdout.strip().splitlines()[-1]) as archive:
+        [info] = [name for name in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name)]
+        found = archive.extractfile(info)
+        assert found is not None
+        description = found.read().decode()
+    links = re.findall(r"\]\(([^)]+)\)|src(?:set)?=\"([^\"]+)\"", description)
+    assert len(links) > 20
+    for target in ("".join(link) for link in links):
+        assert target.startswith("https://"), f"a package index would look for {target} beside the README"
     elsewhere = (".github/", ".gitignore", ".gitattributes")
     missing = [name for name in tracked if name and not name.startswith(elsewhere) and name not in packed]
     assert not missing, missing

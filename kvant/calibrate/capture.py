@@ -24,6 +24,7 @@ import torch.nn.functional as F
 import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvant.calibrate.checkpoint import uninterrupted
 from kvant.engines.attention import Handle
 from kvant.engines.layers import PackedLayer
 from kvant.engines.lending import borrow
@@ -137,6 +138,18 @@ class Running:
         self.priorities[~stay] = priorities[enter]
         self.sample[(~stay).to(x.device)] = x[enter.to(x.device)].float()
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        parts = {name: getattr(self, name) for name in ("total", "second", "absmax", "sample", "priorities")}
+        return parts | {"count": torch.tensor(self.count), "generator": self.generator.get_state()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.count, self.priorities = int(state["count"]), state["priorities"]
+        self.generator.set_state(state["generator"])
+        device = self.total.device
+        self.total, self.second = state["total"].to(device), state["second"].to(device)
+        self.absmax, self.sample = state["absmax"].to(device), state["sample"].to(device)
+
     def finish(self) -> Moments:
         assert self.count, "no vectors were added"
         sample = self.sample[(self.priorities < 2.0).to(self.sample.device)].transpose(0, 1)
@@ -158,6 +171,14 @@ class WeightedSums:
         self.weight += weight.sum(1)
         self.total += heavy.sum(1)
         self.second += heavy.mT @ wide
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {"weight": self.weight, "total": self.total, "second": self.second}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        device = self.total.device
+        self.weight, self.total, self.second = (state[name].to(device) for name in ("weight", "total", "second"))
 
     def finish(self) -> WeightedMoments:
         assert bool((self.weight > 0).all()), "no vectors were added"
@@ -244,10 +265,18 @@ class LayerGatherer:
         self.weighted_keys = WeightedSums(*size, device) if plan.attention_weighted else None
         self.weighted_values = WeightedSums(*size, device) if plan.attention_weighted else None
         self.probes: list[Probe] = []
+        self.read = 0  # excerpts that were added
 
     def add(self, excerpt: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         """Adds one excerpt: queries and outputs [tokens, heads, queries per head, head_dim], keys and values [tokens, heads,
-        head_dim]."""
+        head_dim]. Excerpts come in order; one that was added before, by a call that was interrupted, is not added again."""
+        if excerpt < self.read:
+            return
+        with uninterrupted():  # an interrupt finds every layer with whole excerpts
+            self._add(excerpt, q, k, v, o)
+            self.read = excerpt + 1
+
+    def _add(self, excerpt: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         tokens = len(k)
         offset = self.plan.probe_offset(excerpt, tokens)
         if offset is not None:
@@ -285,6 +314,41 @@ class LayerGatherer:
             return x
         assert self.rope is not None
         return self.rope.rotate(x, by)
+
+    @property
+    def _sums(self) -> dict[str, Running | WeightedSums]:
+        names = ("queries", "keys", "values", "attended", "weighted_keys", "weighted_values")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All that was gathered so far, for a checkpoint."""
+        out = {f"{name}.{key}": tensor for name, sums in self._sums.items() for key, tensor in sums.state.items()}
+        for i, probe in enumerate(self.probes):
+            out |= {f"probe.{i}.{key}": tensor for key, tensor in probe._asdict().items()}
+        out |= {"read": torch.tensor(self.read), "scale": torch.tensor(self.scale, dtype=torch.float64)}
+        if self.softcap is not None:
+            out["softcap"] = torch.tensor(self.softcap, dtype=torch.float64)
+        if self.sink_logits is not None:
+            out["sink_logits"] = self.sink_logits.clone()
+        return out
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            part, _, key = name.rpartition(".")
+            parts.setdefault(part, {})[key] = tensor
+        for name, sums in self._sums.items():
+            sums.restore(parts[name])
+        device = self.keys.total.device
+        count = sum(part.startswith("probe.") for part in parts)
+        self.probes = [
+            Probe(**{key: tensor.to(device) for key, tensor in parts[f"probe.{i}"].items()}) for i in range(count)
+        ]
+        own = parts[""]
+        self.read, self.scale = int(own["read"]), float(own["scale"])
+        self.softcap = float(own["softcap"]) if "softcap" in own else None
+        self.sink_logits = own["sink_logits"].to(device) if "sink_logits" in own else None
 
     def finish(self) -> LayerStats:
         attended = None if self.attended is None else self.attended.finish()
@@ -506,6 +570,34 @@ def checked_ropes(model: Any, shape: ModelShape, ids: Tensor) -> list[Rope]:
     return ropes
 
 
+class Measured:
+    """The statistics of the layers of a pass, which a checkpoint can hold."""
+
+    def __init__(self, excerpts: Sequence[Tensor], kept: dict[str, Tensor] | None = None) -> None:
+        """`kept` is the content of a checkpoint, in the form of `tensors`."""
+        self.sizes = [len(ids) for ids in excerpts]
+        self.gatherers: dict[int, LayerGatherer] = {}
+        self.kept: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in (kept or {}).items():
+            layer, _, name = key.partition(".")
+            self.kept.setdefault(int(layer), {})[name] = tensor
+
+    def tokens(self) -> int:
+        """Tokens that all layers of the pass have read."""
+        return sum(self.sizes[: min((each.read for each in self.gatherers.values()), default=0)])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        if not self.tokens():
+            return {}
+        return {
+            f"{layer}.{name}": tensor for layer, each in self.gatherers.items() for name, tensor in each.state.items()
+        }
+
+    def __str__(self) -> str:
+        return f"{self.tokens():,} of {sum(self.sizes):,} measured tokens"
+
+
 def gather(
     model: Any,
     excerpts: Sequence[Tensor],
@@ -513,9 +605,11 @@ def gather(
     progress: Progress | None = None,
     budget: int = BUDGET,
     skip: Container[int] = (),
+    measured: Measured | None = None,
 ) -> Iterator[tuple[int, LayerStats]]:
     """Yields (layer, statistics) for every layer with attention that is not in `skip`. Each pass over the text gathers as many
-    layers as the budget allows. An excerpt is a tensor of token ids."""
+    layers as the budget allows. An excerpt is a tensor of token ids. `measured` holds the pass that is under way; what it has
+    kept of an earlier call is not measured again."""
     shape = ModelShape.of(model, hybrid=True)
     config = model.config.get_text_config(decoder=True)
     groups = config.num_attention_heads // shape.heads
@@ -523,19 +617,28 @@ def gather(
     ropes: Sequence[Rope | None] = checked_ropes(model, shape, excerpts[0]) if rotates else [None] * len(shape.layers)
     devices = _layer_devices(model, len(shape.layers))
     at_once = max(1, budget // layer_bytes(shape, plan, groups))
+    measured = measured or Measured(excerpts)
     layers = [layer for layer in shape.attention_layers if layer not in skip]
-    passes = [layers[first : first + at_once] for first in range(0, len(layers), at_once)]
+    begun = [layer for layer in layers if layer in measured.kept]  # layers of one pass, which was interrupted
+    others = [layer for layer in layers if layer not in measured.kept]
+    passes = [begun] * bool(begun) + [others[first : first + at_once] for first in range(0, len(others), at_once)]
     total, done = sum(map(len, excerpts)) * len(passes), 0
     for chosen in passes:
         gatherers = {i: LayerGatherer(i, shape, plan, ropes[i], devices[i]) for i in chosen}
+        for layer in chosen:
+            if layer in measured.kept:
+                gatherers[layer].restore(measured.kept.pop(layer))
+        measured.gatherers = gatherers
+        done += measured.tokens()
         with attending(model):
-            for index, ids in enumerate(excerpts):
-                _forward(model, shape, gatherers, ids, index)
-                done += len(ids)
+            for index in range(min(each.read for each in gatherers.values()), len(excerpts)):
+                _forward(model, shape, gatherers, excerpts[index], index)
+                done += len(excerpts[index])
                 if progress is not None:
                     progress("measuring", done, total)
         for layer in chosen:
-            yield layer, gatherers.pop(layer).finish()
+            yield layer, gatherers[layer].finish()
+            del gatherers[layer]
 
 
 def _layer_devices(model: Any, layers: int) -> list[torch.device]:

@@ -1,8 +1,8 @@
 """Checkpoints of a calibration, so that a call that was interrupted continues where it stopped.
 
 A checkpoint is one safetensors file in the user's cache directory. Its name is a hash of everything that decides its content.
-It is written when the work is interrupted and every half minute, in case the process is killed. It is removed when the work is
-done.
+It is written when the work is interrupted. Fitted layers, which are small, are also written every half minute, in case the
+process is killed; sums over the text, which can take hundreds of megabytes, are not. It is removed when the work is done.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import signal
+import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +80,23 @@ class Checkpoint:
             self.path.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Puts a Ctrl-C off until the end of the block. It does nothing outside the main thread, which has the interrupts, and where
+    another than Python handles them."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    asked: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked and callable(before):
+        before(*asked[0])
+
+
 class Kept(Protocol):
     """Work that a checkpoint can hold; its str() says how much was done, for messages."""
 
@@ -85,7 +106,7 @@ class Kept(Protocol):
 
 class Unfinished:
     """The checkpoints of one calibration, as a context manager. An interrupt (Ctrl-C) writes them all and says what was kept;
-    a normal end removes them."""
+    a normal end removes them. Where nothing of its own is held, the interrupt keeps its message."""
 
     def __init__(self, resume: bool) -> None:
         self.resume = resume
@@ -111,7 +132,7 @@ class Unfinished:
                 checkpoint.remove()
         if kind is not KeyboardInterrupt:
             return
-        told = [str(error)] if str(error) else []
+        told = []
         for checkpoint, work in self.held:
             tensors = work.tensors
             if tensors and checkpoint.save(tensors):

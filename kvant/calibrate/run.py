@@ -17,7 +17,7 @@ from kvant.artifact import SCHEME, Artifact
 from kvant.calibrate import builtin
 from kvant.calibrate import text as texts
 from kvant.calibrate.builtin import TOKENS
-from kvant.calibrate.capture import Plan, gather
+from kvant.calibrate.capture import Measured, Plan, gather
 from kvant.calibrate.checkpoint import Unfinished
 from kvant.calibrate.fitting import Statistic, fit_layer, statistics_of
 from kvant.chats import Chats
@@ -127,9 +127,12 @@ def calibrate_all(
             decides = [VERSION, named, texts.digest(excerpts), dataclasses.asdict(plan), [chosen[i].fits for i in mine]]
             checkpoint = unfinished.open("fit", decides)
             fitted = Fitted(len(mine), {} if checkpoint is None else checkpoint.load())
-            if checkpoint is not None:
+            sums = unfinished.open("measured", decides)
+            measured = Measured(excerpts, {} if sums is None else sums.load())
+            if checkpoint is not None and sums is not None:
                 unfinished.hold(checkpoint, fitted)
-            for layer, stats in gather(model, excerpts, plan, progress, skip=fitted.layers):
+                unfinished.hold(sums, measured)
+            for layer, stats in gather(model, excerpts, plan, progress, skip=fitted.layers, measured=measured):
                 fitted.layers[layer] = [
                     {name: tensor.cpu() for name, tensor in fit_layer(chosen[i], stats).items()} for i in mine
                 ]

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         ),
         help="fit a recipe to a model",
         description="Measures a model on a text, fits the recipe's calibrated tensors and writes them to DIR/artifact.safetensors. "
-        "Ctrl-C writes a checkpoint: the same command continues from there.",
+        "Ctrl-C keeps what was measured and fitted: the same command goes on from there.",
     )
     add_model_options(parser)
     parser.add_argument("--recipe", required=True, metavar="R", help="a recipe that needs calibration")

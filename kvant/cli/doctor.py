@@ -278,7 +278,8 @@ def _print_machine(found: dict[str, Any]) -> None:
         there = found["smollm2"] or "not fetched yet; any command with --model smollm2 fetches it (94 MB)"
         lines.append((found["smollm2"] is not None, "smollm2", there))
     elif model["refused"]:
-        lines.append((False, "model", f"{model['name']}: {model['refused']}"))
+        told = model["refused"].removeprefix(f"model {model['name']!r}: ")
+        lines.append((False, "model", f"{model['name']}: {told}"))
     else:
         sliding = f", {model['sliding']} of them with a sliding window" if model["sliding"] else ""
         told = (

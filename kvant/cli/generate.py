@@ -403,7 +403,7 @@ def print_answers(answers: list[Answer], chosen: list[Recipe], prompt_tokens: in
         rows.append([a.recipe, f"{a.bpe:.2f}", size, f"{a.times_smaller:.2f}x", kl, top1, f"{a.tokens_per_second:.1f}"])
     caption = (
         f"bits per cached number; cache of {prompt_tokens} prompt tokens and the answer; times smaller than a 16-bit cache, below 1 "
-        f"is larger (full here is {dtype}); KL and top-1: next-token distributions against the full cache on its own answer"
+        f"is larger (full here is {dtype}); KL and top-1: next-token distributions against the full cache, over its answer"
     )
     print_table("", columns, rows, caption)
     for note in notes:

@@ -29,6 +29,13 @@ class Formatter(argparse.HelpFormatter):
             usage = " ".join(["%(prog)s", *places, *needed, *options])
         super().add_usage(usage, actions, groups, prefix)
 
+    def add_argument(self, action: argparse.Action) -> None:
+        """As argparse's; but the indentation of subcommands counts, so that each has one line."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            longest = max(map(len, action.choices), default=0)
+            self._action_max_length = max(self._action_max_length, longest + 2 * self._indent_increment)
+
     def _metavar(self, action: argparse.Action) -> str:
         return str(action.metavar or action.dest.upper())
 

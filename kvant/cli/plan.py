@@ -67,9 +67,13 @@ def find(name: str) -> Any:
     try:
         config = models.config_of(name)
     except (OSError, ValueError, LookupError, struct.error) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        preset = name.lower().rpartition("/")[2]
+        known = (
+            f"the preset {preset}, which needs no files" if preset in PRESETS else f"a preset ({', '.join(PRESETS)})"
+        )
         raise ValueError(
-            f"model {name!r}: expected a preset ({', '.join(PRESETS)}), a Hugging Face directory or id; {first}"
+            f"model {name!r}: expected a Hugging Face directory or id, a .gguf file, or {known}; {first}"
         ) from error
     _check_class(config)
     return config
@@ -117,21 +121,25 @@ def run(args: argparse.Namespace) -> int:
         ]
         per_token = f"{kind.bytes_per_token:,.0f}"
         rows.append([kind.recipe, f"{kind.bits:.3f}", per_token, f"{kind.tokens:,}", f"{kind.requests:,}", *against])
+    devices = "one device" if first.tensor_parallel == 1 else f"each of {first.tensor_parallel} devices"
+    notes = [
+        f"{args.model}: {human_bytes(first.memory)} for the cache of {devices}, with {first.kv_heads} KV heads; "
+        "weights are not counted",
+        "longest: tokens of one sequence that has all of the memory",
+    ]
     windows = ", ".join(
         f"{each.recipe.recipe} {human_bytes(each.recipe.sequence_bytes)}"
         for each in plans
         if each.recipe.sequence_bytes
     )
-    caption = (
-        f"{args.model}, {human_bytes(first.memory)} for the cache on each of {first.tensor_parallel} device(s) with "
-    )
-    caption += f"{first.kv_heads} KV heads; longest: tokens of one sequence alone; weights are not counted"
-    caption += f"; windows of a request: {windows}" if windows else ""
+    if windows:
+        notes.append(f"full-precision tokens of a request, counted: {windows}")
     sinks = ", ".join(
-        f"{each.recipe.recipe} {human_bytes(each.recipe.sink_rows * each.recipe.sink_bytes)} ({each.recipe.sink_rows:,} rows)"
+        f"{each.recipe.recipe} {human_bytes(each.recipe.sink_rows * each.recipe.sink_bytes)}"
         for each in plans
         if each.recipe.sink_rows
     )
-    caption += f"; sinks of cached prefixes in a server: {sinks}" if sinks else ""
-    print_table("", columns, rows, caption)
+    if sinks:
+        notes.append(f"first tokens of cached prefixes in a server, not counted: {sinks}")
+    print_table("", columns, rows, "\n".join(notes))
     return 0

@@ -11,11 +11,11 @@ from kvant.cli.common import print_table
 
 RECOMMENDED = {  # what each is for
     "kvant-2": "least memory; default of commands once fitted",
-    "kvant-3": "between",
+    "kvant-3": "between the two",
     "kvant-4": "the best quality at four bits",
     "kvant-4-fast": "four bits at the highest speed",
     "kivi-k4v4": "no fit; the default of kvant.Cache",
-    "int8": "nearly exact on most models, no fit",
+    "int8": "no fit; nearly exact where keys have small means",
 }
 MODEL = "Qwen2.5-Coder-1.5B"
 KL = {  # of the model on held-out prose, as in results/

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import artifacts_for, asked_recipes
-from kvant.cli.common import check_writable, load_model, print_table, say, stages, write_json
+from kvant.cli.common import (
+    check_writable,
+    load_model,
+    nothing_packed,
+    packed_tokens,
+    print_table,
+    say,
+    stages,
+    write_json,
+)
 from kvant.cli.html import shape_of, target_of
 
 if TYPE_CHECKING:
     from kvant.eval.scoring import Score
+    from kvant.recipe import Recipe
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +111,41 @@ def run_tasks(args: argparse.Namespace) -> int:
                 done=done,
             )
         print_scores(found)
+        print_lost(found, args.json)
+        tell_what_is_not_packed(chosen, found)
         if page is not None:  # after every task: an interrupted run leaves a page of those that are complete
             page.write(report)
     return 0
+
+
+def print_lost(scores: Sequence[Score], report: str | None, most: int = 20) -> None:
+    """Names the questions that a recipe answered worse than the full cache did."""
+
+    def sums(score: Score) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for answer in score.answers:
+            found[answer["question"]] += answer["score"]
+        return found
+
+    full = sums(scores[0])
+    where = f"their answers are in {report}" if report else "--json FILE writes their answers"
+    for score in scores[2:]:
+        got = sums(score)
+        lost = [
+            name for name in dict.fromkeys(answer["question"] for answer in score.answers) if got[name] < full[name]
+        ]
+        if lost:
+            more = f" and {len(lost) - most} more" if len(lost) > most else ""
+            print(f"{score.recipe} lost questions {', '.join(lost[:most])}{more}; {where}")
+
+
+def tell_what_is_not_packed(chosen: Sequence[Recipe], scores: Sequence[Score]) -> None:
+    """Says so where no answer read anything packed: the recipe then has the full cache's score, and a window's bits."""
+    by_name = {score.recipe: score for score in scores}
+    for recipe in chosen:
+        longest = max(answer["length"] + answer["tokens"] for answer in by_name[recipe.name].answers)
+        if not packed_tokens(recipe, longest):
+            say(f"{recipe.name}: {nothing_packed(recipe, longest)}; its score says nothing, use longer questions")
 
 
 def print_scores(scores: list[Score]) -> None:
@@ -115,5 +159,8 @@ def print_scores(scores: list[Score]) -> None:
         )
         compared = [f"{100 * s.difference:+.1f}", interval, str(s.wins), str(s.losses)] if i else [""] * 4
         rows.append([s.recipe, f"{s.bits:.2f}", f"{100 * s.score:.1f}", *compared, f"{s.tokens:,}"])
-    noise = f"the full cache runs twice, {scores[0].batch} and {scores[1].batch} questions at a time: their difference is noise"
-    print_table(f"{scores[0].task}: {scores[0].questions} questions", columns, rows, noise)
+    notes = (
+        f"the full cache runs twice, {scores[0].batch} and {scores[1].batch} questions at a time: their difference is noise\n"
+        "bits with windows and partly filled pages at the mean length"
+    )
+    print_table(f"{scores[0].task}: {scores[0].questions} questions", columns, rows, notes)

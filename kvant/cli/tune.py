@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
         help="choose a recipe for every layer under a budget of bits",
         description="Measures how much the model's output depends on every layer's keys and values, chooses band patterns and "
         "widths for each layer and one window under a budget of bits, fits them, measures the result on held-out text and writes "
-        "one artifact, which --artifact of other commands takes.",
+        "one artifact, which --artifact of other commands takes. Ctrl-C keeps what was measured: the same command goes on.",
     )
     add_model_options(parser)
     parser.add_argument(

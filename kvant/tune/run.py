@@ -14,6 +14,7 @@ from kvant import passages, recipes
 from kvant.artifact import Artifact
 from kvant.calibrate import text as texts
 from kvant.calibrate.artifact_paths import artifact_path, cached
+from kvant.calibrate.checkpoint import Unfinished
 from kvant.calibrate.run import Source, calibrate_all, source_ids
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache
@@ -26,7 +27,8 @@ from kvant.recipe import MixedRecipe, Recipe, Window
 from kvant.shape import ModelShape
 from kvant.tune import candidates, knapsack
 from kvant.tune.candidates import BASE, CANDIDATES, RECENT, Options
-from kvant.tune.sensitivity import Choice, Table, measure
+from kvant.tune.sensitivity import Choice, Sensed, Table, measure
+from kvant.version import VERSION
 
 Tensor = torch.Tensor
 CONTEXT = 32768
@@ -210,8 +212,10 @@ def study(
     tokens: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    unfinished: Unfinished | None = None,
 ) -> Study:
-    """Fits the candidates and measures how much the model's output depends on each of them in every layer."""
+    """Fits the candidates and measures how much the model's output depends on each of them in every layer. `unfinished` keeps
+    what was measured where it is interrupted."""
     shape = ModelShape.of(model)
     named = candidates.parse([each.name if isinstance(each, Recipe) else each for each in chosen])
     windows = windows_of(recent)
@@ -222,7 +226,18 @@ def study(
     base = candidates.windowed(recipes.get(BASE), windows[0])
     artifacts = _fit(model, tokenizer, [base, *sources], found.fit, tokens, seed, progress)
     tensors = {recipe: {} if (made := artifacts[recipe]) is None else made.tensors for recipe in sources}
-    table = measure(model, found.excerpts, options.choices, tensors, windows, seed=seed, progress=progress)
+    decides = [
+        *(VERSION, fingerprint(model), texts.digest(found.excerpts), seed, len(shape.layers)),
+        [(choice.stream, choice.recipe.digest) for choice in options.choices],
+        [None if made is None else made.digest for made in artifacts.values()],
+        [dataclasses.asdict(window) for window in windows],
+    ]
+    checkpoint = None if unfinished is None else unfinished.open("sensitivity", decides)
+    sensed = Sensed(None if checkpoint is None else checkpoint.load())
+    if unfinished is not None and checkpoint is not None:
+        unfinished.hold(checkpoint, sensed)
+    more: dict[str, Any] = {"seed": seed, "progress": progress, "sensed": sensed}
+    table = measure(model, found.excerpts, options.choices, tensors, windows, **more)
     return Study(model, shape, found, named, windows, options, artifacts, table)
 
 
@@ -256,7 +271,9 @@ def tune(
     if most < 1:
         raise ValueError(f"most must be at least 1, got {most}")
     options: dict[str, Any] = {"chosen": named, "recent": recent, "tokens": tokens, "seed": seed, "progress": progress}
-    return study(model, tokenizer, text, **options).tune(bits, context, most, progress)
+    unfinished = Unfinished(resume=True)
+    with unfinished:
+        return study(model, tokenizer, text, **options, unfinished=unfinished).tune(bits, context, most, progress)
 
 
 def _fit(

@@ -163,6 +163,31 @@ class Table:
     tokens: int  # outputs that were compared
 
 
+class Sensed:
+    """Errors of the layers of every excerpt so far, which a checkpoint can hold."""
+
+    def __init__(self, kept: dict[str, Tensor] | None = None) -> None:
+        """`kept` is the content of a checkpoint, in the form of `tensors`."""
+        self.errors: dict[tuple[int, int], Tensor] = {}  # by excerpt and layer: float64 [windows * choices]
+        self.states: dict[int, Tensor] = {}  # of the random numbers, before each excerpt
+        for key, tensor in (kept or {}).items():
+            kind, *at = key.split(".")
+            if kind == "state":
+                self.states[int(at[0])] = tensor
+            else:
+                self.errors[int(at[0]), int(at[1])] = tensor
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        if not self.errors:
+            return {}
+        errors = {f"errors.{excerpt}.{layer}": tensor for (excerpt, layer), tensor in self.errors.items()}
+        return errors | {f"state.{excerpt}": tensor for excerpt, tensor in self.states.items()}
+
+    def __str__(self) -> str:
+        return f"{len(self.errors)} measured sensitivities"
+
+
 def measure(
     model: Any,
     excerpts: Sequence[Tensor],
@@ -174,42 +199,52 @@ def measure(
     queries: int = QUERIES,
     seed: int = 0,
     progress: Progress | None = None,
+    sensed: Sensed | None = None,
 ) -> Table:
     """The sensitivity of the model to every choice in every layer, for every window.
 
     excerpts  token ids [n] each, read from position 0; the first quarter is not compared, like a prompt.
     tensors   calibrated tensors of the choices' recipes by layer, as an artifact has them.
+    sensed    holds what is measured; what it has of an earlier call with the same arguments is not measured again.
     """
     shape = ModelShape.of(model)
     layers = len(shape.layers)
     wants_rope = any(choice.spec.effective_rope_block for choice in choices)
     ropes: Sequence[Rope | None] = ropes_of(model, layers) if wants_rope else [None] * layers
     generator = torch.Generator().manual_seed(seed)
+    sensed = sensed or Sensed()
+    asked = [(window, choice) for window in windows for choice in choices]
     total: dict[tuple[Window, int, Choice], float] = {}
-    compared, done = 0, 0
-    for ids in excerpts:
+    compared = 0
+    for index, ids in enumerate(excerpts):
+        if index in sensed.states:
+            generator.set_state(sensed.states[index])
         first = max(1, len(ids) * PROMPT[0] // PROMPT[1])
         at = torch.arange(first, len(ids))
         if len(at) > queries:
             at = at[torch.randperm(len(at), generator=generator)[:queries].sort().values]
-        with tapped(model) as taps:
-            rows: list[list[Tensor]] = [[] for _ in range(layers)]
-            for draw in gradients(model, taps, ids, draws, generator):
-                for layer, gradient in enumerate(draw):
-                    rows[layer].append(gradient[at.to(gradient.device)].float())
+        missing = [layer for layer in range(layers) if (index, layer) not in sensed.errors]
+        if missing:
+            with tapped(model) as taps:
+                rows: list[list[Tensor]] = [[] for _ in range(layers)]
+                for draw in gradients(model, taps, ids, draws, generator):
+                    for layer, gradient in enumerate(draw):
+                        rows[layer].append(gradient[at.to(gradient.device)].float())
+            sensed.states[index + 1] = generator.get_state()
         compared += len(at)
         with torch.inference_mode():
-            for layer in range(layers):
+            for layer in missing:
                 taken = taps.taken.pop(layer)
                 own = {recipe: found.get(layer, {}) for recipe, found in tensors.items()}
                 gradient = torch.stack(rows[layer])
                 errors = _errors(taken, gradient, at, choices, own, windows, shape.layers[layer], ropes[layer])
                 rows[layer] = []
-                for (window, choice), value in errors.items():
-                    total[window, layer, choice] = total.get((window, layer, choice), 0.0) + value
-                done += 1
+                sensed.errors[index, layer] = torch.tensor([errors[each] for each in asked], dtype=torch.float64)
                 if progress is not None:
-                    progress("sensitivity", done, layers * len(excerpts))
+                    progress("sensitivity", len(sensed.errors), layers * len(excerpts))
+        for layer in range(layers):
+            for (window, choice), value in zip(asked, sensed.errors[index, layer].tolist(), strict=True):
+                total[window, layer, choice] = total.get((window, layer, choice), 0.0) + value
     return Table({key: value / compared for key, value in total.items()}, compared)
 
 

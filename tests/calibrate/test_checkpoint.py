@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kvant.artifact import Artifact
-from kvant.calibrate import checkpoint, run
+from kvant.calibrate import capture, checkpoint, run
 from kvant.calibrate.checkpoint import Checkpoint
 from kvant.cli import main
 from tests.calibrate.test_run import SMALL, ids_of
@@ -41,12 +42,12 @@ def test_a_calibration_keeps_its_layers(unfinished: Path) -> None:
     model = make_model("llama")
     expected = run.calibrate(model, None, RECIPE, ids_of(48), excerpt_tokens=24)
     assert not unfinished.exists(), "nothing is written where nothing is interrupted"
-    with pytest.raises(KeyboardInterrupt, match="kept 2 layers; the same command goes on from there"):
+    with pytest.raises(KeyboardInterrupt, match="kept 2 layers and 48 of 48 measured tokens; the same command goes on"):
         run.calibrate(model, None, RECIPE, ids_of(48), excerpt_tokens=24, progress=interrupt_at("fitting", 2))
-    assert len(list(unfinished.iterdir())) == 1
+    assert len(list(unfinished.iterdir())) == 2
     stages: list[tuple[str, int, int]] = []
     found = run.calibrate(model, None, RECIPE, ids_of(48), excerpt_tokens=24, progress=lambda *at: stages.append(at))
-    assert [at for at in stages if at[0] != "measuring"] == [("fitting", 3, 3)]
+    assert stages == [("fitting", 3, 3)], "the third layer was measured before"
     assert list(unfinished.iterdir()) == []
     assert found.layers == expected.layers == len(found.tensors)
     assert found.source["tokens"] == 48
@@ -56,11 +57,52 @@ def test_layers_fitted_before_and_after_are_those_of_one_go() -> None:
     """Other options are another calibration."""
     model = make_model("llama")
     options: dict[str, Any] = {"excerpt_tokens": 60, "max_position": 200}
-    with pytest.raises(KeyboardInterrupt, match="kept 1 layer; "):
+    with pytest.raises(KeyboardInterrupt, match="kept 1 layer and 150 of 150 measured tokens; "):
         run.calibrate(model, None, SMALL, ids_of(150), **options, progress=interrupt_at("fitting", 1))
     other = run.calibrate(model, None, SMALL, ids_of(150), **options, seed=1)
     found = run.calibrate(model, None, SMALL, ids_of(150), **options)
     assert found.digest == run.calibrate(model, None, SMALL, ids_of(150), **options).digest != other.digest
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "kvant-2", "oscar:sink=4"])
+def test_measured_tokens_are_not_read_again(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt between two excerpts, and one in the midst of a layer's sums, which are completed first."""
+    model, options = make_model("llama"), {"excerpt_tokens": 24, "max_position": 200}
+    expected = run.calibrate(model, None, recipe, ids_of(72), **options)
+    with pytest.raises(KeyboardInterrupt, match="kept 24 of 72 measured tokens; the same command goes on from there"):
+        run.calibrate(model, None, recipe, ids_of(72), **options, progress=interrupt_at("measuring", 24))
+
+    add, added = capture.LayerGatherer._add, []
+
+    def adding(self: Any, excerpt: int, *args: Any) -> None:
+        added.append(excerpt)
+        if len(added) == 2:
+            signal.raise_signal(signal.SIGINT)
+        add(self, excerpt, *args)
+
+    monkeypatch.setattr(capture.LayerGatherer, "_add", adding)
+    with pytest.raises(KeyboardInterrupt, match="kept 24 of 72 measured tokens"):
+        run.calibrate(model, None, recipe, ids_of(72), **options)
+    assert added == [1, 1], "the second of three layers"
+    found = run.calibrate(model, None, recipe, ids_of(72), **options)
+    assert added == [1, 1, 1, 2, 2, 2]
+    assert found.digest == expected.digest
+
+
+def test_an_interrupt_is_put_off_and_not_lost() -> None:
+    done = []
+
+    def work() -> None:
+        with checkpoint.uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest of the block")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done
+    with checkpoint.uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_nothing_is_kept_where_it_is_not_wanted(unfinished: Path) -> None:
@@ -123,7 +165,7 @@ def test_the_command_says_what_it_kept_and_goes_on(
         patched.setattr("kvant.cli.calibrate.stages", interrupted)
         assert main(command) == 130
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "kvant calibrate: interrupted; kept 1 layer; the same command goes on from there"
+        "kvant calibrate: interrupted; kept 1 layer and 40 of 40 measured tokens; the same command goes on from there"
     )
     assert main(command) == 0
     assert Artifact.load(tmp_path / "out").source["tokens"] == 40

@@ -132,7 +132,7 @@ def test_doctor_answers_for_a_model_in_a_screen(capsys: pytest.CaptureFixture[st
     assert "no  model" in out and "other KV heads" in out
     code, out, _ = run(capsys, "doctor", "--model", "no/such/model", "--json")
     assert code == 1
-    assert "expected a preset" in json.loads(out)["model"]["refused"]
+    assert "or a preset (" in json.loads(out)["model"]["refused"]
 
 
 @pytest.mark.parametrize(("version", "served"), [("0.32.0", True), ("0.26.0", False), (None, True)])

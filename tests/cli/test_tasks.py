@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvant import models
+from kvant.cli.tasks import print_lost
 from kvant.eval import asking, scoring
 from tests.cli.test_cli import run, tiny  # noqa: F401
 
@@ -50,6 +51,32 @@ def test_every_recipe_answers_the_same_questions(
     assert [a["text"] for a in scores[2]["answers"]] == [a["text"] for a in scores[0]["answers"]], "full is lossless"
     assert scores[3]["bits"] < 8 < scores[0]["bits"] == 16
     assert not list((tmp_path / "cache" / "kvant" / "answers").glob("*.json")), "a complete run leaves nothing"
+
+
+def test_a_score_without_packed_tokens_is_said_to_mean_nothing(
+    tiny: str,  # noqa: F811
+    questions: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipes = "int4,int4:sink=4,recent=192"
+    code, _, err = run(capsys, "eval", "--model", tiny, "--task", questions, "--recipe", recipes, "--limit", "2")
+    assert code == 0, err
+    told = [line for line in err.splitlines() if "nothing has been packed" in line]
+    assert len(told) == 1 and told[0].startswith("kvant: int4:sink=4,recent=192: ")
+
+
+def test_lost_questions_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def score(recipe: str, *points: float) -> scoring.Score:
+        answers = [
+            {"question": str(i % 3), "score": each} for i, each in enumerate(points)
+        ]  # two samples of three questions
+        return scoring.Score("own", recipe, 8, 0.5, 0.0, None, 0, 0, 3, 6, 16.0, answers)
+
+    full = score("full cache", 1, 1, 0, 1, 0, 1)
+    print_lost([full, score("full cache again", 0, 0, 0, 0, 0, 0), score("int4", 1, 0, 1, 0, 1, 1)], None)
+    assert capsys.readouterr().out == "int4 lost questions 0; --json FILE writes their answers\n"
+    print_lost([full, full, score("int2", 0, 0, 0, 0, 0, 0), full], "scores.json", most=2)
+    assert capsys.readouterr().out == "int2 lost questions 0, 1 and 1 more; their answers are in scores.json\n"
 
 
 def test_an_interrupted_run_goes_on(

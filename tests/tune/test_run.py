@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,29 @@ def test_the_budget_is_kept_and_used(tuned: Tuned) -> None:
     assert sum(layer.bits for layer in tuned.layers) / 3 == pytest.approx(counted)
     assert counted > 2.4, "a step of one stream of one layer is smaller"
     assert tuned.window in windows_of(RECENT) and recipe.key.window == tuned.window
+
+
+def test_an_interrupted_run_goes_on(
+    tuned: Tuned, model: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Interrupted while it measures the result, it has kept the sensitivities."""
+    monkeypatch.setattr(run, "EXCERPT_TOKENS", 150)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen: set[str] = set()
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "measuring the result":
+            raise KeyboardInterrupt
+
+    with pytest.raises(
+        KeyboardInterrupt, match=r"kept \d+ measured sensitivities; the same command goes on from there"
+    ):
+        tune(model, None, 2.7, text, context=1024, recent=RECENT, progress=interrupt)
+    assert len(list((tmp_path / "kvant" / "unfinished").iterdir())) == 1
+    found = tune(model, None, 2.7, text, context=1024, recent=RECENT, progress=lambda stage, *at: seen.add(stage))
+    assert "measuring the result" in seen and "sensitivity" not in seen
+    assert found.artifact.digest == tuned.artifact.digest
+    assert not list((tmp_path / "kvant" / "unfinished").iterdir())
 
 
 def test_bits_go_where_the_output_depends_on_them(tuned: Tuned) -> None:

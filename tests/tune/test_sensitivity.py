@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.eval import Segments, evaluate
 from kvant.recipe import MixedRecipe, Window
-from kvant.tune.sensitivity import Choice, gradients, measure, tapped
+from kvant.tune.sensitivity import Choice, Sensed, gradients, measure, tapped
 from tests.engines.test_hf import make_model, prompt
 from tests.fitted import made_up_tensors
 
@@ -89,3 +91,26 @@ def test_keys_that_are_stored_unrotated_and_calibrated() -> None:
         for stream in ("key", "value"):
             found = [table.kl[WINDOW, layer, c] for c in choices if c.stream == stream]
             assert found[0] > found[2] > 0.0, (layer, stream, found)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_what_was_measured_before_an_interrupt_is_not_measured_again(steps: int) -> None:
+    """In the midst of an excerpt, and between two: the same successors are drawn."""
+    model, recipe = make_model("llama"), recipes.get(INT.format(2))
+    choices = [Choice("key", recipe), Choice("value", recipe)]
+    given: tuple[Any, ...] = (model, list(prompt(3, 60)), choices, {recipe: {}}, [WINDOW, Window(3, 16)])
+    expected = measure(*given, queries=20)
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        assert (stage, total) == ("sensitivity", 9)
+        if done == steps:
+            raise KeyboardInterrupt
+
+    sensed, seen = Sensed(), []
+    with pytest.raises(KeyboardInterrupt):
+        measure(*given, queries=20, progress=interrupt, sensed=sensed)
+    kept = Sensed(sensed.tensors)
+    assert str(kept) == str(sensed) == f"{steps} measured sensitivities"
+    found = measure(*given, queries=20, progress=lambda stage, done, total: seen.append(done), sensed=kept)
+    assert seen == list(range(steps + 1, 10))
+    assert found == expected
