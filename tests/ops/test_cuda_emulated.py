@@ -329,7 +329,6 @@ def check_rotated(
     lengths: list[int],
     launched: list[str],
     constants: tuple[tuple[str, int], ...] = (),
-    always: tuple[tuple[str, int], ...] = (),
 ) -> None:
     """Decode that rotates queries itself against the reference, also with each of the other `constants`, and decode after the kernel
     that rotates them. Pages are in random order, behind a table that is wider than sequences are long."""
@@ -350,7 +349,7 @@ def check_rotated(
     store.pages.copy_(pages)
     batch = batch._replace(block_table=wide)
     limit = 2e-3 if dtype == "bfloat16" else 5e-4
-    inside = [(*test_cuda.ROTATED_BY_DECODE, *always, *more) for more in ((), *((constant,) for constant in constants))]
+    inside = [(*test_cuda.ROTATED_BY_DECODE, *more) for more in ((), *((constant,) for constant in constants))]
     for tuned in (*inside, test_cuda.ROTATED_BEFORE):
         launched.clear()
         with attention.poisoned():
@@ -386,11 +385,29 @@ def test_ctas_that_share_a_sequence_rotate_its_queries(
     blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0), ("EARLY_MATRIX", 0)
+    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0)
     check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
-    for way in (1, 2):
-        direct = ("ROTATED_AHEAD", 0), ("ROTATED_DIRECT", way)
-        check_rotated("kvant-2:rope_block=64", 4, 64, "bfloat16", {"first": 40}, [1700, 5, 130], launched, (), direct)
+
+
+def test_a_high_batch_of_long_sequences_rotates_its_queries_inside_decode(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the table is wide enough, and the pages are enough for all sequences."""
+    monkeypatch.setattr(cuda_decode, "LONG_TOKENS", 256)
+    cache, seqs = filled("kvant-2:rope_block=64", 2, 4, 64, [300, 290])
+    batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(2, 8, 64).bfloat16()
+    expected = reference.decode(store, q.double(), batch, scale=0.125)
+    wide = torch.nn.functional.pad(batch.block_table, (0, 20))
+    for table, window, inside in ((batch.block_table, None, True), (wide, None, True), (wide, 200, False)):
+        launched.clear()
+        found = cuda_decode.decode_with_lse(
+            store, q, batch._replace(block_table=table), scale=0.125, sliding_window=window
+        )[0]
+        assert ("kvant_rotate_queries" in launched) != inside, launched
+        if window is None:
+            assert relative_error(found, expected) < 2e-3
+    several = batch._replace(block_table=wide[:1].expand(9, -1), seq_lens=batch.seq_lens[:1].expand(9))
+    assert cuda_decode._most_tokens(store, several, None) < 256
 
 
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
@@ -407,9 +424,8 @@ def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None
             assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
             usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
             assert usual.query_kernel and not usual.rotated_queries
-            # 16 warps have registers enough at a high batch, where a lane has one query head; the matrix leaves room for 12
-            ctas = 4 if group <= 4 and not low_batch else found.constants["MIN_CTAS"]
-            assert (found.warps, ctas) == (usual.warps, usual.constants["MIN_CTAS"])
+            assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
+            assert made("kvant-2", group, low_batch=low_batch, long=True).rotated_queries == (low_batch or group == 4)
             bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
             assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
     assert not made("kvant-2", query="float32", low_batch=True).rotated_queries

@@ -20,7 +20,7 @@ from kvant.ops.cuda.decode_arguments import (
     TransformQueriesArguments,
 )
 from kvant.ops.cuda.decode_matrices import ChunkAngles, Codebooks, DecodeTransforms
-from kvant.ops.cuda.plan import LOW_BATCH, Plan, copies_in_bulk, shared_memory
+from kvant.ops.cuda.plan import LONG_TOKENS, LOW_BATCH, Plan, copies_in_bulk, shared_memory
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
 from kvant.ops.registry import register_decode
@@ -168,7 +168,10 @@ def _decode_rows(
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
     capped, has_sinks = softcap is not None, sink_logits is not None
-    plan = _plan(layout, group, dtype, *ways, capped, query.device, tuned, low_batch, partial_rope, queries, has_sinks)
+    long = _most_tokens(store, batch, sliding_window) >= LONG_TOKENS
+    plan = _plan(
+        layout, group, dtype, *ways, capped, query.device, tuned, low_batch, partial_rope, queries, has_sinks, long
+    )
     out, lse = _decode(
         query.contiguous(),
         store.pages,
@@ -204,6 +207,15 @@ def _decode_rows(
     return out, lse if removed is None else lse + removed
 
 
+def _most_tokens(store: LayerStore, batch: PagedBatch, sliding_window: int | None) -> int:
+    """Tokens that a sequence may attend to. Lengths are on the device, and a captured launch serves all lengths; the host knows the
+    width of the block table, which in a server is that of the longest sequence it takes, and the pages that there are for all
+    sequences of the batch: on average none has more than its share, but for pages that several share."""
+    pages = min(batch.block_table.shape[1], -(-len(store.pages) // max(1, len(batch.block_table))))
+    tokens = pages * store.layout.page_tokens
+    return min(tokens, sliding_window) if sliding_window else tokens
+
+
 def _blocks(layout: Layout, pages: int, first: int) -> int:
     """RoPE blocks that a block table of so many pages may reach into; `first` is the RoPE position of the first token."""
     return blocks_of(pages * layout.page_tokens + layout.recipe.origin, first, layout.recipe.key.effective_rope_block)
@@ -223,11 +235,11 @@ def _plan(
     partial_rope: bool,
     queries: int,
     sink_logits: bool,
+    long: bool,
 ) -> int:
     bulk, shared = copies_in_bulk(device), shared_memory(device)
-    made = Plan(
-        layout, group, dtype, dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, queries, sink_logits
-    )
+    ways = dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, queries, sink_logits
+    made = Plan(layout, group, dtype, *ways, long)
     return _PLANS.number(made)
 
 

@@ -35,6 +35,7 @@ WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
 RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA on a multiprocessor
 STAGES = 2  # pages that a warp has in flight
 LARGE_PAGE = 8192  # bytes of a page of a head from which on a warp has one more in flight, with RoPE blocks
+LONG_TOKENS = 6144  # of a sequence, from which on decode rotates queries itself at a high batch
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
@@ -133,6 +134,7 @@ class Plan:
     partial_rope: bool = False  # whether RoPE rotates some of the channels only
     queries: int = 1  # of a sequence; each has group / queries query heads a KV head
     sink_logits: bool = False
+    long: bool = False  # whether sequences may have LONG_TOKENS tokens
 
     @property
     def tile_heads(self) -> int:
@@ -151,6 +153,11 @@ class Plan:
     def residual(self) -> bool:
         """Whether residuals of centroids of whole head vectors are coded."""
         return any(stream.is_residual for stream in self.layout.formats.values())
+
+    @property
+    def _tokenwise(self) -> bool:
+        """Whether a token's codes have scales of its own, and nothing else."""
+        return not (self.pq or self.residual or self.layout.recipe.key.groupwise)
 
     @property
     def warps(self) -> int:
@@ -181,27 +188,15 @@ class Plan:
         """CTAs that the registers of a multiprocessor are enough for."""
         if self.pq or self.residual:
             return 1
-        if self._light:
-            return 4
         few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
         # Keys that are rotated when they are read take more registers: 344 us at 32 x 32768 in two CTAs, 430 in three
         # (squat-pre, H200).
         return 3 if few and not self.rotated_keys else 2
 
-    @property
-    def _light(self) -> bool:
-        """Whether 128 registers of a lane are enough, so that a multiprocessor holds 16 warps instead of 12: at a high batch, where a
-        lane has one query head and a token one scale."""
-        if self.low_batch or dict(self.tuned).get("QUERY_TRANSFORM") == QueryTransform.ROTATED_MATRIX:
-            return False
-        plain = not self.layout.recipe.key.groupwise and not self.rotated_keys and not self.level_copies
-        one_scale = self.key_groups == 1 and self.layout.scale_groups("value") == 1
-        return plain and one_scale and self.lane_heads == 1 and self.layout.head_dim <= 128
-
     def _blocks(self, warps: int) -> int:
         """CTAs that a multiprocessor is to hold."""
         grouped = self.layout.recipe.key.groupwise
-        most = min(self._most_blocks, (16 if self._light else 12) // warps)
+        most = min(self._most_blocks, 12 // warps)
         static = ROTATED_STATIC_BYTES if self.rotated_queries else 8192 if grouped else 4096
         if self.rotated_keys:  # queries as they come, and rotated ones of every warp
             row = self.layout.head_dim
@@ -335,8 +330,7 @@ class Plan:
         channelwise = layout.recipe.key.groupwise
         parts = 2 if self.query == "float32" else 1  # one fp16 number holds what a 16-bit query does
         words = parts * self.key_registers // self.rotate_warps * layout.head_dim // 4  # of a thread, of its matrix
-        ctas = dict(self.tuned).get("MIN_CTAS", self._blocks(self.warps))
-        one = self.low_batch or self.lane_heads > 1 or self.rotated_keys or ctas * self.warps > 12  # by registers
+        one = self.low_batch or self.lane_heads > 1 or self.rotated_keys or self.rotated_queries
         tiles = int(dict(self.tuned).get("OVERLAY_TILES", 1 if one else 2))
         overlay_bytes = 16 * tiles * layout.head_dim * 4  # that are attended to at once
         pages_of_overlay = overlay_bytes / layout.page_head_bytes
@@ -376,11 +370,9 @@ class Plan:
             "ROTATE_CTAS": max(1, (12 if words > 32 else 24 if parts == 1 else 18) // self.rotate_warps),
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
-            "ROTATE_SECTORS": 1,
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
             "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
             "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
-            "ROTATED_DIRECT": self.rotated_direct,
             "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
@@ -390,16 +382,14 @@ class Plan:
             "OVERLAY_TILES": tiles,
             "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
             "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too
-            "OVERLAY_WIDE": int(not channelwise and not self.rotated_keys),
             "SPLIT_ROWS": int(self._split_rows),
-            "EARLY_MATRIX": 1,
-            "WHOLE_TILES": 1,
+            "WHOLE_TILES": int(self._tokenwise and (self.low_batch or layout.overlay_tokens("key") > 0)),
             "MIXED_PAGE_UNITS": 4 if channelwise else 1,
             "SOFTCAP": int(self.softcap),
             "SINK_LOGITS": int(self.sink_logits),
             "STAGES": self.stages,
             "WARP_BYTES": self.warp_bytes,
-            "MIN_CTAS": ctas,
+            "MIN_CTAS": self._blocks(self.warps),
             **dict(self.tuned),
             "Key": self._stream("key"),
             "Value": self._stream("value"),
@@ -493,14 +483,16 @@ class Plan:
     def rotated_queries(self) -> bool:
         """Whether the warps of decode rotate their queries to every RoPE block themselves. That is so at a low batch, where queries
         have 16 bits, RoPE rotates all channels, and a multiprocessor holds as many CTAs with the matrix in its shared memory as
-        without. At a high batch a kernel before decode is faster: 209 us instead of 214 at 32 x 32768, 233 instead of 261 at
-        128 x 8192 (kvant-2, folded, H200)."""
+        without. At a high batch it is so where sequences are long and four query heads of two RoPE blocks fill a product: 179 us
+        instead of 193 at 32 x 32768, 211 instead of 215 at 128 x 8192; but 87 instead of 85 at 64 x 5120, 68 instead of 66 at
+        64 x 3072, 48 instead of 44 at 64 x 1024, where a kernel before decode is faster (kvant-2, folded, H200)."""
         key, dim, asked = self.layout.recipe.key, self.layout.head_dim, dict(self.tuned).get("QUERY_TRANSFORM")
         if not key.effective_rope_block or key.groupwise or self.pq or self.partial_rope:
             return False
         if self.query == "float32" or dim % 32 or dim > 128 or asked == MATRIX:
             return False
-        if not self.low_batch and asked != QueryTransform.ROTATED_MATRIX:
+        long = self.long and self.tile_heads in (3, 4)
+        if not self.low_batch and not long and asked != QueryTransform.ROTATED_MATRIX:
             return False
         warps = LOW_BATCH_WARPS if self.low_batch and self._most_blocks == 3 else WARPS
         pages = warps * self.warp_bytes + ROTATED_STATIC_BYTES
@@ -532,15 +524,10 @@ class Plan:
         return dict(self.tuned).get("ROTATED_AHEAD", count if self.low_batch and self.tile_heads <= 8 and fits else 0)
 
     @property
-    def rotated_direct(self) -> int:
-        """1 where warps that rotate queries read angles from global memory, 2 where they make operands together, too."""
-        return int(dict(self.tuned).get("ROTATED_DIRECT", 0))
-
-    @property
     def _rotated_operand_bytes(self) -> int:
         """Shared memory of a warp for query operands and angles of some RoPE blocks."""
         own = 4 * self.operand_words * (self.rotated_ahead or self._rotated_blocks)
-        angles = 0 if self.rotated_ahead or self.rotated_direct else 4 * self.layout.head_dim * self._rotated_blocks
+        angles = 0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks
         return own + angles + 32 * self.lane_heads
 
     @property
@@ -585,7 +572,7 @@ class Plan:
     @property
     def _split_rows(self) -> bool:
         """Whether the queries that the overlay is multiplied by are stored as the two bfloat16 numbers that the products take."""
-        made = self.query_kernel or self.rotated_queries
+        made = self._tokenwise and (self.query_kernel or self.rotated_queries)
         return made and self.layout.overlay_tokens("key") > 0 and self.layout.overlay_dtype == "bfloat16"
 
     @property

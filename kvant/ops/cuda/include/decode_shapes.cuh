@@ -26,6 +26,7 @@ constexpr bool ROTATED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::ROTA
 constexpr bool FUSED_OUTPUTS = Config::OUTPUT_TRANSFORM == OutputTransform::FUSED_MATRIX;
 constexpr bool OVERLAY = Config::OVERLAY_TOKENS > 0;
 constexpr bool RESIDUAL_KEYS = Key::CENTROIDS > 0, RESIDUAL_VALUES = Value::CENTROIDS > 0;  // codes are those of residuals (codecs/residual.cuh)
+constexpr bool TOKENWISE = !CHANNELWISE && !PQ && !RESIDUAL_KEYS && !RESIDUAL_VALUES;
 constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multiplied by the scales of every group in float32 (codecs/scaled_values.cuh)
 
 constexpr int PAGE_TILES = Config::PAGE_TOKENS / 16;           // of 16 tokens

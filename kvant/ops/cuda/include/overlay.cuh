@@ -45,7 +45,7 @@ DEV const u8* overlay_bytes(const void* overlay, s64 overlay_row, int head, int 
 
 // Lane t of a row of the overlay has words e of D / 8, each of two channels. Where a word is: LANES_SIDE_BY_SIDE, four lanes read 64 neighbouring bytes at once, else
 // each reads a quarter of the row.
-constexpr bool LANES_SIDE_BY_SIDE = Config::OVERLAY_WIDE && D % 32 == 0;
+constexpr bool LANES_SIDE_BY_SIDE = TOKENWISE && D % 32 == 0;
 DEV constexpr int overlay_channel(int e, int t) { return LANES_SIDE_BY_SIDE ? e / 4 * 32 + t * 8 + e % 4 * 2 : t * (D / 4) + 2 * e; }
 DEV void load_overlay_words(u32* w, const u8* row, int t) {
   constexpr int AT_ONCE = LANES_SIDE_BY_SIDE ? 4 : D / 8;
@@ -57,22 +57,22 @@ DEV void load_overlay_words(u32* w, const u8* row, int t) {
 template <int N> struct OverlayKeys {
   u32 k[N][2][D / 8];
   DEV void load(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane) {
-    if constexpr (Config::OVERLAY_WIDE) {
+    if constexpr (TOKENWISE) {
       const OverlayPlaces<Key::RING> places(from, first, last);
       const u8* row = overlay_bytes(a.overlay_key, overlay_row, head, Key::OVERLAY_TOKENS);
 #pragma unroll
       for (int i = 0; i < N; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++) load_overlay_words(k[i][r], row + places.offset(i * 16 + r * 8 + (lane >> 2)), lane & 3);
-      return;
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int position = max(first, min(from + i * 16 + r * 8 + (lane >> 2), last - 1));
+          load_words<D / 8>(k[i][r], (const u8*)a.overlay_key + (overlay_offset(position, overlay_row, head, Key::RING, Key::OVERLAY_TOKENS) + (lane & 3) * (D / 4)) * 2);
+        }
     }
-#pragma unroll
-    for (int i = 0; i < N; i++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int position = max(first, min(from + i * 16 + r * 8 + (lane >> 2), last - 1));
-        load_words<D / 8>(k[i][r], (const u8*)a.overlay_key + (overlay_offset(position, overlay_row, head, Key::RING, Key::OVERLAY_TOKENS) + (lane & 3) * (D / 4)) * 2);
-      }
   }
 };
 
@@ -256,7 +256,7 @@ struct OverlayValues {
   u32 v[4][D / 16];
   DEV void load(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    if constexpr (Config::OVERLAY_WIDE) {
+    if constexpr (TOKENWISE) {
       const OverlayPlaces<Value::RING> places(from, first, last);
       const u8* bytes = overlay_bytes(a.overlay_value, overlay_row, head, Value::OVERLAY_TOKENS);
 #pragma unroll
@@ -265,14 +265,14 @@ struct OverlayValues {
 #pragma unroll
         for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, row + value_channel(g, j * GROUP_SHARE) * 2);
       }
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-      const int position = max(first, min(from + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
-      const s64 row = overlay_offset(position, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS);
+      for (int r = 0; r < 4; r++) {
+        const int position = max(first, min(from + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
+        const s64 row = overlay_offset(position, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS);
 #pragma unroll
-      for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, (const u8*)a.overlay_value + (row + value_channel(g, j * GROUP_SHARE)) * 2);
+        for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, (const u8*)a.overlay_value + (row + value_channel(g, j * GROUP_SHARE)) * 2);
+      }
     }
   }
   template <int PARTS> DEV void add(float* c, int k, const u32 (*p)[2]) const {  // the k-th 16 channels

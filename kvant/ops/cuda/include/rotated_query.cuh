@@ -93,14 +93,11 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   using Matrix = RotatedMatrix<K>;
   static constexpr int AHEAD = Config::ROTATED_AHEAD, OWN = AHEAD ? AHEAD : ROTATED_BLOCKS;  // operands of a warp
   static constexpr bool ALIASED = AHEAD > 0;  // angles lie among operands
-  static constexpr bool DIRECT = Config::ROTATED_DIRECT > 0;  // angles are read from global memory
-  static constexpr bool SHARED = AHEAD > 0 || Config::ROTATED_DIRECT == 2;  // the warps of a CTA may make operands together
-  static_assert(!DIRECT || AHEAD == 0, "a warp makes operands for itself");
   static_assert(AHEAD == 0 || (AHEAD == 2 * ROTATED_BLOCKS && TILE_HEADS <= 8 && sizeof(QueryOperand) >= 4 * D), "angles fit in the place of operands");
   using Angles = RotatedAngles<ROTATED_BLOCKS>;
   struct Shared {
     QueryOperand operands[WARPS * OWN];  // OWN of each warp
-    Select<ALIASED || DIRECT, u32, Angles[WARPS]> angles;  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
+    Select<ALIASED, u32, Angles[WARPS]> angles;  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
     OverlaySums sums[WARPS];
   };
   static constexpr int NONE = 1 << 30;
@@ -121,17 +118,6 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     else return sh.angles[warp];
   }
 
-  // Angles of RoPE blocks `block` on are wanted soon.
-  DEV static void prefetch_angles(Shared& sh, const DecodeArguments& a, int block, int lane) {
-    if constexpr (DIRECT) {
-      constexpr int LINES = (ROTATED_BLOCKS * D * 2 + 127) / 128;
-      const int place = min(min(block, a.rope_blocks - 1) * (D / 2) + lane % LINES * 32, a.rope_blocks * (D / 2) - 1);
-      if (lane < 2 * LINES) prefetch_l1((lane < LINES ? a.cosine : a.sine) + place);
-    } else {
-      own_angles(sh).copy(a, block, lane);
-    }
-  }
-
   // The column of an MMA: its head (`from` on) and its RoPE block among those of the product; columns beyond the last are idle.
   DEV static int member(int column) { return ROTATED_BLOCKS > 1 ? column / TILE_HEADS : 0; }
   DEV static int head_of(int column, int from) { return ROTATED_BLOCKS > 1 ? column % TILE_HEADS : from + column; }
@@ -149,36 +135,31 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
     await_copies();  // of angles that nobody asked for
     first = NONE, together = false, rows_block = -1;
-    if constexpr (SHARED) {
+    if constexpr (AHEAD > 0) {
       first = rope_block_of(a, begin), last = begin < end ? rope_block_of(a, end - 1) : first - 1;
-      together = last - first < OWN * WARPS;
+      together = last - first < AHEAD * WARPS;
       if (together) {
-        if constexpr (DIRECT) prefetch_angles(sh, a, first + warp * OWN, lane);
-        else if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
+        if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
         return;
       }
       first = NONE;
     }
-    prefetch_angles(sh, a, rope_block_of(a, own), lane);
+    own_angles(sh).copy(a, rope_block_of(a, own), lane);
   }
   template <class SharedMatrix> DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
     const int which = rows.head % a.matrix_heads;
     copying = shared.head != which;
     if (copying) Matrix::copy(shared.bytes, a, shared.head = which);
   }
-  template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
+  template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     [[maybe_unused]] const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (!Config::EARLY_MATRIX) copy_matrix(a, shared, rows);
     if (copying) {
       await_copies();
       __syncthreads();
     }
-    if constexpr (SHARED)
+    if constexpr (AHEAD > 0)
       if (together) {
-        const int block = first + warp * OWN;
-        if constexpr (DIRECT) {
-          if (block <= last) make_direct(sh.operands + warp * OWN, block, a, rows, lane);
-        } else if (block <= last) {
+        if (first + warp * AHEAD <= last) {
           const auto& angles = *(const RotatedAngles<OWN>*)(sh.operands + warp * OWN);
           await_copies();
           __syncwarp();
@@ -201,7 +182,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
 
   // Operands of COLUMNS * ROTATED_BLOCKS RoPE blocks, whose angles are given. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes
   // of a word: lane g has word g >> 1 of register g & 1 of every two. `out` may lie where the angles are.
-  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane, int last_member = ROTATED_BLOCKS - 1) const {
+  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
     const int g = lane >> 2, t = lane & 3;
     constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, MISSING_WORDS = MISSING * K::REGISTERS * 8;  // operands of heads that do not exist are zero
 #pragma unroll 1
@@ -209,7 +190,7 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       RotatedFragment q[COLUMNS];
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) {
-        const int angle = (j * ROTATED_BLOCKS + min(member(g), last_member)) * (D / 2);
+        const int angle = (j * ROTATED_BLOCKS + min(member(g), ROTATED_BLOCKS - 1)) * (D / 2);
         q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
       }
       float c[COLUMNS][Matrix::TILES][4];
@@ -224,10 +205,6 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
         out[i / MISSING_WORDS].f[none / 4][i / 8 % K::REGISTERS][none % 4 * 8 + i % 8] = 0u;
       }
     __syncwarp();
-  }
-  // Operands of RoPE blocks `block` on, whose angles are read from global memory.
-  DEV void make_direct(QueryOperand* out, int block, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
-    make_operands<1>(out, a.cosine + block * (D / 2), a.sine + block * (D / 2), a, rows, lane, min(ROTATED_BLOCKS - 1, a.rope_blocks - 1 - block));
   }
   // Bytes of a tile of columns, and its sums.
   DEV static void store_operands(QueryOperand* out, const float (*c)[4], const DecodeArguments& a, int from, int g, int t) {
@@ -252,18 +229,13 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   // The operand of a RoPE block.
   template <class Pages> DEV void load_block(Pages& pages, Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) {
     QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
-    if (SHARED && together) own = sh.operands;
+    if (AHEAD > 0 && together) own = sh.operands;
     else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
-      if constexpr (DIRECT) {
-        __syncwarp();
-        make_direct(own, block, a, rows, lane);
-      } else {
-        const Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
-        await_copies();
-        __syncwarp();
-        make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
-      }
-      prefetch_angles(sh, a, (first = block) + ROTATED_BLOCKS, lane);
+      Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
+      await_copies();
+      __syncwarp();
+      make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
+      angles.copy(a, (first = block) + ROTATED_BLOCKS, lane);
     }
     pages.load_query(own[block - first], lane, a.scale);
   }

@@ -125,7 +125,6 @@ struct CtaQuery {
     if constexpr (FUSED_QUERIES) matrix.copy_query_matrix(a, matrix_of(a, rows));
   }
   DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
-    if (!Config::EARLY_MATRIX) copy_matrix(a, matrix, rows);
     if (AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
     load_shared_query(sh, a, raw, matrix.bytes, rows.query, rows.count);
     if constexpr (RESIDUAL_KEYS) store_centroid_scores(sh.rows, sh.top, a, rows.head);
@@ -218,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       Query query;
       const TokenRange tokens(found, warp_range(found, work, scheduler.split, 0).page, warp_range(found, work, scheduler.split, WARPS - 1).page_end);  // of the CTA
       query.request(sh, a, rows, tokens.begin, tokens.end, TokenRange(found, range.page, range.page_end).begin, lane);
-      if (Config::EARLY_MATRIX) query.copy_matrix(a, matrix, rows);  // before the pages, behind which it would arrive last
+      query.copy_matrix(a, matrix, rows);  // before the pages, behind which it would arrive last
       ring.fill(range, lane);
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves

@@ -212,17 +212,7 @@ DEV void store_operand(QueryOperand& out, const float (*c)[4], int r, int h, int
   for (int k = 0; k < WHOLE; k += 4) {
 #pragma unroll
     for (int i = 0; i < 4; i++) make_words(Keys{}, c[2 * (k + i)] + 2 * r, c[2 * (k + i) + 1] + 2 * r, top, high[i], low[i]);
-    if constexpr (Config::ROTATE_SECTORS) {  // lanes t and t ^ 1 exchange words, so that both store 32 neighbouring bytes at once
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const u32 other = __shfl_xor_sync(FULL, t & 1 ? high[i] : low[i], 1);
-        if (t & 1) high[i] = other;
-        else low[i] = other;
-      }
-      // `high` is now of register k + (t & 2), `low` of the next one; odd lanes have the low bytes of both
-      u32* to = f + (k + (t & 2)) * 32 + (t & 1) * 4;
-      if (there) store_words<4>((u8*)to, high), store_words<4>((u8*)(to + 32), low);
-    } else if (there) {
+    if (there) {
       store_words<4>((u8*)(f + (k + t) * 32), high);
       store_words<4>((u8*)(f + (k + t) * 32 + 4), low);
     }
