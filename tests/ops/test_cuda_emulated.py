@@ -283,28 +283,40 @@ def test_several_queries_of_a_low_batch(
     test_cuda.check_several_queries(cache, seqs, group, dim, queries, settings, limit, getattr(torch, dtype))
 
 
-SHARED_OPERAND = (("SHARED_OPERAND", 1), ("SUM_LIMIT", 1), ("CHUNK_TILES", 2))
-
-
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("name", "dim", "queries", "tuned"),
+    ("name", "dim", "queries"),
     [
-        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, (("QUERY_TRANSFORM", 4), ("WARPS", 6))),
-        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4, test_cuda.ROTATED_BEFORE),
-        ("kvant-2:rope_block=100,recent=20,rollback=7", 128, 8, test_cuda.ROTATED_BEFORE),
-        ("oscar:sink=3,recent=20,rollback=3", 128, 4, ()),
-        ("oscar:sink=3,recent=20,rollback=3", 64, 4, (("CHUNK_TILES", 4), ("SCORE_TILES", 2))),
-        ("saw-int4", 64, 2, ()),
+        ("kvant-2:rope_block=64,recent=40,rollback=3", 64, 4),
+        ("kvant-2:rope_block=100,recent=20,rollback=7", 128, 8),
+        ("kvant-3:rope_block=64,recent=20,rollback=3", 128, 4),
     ],
 )
-def test_several_queries_whose_operand_is_in_shared_memory(
-    name: str, dim: int, queries: int, tuned: tuple[tuple[str, int], ...], many: list[str]
+def test_several_queries_whose_operands_are_copied_to_shared_memory(
+    name: str, dim: int, queries: int, many: list[str]
 ) -> None:
+    """One for every RoPE block: warps go from one to the next, and begin with any."""
     cache, seqs = filled(name, 2, 4, dim, [queries, 66, 131, 700], first=7)
     settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None}
-    tuned = (*SHARED_OPERAND, *tuned)
-    test_cuda.check_several_queries(cache, seqs, 4, dim, queries, settings, 2e-3, torch.bfloat16, tuned)
+    test_cuda.check_several_queries(cache, seqs, 4, dim, queries, settings, 2e-3, torch.bfloat16)
+    assert many == ["_high_batch_kernel"]
+
+
+def test_operands_of_several_queries_are_copied_to_shared_memory_where_as_many_ctas_fit() -> None:
+    def made(name: str, queries: int, shared: tuple[int, int] = emulated.H200, **options: Any) -> plan.Plan:
+        layout = make_layout(name, 8, 128)
+        options = {"dual": (2, 1), "low_batch": False, **options}
+        dual, group = options.pop("dual"), 4 * queries
+        return plan.Plan(layout, group, "bfloat16", dual, (0, 1), False, True, shared, queries=queries, **options)
+
+    for queries in (1, 2, 4, 8):
+        found = made("kvant-2", queries)
+        assert found.shared_operand == found.constants["SHARED_OPERAND"] == (queries >= 4)
+    assert not made("kvant-2", 4, low_batch=True).shared_operand
+    assert not made("kvant-2", 4, (101376, 102400)).shared_operand
+    assert not made("kvant-4", 4).shared_operand  # its pages leave no room
+    assert not made("oscar", 4).shared_operand
+    assert not made("kvant-2", 4, tuned=test_cuda.ROTATED_BY_DECODE).shared_operand
 
 
 @pytest.mark.parametrize("sliding_window", [None, 100])

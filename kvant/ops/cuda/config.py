@@ -193,9 +193,7 @@ CONSTANTS: dict[str, Constant] = {
         VALUE_OFFSET="byte of the values in a page of a head, where they are stored as they come",
         STAGES="stages of a warp's ring of pages in flight",
         WARP_BYTES="dynamic shared memory of a warp: its pages in flight, then its outputs",
-        SHARED_OPERAND="1 where every chunk of tokens reads the query operand from shared memory; 0 where registers hold it",
-        SCORE_TILES="tiles of 16 tokens whose scores are computed at once, of the CHUNK_TILES that a warp attends to at once",
-        SUM_LIMIT="1 where sums of probabilities, not the largest score, say when the softmax's reference moves",
+        SHARED_OPERAND="1 where every chunk of tokens reads the query operand from shared memory, 0 where registers hold it",
         MIN_CTAS="CTAs of decode that a multiprocessor is to hold, by registers",
     ),
 }

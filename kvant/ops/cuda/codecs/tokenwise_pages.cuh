@@ -4,12 +4,9 @@
 #include "codecs/values.cuh"
 #include "include/page_ring.cuh"
 
-// Scores of fewer tiles at once take fewer accumulators.
-constexpr bool SPLIT_SCORES = Config::SCORE_TILES < CHUNK_TILES;
-static_assert(!SPLIT_SCORES || CHUNK_TILES % Config::SCORE_TILES == 0, "whole parts of a chunk");
 // The keys of the next page are read while the values of this one are multiplied, where a page is one chunk and is copied in bulk. With RoPE blocks
 // registers are short.
-constexpr bool PIPELINED = BULK && STAGES > 1 && PAGE_TILES == CHUNK_TILES && !SPLIT_SCORES && (!ROPE_BLOCK || Config::PIPELINED_ROPE);
+constexpr bool PIPELINED = BULK && STAGES > 1 && PAGE_TILES == CHUNK_TILES && (!ROPE_BLOCK || Config::PIPELINED_ROPE);
 
 // Words of the keys of N tiles of a page, of a lane.
 template <int N> struct KeyWords {
@@ -37,7 +34,7 @@ template <int N, class P> DEV void key_products(const KeyWords<N>& keys, int bef
     [[maybe_unused]] u32 b[LANE_HEADS][2];
     if constexpr (SHARED_OPERAND)
 #pragma unroll
-      for (int n = 0; n < LANE_HEADS; n++) q.get_two(b[n], n, P::BEFORE + k);
+      for (int n = 0; n < LANE_HEADS; n++) b[n][0] = q.get(n, P::BEFORE + k), b[n][1] = q.get(n, P::BEFORE + k + 1);
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const u32* w = keys.w[i] + before;
@@ -179,18 +176,6 @@ struct TokenwisePages {
   }
   // Attends to tokens [first, last) of the chunk of tiles from `tile` on, whose first token is `at`. `final`: nothing of the page comes after it.
   DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool final, OnlineSoftmax& softmax) {
-    if constexpr (SPLIT_SCORES) {
-      attend_chunk(a, packed, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) {
-        constexpr int N = SPLIT_SCORES ? Config::SCORE_TILES : CHUNK_TILES;
-#pragma unroll
-        for (int i = 0; i < CHUNK_TILES; i += N) {
-          KeyWords<N> part;
-          part.load(page_head, tile + i, lane);
-          page_scores<N>(part, page_head, tile + i, lane, q, softmax, a.cap, s + i);
-        }
-      }, []() {});
-      return;
-    }
     if (!PIPELINED) keys.load(page_head, tile, lane);
     attend_chunk(a, packed, page_head, tile, at, first, last, lane, softmax, [&](float s[CHUNK_TILES][LANE_HEADS][2]) { page_scores<CHUNK_TILES>(keys, page_head, tile, lane, q, softmax, a.cap, s); }, [&]() {
       if (!PIPELINED || !final) return;

@@ -34,9 +34,7 @@ constexpr int CHUNK_TILES = Config::CHUNK_TILES;                // that a warp a
 constexpr int OVERLAY_TILES = Config::OVERLAY_TILES;           // of the overlay that a warp attends to at once
 // Several queries of a sequence are rows of one tile: row r of a KV head is query head r % QUERY_HEADS of query r / QUERY_HEADS.
 constexpr int QUERIES = Config::QUERIES, QUERY_HEADS = Config::GROUP / QUERIES;
-// Several queries take more registers and instructions than one, and save them: see Config.
-constexpr bool SHARED_OPERAND = Config::SHARED_OPERAND, SUM_LIMIT = Config::SUM_LIMIT;
-constexpr bool OPERAND_PAIRS = SHARED_OPERAND && !(Config::QUERY_KERNEL && ROPE_BLOCK > 0);  // two registers of a lane lie side by side; not where kvant_rotate_queries makes them
+constexpr bool SHARED_OPERAND = Config::SHARED_OPERAND;
 constexpr int HEAD_TILES = Config::KV_HEADS * Config::QUERY_TILES;
 constexpr int LANE_HEADS = (TILE_HEADS + 3) / 4 == 3 ? 4 : (TILE_HEADS + 3) / 4;  // query heads of a lane: t, t + 4, ...
 constexpr bool PAIRED = LANE_HEADS == 1;                       // up to four query heads leave half of the columns of P V idle: two tiles share them

@@ -66,15 +66,13 @@ struct QueryFragment {
   float group_sum[LANE_HEADS][KEY_GROUPS];  // where there are several groups: GroupSums in steps of the operand
   u32 operand;  // SHARED_OPERAND: address of the lane's part of the operand in shared memory, from which every chunk reads it
 
-  // SHARED_OPERAND: B operands k and k + 1 (k even) of head n.
-  DEV void get_two(u32* b, int n, int k) const {
-    const u32 at = operand + (n * OPERAND_REGISTERS + k) * 128;
-    if constexpr (OPERAND_PAIRS) load_shared<2>(b, at);
-    else load_shared<1>(b, at), load_shared<1>(b + 1, at + 128);
+  // SHARED_OPERAND: B operand k of head n.
+  DEV u32 get(int n, int k) const {
+    u32 b;
+    load_shared<1>(&b, operand + (n * OPERAND_REGISTERS + k) * 128);
+    return b;
   }
 };
-// Where register i of a lane lies among those of a head in memory.
-DEV constexpr int operand_place(int i, int lane) { return OPERAND_PAIRS ? (i / 2 * 32 + lane) * 2 + i % 2 : i * 32 + lane; }
 
 // sum_c q_c times the middle of the levels of channel c: codes with a scale alone have centred levels, code - TOP / 2.
 template <class P> DEV float plane_bias(const float* q, int lane) {
@@ -121,8 +119,7 @@ template <int THREADS, int STRIDE, class P, class Top> DEV void store_plane(cons
         packed |= (u32)((g & 1 ? whole - high * 128 : high) & 255) << (8 * byte);
       }
     }
-    if constexpr (OPERAND_PAIRS) f[n][0][operand_place(P::BEFORE + i, lane)] = packed;
-    else f[n][P::BEFORE + i][lane] = packed;
+    f[n][P::BEFORE + i][lane] = packed;
   }
 }
 template <int THREADS, int STRIDE, class Top, class... P> DEV void store_query_planes(KeyPlanes<P...>, const float* rows, Top top, u32 (*f)[OPERAND_REGISTERS][32]) {
@@ -173,7 +170,7 @@ template <class From> DEV void load_query(QueryFragment& q, const From& sh, int 
 #pragma unroll
     for (int i = 0; i < OPERAND_REGISTERS; i++) q.f[n][i] = sh.f[n][i][lane];
   }
-  if constexpr (SHARED_OPERAND) q.operand = shared_address(sh.f[0][0] + operand_place(0, lane));
+  if constexpr (SHARED_OPERAND) q.operand = shared_address(sh.f[0][0] + lane);
 }
 
 // --- a matrix in shared memory ------------------------------------------------------------------------------------------

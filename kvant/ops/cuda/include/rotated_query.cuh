@@ -214,12 +214,12 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
       const float top = column_top(c, e), by = __fdividef(QUERY_TOP, top), special = c[K::REGISTERS][e];
       if (member(column) >= ROTATED_BLOCKS || h >= TILE_HEADS) continue;
       QueryOperand& to = out[member(column)];
-      u32* f = to.f[h / 4][0] + operand_place(g & 1, h % 4 * 8 + (g >> 1));
+      u32* f = to.f[h / 4][g & 1] + h % 4 * 8 + (g >> 1);
 #pragma unroll
       for (int k = 0; k < K::REGISTERS; k += 2) {
         u32 up, down;
         split_bytes(c[k][e], c[k][2 + e], c[k + 1][e], c[k + 1][2 + e], by, up, down);
-        f[k * 32] = up, f[k * 32 + operand_place(0, 4)] = down;
+        f[k * 32] = up, f[k * 32 + 4] = down;
       }
       if (g == 0) to.top[h] = top * (1.f / largest_weight(K{})), to.sum[h] = special;
       if (g == 1) to.bias[h] = special;

@@ -14,6 +14,7 @@
 #include "include/rotated_query.cuh"
 
 using PageAttention = Config::PageAttention;
+static_assert(!SHARED_OPERAND || (Config::QUERY_KERNEL && ROPE_BLOCK), "operands of RoPE blocks are copied to shared memory");
 static_assert(!ROTATED_QUERIES || Config::OVERLAY_LAST, "rows of rotated queries lie where pages were");
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ struct SharedMatrix {
 struct OperandQuery {
   struct Empty {};
   struct Copied {
-    QueryOperand operand[ROPE_BLOCK ? 2 * WARPS : 1];  // with RoPE blocks two of each warp: of the block at hand, and of the next, on its way
+    QueryOperand operand[2 * WARPS];  // two of each warp: of the RoPE block at hand, and of the next, on its way
   };
   using Shared = Select<SHARED_OPERAND, Copied, Empty>;
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
@@ -61,39 +62,32 @@ struct OperandQuery {
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
   }
-  template <class Pages, class S> DEV void load(Pages& pages, S& sh, const DecodeArguments& a, int lane) {  // S: derived from Shared
-    if constexpr (SHARED_OPERAND) {
-      if constexpr (!ROPE_BLOCK) copy<WARPS * 32>(sh.operand[0], *operands, threadIdx.x);
-      coming = -1;
-      await_copies();  // with RoPE blocks: of an operand that nobody asked for
-      if constexpr (!ROPE_BLOCK) {
-        __syncthreads();
-        pages.load_query(sh.operand[0], lane, a.scale);
-      }
-    } else if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
+  template <class Pages> DEV void load(Pages& pages, Shared&, const DecodeArguments& a, int lane) {
+    if constexpr (SHARED_OPERAND) coming = -1, await_copies();  // of an operand that nobody asked for
+    else if constexpr (!ROPE_BLOCK) pages.load_query(*operands, lane, a.scale);
   }
   // The operand of a RoPE block; the next one is prefetched.
-  template <class Pages, class S> DEV void load_block(Pages& pages, S& sh, const DecodeArguments& a, const HeadTileRows&, int block, int lane) {
+  template <class Pages, class S> DEV void load_block(Pages& pages, S& sh, const DecodeArguments& a, const HeadTileRows&, int block, int lane) {  // S: derived from Shared
     if constexpr (SHARED_OPERAND) {
       QueryOperand* own = sh.operand + (threadIdx.x >> 5) * 2;
-      if (block != coming) copy<32>(own[block & 1], operands[block], lane);
+      if (block != coming) copy_operand(own[block & 1], operands[block], lane);
       await_copies();
       __syncwarp();  // all lanes have copied their part, and have read the operand of the block before
       pages.load_query(own[block & 1], lane, a.scale);
       coming = block + 1 < a.rope_blocks ? block + 1 : -1;
-      if (coming >= 0) copy<32>(own[coming & 1], operands[coming], lane);
+      if (coming >= 0) copy_operand(own[coming & 1], operands[coming], lane);
     } else {
       constexpr int LAST_LINE = (sizeof(QueryOperand) + 127) / 128;
       pages.load_query(operands[block], lane, a.scale);
       if (block + 1 < a.rope_blocks && lane <= LAST_LINE) prefetch_l1((const u8*)(operands + block + 1) + min(lane * 128, (int)sizeof(QueryOperand) - 4));
     }
   }
-  // cp.async by THREADS threads, of which this is the thread-th.
-  template <int THREADS> DEV static void copy(QueryOperand& to, const QueryOperand& from, int thread) {
+  // cp.async by the lanes of a warp.
+  DEV static void copy_operand(QueryOperand& to, const QueryOperand& from, int lane) {
     static_assert(sizeof(QueryOperand) % 16 == 0, "16 bytes are copied at a time");
 #pragma unroll
-    for (int i = 0; i < (int)sizeof(QueryOperand); i += THREADS * 16)
-      if (i + thread * 16 < (int)sizeof(QueryOperand)) copy16((u8*)&to + i + thread * 16, (const u8*)&from + i + thread * 16);
+    for (int i = 0; i < (int)sizeof(QueryOperand); i += 32 * 16)
+      if (i + lane * 16 < (int)sizeof(QueryOperand)) copy16((u8*)&to + i + lane * 16, (const u8*)&from + i + lane * 16);
   }
   // Overlay tokens [at, last), those of one RoPE block at a time.
   DEV void attend(Shared&, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
