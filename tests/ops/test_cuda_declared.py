@@ -20,7 +20,7 @@ from tests.ops import emulated
 
 COMPILED = ("copy_rows", "decode kvant-2 group 4 high batch", "decode full", "transform kvant-2", "unpack kvant-2 key")
 COMPILED += (
-    "decode kvant-2 rotated before high batch",
+    "decode kvant-2 group 4 high batch of long sequences",
     "append kvant-2 prompts",
     "append vecinfer-2 4 rows",
     "nearest centroids saw-int4-kmeans order 1",
@@ -90,7 +90,9 @@ def test_compiled_kernels_take_as_many_bytes_as_are_passed() -> None:
     compiler()
     structs = dict(KERNEL.findall("".join(nvrtc.headers().values())))
     seen, gpu = set(), GPUS["sm_90"]
-    for name, plan in programs(gpu):
+    made = dict(programs(gpu))
+    assert set(COMPILED) <= set(made)
+    for name, plan in made.items():
         if name not in COMPILED:
             continue
         code = nvrtc.compile_text(plan.text, gpu.arch)
