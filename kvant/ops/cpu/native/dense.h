@@ -75,7 +75,7 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
     vi v[4]; /* the bits of ROUNDER + v: those of ROUNDER are above the lower 16, of which limbs are made */
     for (int k = 0; k < 4; k++) v[k] = (vi)fused(load_floats(x + i + 4 * k), splat(times), splat(ROUNDER));
     store_limbs(v, high + i, low + i);
-    totals += ((v[0] - ROUNDER_BITS) + (v[1] - ROUNDER_BITS)) + ((v[2] - ROUNDER_BITS) + (v[3] - ROUNDER_BITS));
+    totals += (vi)(((vu)v[0] + (vu)v[1]) + ((vu)v[2] + (vu)v[3]) - 4u * ROUNDER_BITS); /* unsigned: sums may wrap around */
   }
 #endif
   for (; i < whole; i += LANE_COUNT) {
