@@ -29,7 +29,10 @@ pytestmark = [
 @pytest.mark.slow
 def test_matrix_products_give_the_bits_of_dot_products(tmp_path: Path) -> None:
     program = tmp_path / "i8mm"
-    sources = [str(Path(__file__).with_name("i8mm.c")), *(str(NATIVE / f"{name}.c") for name in ("neon", "i8mm", "generic"))]
+    sources = [
+        str(Path(__file__).with_name("i8mm.c")),
+        *(str(NATIVE / f"{name}.c") for name in ("neon", "i8mm", "generic")),
+    ]
     command = [str(COMPILER), *FLAGS.split(), "-static", f"-I{NATIVE}", *sources, "-o", str(program), "-lm"]
     subprocess.run(command, check=True)
     run = [str(program)] if HAS else [str(EMULATOR), "-cpu", "max", str(program)]

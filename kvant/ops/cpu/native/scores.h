@@ -76,7 +76,7 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
                  int token, const QueryOperand *query, float *scores, int stride) {
   vf total[4][CHUNK];
   for (int k = 0; k < VECTORS; k++)
-    for (int g = 0; g < QUERIES; g++) total[k][g] = splat(query[g].mean_logit[0]);
+    for (int g = 0; g < QUERIES; g++) total[k][g] = splat(ARM ? query[g].mean_logit[0] : 0.0f);
   for (int i = 0; i < s->spans; i++) {
     const Span *span = &s->span[i];
     vf size[4];
@@ -184,7 +184,7 @@ INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *pa
 }
 #endif
 
-/* S = q . mu + Q K^T of tokens [from, to) from codes. */
+/* S = Q K^T of tokens [from, to) from codes. On ARM q . mu is the first term: vectors of four lanes would take long to add it afterwards. */
 static void code_scores(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
                         const QueryOperand *query, float *scores, int stride) {
 #if ARM
@@ -318,7 +318,6 @@ static void page_scores(const Decode *call, int queries, const uint8_t *page_hea
     channel_scores(queries, s, page_head, call->page_tokens, dim, from, to, query, scores, stride);
   } else if (s->kind == LEVELS) {
     level_scores(queries, s, page_head, call->page_tokens, dim, from, to, query, scores, stride);
-    add_mean_logit(call, queries, query, to - from, scores + from, stride);
   } else if (s->kind == CENTROIDS) {
     const float *table = lookup_tables(call, row, chunk);
     const int subvectors = dim / s->subvector_dim;
@@ -334,7 +333,6 @@ static void page_scores(const Decode *call, int queries, const uint8_t *page_hea
       }
       for (int g = 0; g < queries; g++) scores[g * stride + token] = sum[g];
     }
-    add_mean_logit(call, queries, query, to - from, scores + from, stride);
   } else {
     float rows[CHUNK * 256] __attribute__((aligned(64)));
     for (int token = from, step; token < to; token += CHUNK) {
@@ -342,6 +340,6 @@ static void page_scores(const Decode *call, int queries, const uint8_t *page_hea
       const float *keys = token_rows(s, 1, page_head, ahead, call->page_tokens, head, token, count, dim, rows, &step);
       for (int g = 0; g < queries; g++) FOR_COUNT(count, row_products, query[g].vector, keys, step, dim, scores + g * stride + token)
     }
-    add_mean_logit(call, queries, query, to - from, scores + from, stride);
   }
+  if (!ARM || s->kind > BOOSTED) add_mean_logit(call, queries, query, to - from, scores + from, stride);
 }
