@@ -1,4 +1,5 @@
-"""The 8-bit matrix products of ARM (i8mm.c) give the bits of the dot products (neon.c): on a CPU that has them, or under qemu-user."""
+"""The 8-bit matrix products of ARM (i8mm.c) give the bits of the dot products (neon.c), and these what generic C gives: on an ARM CPU, or
+under qemu-user, on other machines with a cross compiler."""
 
 from __future__ import annotations
 
@@ -16,21 +17,23 @@ NATIVE = ROOT / "kvant/ops/cpu/native"
 FLAGS = "-std=gnu11 -O1 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wno-psabi"
 HAS = "NEON with matrix products" in library.kinds()
 EMULATOR = shutil.which("qemu-aarch64")
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+COMPILER = (shutil.which("gcc") or shutil.which("clang")) if ON_ARM else shutil.which("aarch64-linux-gnu-gcc")
 
 pytestmark = [
-    pytest.mark.skipif(platform.machine() not in ("aarch64", "arm64"), reason="not an ARM machine"),
+    pytest.mark.skipif(COMPILER is None, reason="no C compiler for ARM here"),
     pytest.mark.skipif(not HAS and EMULATOR is None, reason="no 8-bit matrix products and no qemu-aarch64 here"),
 ]
 
 
 @pytest.mark.slow
 def test_matrix_products_give_the_bits_of_dot_products(tmp_path: Path) -> None:
-    compiler = shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler")
     program = tmp_path / "i8mm"
-    sources = [str(Path(__file__).with_name("i8mm.c")), *(str(NATIVE / name) for name in ("neon.c", "i8mm.c"))]
-    command = [compiler, *FLAGS.split(), f"-I{NATIVE}", *sources, "-o", str(program), "-lm"]
+    sources = [
+        str(Path(__file__).with_name("i8mm.c")),
+        *(str(NATIVE / f"{name}.c") for name in ("neon", "i8mm", "generic")),
+    ]
+    command = [str(COMPILER), *FLAGS.split(), "-static", f"-I{NATIVE}", *sources, "-o", str(program), "-lm"]
     subprocess.run(command, check=True)
     run = [str(program)] if HAS else [str(EMULATOR), "-cpu", "max", str(program)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)

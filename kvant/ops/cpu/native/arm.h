@@ -12,19 +12,15 @@
 /* Older versions of Clang declare the intrinsics only where the whole file is compiled for the instructions. */
 #if defined(__ARM_FEATURE_DOTPROD)
 #define DOT(acc, codes, numbers) vdotq_s32(acc, codes, numbers)
-#define DOT_WORD(acc, codes, numbers, word) vdotq_laneq_s32(acc, codes, numbers, word)
 #else
 #define DOT(acc, codes, numbers) \
   ({ int32x4_t x_ = acc; __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(x_) : "w"(codes), "w"(numbers)); x_; })
+#endif
+/* vdotq_laneq_s32 and vusmmlaq_s32, around which GCC 12 copies sums from register to register: ten copies to 64 dot products. */
 #define DOT_WORD(acc, codes, numbers, word) \
   ({ int32x4_t x_ = acc; __asm__("sdot %0.4s, %1.16b, %2.4b[" #word "]" : "+w"(x_) : "w"(codes), "w"(numbers)); x_; })
-#endif
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-#define MATRIX_DOT(acc, codes, numbers) vusmmlaq_s32(acc, codes, numbers)
-#else
 #define MATRIX_DOT(acc, codes, numbers) \
   ({ int32x4_t x_ = acc; __asm__("usmmla %0.4s, %1.16b, %2.16b" : "+w"(x_) : "w"(codes), "w"(numbers)); x_; })
-#endif
 
 /* sdot multiplies signed bytes, so a code c of eight bits is split: c = 2 (c >> 1) + (c & 1). */
 INLINE vi dot4(vi acc, vu codes, int32_t numbers, int wide) {
@@ -52,10 +48,15 @@ INLINE vf lookup(const float *levels, vi index) {
   return out;
 }
 
-/* Codes in plane SLOT of 16 bytes at p; codes of eight bits less 128 where signed bytes are multiplied. */
-INLINE uint8x16_t plane_codes(const uint8_t *p, const int BITS, const int SLOT) {
+/* Bits by which the codes of plane SLOT may stay above the lowest bit of their bytes: without a shift, where they are still bytes that
+ * can be multiplied. They are then 2^bits times too large. */
+INLINE int bits_above(const int BITS, const int SLOT) { return BITS * (SLOT + 1) < 8 || MATRIX ? BITS * SLOT : 0; }
+
+/* Codes in plane SLOT of 16 bytes at p; IN_PLACE: bits_above their place. Codes of eight bits less 128 where signed bytes are multiplied. */
+INLINE uint8x16_t plane_codes(const uint8_t *p, const int BITS, const int SLOT, const int IN_PLACE) {
   uint8x16_t codes = vld1q_u8(p);
   if (BITS == 8) return MATRIX ? codes : codes ^ (uint8_t)128;
+  if (IN_PLACE && (SLOT == 0 || bits_above(BITS, SLOT))) return codes & (uint8_t)(((1 << BITS) - 1) << BITS * SLOT);
   if (BITS == 1 || SLOT) codes = codes >> (uint8_t)(BITS * SLOT);
   return BITS == 1 || BITS * (SLOT + 1) < 8 ? codes & (uint8_t)((1 << BITS) - 1) : codes;
 }
@@ -70,14 +71,14 @@ INLINE int8x16_t limb_pair(const int8_t *high, const int8_t *low, int single) {
  * apart. `limbs` are those of every query for the first two words, then those for the next two. Without MATRIX `one` are sums with high
  * limbs and `two` with low ones, of four lanes. With it `one` are sums of the lower two lanes, `two` of the upper two, with both limbs. */
 INLINE void add_words(const int QUERIES, const int VECTORS, const int WORDS, const int BITS, const int SLOT, const int STEP,
-                      const uint8_t *const *base, int64_t stride, const int8x16_t *limbs, int32x4_t (*one)[4], int32x4_t (*two)[4]) {
+                      const int IN_PLACE, const uint8_t *const *base, int64_t stride, const int8x16_t *limbs, int32x4_t (*one)[4], int32x4_t (*two)[4]) {
 #if MATRIX
 #define PAIR(word)                                                                                                        \
   if (word < WORDS)                                                                                                       \
     for (int k = 0; k < VECTORS; k++) {                                                                                   \
-      const uint32x4_t a = vreinterpretq_u32_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP));             \
+      const uint32x4_t a = vreinterpretq_u32_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP, IN_PLACE));             \
       uint32x4_t b = {};                                                                                                  \
-      if (word + 1 < WORDS) b = vreinterpretq_u32_u8(plane_codes(base[k] + (word + 1) * stride, BITS, SLOT + k * STEP));  \
+      if (word + 1 < WORDS) b = vreinterpretq_u32_u8(plane_codes(base[k] + (word + 1) * stride, BITS, SLOT + k * STEP, IN_PLACE));  \
       const uint8x16_t lower = vreinterpretq_u8_u32(vzip1q_u32(a, b)), upper = vreinterpretq_u8_u32(vzip2q_u32(a, b));    \
       for (int g = 0; g < QUERIES; g++) {                                                                                 \
         one[k][g] = MATRIX_DOT(one[k][g], lower, limbs[word / 2 * QUERIES + g]);                                          \
@@ -91,7 +92,7 @@ INLINE void add_words(const int QUERIES, const int VECTORS, const int WORDS, con
 #define WORD(word, in_high, in_low)                                                                                       \
   if (word < WORDS)                                                                                                       \
     for (int k = 0; k < VECTORS; k++) {                                                                                   \
-      const int8x16_t codes = vreinterpretq_s8_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP));           \
+      const int8x16_t codes = vreinterpretq_s8_u8(plane_codes(base[k] + word * stride, BITS, SLOT + k * STEP, IN_PLACE));           \
       for (int g = 0; g < QUERIES; g++) {                                                                                 \
         one[k][g] = DOT_WORD(one[k][g], codes, limbs[word / 2 * QUERIES + g], in_high);                                   \
         two[k][g] = DOT_WORD(two[k][g], codes, limbs[word / 2 * QUERIES + g], in_low);                                    \
@@ -105,10 +106,15 @@ INLINE void add_words(const int QUERIES, const int VECTORS, const int WORDS, con
 #endif
 }
 
-/* 128 high + low, of the sums of add_words. */
-INLINE int32x4_t joined(int32x4_t first, int32x4_t second) {
+/* x + ROUNDER, with ROUNDER = 1.5 * 2^23, is a float that has the integer round(x), |x| <= 2^22, in its low bits. So integers become
+ * floats, and floats integers, without the instructions that convert, of which Neoverse-N1 starts one in two cycles. */
+#define ROUNDER 12582912.0f
+#define ROUNDER_BITS 0x4b400000
+
+/* 128 high + low as floats, of the sums of add_words that began with ROUNDER_BITS: they are floats already. Rounded once. */
+INLINE vf joined(int32x4_t first, int32x4_t second) {
   const int32x4_t high = MATRIX ? vuzp1q_s32(first, second) : first, low = MATRIX ? vuzp2q_s32(first, second) : second;
-  return vaddq_s32(vshlq_n_s32(high, 7), low);
+  return fused((vf)high - splat(ROUNDER), splat(128.0f), (vf)low - splat(ROUNDER));
 }
 
 /* Limbs of 16 integers from -8128 to 8128. */

@@ -2,13 +2,13 @@
 
 #define MOST_LIMBS 256 /* vectors of limbs: CHUNK queries, 256 channels in planes of which each may end with a single word */
 
-/* What the sums of a section start from. sdot multiplies signed bytes, so that a code c of eight bits is c - 128 (plane_codes), and
- * 128 times the sum of the limbs is to be added. */
+/* What the sums of a section start from, for `joined`. sdot multiplies signed bytes, so that a code c of eight bits is c - 128
+ * (plane_codes), and 128 times the sum of the limbs is to be added. */
 INLINE int32x4_t first_sum(const int BITS, const int8_t *high, const int8_t *low, int count, int32x4_t *two) {
   int upper = 0, lower = 0;
   for (int i = 0; BITS == 8 && !MATRIX && i < count; i++) upper += high[i], lower += low[i];
-  *two = vdupq_n_s32(128 * lower);
-  return vdupq_n_s32(128 * upper);
+  *two = vdupq_n_s32(ROUNDER_BITS + 128 * lower);
+  return vdupq_n_s32(ROUNDER_BITS + 128 * upper);
 }
 
 /* Keys of VECTORS * LANE_COUNT tokens, whose first bytes are at `base`: codes of all planes of a section times limbs. */
@@ -18,7 +18,7 @@ INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const
   {                                                                                             \
     const uint8_t *at[4];                                                                       \
     for (int k = 0; k < VECTORS; k++) at[k] = base + c * LANES + k * BYTES;                     \
-    add_words(QUERIES, VECTORS, count, BITS, slot, 0, at, 4 * LANES, limbs, one, two);          \
+    add_words(QUERIES, VECTORS, count, BITS, slot, 0, 0, at, 4 * LANES, limbs, one, two);          \
     limbs += (count + 1) / 2 * QUERIES;                                                         \
   }
 #define PLANE(slot)                                   \
@@ -43,7 +43,7 @@ INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const
 /* Keys of tokens [from, to) of a page: 128 high + low sums of a section, sums[query * 128 + token]. The bytes `ahead`, of the next page,
  * are prefetched. */
 INLINE void page_key_sums(const int QUERIES, const int BITS, const Section *section, const uint8_t *page_head, int64_t ahead, int from, int to,
-                          const QueryOperand *query, int32_t *sums) {
+                          const QueryOperand *query, float *sums) {
   const int VECTORS = QUERIES > 2 ? 2 : 4, bytes = section->width * BITS / 8; /* as many as there are registers for their sums */
   int32x4_t first[2][CHUNK];
   int8x16_t limbs[MOST_LIMBS];
@@ -62,7 +62,7 @@ INLINE void page_key_sums(const int QUERIES, const int BITS, const Section *sect
       for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
     key_sums(QUERIES, VECTORS, BITS, base, bytes, limbs, one, two);
     for (int g = 0; g < QUERIES; g++)
-      for (int k = 0; k < VECTORS; k++) vst1q_s32(sums + g * 128 + token + 4 * k, joined(one[k][g], two[k][g]));
+      for (int k = 0; k < VECTORS; k++) store_floats(sums + g * 128 + token + 4 * k, joined(one[k][g], two[k][g]));
   }
 }
 
@@ -72,6 +72,9 @@ INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, cons
                          const int8x16_t *limbs, const int32x4_t (*first)[CHUNK], const float *unit, float *out, int dim) {
   const int PLANES = BITS == 8 ? 1 : 2;
   const int64_t stride = 4 * (int64_t)bytes;
+  float factor[2][CHUNK];
+  for (int k = 0; k < PLANES; k++)
+    for (int g = 0; g < QUERIES; g++) factor[k][g] = unit[g] / (float)(1 << bits_above(BITS, SLOT + k));
   base += quad * stride;
   for (int c = 0; c < bytes; c += LANE_COUNT, base += BYTES) {
     int32x4_t one[2][CHUNK], two[2][CHUNK];
@@ -83,14 +86,14 @@ INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, cons
     const uint8_t *at[2] = {base, base};
     int i = quad;
     for (; i + 4 <= quads; i += 4, numbers += 2 * QUERIES, at[0] += 4 * stride, at[1] = at[0])
-      add_words(QUERIES, PLANES, 4, BITS, SLOT, 1, at, stride, numbers, one, two);
+      add_words(QUERIES, PLANES, 4, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
     for (; i + 2 <= quads; i += 2, numbers += QUERIES, at[0] += 2 * stride, at[1] = at[0])
-      add_words(QUERIES, PLANES, 2, BITS, SLOT, 1, at, stride, numbers, one, two);
-    if (i < quads) add_words(QUERIES, PLANES, 1, BITS, SLOT, 1, at, stride, numbers, one, two);
+      add_words(QUERIES, PLANES, 2, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
+    if (i < quads) add_words(QUERIES, PLANES, 1, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
     for (int g = 0; g < QUERIES; g++)
       for (int k = 0; k < PLANES; k++) {
         float *to = out + g * dim + (SLOT + k) * bytes + c;
-        store_floats(to, fused(splat(unit[g]), floats((vi)joined(one[k][g], two[k][g])), load_floats(to)));
+        store_floats(to, fused(splat(factor[k][g]), joined(one[k][g], two[k][g]), load_floats(to)));
       }
   }
 }
@@ -118,7 +121,7 @@ INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *se
 /* The two of them for every number of queries and of bits, each a function of its own, for which GCC finds enough registers. */
 #define SUMS(queries, bits)                                                                                                         \
   static __attribute__((noinline)) void key_sums_##queries##_##bits(const Section *section, const uint8_t *page_head, int64_t ahead, \
-                                                                    int from, int to, const QueryOperand *query, int32_t *sums) {   \
+                                                                    int from, int to, const QueryOperand *query, float *sums) {     \
     page_key_sums(queries, bits, section, page_head, ahead, from, to, query, sums);                                                 \
   }                                                                                                                                 \
   static __attribute__((noinline)) void value_sums_##queries##_##bits(                                                              \
@@ -129,7 +132,7 @@ INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *se
 #define ALL_SUMS(queries) SUMS(queries, 1) SUMS(queries, 2) SUMS(queries, 4) SUMS(queries, 8)
 ALL_SUMS(1) ALL_SUMS(2) ALL_SUMS(3) ALL_SUMS(4)
 #define NAMES(kind, queries) {kind##queries##_1, kind##queries##_2, kind##queries##_4, kind##queries##_8}
-typedef void (*KeySums)(const Section *, const uint8_t *, int64_t, int, int, const QueryOperand *, int32_t *);
+typedef void (*KeySums)(const Section *, const uint8_t *, int64_t, int, int, const QueryOperand *, float *);
 typedef void (*ValueSumsOf)(const Section *, const uint8_t *, int64_t, int, int, const int8_t (*)[128], const int8_t (*)[128], const float *,
                             float *, int);
 static const KeySums KEY_SUMS[CHUNK][4] = {NAMES(key_sums_, 1), NAMES(key_sums_, 2), NAMES(key_sums_, 3), NAMES(key_sums_, 4)};

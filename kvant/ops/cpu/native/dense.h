@@ -28,18 +28,20 @@ INLINE vf exponential(vf x) {
 }
 
 #if ARM
-/* The same for four vectors, each step for all of them: of several exponentials in a row GCC would load the constants again. */
-INLINE void exponentials(vf *x) {
-  vf rounded[4], f[4], y[4];
-  for (int i = 0; i < 4; i++) x[i] = highest(x[i], splat(-64.0f));
-  for (int i = 0; i < 4; i++) rounded[i] = fused(x[i], splat(1.44269504f), splat(12582912.0f));
-  for (int i = 0; i < 4; i++) f[i] = fused(rounded[i] - splat(12582912.0f), splat(-0.693147181f), x[i]);
-  for (int i = 0; i < 4; i++) y[i] = fused(splat(8.3333333e-3f), f[i], splat(4.1666667e-2f));
-  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(1.6666667e-1f));
-  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(0.5f));
-  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(1.0f));
-  for (int i = 0; i < 4; i++) y[i] = fused(y[i], f[i], splat(1.0f));
-  for (int i = 0; i < 4; i++) x[i] = (vf)((vi)y[i] + ((vi)rounded[i] << 23));
+/* 2^x for x <= 0, four vectors, relative error 3e-6; 2^-126 for x < -126. With n = round(x), f = x - n and s = 2^n it is s (1 + f q(f)).
+ * Each step is done for all vectors: of several exponentials in a row GCC would load the constants again. fmla adds to its output, so a sum that
+ * begins with a constant costs a copy of it: s begins without one. */
+INLINE void powers_of_two(vf *x) {
+  const vf rounder = splat(ROUNDER + 127.0f); /* the low bits are then n + 127, the exponent of s */
+  vf s[4], f[4], q[4];
+  for (int i = 0; i < 4; i++) x[i] = highest(x[i], splat(-126.0f));
+  for (int i = 0; i < 4; i++) s[i] = x[i] + rounder;
+  for (int i = 0; i < 4; i++) f[i] = x[i] - (s[i] - rounder);
+  for (int i = 0; i < 4; i++) s[i] = (vf)((vi)s[i] << 23);
+  for (int i = 0; i < 4; i++) q[i] = fused(f[i], splat(9.58280731e-3f), splat(5.59063405e-2f));
+  for (int i = 0; i < 4; i++) q[i] = fused(f[i], q[i], splat(2.40240991e-1f));
+  for (int i = 0; i < 4; i++) q[i] = fused(f[i], q[i], splat(6.93124175e-1f));
+  for (int i = 0; i < 4; i++) x[i] = fused(s[i] * f[i], q[i], s[i]);
 }
 #endif
 
@@ -49,9 +51,16 @@ INLINE void exponentials(vf *x) {
 INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, float *sum) {
   const int whole = count / LANE_COUNT * LANE_COUNT;
   vf tops = splat(0.0f);
-  for (int i = 0; i < whole; i += LANE_COUNT) tops = highest(magnitude(load_floats(x + i)), tops);
+  int i = 0;
+#if ARM /* four at a time: one waits less for another */
+  vf four[4] = {tops, tops, tops, tops};
+  for (; i + 4 * LANE_COUNT <= whole; i += 4 * LANE_COUNT)
+    for (int k = 0; k < 4; k++) four[k] = highest(magnitude(load_floats(x + i + k * LANE_COUNT)), four[k]);
+  tops = highest(highest(four[0], four[1]), highest(four[2], four[3]));
+#endif
+  for (; i < whole; i += LANE_COUNT) tops = highest(magnitude(load_floats(x + i)), tops);
   float most = max_of(tops);
-  for (int i = whole; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+  for (i = whole; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
   *sum = 0.0f;
   if (!(most > 0x1p-100f)) { /* all zero, or too small to divide by */
     memset(high, 0, (size_t)count);
@@ -60,15 +69,13 @@ INLINE float to_limbs(const float *x, int count, int8_t *high, int8_t *low, floa
   }
   const float times = LIMIT / most;
   vi totals = {};
-  int i = 0;
+  i = 0;
 #if ARM
   for (; i + 16 <= whole; i += 16) {
-    vi v[4];
-    for (int k = 0; k < 4; k++) {
-      v[k] = __builtin_convertvector(fused(load_floats(x + i + 4 * k), splat(times), splat(16384.5f)), vi) - 16384;
-      totals += v[k];
-    }
+    vi v[4]; /* the bits of ROUNDER + v: those of ROUNDER are above the lower 16, of which limbs are made */
+    for (int k = 0; k < 4; k++) v[k] = (vi)fused(load_floats(x + i + 4 * k), splat(times), splat(ROUNDER));
     store_limbs(v, high + i, low + i);
+    totals += (vi)(((vu)v[0] + (vu)v[1]) + ((vu)v[2] + (vu)v[3]) - 4u * ROUNDER_BITS); /* unsigned: sums may wrap around */
   }
 #endif
   for (; i < whole; i += LANE_COUNT) {
@@ -99,6 +106,12 @@ INLINE void fetch(const void *from, int64_t bytes) {
 INLINE float product(const float *x, const float *y, int dim) {
   vf sum = splat(0.0f);
   int c = 0;
+#if ARM /* four sums: one waits less for another */
+  vf four[4] = {sum, sum, sum, sum};
+  for (; c + 4 * LANE_COUNT <= dim; c += 4 * LANE_COUNT)
+    for (int k = 0; k < 4; k++) four[k] = fused(load_floats(x + c + k * LANE_COUNT), load_floats(y + c + k * LANE_COUNT), four[k]);
+  sum = (four[0] + four[1]) + (four[2] + four[3]);
+#endif
   for (; c + LANE_COUNT <= dim; c += LANE_COUNT) sum = fused(load_floats(x + c), load_floats(y + c), sum);
   float out = sum_of(sum);
   for (; c < dim; c++) out += x[c] * y[c];
@@ -150,32 +163,59 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
 }
 
 #if ARM
-/* sum += X M for the four rows of M from `matrix` on, in turn; x: four numbers of each row of X. A number is taken by its index in a
- * register, so that nothing is broadcast. */
-INLINE void fused_rows(const int ROWS, const int VECTORS, const float32x4_t *x, const float *matrix, int64_t dim, vf (*sum)[4]) {
-#define ROW(d)                                                                                                      \
-  {                                                                                                                 \
-    float32x4_t numbers[4];                                                                                         \
-    for (int k = 0; k < VECTORS; k++) numbers[k] = vld1q_f32(matrix + k * LANE_COUNT);                              \
-    __builtin_prefetch(matrix + 8 * dim);                                                                           \
-    for (int k = 0; k < VECTORS; k++)                                                                               \
-      for (int r = 0; r < ROWS; r++) sum[r][k] = (vf)vfmaq_laneq_f32((float32x4_t)sum[r][k], numbers[k], x[r], d);  \
-    matrix += dim;                                                                                                  \
+#define PANEL_ROWS 32 /* rows that are multiplied by a panel of a matrix */
+
+/* sum += X M for four rows of M, `step` floats apart, and eight columns; x: four numbers of each row of X. A number is taken by its
+ * index in a register, so that nothing is broadcast. */
+INLINE void fused_rows(const int ROWS, const float32x4_t *x, const float *matrix, int64_t step, vf (*sum)[2]) {
+#define ROW(d)                                                                                                          \
+  {                                                                                                                     \
+    const float32x4_t numbers[2] = {vld1q_f32(matrix + d * step), vld1q_f32(matrix + d * step + LANE_COUNT)};           \
+    for (int k = 0; k < 2; k++)                                                                                         \
+      for (int r = 0; r < ROWS; r++) sum[r][k] = (vf)vfmaq_laneq_f32((float32x4_t)sum[r][k], numbers[k], x[r], d);      \
   }
   ROW(0) ROW(1) ROW(2) ROW(3)
 #undef ROW
 }
 
-/* matrix_columns, where dim is a multiple of four. x: [dim / 4, ROWS, 4]. */
-INLINE void packed_columns(const int ROWS, const int VECTORS, const float32x4_t *x, const float *matrix, int dim, int first, float *y,
-                           int64_t stride) {
-  vf sum[MOST_ROWS][4];
+/* Y = X M for eight columns of M, whose rows are `step` floats apart. x: [dim / 4, ROWS, 4]. */
+INLINE void packed_columns(const int ROWS, const float32x4_t *x, const float *matrix, int64_t step, int dim, float *y, int64_t stride) {
+  vf sum[MOST_ROWS][2];
+  for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = splat(0.0f);
+  for (int d = 0; d < dim; d += 4, x += ROWS, matrix += 4 * step) fused_rows(ROWS, x, matrix, step, sum);
   for (int r = 0; r < ROWS; r++)
-    for (int k = 0; k < VECTORS; k++) sum[r][k] = splat(0.0f);
-  const float *row = matrix + first;
-  for (int d = 0; d < dim; d += 4, x += ROWS, row += 4 * (int64_t)dim) fused_rows(ROWS, VECTORS, x, row, dim, sum);
-  for (int r = 0; r < ROWS; r++)
-    for (int k = 0; k < VECTORS; k++) store_floats(y + r * stride + first + k * LANE_COUNT, sum[r][k]);
+    for (int k = 0; k < 2; k++) store_floats(y + r * stride + k * LANE_COUNT, sum[r][k]);
+}
+
+/* Y = X M for columns [0, end) as far as they are whole panels of eight; returns the first column that is left. At most PANEL_ROWS rows;
+ * dim is a multiple of four. Where there are many rows, panels are copied first, so that they stay in the first-level cache for all of
+ * them: the matrix of head_dim 128 fills a cache of 64 KB, and the rows of a panel lie in an eighth of its sets. */
+static int times_panels(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
+  float32x4_t packed[256 / 4 * PANEL_ROWS], *to = packed;
+  float panel[256 * 16] __attribute__((aligned(64))); /* two panels: a cache line of every row */
+  const int copied = rows > MOST_ROWS && dim > 64;
+  for (int r = 0, count; r < rows; r += count) {
+    count = rows - r >= MOST_ROWS ? MOST_ROWS : rows - r < CHUNK ? rows - r : CHUNK;
+    for (int d = 0; d < dim; d += 4)
+      for (int k = 0; k < count; k++) *to++ = vld1q_f32(x + (r + k) * dim + d);
+  }
+  int e = 0;
+  for (; e + 8 <= end; e += 8) {
+    const float *from = matrix + e;
+    const float32x4_t *at = packed;
+    int64_t step = dim;
+    if (copied && e % 16 == 0 && e + 16 <= end)
+      for (int d = 0; d < dim; d++) memcpy(panel + d * 16, from + (int64_t)d * dim, 16 * sizeof(float));
+    if (copied && e / 16 * 16 + 16 <= end) from = panel + e % 16, step = 16;
+    for (int r = 0, count; r < rows; r += count, at += count * dim / 4) {
+      count = rows - r >= MOST_ROWS ? MOST_ROWS : rows - r < CHUNK ? rows - r : CHUNK;
+      if (count == MOST_ROWS)
+        packed_columns(MOST_ROWS, at, from, step, dim, y + r * stride + e, stride);
+      else
+        FOR_COUNT(count, packed_columns, at, from, step, dim, y + r * stride + e, stride)
+    }
+  }
+  return e;
 }
 #endif
 
@@ -196,17 +236,8 @@ INLINE void matrix_columns(const int ROWS, const int VECTORS, const float *x, co
     for (int k = 0; k < VECTORS; k++) store_floats(y + r * stride + first + k * LANE_COUNT, sum[r][k]);
 }
 
-/* The same for columns [0, end). */
-INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
-  int e = 0;
-#if ARM
-  if (dim % 4 == 0) {
-    float32x4_t packed[256 / 4 * MOST_ROWS];
-    for (int d = 0; d < dim; d += 4)
-      for (int r = 0; r < ROWS; r++) packed[d / 4 * ROWS + r] = vld1q_f32(x + r * dim + d);
-    for (; e + 2 * LANE_COUNT <= end; e += 2 * LANE_COUNT) packed_columns(ROWS, 2, packed, matrix, dim, e, y, stride);
-  }
-#endif
+/* The same for columns [e, end). */
+INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix, int dim, int e, int end, float *y, int64_t stride) {
   if (LANE_COUNT == 16 && ROWS > CHUNK)
     for (; e + 3 * LANE_COUNT <= end; e += 3 * LANE_COUNT) matrix_columns(ROWS, 3, x, matrix, dim, e, y, stride);
   if (LANE_COUNT == 16 && ROWS <= CHUNK)
@@ -223,14 +254,19 @@ INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix,
 
 /* The same for any number of rows. Eight rows at a time where there are registers for their sums, so that M is read less often. */
 static void times_matrix(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
-  for (int r = 0; r < rows;) {
+  int e = 0;
+#if ARM
+  for (int r = 0; dim % 4 == 0 && r < rows; r += PANEL_ROWS)
+    e = times_panels(rows - r < PANEL_ROWS ? rows - r : PANEL_ROWS, x + r * dim, matrix, dim, end, y + r * stride, stride);
+#endif
+  for (int r = 0; e < end && r < rows;) {
     const int left = rows - r;
     if (LANE_COUNT != 8 && left >= MOST_ROWS) {
-      times_matrix_of(MOST_ROWS, x + r * dim, matrix, dim, end, y + r * stride, stride);
+      times_matrix_of(MOST_ROWS, x + r * dim, matrix, dim, e, end, y + r * stride, stride);
       r += MOST_ROWS;
       continue;
     }
-    FOR_COUNT(left, times_matrix_of, x + r * dim, matrix, dim, end, y + r * stride, stride)
+    FOR_COUNT(left, times_matrix_of, x + r * dim, matrix, dim, e, end, y + r * stride, stride)
     r += left < CHUNK ? left : CHUNK;
   }
 }

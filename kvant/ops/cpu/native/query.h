@@ -80,16 +80,18 @@ INLINE void make_operand(const Decode *call, int64_t row, int g, const float *ro
   }
 }
 
-/* Operands of all queries of a (sequence, KV head), for `blocks` RoPE blocks from `block` on, to p: [blocks, group, operand_stride]. */
-static void make_operands(const Decode *call, int64_t row, int block, int blocks, float *p, float *scratch) {
+/* Operands of all queries of a (sequence, KV head), for `blocks` RoPE blocks from `block` on, to p: [blocks, group, operand_stride].
+ * `most`: rows of dim floats that `scratch` has room for, and that are multiplied together. On ARM they need the same channels. */
+static void make_operands(const Decode *call, int64_t row, int block, int blocks, float *p, float *scratch, int most) {
   const int dim = call->dim, group = call->group, half = call->rope_half;
   const int64_t b = row / call->heads, head = row % call->heads;
   for (int i = 0, rows; i < blocks * group; i += rows, p += rows * call->operand_stride) {
-    rows = blocks * group - i < MOST_ROWS ? blocks * group - i : MOST_ROWS;
+    const int left = blocks * group - i < most ? blocks * group - i : most;
     int end = 0;
-    for (int r = 0; r < rows; r++) {
-      const int rope_block = block + (i + r) / group, read = channels_read(call, b, rope_block);
+    for (rows = 0; rows < left; rows++) {
+      const int r = rows, rope_block = block + (i + r) / group, read = channels_read(call, b, rope_block);
       const int64_t angles = (int64_t)rope_block * half;
+      if (ARM && rows && read != end) break;
       if (read > end) end = read;
       load_row(call->query, (row * group + (i + r) % group) * dim, call->type, dim, scratch + r * dim);
       if (call->rope_block) unrotate(scratch + r * dim, call->cosine + angles, call->sine + angles, half);
@@ -103,5 +105,5 @@ static void make_operands(const Decode *call, int64_t row, int block, int blocks
 
 /* Task: the operands of one (sequence, KV head). Keys are stored after RoPE, so that one operand serves all positions. */
 static void NAME(prepare)(const Decode *call, int64_t task, float *scratch) {
-  make_operands(call, task, 0, 1, call->operands + task * call->group * call->operand_stride, scratch);
+  make_operands(call, task, 0, 1, call->operands + task * call->group * call->operand_stride, scratch, MOST_ROWS);
 }

@@ -76,7 +76,7 @@ INLINE void tile(const int QUERIES, const int VECTORS, const Stream *s, const ui
                  int token, const QueryOperand *query, float *scores, int stride) {
   vf total[4][CHUNK];
   for (int k = 0; k < VECTORS; k++)
-    for (int g = 0; g < QUERIES; g++) total[k][g] = splat(0.0f);
+    for (int g = 0; g < QUERIES; g++) total[k][g] = splat(ARM ? query[g].mean_logit[0] : 0.0f);
   for (int i = 0; i < s->spans; i++) {
     const Span *span = &s->span[i];
     vf size[4];
@@ -120,35 +120,38 @@ INLINE void tiles(const int QUERIES, const Stream *s, const uint8_t *page_head, 
 }
 
 #if ARM
-INLINE vf load_integers(const int32_t *p) { return (vf)vcvtq_f32_s32(vld1q_s32(p)); }
-
-/* Scores from the integer sums of the first section of span i: begin_span, and its products. What depends on the query alone is in
- * registers. */
-INLINE void span_scores(const int QUERIES, const int KIND, const Stream *s, int i, const uint8_t *page_head, int page_tokens, int from, int to,
-                        const QueryOperand *query, const float *unit, const int32_t *sums, float *scores, int stride) {
+/* Scores from the sums of the first section of span i: begin_span, and its products. What depends on the query alone is in registers.
+ * FIRST: span 0, whose scores start from q . mu. */
+INLINE void span_scores(const int QUERIES, const int KIND, const int FIRST, const Stream *s, int i, const uint8_t *page_head, int page_tokens,
+                        int from, int to, const QueryOperand *query, const float *unit, const float *sums, float *scores, int stride) {
   const Span *span = &s->span[i];
-  const int type = s->meta_type;
   const uint16_t *scales = (const uint16_t *)(page_head + s->meta_offset) + (int64_t)span->meta * s->meta_fields * page_tokens;
   const vf center = splat(span->center);
-  vf factor[CHUNK], sum[CHUNK];
-  for (int g = 0; g < QUERIES; g++) factor[g] = splat(unit[g]), sum[g] = splat(query[g].sum[i]);
+  vf factor[CHUNK], sum[CHUNK], start[CHUNK];
+  for (int g = 0; g < QUERIES; g++) {
+    factor[g] = splat(unit[g]), sum[g] = splat(KIND == SCALE_ALONE ? query[g].sum[i] * span->center : query[g].sum[i]);
+    start[g] = splat(query[g].mean_logit[0]);
+  }
   for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
-    const vf size = magnitude(load_halves(scales + token, type));
-    vf offset = size * center;
-    if (KIND == SCALE_MIN) offset += load_halves(scales + page_tokens + token, type);
-    if (KIND == SCALE_ZERO) offset -= size * load_halves(scales + page_tokens + token, type);
+    const vf size = magnitude(load_halves(scales + token, BFLOAT16));
+    vf offset = center;
+    if (KIND == SCALE_MIN) offset = size * center + load_halves(scales + page_tokens + token, BFLOAT16);
+    if (KIND == SCALE_ZERO) offset -= load_halves(scales + page_tokens + token, BFLOAT16);
     for (int g = 0; g < QUERIES; g++) {
       float *at = scores + g * stride + token;
-      const vf total = fused(offset, sum[g], i ? load_floats(at) : splat(0.0f));
-      store_floats(at, fused(size * factor[g], load_integers(sums + g * 128 + token), total));
+      const vf products = load_floats(sums + g * 128 + token), total = FIRST ? start[g] : load_floats(at);
+      if (KIND == SCALE_MIN)
+        store_floats(at, fused(size * factor[g], products, fused(offset, sum[g], total)));
+      else
+        store_floats(at, fused(size, fused(products, factor[g], KIND == SCALE_ALONE ? sum[g] : offset * sum[g]), total));
     }
   }
 }
 
-/* The same section by section: the integer sums of a page first, then the scores from them. The additions are those of `tile`. */
+/* The same section by section: the sums of a page first, then the scores from them. */
 INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
                            const QueryOperand *query, float *scores, int stride) {
-  int32_t sums[CHUNK * 128] __attribute__((aligned(64)));
+  float sums[CHUNK * 128] __attribute__((aligned(64)));
   for (int i = 0; i < s->spans; i++) {
     int more = 0; /* whether a section of this span came before */
     for (int j = 0; j < s->sections; j++) {
@@ -157,20 +160,22 @@ INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *pa
       KEY_SUMS[QUERIES - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, from, to, query, sums);
       float unit[CHUNK];
       for (int g = 0; g < QUERIES; g++) unit[g] = section->alpha * query[g].scale[i];
-      switch (more || s->mean ? -1 : s->kind) {
-        case SCALE_MIN: span_scores(QUERIES, SCALE_MIN, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride); break;
-        case SCALE_ZERO: span_scores(QUERIES, SCALE_ZERO, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride); break;
-        case SCALE_ALONE: span_scores(QUERIES, SCALE_ALONE, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride); break;
+#define SPAN(kind, first) span_scores(QUERIES, kind, first, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride)
+      switch (more || s->mean || s->meta_type != BFLOAT16 ? -1 : s->kind) {
+        case SCALE_MIN: if (i) SPAN(SCALE_MIN, 0); else SPAN(SCALE_MIN, 1); break;
+        case SCALE_ZERO: if (i) SPAN(SCALE_ZERO, 0); else SPAN(SCALE_ZERO, 1); break;
+        case SCALE_ALONE: if (i) SPAN(SCALE_ALONE, 0); else SPAN(SCALE_ALONE, 1); break;
+#undef SPAN
         default:
           for (int token = from / LANE_COUNT * LANE_COUNT; token < to; token += LANE_COUNT) {
             vf total[CHUNK], size;
-            for (int g = 0; g < QUERIES; g++) total[g] = i || more ? load_floats(scores + g * stride + token) : splat(0.0f);
+            for (int g = 0; g < QUERIES; g++) total[g] = i || more ? load_floats(scores + g * stride + token) : splat(query[g].mean_logit[0]);
             if (more)
               size = s->kind >= CHANNEL ? splat(1.0f) : magnitude(meta_vector(s, page_head, page_tokens, s->span[i].meta, 0, token));
             else
               size = begin_span(QUERIES, s, i, page_head, page_tokens, token, query, total);
             for (int g = 0; g < QUERIES; g++)
-              store_floats(scores + g * stride + token, fused(size * splat(unit[g]), load_integers(sums + g * 128 + token), total[g]));
+              store_floats(scores + g * stride + token, fused(size * splat(unit[g]), load_floats(sums + g * 128 + token), total[g]));
           }
       }
       more = 1;
@@ -179,6 +184,7 @@ INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *pa
 }
 #endif
 
+/* S = Q K^T of tokens [from, to) from codes. On ARM q . mu is the first term: vectors of four lanes would take long to add it afterwards. */
 static void code_scores(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
                         const QueryOperand *query, float *scores, int stride) {
 #if ARM
@@ -283,7 +289,17 @@ static void level_scores(int queries, const Stream *s, const uint8_t *page_head,
   FOR_COUNT(queries, level_tiles, s, page_head, page_tokens, dim, from, to, query, scores, stride)
 }
 
-/* S = Q K^T of tokens [from, to) of a page: scores[query * stride + token]. */
+/* S += q . mu, which removing the key mean took off every logit; at[query * stride + token]. */
+INLINE void add_mean_logit(const Decode *call, int queries, const QueryOperand *query, int count, float *at, int stride) {
+  for (int g = 0; call->use_mean_logit && g < queries; g++, at += stride) {
+    const float mean_logit = query[g].mean_logit[0];
+    int t = 0;
+    for (; t + LANE_COUNT <= count; t += LANE_COUNT) store_floats(at + t, load_floats(at + t) + splat(mean_logit));
+    for (; t < count; t++) at[t] += mean_logit;
+  }
+}
+
+/* S = q . mu + Q K^T of tokens [from, to) of a page: scores[query * stride + token]. */
 static void page_scores(const Decode *call, int queries, const uint8_t *page_head, int64_t ahead, int64_t row, int chunk, int from,
                         int to, const QueryOperand *query, float *scores, int stride) {
   const Stream *s = &call->key;
@@ -325,4 +341,5 @@ static void page_scores(const Decode *call, int queries, const uint8_t *page_hea
       for (int g = 0; g < queries; g++) FOR_COUNT(count, row_products, query[g].vector, keys, step, dim, scores + g * stride + token)
     }
   }
+  if (!ARM || s->kind > BOOSTED) add_mean_logit(call, queries, query, to - from, scores + from, stride);
 }

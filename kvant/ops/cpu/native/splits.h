@@ -2,16 +2,6 @@
  * that dot products with codes are sums of integers; scales are applied to the sums. The order of additions does not depend on the
  * number of threads. */
 
-/* S += q . mu, which removing the key mean took off every logit. */
-INLINE void add_mean_logit(const Decode *call, int queries, const QueryOperand *query, int count, float *at, int stride) {
-  for (int g = 0; call->use_mean_logit && g < queries; g++, at += stride) {
-    const float mean_logit = query[g].mean_logit[0];
-    int t = 0;
-    for (; t + LANE_COUNT <= count; t += LANE_COUNT) store_floats(at + t, load_floats(at + t) + splat(mean_logit));
-    for (; t < count; t++) at[t] += mean_logit;
-  }
-}
-
 /* The tokens [begin, end) of sequence b that a task computes attention over. */
 typedef struct {
   int64_t b, begin, end;
@@ -45,7 +35,7 @@ INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Str
   return 0;
 }
 
-/* S = Q K^T of a chunk of queries: scores[query * stride + position - begin]. */
+/* S = q . mu + Q K^T of a chunk of queries: scores[query * stride + position - begin]. */
 static void split_scores(const Decode *call, const SplitTokens *part, int chunk, int queries, float *scores) {
   const int dim = call->dim, group = call->group, size = call->page_tokens, stride = part->stride;
   const int64_t b = part->b, row = b * call->heads + part->head;
@@ -82,13 +72,11 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
     position = to;
     if (count == size) { /* a whole page: its scores are written in place */
       page_scores(call, queries, page_head, ahead, row, chunk, 0, size, query, at, stride);
-      add_mean_logit(call, queries, query, count, at, stride);
       continue;
     }
     float page[CHUNK * 128] __attribute__((aligned(64)));
     page_scores(call, queries, page_head, ahead, row, chunk, from, from + count, query, page, 128);
     for (int g = 0; g < queries; g++) memcpy(at + g * stride, page + g * 128 + from, sizeof(float) * (size_t)count);
-    add_mean_logit(call, queries, query, count, at, stride);
   }
 }
 
@@ -102,25 +90,29 @@ INLINE void softmax_weights(const Decode *call, float *x, int count, float *top,
   vf most = splat(-INFINITY), total = splat(0.0f);
   int t = 0;
 #if ARM /* four at a time: the constants stay in registers, and one waits less for another */
-  vf tops[4] = {most, most, most, most};
-  for (; t + 4 * LANE_COUNT <= whole; t += 4 * LANE_COUNT)
-    for (int i = 0; i < 4; i++) tops[i] = highest(load_floats(x + t + i * LANE_COUNT) * scale, tops[i]);
-  most = highest(highest(tops[0], tops[1]), highest(tops[2], tops[3]));
+  if (scale[0] > 0.0f) { /* then max(x * scale) is max(x) * scale */
+    vf tops[4] = {most, most, most, most};
+    for (; t + 4 * LANE_COUNT <= whole; t += 4 * LANE_COUNT)
+      for (int i = 0; i < 4; i++) tops[i] = highest(load_floats(x + t + i * LANE_COUNT), tops[i]);
+    most = highest(highest(tops[0], tops[1]), highest(tops[2], tops[3])) * scale;
+  }
 #endif
   for (; t < whole; t += LANE_COUNT) most = highest(load_floats(x + t) * scale, most);
   *top = max_of(most);
   t = 0;
 #if ARM
-  const vf less = splat(-*top);
+  const vf times = scale * splat(1.44269504f), less = splat(*top * -1.44269504f); /* e^x = 2^(x / ln 2) */
+  vf totals[4] = {total, total, total, total};
   for (; t + 4 * LANE_COUNT <= whole; t += 4 * LANE_COUNT) {
     vf p[4];
-    for (int i = 0; i < 4; i++) p[i] = fused(load_floats(x + t + i * LANE_COUNT), scale, less);
-    exponentials(p);
+    for (int i = 0; i < 4; i++) p[i] = fused(load_floats(x + t + i * LANE_COUNT), times, less);
+    powers_of_two(p);
     for (int i = 0; i < 4; i++) {
       store_floats(x + t + i * LANE_COUNT, p[i]);
-      total += p[i];
+      totals[i] += p[i];
     }
   }
+  total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
 #endif
   for (; t < whole; t += LANE_COUNT) {
     const vf p = exponential(fused(load_floats(x + t), scale, splat(-*top)));
@@ -200,7 +192,8 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   if (call->rope_block && part.begin < part.end) {
     part.block = (int)((part.begin + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
     const int last = (int)((part.end - 1 + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
-    make_operands(call, row, part.block, last - part.block + 1, operands, scores);
+    const int room = CHUNK * part.stride / dim, most = ARM ? 4 * MOST_ROWS : MOST_ROWS;
+    make_operands(call, row, part.block, last - part.block + 1, operands, scores, room < most ? room : most);
     part.operands = operands;
   }
   for (int chunk = 0; chunk < group; chunk += CHUNK) {

@@ -252,6 +252,81 @@ INLINE vi within(int token, int from, int to) {
   return (at >= from) & (at < to);
 }
 
+#if ARM
+/* page_weights of tokens [first, last), a multiple of 16, with scales in bfloat16. MEAN: tokens whose scale is negative are counted. */
+INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int queries, const uint8_t *page_head, int page_tokens, int first,
+                          int last, const float *weight, int stride, Weights *w, ValueSums *sums) {
+  const vf rounder = splat(ROUNDER);
+  for (int m = 0; m < s->metas; m++) {
+    const uint16_t *scales = (const uint16_t *)(page_head + s->meta_offset) + (int64_t)m * s->meta_fields * page_tokens;
+    float size_of[128] __attribute__((aligned(64))), offset_of[128] __attribute__((aligned(64)));
+    float scaled[CHUNK][128] __attribute__((aligned(64))), flag_of[128] __attribute__((aligned(64))), tops[CHUNK];
+    for (int t = first; t < last; t += LANE_COUNT) {
+      const vf scale = load_halves(scales + t, BFLOAT16), size = magnitude(scale);
+      const vi there = size > splat(0.0f); /* false for NaN */
+      if (MEAN && m == 0) store_floats(flag_of + t, (vf)((scale < splat(0.0f)) & (vi)splat(1.0f)));
+      store_floats(size_of + t, (vf)(there & (vi)size));
+      if (KIND == SCALE_ZERO) store_floats(offset_of + t, (vf)(there & (vi)-load_halves(scales + page_tokens + t, BFLOAT16)));
+      if (KIND == SCALE_MIN) store_floats(offset_of + t, (vf)(there & (vi)(load_halves(scales + page_tokens + t, BFLOAT16) / size)));
+    }
+    for (int g = 0; g < queries; g++) {
+      vf most[4];
+      for (int i = 0; i < 4; i++) most[i] = splat(0.0f);
+      for (int t = first; t < last; t += 4 * LANE_COUNT)
+        for (int i = 0; i < 4; i++) {
+          const vf x = load_floats(weight + g * stride + t + i * LANE_COUNT) * load_floats(size_of + t + i * LANE_COUNT);
+          store_floats(scaled[g] + t + i * LANE_COUNT, x);
+          most[i] = highest(x, most[i]);
+        }
+      tops[g] = max_of(highest(highest(most[0], most[1]), highest(most[2], most[3])));
+      if (MEAN && m == 0) {
+        vf flagged[4] = {sums->flagged[g], splat(0.0f), splat(0.0f), splat(0.0f)};
+        for (int t = first; t < last; t += 4 * LANE_COUNT)
+          for (int i = 0; i < 4; i++)
+            flagged[i] = fused(load_floats(weight + g * stride + t + i * LANE_COUNT), load_floats(flag_of + t + i * LANE_COUNT), flagged[i]);
+        sums->flagged[g] = (flagged[0] + flagged[1]) + (flagged[2] + flagged[3]);
+      }
+    }
+    for (int g = 0; g < queries; g++) { /* not in the loop before: it would wait for the maximum and the division */
+      const float top = tops[g];
+      const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
+      const float unit = top * (1.0f / LIMIT);
+      vf offset[2];
+      vu total[4];
+      for (int i = 0; i < 4; i++) offset[i / 2] = splat(0.0f), total[i] = (vu){};
+      w[m].scale[g] = unit;
+      for (int t = first; t < last; t += 4 * LANE_COUNT) {
+        vi v[4]; /* the bits of ROUNDER + v: those of ROUNDER are above the lower 16, of which limbs are made */
+        for (int i = 0; i < 4; i++) {
+          const vf rounded = fused(load_floats(scaled[g] + t + i * LANE_COUNT), times, rounder);
+          v[i] = (vi)rounded;
+          total[i] += (vu)rounded;
+          if (KIND != SCALE_ALONE) offset[i / 2] = fused(rounded - rounder, load_floats(offset_of + t + i * LANE_COUNT), offset[i / 2]);
+        }
+        store_limbs(v, w[m].high[g] + t, w[m].low[g] + t);
+      }
+      const vu excess = (vu)rounder * ((uint32_t)(last - first) / LANE_COUNT); /* in 32 bits, as `total` wrapped around */
+      sums->scale[m][g] += floats((vi)((total[0] + total[1]) + (total[2] + total[3]) - excess)) * unit;
+      if (KIND != SCALE_ALONE) sums->offset[m][g] += (offset[0] + offset[1]) * unit;
+    }
+  }
+}
+
+/* The same for every kind; returns 0 where it does not serve the stream or those tokens. */
+static int whole_page_weights(const Stream *s, int queries, const uint8_t *page_head, int page_tokens, int from, int to, const float *weight,
+                              int stride, Weights *w, ValueSums *sums) {
+  if (from % LANE_COUNT || (to - from) % (4 * LANE_COUNT) || s->meta_type != BFLOAT16) return 0;
+#define WHOLE(kind, mean) whole_weights(kind, mean, s, queries, page_head, page_tokens, from, to, weight, stride, w, sums)
+  switch (s->kind) {
+    case SCALE_MIN: if (s->mean) WHOLE(SCALE_MIN, 1); else WHOLE(SCALE_MIN, 0); break;
+    case SCALE_ZERO: if (s->mean) WHOLE(SCALE_ZERO, 1); else WHOLE(SCALE_ZERO, 0); break;
+    default: if (s->mean) WHOLE(SCALE_ALONE, 1); else WHOLE(SCALE_ALONE, 0);
+  }
+#undef WHOLE
+  return 1;
+}
+#endif
+
 /* P * scale of tokens [from, to) of a page as limbs, rounded out to whole vectors of tokens, with zeros outside of [from, to). Adds the
  * part of O that does not depend on codes to `sums`. */
 INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head, int size, int from, int to, const float *weight, int stride,
@@ -259,6 +334,9 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   float padded[CHUNK][128] __attribute__((aligned(64)));
   const int ragged = first < from || to < last;
+#if ARM
+  if (whole_page_weights(s, queries, page_head, size, from, to, weight, stride, w, sums)) return;
+#endif
   if (ragged) { /* scales outside of [from, to) are undefined and may be NaN */
     memset(padded, 0, sizeof padded);
     for (int g = 0; g < queries; g++) memcpy(padded[g] + from, weight + g * stride + from, sizeof(float) * (size_t)(to - from));

@@ -57,6 +57,7 @@ INLINE vf widen(vh half, int type) {
 #if LANE_COUNT == 16 /* one instruction; GCC compiles the other line to five */
   vu bits = (vu)_mm512_cvtepu16_epi32((__m256i)half);
 #elif ARM
+  if (type == BFLOAT16) return (vf)vshll_n_u16((uint16x4_t)half, 16);
   vu bits = (vu)vmovl_u16((uint16x4_t)half);
 #else
   vu bits = __builtin_convertvector(half, vu);
