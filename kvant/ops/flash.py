@@ -70,6 +70,8 @@ def attend(
     if sliding_window is not None:
         left, right = window_size(sliding_window)
         options |= {"window_size_left": left, "window_size_right": right}
+    # With at most one row a sequence it would take q as [sequences, ...]: wrong where a sequence has none.
+    bounds = bounds._replace(most_queries=max(2, bounds.most_queries))
     out, lse, *_ = run(q, k, v, *bounds, 0.0, causal, False, **options)
     return out, by_row(lse, bounds, len(q))
 
