@@ -401,6 +401,14 @@ def test_ctas_that_share_a_sequence_rotate_its_queries(
     check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
 
 
+def test_windows_shorter_than_a_tile() -> None:
+    """A chunk of the overlay is two tiles of 16 tokens, of which the ring has fewer: no row of another place is read."""
+    cache, seqs = filled("int2:sink=2,recent=5", 2, 4, 64, [3, 20, 300])
+    batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(3, 8, 64).bfloat16()
+    expected = reference.decode(store, q.double(), batch, scale=0.125)
+    assert relative_error(cuda_decode.decode_with_lse(store, q, batch, scale=0.125)[0], expected) < 2e-3
+
+
 def test_a_high_batch_of_long_sequences_rotates_its_queries_inside_decode(
     launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -305,7 +305,7 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
 #pragma unroll
     for (int i = 0; i < MIXED_TILES; i++) {
       OverlayValues v;
-      v.load(a, at + i * 16, max(values, first), last, overlay_row, head, lane);
+      v.load(a, at, i, max(values, first), last, overlay_row, head, lane);
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll

@@ -31,7 +31,8 @@ DEV s64 overlay_offset(int position, s64 overlay_row, int head, int ring, int to
   return ((overlay_row * tokens + place) * Config::KV_HEADS + head) * D;
 }
 
-// The places of a chunk of tokens from `from` on, as byte offsets from the row of the overlay: either sinks alone or tokens of the ring, so that one remainder serves all.
+// The places of a chunk of tokens from `from` <= first on, as byte offsets from the row of the overlay: either sinks alone or tokens of the ring, so that one remainder
+// serves all.
 template <int RING> struct OverlayPlaces {
   int place, least, most;  // of the first token; offsets of the first and the last token that is in the overlay
 
@@ -254,21 +255,22 @@ template <int N> struct OverlayProbs {
 // V of a tile as the transposed A operand. Tokens outside [first, last): the nearest that is in the overlay, with P = 0.
 struct OverlayValues {
   u32 v[4][D / 16];
-  DEV void load(const DecodeArguments& a, int from, int first, int last, s64 overlay_row, int head, int lane) {
+  // Tile `tile` of the chunk of tokens from `from` on.
+  DEV void load(const DecodeArguments& a, int from, int tile, int first, int last, s64 overlay_row, int head, int lane) {
     const int g = lane >> 2, t = lane & 3;
     if constexpr (TOKENWISE) {
       const OverlayPlaces<Value::RING> places(from, first, last);
       const u8* bytes = overlay_bytes(a.overlay_value, overlay_row, head, Value::OVERLAY_TOKENS);
 #pragma unroll
       for (int r = 0; r < 4; r++) {
-        const u8* row = bytes + places.offset((r >> 1) * 8 + 2 * t + (r & 1));
+        const u8* row = bytes + places.offset(tile * 16 + (r >> 1) * 8 + 2 * t + (r & 1));
 #pragma unroll
         for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, row + value_channel(g, j * GROUP_SHARE) * 2);
       }
     } else {
 #pragma unroll
       for (int r = 0; r < 4; r++) {
-        const int position = max(first, min(from + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
+        const int position = max(first, min(from + tile * 16 + (r >> 1) * 8 + 2 * t + (r & 1), last - 1));
         const s64 row = overlay_offset(position, overlay_row, head, Value::RING, Value::OVERLAY_TOKENS);
 #pragma unroll
         for (int j = 0; j < VALUE_GROUPS; j++) load_words<GROUP_SHARE / 2>(v[r] + j * GROUP_SHARE / 2, (const u8*)a.overlay_value + (row + value_channel(g, j * GROUP_SHARE)) * 2);
@@ -314,7 +316,7 @@ DEV void attend_overlay(const DecodeArguments& a, const volatile SequenceWork& w
   OverlayValues v[OVERLAY_TILES];  // loaded before P is known; together with K where registers are enough
   const auto load_values = [&]() {
 #pragma unroll
-    for (int i = 0; i < OVERLAY_TILES; i++) v[i].load(a, from + i * 16, first, last, overlay_row, head, lane);
+    for (int i = 0; i < OVERLAY_TILES; i++) v[i].load(a, from, i, first, last, overlay_row, head, lane);
   };
   float s[OVERLAY_TILES][LANE_HEADS][2];
   if (OVERLAY_TILES == 1 && PAIRED) load_values();
