@@ -92,9 +92,13 @@ def warm_up(
         return max(needed)
     for count in sorted({1, largest.sequences}):  # low and high batch sizes may use different kernels
         decodes = batch(history, history + 1, count)
+        stores = [scratch]
+        if device.type == "cuda":  # where pages are enough for long sequences, decode may use other kernels
+            stores.append(dataclasses.replace(scratch, pages=scratch.pages[:1].expand(width * count, -1, -1)))
         for each in sorted({1, queries}):
-            decode = partial(ops["decode"].run, scratch, rows(count * each, query_heads), decodes, **options)
-            needed.append(allocated_by(decode, device))
+            for some in stores:
+                decode = partial(ops["decode"].run, some, rows(count * each, query_heads), decodes, **options)
+                needed.append(allocated_by(decode, device))
     x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(longest, longest + largest.new)
     more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
     for window in dict.fromkeys((sliding_window, None)):  # sequences that a window covers use other kernels

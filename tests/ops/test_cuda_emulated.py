@@ -426,6 +426,10 @@ def test_a_high_batch_of_long_sequences_rotates_its_queries_inside_decode(
         assert ("kvant_rotate_queries" in launched) != inside, launched
         if window is None:
             assert relative_error(found, expected) < 2e-3
+    plenty = dataclasses.replace(store, pages=store.pages[:1].expand(100, -1, -1))  # as warm-up makes them
+    launched.clear()
+    found = cuda_decode.decode_with_lse(plenty, q, batch._replace(block_table=wide), scale=0.125)[0]
+    assert "kvant_rotate_queries" not in launched and relative_error(found, expected) < 2e-3
     several = batch._replace(block_table=wide[:1].expand(9, -1), seq_lens=batch.seq_lens[:1].expand(9))
     assert cuda_decode._most_tokens(store, several, None) < 256
 

@@ -313,9 +313,11 @@ class Plan:
     @property
     def paired_channels(self) -> bool:
         """Whether lanes that rotate keys have both channels of a pair: where a lane has whole words of half of a row's codes."""
+        if not self.rotated_keys:
+            return False
         (band,) = self.layout.format("key").stored_bands
         fits = band.bits in (2, 4) and self.layout.head_dim // 16 % (16 // band.bits) == 0
-        return self.rotated_keys and bool(dict(self.tuned).get("PAIRED_CHANNELS", fits))
+        return bool(dict(self.tuned).get("PAIRED_CHANNELS", fits))
 
     @property
     def angle_bytes(self) -> int:
@@ -345,7 +347,7 @@ class Plan:
             "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
             "ROTATED_KEYS": int(self.rotated_keys),
             **self._bank_orders,
-            "PAIRED_CHANNELS": int(self.rotated_keys and self.paired_channels),
+            "PAIRED_CHANNELS": int(self.paired_channels),
             "ANGLE_OFFSET": self.warps * self.warp_bytes + self.matrix_bytes,
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
             **self._boosted(),
@@ -481,9 +483,9 @@ class Plan:
     def rotated_queries(self) -> bool:
         """Whether the warps of decode rotate their queries to every RoPE block themselves. That is so at a low batch, where queries
         have 16 bits, RoPE rotates all channels, and a multiprocessor holds as many CTAs with the matrix in its shared memory as
-        without. At a high batch it is so where sequences are long and four query heads of two RoPE blocks fill a product: 179 us
-        instead of 193 at 32 x 32768, 211 instead of 215 at 128 x 8192; but 87 instead of 85 at 64 x 5120, 68 instead of 66 at
-        64 x 3072, 48 instead of 44 at 64 x 1024, where a kernel before decode is faster (kvant-2, folded, H200)."""
+        without. At a high batch it is so where sequences are long and three or four query heads of two RoPE blocks fill a product:
+        179 us instead of 193 at 32 x 32768, 211 instead of 215 at 128 x 8192; but 87 instead of 85 at 64 x 5120, 68 instead of 66
+        at 64 x 3072, 48 instead of 44 at 64 x 1024, where a kernel before decode is faster (kvant-2, folded, H200)."""
         key, dim, asked = self.layout.recipe.key, self.layout.head_dim, dict(self.tuned).get("QUERY_TRANSFORM")
         if not key.effective_rope_block or key.groupwise or self.pq or self.partial_rope:
             return False

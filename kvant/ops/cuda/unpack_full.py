@@ -33,7 +33,7 @@ def places_of(spans: tuple[Span, ...], page_tokens: int, device: torch.device) -
     return _places(spans, page_tokens, device, stream)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)  # of up to 2 MB each
 def _places(spans: tuple[Span, ...], page_tokens: int, device: torch.device, stream: int) -> Places:
     at, columns = 0, list[Tensor]()
     new, new_rows = list[Tensor](), list[Tensor]()

@@ -323,7 +323,6 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
 
 struct ChannelPages {
   using Shared = PageQuery;
-  static constexpr bool HAS_OPERAND = false;
 
   PageFragment q;
   const u8* page_head;

@@ -9,7 +9,6 @@ using ValueBook = Value::Codebook;
 
 struct ProductVQPages {
   using Shared = SharedQuery;
-  static constexpr bool HAS_OPERAND = true;
 
   QueryFragment q;
   const u8 *page_head, *memory;  // the page, and the CTA's dynamic shared memory, which the codebooks are in

@@ -144,7 +144,6 @@ template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_
 
 struct TokenwisePages {
   using Shared = SharedQuery;  // of a query that the CTA makes itself
-  static constexpr bool HAS_OPERAND = true;  // a kernel before decode may make the query operand
 
   KeyWords<CHUNK_TILES> keys;
   QueryFragment q;

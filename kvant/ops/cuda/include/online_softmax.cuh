@@ -12,7 +12,7 @@
 constexpr float HEADROOM = 14.f, REFERENCE = 6.f;
 constexpr float LARGEST_PROB = 16384.f;  // 2^HEADROOM
 constexpr bool SUM_LIMIT = SHARED_OPERAND;  // update_by_sums, for several queries: the two were measured together, and alone it gains nothing
-static_assert(!SUM_LIMIT || (QUERIES > 1 && !PQ), "limits are those of single queries");
+static_assert(!SUM_LIMIT || (QUERIES > 1 && !PQ), "limit[] is per query head only with several queries");
 constexpr float INITIAL_NORM = PQ || (VALUE_GROUPS > 1 && !SCALED_PROBS) ? 1.f : 1099511627776.f;  // 2^40, until a value's scale has been seen
 
 // A score in log2 units, less m. x is 2 log2(e) / cap times the logit with a soft cap: cap tanh(logit / cap) = cap (1 - 2 / (1 + e^(2 logit / cap))).

@@ -46,8 +46,7 @@ DEV void pause_thread() { asm volatile("nanosleep.u32 64;"); }  // between two l
 DEV void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
 DEV u32 fp16_pair_down(float low, float high) { u32 y; asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }  // rounded towards zero
-DEV u32 is_greater_fp16x2(u32 x, u32 y) { u32 z; asm("set.gt.f16x2.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }  // 1 or 0 each
-DEV u32 is_larger_fp16x2(u32 x, u32 y) {  // the same of |x|
+DEV u32 is_larger_fp16x2(u32 x, u32 y) {  // 1 where |x| > y, else 0, each
   u32 z;
   asm("{.reg .b32 a; abs.f16x2 a, %1; set.gt.f16x2.f16x2 %0, a, %2;}" : "=r"(z) : "r"(x), "r"(y));
   return z;

@@ -36,7 +36,7 @@ template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES =
   static constexpr int AT_ONCE = HEADS_FIRST ? 1 : HEADS;  // head tiles of a sequence that are neighbours on the line
   int own;         // units of the lane-th sequence
   int parts;       // of the line: a CTA takes parts blockIdx.x, blockIdx.x + gridDim.x, ...
-  bool split;      // each (sequence, head tile) is cut into equal parts, or one, and a unit is one of them: where CTAs outnumber them three to one, or WHOLE_TILES
+  bool split;      // a unit is not a page but one of the equal parts of a (sequence, head tile): where CTAs outnumber those three to one, or WHOLE_TILES
   float share;     // parts over units
   int each, more;  // the first `more` parts have each + 1 units, the others `each`
 

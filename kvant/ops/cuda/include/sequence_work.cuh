@@ -80,7 +80,7 @@ DEV int page_at_unit(int units, int pages, int mixed) {
   return Config::MIXED_PAGE_UNITS == 1 || units <= plain ? units : plain + (units - plain + Config::MIXED_PAGE_UNITS - 1) / Config::MIXED_PAGE_UNITS;
 }
 
-// A warp's part of a work work.
+// A warp's part of a work tile.
 struct WarpRange {
   int page, page_end;        // pages, counted from SequenceWork::page
   int overlay, overlay_end;  // chunks of the overlay of the whole CTA: a warp takes overlay + warp, overlay + warp + WARPS, ...

@@ -250,5 +250,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       __syncthreads();
     }
   if (AFTER_KERNEL) wait_prior_grid();  // every CTA waits, also one without work: the next kernel waits for this one alone
-  if (FUSED_QUERIES || FUSED_OUTPUTS || ROTATED_QUERIES) await_copies();
+  if (FUSED_QUERIES || FUSED_OUTPUTS || ROTATED_QUERIES || SHARED_OPERAND) await_copies();
 }

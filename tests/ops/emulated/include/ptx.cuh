@@ -247,8 +247,7 @@ static inline u32 float_to_half_down(float x) {
   return fabsf(half_to_float(near)) > fabsf(x) ? near - 1 : near;  // the next towards zero; infinity becomes the largest number
 }
 DEV u32 fp16_pair_down(float low, float high) { return float_to_half_down(low) | float_to_half_down(high) << 16; }
-DEV u32 is_greater_fp16x2(u32 x, u32 y) { return of_pairs<1>(x, y, [](float a, float b) { return a > b ? 1.f : 0.f; }); }
-DEV u32 is_larger_fp16x2(u32 x, u32 y) { return is_greater_fp16x2(x & 0x7FFF7FFFu, y); }
+DEV u32 is_larger_fp16x2(u32 x, u32 y) { return of_pairs<1>(x & 0x7FFF7FFFu, y, [](float a, float b) { return a > b ? 1.f : 0.f; }); }
 DEV u32 add_fp16x2(u32 x, u32 y) { return of_pairs<1>(x, y, [](float a, float b) { return a + b; }); }
 DEV u32 sub_product_fp16x2(u32 x, u32 y, u32 z) { return fp16_pair(fmaf(-fp16_low(y), fp16_low(z), fp16_low(x)), fmaf(-fp16_high(y), fp16_high(z), fp16_high(x))); }
 DEV u32 subtract_fp16x2(u32 x, u32 y) { return of_pairs<1>(x, y, [](float a, float b) { return a - b; }); }
