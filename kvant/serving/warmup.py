@@ -93,7 +93,7 @@ def warm_up(
     for count in sorted({1, largest.sequences}):  # low and high batch sizes may use different kernels
         decodes = batch(history, history + 1, count)
         stores = [scratch]
-        if device.type == "cuda":  # where pages are enough for long sequences, decode may use other kernels
+        if ops["decode"].name == "cuda":  # it may use other kernels where pages are enough for long sequences
             stores.append(dataclasses.replace(scratch, pages=scratch.pages[:1].expand(width * count, -1, -1)))
         for each in sorted({1, queries}):
             for some in stores:
