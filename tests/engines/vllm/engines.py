@@ -178,18 +178,24 @@ def gemma_like(directory: Path, layers: int = 12, window: int = 100) -> Path:
     )
 
 
+# Three gated delta nets for each layer with attention, whose heads have 256 channels.
+DELTA_NETS = {
+    "hidden_size": 128,
+    "head_dim": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
+
 def qwen3_next_like(directory: Path, layers: int = 8) -> Path:
-    """A Qwen3-Next: three gated delta nets for each layer with attention, whose heads have 256 channels."""
+    """A Qwen3-Next, with a layer of experts."""
     return random_model(
         "Qwen3Next",
         directory,
         layers,
-        hidden_size=128,
-        head_dim=256,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
+        **DELTA_NETS,
         mlp_only_layers=list(range(1, layers)),  # vLLM wants experts in one of them
         num_experts=4,
         num_experts_per_tok=2,
@@ -199,17 +205,12 @@ def qwen3_next_like(directory: Path, layers: int = 8) -> Path:
 
 
 def qwen3_5_like(directory: Path, layers: int = 8) -> Path:
-    """A Qwen3.5, of text alone: three gated delta nets for each layer with attention, whose heads have 256 channels."""
+    """A Qwen3.5, of text alone."""
     return random_model(
         "Qwen3_5",
         directory,
         layers,
-        hidden_size=128,
-        head_dim=256,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
+        **DELTA_NETS,
     )
 
 

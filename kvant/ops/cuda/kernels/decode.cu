@@ -14,6 +14,7 @@
 #include "include/rotated_query.cuh"
 
 using PageAttention = Config::PageAttention;
+constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one transforms queries and writes their rows
 static_assert(!SHARED_OPERAND || (Config::QUERY_KERNEL && ROPE_BLOCK), "operands of RoPE blocks are copied to shared memory");
 static_assert(!ROTATED_QUERIES || Config::OVERLAY_LAST, "rows of rotated queries lie where pages were");
 
@@ -108,7 +109,6 @@ struct OperandQuery {
 // A query that the CTA transforms itself, into shared memory.
 struct CtaQuery {
   using Shared = PageAttention::Shared;
-  static constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one writes the rows
   RawQuery raw;
 
   DEV static int matrix_of(const DecodeArguments& a, const HeadTileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
@@ -178,7 +178,6 @@ template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, Page
 // --- the kernel -----------------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode(const DecodeArguments a) {
-  constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one transforms queries
   DYNAMIC_SHARED(dynamic);  // [WARPS, WARP_BYTES]: a warp's pages, later overwritten by its outputs [TILE_HEADS, OUTPUT_ROW]; behind all warps a matrix or codebooks
   __shared__ __align__(16) Shared sh;
   static_assert(Config::WARP_BYTES >= STAGES * PAGE_HEAD_BYTES && Config::WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
