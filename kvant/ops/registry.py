@@ -32,6 +32,7 @@ class Implementation:
         False  # whether it can run in a CUDA graph: shapes and addresses alone decide, nothing waits for the GPU
     )
     about: str = ""  # what a user should know of it, such as which of its ways a call takes
+    in_place: bool = False  # whether a decode takes `out` and `after_append`
 
 
 class SlowReference(UserWarning):
@@ -60,21 +61,28 @@ _FOUND: dict[tuple[Op, str], Implementation] = {}
 
 
 def register(
-    op: Op, name: str, refuse: Refusal, rank: int, checks: bool = False, capturable: bool = False, about: str = ""
+    op: Op,
+    name: str,
+    refuse: Refusal,
+    rank: int,
+    checks: bool = False,
+    capturable: bool = False,
+    about: str = "",
+    in_place: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that offers a function as an implementation of an operation."""
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
         if (op, name) in _FOUND:
             raise TypeError(f"two implementations of {op} are called {name}")
-        _FOUND[op, name] = Implementation(op, name, run, refuse, rank, checks, capturable, about)
+        _FOUND[op, name] = Implementation(op, name, run, refuse, rank, checks, capturable, about, in_place)
         return run
 
     return add
 
 
 def register_decode(
-    name: str, refuse: Refusal, rank: int, capturable: bool = False
+    name: str, refuse: Refusal, rank: int, capturable: bool = False, in_place: bool = False
 ) -> Callable[[Callable[..., tuple[torch.Tensor, torch.Tensor]]], Callable[..., torch.Tensor]]:
     """Offers a function that returns the outputs and the log-sum-exp of every query's logits, float32 [sequences, query heads],
     as an implementation of decode: `decode = register_decode(...)(decode_with_lse)` is the operation, which returns the
@@ -85,7 +93,7 @@ def register_decode(
         def decode(*args: Any, **options: Any) -> torch.Tensor:
             return run(*args, **options)[0]
 
-        register("decode", name, refuse, rank, capturable=capturable)(decode)
+        register("decode", name, refuse, rank, capturable=capturable, in_place=in_place)(decode)
         return decode
 
     return add

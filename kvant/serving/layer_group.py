@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from kvant.layout import Layout, StreamName
 from kvant.ops import Implementation, LayerStore
 from kvant.ops.registry import Op
-from kvant.ops.types import empty_overlay, empty_states
+from kvant.ops.types import PagedBatch, empty_overlay, empty_states
 from kvant.serving.overlay import OverlayRows, without_windows
 from kvant.serving.step import Part
 
@@ -79,14 +80,40 @@ class LayerGroup:
         for index, store in enumerate(self.stores):
             store.overlays = {name: overlay[index] for name, overlay in self.overlays.items()}
 
-    def decode(self, *args: Any, **options: Any) -> Tensor:
-        """The operation decode."""
+    def decode(
+        self, store: LayerStore, query: Tensor, batch: PagedBatch, out: Tensor, *, after_append: bool, **options: Any
+    ) -> None:
+        """The operation decode, into `out`. `after_append`: see `kvant.ops.cuda.decode.decode_with_lse`."""
+        operation = self.ops["decode"]
+        if operation.in_place:
+            options |= {"out": out, "after_append": after_append and not self._append_allocates(store, query.dtype)}
+        with self._sharing_counters():
+            found = operation.run(store, query, batch, **options)
+        if not operation.in_place:
+            out.copy_(found)
+
+    def _sharing_counters(self) -> contextlib.AbstractContextManager[None]:
         if self.counters is None:
-            return self.ops["decode"].run(*args, **options)
+            return contextlib.nullcontext()
         from kvant.ops.cuda.counters import sharing_counters
 
-        with sharing_counters(self.counters):
-            return self.ops["decode"].run(*args, **options)
+        return sharing_counters(self.counters)
+
+    def _append_allocates(self, store: LayerStore, dtype: torch.dtype) -> bool:
+        """Whether append takes memory that decode may be given while append runs, see `kvant.ops.cuda.append.allocates`."""
+        if self.ops["append"].name != "cuda":
+            return True
+        from kvant.ops.cuda.append import allocates
+
+        return allocates(store, dtype)
+
+    def readable(self, x: Tensor) -> Tensor:
+        """Rows of new tokens as append reads them: a copy, where it would make one."""
+        if self.ops["append"].name != "cuda":
+            return x
+        from kvant.ops.cuda.append import readable_rows
+
+        return readable_rows(x)
 
     def append(self, store: LayerStore, query: Tensor, key: Tensor, value: Tensor, part: Part) -> None:
         """The operation append, of a part of a step's new tokens. Correctors also learn from the queries."""

@@ -482,6 +482,65 @@ def test_decode_of_rotated_queries_of_a_high_batch(
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize(
+    ("name", "tuned"),
+    [
+        *(("kvant-2", tuned) for tuned in (ROTATED_BEFORE, ROTATED_BY_DECODE)),
+        *(("kvant-4", tuned) for tuned in (ROTATED_BEFORE, ROTATED_BY_DECODE)),
+        *((name, ()) for name in ("oscar", "oscar:recent=1", "quarot-int2-win", "saw-int4")),
+    ],
+)
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_decode_beside_append(
+    name: str, tuned: tuple[tuple[str, int], ...], few: bool, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are launched without a wait of the host give what steps give that wait. Queries look for the newest token."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if few else 0)
+    lengths, heads, group, steps = [3, 64, 200, 700] * 8, 8, 4, 16
+    cache, seqs = filled(name, heads, group, 128, "bfloat16", lengths, first=300, spare=2 + len(lengths))
+    store = cache.stores[0]
+    batches = [cache.extend(seqs, [1] * len(seqs)) for _ in range(steps)]
+    before = [store.pages.clone(), *(overlay.clone() for overlay in store.overlays.values())]
+    k, v = (torch.randn(steps, len(seqs), heads, 128, device="cuda").bfloat16() for _ in range(2))
+    q = (4 * k.float()).bfloat16().repeat_interleave(group, 2)
+    assert not cuda_append.allocates(store, torch.bfloat16)
+
+    def run(after_append: bool) -> torch.Tensor:
+        for mine, kept in zip((store.pages, *store.overlays.values()), before, strict=True):
+            mine.copy_(kept)
+        out = torch.empty_like(q)
+
+        def step(i: int) -> None:
+            queries = q[i].clone()  # by a kernel before append
+            cuda_append.append(store, k[i], v[i], batches[i])
+            cuda_decode.decode_with_lse(
+                store, queries, batches[i], scale=128**-0.5, out=out[i], after_append=after_append, tuned=tuned
+            )
+
+        for i in range(steps):
+            if not after_append:
+                step(i), torch.cuda.synchronize()
+            elif not captured:
+                step(i)
+        if after_append and captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for i in range(steps):
+                    step(i)
+            graph.replay()
+        torch.cuda.synchronize()
+        return out
+
+    expected = run(False)
+    close = torch.nn.functional.cosine_similarity(expected.float(), v.repeat_interleave(group, 2).float(), dim=-1)
+    assert close.median() > 0.9  # what is appended last decides
+    for _ in range(3):
+        torch.testing.assert_close(run(True), expected, rtol=0, atol=0)
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
 def test_queries_are_rotated_alike_by_all_kernels(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the two before decode and by decode itself. More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""

@@ -409,6 +409,49 @@ def test_windows_shorter_than_a_tile() -> None:
     assert relative_error(cuda_decode.decode_with_lse(store, q, batch, scale=0.125)[0], expected) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [("kvant-2", True), ("oscar", True), ("saw-int4", False), ("int4:sink=4", False), ("kivi-k2v2", False)],
+)
+def test_decode_waits_late_for_append_where_a_window_holds_new_tokens(
+    name: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call: matrices that kernels read before they wait are there by then."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    told: list[bool] = []
+    launch = emulated.Kernel.launch
+
+    def recording(self: Any, blocks: Any, arguments: Any, dependent: bool = False) -> None:
+        told.append(bool(arguments.after_append) if hasattr(arguments, "after_append") else dependent)
+        launch(self, blocks, arguments, dependent)
+
+    monkeypatch.setattr(emulated.Kernel, "launch", recording)
+    cache, seqs = filled(name, 2, 4, 64, [3, 300])
+    batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(2, 8, 64).bfloat16()
+    assert cuda_append.allocates(store, torch.bfloat16) == (name == "kivi-k2v2")
+    expected = reference.decode(store, q.double(), batch, scale=0.125)
+    for again in (False, True):
+        told.clear()
+        out = torch.full_like(q, torch.nan)
+        found, _ = cuda_decode.decode_with_lse(store, q, batch, scale=0.125, out=out, after_append=True)
+        assert found is out and relative_error(out, expected) < 2e-3
+        assert told[0] == (late and again), told
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "memory"),
+    [
+        ("kvant-2", torch.bfloat16, False),
+        ("kvant-2", torch.float32, True),
+        ("int4", torch.float32, False),
+        *((name, torch.bfloat16, True) for name in ("kivi-k2v2", "vecinfer-2", "saw-int4-kmeans:centroids=4")),
+    ],
+)
+def test_which_appends_take_memory(name: str, dtype: torch.dtype, memory: bool) -> None:
+    cache, _ = filled(name, 1, 2, 64, [3])
+    assert cuda_append.allocates(cache.stores[0], dtype) == memory
+
+
 def test_a_high_batch_of_long_sequences_rotates_its_queries_inside_decode(
     launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,10 +228,13 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         step, layers = attn_metadata, self.layers
         assert layers is not None and output_scale is None and output_block_scale is None
         store = self._store(kv_cache)
-        decode = layers.decode
         q, k, v, out = (x[: step.tokens] for x in (query, key, value, output))
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
         options |= {"sliding_window": self.sliding_window, "sink_logits": self.sink_logits}
+        k, v = (
+            layers.readable(k),
+            layers.readable(v),
+        )  # copies live until decode, which may run beside append, is launched
         for part in step.appends:
             layers.append(store, q, k, v, part)
         if step.match is not None and step.overlay is not None:
@@ -241,7 +244,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
         n = step.decode_tokens
         if step.prefill is None:
             batch = step.batch if step.counts is None else step.decoding
-            out[:n] = decode(store, q[:n], batch, **options)
+            layers.decode(store, q[:n], batch, out[:n], after_append=step.last is None, **options)
             return output
         if step.history:
             out[n:] = layers.ops["prefill"].run(store, q[n:], k[n:], v[n:], step.prefill, **options)
@@ -249,7 +252,7 @@ class KvantImpl(AttentionImpl[KvantMetadata]):
             starts = step.prefill.query_start_loc
             out[n:] = varlen_prefill(q[n:], k[n:], v[n:], starts, **options, fused=flash.varlen())
         if n:
-            out[:n] = decode(store, q[:n], step.decoding, **options)
+            layers.decode(store, q[:n], step.decoding, out[:n], after_append=False, **options)
         if step.last is not None:
             layers.append_overlays(self.place, q, k, v, step.last)
         return output

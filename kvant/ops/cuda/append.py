@@ -26,6 +26,7 @@ from kvant.ops.cuda.append_plan import (
     tileable,
 )
 from kvant.ops.cuda.config import ELEMENT_TYPES
+from kvant.ops.cuda.plan import copies_in_bulk
 from kvant.ops.cuda.transform_kv import transform_rows
 from kvant.ops.fused import TransformKind, blocks_of, rope_table
 from kvant.ops.registry import register
@@ -122,6 +123,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         rope_block,
         way == "step",
         way == "tiles" and torch.cuda.get_device_capability(key.device) == WARPGROUPS,
+        copies_in_bulk(key.device),
     )
     _append(
         store.pages,
@@ -169,6 +171,18 @@ def _way(store: LayerStore, key: Tensor, value: Tensor) -> Way:
         return "tiles"
     multiplied = rope is not None or any(fused.kind is TransformKind.MATRIX for fused in forward.values())
     return "step" if multiplied and whole and steppable(layout) else "rows"
+
+
+def allocates(store: LayerStore, dtype: torch.dtype) -> bool:
+    """Whether an append of a decode step, of readable rows, takes memory that is free again as soon as its kernel is launched. A
+    kernel that starts before that one has ended may be given this memory."""
+    layout = store.layout
+    if layout.recipe.key.groupwise or append_pq.serves(layout) or nearest_centroids.serves(layout):
+        return True
+    row = torch.empty(1, layout.heads, layout.head_dim, dtype=dtype, device="meta")
+    forward = store.derive(AppendTransforms).forward
+    multiplied = store.key.rope is not None or any(fused.kind is TransformKind.MATRIX for fused in forward.values())
+    return multiplied and _way(store, row, row) == "rows"
 
 
 def _searched(store: LayerStore, name: StreamName, given: _Rows) -> nearest_centroids.SearchedRows:

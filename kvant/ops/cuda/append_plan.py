@@ -124,6 +124,7 @@ class AppendPlan:
     rope_block: int = 0  # positions of a RoPE block, to whose start the kernel unrotates keys; 0 where it does not
     step: bool = False  # whether it is kvant_append_step
     wgmma: bool = False  # whether the GPU multiplies by warpgroups (sm_90a)
+    bulk: bool = False  # whether the next kernel may start before this one has ended, see copies_in_bulk
 
     @functools.cached_property
     def tiled(self) -> bool:
@@ -174,7 +175,7 @@ class AppendPlan:
             "Value": self._stream("value", 1),
         }
         tiled_products = self.wgmma and self.tiled and any(self.parts)
-        defines = {"BULK": 1, "WGMMA": 1} if tiled_products else None  # copies that products wait for
+        defines = {"BULK": int(self.bulk or tiled_products), "WGMMA": int(tiled_products)}
         file = "append_step" if self.step else "append_tiles" if self.tiled else "append"
         return nvrtc.program(f"kernels/{file}.cu", config=config, arguments=[AppendArguments], defines=defines)
 

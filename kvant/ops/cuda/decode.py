@@ -39,7 +39,6 @@ QUERY_CTAS = 128  # CTAs that kvant_transform_queries is to have, if there are s
 # Products of 16 rows for each warp that a GPU holds, from which on kvant_rotate_queries_high_batch is faster: at 0.8 of them (64 x
 # 3072, H200) decode takes 67 us with it and 71 without, at 0.3 (64 x 1024) 54 and 46.
 HIGH_BATCH_PASSES = 0.6
-PLAN_ARGUMENT = 24  # place of `plan` among the arguments of kvant::decode after the queries
 _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 
 
@@ -68,15 +67,14 @@ def _rotate_kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
 def _transform_outputs(
     plan: Plan,
     x: Tensor,
+    out: Tensor,
     matrix: Tensor,
     offset: Tensor | None,
-    dtype: torch.dtype,
     early: bool,
     lse: Tensor,
     sink_logits: Tensor | None,
-) -> Tensor:
-    """Outputs [sequences, query heads, head_dim] times the matrix of their head, or of all heads."""
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+) -> None:
+    """out [sequences, query heads, head_dim] = x times the matrix of its head, or of all heads."""
     heads, rows = len(matrix), x.shape[1] // len(matrix)
     arguments = TransformOutputsArguments.fill(
         rows=x,
@@ -93,7 +91,6 @@ def _transform_outputs(
     kernel = _transform_kernel(plan, "kvant_transform_outputs", x.device)
     blocks = max(1, min(-(-len(x) * rows // OUTPUT_ROWS), kernel.blocks // heads))
     kernel.launch((blocks, heads), arguments, early)
-    return out
 
 
 def decode_with_lse(
@@ -105,18 +102,26 @@ def decode_with_lse(
     softcap: float | None = None,
     sliding_window: int | None = None,
     sink_logits: Tensor | None = None,
+    out: Tensor | None = None,
+    after_append: bool = False,
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """As the reference's `decode`, and the logarithm of the sum of exponentials of every query's scores and its sink logit, float32
     [sequences, query heads].
 
     Several queries of a sequence are rows of the same product: their query heads are those of a larger group, of which each sees
-    tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence."""
+    tokens up to its own. Where groups of tokens are coded, the overlay begins elsewhere for every query, and each is a sequence.
+
+    Outputs are written to `out`, where it is given. `after_append` says that this step's tokens were appended after the queries had
+    been made, and that nothing was freed since. Decode then runs while append still does: where a window holds the new tokens, they
+    are read from the overlay alone, and only its reads wait."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
     sink_logits = check_sink_logits(sink_logits, query)
     queries = queries_per_sequence(query, batch, layout)
+    after_append = after_append and new_tokens_in_overlay(layout)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tuned": tuned}
+    options |= {"out": out, "after_append": after_append}
     if queries == 1:
         return _decode_rows(store, query, batch, 1, sink_logits=sink_logits, **options)
     if any(stream.groupwise for stream in layout.recipe.streams.values()):
@@ -125,7 +130,13 @@ def decode_with_lse(
     return _decode_rows(store, rows.flatten(1, 3), batch, queries, sink_logits=sink_logits, **options)
 
 
-decode = register_decode("cuda", refuse, rank=10, capturable=True)(decode_with_lse)
+def new_tokens_in_overlay(layout: Layout) -> bool:
+    """Whether tokens that were just appended are read from the overlay, never from pages."""
+    streams = layout.recipe.streams.values()
+    return not any(stream.groupwise for stream in streams) and all(stream.window.recent > 0 for stream in streams)
+
+
+decode = register_decode("cuda", refuse, rank=10, capturable=True, in_place=True)(decode_with_lse)
 
 
 def _decode_rows(
@@ -138,6 +149,8 @@ def _decode_rows(
     softcap: float | None,
     sliding_window: int | None,
     sink_logits: Tensor | None,
+    out: Tensor | None,
+    after_append: bool,
     tuned: tuple[tuple[str, int], ...],
 ) -> tuple[Tensor, Tensor]:
     """Decode of queries [sequences, heads * queries * query heads of a KV head and query, head_dim]; outputs and log-sum-exps are
@@ -172,7 +185,11 @@ def _decode_rows(
     plan = _plan(
         layout, group, dtype, *ways, capped, query.device, tuned, low_batch, partial_rope, queries, has_sinks, long
     )
-    out, lse = _decode(
+    if out is None:
+        out = query.new_empty(_output_shape(query, queries))
+    assert out.is_contiguous() and out.dtype == query.dtype and out.shape == _output_shape(query, queries), out.shape
+    lse = _decode(
+        out,
         query.contiguous(),
         store.pages,
         batch.block_table,
@@ -203,6 +220,7 @@ def _decode_rows(
         softcap or 0.0,
         sliding_window or 0,
         early,
+        after_append,
     )
     return out, lse if removed is None else lse + removed
 
@@ -243,8 +261,9 @@ def _plan(
     return _PLANS.number(made)
 
 
-@torch.library.custom_op("kvant::decode", mutates_args=())
+@torch.library.custom_op("kvant::decode", mutates_args=("out",))
 def _decode(
+    out: Tensor,
     query: Tensor,
     pages: Tensor,
     block_table: Tensor,
@@ -275,16 +294,17 @@ def _decode(
     softcap: float,
     sliding_window: int,
     early: bool,
-) -> tuple[Tensor, Tensor]:
-    made, dtype = _PLANS[plan], query.dtype
+    after_append: bool,
+) -> Tensor:
+    made = _PLANS[plan]
     early = early and made.bulk
+    after_append = after_append and early
     kernel = _kernel(made, query.device)
-    shape = _output_shape(query, made)
-    lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=query.device)
     if not len(query):
-        return query.new_empty(shape), lse
+        return lse
     by_matrix = made.inverse[0] == MATRIX and not made.fused_outputs
-    out = torch.empty(shape, dtype=torch.float32 if by_matrix else dtype, device=query.device)
+    found = torch.empty_like(out, dtype=torch.float32) if by_matrix else out
     partial = _partial(made, kernel, query.device)
     # Taken now: in a captured graph it may be a launch, and none may come between the kernel that makes the query operands and
     # the kernel that waits for it.
@@ -302,17 +322,17 @@ def _decode(
         bounds = seq_lens, sinks, key_ring_start, value_ring_start, sliding_window
         table = cosine, sine
         operands, rows = _rotate_queries(
-            made, query, dual, high_batch, table, bounds, blocks, first, logit_scale, early
+            made, query, dual, high_batch, table, bounds, blocks, first, logit_scale, early, after_append
         )
     elif made.dual[0] == MATRIX and not made.fused_queries:
         assert dual is not None
         blocks = 1
-        operands, rows = _transform_queries(made, query, dual, mean_logit, logit_scale, early)
+        operands, rows = _transform_queries(made, query, dual, mean_logit, logit_scale, early, after_append)
         query = rows
     own_matrix = made.fused_queries or made.rotated_queries
     arguments = DecodeArguments.fill(
         query=query,
-        out=out,
+        out=found,
         lse=lse,
         pages=pages,
         block_table=block_table,
@@ -347,6 +367,7 @@ def _decode(
         sliding_window=sliding_window,
         rope_blocks=blocks,
         first_position=first,
+        after_append=int(after_append),
         matrix_heads=_query_matrices(fused_dual, made) if own_matrix else 0,
         output_matrix_heads=_matrices(fused_inverse, made) if made.fused_outputs else 0,
         sink_rows=0 if sink_logits is None else len(sink_logits),
@@ -354,8 +375,8 @@ def _decode(
     kernel.launch((kernel.blocks, 1), arguments, early)
     if by_matrix:
         assert inverse is not None
-        out = _transform_outputs(made, out, inverse, inverse_offset, dtype, early, lse, sink_logits)
-    return out, lse
+        _transform_outputs(made, found, out, inverse, inverse_offset, early, lse, sink_logits)
+    return lse
 
 
 def _partial(plan: Plan, kernel: nvrtc.Kernel, device: torch.device) -> Tensor:
@@ -376,6 +397,7 @@ def _rotate_queries(
     first: int,
     scale: float,
     early: bool,
+    after_append: bool,
 ) -> tuple[Tensor, Tensor]:
     """Query operands of every RoPE block, int32 [batch, head tiles, blocks, operand_words] flat, and the rows that the overlay is
     multiplied by, float32 [batch, head tiles, overlay_slots, tile_heads, head_dim] flat. `table` are the cosines and sines of the
@@ -410,13 +432,20 @@ def _rotate_queries(
         half=cosine.shape[1],
         matrix_heads=len(matrix),
         sliding_window=sliding_window,
+        after_append=int(after_append),
     )
     kernel.launch((max(1, min(passes, kernel.blocks // heads)), heads), arguments, early)
     return operands, rows
 
 
 def _transform_queries(
-    plan: Plan, query: Tensor, matrix: Tensor, mean_logit: Tensor | None, scale: float, early: bool
+    plan: Plan,
+    query: Tensor,
+    matrix: Tensor,
+    mean_logit: Tensor | None,
+    scale: float,
+    early: bool,
+    after_append: bool,
 ) -> tuple[Tensor, Tensor]:
     """Queries times their matrix: as query operands, int32 [batch, head tiles, operand_words] flat, and as float32 rows of the
     queries' shape."""
@@ -435,6 +464,7 @@ def _transform_queries(
         batch=len(query),
         matrix_heads=len(matrix),
         at_once=at_once,
+        after_append=int(after_append),
     )
     kernel.launch((max(1, min(-(-len(query) // at_once), kernel.blocks // heads)), heads), arguments, early)
     return operands, rows
@@ -459,12 +489,11 @@ def _rows(query: Tensor, plan: Plan) -> Tensor:
     return room[: query.numel()].view(query.shape)
 
 
-def _output_shape(query: Tensor, plan: Plan) -> tuple[int, int, int]:
+def _output_shape(query: Tensor, queries: int) -> tuple[int, int, int]:
     """Of outputs: a row for every query, where the query heads of all queries of a sequence are rows of one product."""
-    return len(query) * plan.queries, query.shape[1] // plan.queries, query.shape[2]
+    return len(query) * queries, query.shape[1] // queries, query.shape[2]
 
 
 @_decode.register_fake
-def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    shape = _output_shape(query, _PLANS[args[PLAN_ARGUMENT]])
-    return query.new_empty(shape), query.new_empty(shape[:2], dtype=torch.float32)
+def _(out: Tensor, *args: Any) -> Tensor:
+    return out.new_empty(out.shape[:2], dtype=torch.float32)

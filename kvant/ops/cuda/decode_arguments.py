@@ -47,6 +47,9 @@ DecodeArguments = Arguments(
     sliding_window=int32("tokens that are attended to; 0 for all"),
     rope_blocks=int32("operands of a (sequence, head tile): RoPE blocks that the block table may reach into"),
     first_position=int32("RoPE position of the first token"),
+    after_append=int32(
+        "1 where the kernel before appends the new tokens, which the overlay holds: it is waited for late"
+    ),
     matrix_heads=int32("matrices of queries: KV_HEADS or 1"),
     output_matrix_heads=int32("matrices of outputs: KV_HEADS or 1"),
     sink_rows=int32("rows of sink_logits: batch * QUERIES where they lack q . mu as the scores do, else 1"),
@@ -71,6 +74,7 @@ TransformQueriesArguments = Arguments(
     batch=int32("sequences"),
     matrix_heads=int32("KV_HEADS or 1"),
     at_once=int32("sequences of a CTA at a time, at most 16 / TILE_HEADS; fewer are ready sooner"),
+    after_append=int32("as decode's"),
 )
 
 TransformOutputsArguments = Arguments(
@@ -106,4 +110,5 @@ RotateQueriesArguments = Arguments(
     half=int32("rotated pairs of channels"),
     matrix_heads=int32("KV_HEADS or 1"),
     sliding_window=int32("as decode's"),
+    after_append=int32("as decode's"),
 )

@@ -8,6 +8,7 @@
 #pragma once
 #include "codecs/encode_rows.cuh"
 #include "include/append_stream.cuh"
+#include "include/copies.cuh"
 
 // --- transform ----------------------------------------------------------------------------------------------------------------
 
@@ -99,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = lane >> 3, j = lane & 7;
   const s64 job = (s64)blockIdx.x * Config::WARPS + warp;
   const int head = (int)(job % Config::KV_HEADS), first = (int)(job / Config::KV_HEADS) * 2, token = first + (row & 1);
+  launch_dependent_grids();  // which wait for this one before they read what it writes
   if (first >= a.tokens) return;
   const s64 slot = token < a.tokens ? a.slot_mapping[token] : -1;
   const bool is_key = row < 2;

@@ -8,6 +8,7 @@
 #pragma once
 #include "codecs/encode_rows.cuh"
 #include "include/append_stream.cuh"
+#include "include/copies.cuh"
 #include "include/step_transform.cuh"
 
 // A token of a warp.
@@ -109,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(Config::STEP_WARPS * 32, Config::ST
   __shared__ __align__(16) StepShared sh;
   __shared__ __align__(16) u8 bytes[STEP_TOKENS][(D + 15) / 16 * 16];  // codes of the row of each warp
   const int head = blockIdx.y % Config::KV_HEADS, warp = threadIdx.x >> 5;
+  launch_dependent_grids();  // which wait for this one before they read what it writes
   if (blockIdx.y < Config::KV_HEADS) append_stream<KeyStream>(a, sh, bytes[warp], head);
   else append_stream<ValueStream>(a, sh, bytes[warp], head);
 }

@@ -185,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
   begin_copies(sh.barrier[warp], STAGES, lane);
   SharedMatrix matrix;
   matrix.open(dynamic + WARPS * Config::WARP_BYTES, a);
-  if (!AFTER_KERNEL) wait_prior_grid();
+  const bool after_append = OVERLAY && a.after_append;  // then the overlay alone has to wait: new tokens are read nowhere else
+  if (!AFTER_KERNEL && !after_append) wait_prior_grid();
   launch_dependent_grids();  // the transform of outputs, or the next call
   int codebook_head = -1;    // whose codebooks are in shared memory
 
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves
         for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) prefetch_overlay(a, overlay.begin(i), overlay.end(i), overlay_row, rows.head, lane);
-      if (AFTER_KERNEL) wait_prior_grid();  // pages and lengths read so far were complete: the kernel before started this one after its own wait
+      if (AFTER_KERNEL) wait_prior_grid();  // pages and lengths read so far were complete, but for tokens that the overlay holds: see after_append
       query.finish(sh, a, matrix, rows);
       if constexpr (FUSED_OUTPUTS && !ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);
 
@@ -223,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       OnlineSoftmax softmax;
       softmax.clear();
       const auto attend_overlay_chunks = [&]() {
+        if (!AFTER_KERNEL && after_append) wait_prior_grid();
         if constexpr (OVERLAY)
           for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) {
             const int at = overlay.begin(i), last = overlay.end(i);
@@ -248,6 +250,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       fence_copies();  // outputs were written where pages will be copied to
       __syncthreads();
     }
-  if (AFTER_KERNEL) wait_prior_grid();  // every CTA waits, also one without work: the next kernel waits for this one alone
+  if (AFTER_KERNEL || after_append) wait_prior_grid();  // every CTA waits, also one without work: the next kernel waits for this one alone
   if (FUSED_QUERIES || FUSED_OUTPUTS || ROTATED_QUERIES || SHARED_OPERAND) await_copies();
 }

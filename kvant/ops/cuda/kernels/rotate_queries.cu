@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
 #pragma unroll
       for (int n = 0; n < 2 * EACH; n++) held[k][n] = fragment(matrix, warp * EACH * 2 + n, k);
   }
-  wait_prior_grid();
+  if (!a.after_append) wait_prior_grid();
   launch_dependent_grids();
   int first = blockIdx.x * AT_ONCE;
   if (spare) first = next_pass(a, first, sh.pass[0], tile, lane);
@@ -341,4 +341,5 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
     }
     clear_missing(a, now);
   }
+  wait_prior_grid();  // decode waits for this kernel alone
 }

@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(Config::HIGH_BATCH_WARPS * 32, Conf
   uint4* shared = (uint4*)dynamic;
   for (int i = threadIdx.x; i < HIGH_BATCH_TILE_PAIRS * (D / 16) * PARTS * 32; i += Config::HIGH_BATCH_WARPS * 32)
     copy16(shared + i, matrix + (PARTS == 2 ? i : i / 32 * 64 + i % 32));
-  wait_prior_grid();  // which makes the queries
+  if (!a.after_append) wait_prior_grid();  // which makes the queries
   launch_dependent_grids();
   const Share share = share_of(a, lane);
   await_copies();
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(Config::HIGH_BATCH_WARPS * 32, Conf
 #pragma unroll 1
   for (int i = share.overlay; OVERLAY && i < share.overlay_end; i++) rotate_overlay_queries(a, i / PASSES, i % PASSES, tile, g, t);
   int left = share.end - share.begin, b, at = share.begin;
-  if (left <= 0) return;
+  if (left <= 0) return wait_prior_grid();  // decode waits for this kernel alone
   find_pass(a, lane, b, at);
   Span span = span_of(a, b);
   for (span.low += at * AT_ONCE;; span.low += AT_ONCE) {
@@ -277,6 +277,6 @@ extern "C" __global__ void __launch_bounds__(Config::HIGH_BATCH_WARPS * 32, Conf
         if (first + j / WORDS <= span.high)
           *(uint4*)(out[j / WORDS].f[none / 4][j / 2 % Keys::REGISTERS] + none % 4 * 8 + j % 2 * 4) = {0u, 0u, 0u, 0u};
       }
-    if (!--left) return;
+    if (!--left) return wait_prior_grid();
   }
 }

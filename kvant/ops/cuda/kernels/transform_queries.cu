@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
   const int query = head * Config::GROUP + tile % Config::QUERY_TILES * TILE_HEADS, heads = min(TILE_HEADS, Config::GROUP - tile % Config::QUERY_TILES * TILE_HEADS);
   MatrixColumns columns;
   columns.load(a.matrix + (s64)(head % a.matrix_heads * TRANSFORM_WARPS + warp) * TRANSFORM_STEPS * 64 + lane);
-  wait_prior_grid();       // what makes queries, or writes pages
-  launch_dependent_grids();  // then only: decode reads pages before it waits for this kernel
+  if (!a.after_append) wait_prior_grid();  // what makes queries, or writes pages
+  launch_dependent_grids();                // then only: decode reads pages before it waits for this kernel
   const int all = a.at_once * TILE_HEADS;  // rows
   for (int first = blockIdx.x * a.at_once; first < a.batch; first += gridDim.x * a.at_once) {
     s64 place[2];
@@ -128,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_WARPS * 32) kvant_transfo
       __syncthreads();
     }
   }
+  wait_prior_grid();  // decode waits for this kernel alone
 }
 
 DEV s64 row_place(const TransformOutputsArguments& a, int row) { return (((s64)(row / a.head_rows) * a.heads + blockIdx.y) * a.head_rows + row % a.head_rows) * D; }
