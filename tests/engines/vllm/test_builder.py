@@ -253,12 +253,13 @@ def test_calls_of_decode_in_graphs_share_their_counters(monkeypatch: pytest.Monk
     from kvant.serving.layer_group import LayerGroup
 
     seen: list[int] = []
-    run = SimpleNamespace(run=lambda *args, **options: seen.append(len(counters._SHARED)) or args[0])
+    run = SimpleNamespace(run=lambda *args, **options: seen.append(len(counters._SHARED)) or args[1], in_place=False)
     made = object.__new__(LayerGroup)
     made.ops, made.counters = {"decode": run}, None  # type: ignore[dict-item]
-    assert made.decode(1, scale=1.0) == 1
-    made.counters = torch.zeros(4, dtype=torch.int32)
-    assert made.decode(2, scale=1.0) == 2
+    for number, zeros in ((1.0, None), (2.0, torch.zeros(4, dtype=torch.int32))):
+        made.counters, out = zeros, torch.zeros(3)
+        made.decode(None, torch.full((3,), number), None, out, after_append=True, scale=1.0)  # type: ignore[arg-type]
+        assert out.tolist() == [number] * 3
     assert seen == [0, 1] and not counters._SHARED
 
 
