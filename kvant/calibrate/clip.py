@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvant.calibrate.capture import causal, softmax_with_sink_logits
+from kvant.calibrate.exact_attention import causal, softmax_with_sink_logits
 from kvant.calibrate.fitting import fits
 from kvant.codecs.affine import Affine
 from kvant.stats import LayerStats, Probe

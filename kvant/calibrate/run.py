@@ -17,9 +17,10 @@ from kvant.artifact import SCHEME, Artifact
 from kvant.calibrate import builtin
 from kvant.calibrate import text as texts
 from kvant.calibrate.builtin import TOKENS
-from kvant.calibrate.capture import Measured, Plan, gather
+from kvant.calibrate.capture import Measured, gather
 from kvant.calibrate.checkpoint import Unfinished
 from kvant.calibrate.fitting import Statistic, fit_layer, statistics_of
+from kvant.calibrate.gatherer import Plan
 from kvant.chats import Chats
 from kvant.codecs.affine import Affine
 from kvant.engines.fingerprint import fingerprint

@@ -18,7 +18,7 @@ from kvant.artifact import Artifact
 from kvant.calibrate.artifact_cache import artifact_for
 from kvant.calibrate.artifact_paths import cached
 from kvant.calibrate.builtin import fits_in_seconds
-from kvant.calibrate.capture import Progress, keys_of
+from kvant.calibrate.capture import keys_of
 from kvant.calibrate.run import model_name
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hybrid import cache_for
@@ -27,6 +27,7 @@ from kvant.eval.why import explained
 from kvant.layout import Layout
 from kvant.layouts import Layouts
 from kvant.ops import OPS, explain
+from kvant.progress import Progress
 from kvant.recipe import Recipe, spans
 from kvant.shape import ModelShape
 from kvant.verdicts import Verdict, keep, verdict, word_for

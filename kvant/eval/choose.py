@@ -10,9 +10,9 @@ from kvant import recipes
 from kvant.artifact import Artifact
 from kvant.calibrate.artifact_paths import cached
 from kvant.calibrate.builtin import fits_in_seconds
-from kvant.calibrate.capture import Progress
 from kvant.engines.fingerprint import fingerprint
 from kvant.eval.check import examine
+from kvant.progress import Progress
 from kvant.recipe import Recipe
 from kvant.verdicts import Unfit, Verdict, refuse_unfit, verdict
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvant.cache import PagedCache
-from kvant.calibrate.capture import causal, exact_attention, softmax_with_sink_logits
+from kvant.calibrate.exact_attention import causal, exact_attention, softmax_with_sink_logits
 from kvant.eval.profile import packed_form
 from kvant.layout import Layout, StreamName
 from kvant.progress import Progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvant.calibrate.capture import LayerGatherer, Plan
+from kvant.calibrate.gatherer import LayerGatherer, Plan
 from kvant.engines.hf import ModelShape
 from kvant.rope import Rope
 from kvant.stats import LayerStats

@@ -11,7 +11,7 @@ import torch
 from kvant import recipes
 from kvant.calibrate import fit_layer
 from kvant.calibrate.affine_map import balanced, fit_balance, fit_spectral
-from kvant.calibrate.capture import UNWEIGHTED, relative, token_weights
+from kvant.calibrate.gatherer import UNWEIGHTED, relative, token_weights
 from kvant.stats import LayerStats
 from kvant.transforms.affine_map import Balance, Spectral
 from tests.calibrate.synthetic import attend, draw, gather_layer, layer_stats, rope_of

@@ -8,15 +8,9 @@ import pytest
 import torch
 import transformers
 
-from kvant.calibrate.capture import (
-    Plan,
-    Running,
-    attending,
-    checked_ropes,
-    exact_attention,
-    gather,
-    layer_bytes,
-)
+from kvant.calibrate.capture import attending, checked_ropes, gather
+from kvant.calibrate.exact_attention import exact_attention
+from kvant.calibrate.gatherer import Plan, Running, layer_bytes
 from kvant.engines.hf import ModelShape
 from kvant.rope import ropes_of
 from kvant.stats import LayerStats
@@ -94,7 +88,7 @@ def test_queries_are_pooled_over_the_group_and_c_s_is_brute_force() -> None:
 @pytest.mark.parametrize("sliding_window", [None, 5, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_exact_attention(sliding_window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvant.calibrate.capture.SCORE_BYTES", 4 * 4 * 21 * 8)  # blocks of 8 queries
+    monkeypatch.setattr("kvant.calibrate.exact_attention.SCORE_BYTES", 4 * 4 * 21 * 8)  # blocks of 8 queries
     q, k, v = torch.randn(21, 4, 16), torch.randn(21, 2, 16), torch.randn(21, 2, 16)
     found = exact_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), 0.3, sliding_window, softcap)[0].transpose(
         0, 1

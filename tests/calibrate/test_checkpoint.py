@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvant.artifact import Artifact
-from kvant.calibrate import capture, checkpoint, run
+from kvant.calibrate import checkpoint, gatherer, run
 from kvant.calibrate.checkpoint import Checkpoint
 from kvant.cli import main
 from tests.calibrate.test_run import SMALL, ids_of
@@ -72,7 +72,7 @@ def test_measured_tokens_are_not_read_again(recipe: str, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt, match="kept 24 of 72 measured tokens; the same command goes on from there"):
         run.calibrate(model, None, recipe, ids_of(72), **options, progress=interrupt_at("measuring", 24))
 
-    add, added = capture.LayerGatherer._add, []
+    add, added = gatherer.LayerGatherer._add, []
 
     def adding(self: Any, excerpt: int, *args: Any) -> None:
         added.append(excerpt)
@@ -80,7 +80,7 @@ def test_measured_tokens_are_not_read_again(recipe: str, monkeypatch: pytest.Mon
             signal.raise_signal(signal.SIGINT)
         add(self, excerpt, *args)
 
-    monkeypatch.setattr(capture.LayerGatherer, "_add", adding)
+    monkeypatch.setattr(gatherer.LayerGatherer, "_add", adding)
     with pytest.raises(KeyboardInterrupt, match="kept 24 of 72 measured tokens"):
         run.calibrate(model, None, recipe, ids_of(72), **options)
     assert added == [1, 1], "the second of three layers"

@@ -9,7 +9,7 @@ import torch
 
 import kvant
 from kvant.calibrate import run
-from kvant.calibrate.capture import Plan
+from kvant.calibrate.gatherer import Plan
 from kvant.calibrate.run import calibrate
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.fold import fold

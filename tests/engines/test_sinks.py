@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import kvant
 from kvant import recipes
-from kvant.calibrate import capture
+from kvant.calibrate import exact_attention, gatherer
 from kvant.calibrate.run import calibrate
 from kvant.engines.attention import attend_with_sink_logits
 from kvant.eval import Segments, evaluate, teacher
@@ -158,10 +158,10 @@ def test_calibration_attends_as_the_model_does() -> None:
     position = torch.arange(40)
     keep = (position <= position[:, None]) & (position > position[:, None] - 16)
     expected, sums = extra_logit(*(x[0].transpose(0, 1) for x in (q, k, v)), sinks, 0.125, None, keep)
-    found = capture.exact_attention(q, k, v, 0.125, 16, None, sinks)[0].transpose(0, 1)
+    found = exact_attention.exact_attention(q, k, v, 0.125, 16, None, sinks)[0].transpose(0, 1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     grouped = [x[0].unflatten(0, (2, -1)).permute(2, 0, 1, 3) for x in (q, found.transpose(0, 1)[None])]
-    weights = capture.token_weights(
+    weights = gatherer.token_weights(
         grouped[0], k[0].transpose(0, 1), v[0].transpose(0, 1), grouped[1], 0.125, 16, None, 0, sinks
     )
     logits = torch.einsum("qhgd,nhd->hgqn", grouped[0].double(), k[0].transpose(0, 1).double()) * 0.125
