@@ -486,7 +486,7 @@ def test_decode_of_rotated_queries_of_a_high_batch(
     ("name", "tuned"),
     [
         *(("kvant-2", tuned) for tuned in (ROTATED_BEFORE, ROTATED_BY_DECODE)),
-        *(("kvant-4", tuned) for tuned in (ROTATED_BEFORE, ROTATED_BY_DECODE)),
+        *(("kvant-4", tuned) for tuned in (ROTATED_BEFORE, ())),
         *((name, ()) for name in ("oscar", "oscar:recent=1", "quarot-int2-win", "saw-int4")),
     ],
 )
