@@ -12,12 +12,14 @@ INLINE int32x4_t first_sum(const int BITS, const int8_t *high, const int8_t *low
 }
 
 /* Keys of VECTORS * LANE_COUNT tokens, whose first bytes are at `base`: codes of all planes of a section times limbs. */
-INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const uint8_t *base, int bytes, const int8x16_t *limbs,
+INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const uint8_t *base, int bytes, const uint8_t *next, const int8x16_t *limbs,
                      int32x4_t (*one)[CHUNK], int32x4_t (*two)[CHUNK]) {
 #define WORDS(count, slot)                                                                      \
   {                                                                                             \
     const uint8_t *at[4];                                                                       \
     for (int k = 0; k < VECTORS; k++) at[k] = base + c * LANES + k * BYTES;                     \
+    if (slot == 0)                                                                              \
+      for (int k = 0; k < (count * VECTORS + 3) / 4; k++) __builtin_prefetch(next + (c + 4 * k) * LANES); \
     add_words(QUERIES, VECTORS, count, BITS, slot, 0, 0, at, 4 * LANES, limbs, one, two);          \
     limbs += (count + 1) / 2 * QUERIES;                                                         \
   }
@@ -40,27 +42,38 @@ INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const
 #undef WORDS
 }
 
-/* Keys of tokens [from, to) of a page: 128 high + low sums of a section, sums[query * 128 + token]. The bytes `ahead`, of the next page,
- * are prefetched. */
+/* Vectors of limbs of a section: for each of its planes, two words of four channels at a time, those of every query. */
+INLINE int section_limbs(const Section *section, int queries) {
+  return 8 / section->bits * ((section->width * section->bits / 8 + 7) / 8) * queries;
+}
+
+/* Limbs of a chunk of queries, section after section. */
+static void pack_limbs(const Stream *s, int queries, const QueryOperand *query, int8x16_t *limbs) {
+  for (int j = 0; j < s->sections; j++) {
+    const Section *section = &s->section[j];
+    const int bytes = section->width * section->bits / 8;
+    for (int slot = 0; slot < 8 / section->bits; slot++)
+      for (int c = 0; c < bytes; c += 8)
+        for (int g = 0, channel = section->first + slot * bytes + c; g < queries; g++)
+          *limbs++ = limb_pair(query[g].high + channel, query[g].low + channel, bytes - c < 8);
+  }
+}
+
+/* Keys of tokens [from, to) of a page: 128 high + low sums of a section, sums[query * 128 + token]. Lines of the next page, `ahead` bytes from this
+ * one, are prefetched between products, where one does not wait for another. */
 INLINE void page_key_sums(const int QUERIES, const int BITS, const Section *section, const uint8_t *page_head, int64_t ahead, int from, int to,
-                          const QueryOperand *query, float *sums) {
+                          const QueryOperand *query, const int8x16_t *limbs, float *sums) {
   const int VECTORS = QUERIES > 2 ? 2 : 4, bytes = section->width * BITS / 8; /* as many as there are registers for their sums */
   int32x4_t first[2][CHUNK];
-  int8x16_t limbs[MOST_LIMBS];
-  int count = 0;
-  for (int slot = 0; slot < 8 / BITS; slot++)
-    for (int c = 0; c < bytes; c += 8)
-      for (int g = 0, channel = section->first + slot * bytes + c; g < QUERIES; g++)
-        limbs[count++] = limb_pair(query[g].high + channel, query[g].low + channel, bytes - c < 8);
   for (int g = 0; g < QUERIES; g++)
     first[0][g] = first_sum(BITS, query[g].high + section->first, query[g].low + section->first, section->width, &first[1][g]);
   for (int token = from / (4 * VECTORS) * 4 * VECTORS; token < to; token += 4 * VECTORS) {
     const uint8_t *base = page_head + section->offset + key_place(bytes, token, 0);
+    const uint8_t *next = base - token % LANES * 4 + ahead + token % LANES / 8 * (8 * LANES); /* half of the lines for each half of a tile */
     int32x4_t one[4][CHUNK], two[4][CHUNK];
-    if (token % LANES == 0 && ahead) fetch(base + ahead, bytes * LANES);
     for (int k = 0; k < VECTORS; k++)
       for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
-    key_sums(QUERIES, VECTORS, BITS, base, bytes, limbs, one, two);
+    key_sums(QUERIES, VECTORS, BITS, base, bytes, next, limbs, one, two);
     for (int g = 0; g < QUERIES; g++)
       for (int k = 0; k < VECTORS; k++) store_floats(sums + g * 128 + token + 4 * k, joined(one[k][g], two[k][g]));
   }
@@ -80,13 +93,13 @@ INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, cons
     int32x4_t one[2][CHUNK], two[2][CHUNK];
     for (int k = 0; k < PLANES; k++)
       for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
-    if (SLOT == 0 && c % 16 == 0 && ahead)
-      for (int i = 0; i < quads - quad; i++) __builtin_prefetch(base + i * stride + ahead);
     const int8x16_t *numbers = limbs;
-    const uint8_t *at[2] = {base, base};
+    const uint8_t *at[2] = {base, base}, *next = base + ahead + c / 4 % 4 * stride;
     int i = quad;
-    for (; i + 4 <= quads; i += 4, numbers += 2 * QUERIES, at[0] += 4 * stride, at[1] = at[0])
+    for (; i + 4 <= quads; i += 4, numbers += 2 * QUERIES, at[0] += 4 * stride, at[1] = at[0], next += 4 * stride) {
+      if (SLOT == 0) __builtin_prefetch(next);
       add_words(QUERIES, PLANES, 4, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
+    }
     for (; i + 2 <= quads; i += 2, numbers += QUERIES, at[0] += 2 * stride, at[1] = at[0])
       add_words(QUERIES, PLANES, 2, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
     if (i < quads) add_words(QUERIES, PLANES, 1, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
@@ -121,8 +134,9 @@ INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *se
 /* The two of them for every number of queries and of bits, each a function of its own, for which GCC finds enough registers. */
 #define SUMS(queries, bits)                                                                                                         \
   static __attribute__((noinline)) void key_sums_##queries##_##bits(const Section *section, const uint8_t *page_head, int64_t ahead, \
-                                                                    int from, int to, const QueryOperand *query, float *sums) {     \
-    page_key_sums(queries, bits, section, page_head, ahead, from, to, query, sums);                                                 \
+                                                                    int from, int to, const QueryOperand *query,                    \
+                                                                    const int8x16_t *limbs, float *sums) {                          \
+    page_key_sums(queries, bits, section, page_head, ahead, from, to, query, limbs, sums);                                          \
   }                                                                                                                                 \
   static __attribute__((noinline)) void value_sums_##queries##_##bits(                                                              \
       const Section *section, const uint8_t *page_head, int64_t ahead, int quad, int quads, const int8_t (*high)[128],              \
@@ -132,7 +146,7 @@ INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *se
 #define ALL_SUMS(queries) SUMS(queries, 1) SUMS(queries, 2) SUMS(queries, 4) SUMS(queries, 8)
 ALL_SUMS(1) ALL_SUMS(2) ALL_SUMS(3) ALL_SUMS(4)
 #define NAMES(kind, queries) {kind##queries##_1, kind##queries##_2, kind##queries##_4, kind##queries##_8}
-typedef void (*KeySums)(const Section *, const uint8_t *, int64_t, int, int, const QueryOperand *, float *);
+typedef void (*KeySums)(const Section *, const uint8_t *, int64_t, int, int, const QueryOperand *, const int8x16_t *, float *);
 typedef void (*ValueSumsOf)(const Section *, const uint8_t *, int64_t, int, int, const int8_t (*)[128], const int8_t (*)[128], const float *,
                             float *, int);
 static const KeySums KEY_SUMS[CHUNK][4] = {NAMES(key_sums_, 1), NAMES(key_sums_, 2), NAMES(key_sums_, 3), NAMES(key_sums_, 4)};

@@ -6,13 +6,16 @@ typedef struct {
   const int8_t *high, *low;
   const float *scale, *sum; /* of every span: scale of the integers, and sum_c q_c */
   const float *mean_logit;  /* [2]: q . mu of the removed key mean; q . mean of tokens whose scale is negative */
+#if ARM
+  const int8x16_t *limbs; /* in the first of a chunk of queries: their limbs as arm_products.h packs them; NULL elsewhere */
+#endif
 } QueryOperand;
 
 /* The operand at p: vector [dim], mean_logit [2], scale [spans], sum [spans], then the bytes high [dim] and low [dim]. */
 INLINE QueryOperand operand_at(const Decode *call, const float *p) {
   const int dim = call->dim, spans = call->key.spans;
   const int8_t *limbs = (const int8_t *)(p + dim + 2 + 2 * spans);
-  return (QueryOperand){p, limbs, limbs + dim, p + dim + 2, p + dim + 2 + spans, p + dim};
+  return (QueryOperand){.vector = p, .high = limbs, .low = limbs + dim, .scale = p + dim + 2, .sum = p + dim + 2 + spans, .mean_logit = p + dim};
 }
 
 /* Undoes RoPE by the angles of a RoPE block: channel pairs (u, v) -> (u cos + v sin, v cos - u sin). */

@@ -154,10 +154,11 @@ INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *pa
   float sums[CHUNK * 128] __attribute__((aligned(64)));
   for (int i = 0; i < s->spans; i++) {
     int more = 0; /* whether a section of this span came before */
-    for (int j = 0; j < s->sections; j++) {
+    const int8x16_t *limbs = query[0].limbs;
+    for (int j = 0; j < s->sections; limbs += section_limbs(&s->section[j++], QUERIES)) {
       const Section *section = &s->section[j];
       if (section->first < s->span[i].first || section->first >= s->span[i].end) continue;
-      KEY_SUMS[QUERIES - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, from, to, query, sums);
+      KEY_SUMS[QUERIES - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, from, to, query, limbs, sums);
       float unit[CHUNK];
       for (int g = 0; g < QUERIES; g++) unit[g] = section->alpha * query[g].scale[i];
 #define SPAN(kind, first) span_scores(QUERIES, kind, first, s, i, page_head, page_tokens, from, to, query, unit, sums, scores, stride)
@@ -188,7 +189,7 @@ INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *pa
 static void code_scores(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
                         const QueryOperand *query, float *scores, int stride) {
 #if ARM
-  if (by_sections(s)) {
+  if (query[0].limbs) {
     FOR_COUNT(queries, section_scores, s, page_head, ahead, page_tokens, from, to, query, scores, stride)
     return;
   }
@@ -255,6 +256,10 @@ static void channel_scores(int queries, const Stream *s, const uint8_t *page_hea
       scale[g] = to_limbs(numbers, dim, limbs[g], limbs[g] + dim, &unused);
       scaled[g] = (QueryOperand){query[g].vector, limbs[g], limbs[g] + dim, &scale[g], &sum[g], query[g].mean_logit};
     }
+#if ARM
+    int8x16_t packed[MOST_LIMBS];
+    if (by_sections(s)) pack_limbs(s, queries, scaled, packed), scaled[0].limbs = packed;
+#endif
     const int first = group * size > from ? group * size : from, last = (group + 1) * size < to ? (group + 1) * size : to;
     code_scores(queries, s, page_head, 0, page_tokens, first, last, scaled, scores, stride);
     if (s->kind == BOOSTED) boosted_scores(queries, s, page_head, dim, group, first, last, query, scales, scores, stride);

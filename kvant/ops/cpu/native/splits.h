@@ -40,7 +40,12 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
   const int dim = call->dim, group = call->group, size = call->page_tokens, stride = part->stride;
   const int64_t b = part->b, row = b * call->heads + part->head;
   float rows[CHUNK * 256] __attribute__((aligned(64)));
-  int64_t sinks, recent;
+  int64_t sinks, recent, held = -1;
+  QueryOperand query[CHUNK]; /* those of index `held` */
+#if ARM
+  const int packs = call->key.kind <= SCALE_ALONE && by_sections(&call->key);
+  int8x16_t limbs[MOST_LIMBS];
+#endif
   overlay_bounds(call, &call->key, b, &sinks, &recent);
   for (int64_t position = part->begin; position < part->end;) {
     /* positions [position, to) of one RoPE block, in one page or in the overlay */
@@ -50,8 +55,13 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
       index += (block - call->rope_first / call->rope_block - part->block) * group;
       if ((block + 1) * call->rope_block - call->rope_first < to) to = (block + 1) * call->rope_block - call->rope_first;
     }
-    QueryOperand query[CHUNK];
-    for (int g = 0; g < queries; g++) query[g] = operand_at(call, part->operands + (index + g) * call->operand_stride);
+    if (index != held) {
+      for (int g = 0; g < queries; g++) query[g] = operand_at(call, part->operands + (index + g) * call->operand_stride);
+#if ARM
+      if (packs) pack_limbs(&call->key, queries, query, limbs), query[0].limbs = limbs;
+#endif
+      held = index;
+    }
     float *at = scores + (position - part->begin);
     if (position < sinks || position >= recent) {
       if (position < sinks && sinks < to) to = sinks;
