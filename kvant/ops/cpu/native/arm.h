@@ -118,12 +118,27 @@ INLINE vf joined(int32x4_t first, int32x4_t second) {
 }
 
 /* Limbs of 16 integers from -8128 to 8128. */
-INLINE void store_limbs(const vi *v, int8_t *high, int8_t *low) {
+INLINE void limbs_of(const vi *v, int8x16_t *high, int8x16_t *low) {
   const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[0]), vreinterpretq_s16_s32((int32x4_t)v[1]));
   const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[2]), vreinterpretq_s16_s32((int32x4_t)v[3]));
   const int8x16_t upper = vrshrn_high_n_s16(vrshrn_n_s16(a, 7), b, 7); /* (v + 64) >> 7 */
   const int8x16_t lower = vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b));
-  vst1q_s8(high, upper);
+  *high = upper;
   /* the low byte of v - (h << 7), which may wrap around on the way: as unsigned bytes */
-  vst1q_s8(low, vreinterpretq_s8_u8(vsubq_u8(vreinterpretq_u8_s8(lower), vshlq_n_u8(vreinterpretq_u8_s8(upper), 7))));
+  *low = vreinterpretq_s8_u8(vsubq_u8(vreinterpretq_u8_s8(lower), vshlq_n_u8(vreinterpretq_u8_s8(upper), 7)));
+}
+
+INLINE void store_limbs(const vi *v, int8_t *high, int8_t *low) {
+  int8x16_t upper, lower;
+  limbs_of(v, &upper, &lower);
+  vst1q_s8(high, upper);
+  vst1q_s8(low, lower);
+}
+
+/* The same as two limb_pairs, `stride` vectors apart. */
+INLINE void store_limb_pairs(const vi *v, int8x16_t *pairs, int stride) {
+  int8x16_t upper, lower;
+  limbs_of(v, &upper, &lower);
+  pairs[0] = vreinterpretq_s8_s64(vzip1q_s64(vreinterpretq_s64_s8(upper), vreinterpretq_s64_s8(lower)));
+  pairs[stride] = vreinterpretq_s8_s64(vzip2q_s64(vreinterpretq_s64_s8(upper), vreinterpretq_s64_s8(lower)));
 }

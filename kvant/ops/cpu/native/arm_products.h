@@ -11,38 +11,39 @@ INLINE int32x4_t first_sum(const int BITS, const int8_t *high, const int8_t *low
   return vdupq_n_s32(ROUNDER_BITS + 128 * upper);
 }
 
-/* Keys of VECTORS * LANE_COUNT tokens, whose first bytes are at `base`: codes of all planes of a section times limbs. */
-INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const uint8_t *base, int bytes, const uint8_t *next, const int8x16_t *limbs,
-                     int32x4_t (*one)[CHUNK], int32x4_t (*two)[CHUNK]) {
-#define WORDS(count, slot)                                                                      \
-  {                                                                                             \
-    const uint8_t *at[4];                                                                       \
-    for (int k = 0; k < VECTORS; k++) at[k] = base + c * LANES + k * BYTES;                     \
-    if (slot == 0)                                                                              \
-      for (int k = 0; k < (count * VECTORS + 3) / 4; k++) __builtin_prefetch(next + (c + 4 * k) * LANES); \
-    add_words(QUERIES, VECTORS, count, BITS, slot, 0, 0, at, 4 * LANES, limbs, one, two);          \
-    limbs += (count + 1) / 2 * QUERIES;                                                         \
+/* Keys of VECTORS * LANE_COUNT tokens, whose first bytes are at `base`: codes of all planes of a section times limbs. Of the lines of the next page,
+ * every other one from `next` on is prefetched, or with VECTORS = 4 every one. */
+INLINE void key_sums(const int QUERIES, const int VECTORS, const int BITS, const uint8_t *base, int bytes, const uint8_t *next,
+                     const int8x16_t *limbs, int32x4_t (*one)[CHUNK], int32x4_t (*two)[CHUNK]) {
+#define PLANE(count, slot)                                                                  \
+  {                                                                                         \
+    add_words(QUERIES, VECTORS, count, BITS, slot, 0, 0, at, 4 * LANES, limbs, one, two);   \
+    limbs += QUERIES;                                                                       \
   }
-#define PLANE(slot)                                   \
-  {                                                   \
-    int c = 0;                                        \
-    for (; c + 16 <= bytes; c += 16) WORDS(4, slot)   \
-    for (; c + 8 <= bytes; c += 8) WORDS(2, slot)     \
-    for (; c < bytes; c += 4) WORDS(1, slot)          \
+#define PLANES(count)                                                                       \
+  if (BITS == 1) {                                                                          \
+    for (int slot = 0; slot < 8; slot++) PLANE(count, slot)                                 \
+  } else {                                                                                  \
+    PLANE(count, 0)                                                                         \
+    if (BITS < 8) PLANE(count, 1)                                                           \
+    if (BITS < 4) PLANE(count, 2)                                                           \
+    if (BITS < 4) PLANE(count, 3)                                                           \
   }
-  if (BITS == 1) {
-    for (int slot = 0; slot < 8; slot++) PLANE(slot)
-  } else {
-    PLANE(0)
-    if (BITS < 8) PLANE(1)
-    if (BITS < 4) PLANE(2)
-    if (BITS < 4) PLANE(3)
+  for (int c = 0; c < bytes; c += 8) {
+    const uint8_t *at[4];
+    for (int k = 0; k < VECTORS; k++) at[k] = base + c * LANES + k * BYTES;
+    __builtin_prefetch(next + c * LANES);
+    if (VECTORS == 4) __builtin_prefetch(next + (c + 4) * LANES);
+    if (c + 8 <= bytes)
+      PLANES(2)
+    else
+      PLANES(1)
   }
+#undef PLANES
 #undef PLANE
-#undef WORDS
 }
 
-/* Vectors of limbs of a section: for each of its planes, two words of four channels at a time, those of every query. */
+/* Vectors of limbs of a section: for every eight bytes of a token and for each plane, two words of four channels of every query. */
 INLINE int section_limbs(const Section *section, int queries) {
   return 8 / section->bits * ((section->width * section->bits / 8 + 7) / 8) * queries;
 }
@@ -52,15 +53,15 @@ static void pack_limbs(const Stream *s, int queries, const QueryOperand *query, 
   for (int j = 0; j < s->sections; j++) {
     const Section *section = &s->section[j];
     const int bytes = section->width * section->bits / 8;
-    for (int slot = 0; slot < 8 / section->bits; slot++)
-      for (int c = 0; c < bytes; c += 8)
+    for (int c = 0; c < bytes; c += 8)
+      for (int slot = 0; slot < 8 / section->bits; slot++)
         for (int g = 0, channel = section->first + slot * bytes + c; g < queries; g++)
           *limbs++ = limb_pair(query[g].high + channel, query[g].low + channel, bytes - c < 8);
   }
 }
 
-/* Keys of tokens [from, to) of a page: 128 high + low sums of a section, sums[query * 128 + token]. Lines of the next page, `ahead` bytes from this
- * one, are prefetched between products, where one does not wait for another. */
+/* Keys of tokens [from, to) of a page: 128 high + low sums of a section, sums[query * 128 + token]. Lines of the next page, `ahead` bytes
+ * from this one, are prefetched between products, so that none waits for many others. */
 INLINE void page_key_sums(const int QUERIES, const int BITS, const Section *section, const uint8_t *page_head, int64_t ahead, int from, int to,
                           const QueryOperand *query, const int8x16_t *limbs, float *sums) {
   const int VECTORS = QUERIES > 2 ? 2 : 4, bytes = section->width * BITS / 8; /* as many as there are registers for their sums */
@@ -69,7 +70,7 @@ INLINE void page_key_sums(const int QUERIES, const int BITS, const Section *sect
     first[0][g] = first_sum(BITS, query[g].high + section->first, query[g].low + section->first, section->width, &first[1][g]);
   for (int token = from / (4 * VECTORS) * 4 * VECTORS; token < to; token += 4 * VECTORS) {
     const uint8_t *base = page_head + section->offset + key_place(bytes, token, 0);
-    const uint8_t *next = base - token % LANES * 4 + ahead + token % LANES / 8 * (8 * LANES); /* half of the lines for each half of a tile */
+    const uint8_t *next = base - token % LANES * 4 + ahead + token % LANES / 8 * (4 * LANES);
     int32x4_t one[4][CHUNK], two[4][CHUNK];
     for (int k = 0; k < VECTORS; k++)
       for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
@@ -85,16 +86,16 @@ INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, cons
                          const int8x16_t *limbs, const int32x4_t (*first)[CHUNK], const float *unit, float *out, int dim) {
   const int PLANES = BITS == 8 ? 1 : 2;
   const int64_t stride = 4 * (int64_t)bytes;
-  float factor[2][CHUNK];
+  float factor[2][CHUNK] = {{0.0f}};
   for (int k = 0; k < PLANES; k++)
     for (int g = 0; g < QUERIES; g++) factor[k][g] = unit[g] / (float)(1 << bits_above(BITS, SLOT + k));
   base += quad * stride;
   for (int c = 0; c < bytes; c += LANE_COUNT, base += BYTES) {
     int32x4_t one[2][CHUNK], two[2][CHUNK];
-    for (int k = 0; k < PLANES; k++)
-      for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
     const int8x16_t *numbers = limbs;
     const uint8_t *at[2] = {base, base}, *next = base + ahead + c / 4 % 4 * stride;
+    for (int k = 0; k < PLANES; k++)
+      for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
     int i = quad;
     for (; i + 4 <= quads; i += 4, numbers += 2 * QUERIES, at[0] += 4 * stride, at[1] = at[0], next += 4 * stride) {
       if (SLOT == 0) __builtin_prefetch(next);
@@ -111,18 +112,21 @@ INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, cons
   }
 }
 
-/* All planes of a section. high, low: limbs of the page's tokens, [queries, 128]. */
+/* All planes of a section. limbs: pairs of the tokens of quads [quad, quads), those of every query. */
 INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *section, const uint8_t *page_head, int64_t ahead, int quad,
-                            int quads, const int8_t (*high)[128], const int8_t (*low)[128], const float *unit, float *out, int dim) {
+                            int quads, const int8x16_t *limbs, const float *unit, float *out, int dim) {
   const uint8_t *base = page_head + section->offset;
   const int bytes = section->width * BITS / 8;
   int32x4_t first[2][CHUNK];
-  int8x16_t limbs[CHUNK * 16];
-  int count = 0;
-  for (int i = quad; i < quads; i += 2)
-    for (int g = 0; g < QUERIES; g++) limbs[count++] = limb_pair(high[g] + 4 * i, low[g] + 4 * i, quads - i < 2);
-  for (int g = 0; g < QUERIES; g++)
-    first[0][g] = first_sum(BITS, high[g] + 4 * quad, low[g] + 4 * quad, 4 * (quads - quad), &first[1][g]);
+  for (int g = 0; g < QUERIES; g++) {
+    int8_t pair[16], high[128], low[128];
+    int count = 0;
+    for (int i = 0; BITS == 8 && i < quads - quad; i += 2, count += 8) {
+      vst1q_s8(pair, limbs[i / 2 * QUERIES + g]);
+      memcpy(high + count, pair, 8), memcpy(low + count, pair + 8, 8);
+    }
+    first[0][g] = first_sum(BITS, high, low, count, &first[1][g]);
+  }
   if (BITS == 1)
     for (int slot = 0; slot < 8; slot += 2)
       value_planes(QUERIES, BITS, slot, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim);
@@ -139,16 +143,15 @@ INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *se
     page_key_sums(queries, bits, section, page_head, ahead, from, to, query, limbs, sums);                                          \
   }                                                                                                                                 \
   static __attribute__((noinline)) void value_sums_##queries##_##bits(                                                              \
-      const Section *section, const uint8_t *page_head, int64_t ahead, int quad, int quads, const int8_t (*high)[128],              \
-      const int8_t (*low)[128], const float *unit, float *out, int dim) {                                                           \
-    page_value_sums(queries, bits, section, page_head, ahead, quad, quads, high, low, unit, out, dim);                              \
+      const Section *section, const uint8_t *page_head, int64_t ahead, int quad, int quads, const int8x16_t *limbs,                 \
+      const float *unit, float *out, int dim) {                                                                                     \
+    page_value_sums(queries, bits, section, page_head, ahead, quad, quads, limbs, unit, out, dim);                                  \
   }
 #define ALL_SUMS(queries) SUMS(queries, 1) SUMS(queries, 2) SUMS(queries, 4) SUMS(queries, 8)
 ALL_SUMS(1) ALL_SUMS(2) ALL_SUMS(3) ALL_SUMS(4)
 #define NAMES(kind, queries) {kind##queries##_1, kind##queries##_2, kind##queries##_4, kind##queries##_8}
 typedef void (*KeySums)(const Section *, const uint8_t *, int64_t, int, int, const QueryOperand *, const int8x16_t *, float *);
-typedef void (*ValueSumsOf)(const Section *, const uint8_t *, int64_t, int, int, const int8_t (*)[128], const int8_t (*)[128], const float *,
-                            float *, int);
+typedef void (*ValueSumsOf)(const Section *, const uint8_t *, int64_t, int, int, const int8x16_t *, const float *, float *, int);
 static const KeySums KEY_SUMS[CHUNK][4] = {NAMES(key_sums_, 1), NAMES(key_sums_, 2), NAMES(key_sums_, 3), NAMES(key_sums_, 4)};
 static const ValueSumsOf VALUE_SUMS[CHUNK][4] = {NAMES(value_sums_, 1), NAMES(value_sums_, 2), NAMES(value_sums_, 3), NAMES(value_sums_, 4)};
 #undef NAMES

@@ -163,6 +163,36 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
 }
 
 #if ARM
+#define CLOBBERED                                                                                                                          \
+  "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", \
+      "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
+
+/* Y = X M for eight rows and eight columns. x: [dim / 4, 8, 4]; rows of the matrix are `step` floats apart. Lines `apart` floats from one another,
+ * from `next` on, are prefetched, one for every four rows of the matrix. */
+#define FMLA(sum, row, number, lane) "fmla v" #sum ".4s, v" #row ".4s, v" #number ".s[" #lane "]\n"
+#define FMLA_ROWS(first, second, lane)                                                                               \
+  FMLA(16, first, 0, lane) FMLA(17, second, 0, lane) FMLA(18, first, 1, lane) FMLA(19, second, 1, lane)                    \
+  FMLA(20, first, 2, lane) FMLA(21, second, 2, lane) FMLA(22, first, 3, lane) FMLA(23, second, 3, lane)                    \
+  FMLA(24, first, 4, lane) FMLA(25, second, 4, lane) FMLA(26, first, 5, lane) FMLA(27, second, 5, lane)                    \
+  FMLA(28, first, 6, lane) FMLA(29, second, 6, lane) FMLA(30, first, 7, lane) FMLA(31, second, 7, lane)
+#define ZERO(sum) "movi v" #sum ".4s, #0\n"
+#define STORE_ROW(first, second) "stp q" #first ", q" #second ", [%[y]]\n add %[y], %[y], %[stride]\n"
+#define LOAD_ROW(first, second) "ldp q" #first ", q" #second ", [%[matrix]]\n add %[matrix], %[matrix], %[step]\n"
+static void times_panel(const float32x4_t *x, const float *matrix, int64_t step, int64_t dim, const float *next, int64_t apart, float *y, int64_t stride) {
+  __asm__ volatile(
+      ZERO(16) ZERO(17) ZERO(18) ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23) ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28) ZERO(29) ZERO(30) ZERO(31)
+      "1:\n"
+      "ldp q0, q1, [%[x]]\n ldp q2, q3, [%[x], #32]\n ldp q4, q5, [%[x], #64]\n ldp q6, q7, [%[x], #96]\n add %[x], %[x], #128\n"
+      LOAD_ROW(8, 9) LOAD_ROW(10, 11) LOAD_ROW(12, 13) LOAD_ROW(14, 15)
+      "prfm pldl1keep, [%[next]]\n add %[next], %[next], %[apart]\n"
+      FMLA_ROWS(8, 9, 0) FMLA_ROWS(10, 11, 1) FMLA_ROWS(12, 13, 2) FMLA_ROWS(14, 15, 3)
+      "subs %[dim], %[dim], #4\n b.gt 1b\n"
+      STORE_ROW(16, 17) STORE_ROW(18, 19) STORE_ROW(20, 21) STORE_ROW(22, 23) STORE_ROW(24, 25) STORE_ROW(26, 27) STORE_ROW(28, 29) STORE_ROW(30, 31)
+      : [x] "+r"(x), [matrix] "+r"(matrix), [dim] "+r"(dim), [next] "+r"(next), [y] "+r"(y)
+      : [step] "r"(4 * step), [apart] "r"(4 * apart), [stride] "r"(4 * stride)
+      : CLOBBERED);
+}
+
 #define PANEL_ROWS 32 /* rows that are multiplied by a panel of a matrix */
 
 /* sum += X M for four rows of M, `step` floats apart, and eight columns; x: four numbers of each row of X. A number is taken by its
@@ -209,8 +239,10 @@ static int times_panels(int rows, const float *x, const float *matrix, int dim, 
     if (copied && e / 16 * 16 + 16 <= end) from = panel + e % 16, step = 16;
     for (int r = 0, count; r < rows; r += count, at += count * dim / 4) {
       count = rows - r >= MOST_ROWS ? MOST_ROWS : rows - r < CHUNK ? rows - r : CHUNK;
-      if (count == MOST_ROWS)
-        packed_columns(MOST_ROWS, at, from, step, dim, y + r * stride + e, stride);
+      if (count == MOST_ROWS) { /* a quarter of the rows of the next two panels is prefetched */
+        const float *next = matrix + (e / 16 * 16 + 16 < end ? e / 16 * 16 + 16 : 0) + (int64_t)(r / MOST_ROWS + e / 8) % 4 * (dim / 4) * dim;
+        times_panel(at, from, step, dim, next, dim, y + r * stride + e, stride);
+      }
       else
         FOR_COUNT(count, packed_columns, at, from, step, dim, y + r * stride + e, stride)
     }

@@ -18,6 +18,40 @@ INLINE QueryOperand operand_at(const Decode *call, const float *p) {
   return (QueryOperand){.vector = p, .high = limbs, .low = limbs + dim, .scale = p + dim + 2, .sum = p + dim + 2 + spans, .mean_logit = p + dim};
 }
 
+#if ARM
+/* row_products of several queries with four rows: out[query * stride + row]. Every number is loaded once. */
+INLINE void block_products(const int QUERIES, const QueryOperand *query, const float *rows, int row_stride, int dim, float *out, int stride) {
+  float32x4_t sum[CHUNK][4];
+  for (int g = 0; g < QUERIES; g++)
+    for (int r = 0; r < 4; r++) sum[g][r] = vdupq_n_f32(0.0f);
+  for (int c = 0; c < dim; c += LANE_COUNT) {
+    float32x4_t row[4];
+    for (int r = 0; r < 4; r++) row[r] = vld1q_f32(rows + r * row_stride + c);
+    for (int g = 0; g < QUERIES; g++) {
+      const float32x4_t x = vld1q_f32(query[g].vector + c);
+      for (int r = 0; r < 4; r++) sum[g][r] = vfmaq_f32(sum[g][r], x, row[r]);
+    }
+  }
+  for (int g = 0; g < QUERIES; g++) vst1q_f32(out + g * stride, vpaddq_f32(vpaddq_f32(sum[g][0], sum[g][1]), vpaddq_f32(sum[g][2], sum[g][3])));
+}
+
+/* add_rows of several queries with four rows; weight[query * stride + row]. */
+INLINE void add_block(const int QUERIES, float *y, const float *weight, int stride, const float *rows, int row_stride, int dim) {
+  float32x4_t weights[CHUNK];
+  for (int g = 0; g < QUERIES; g++) weights[g] = vld1q_f32(weight + g * stride);
+  for (int c = 0; c < dim; c += LANE_COUNT) {
+    float32x4_t row[4];
+    for (int r = 0; r < 4; r++) row[r] = vld1q_f32(rows + r * row_stride + c);
+    for (int g = 0; g < QUERIES; g++) {
+      float32x4_t sum = vfmaq_laneq_f32(vld1q_f32(y + g * dim + c), row[0], weights[g], 0);
+      sum = vfmaq_laneq_f32(sum, row[1], weights[g], 1);
+      sum = vfmaq_laneq_f32(sum, row[2], weights[g], 2);
+      vst1q_f32(y + g * dim + c, vfmaq_laneq_f32(sum, row[3], weights[g], 3));
+    }
+  }
+}
+#endif
+
 /* Undoes RoPE by the angles of a RoPE block: channel pairs (u, v) -> (u cos + v sin, v cos - u sin). */
 INLINE void unrotate(float *x, const float *cosine, const float *sine, int half) {
   int c = 0;

@@ -68,6 +68,12 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
       const int count = (int)(to - position);
       for (int i = 0, got; i < count; i += got) {
         got = load_overlay(call, &call->key, b, part->head, position + i, to, rows);
+#if ARM
+        if (got == CHUNK && dim % LANE_COUNT == 0) {
+          FOR_COUNT(queries, block_products, query, rows, 256, dim, at + i, stride)
+          continue;
+        }
+#endif
         for (int g = 0; g < queries; g++) FOR_COUNT(got, row_products, query[g].vector, rows, 256, dim, at + g * stride + i)
       }
       add_mean_logit(call, queries, query, count, at, stride);
@@ -140,6 +146,9 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
   int64_t sinks, recent;
   overlay_bounds(call, s, part->b, &sinks, &recent);
   ValueSums sums;
+#if ARM
+  sums.sections = s->kind <= SCALE_ALONE && by_sections(s);
+#endif
   for (int g = 0; g < queries; g++) {
     memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
     for (int m = 0; m < s->metas; m++) sums.scale[m][g] = sums.offset[m][g] = splat(0.0f);
@@ -152,6 +161,12 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
       if (position < sinks && sinks < to) to = sinks;
       for (int got; position < to; position += got, weight += got) {
         got = load_overlay(call, s, part->b, part->head, position, to, rows);
+#if ARM
+        if (got == CHUNK && dim % LANE_COUNT == 0) {
+          FOR_COUNT(queries, add_block, out, weight, stride, rows, 256, dim)
+          continue;
+        }
+#endif
         for (int g = 0; g < queries; g++) FOR_COUNT(got, add_rows, out + g * dim, weight + g * stride, rows, 256, dim)
       }
       continue;
@@ -185,10 +200,11 @@ INLINE int64_t split_tokens(const Decode *call, int64_t n) {
   return tokens;
 }
 
-/* Task: one (sequence, KV head, split). Writes O = P V, max S and sum P of every query to `partial`. */
+/* Task: one (sequence, KV head, split). Writes O = P V, max S and sum P of every query to `partial`. The last split of a sequence, whose
+ * recent tokens take the longest, comes first: a thread that began with it at the end would be waited for. */
 static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   const int dim = call->dim, group = call->group;
-  SplitTokens part = {.split = (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
+  SplitTokens part = {.split = call->splits - 1 - (int)(task % call->splits), .head = (int)(task / call->splits % call->heads)};
   part.b = task / call->splits / call->heads;
   const int64_t n = call->batch->seq_lens[part.b], size = split_tokens(call, n);
   part.begin = part.split ? call->origin + part.split * size : 0;

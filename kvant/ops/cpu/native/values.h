@@ -5,6 +5,9 @@
 typedef struct {
   int8_t high[CHUNK][128], low[CHUNK][128];
   float scale[CHUNK];
+#if ARM
+  int8x16_t pairs[CHUNK * 16]; /* where all of a stream's sections are multiplied by arm_products.h: limb_pairs instead of high and low */
+#endif
 } Weights;
 
 /* Loads only the first `lanes` lanes; the others are 0. */
@@ -131,28 +134,31 @@ INLINE void section_columns(int queries, const Stream *s, const uint8_t *page_he
     const Weights *weights = &w[s->span[span_of(s, section->first, 0)].meta];
     float unit[CHUNK];
     for (int g = 0; g < queries; g++) unit[g] = section->alpha * weights->scale[g];
-    VALUE_SUMS[queries - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, quad, quads, weights->high, weights->low, unit,
+    VALUE_SUMS[queries - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, quad, quads, weights->pairs, unit,
                                                                     out + section->first, dim);
   }
 }
 #endif
 
-static void code_values(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w, float *out,
-                      int dim) {
+/* The part of O over a split that does not depend on codes, for every scale of a token and query; lanes are still to be summed.
+ * scale: sum P scale; offset: sum P min, or sum P (-scale * zero); flagged: sum P of tokens whose scale is negative. */
+typedef struct {
+  vf scale[MAX_SPANS][CHUNK], offset[MAX_SPANS][CHUNK], flagged[CHUNK];
 #if ARM
-  if (by_sections(s)) {
+  int sections; /* whether arm_products.h multiplies all of the stream's sections: by_sections */
+#endif
+} ValueSums;
+
+static void code_values(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w,
+                        const ValueSums *sums, float *out, int dim) {
+#if ARM
+  if (sums->sections) {
     section_columns(queries, s, page_head, ahead, quad, quads, w, out, dim);
     return;
   }
 #endif
   FOR_COUNT(queries, columns, s, page_head, ahead, quad, quads, w, out, dim)
 }
-
-/* The part of O over a split that does not depend on codes, for every scale of a token and query; lanes are still to be summed.
- * scale: sum P scale; offset: sum P min, or sum P (-scale * zero); flagged: sum P of tokens whose scale is negative. */
-typedef struct {
-  vf scale[MAX_SPANS][CHUNK], offset[MAX_SPANS][CHUNK], flagged[CHUNK];
-} ValueSums;
 
 /* Values with levels from a table: O += P norm level[code], of tokens [from, to). A lane is a channel. There is one section, whose
  * bytes per token fill whole vectors. */
@@ -303,7 +309,10 @@ INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int q
           total[i] += (vu)rounded;
           if (KIND != SCALE_ALONE) offset[i / 2] = fused(rounded - rounder, load_floats(offset_of + t + i * LANE_COUNT), offset[i / 2]);
         }
-        store_limbs(v, w[m].high[g] + t, w[m].low[g] + t);
+        if (sums->sections)
+          store_limb_pairs(v, w[m].pairs + (t - first) / 8 * queries + g, queries);
+        else
+          store_limbs(v, w[m].high[g] + t, w[m].low[g] + t);
       }
       const vu excess = (vu)rounder * ((uint32_t)(last - first) / LANE_COUNT); /* in 32 bits, as `total` wrapped around */
       sums->scale[m][g] += floats((vi)((total[0] + total[1]) + (total[2] + total[3]) - excess)) * unit;
@@ -392,6 +401,11 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
       sums->scale[m][g] += floats(total) * unit;
       if (s->kind != SCALE_ALONE) sums->offset[m][g] += offset * unit;
     }
+#if ARM
+    int8x16_t *pair = w[m].pairs;
+    for (int t = first; sums->sections && t < last; t += 8)
+      for (int g = 0; g < queries; g++) *pair++ = limb_pair(w[m].high[g] + t, w[m].low[g] + t, last - t < 8);
+#endif
   }
 }
 
@@ -419,7 +433,7 @@ static void page_values(const Decode *call, int queries, const uint8_t *page_hea
   }
   Weights w[MAX_SPANS];
   page_weights(s, queries, page_head, size, from, to, weight, stride, w, sums);
-  code_values(queries, s, page_head, ahead, from / LANE_COUNT * LANE_COUNT / 4, (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT / 4, w, out, dim);
+  code_values(queries, s, page_head, ahead, from / LANE_COUNT * LANE_COUNT / 4, (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT / 4, w, sums, out, dim);
   if (s->centers)
     for (int token = from; token < to; token++) {
       const float *center = center_at(s, head, center_of(s, page_head, token), dim);

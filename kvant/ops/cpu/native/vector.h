@@ -28,8 +28,13 @@ typedef float v4 __attribute__((vector_size(16)));
 typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 
 INLINE vu load_bytes(const uint8_t *p) { vu x; memcpy(&x, p, sizeof x); return x; }
+#if ARM /* of memcpy GCC 12 makes two moves to integer registers and a store of these */
+INLINE vf load_floats(const float *p) { return (vf)vld1q_f32(p); }
+INLINE void store_floats(float *p, vf x) { vst1q_f32(p, (float32x4_t)x); }
+#else
 INLINE vf load_floats(const float *p) { vf x; memcpy(&x, p, sizeof x); return x; }
 INLINE void store_floats(float *p, vf x) { memcpy(p, &x, sizeof x); }
+#endif
 INLINE vf splat(float x) { return x - (vf){}; } /* x - 0 is x for every x; x + 0 would make +0 of -0 */
 INLINE vf floats(vi x) { return __builtin_convertvector(x, vf); }
 INLINE int32_t word(const int8_t *p) { int32_t w; memcpy(&w, p, 4); return w; }
