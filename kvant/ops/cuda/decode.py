@@ -210,7 +210,7 @@ def _decode_rows(
         mean_logit,
         sink_logits,
         books.key,
-        books.value,
+        books.value_fragments if _PLANS[plan].centroid_sums else books.value,
         cosine,
         sine,
         angles.table,

@@ -33,6 +33,7 @@ from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
 RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA on a multiprocessor
+FEW_CENTROIDS = 64  # of values, below which P is multiplied by the centroids of every token
 STAGES = 2  # pages that a warp has in flight
 LARGE_PAGE = 8192  # bytes of a page of a head from which on a warp has one more in flight, with RoPE blocks
 LONG_TOKENS = 6144  # of a sequence, from which on decode rotates queries itself at a high batch
@@ -162,7 +163,7 @@ class Plan:
     @property
     def warps(self) -> int:
         rest = sum(self.book_bytes) + self.matrix_bytes + self.angle_bytes + self.level_bytes
-        fit = (self.shared[0] - self._static_bytes - rest) // self.warp_bytes
+        fit = (self.shared[0] - self._static_bytes - rest) // (self.warp_bytes + self._sum_bytes)
         most = RESIDUAL_WARPS if self.residual else WARPS
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
@@ -231,8 +232,33 @@ class Plan:
     def book_bytes(self) -> list[int]:
         """Shared memory of the codebooks."""
         if self.residual:
-            return residual_bytes(self.layout, self.lane_heads)
+            books = residual_bytes(self.layout, self.lane_heads)
+            unit = 256 * self.lane_heads  # of 16 centroids
+            # Shares of the values' centroids lie where the keys' scores were; sums are the warps' (`_sum_bytes`).
+            return [max(books[0], -(-self._sum_bytes // unit) * unit), 0] if self.centroid_sums else books
         return [n * size for n, size in zip(self.copies, codebook_bytes(self.layout), strict=True)]
+
+    @property
+    def centroid_sums(self) -> bool:
+        """Whether P is summed by the value's centroid, instead of multiplied by the centroids of every token (codecs/residual.cuh).
+        A warp then has sums of its own in shared memory, which a lane's many query heads would make large. Few centroids would
+        have most lanes wait for each other."""
+        key, value = self.layout.format("key"), self.layout.format("value")
+        if not (key.is_residual and value.is_residual):
+            return False
+        assert value.codebook is not None
+        return bool(dict(self.tuned).get("CENTROID_SUMS", self.lane_heads <= 2 and value.codebook.centroids >= FEW_CENTROIDS))
+
+    @property
+    def _sum_bytes(self) -> int:
+        """Shared memory of a warp for sums of P by centroid."""
+        codebook = self.layout.format("value").codebook
+        return 16 * self.lane_heads * codebook.centroids if self.centroid_sums and codebook is not None else 0
+
+    @property
+    def _sums_bytes(self) -> int:
+        """The same of all warps, later the outputs that these sums make."""
+        return max(self.warps * self._sum_bytes, 16 * self.lane_heads * (self.layout.head_dim + 4) * self.centroid_sums)
 
     @property
     def stages(self) -> int:
@@ -261,6 +287,7 @@ class Plan:
             + self.matrix_bytes
             + self.angle_bytes
             + sum(self.book_bytes)
+            + self._sums_bytes
             + self.level_bytes
         )
 
@@ -268,7 +295,8 @@ class Plan:
     def least_bytes(self) -> int:
         """Shared memory of a CTA of one warp, with one copy of its codebooks and without a matrix: decode takes this at least."""
         books = self.book_bytes if self.residual else codebook_bytes(self.layout)
-        return self._static_bytes + sum(books) + self.angle_bytes + self.level_bytes + self.warp_bytes
+        sums = max(self._sum_bytes, 16 * self.lane_heads * (self.layout.head_dim + 4) * self.centroid_sums)
+        return self._static_bytes + sum(books) + sums + self.angle_bytes + self.level_bytes + self.warp_bytes
 
     @property
     def level_copies(self) -> int:
@@ -347,6 +375,7 @@ class Plan:
             "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
             "ROTATED_KEYS": int(self.rotated_keys),
             **self._bank_orders,
+            "CENTROID_SUMS": int(self.centroid_sums),
             "PAIRED_CHANNELS": int(self.paired_channels),
             "ANGLE_OFFSET": self.warps * self.warp_bytes + self.matrix_bytes,
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,

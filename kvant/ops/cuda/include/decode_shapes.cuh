@@ -26,6 +26,8 @@ constexpr bool ROTATED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::ROTA
 constexpr bool FUSED_OUTPUTS = Config::OUTPUT_TRANSFORM == OutputTransform::FUSED_MATRIX;
 constexpr bool OVERLAY = Config::OVERLAY_TOKENS > 0;
 constexpr bool RESIDUAL_KEYS = Key::CENTROIDS > 0, RESIDUAL_VALUES = Value::CENTROIDS > 0;  // codes are those of residuals (codecs/residual.cuh)
+constexpr bool CENTROID_SUMS = Config::CENTROID_SUMS;  // P is summed by the value's centroid; the sums are multiplied by the centroids once, at the end (codecs/residual.cuh)
+constexpr bool CENTROID_PRODUCTS = RESIDUAL_VALUES && !CENTROID_SUMS;  // P is multiplied by the centroids of every token
 constexpr bool TOKENWISE = !CHANNELWISE && !PQ && !RESIDUAL_KEYS && !RESIDUAL_VALUES;
 constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multiplied by the scales of every group in float32 (codecs/scaled_values.cuh)
 

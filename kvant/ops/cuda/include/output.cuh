@@ -25,7 +25,8 @@ struct Output {
   float share = 1.f;  // of the tokens in the softmax, with a sink logit
 
   // Merges the outputs that the warps of the CTA left in shared memory: m = max m_i, l = sum 2^(m_i - m) l_i, O = sum 2^(m_i - m) O_i.
-  DEV void gather(const MergeBuffers& sh, const float* outputs, int stride, int h, int lane) {
+  // `more`: one more part of O over all warps, over l / 2^14; or null.
+  DEV void gather(const MergeBuffers& sh, const float* outputs, int stride, int h, int lane, [[maybe_unused]] const float* more) {
     m = minus_infinity(), l = flags = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) m = fmaxf(m, sh.l[i][h] > 0.f ? sh.m[i][h] : minus_infinity());
@@ -37,6 +38,7 @@ struct Output {
       l += by * sh.l[i][h], flags += by * sh.flags[i][h];
       add(outputs + i * stride + h * OUTPUT_ROW, by, lane);
     }
+    if constexpr (CENTROID_SUMS) add(more + h * OUTPUT_ROW, l * (1.f / 16384.f), lane);
   }
   DEV void add(const float* row, float by, int lane) {
 #pragma unroll
@@ -227,12 +229,12 @@ DEV void store_warp(OnlineSoftmax& softmax, MergeBuffers& sh, float* outputs, in
 }
 
 // Merges the warps of the CTA and writes the result: the output where the CTA has the whole work tile, else a partial result. A warp takes some query heads.
-DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* outputs, const u8* matrix, int matrix_head, const HeadTileRows& rows, bool whole, float* partial) {
+DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* outputs, const u8* matrix, int matrix_head, const HeadTileRows& rows, bool whole, float* partial, const float* more = nullptr) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   constexpr int STRIDE = Config::WARP_BYTES / 4;
   for (int h = warp; h < rows.count; h += WARPS) {
     Output out;
-    out.gather(sh, outputs, STRIDE, h, lane);
+    out.gather(sh, outputs, STRIDE, h, lane, more);
     if constexpr (FUSED_OUTPUTS) {
       if (whole) out.add_sink(a, output_row(rows, h));
       if (Config::SINK_LOGITS && whole && lane == 0) outputs[h * OUTPUT_ROW + D + 1] = out.share;  // behind the power that split_fp16 leaves

@@ -223,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       // tiles: S = Q K^T, P = softmax S, O += P V
       OnlineSoftmax softmax;
       softmax.clear();
+      if constexpr (CENTROID_SUMS) clear_sums(softmax, lane);
       const auto attend_overlay_chunks = [&]() {
         if (!AFTER_KERNEL && after_append) wait_prior_grid();
         if constexpr (OVERLAY)
@@ -245,7 +246,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       if (FUSED_OUTPUTS) await_copies();
       __syncthreads();
       if constexpr (FUSED_OUTPUTS && ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);  // where the matrix of queries was
-      finish_cta(a, sh, (float*)dynamic, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL);
+      const float* more = nullptr;
+      if constexpr (CENTROID_SUMS) CentroidSums::multiply(a, sh, rows.head), more = CentroidSums::outputs();
+      finish_cta(a, sh, (float*)dynamic, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL, more);
       if (!work.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(work), scheduler.last_part(work));
       fence_copies();  // outputs were written where pages will be copied to
       __syncthreads();
