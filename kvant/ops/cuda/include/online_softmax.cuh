@@ -159,7 +159,9 @@ struct OnlineSoftmax {
       float by = fresh ? fmaxf(x, -1e30f) : fmaxf(x, 0.f);
       if (CENTROID_SUMS && most > LARGEST_SUM) by = fmaxf(by, SUM_STEP);
       factor[h] = fresh ? 1.f : exp2_(-by);
-      m[h] += by, l[h] *= factor[h], z[h] *= factor[h], flags[h] *= factor[h];
+      m[h] += by, l[h] *= factor[h];
+      if constexpr (!PQ) z[h] *= factor[h];  // elsewhere they stay zero, and take no registers
+      if constexpr (Value::FLAG) flags[h] *= factor[h];
       if constexpr (SCALED_PROBS)
 #pragma unroll
         for (int j = 0; j < VALUE_GROUPS; j++) group_z[h][j] *= factor[h] * ratio;
