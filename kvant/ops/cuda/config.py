@@ -104,7 +104,8 @@ CONSTANTS: dict[str, Constant] = {
     # the launch
     **_ints(
         THREADS="threads of a CTA",
-        WARPS="warps of a CTA",
+        WARPS="warps of a CTA; of a team of it where there are several",
+        TEAMS="teams of WARPS warps of a CTA of kvant_decode, each with work tiles of its own",
         TILE_WARPS="warps of a CTA of kvant_append_tiles",
         TILE_CTAS="CTAs of kvant_append_tiles that a multiprocessor is to hold, by registers",
         STEP_WARPS="warps of a CTA of kvant_append_step",

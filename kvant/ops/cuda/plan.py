@@ -168,10 +168,21 @@ class Plan:
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
-        count = next((n for n in range(most, 1, -2) if n <= fit), 1)
+        count = next((n for n in range(most, 1, -2) if n <= fit), 1) // self.teams
         if self.low_batch and count == WARPS and self._low_batch_warps == LOW_BATCH_WARPS:
             count = LOW_BATCH_WARPS
         return dict(self.tuned).get("WARPS", count)
+
+    @property
+    def teams(self) -> int:
+        """Teams of warps of a CTA, each with work tiles of its own: two where one CTA fills a multiprocessor, since all heads share
+        codebooks, and another kernel makes the queries. While one of them merges and begins, the other attends."""
+        if not self.pq or not self.query_kernel or self.low_batch:
+            return 1
+        books = [stream.codebook for stream in self.layout.formats.values()]
+        shared = all(book is not None and book.heads(self.layout.heads) == 1 for book in books)
+        fits = self.shared[0] - STATIC_BYTES - sum(self.book_bytes) >= BOOKED_WARPS * self.warp_bytes
+        return dict(self.tuned).get("TEAMS", 2 if shared and fits else 1)
 
     @property
     def _static_bytes(self) -> int:
@@ -283,7 +294,7 @@ class Plan:
     @property
     def dynamic_bytes(self) -> int:
         return (
-            self.warps * self.warp_bytes
+            self.teams * self.warps * self.warp_bytes
             + self.matrix_bytes
             + self.angle_bytes
             + sum(self.book_bytes)
@@ -372,6 +383,7 @@ class Plan:
             "OVERLAY_TOKENS": layout.overlay_tokens("key"),
             "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
             "WARPS": self.warps,
+            "TEAMS": self.teams,
             "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
             "ROTATED_KEYS": int(self.rotated_keys),
             **self._bank_orders,
@@ -489,7 +501,8 @@ class Plan:
         assert codebook is not None
         low, *high = self._sections(name, "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
-        place, by_place = self.warps * self.warp_bytes + sum(self.book_bytes[:at]), str(codebook.per == "space").lower()
+        place = self.teams * self.warps * self.warp_bytes + sum(self.book_bytes[:at])
+        by_place = str(codebook.per == "space").lower()
         indices = f"{low.width}, {low.bits}, {bits}, {low.offset}, {offset}"
         book = f"SharedCodebook<{codebook.dim}, {indices}, {self.copies[at]}, {place}, {by_place}>"
         kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}

@@ -13,11 +13,13 @@ struct ProductVQPages {
   QueryFragment q;
   u32 page_head, keys, values;  // addresses in shared memory: the page, and the lane's copies of the codebooks
 
-  // Brings the codebooks of a head to shared memory; `loaded` is the head whose codebooks are there, -1 before the first. By all threads.
+  static_assert(TEAMS == 1 || Key::BOOK_HEADS * Value::BOOK_HEADS == 1, "teams share codebooks, whatever their heads are");
+  // Brings the codebooks of a head to shared memory; `loaded` is the head whose codebooks are there, -1 before the first. By all threads; with several teams before
+  // the first work tile, which not every team has.
   DEV static void load_codebooks(int& loaded, u8* memory, const DecodeArguments& a, int head) {
     if (loaded < 0 || (Key::BOOK_HEADS * Value::BOOK_HEADS > 1 && loaded != head)) {
-      KeyBook::load_book<WARPS * 32>(memory, a.key_codebooks + (Key::BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
-      ValueBook::load_book<WARPS * 32>(memory, a.value_codebooks + (Value::BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
+      KeyBook::load_book<TEAMS * WARPS * 32>(memory, a.key_codebooks + (Key::BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
+      ValueBook::load_book<TEAMS * WARPS * 32>(memory, a.value_codebooks + (Value::BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
       loaded = head;
       __syncthreads();
     }

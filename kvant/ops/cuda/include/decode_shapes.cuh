@@ -31,6 +31,16 @@ constexpr bool CENTROID_PRODUCTS = RESIDUAL_VALUES && !CENTROID_SUMS;  // P is m
 constexpr bool TOKENWISE = !CHANNELWISE && !PQ && !RESIDUAL_KEYS && !RESIDUAL_VALUES;
 constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multiplied by the scales of every group in float32 (codecs/scaled_values.cuh)
 
+// TEAMS teams of WARPS warps of a CTA have work tiles of their own and share codebooks in shared memory: while one merges and begins, the others look up. A team is
+// what elsewhere is a CTA; a CTA of one team is that team.
+constexpr int TEAMS = Config::TEAMS;
+DEV int team() { return TEAMS > 1 ? (int)threadIdx.x / (WARPS * 32) : 0; }
+DEV int team_warp() { return (int)(threadIdx.x >> 5) - team() * WARPS; }
+DEV void team_barrier() {
+  if constexpr (TEAMS > 1) named_barrier(1 + team(), WARPS * 32);
+  else __syncthreads();
+}
+
 constexpr int PAGE_TILES = Config::PAGE_TOKENS / 16;           // of 16 tokens
 constexpr int CHUNK_TILES = Config::CHUNK_TILES;                // that a warp attends to at once
 constexpr int OVERLAY_TILES = Config::OVERLAY_TILES;           // of the overlay that a warp attends to at once

@@ -230,7 +230,7 @@ DEV void store_warp(OnlineSoftmax& softmax, MergeBuffers& sh, float* outputs, in
 
 // Merges the warps of the CTA and writes the result: the output where the CTA has the whole work tile, else a partial result. A warp takes some query heads.
 DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* outputs, const u8* matrix, int matrix_head, const HeadTileRows& rows, bool whole, float* partial, const float* more = nullptr) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = team_warp(), lane = threadIdx.x & 31;
   constexpr int STRIDE = Config::WARP_BYTES / 4;
   for (int h = warp; h < rows.count; h += WARPS) {
     Output out;
@@ -258,7 +258,7 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
 }
 // The last of the parts [first, last] to arrive merges them. Warps arrive each for its query heads, so that no barrier is needed.
 DEV void merge_parts(const DecodeArguments& a, const HeadTileRows& rows, int first, int last) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = team_warp(), lane = threadIdx.x & 31;
   int* counter = a.arrivals + (rows.b * HEAD_TILES + rows.head_tile) * min(WARPS, TILE_HEADS) + warp;
   int before_this = 0;
   __syncwarp();
