@@ -380,8 +380,8 @@ def _decode(
 
 
 def _partial(plan: Plan, kernel: nvrtc.Kernel, device: torch.device) -> Tensor:
-    """Memory for partial results, two slots a part. There are as many parts as teams of CTAs; where work tiles are split, every (sequence,
-    head tile) has one part at least, which adds up to a third (TileScheduler::split)."""
+    """Memory for partial results, two slots a part. There are as many parts as CTAs have teams; where work tiles are split, every
+    (sequence, head tile) has one part at least, which adds up to a third (TileScheduler::split)."""
     teams = plan.teams * kernel.blocks
     slots = 2 * (teams + teams // 3)
     return torch.empty(slots * plan.tile_heads * (plan.layout.head_dim + 4), dtype=torch.float32, device=device)

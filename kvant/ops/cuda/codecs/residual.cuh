@@ -147,16 +147,10 @@ template <int N> DEV void add_to_sums(OnlineSoftmax& softmax, const float p[N][L
     }
 }
 
-// The part of O that is the sums times the centroids, of all warps: float [4 LANE_HEADS][OUTPUT_ROW], over l / 2^14, in the place of the sums. By all threads, between
-// barriers. `value_codebooks` are A operands of fp16 [heads or 1][D / 16][CENTROIDS / 16][32 lanes] of 16 bytes: rows are channels, columns centroids (decode_matrices.Codebooks).
+// The part of O that is the sums times the centroids, of all warps: centroid_outputs(), in the place of the sums. By all threads, between barriers.
+// `value_codebooks` are A operands of fp16 [heads or 1][D / 16][CENTROIDS / 16][32 lanes] of 16 bytes: rows are channels, columns centroids (decode_matrices.Codebooks).
 struct CentroidSums {
   static constexpr int STEPS = (Value::CENTROIDS + 15) / 16;  // of 16 centroids
-  static constexpr int TILES = (D / 16 + WARPS - 1) / WARPS;   // of 16 channels, of a warp
-  DEV static const float* outputs() {
-    DYNAMIC_SHARED(memory);
-    return (const float*)(memory + Value::CENTROID_OFFSET);
-  }
-
   // B operands: of head h (columns 2h and 2h + 1 of a tile of four heads) the share of a centroid in l, times 2^14, as the sum of two fp16 numbers. Where the keys' scores were.
   DEV static void store_shares(const MergeBuffers& sh) {
     DYNAMIC_SHARED(memory);
@@ -200,7 +194,7 @@ struct CentroidSums {
           mma_fp16(c[n], x[0], x[1], x[2], x[3], b.x, b.y);
         }
       }
-      float* out = (float*)(memory + Value::CENTROID_OFFSET) + tile * 16 + g;
+      float* out = centroid_outputs() + tile * 16 + g;
 #pragma unroll
       for (int n = 0; n < LANE_HEADS; n++) out[(4 * n + t) * OUTPUT_ROW] = c[n][0] + c[n][1], out[(4 * n + t) * OUTPUT_ROW + 8] = c[n][2] + c[n][3];
     }

@@ -35,7 +35,6 @@ constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multipl
 // what elsewhere is a CTA; a CTA of one team is that team.
 constexpr int TEAMS = Config::TEAMS;
 DEV int team() { return TEAMS > 1 ? (int)threadIdx.x / (WARPS * 32) : 0; }
-DEV int team_warp() { return (int)(threadIdx.x >> 5) - team() * WARPS; }
 DEV void team_barrier() {
   if constexpr (TEAMS > 1) named_barrier(1 + team(), WARPS * 32);
   else __syncthreads();

@@ -160,8 +160,7 @@ struct OnlineSoftmax {
       if (CENTROID_SUMS && most > LARGEST_SUM) by = fmaxf(by, SUM_STEP);
       factor[h] = fresh ? 1.f : exp2_(-by);
       m[h] += by, l[h] *= factor[h];
-      if constexpr (!PQ) z[h] *= factor[h];  // elsewhere they stay zero, and take no registers
-      if constexpr (Value::FLAG) flags[h] *= factor[h];
+      if constexpr (!PQ) z[h] *= factor[h], flags[h] *= factor[h];  // with product quantization they stay zero, and take no registers
       if constexpr (SCALED_PROBS)
 #pragma unroll
         for (int j = 0; j < VALUE_GROUPS; j++) group_z[h][j] *= factor[h] * ratio;

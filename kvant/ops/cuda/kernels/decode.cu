@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTA
   __shared__ __align__(16) Shared shared[TEAMS];
   Shared& sh = shared[team()];
   static_assert(Config::WARP_BYTES >= STAGES * PAGE_HEAD_BYTES && Config::WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
-  const int warp = team_warp(), lane = threadIdx.x & 31;
+  const int warp = (threadIdx.x >> 5) - (TEAMS > 1 ? team() * WARPS : 0), lane = threadIdx.x & 31;  // of the team
   u8* const outputs = dynamic + team() * (WARPS * Config::WARP_BYTES);  // of this team's warps, and their pages
   begin_copies(sh.barrier[warp], STAGES, lane);
   SharedMatrix matrix;
@@ -250,9 +250,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTA
       if (FUSED_OUTPUTS) await_copies();
       team_barrier();
       if constexpr (FUSED_OUTPUTS && ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);  // where the matrix of queries was
-      const float* more = nullptr;
-      if constexpr (CENTROID_SUMS) CentroidSums::multiply(a, sh, rows.head), more = CentroidSums::outputs();
-      finish_cta(a, sh, (float*)outputs, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL, more);
+      if constexpr (CENTROID_SUMS) CentroidSums::multiply(a, sh, rows.head);
+      finish_cta(a, sh, (float*)outputs, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL);
       if (!work.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(work), scheduler.last_part(work));
       fence_copies();  // outputs were written where pages will be copied to
       team_barrier();
