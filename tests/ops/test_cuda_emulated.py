@@ -142,6 +142,68 @@ def test_ctas_take_whole_tiles_where_sequences_are_about_equal(
     assert relative_error(found, expected) < 2e-3
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 7])  # twice as many teams share six (sequence, head tile)s
+@pytest.mark.parametrize("tuned", [(("TEAMS", 1),), (), (("TEAMS", 2), ("WARPS", 3)), (("WHOLE_TILES", 1),)])
+def test_teams_of_a_cta_share_codebooks(
+    tuned: tuple[tuple[str, int], ...], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    cache, seqs = filled("vecinfer-2:sink=3,recent=20", 2, 4, 64, [900, 130, 500])
+    q, batch = torch.randn(len(seqs), 8, 64), cache.batch(seqs)
+    expected = reference.decode(cache.stores[0], q.double(), batch, scale=0.125)
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(cache.stores[0], q, batch, scale=0.125, tuned=tuned)
+    assert relative_error(found, expected) < 5e-4
+
+
+def test_teams_where_heads_share_codebooks_and_a_kernel_makes_the_queries() -> None:
+    def teams(name: str, dual: tuple[int, int] = (2, 1), **options: Any) -> tuple[int, int]:
+        ways = dual, (0, 1), False, True, emulated.H200
+        made = plan.Plan(make_layout(name, 8, 128), 4, "bfloat16", *ways, **options)
+        return made.teams, made.warps
+
+    assert teams("vecinfer-2") == (2, 8)
+    assert teams("vecinfer-2", low_batch=True) == (1, 16)
+    assert teams("vecinfer-2:books=head") == (1, 16)
+    assert teams("million-2", (0, 1)) == (1, 16)
+    assert teams("saw-int4-kmeans", (0, 1)) == (1, 4)
+
+
+# Scores that move the reference of the exponents up again and again; scores that are all but equal, whose sums of P would become too large; and some that
+# come with a window, several queries of a sequence or a soft cap.
+@pytest.mark.few(4)
+@pytest.mark.parametrize("low_batch", [False, True])
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "lengths", "options"),
+    [
+        ("saw-int4-kmeans:sink=2,recent=5", 4, 128, [1, 63, 500], {"scale": 1.5}),
+        ("saw-int4-kmeans", 1, 64, [3300], {"scale": 1e-3, "tuned": (("WARPS", 1),)}),
+        ("saw-int4-kmeans:k.centroids=30,v.centroids=70", 7, 64, [1, 63, 500], {"scale": 0.5, "softcap": 5.0}),
+        ("saw-int4-kmeans-rot:centroids=100,group=32", 3, 128, [300], {"scale": 0.3, "sliding_window": 150}),
+        ("saw-int4-kmeans:centroids=40", 16, 64, [300], {"scale": 1.0, "tuned": (("CENTROID_SUMS", 1),)}),
+        ("saw-int4-kmeans", 4, 128, [300], {"scale": 1.0, "tuned": (("CENTROID_SUMS", 0),)}),
+    ],
+)
+def test_probabilities_are_summed_by_centroid(
+    name: str,
+    group: int,
+    dim: int,
+    lengths: list[int],
+    options: dict[str, Any],
+    low_batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", 2)
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    cache, seqs = filled(name, 2, group, dim, lengths)
+    q, batch, store = torch.randn(len(seqs), 2 * group, dim), cache.batch(seqs), cache.stores[0]
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, **options)
+    options = {key: value for key, value in options.items() if key != "tuned"}
+    assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < 5e-4
+    torch.testing.assert_close(lse.double(), log_sum_exp(store, q, batch, **options), rtol=1e-3, atol=5e-3)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "group", "dim", "queries", "options"), test_cuda.SEVERAL_QUERIES)
 def test_decode_of_several_queries(name: str, group: int, dim: int, queries: int, options: dict[str, float]) -> None:
@@ -539,7 +601,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("sm_86", "int4:group=32", 4, 128, False, {"WARPS": 2, "MIN_CTAS": 2}),
         ("sm_80", "saw-int4", 4, 128, True, {"WARPS": 4}),
         ("sm_80", "vecinfer-4", 8, 128, True, {"WARPS": 8}),  # fewer copies of codebooks
-        ("sm_120", "vecinfer-2", 4, 128, False, {"WARPS": 8}),
+        ("sm_120", "vecinfer-2", 4, 128, False, {"TEAMS": 2, "WARPS": 4}),
         ("sm_120", "kvant-4", 4, 128, False, {"STAGES": 2, "MIN_CTAS": 1}),
         (
             "sm_86",
@@ -551,8 +613,9 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ),  # by a kernel before decode
         ("sm_86", "oscar:group=32", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
         ("sm_86", "kitty-pro", 16, 128, False, {"WARPS": 2}),
-        ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 4}),
-        ("sm_100", "saw-int4-kmeans", 4, 128, False, {"WARPS": 8, "CODE_BANKS": 1}),  # as on sm_90
+        ("sm_100", "saw-int4-kmeans", 4, 128, False, {"WARPS": 4, "MIN_CTAS": 2, "CENTROID_SUMS": 1}),  # as on sm_90
+        ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 6, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),
+        ("sm_100", "saw-int4-kmeans", 4, 128, True, {"WARPS": 8, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),
         ("sm_86", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
         ("sm_100", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::ROTATED_MATRIX"}),  # as on sm_90
         ("sm_120", "million-2:k.bits=10,v.bits=9", 4, 256, True, {"WARPS": 2}),

@@ -104,7 +104,8 @@ CONSTANTS: dict[str, Constant] = {
     # the launch
     **_ints(
         THREADS="threads of a CTA",
-        WARPS="warps of a CTA",
+        WARPS="warps of a CTA; of a team of it where there are several",
+        TEAMS="teams of WARPS warps of a CTA of kvant_decode, each with work tiles of its own",
         TILE_WARPS="warps of a CTA of kvant_append_tiles",
         TILE_CTAS="CTAs of kvant_append_tiles that a multiprocessor is to hold, by registers",
         STEP_WARPS="warps of a CTA of kvant_append_step",
@@ -172,6 +173,7 @@ CONSTANTS: dict[str, Constant] = {
         OVERLAY_PASS_UNITS="passes of kvant_rotate_queries_high_batch that take as long as one for the overlay",
         ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",
         ROTATED_KEYS="1 where keys are stored before RoPE and rotated when they are read",
+        CENTROID_SUMS="1 where P is summed by the value's centroid, and the sums are multiplied by the centroids at the end",
         CODE_BANKS="1 where lanes read their codes, four bits each, in an order without bank conflicts",
         VALUE_BANKS="1 where lanes read the scales of values, several a token, in an order without bank conflicts",
         KEY_BANKS="1 where lanes read the scales of channel-wise keys without bank conflicts, and minima as operands",

@@ -44,7 +44,7 @@ _PLANS: nvrtc.Numbered[Plan] = nvrtc.Numbered()
 
 @functools.lru_cache(maxsize=256)
 def _kernel(plan: Plan, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(plan.text, "kvant_decode", device, plan.warps * 32, plan.dynamic_bytes)
+    return nvrtc.Kernel(plan.text, "kvant_decode", device, plan.teams * plan.warps * 32, plan.dynamic_bytes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -210,7 +210,7 @@ def _decode_rows(
         mean_logit,
         sink_logits,
         books.key,
-        books.value,
+        books.value_fragments if _PLANS[plan].centroid_sums else books.value,
         cosine,
         sine,
         angles.table,
@@ -380,9 +380,10 @@ def _decode(
 
 
 def _partial(plan: Plan, kernel: nvrtc.Kernel, device: torch.device) -> Tensor:
-    """Memory for partial results, two slots a part. There are as many parts as CTAs; where work tiles are split, every (sequence,
-    head tile) has one part at least, which adds up to a third (TileScheduler::split)."""
-    slots = 2 * (kernel.blocks + kernel.blocks // 3)
+    """Memory for partial results, two slots a part. There are as many parts as CTAs have teams; where work tiles are split, every
+    (sequence, head tile) has one part at least, which adds up to a third (TileScheduler::split)."""
+    teams = plan.teams * kernel.blocks
+    slots = 2 * (teams + teams // 3)
     return torch.empty(slots * plan.tile_heads * (plan.layout.head_dim + 4), dtype=torch.float32, device=device)
 
 

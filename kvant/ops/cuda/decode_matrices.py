@@ -92,20 +92,34 @@ class ChunkAngles(Derived):
 @dataclasses.dataclass(frozen=True)
 class Codebooks(Derived):
     """Contiguous copies of codebooks: fp16 [heads or 1, 1, centroids, dim], or None. Where they are centroids of whole value vectors,
-    channels are in the order of the accumulators' rows (codecs/residual.cuh)."""
+    channels are in the order of the accumulators' rows (codecs/residual.cuh). `value_fragments` has the same centroids as A operands:
+    fp16 [heads or 1, channels / 16, centroids / 16, 32 lanes, 8]."""
 
     key: Tensor | None
     value: Tensor | None
+    value_fragments: Tensor | None = None
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
         books = [stream.codec.tensors.codebooks for stream in (store.key, store.value)]
-        layout = store.layout
+        layout, fragments = store.layout, None
         if books[1] is not None and layout.format("value").is_residual:
+            fragments = _channel_fragments(books[1].half())
             groups, dim = layout.scale_groups("value"), layout.head_dim
             share = dim // groups // 8
             order = torch.arange(dim).view(groups, 8, share).permute(0, 2, 1).flatten()  # [element, g]
             books[1] = books[1][..., order.to(books[1].device)]
-        return cls(
-            *(None if book is None else book.half().clone(memory_format=torch.contiguous_format) for book in books)
+        key, value = (
+            None if book is None else book.half().clone(memory_format=torch.contiguous_format) for book in books
         )
+        return cls(key, value, fragments)
+
+
+def _channel_fragments(books: Tensor) -> Tensor:
+    """Centroids [heads, 1, centroids, channels] as A operands of an MMA whose rows are channels and whose columns are centroids,
+    with zeros for the centroids that 16 lack: [heads, channels / 16, centroids / 16, g, t, second eight centroids, second eight
+    channels, two centroids]."""
+    heads, _, count, dim = books.shape
+    padded = torch.nn.functional.pad(books[:, 0], (0, 0, 0, -count % 16))
+    parts = padded.view(heads, -1, 2, 4, 2, dim // 16, 2, 8)  # [heads, step, half, t, pair, tile, half, g]
+    return parts.permute(0, 5, 1, 7, 3, 2, 6, 4).contiguous()

@@ -33,6 +33,7 @@ from kvant.ops.fused import MATRIX
 
 WARPS, LOW_BATCH_WARPS = 4, 6  # of a CTA of kvant_decode
 RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: one CTA on a multiprocessor
+FEW_CENTROIDS = 64  # of values, below which P is multiplied by the centroids of every token
 STAGES = 2  # pages that a warp has in flight
 LARGE_PAGE = 8192  # bytes of a page of a head from which on a warp has one more in flight, with RoPE blocks
 LONG_TOKENS = 6144  # of a sequence, from which on decode rotates queries itself at a high batch
@@ -162,15 +163,26 @@ class Plan:
     @property
     def warps(self) -> int:
         rest = sum(self.book_bytes) + self.matrix_bytes + self.angle_bytes + self.level_bytes
-        fit = (self.shared[0] - self._static_bytes - rest) // self.warp_bytes
-        most = RESIDUAL_WARPS if self.residual else WARPS
+        fit = (self.shared[0] - self._static_bytes - rest) // (self.warp_bytes + self._sum_bytes)
+        most = RESIDUAL_WARPS if self.residual and not self._residual_pair else WARPS
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
-        count = next((n for n in range(most, 1, -2) if n <= fit), 1)
+        count = next((n for n in range(most, 1, -2) if n <= fit), 1) // self.teams
         if self.low_batch and count == WARPS and self._low_batch_warps == LOW_BATCH_WARPS:
             count = LOW_BATCH_WARPS
         return dict(self.tuned).get("WARPS", count)
+
+    @property
+    def teams(self) -> int:
+        """Teams of warps of a CTA, each with work tiles of its own: two where one CTA fills a multiprocessor, since all heads share
+        codebooks, and another kernel makes the queries. While one of them merges and begins, the other attends."""
+        if not self.pq or not self.query_kernel or self.low_batch:
+            return 1
+        books = [stream.codebook for stream in self.layout.formats.values()]
+        shared = all(book is not None and book.heads(self.layout.heads) == 1 for book in books)
+        fits = self.shared[0] - STATIC_BYTES - sum(self.book_bytes) >= BOOKED_WARPS * self.warp_bytes
+        return dict(self.tuned).get("TEAMS", 2 if shared and fits else 1)
 
     @property
     def _static_bytes(self) -> int:
@@ -187,7 +199,7 @@ class Plan:
     def _most_blocks(self) -> int:
         """CTAs that the registers of a multiprocessor are enough for."""
         if self.pq or self.residual:
-            return 1
+            return 1 + self._residual_pair
         few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
         # Keys that are rotated when they are read take more registers: 344 us at 32 x 32768 in two CTAs, 430 in three
         # (squat-pre, H200).
@@ -202,7 +214,9 @@ class Plan:
             row = self.layout.head_dim
             static = ROTATED_STATIC_BYTES + self.tile_heads * (4 * row + warps * (2 * row + 64)) + 1024
         rest = self.matrix_bytes + self.angle_bytes + self.level_bytes + static
-        bytes_ = warps * (self.warp_bytes + self.rotated_bytes) + rest
+        if self.residual:
+            rest += sum(self.book_bytes) + self._static_bytes - static + 1024
+        bytes_ = warps * (self.warp_bytes + self.rotated_bytes + self._sum_bytes) + rest
         return max(1, min(most, self.shared[1] // bytes_))
 
     @property
@@ -231,8 +245,43 @@ class Plan:
     def book_bytes(self) -> list[int]:
         """Shared memory of the codebooks."""
         if self.residual:
-            return residual_bytes(self.layout, self.lane_heads)
+            books = residual_bytes(self.layout, self.lane_heads)
+            unit = 256 * self.lane_heads  # of 16 centroids
+            # Shares of the values' centroids lie where the keys' scores were; sums are the warps' (`_sum_bytes`).
+            return [max(books[0], -(-self._sum_bytes // unit) * unit), 0] if self.centroid_sums else books
         return [n * size for n, size in zip(self.copies, codebook_bytes(self.layout), strict=True)]
+
+    @property
+    def centroid_sums(self) -> bool:
+        """Whether P is summed by the value's centroid, instead of multiplied by the centroids of every token (codecs/residual.cuh).
+        A warp then has sums of its own in shared memory, which a lane's many query heads would make large. Few centroids would
+        have most lanes wait for each other."""
+        key, value = self.layout.format("key"), self.layout.format("value")
+        if not (key.is_residual and value.is_residual):
+            return False
+        assert value.codebook is not None
+        usual = self.lane_heads <= 2 and value.codebook.centroids >= FEW_CENTROIDS
+        return bool(dict(self.tuned).get("CENTROID_SUMS", usual))
+
+    @property
+    def _residual_pair(self) -> bool:
+        """Whether two CTAs of WARPS warps fit on a multiprocessor where P is summed by centroid: while one merges and begins, the
+        other attends. At a low batch one CTA of more warps makes fewer parts."""
+        if not self.centroid_sums or self.low_batch:
+            return False
+        bytes_ = WARPS * (self.warp_bytes + self._sum_bytes) + sum(self.book_bytes) + self._static_bytes + 1024
+        return 2 * bytes_ <= self.shared[1]
+
+    @property
+    def _sum_bytes(self) -> int:
+        """Shared memory of a warp for sums of P by centroid."""
+        codebook = self.layout.format("value").codebook
+        return 16 * self.lane_heads * codebook.centroids if self.centroid_sums and codebook is not None else 0
+
+    @property
+    def _sums_bytes(self) -> int:
+        """The same of all warps, later the outputs that these sums make."""
+        return max(self.warps * self._sum_bytes, 16 * self.lane_heads * (self.layout.head_dim + 4) * self.centroid_sums)
 
     @property
     def stages(self) -> int:
@@ -257,10 +306,11 @@ class Plan:
     @property
     def dynamic_bytes(self) -> int:
         return (
-            self.warps * self.warp_bytes
+            self.teams * self.warps * self.warp_bytes
             + self.matrix_bytes
             + self.angle_bytes
             + sum(self.book_bytes)
+            + self._sums_bytes
             + self.level_bytes
         )
 
@@ -268,7 +318,8 @@ class Plan:
     def least_bytes(self) -> int:
         """Shared memory of a CTA of one warp, with one copy of its codebooks and without a matrix: decode takes this at least."""
         books = self.book_bytes if self.residual else codebook_bytes(self.layout)
-        return self._static_bytes + sum(books) + self.angle_bytes + self.level_bytes + self.warp_bytes
+        sums = max(self._sum_bytes, 16 * self.lane_heads * (self.layout.head_dim + 4) * self.centroid_sums)
+        return self._static_bytes + sum(books) + sums + self.angle_bytes + self.level_bytes + self.warp_bytes
 
     @property
     def level_copies(self) -> int:
@@ -344,9 +395,11 @@ class Plan:
             "OVERLAY_TOKENS": layout.overlay_tokens("key"),
             "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
             "WARPS": self.warps,
+            "TEAMS": self.teams,
             "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
             "ROTATED_KEYS": int(self.rotated_keys),
             **self._bank_orders,
+            "CENTROID_SUMS": int(self.centroid_sums),
             "PAIRED_CHANNELS": int(self.paired_channels),
             "ANGLE_OFFSET": self.warps * self.warp_bytes + self.matrix_bytes,
             "KEY_GROUP": layout.format("key").group_tokens if channelwise else 0,
@@ -460,7 +513,8 @@ class Plan:
         assert codebook is not None
         low, *high = self._sections(name, "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
-        place, by_place = self.warps * self.warp_bytes + sum(self.book_bytes[:at]), str(codebook.per == "space").lower()
+        place = self.teams * self.warps * self.warp_bytes + sum(self.book_bytes[:at])
+        by_place = str(codebook.per == "space").lower()
         indices = f"{low.width}, {low.bits}, {bits}, {low.offset}, {offset}"
         book = f"SharedCodebook<{codebook.dim}, {indices}, {self.copies[at]}, {place}, {by_place}>"
         kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}

@@ -12,23 +12,25 @@ template <int N, int B> struct PackedIndices {
   static constexpr int BITS = N * B, WORDS = (BITS + 31) / 32;
   u32 w[WORDS];
 
-  DEV void load(const u8* row, int part) {
+  DEV void load(u32 row, int part) {  // by its address in shared memory
     if constexpr (BITS % 32 == 0) {
-      load_words<WORDS>(w, row + part * (BITS / 8));
-    } else if constexpr (BITS % 16 == 0) {
-      const u16* p = (const u16*)row + part * (BITS / 16);
+      constexpr int EACH = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
 #pragma unroll
-      for (int i = 0; i < WORDS; i++) w[i] = p[2 * i] | (2 * i + 1 < BITS / 16 ? (u32)p[2 * i + 1] << 16 : 0u);
+      for (int i = 0; i < WORDS; i += EACH) load_shared<EACH>(w + i, row + part * (BITS / 8) + 4 * i);
+    } else if constexpr (BITS % 16 == 0) {
+      const u32 p = row + part * (BITS / 8);
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) w[i] = load_shared_half(p + 4 * i) | (2 * i + 1 < BITS / 16 ? load_shared_half(p + 4 * i + 2) << 16 : 0u);
     } else if constexpr (BITS % 8 == 0) {
 #pragma unroll
-      for (int i = 0; i < BITS / 8; i++) w[i / 4] = (i % 4 ? w[i / 4] : 0u) | (u32)row[part * (BITS / 8) + i] << i % 4 * 8;
+      for (int i = 0; i < BITS / 8; i++) w[i / 4] = (i % 4 ? w[i / 4] : 0u) | load_shared_byte(row + part * (BITS / 8) + i) << i % 4 * 8;
     } else {  // a part may begin inside a byte
       constexpr int INSIDE = 8 - (BITS & -BITS);  // the furthest from the start of its byte
       static_assert(BITS + INSIDE <= 32, "a part is read as a word");
       const int bit = part * BITS;
       w[0] = 0;
 #pragma unroll
-      for (int i = 0; i < (BITS + INSIDE + 7) / 8; i++) w[0] |= (u32)row[bit / 8 + i] << 8 * i;
+      for (int i = 0; i < (BITS + INSIDE + 7) / 8; i++) w[0] |= load_shared_byte(row + bit / 8 + i) << 8 * i;
       w[0] >>= bit % 8;
     }
   }
@@ -48,8 +50,8 @@ template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int 
   static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY;
   static constexpr int BOOK_STRIDE = BY_PLACE ? STRIDE << (LOW_BITS + HIGH_BITS) : 0, ENTRIES = (BY_PLACE ? COUNT : 1) << (LOW_BITS + HIGH_BITS);
 
-  // Centroids of part `part` of PARTS equal parts of a token's sub-vectors, two channels a word. `book` is the address of the lane's copy.
-  template <int PARTS> DEV static void centroids(u32* out, const u8* page_head, int token, int part, u32 book) {
+  // Centroids of part `part` of PARTS equal parts of a token's sub-vectors, two channels a word. `page_head` is the page's address, `book` that of the lane's copy.
+  template <int PARTS> DEV static void centroids(u32* out, u32 page_head, int token, int part, u32 book) {
     constexpr int N = COUNT / PARTS;
     static_assert(COUNT % PARTS == 0, "lanes have the same number of sub-vectors");
     PackedIndices<N, LOW_BITS> low;
@@ -63,7 +65,7 @@ template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int 
       load_shared<WORDS>(out + i * WORDS, index * STRIDE + (book + (part * N + i) * BOOK_STRIDE));
     }
   }
-  DEV static u32 copy_of(const u8* memory, int lane) { return shared_address(memory) + BOOK + lane % COPIES * ENTRY; }
+  DEV static u32 copy_of(u32 memory, int lane) { return memory + BOOK + lane % COPIES * ENTRY; }
 
   template <int THREADS> DEV static void load_book(u8* memory, const u8* book) {
 #pragma unroll 8

@@ -11,28 +11,29 @@ struct ProductVQPages {
   using Shared = SharedQuery;
 
   QueryFragment q;
-  const u8 *page_head, *memory;  // the page, and the CTA's dynamic shared memory, which the codebooks are in
+  u32 page_head, keys, values;  // addresses in shared memory: the page, and the lane's copies of the codebooks
 
-  // Brings the codebooks of a head to shared memory; `loaded` is the head whose codebooks are there, -1 before the first. By all threads.
+  static_assert(TEAMS == 1 || Key::BOOK_HEADS * Value::BOOK_HEADS == 1, "teams share codebooks, whatever their heads are");
+  // Brings the codebooks of a head to shared memory; `loaded` is the head whose codebooks are there, -1 before the first. By all threads; with several teams before
+  // the first work tile, which not every team has.
   DEV static void load_codebooks(int& loaded, u8* memory, const DecodeArguments& a, int head) {
     if (loaded < 0 || (Key::BOOK_HEADS * Value::BOOK_HEADS > 1 && loaded != head)) {
-      KeyBook::load_book<WARPS * 32>(memory, a.key_codebooks + (Key::BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
-      ValueBook::load_book<WARPS * 32>(memory, a.value_codebooks + (Value::BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
+      KeyBook::load_book<TEAMS * WARPS * 32>(memory, a.key_codebooks + (Key::BOOK_HEADS > 1 ? head : 0) * KeyBook::ENTRIES * KeyBook::ENTRY);
+      ValueBook::load_book<TEAMS * WARPS * 32>(memory, a.value_codebooks + (Value::BOOK_HEADS > 1 ? head : 0) * ValueBook::ENTRIES * ValueBook::ENTRY);
       loaded = head;
       __syncthreads();
     }
   }
   template <class From> DEV void load_query(From& from, int lane, float scale) { ::load_query(q, from, lane, scale); }
-  DEV void begin(PageRing&, const u8* dynamic, bool, int) { memory = dynamic; }
+  DEV void begin(PageRing&, const u8* dynamic, bool, int lane) { keys = KeyBook::copy_of(shared_address(dynamic), lane), values = ValueBook::copy_of(shared_address(dynamic), lane); }
   DEV void enter(PageRing& ring, bool) {
     ring.await();
-    page_head = ring.bytes + ring.stage * PAGE_HEAD_BYTES;
+    page_head = ring.address();
     ring.read++;
   }
   // As TokenwisePages.
   DEV void attend(const DecodeArguments& a, const PackedRange& packed, int, int tile, int at, int first, int last, int lane, bool, OnlineSoftmax& softmax) {
     const int g = lane >> 2, t = lane & 3;
-    const u32 keys = KeyBook::copy_of(memory, lane), values = ValueBook::copy_of(memory, lane);
     float s[CHUNK_TILES][LANE_HEADS][2];
 #pragma unroll
     for (int i = 0; i < CHUNK_TILES; i++)

@@ -1,9 +1,12 @@
 // Keys and values that are coded as a centroid of the whole head vector and the codes of the residual (SAW-INT4's k-means): x = c + residual.
 //
 // Keys: S = q . c + q . residual. A CTA multiplies its queries by all centroids once; a token looks its q . c up in shared memory.
-// Values: O = sum P c + sum P residual. The centroids lie in shared memory; ldmatrix reads those of 16 tokens as the A operand of one more product.
+// Values: O = sum P c + sum P residual. Either the centroids lie in shared memory, and ldmatrix reads those of 16 tokens as the A operand of one more product
+// (CENTROID_PRODUCTS). Or a warp sums P by centroid in shared memory, and the CTA multiplies these sums by the centroids once, when it has attended to all
+// tokens (CENTROID_SUMS): 4 bytes a token and query head instead of 2 D bytes a token.
 
 #pragma once
+#include "include/output.cuh"
 #include "include/overlay.cuh"
 
 template <class S> constexpr int TABLE_ROW = 16 * LANE_HEADS;  // bytes of a centroid's scores: 4 LANE_HEADS query heads
@@ -116,3 +119,85 @@ template <int N> DEV void add_centroids(OnlineSoftmax& softmax, const float p[N]
     }
   }
 }
+
+// --- sums of P by centroid ---------------------------------------------------------------------------------------------------
+
+DEV u32 sums_of(int warp) { return dynamic_address() + Value::CENTROID_OFFSET + warp * (Value::CENTROIDS * SUM_ROW); }
+
+DEV void clear_sums(OnlineSoftmax& softmax, int lane) {
+  softmax.sums = sums_of(threadIdx.x >> 5);
+  for (int i = lane; i < Value::CENTROIDS * 4 * LANE_HEADS; i += 32) store_shared(softmax.sums + i * 4, 0u);
+  __syncwarp();
+}
+
+// Adds P of the tokens of N tiles to their centroids' sums. P 2^SUM_BITS is rounded down after a number between 0 and 1 is added, another for each of 64 tokens
+// (bits of their place in reverse): many small P are then rounded right on average. Integers are added in any order with one result.
+template <int N> DEV void add_to_sums(OnlineSoftmax& softmax, const float p[N][LANE_HEADS][2], SharedBytes page_head, int tile, int lane) {
+  const int g = lane >> 2;
+  const float place = (float)((g & 1) * 4 + (g & 2) + (g >> 2)) * 0.125f + 0.0078125f;
+  const u32 sums = softmax.sums + (lane & 3) * 4;
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const u32 row = sums + centroid_of<Value>(page_head, (tile + i) * 16 + r * 8 + g) * SUM_ROW;
+      const float more = place + (float)(r * 4 + i % 2 * 2 + i / 2 % 2) * 0.015625f;
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) add_shared(row + n * 16, (u32)fmaf(p[i][n][r], (float)(1 << SUM_BITS), more));
+    }
+}
+
+// The part of O that is the sums times the centroids, of all warps: centroid_outputs(), in the place of the sums. By all threads, between barriers.
+// `value_codebooks` are A operands of fp16 [heads or 1][D / 16][CENTROIDS / 16][32 lanes] of 16 bytes: rows are channels, columns centroids (decode_matrices.Codebooks).
+struct CentroidSums {
+  static constexpr int STEPS = (Value::CENTROIDS + 15) / 16;  // of 16 centroids
+  // B operands: of head h (columns 2h and 2h + 1 of a tile of four heads) the share of a centroid in l, times 2^14, as the sum of two fp16 numbers. Where the keys' scores were.
+  DEV static void store_shares(const MergeBuffers& sh) {
+    DYNAMIC_SHARED(memory);
+    const int column = threadIdx.x % (4 * LANE_HEADS);
+    float m = minus_infinity(), l = 0.f, by[WARPS];
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) m = fmaxf(m, sh.l[i][column] > 0.f ? sh.m[i][column] : minus_infinity());
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) by[i] = sh.l[i][column] > 0.f ? exp2_(sh.m[i][column] - m) : 0.f, l = fmaf(by[i], sh.l[i][column], l);
+    const float back = l > 0.f ? (float)(1 << 14) / (float)(1 << SUM_BITS) / l : 0.f;
+    for (int c = threadIdx.x / (4 * LANE_HEADS); c < STEPS * 16; c += WARPS * 8 / LANE_HEADS) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) {
+        u32 x = 0u;
+        if (c < Value::CENTROIDS) load_shared<1>(&x, sums_of(i) + c * SUM_ROW + column * 4);
+        sum = fmaf((float)x, by[i], sum);
+      }
+      const float share = sum * back;
+      const u32 high = fp16_pair(share, 0.f), low = fp16_pair(share - fp16_low(high), 0.f);
+      u16* to = (u16*)(memory + Key::CENTROID_OFFSET) + (((c / 16 * LANE_HEADS + column / 4) * 32 + column % 4 * 8 + c % 8 / 2) * 2 + c % 16 / 8) * 2 + c % 2;
+      to[0] = (u16)high, to[16] = (u16)low;  // lanes 4 apart
+    }
+  }
+  DEV static void multiply(const DecodeArguments& a, const MergeBuffers& sh, int head) {
+    DYNAMIC_SHARED(memory);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const u8* book = a.value_codebooks + (s64)(Value::BOOK_HEADS > 1 ? head : 0) * (D / 16 * STEPS * 512) + lane * 16;
+    store_shares(sh);
+    __syncthreads();
+#pragma unroll 1
+    for (int tile = warp; tile < D / 16; tile += WARPS) {
+      float c[LANE_HEADS][4] = {};
+#pragma unroll 8
+      for (int k = 0; k < STEPS; k++) {
+        u32 x[4];
+        load_words<4>(x, book + (tile * STEPS + k) * 512);
+#pragma unroll
+        for (int n = 0; n < LANE_HEADS; n++) {
+          const uint2 b = *(const uint2*)(memory + Key::CENTROID_OFFSET + ((k * LANE_HEADS + n) * 32 + lane) * 8);
+          mma_fp16(c[n], x[0], x[1], x[2], x[3], b.x, b.y);
+        }
+      }
+      float* out = centroid_outputs() + tile * 16 + g;
+#pragma unroll
+      for (int n = 0; n < LANE_HEADS; n++) out[(4 * n + t) * OUTPUT_ROW] = c[n][0] + c[n][1], out[(4 * n + t) * OUTPUT_ROW + 8] = c[n][2] + c[n][3];
+    }
+    __syncthreads();
+  }
+};

@@ -153,7 +153,7 @@ struct TokenwisePages {
   bool ready;                 // whether it has arrived, or none follows: its keys are then loaded from a stale stage and not used
 
   DEV static void load_codebooks(int& loaded, u8* memory, const DecodeArguments& a, int head) {
-    if constexpr (RESIDUAL_VALUES) load_value_centroids(loaded, memory, a, head);
+    if constexpr (CENTROID_PRODUCTS) load_value_centroids(loaded, memory, a, head);
     if constexpr (Values::TABLE)
       if (loaded < 0) Values::template fill<WARPS * 32>(memory), loaded = head;
   }

@@ -224,6 +224,7 @@ template <class PageHead, class Scores, class Before> DEV void attend_chunk(cons
     if (packed.uneven(at)) mask_packed_rows<CHUNK_TILES>(s, RowLimits(packed.work, a.sliding_window, packed.row), lane, [&](int i, int r) { return at + i * 16 + r * 8 + (lane >> 2); });
   softmax.update<CHUNK_TILES>(s, largest);
   before_values();
-  if constexpr (RESIDUAL_VALUES) add_centroids<CHUNK_TILES>(softmax, s, page_head, tile, lane);
+  if constexpr (CENTROID_PRODUCTS) add_centroids<CHUNK_TILES>(softmax, s, page_head, tile, lane);
+  if constexpr (CENTROID_SUMS) add_to_sums<CHUNK_TILES>(softmax, s, page_head, tile, lane);
   values.accumulate(softmax, s, page_head, tile, lane);
 }

@@ -18,6 +18,13 @@ DEV u32 load_shared_byte(u32 address) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address));
   return x;
 }
+DEV u32 load_shared_half(u32 address) {
+  u16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
+  return x;
+}
+DEV void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+DEV void add_shared(u32 address, u32 x) { asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }  // atomic
 // cp.async of 16 bytes: visible to this thread after await_copies, to the others after a barrier, too.
 DEV void copy16(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
 DEV void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -26,8 +26,19 @@ constexpr bool ROTATED_QUERIES = Config::QUERY_TRANSFORM == QueryTransform::ROTA
 constexpr bool FUSED_OUTPUTS = Config::OUTPUT_TRANSFORM == OutputTransform::FUSED_MATRIX;
 constexpr bool OVERLAY = Config::OVERLAY_TOKENS > 0;
 constexpr bool RESIDUAL_KEYS = Key::CENTROIDS > 0, RESIDUAL_VALUES = Value::CENTROIDS > 0;  // codes are those of residuals (codecs/residual.cuh)
+constexpr bool CENTROID_SUMS = Config::CENTROID_SUMS;  // P is summed by the value's centroid; the sums are multiplied by the centroids once, at the end (codecs/residual.cuh)
+constexpr bool CENTROID_PRODUCTS = RESIDUAL_VALUES && !CENTROID_SUMS;  // P is multiplied by the centroids of every token
 constexpr bool TOKENWISE = !CHANNELWISE && !PQ && !RESIDUAL_KEYS && !RESIDUAL_VALUES;
 constexpr bool SCALED_PROBS = VALUE_GROUPS > 1 && !CHANNELWISE;  // P is multiplied by the scales of every group in float32 (codecs/scaled_values.cuh)
+
+// TEAMS teams of WARPS warps of a CTA have work tiles of their own and share codebooks in shared memory: while one merges and begins, the others look up. A team is
+// what elsewhere is a CTA; a CTA of one team is that team.
+constexpr int TEAMS = Config::TEAMS;
+DEV int team() { return TEAMS > 1 ? (int)threadIdx.x / (WARPS * 32) : 0; }
+DEV void team_barrier() {
+  if constexpr (TEAMS > 1) named_barrier(1 + team(), WARPS * 32);
+  else __syncthreads();
+}
 
 constexpr int PAGE_TILES = Config::PAGE_TOKENS / 16;           // of 16 tokens
 constexpr int CHUNK_TILES = Config::CHUNK_TILES;                // that a warp attends to at once

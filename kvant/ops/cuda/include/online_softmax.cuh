@@ -9,7 +9,12 @@
 // P <= 2^HEADROOM: fp16 ends at 65504 < 2^16, and no rounding passes the factor of four that is left. When m is set, the largest P is 2^REFERENCE:
 // scores may rise by HEADROOM - REFERENCE = 8 powers of two before m moves again, and P of 20 powers of two below the largest are still normal
 // fp16 numbers (2^-14).
-constexpr float HEADROOM = 14.f, REFERENCE = 6.f;
+constexpr float HEADROOM = CENTROID_SUMS ? 12.f : 14.f, REFERENCE = 6.f;
+// Sums of P by centroid are 32-bit integers of 2^-SUM_BITS. A lane's l is at most LARGEST_SUM before a chunk, else m moves by SUM_STEP: a sum is less than
+// 8 lanes 2^14 + 64 tokens 2^HEADROOM < 2^19.
+constexpr int SUM_BITS = 13;
+constexpr float LARGEST_SUM = 16384.f, SUM_STEP = 8.f;
+constexpr int SUM_ROW = 16 * LANE_HEADS;  // bytes of the sums of a centroid: 4 LANE_HEADS query heads
 constexpr float LARGEST_PROB = 16384.f;  // 2^HEADROOM
 constexpr bool SUM_LIMIT = SHARED_OPERAND;  // update_by_sums, for several queries: the two were measured together, and alone it gains nothing
 static_assert(!SUM_LIMIT || (QUERIES > 1 && !PQ), "limit[] is per query head only with several queries");
@@ -28,7 +33,8 @@ struct OnlineSoftmax {
   float group_z[SCALED_PROBS ? LANE_HEADS : 1][SCALED_PROBS ? VALUE_GROUPS : 1];  // the same of the channels of a scale, times norm
   float flags[LANE_HEADS];  // sum of P over tokens whose value had its mean subtracted
   float acc[ACC_TILES][ACC_STEPS][4];  // O^T, unnormalised, times norm
-  float centroids[RESIDUAL_VALUES ? ACC_TILES : 1][RESIDUAL_VALUES ? ACC_STEPS : 1][4];  // the part of O^T that is P times the values' centroids
+  float centroids[CENTROID_PRODUCTS ? ACC_TILES : 1][CENTROID_PRODUCTS ? ACC_STEPS : 1][4];  // the part of O^T that is P times the values' centroids
+  u32 sums;                            // CENTROID_SUMS: address of the warp's sums of P by centroid, u32 [CENTROIDS][4 LANE_HEADS]
   float bias[COLUMN_TILES][4];         // 1024 * (sum of P over even tokens - over odd tokens); with several scales a token, P times the minima, row minima_row(group, column)
   float norm;                          // power of two: scale * norm <= 1 for every value so far, so that P times scale is an fp16 number
   float limit[QUERIES > 1 ? LANE_HEADS : 1];  // scores above it move m: minus infinity before the first score, then HEADROOM (SUM_LIMIT: sums of P above it, then 2^HEADROOM). By query where each sees other tokens
@@ -51,7 +57,7 @@ struct OnlineSoftmax {
       for (int k = 0; k < ACC_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[n][k][i] = 0.f;
-    if constexpr (RESIDUAL_VALUES)
+    if constexpr (CENTROID_PRODUCTS)
 #pragma unroll
       for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] = 0.f;
     norm = INITIAL_NORM;
@@ -72,8 +78,9 @@ struct OnlineSoftmax {
       for (int i = 0; i < N; i++) top[h] = fmaxf(top[h], fmaxf(s[i][h][0], s[i][h][1])), p[i][h][0] = exp2_(s[i][h][0]), p[i][h][1] = exp2_(s[i][h][1]);
       if constexpr (QUERIES > 1) beyond = beyond || top[h] > limit[h % (QUERIES > 1 ? LANE_HEADS : 1)];
       else any = fmaxf(any, top[h]);
+      if constexpr (CENTROID_SUMS) beyond = beyond || l[h] > LARGEST_SUM;
     }
-    if (__any_sync(FULL, (QUERIES > 1 ? beyond : any > limit[0]) || (!PQ && largest_scale * norm > 1.f))) {
+    if (__any_sync(FULL, (QUERIES > 1 ? beyond : beyond || any > limit[0]) || (!PQ && largest_scale * norm > 1.f))) {
       rescale<N>(s, top, largest_scale);
 #pragma unroll
       for (int h = 0; h < LANE_HEADS; h++)
@@ -138,6 +145,10 @@ struct OnlineSoftmax {
       float x = top[h];
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
+      [[maybe_unused]] float most = l[h];
+      if constexpr (CENTROID_SUMS)
+#pragma unroll
+        for (int o = 4; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
       float& bound = limit[QUERIES > 1 ? h : 0];
       const bool fresh = bound < 0.f;
       if (QUERIES > 1 && fresh && x == minus_infinity()) {  // this query has seen no token yet
@@ -145,9 +156,11 @@ struct OnlineSoftmax {
         continue;
       }
       x -= REFERENCE;
-      const float by = fresh ? fmaxf(x, -1e30f) : fmaxf(x, 0.f);
+      float by = fresh ? fmaxf(x, -1e30f) : fmaxf(x, 0.f);
+      if (CENTROID_SUMS && most > LARGEST_SUM) by = fmaxf(by, SUM_STEP);
       factor[h] = fresh ? 1.f : exp2_(-by);
-      m[h] += by, l[h] *= factor[h], z[h] *= factor[h], flags[h] *= factor[h];
+      m[h] += by, l[h] *= factor[h];
+      if constexpr (!PQ) z[h] *= factor[h], flags[h] *= factor[h];  // with product quantization they stay zero, and take no registers
       if constexpr (SCALED_PROBS)
 #pragma unroll
         for (int j = 0; j < VALUE_GROUPS; j++) group_z[h][j] *= factor[h] * ratio;
@@ -155,9 +168,10 @@ struct OnlineSoftmax {
       for (int i = 0; i < N; i++) s[i][h][0] -= by, s[i][h][1] -= by;
       if (QUERIES > 1) bound = SUM_LIMIT ? LARGEST_PROB : HEADROOM;
     }
-    if constexpr (RESIDUAL_VALUES)
+    if constexpr (CENTROID_PRODUCTS)
 #pragma unroll
       for (int i = 0; i < ACC_TILES * ACC_STEPS * 4; i++) centroids[i / 4 / ACC_STEPS][i / 4 % ACC_STEPS][i % 4] *= factor[head(i / 4 / ACC_STEPS, i % 4) % LANE_HEADS];
+    if constexpr (CENTROID_SUMS) rescale_sums(factor);
     float own[2 * ACC_TILES];
 #pragma unroll
     for (int n = 0; n < ACC_TILES; n++)
@@ -173,6 +187,20 @@ struct OnlineSoftmax {
         for (int i = 0; i < 4; i++) acc[n][k][i] *= own[2 * n + (i & 1)];
     }
     if (QUERIES == 1) limit[0] = HEADROOM;
+  }
+  // The sums of P by centroid, times 2^(m_old - m_new): lane (g, t) has centroids g, g + 8, ... of its heads.
+  DEV void rescale_sums(const float* factor) {
+    const int lane = threadIdx.x & 31;
+    __syncwarp();  // all lanes have added their tokens
+    for (int c = lane >> 2; c < Value::CENTROIDS; c += 8)
+#pragma unroll
+      for (int h = 0; h < LANE_HEADS; h++) {
+        const u32 at = sums + c * SUM_ROW + (4 * h + (lane & 3)) * 4;
+        u32 x;
+        load_shared<1>(&x, at);
+        store_shared(at, (u32)((float)x * factor[h]));
+      }
+    __syncwarp();
   }
 };
 
@@ -217,7 +245,7 @@ DEV void unscale_accumulators(OnlineSoftmax& softmax, int t) {
           const float bias = softmax.bias[n][i & 1];
           softmax.acc[n][k][i] = ((softmax.acc[n][k][i] - bias) * power - bias * (Values::TOP * 0.5f / 1024.f)) * back;
         }
-        if constexpr (RESIDUAL_VALUES) softmax.acc[n][k][i] += softmax.centroids[n][k][i];
+        if constexpr (CENTROID_PRODUCTS) softmax.acc[n][k][i] += softmax.centroids[n][k][i];
       }
   }
 }

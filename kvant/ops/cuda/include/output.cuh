@@ -12,6 +12,12 @@ constexpr int PARTIAL = TILE_HEADS * (D + 4);  // floats of a partial result of 
 constexpr int OUTPUT_ROW = D + 4;              // floats of a query head's outputs in shared memory: rows begin in different banks
 constexpr bool MERGED_FLAGS = Value::FLAG && !FUSED_OUTPUTS;  // the mean is added when all parts are merged; else by every CTA, before its matrix
 
+// CENTROID_SUMS: the part of O of all warps that is P times the values' centroids, over l / 2^14: [4 LANE_HEADS][OUTPUT_ROW] (codecs/residual.cuh).
+DEV float* centroid_outputs() {
+  DYNAMIC_SHARED(memory);
+  return (float*)(memory + Value::CENTROID_OFFSET);
+}
+
 // Where the output of row h of a head tile lies, among all [batch, QUERIES, KV_HEADS, QUERY_HEADS].
 DEV s64 output_row(const HeadTileRows& rows, int h) {
   if constexpr (QUERIES == 1) return rows.query + h;
@@ -37,6 +43,7 @@ struct Output {
       l += by * sh.l[i][h], flags += by * sh.flags[i][h];
       add(outputs + i * stride + h * OUTPUT_ROW, by, lane);
     }
+    if constexpr (CENTROID_SUMS) add(centroid_outputs() + h * OUTPUT_ROW, l * (1.f / 16384.f), lane);
   }
   DEV void add(const float* row, float by, int lane) {
 #pragma unroll
@@ -228,7 +235,7 @@ DEV void store_warp(OnlineSoftmax& softmax, MergeBuffers& sh, float* outputs, in
 
 // Merges the warps of the CTA and writes the result: the output where the CTA has the whole work tile, else a partial result. A warp takes some query heads.
 DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* outputs, const u8* matrix, int matrix_head, const HeadTileRows& rows, bool whole, float* partial) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = (threadIdx.x >> 5) - (TEAMS > 1 ? team() * WARPS : 0), lane = threadIdx.x & 31;  // of the team
   constexpr int STRIDE = Config::WARP_BYTES / 4;
   for (int h = warp; h < rows.count; h += WARPS) {
     Output out;
@@ -256,7 +263,7 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
 }
 // The last of the parts [first, last] to arrive merges them. Warps arrive each for its query heads, so that no barrier is needed.
 DEV void merge_parts(const DecodeArguments& a, const HeadTileRows& rows, int first, int last) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = (threadIdx.x >> 5) - (TEAMS > 1 ? team() * WARPS : 0), lane = threadIdx.x & 31;  // of the team
   int* counter = a.arrivals + (rows.b * HEAD_TILES + rows.head_tile) * min(WARPS, TILE_HEADS) + warp;
   int before_this = 0;
   __syncwarp();

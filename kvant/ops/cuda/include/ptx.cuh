@@ -66,6 +66,9 @@ DEV u32 and_xor(u32 w, u32 mask, u32 rest) {  // (w & mask) ^ rest
   return y;
 }
 
+// Barrier of `threads` threads of a CTA, with a number other than that of __syncthreads, 0.
+DEV void named_barrier(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+
 // --- tensor cores ---------------------------------------------------------------------------------------------------
 
 // c += a b for a [16, 16] and b [16, 8] of fp16. With lane = 4 g + t: a0 is (row g, columns 2t, 2t + 1), a1 row g + 8, a2 and

@@ -32,7 +32,8 @@ struct WorkTile {
 // HEADS head tiles a sequence; a CTA with fewer than MIN_UNITS units is not worth its merge. HEADS_FIRST: neighbours on the line are sequences of one head tile, for
 // kernels that have something of a head in shared memory. WHOLE_TILES: CTAs take whole (sequence, head tile)s, or equal parts of one, wherever the longest of them is at
 // most an eighth longer than a part of the line would be: otherwise most CTAs have the end of one and the beginning of another, and begin and merge twice.
-template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES = false> struct TileScheduler {
+// CTA_TEAMS: teams of a CTA that take parts as CTAs do.
+template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES = false, int CTA_TEAMS = 1> struct TileScheduler {
   static constexpr int AT_ONCE = HEADS_FIRST ? 1 : HEADS;  // head tiles of a sequence that are neighbours on the line
   int own;         // units of the lane-th sequence
   int parts;       // of the line: a CTA takes parts blockIdx.x, blockIdx.x + gridDim.x, ...
@@ -45,7 +46,7 @@ template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES =
     int all = own;
     for (int i = lane + 32; i < a.batch; i += 32) all += sequence_work(a, i).units;
     all = warp_sum_int(all) * HEADS;
-    parts = min((int)gridDim.x, max(1, all / MIN_UNITS));
+    parts = min((int)gridDim.x * CTA_TEAMS, max(1, all / MIN_UNITS));
     split = parts >= 3 * a.batch * HEADS;
     share = __fdividef((float)parts, (float)all);
     each = 1, more = 0;

@@ -16,6 +16,7 @@
 using PageAttention = Config::PageAttention;
 constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one transforms queries and writes their rows
 static_assert(!SHARED_OPERAND || (Config::QUERY_KERNEL && ROPE_BLOCK), "operands of RoPE blocks are copied to shared memory");
+static_assert(TEAMS == 1 || (Config::QUERY_KERNEL && !FUSED_OUTPUTS), "what the threads of a CTA transform together, those of a team do not");
 static_assert(!ROTATED_QUERIES || Config::OVERLAY_LAST, "rows of rotated queries lie where pages were");
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------
@@ -177,23 +178,26 @@ template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, Page
 
 // --- the kernel -----------------------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant_decode(const DecodeArguments a) {
-  DYNAMIC_SHARED(dynamic);  // [WARPS, WARP_BYTES]: a warp's pages, later overwritten by its outputs [TILE_HEADS, OUTPUT_ROW]; behind all warps a matrix or codebooks
-  __shared__ __align__(16) Shared sh;
+extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTAS) kvant_decode(const DecodeArguments a) {
+  DYNAMIC_SHARED(dynamic);  // [TEAMS, WARPS, WARP_BYTES]: a warp's pages, later overwritten by its outputs [TILE_HEADS, OUTPUT_ROW]; behind all warps a matrix or codebooks
+  __shared__ __align__(16) Shared shared[TEAMS];
+  Shared& sh = shared[team()];
   static_assert(Config::WARP_BYTES >= STAGES * PAGE_HEAD_BYTES && Config::WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = (threadIdx.x >> 5) - (TEAMS > 1 ? team() * WARPS : 0), lane = threadIdx.x & 31;  // of the team
+  u8* const outputs = dynamic + team() * (WARPS * Config::WARP_BYTES);  // of this team's warps, and their pages
   begin_copies(sh.barrier[warp], STAGES, lane);
   SharedMatrix matrix;
-  matrix.open(dynamic + WARPS * Config::WARP_BYTES, a);
+  matrix.open(dynamic + TEAMS * WARPS * Config::WARP_BYTES, a);
   const bool after_append = OVERLAY && a.after_append;  // then the overlay alone has to wait: new tokens are read nowhere else
   if (!AFTER_KERNEL && !after_append) wait_prior_grid();
   launch_dependent_grids();  // the transform of outputs, or the next call
   int codebook_head = -1;    // whose codebooks are in shared memory
+  if constexpr (TEAMS > 1) PageAttention::load_codebooks(codebook_head, dynamic, a, 0);
 
-  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES, Config::WHOLE_TILES> scheduler(a, lane);  // two pages a warp
+  const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES, Config::WHOLE_TILES, TEAMS> scheduler(a, lane);  // two pages a warp
   PageRing ring;
-  ring.open(dynamic + warp * Config::WARP_BYTES, sh.barrier[warp]);
-  for (int part = blockIdx.x; part < scheduler.parts; part += gridDim.x)
+  ring.open(outputs + warp * Config::WARP_BYTES, sh.barrier[warp]);
+  for (int part = blockIdx.x * TEAMS + team(); part < scheduler.parts; part += gridDim.x * TEAMS)
     for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work, a.batch)) {
       // schedule: this warp's pages and overlay tiles
       const SequenceWork found = sequence_work(a, work.b);
@@ -213,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       query.request(sh, a, rows, tokens.begin, tokens.end, TokenRange(found, range.page, range.page_end).begin, lane);
       query.copy_matrix(a, matrix, rows);  // before the pages, behind which it would arrive last
       ring.fill(range, lane);
-      PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
+      if constexpr (TEAMS == 1) PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
       if (OVERLAY && (ROPE_BLOCK || CHANNELWISE))  // elsewhere prefetching takes longer than it saves
         for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) prefetch_overlay(a, overlay.begin(i), overlay.end(i), overlay_row, rows.head, lane);
       if (AFTER_KERNEL) wait_prior_grid();  // pages and lengths read so far were complete, but for tokens that the overlay holds: see after_append
@@ -223,12 +227,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       // tiles: S = Q K^T, P = softmax S, O += P V
       OnlineSoftmax softmax;
       softmax.clear();
+      if constexpr (CENTROID_SUMS) clear_sums(softmax, lane);
       const auto attend_overlay_chunks = [&]() {
         if (!AFTER_KERNEL && after_append) wait_prior_grid();
         if constexpr (OVERLAY)
           for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) {
             const int at = overlay.begin(i), last = overlay.end(i);
-            query.attend(sh, dynamic + warp * Config::WARP_BYTES, a, rows, w, at, last, overlay_row, lane, softmax);
+            query.attend(sh, outputs + warp * Config::WARP_BYTES, a, rows, w, at, last, overlay_row, lane, softmax);
           }
       };
       if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_chunks(), scale_accumulators(softmax);
@@ -241,14 +246,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, Config::MIN_CTAS) kvant
       if (Config::OVERLAY_LAST) attend_overlay_chunks();
 
       // merge: the warps of the CTA, then the CTAs that share the (sequence, head tile)
-      store_warp(softmax, sh, (float*)(dynamic + warp * Config::WARP_BYTES), warp, lane);
+      store_warp(softmax, sh, (float*)(outputs + warp * Config::WARP_BYTES), warp, lane);
       if (FUSED_OUTPUTS) await_copies();
-      __syncthreads();
+      team_barrier();
       if constexpr (FUSED_OUTPUTS && ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);  // where the matrix of queries was
-      finish_cta(a, sh, (float*)dynamic, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL);
+      if constexpr (CENTROID_SUMS) CentroidSums::multiply(a, sh, rows.head);
+      finish_cta(a, sh, (float*)outputs, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL);
       if (!work.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(work), scheduler.last_part(work));
       fence_copies();  // outputs were written where pages will be copied to
-      __syncthreads();
+      team_barrier();
     }
   if (AFTER_KERNEL || after_append) wait_prior_grid();  // every CTA waits, also one without work: the next kernel waits for this one alone
   if (FUSED_QUERIES || FUSED_OUTPUTS || ROTATED_QUERIES || SHARED_OPERAND) await_copies();

@@ -34,6 +34,12 @@ DEV u32 load_shared_byte(u32 address) {
   current->loads.push_back({address, 1});
   return emulated_dynamic[address];
 }
+DEV u32 load_shared_half(u32 address) {
+  current->loads.push_back({address, 2});
+  return *(const u16*)(emulated_dynamic + address);
+}
+DEV void store_shared(u32 address, u32 x) { memcpy((u8*)shared_bytes(address), &x, 4); }
+DEV void add_shared(u32 address, u32 x) { *(u32*)shared_bytes(address) += x; }  // a fiber runs until it waits
 DEV void fence_copies() { current->loads.clear(); }
 DEV void release_stage() {
   fence_copies();

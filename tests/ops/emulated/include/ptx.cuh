@@ -107,6 +107,11 @@ static inline void __syncwarp() { lanes_together<int>(1, 0, [](const int*, int* 
 static inline void __syncthreads() {
   together<int>(emulated_threads, 2, 32, 0, [](const int*, int* out) { memset(out, 0, 32 * sizeof(int)); });
 }
+static Group emulated_named[16];  // barriers of some threads of a block
+static inline void named_barrier(int number, int threads) {
+  emulated_named[number].size = threads;
+  together<int>(emulated_named[number], 2, 32, 0, [](const int*, int* out) { memset(out, 0, 32 * sizeof(int)); });
+}
 static int emulated_any;
 static inline int __syncthreads_or(int x) {
   emulated_any = 0;
@@ -342,6 +347,7 @@ static void run_block(int threads) {
   while ((int)stacks.size() < threads) stacks.emplace_back(new u8[STACK_BYTES]);
   emulated_threads = Group();
   emulated_threads.size = threads;
+  for (Group& named : emulated_named) named = Group();
   for (int i = 0; i < threads; i++) {
     Fiber& f = fibers[i];
     f.thread = {(u32)i, 0};
@@ -357,6 +363,7 @@ static void run_block(int threads) {
     u64 before = 0, after = 0;
     const auto progress = [&] {
       u64 x = emulated_threads.generation + (u64)emulated_threads.arrived * 7919;
+      for (const Group& named : emulated_named) x += named.generation + (u64)named.arrived * 7919;
       for (const Group& w : warps) x += w.generation + (u64)w.arrived * 7919;
       return x + (u64)left * 104729;
     };
