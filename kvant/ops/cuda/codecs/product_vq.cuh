@@ -7,30 +7,38 @@
 #include "include/copies.cuh"
 #include "include/math.cuh"
 
+// What indices are read from: shared memory, by its 32-bit address, or global memory.
+template <int N> DEV void load_index_words(u32* w, u32 address) { load_shared<N>(w, address); }
+template <int N> DEV void load_index_words(u32* w, const u8* p) { load_words<N>(w, p); }
+DEV u32 load_index_half(u32 address) { return load_shared_half(address); }
+DEV u32 load_index_half(const u8* p) { return *(const u16*)p; }
+DEV u32 load_index_byte(u32 address) { return load_shared_byte(address); }
+DEV u32 load_index_byte(const u8* p) { return *p; }
+
 // N neighbouring B-bit numbers of a row, from number part * N on, in 32-bit words.
 template <int N, int B> struct PackedIndices {
   static constexpr int BITS = N * B, WORDS = (BITS + 31) / 32;
   u32 w[WORDS];
 
-  DEV void load(u32 row, int part) {  // by its address in shared memory
+  template <class Row> DEV void load(Row row, int part) {
     if constexpr (BITS % 32 == 0) {
       constexpr int EACH = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
 #pragma unroll
-      for (int i = 0; i < WORDS; i += EACH) load_shared<EACH>(w + i, row + part * (BITS / 8) + 4 * i);
+      for (int i = 0; i < WORDS; i += EACH) load_index_words<EACH>(w + i, row + part * (BITS / 8) + 4 * i);
     } else if constexpr (BITS % 16 == 0) {
-      const u32 p = row + part * (BITS / 8);
+      const Row p = row + part * (BITS / 8);
 #pragma unroll
-      for (int i = 0; i < WORDS; i++) w[i] = load_shared_half(p + 4 * i) | (2 * i + 1 < BITS / 16 ? load_shared_half(p + 4 * i + 2) << 16 : 0u);
+      for (int i = 0; i < WORDS; i++) w[i] = load_index_half(p + 4 * i) | (2 * i + 1 < BITS / 16 ? load_index_half(p + 4 * i + 2) << 16 : 0u);
     } else if constexpr (BITS % 8 == 0) {
 #pragma unroll
-      for (int i = 0; i < BITS / 8; i++) w[i / 4] = (i % 4 ? w[i / 4] : 0u) | load_shared_byte(row + part * (BITS / 8) + i) << i % 4 * 8;
+      for (int i = 0; i < BITS / 8; i++) w[i / 4] = (i % 4 ? w[i / 4] : 0u) | load_index_byte(row + part * (BITS / 8) + i) << i % 4 * 8;
     } else {  // a part may begin inside a byte
       constexpr int INSIDE = 8 - (BITS & -BITS);  // the furthest from the start of its byte
       static_assert(BITS + INSIDE <= 32, "a part is read as a word");
       const int bit = part * BITS;
       w[0] = 0;
 #pragma unroll
-      for (int i = 0; i < (BITS + INSIDE + 7) / 8; i++) w[0] |= load_shared_byte(row + bit / 8 + i) << 8 * i;
+      for (int i = 0; i < (BITS + INSIDE + 7) / 8; i++) w[0] |= load_index_byte(row + bit / 8 + i) << 8 * i;
       w[0] >>= bit % 8;
     }
   }
@@ -51,7 +59,7 @@ template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int 
   static constexpr int BOOK_STRIDE = BY_PLACE ? STRIDE << (LOW_BITS + HIGH_BITS) : 0, ENTRIES = (BY_PLACE ? COUNT : 1) << (LOW_BITS + HIGH_BITS);
 
   // Centroids of part `part` of PARTS equal parts of a token's sub-vectors, two channels a word. `page_head` is the page's address, `book` that of the lane's copy.
-  template <int PARTS> DEV static void centroids(u32* out, u32 page_head, int token, int part, u32 book) {
+  template <int PARTS, class Page> DEV static void centroids(u32* out, Page page_head, int token, int part, u32 book) {
     constexpr int N = COUNT / PARTS;
     static_assert(COUNT % PARTS == 0, "lanes have the same number of sub-vectors");
     PackedIndices<N, LOW_BITS> low;

@@ -396,7 +396,7 @@ DEV void unpack_overlay(const UnpackArguments& a, const float* terms, u32 keep, 
 // A tile of a page whose format is decoded to numbers.
 template <class S> DEV void load_numbers(NumberOperand& numbers, const u8* memory, const u8* page_head, int tile, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  if constexpr (Config::PQ) numbers.load_centroids<typename S::Codebook>(page_head, tile, g, t, S::Codebook::copy_of(memory, lane));
+  if constexpr (Config::PQ) numbers.load_centroids<typename S::Codebook>(page_head, tile, g, t, S::Codebook::copy_of(shared_address(memory), lane));
   else if constexpr (Config::KEY_GROUP > 0) S::CodeBands::each([&](auto band) { numbers.load_channels<decltype(band)>(page_head, tile, g, t); });
   else S::CodeBands::each([&](auto band) { numbers.load_groups<decltype(band)>(page_head, tile, g, t, (const float*)(memory + MATRIX_BYTES)); });
 }
