@@ -302,7 +302,11 @@ INDEX_LAUNCHES: list[tuple[tuple[str, int], ...]] = [
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3)])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 150, "softcap": 5.0}])
 def test_indices_go_to_registers_or_to_shared_memory(
-    options: dict[str, Any], dtype: str, limit: float, tuned: tuple[tuple[str, int], ...], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    dtype: str,
+    limit: float,
+    tuned: tuple[tuple[str, int], ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     lengths = [1, 63, 64, 65, 129, 700, 9000]

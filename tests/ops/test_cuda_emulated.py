@@ -189,9 +189,7 @@ def test_indices_go_to_registers_or_to_shared_memory(
 
 @pytest.mark.parametrize("tuned", test_cuda.INDEX_LAUNCHES)
 @pytest.mark.parametrize(("group", "queries"), [(1, 3), (4, 2)])
-def test_several_queries_by_indices_in_registers(
-    group: int, queries: int, tuned: tuple[tuple[str, int], ...]
-) -> None:
+def test_several_queries_by_indices_in_registers(group: int, queries: int, tuned: tuple[tuple[str, int], ...]) -> None:
     cache, seqs = filled("vecinfer-2:dim=2,sink=3,recent=20,rollback=3", 2, group, 64, [1, 64, 65, 300])
     settings = {"scale": 0.125, "softcap": None, "sliding_window": 150}
     test_cuda.check_several_queries(cache, seqs, group, 64, queries, settings, 5e-4, tuned=tuned)
@@ -663,7 +661,9 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("sm_86", "int4:group=32", 4, 128, False, {"WARPS": 2, "MIN_CTAS": 2}),
         ("sm_80", "saw-int4", 4, 128, True, {"WARPS": 4}),
         ("sm_80", "vecinfer-4", 8, 128, True, {"WARPS": 8}),  # fewer copies of codebooks
-        ("sm_120", "vecinfer-2", 4, 128, False, {"TEAMS": 2, "WARPS": 4}),
+        ("sm_120", "vecinfer-2", 4, 128, False, {"TEAMS": 2, "WARPS": 4, "INDICES_IN_REGISTERS": 0}),
+        ("sm_100", "vecinfer-2", 4, 128, False, {"TEAMS": 3, "WARPS": 4, "INDICES_IN_REGISTERS": 1}),  # as on sm_90
+        ("sm_80", "vecinfer-2", 4, 128, False, {"TEAMS": 3, "WARPS": 4, "INDICES_IN_REGISTERS": 1}),
         ("sm_120", "kvant-4", 4, 128, False, {"STAGES": 2, "MIN_CTAS": 1}),
         (
             "sm_86",

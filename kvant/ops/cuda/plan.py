@@ -48,9 +48,14 @@ ROTATED_STATIC_BYTES = (
 ROTATED_OPERAND_BYTES = 40 * 1024  # of static shared memory for those operands, at most; a kernel may have 48 KiB
 ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
 CHUNK_TOKENS = 64  # that a warp attends to at once, at most
-PAIRED_ROW = 2 * ROW  # bytes of a centroid of the keys and one of the values in shared memory, side by side, in all copies
+PAIRED_ROW = (
+    2 * ROW
+)  # bytes of a centroid of the keys and one of the values in shared memory, side by side, in all copies
 PAIRED_STATIC_BYTES = 8192  # of static shared memory beside such codebooks, at most, with what CUDA reserves
-INDEX_TEAMS, INDEX_WARPS = 3, 4  # teams of a CTA, and warps of a team, where lanes hold indices: 12 warps have 168 registers
+INDEX_TEAMS, INDEX_WARPS = (
+    3,
+    4,
+)  # teams of a CTA, and warps of a team, where lanes hold indices: 12 warps have 168 registers
 BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
 
@@ -201,7 +206,7 @@ class Plan:
         shared = all(book is not None and book.heads(self.layout.heads) == 1 for book in books)
         paired = all(book is not None and book.centroids == 256 and book.per != "space" for book in books)
         room = self.shared[0] - STATIC_BYTES - BOOKED_WARPS * STAGES * self.layout.page_head_bytes
-        usual = usual and shared and paired and (PAIRED_ROW << 8) <= room
+        usual = usual and shared and paired and room >= PAIRED_ROW << 8
         return bool(dict(self.tuned).get("INDICES_IN_REGISTERS", usual))
 
     def _byte_indices(self, name: StreamName) -> bool:
@@ -223,7 +228,7 @@ class Plan:
 
     @property
     def teams_below(self) -> int:
-        """Teams whose pages and outputs lie before the codebooks, which begin at an address that 64 KiB divide where they are paired."""
+        """Teams whose pages and outputs lie before the codebooks. Paired ones begin at an address that 64 KiB divide."""
         if not self.paired_books:
             return self.teams
         return min(self.teams, ((PAIRED_ROW << 8) - PAIRED_STATIC_BYTES) // (self.warps * self.warp_bytes))
