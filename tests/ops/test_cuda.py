@@ -285,6 +285,35 @@ def check_decode(
     torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
 
 
+COPIED_INDICES = (("INDICES_IN_REGISTERS", 0),)
+# How decode reads indices of product VQ: to registers, by the default and by other launches; from pages that are copied to shared memory.
+INDEX_LAUNCHES: list[tuple[tuple[str, int], ...]] = [
+    (),
+    (("INDICES_IN_REGISTERS", 1), ("PAIRED_BOOKS", 0), ("TEAMS", 2), ("WARPS", 6)),
+    (("INDICES_IN_REGISTERS", 1), ("CHUNK_TILES", 2)),
+    COPIED_INDICES,
+    (*COPIED_INDICES, ("PAIRED_BOOKS", 1), ("TEAMS", 3), ("WARPS", 4)),
+]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tuned", INDEX_LAUNCHES)
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3)])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 150, "softcap": 5.0}])
+def test_indices_go_to_registers_or_to_shared_memory(
+    options: dict[str, Any],
+    dtype: str,
+    limit: float,
+    tuned: tuple[tuple[str, int], ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
+    lengths = [1, 63, 64, 65, 129, 700, 9000]
+    check_decode("vecinfer-2", dtype=dtype, limit=limit, lengths=lengths, tuned=tuned, **options)
+    check_decode("vecinfer-2:sink=0,recent=0", dtype=dtype, limit=limit, lengths=lengths, tuned=tuned, **options)
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 5e-4), ("bfloat16", 2e-3), ("float16", 5e-4)])

@@ -144,16 +144,75 @@ def test_ctas_take_whole_tiles_where_sequences_are_about_equal(
 
 @pytest.mark.parametrize("blocks", [1, 3, 7])  # twice as many teams share six (sequence, head tile)s
 @pytest.mark.parametrize("tuned", [(("TEAMS", 1),), (), (("TEAMS", 2), ("WARPS", 3)), (("WHOLE_TILES", 1),)])
+@pytest.mark.parametrize("name", ["vecinfer-2:sink=3,recent=20", "vecinfer-2:dim=2,sink=3,recent=20"])
 def test_teams_of_a_cta_share_codebooks(
-    tuned: tuple[tuple[str, int], ...], blocks: int, monkeypatch: pytest.MonkeyPatch
+    name: str, tuned: tuple[tuple[str, int], ...], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    cache, seqs = filled("vecinfer-2:sink=3,recent=20", 2, 4, 64, [900, 130, 500])
+    cache, seqs = filled(name, 2, 4, 64, [900, 130, 500])
     q, batch = torch.randn(len(seqs), 8, 64), cache.batch(seqs)
     expected = reference.decode(cache.stores[0], q.double(), batch, scale=0.125)
     with attention.poisoned():
         found, _ = cuda_decode.decode_with_lse(cache.stores[0], q, batch, scale=0.125, tuned=tuned)
     assert relative_error(found, expected) < 5e-4
+
+
+# Sub-vectors of 2 channels at head_dim 64 have 32 indices a token, as those of 4 at head_dim 128.
+@pytest.mark.parametrize("tuned", test_cuda.INDEX_LAUNCHES)
+@pytest.mark.parametrize(
+    ("name", "dim", "group", "options"),
+    [
+        ("vecinfer-2:dim=2,sink=0,recent=0", 64, 4, {}),
+        ("vecinfer-2:sink=1,recent=20", 128, 4, {}),
+        ("vecinfer-2:dim=2,sink=3,recent=20", 64, 3, {"sliding_window": 150, "softcap": 5.0}),
+        ("vecinfer-2:dim=2", 64, 9, {"sliding_window": 70}),
+    ],
+)
+def test_indices_go_to_registers_or_to_shared_memory(
+    name: str, dim: int, group: int, options: dict[str, float], tuned: tuple[tuple[str, int], ...]
+) -> None:
+    lengths = [1, 0, 63, 64, 65, 129, 700]
+    cache, seqs = filled(name, 2, group, dim, lengths)
+    batch, store = cache.batch(seqs), cache.stores[0]
+    wide = torch.cat((batch.block_table, torch.zeros(len(seqs), 3, dtype=torch.int64)), 1)
+    for row, tokens in zip(wide, lengths, strict=True):
+        row[tokens // cache.layout.page_tokens + 1 :] = 1 << 40  # behind the last page a table may hold anything
+    q = torch.randn(len(seqs), 2 * group, dim)
+    settings = {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options}
+    with attention.poisoned():
+        wider = batch._replace(block_table=wide)
+        found, lse = cuda_decode.decode_with_lse(store, q, wider, tuned=tuned, **settings)  # type: ignore[arg-type]
+    assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
+    exact = log_sum_exp(store, q, batch, **settings)  # type: ignore[arg-type]
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("tuned", test_cuda.INDEX_LAUNCHES)
+@pytest.mark.parametrize(("group", "queries"), [(1, 3), (4, 2)])
+def test_several_queries_by_indices_in_registers(group: int, queries: int, tuned: tuple[tuple[str, int], ...]) -> None:
+    cache, seqs = filled("vecinfer-2:dim=2,sink=3,recent=20,rollback=3", 2, group, 64, [1, 64, 65, 300])
+    settings = {"scale": 0.125, "softcap": None, "sliding_window": 150}
+    test_cuda.check_several_queries(cache, seqs, group, 64, queries, settings, 5e-4, tuned=tuned)
+
+
+def test_which_indices_go_to_registers() -> None:
+    def made(name: str, dim: int = 128, group: int = 4, shared: tuple[int, int] = emulated.H200, **options: Any) -> Any:
+        return plan.Plan(make_layout(name, 8, dim), group, "bfloat16", (2, 1), (0, 1), False, True, shared, **options)
+
+    usual = made("vecinfer-2")
+    assert usual.indices_in_registers and usual.paired_books and usual.teams_below == usual.teams == 3
+    assert usual.warp_bytes == 16 * (128 + 4) and usual.dynamic_bytes == 2 << 16
+    assert made("vecinfer-2:dim=2", 64).indices_in_registers
+    for name in ("vecinfer-4", "vecinfer-3", "vecinfer-2:books=head", "vecinfer-2:rope=block", "vecinfer-1.25"):
+        assert not made(name).indices_in_registers and not made(name).paired_books, name
+    assert not made("vecinfer-2", 64).indices_in_registers  # half a word of a lane's values
+    assert not made("vecinfer-2", low_batch=True).indices_in_registers
+    assert not made("vecinfer-2", group=8).indices_in_registers
+    assert not made("vecinfer-2", shared=GPUS["sm_86"].shared).indices_in_registers
+    copied = made("vecinfer-2", tuned=test_cuda.COPIED_INDICES)
+    assert not copied.indices_in_registers and not copied.paired_books and copied.teams_below == copied.teams
+    beside = made("vecinfer-2", tuned=(*test_cuda.COPIED_INDICES, ("PAIRED_BOOKS", 1), ("TEAMS", 3), ("WARPS", 4)))
+    assert beside.teams_below == 1 and beside.dynamic_bytes == (2 << 16) + 8 * beside.warp_bytes
 
 
 def test_teams_where_heads_share_codebooks_and_a_kernel_makes_the_queries() -> None:
@@ -162,7 +221,8 @@ def test_teams_where_heads_share_codebooks_and_a_kernel_makes_the_queries() -> N
         made = plan.Plan(make_layout(name, 8, 128), 4, "bfloat16", *ways, **options)
         return made.teams, made.warps
 
-    assert teams("vecinfer-2") == (2, 8)
+    assert teams("vecinfer-2") == (3, 4)
+    assert teams("vecinfer-2", tuned=test_cuda.COPIED_INDICES) == (2, 8)
     assert teams("vecinfer-2", low_batch=True) == (1, 16)
     assert teams("vecinfer-2:books=head") == (1, 16)
     assert teams("million-2", (0, 1)) == (1, 16)
@@ -601,7 +661,9 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("sm_86", "int4:group=32", 4, 128, False, {"WARPS": 2, "MIN_CTAS": 2}),
         ("sm_80", "saw-int4", 4, 128, True, {"WARPS": 4}),
         ("sm_80", "vecinfer-4", 8, 128, True, {"WARPS": 8}),  # fewer copies of codebooks
-        ("sm_120", "vecinfer-2", 4, 128, False, {"TEAMS": 2, "WARPS": 4}),
+        ("sm_120", "vecinfer-2", 4, 128, False, {"TEAMS": 2, "WARPS": 4, "INDICES_IN_REGISTERS": 0}),
+        ("sm_100", "vecinfer-2", 4, 128, False, {"TEAMS": 3, "WARPS": 4, "INDICES_IN_REGISTERS": 1}),  # as on sm_90
+        ("sm_80", "vecinfer-2", 4, 128, False, {"TEAMS": 3, "WARPS": 4, "INDICES_IN_REGISTERS": 1}),
         ("sm_120", "kvant-4", 4, 128, False, {"STAGES": 2, "MIN_CTAS": 1}),
         (
             "sm_86",

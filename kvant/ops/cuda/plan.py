@@ -48,6 +48,14 @@ ROTATED_STATIC_BYTES = (
 ROTATED_OPERAND_BYTES = 40 * 1024  # of static shared memory for those operands, at most; a kernel may have 48 KiB
 ROW = 128  # bytes that shared memory reads in one cycle: 32 banks of 4
 CHUNK_TOKENS = 64  # that a warp attends to at once, at most
+PAIRED_ROW = (
+    2 * ROW
+)  # bytes of a centroid of the keys and one of the values in shared memory, side by side, in all copies
+PAIRED_STATIC_BYTES = 8192  # of static shared memory beside such codebooks, at most, with what CUDA reserves
+INDEX_TEAMS, INDEX_WARPS = (
+    3,
+    4,
+)  # teams of a CTA, and warps of a team, where lanes hold indices: 12 warps have 168 registers
 BOOKED_WARPS = 8  # warps whose pages must fit beside the codebooks before these are copied more often
 
 
@@ -169,6 +177,8 @@ class Plan:
             size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
         count = next((n for n in range(most, 1, -2) if n <= fit), 1) // self.teams
+        if self.indices_in_registers:
+            count = INDEX_TEAMS * INDEX_WARPS // self.teams
         if self.low_batch and count == WARPS and self._low_batch_warps == LOW_BATCH_WARPS:
             count = LOW_BATCH_WARPS
         return dict(self.tuned).get("WARPS", count)
@@ -182,7 +192,46 @@ class Plan:
         books = [stream.codebook for stream in self.layout.formats.values()]
         shared = all(book is not None and book.heads(self.layout.heads) == 1 for book in books)
         fits = self.shared[0] - STATIC_BYTES - sum(self.book_bytes) >= BOOKED_WARPS * self.warp_bytes
-        return dict(self.tuned).get("TEAMS", 2 if shared and fits else 1)
+        several = INDEX_TEAMS if self.indices_in_registers else 2
+        return dict(self.tuned).get("TEAMS", several if shared and fits else 1)
+
+    @functools.cached_property
+    def indices_in_registers(self) -> bool:
+        """Whether lanes read indices from global memory to registers: where shared memory is busy with centroids and has room for all
+        copies of them, an index is a byte and a lane has whole words of them, and registers suffice."""
+        books = [stream.codebook for stream in self.layout.formats.values() if stream.is_pq]
+        if len(books) < 2 or not all(self._byte_indices(name) for name in self.layout.recipe.streams):
+            return False
+        usual = self.query_kernel and not self.low_batch and self.layout.head_dim * self.lane_heads <= 128
+        shared = all(book is not None and book.heads(self.layout.heads) == 1 for book in books)
+        paired = all(book is not None and book.centroids == 256 and book.per != "space" for book in books)
+        room = self.shared[0] - STATIC_BYTES - BOOKED_WARPS * STAGES * self.layout.page_head_bytes
+        usual = usual and shared and paired and room >= PAIRED_ROW << 8
+        return bool(dict(self.tuned).get("INDICES_IN_REGISTERS", usual))
+
+    def _byte_indices(self, name: StreamName) -> bool:
+        """Whether indices of a stream are bytes, of which a lane has whole words, and no queries of RoPE blocks interrupt a chunk."""
+        low, *high = self._sections(name, "index")
+        words = low.width % (16 if name == "key" else 32) == 0 and low.width <= 32
+        return low.bits == 8 and not high and words and not self.layout.recipe.key.effective_rope_block
+
+    @property
+    def paired_books(self) -> bool:
+        """Whether centroids of the keys and of the values lie side by side in shared memory, so that an index is a byte of an
+        address."""
+        if not self.pq:
+            return False
+        books = [stream.codebook for stream in self.layout.formats.values()]
+        usual = self.indices_in_registers and self.book_bytes == [ROW << 8] * 2
+        usual = usual and all(book is not None and book.per != "space" for book in books)
+        return bool(dict(self.tuned).get("PAIRED_BOOKS", usual))
+
+    @property
+    def teams_below(self) -> int:
+        """Teams whose pages and outputs lie before the codebooks. Paired ones begin at an address that 64 KiB divide."""
+        if not self.paired_books:
+            return self.teams
+        return min(self.teams, ((PAIRED_ROW << 8) - PAIRED_STATIC_BYTES) // (self.warps * self.warp_bytes))
 
     @property
     def _static_bytes(self) -> int:
@@ -301,10 +350,14 @@ class Plan:
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: its pages in flight, then its outputs."""
-        return max(self.stages * self.layout.page_head_bytes, 16 * self.lane_heads * (self.layout.head_dim + 4))
+        pages = 0 if self.indices_in_registers else self.stages * self.layout.page_head_bytes
+        return max(pages, 16 * self.lane_heads * (self.layout.head_dim + 4))
 
     @property
     def dynamic_bytes(self) -> int:
+        if self.paired_books:  # from address PAIRED_ROW << 8 on
+            behind = (self.teams - self.teams_below) * self.warps * self.warp_bytes
+            return 2 * (PAIRED_ROW << 8) + behind
         return (
             self.teams * self.warps * self.warp_bytes
             + self.matrix_bytes
@@ -396,6 +449,9 @@ class Plan:
             "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
             "WARPS": self.warps,
             "TEAMS": self.teams,
+            "TEAMS_BELOW": self.teams_below,
+            "PAIRED_BOOKS": int(self.paired_books),
+            "INDICES_IN_REGISTERS": int(self.indices_in_registers),
             "ROPE_BLOCK": 0 if self.rotated_keys else layout.recipe.key.effective_rope_block,
             "ROTATED_KEYS": int(self.rotated_keys),
             **self._bank_orders,
@@ -513,10 +569,12 @@ class Plan:
         assert codebook is not None
         low, *high = self._sections(name, "index")
         bits, offset = (high[0].bits, high[0].offset) if high else (0, 0)
-        place = self.teams * self.warps * self.warp_bytes + sum(self.book_bytes[:at])
+        place, side = self.teams * self.warps * self.warp_bytes + sum(self.book_bytes[:at]), -1
+        if self.paired_books:
+            place, side = self.teams_below * self.warps * self.warp_bytes, at
         by_place = str(codebook.per == "space").lower()
         indices = f"{low.width}, {low.bits}, {bits}, {low.offset}, {offset}"
-        book = f"SharedCodebook<{codebook.dim}, {indices}, {self.copies[at]}, {place}, {by_place}>"
+        book = f"SharedCodebook<{codebook.dim}, {indices}, {self.copies[at]}, {place}, {by_place}, {side}>"
         kind = {"Operand": f"CentroidKeys<{book}>"} if name == "key" else {"Codes": f"CentroidValues<{book}>"}
         return {
             "Codebook": book,

@@ -323,6 +323,7 @@ DEV void attend_mixed(const DecodeArguments& a, const u8* page_head, int tile, i
 
 struct ChannelPages {
   using Shared = PageQuery;
+  using Ring = PageRing;
 
   PageFragment q;
   const u8* page_head;

@@ -1,7 +1,8 @@
 // Product quantization: the sub-vectors of a token are indices of centroids, which lanes look up in shared memory.
 //
 // A codebook of fp16 lies there COPIES times, entry after entry, the copies of an entry side by side; a lane reads copy lane % COPIES. Where the copies
-// of an entry are 128 bytes, no two lanes ask for different rows of one bank; with fewer copies, few do.
+// of an entry are 128 bytes, no two lanes ask for different rows of one bank; with fewer copies, few do. Where both books are of that kind, with indices of a byte,
+// an entry of the keys and one of the values may lie side by side (SIDE): an index is then byte 1 of an address.
 
 #pragma once
 #include "include/copies.cuh"
@@ -52,10 +53,13 @@ template <int N, int B> struct PackedIndices {
 
 // COUNT indices a token, of sub-vectors of DIM channels: their LOW_BITS low bits from byte OFFSET of the page of a head on, HIGH_BITS more bits from byte
 // HIGH on. The codebook lies from byte BOOK of the CTA's dynamic shared memory on. BY_PLACE: every sub-vector's place has a codebook of its own, one after another.
-template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_, bool BY_PLACE> struct SharedCodebook {
+// SIDE: -1, or 0 for the first and 1 for the second of two codebooks whose entries alternate, from the next address after byte BOOK on that 64 KiB divide.
+template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int HIGH_, int COPIES_, int BOOK_, bool BY_PLACE, int SIDE_> struct SharedCodebook {
   static constexpr int LOW_BITS = LOW_BITS_;
   static constexpr int DIM = DIM_, COUNT = COUNT_, HIGH_BITS = HIGH_BITS_, OFFSET = OFFSET_, HIGH = HIGH_, COPIES = COPIES_, BOOK = BOOK_;
-  static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = COPIES * ENTRY;
+  static constexpr int SIDE = SIDE_;
+  static constexpr int WORDS = DIM / 2, ENTRY = 2 * DIM, STRIDE = (SIDE < 0 ? 1 : 2) * COPIES * ENTRY;
+  static_assert(SIDE < 0 || (LOW_BITS == 8 && HIGH_BITS == 0 && STRIDE == 256 && !BY_PLACE), "an index is byte 1 of an address");
   static constexpr int BOOK_STRIDE = BY_PLACE ? STRIDE << (LOW_BITS + HIGH_BITS) : 0, ENTRIES = (BY_PLACE ? COUNT : 1) << (LOW_BITS + HIGH_BITS);
 
   // Centroids of part `part` of PARTS equal parts of a token's sub-vectors, two channels a word. `page_head` is the page's address, `book` that of the lane's copy.
@@ -66,21 +70,31 @@ template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int 
     PackedIndices<N, HIGH_BITS ? HIGH_BITS : 1> high;
     low.load(page_head + OFFSET + token * (COUNT * LOW_BITS / 8), part);
     if constexpr (HIGH_BITS > 0) high.load(page_head + HIGH + token * (COUNT * HIGH_BITS / 8), part);
+    look_up(out, low, high, part, book);
+  }
+  // The same by indices in registers.
+  template <int N, int B, int H> DEV static void look_up(u32* out, const PackedIndices<N, B>& low, [[maybe_unused]] const PackedIndices<N, H>& high, int part, u32 book) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
+      if constexpr (SIDE >= 0) {
+        load_shared<WORDS>(out + i * WORDS, __byte_perm(low.w[i / 4], book, 0x7604 | i % 4 << 4));
+        continue;
+      }
       u32 index = LOW_BITS == 8 ? low.byte(i) : low.get(i, 0, 0u);
       if constexpr (HIGH_BITS > 0) index = high.get(i, LOW_BITS, index);
       load_shared<WORDS>(out + i * WORDS, index * STRIDE + (book + (part * N + i) * BOOK_STRIDE));
     }
   }
-  DEV static u32 copy_of(u32 memory, int lane) { return memory + BOOK + lane % COPIES * ENTRY; }
+  DEV static u32 start(u32 memory) { return SIDE < 0 ? memory + BOOK : (memory + BOOK + 0xffff & ~0xffffu) + SIDE * (COPIES * ENTRY); }
+  DEV static u32 copy_of(u32 memory, int lane) { return start(memory) + lane % COPIES * ENTRY; }
 
   template <int THREADS> DEV static void load_book(u8* memory, const u8* book) {
+    u8* const first = SIDE < 0 ? memory + BOOK : memory + (start(shared_address(memory)) - shared_address(memory));
 #pragma unroll 8
     for (int i = threadIdx.x; i < ENTRIES * COPIES; i += THREADS) {
       u32 w[WORDS];
       load_words<WORDS>(w, book + i / COPIES * ENTRY);
-      u32* to = (u32*)(memory + BOOK + i * ENTRY);
+      u32* to = (u32*)(first + i / COPIES * STRIDE + i % COPIES * ENTRY);
       if constexpr (WORDS == 1) to[0] = w[0];
       else if constexpr (WORDS == 2) *(uint2*)to = {w[0], w[1]};
       else *(uint4*)to = {w[0], w[1 % WORDS], w[2 % WORDS], w[3 % WORDS]};
@@ -89,8 +103,9 @@ template <int DIM_, int COUNT_, int LOW_BITS_, int HIGH_BITS_, int OFFSET_, int 
 };
 
 // Maps rows 0..7 of an MMA to tokens. Tokens lie in plain order, so the map is free: rows that are read at once (four neighbours for keys, every other row
-// for values) are tokens that differ modulo four, so that with 32 bytes of indices a token no bank is asked twice.
-DEV int row_token(int row) { return row ^ (row >> 2 & 1); }
+// for values) are tokens that differ modulo four, so that with 32 bytes of indices a token no bank is asked twice. From global memory (LINES), every other row is
+// one of four neighbouring tokens, too: a line of 128 bytes.
+template <bool LINES> DEV int row_token(int row) { return LINES ? row >> 1 ^ (row & 1 ? 6 : 0) : row ^ (row >> 2 & 1); }
 
 // No element is moved between registers. The words of a centroid (two channels each) are read into neighbouring registers, which an MMA takes as rows g and
 // g + 8 of the same columns. So these two rows are two words of one token (keys) or of one sub-vector (values), and a query head has two columns.

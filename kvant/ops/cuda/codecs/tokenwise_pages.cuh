@@ -144,6 +144,7 @@ template <int N> DEV void page_scores(const KeyWords<N>& keys, SharedBytes page_
 
 struct TokenwisePages {
   using Shared = SharedQuery;  // of a query that the CTA makes itself
+  using Ring = PageRing;
 
   KeyWords<CHUNK_TILES> keys;
   QueryFragment q;

@@ -25,6 +25,15 @@ DEV u32 load_shared_half(u32 address) {
 }
 DEV void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEV void add_shared(u32 address, u32 x) { asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }  // atomic
+// A pointer pinned to registers: the compiler would compute it anew for every offset.
+DEV const u8* pointer_register(const u8* p) { const u8* x; asm volatile("mov.u64 %0, %1;" : "=l"(x) : "l"(p)); return x; }
+// 1, 2 or 4 words of global memory that nobody writes meanwhile and nobody reads again: they are not kept in the first-level cache.
+template <int N> DEV void load_once(u32* w, const u8* p) {
+  if constexpr (N == 1) asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));
+  if constexpr (N == 2) asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
+  if constexpr (N == 4)
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p));
+}
 // cp.async of 16 bytes: visible to this thread after await_copies, to the others after a barrier, too.
 DEV void copy16(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
 DEV void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -4,6 +4,7 @@
 #include "include/sequence_work.cuh"
 
 struct PageRing {
+  static constexpr int BYTES = STAGES * PAGE_HEAD_BYTES;  // of shared memory
   u8* bytes;           // [STAGES, PAGE_HEAD_BYTES] of this warp
   u32 room, barriers;  // addresses in shared memory, of the ring and of a barrier for each stage
   u32 read;            // page heads that this warp has entered since the kernel began
@@ -14,6 +15,7 @@ struct PageRing {
 
   DEV void open(u8* stages, u64* barrier) { bytes = stages, room = shared_address_register(stages), barriers = shared_address_register(barrier), read = 0; }
 
+  DEV void enter(int, const WarpRange&) { stage = read % STAGES; }
   DEV u32 address() const { return room + stage * PAGE_HEAD_BYTES; }
   DEV u32 next_address() const { return room + read % STAGES * PAGE_HEAD_BYTES; }
   DEV u32 barrier() const { return barriers + read % STAGES * 8; }

@@ -21,6 +21,15 @@ static_assert(!ROTATED_QUERIES || Config::OVERLAY_LAST, "rows of rotated queries
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------
 
+// Byte of dynamic shared memory from which on a team has its pages and outputs. Codebooks whose entries lie side by side begin at the next address that 64 KiB
+// divide: teams for which there is no room before them come behind.
+constexpr int TEAM_BYTES = WARPS * Config::WARP_BYTES, BOOKS_ALIGNMENT = 1 << 16;
+DEV int team_offset(const u8* dynamic) {
+  if (team() < Config::TEAMS_BELOW) return team() * TEAM_BYTES;
+  const u32 memory = shared_address(dynamic), books = (memory + Config::TEAMS_BELOW * TEAM_BYTES + BOOKS_ALIGNMENT - 1) / BOOKS_ALIGNMENT * BOOKS_ALIGNMENT;
+  return (int)(books - memory) + BOOKS_ALIGNMENT + (team() - Config::TEAMS_BELOW) * TEAM_BYTES;
+}
+
 // The matrix of queries, or of outputs, behind the pages of all warps.
 struct SharedMatrix {
   u8* bytes;
@@ -147,16 +156,16 @@ struct OverlayChunks {
 };
 
 // A warp attends to its pages, chunk by chunk; with RoPE blocks, to the tokens of one block at a time.
-template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, PageRing& ring, PageAttention& pages, Q& query, S& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
+template <class Q, class S> DEV void attend_pages(const DecodeArguments& a, PageAttention::Ring& ring, PageAttention& pages, Q& query, S& sh, const HeadTileRows& rows, const WarpRange& range, const PackedRange& packed, int lane,
                       OnlineSoftmax& softmax) {
   [[maybe_unused]] int rope_block = -1;
   for (int page = range.page; page < range.page_end; page++) {
-    ring.stage = ring.read % STAGES;
+    ring.enter(page, range);
     pages.enter(ring, page + 1 < range.page_end);
 #pragma unroll 1
     for (int tile = 0; tile < PAGE_TILES; tile += CHUNK_TILES) {
       const int at = Config::ORIGIN + (packed.page + page) * Config::PAGE_TOKENS + tile * 16;
-      if (PAGE_TILES > CHUNK_TILES && (at + 16 * CHUNK_TILES <= packed.begin || at >= packed.end)) continue;
+      if (PAGE_TILES > CHUNK_TILES && !Config::INDICES_IN_REGISTERS && (at + 16 * CHUNK_TILES <= packed.begin || at >= packed.end)) continue;
       const auto attend = [&](int first, int last, bool final) { pages.attend(a, packed, rows.head, tile, at, first, last, lane, final, softmax); };
       if constexpr (ROPE_BLOCK > 0) {
         for (int first = max(at, packed.begin), end = min(at + 16 * CHUNK_TILES, packed.end); first < end;) {
@@ -182,9 +191,10 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTA
   DYNAMIC_SHARED(dynamic);  // [TEAMS, WARPS, WARP_BYTES]: a warp's pages, later overwritten by its outputs [TILE_HEADS, OUTPUT_ROW]; behind all warps a matrix or codebooks
   __shared__ __align__(16) Shared shared[TEAMS];
   Shared& sh = shared[team()];
-  static_assert(Config::WARP_BYTES >= STAGES * PAGE_HEAD_BYTES && Config::WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
+  static_assert(!Config::PAIRED_BOOKS || 1024 + sizeof(shared) + Config::TEAMS_BELOW * TEAM_BYTES <= BOOKS_ALIGNMENT, "what lies before the codebooks, with what CUDA reserves");
+  static_assert(Config::WARP_BYTES >= PageAttention::Ring::BYTES && Config::WARP_BYTES >= 4 * LANE_HEADS * OUTPUT_ROW * 4, "a warp's bytes hold its pages, then its outputs");
   const int warp = (threadIdx.x >> 5) - (TEAMS > 1 ? team() * WARPS : 0), lane = threadIdx.x & 31;  // of the team
-  u8* const outputs = dynamic + team() * (WARPS * Config::WARP_BYTES);  // of this team's warps, and their pages
+  u8* const outputs = dynamic + team_offset(dynamic);  // of this team's warps, and their pages
   begin_copies(sh.barrier[warp], STAGES, lane);
   SharedMatrix matrix;
   matrix.open(dynamic + TEAMS * WARPS * Config::WARP_BYTES, a);
@@ -195,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTA
   if constexpr (TEAMS > 1) PageAttention::load_codebooks(codebook_head, dynamic, a, 0);
 
   const TileScheduler<HEAD_TILES, 2 * WARPS, ROTATED_QUERIES || RESIDUAL_VALUES, Config::WHOLE_TILES, TEAMS> scheduler(a, lane);  // two pages a warp
-  PageRing ring;
+  PageAttention::Ring ring;
   ring.open(outputs + warp * Config::WARP_BYTES, sh.barrier[warp]);
   for (int part = blockIdx.x * TEAMS + team(); part < scheduler.parts; part += gridDim.x * TEAMS)
     for (WorkTile work = scheduler.first_tile(a, part, lane); work.unit < work.end; scheduler.advance(work, a.batch)) {

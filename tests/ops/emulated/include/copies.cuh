@@ -38,6 +38,8 @@ DEV u32 load_shared_half(u32 address) {
   current->loads.push_back({address, 2});
   return *(const u16*)(emulated_dynamic + address);
 }
+DEV const u8* pointer_register(const u8* p) { return p; }
+template <int N> DEV void load_once(u32* w, const u8* p) { memcpy(w, p, 4 * N); }
 DEV void store_shared(u32 address, u32 x) { memcpy((u8*)shared_bytes(address), &x, 4); }
 DEV void add_shared(u32 address, u32 x) { *(u32*)shared_bytes(address) += x; }  // a fiber runs until it waits
 DEV void fence_copies() { current->loads.clear(); }
