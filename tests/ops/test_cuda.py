@@ -1847,10 +1847,8 @@ def test_kernels_of_several_scales_and_of_residuals_compile(name: str) -> None:
 def test_centroids_fit_beside_the_pages() -> None:
     for group, dim in ((4, 128), (16, 128), (1, 64), (8, 256)):
         made = plan.Plan(make_layout("saw-int4-kmeans", 2, dim), group, "bfloat16", (0, 1), (0, 1), False, True, H200)
-        ctas = made.constants["MIN_CTAS"]
-        assert ctas == (2 if group <= 4 else 1) and made.warps >= 2
+        assert made.constants["MIN_CTAS"] == 1 and made.warps >= 2
         assert made.dynamic_bytes + made._static_bytes <= H200[0]
-        assert ctas * (made.dynamic_bytes + made._static_bytes + 1024) <= H200[1]
 
 
 def test_a_matrix_that_does_not_fit_beside_the_pages_has_a_kernel_of_its_own() -> None:

@@ -226,7 +226,7 @@ def test_teams_where_heads_share_codebooks_and_a_kernel_makes_the_queries() -> N
     assert teams("vecinfer-2", low_batch=True) == (1, 16)
     assert teams("vecinfer-2:books=head") == (1, 16)
     assert teams("million-2", (0, 1)) == (1, 16)
-    assert teams("saw-int4-kmeans", (0, 1)) == (1, 4)
+    assert teams("saw-int4-kmeans", (0, 1)) == (1, 8)
 
 
 # Scores that move the reference of the exponents up again and again; scores that are all but equal, whose sums of P would become too large; and some that
@@ -675,7 +675,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ),  # by a kernel before decode
         ("sm_86", "oscar:group=32", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
         ("sm_86", "kitty-pro", 16, 128, False, {"WARPS": 2}),
-        ("sm_100", "saw-int4-kmeans", 4, 128, False, {"WARPS": 4, "MIN_CTAS": 2, "CENTROID_SUMS": 1}),  # as on sm_90
+        ("sm_100", "saw-int4-kmeans", 4, 128, False, {"WARPS": 8, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),  # as on sm_90
         ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 6, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),
         ("sm_100", "saw-int4-kmeans", 4, 128, True, {"WARPS": 8, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),
         ("sm_86", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),

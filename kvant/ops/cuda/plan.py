@@ -172,7 +172,7 @@ class Plan:
     def warps(self) -> int:
         rest = sum(self.book_bytes) + self.matrix_bytes + self.angle_bytes + self.level_bytes
         fit = (self.shared[0] - self._static_bytes - rest) // (self.warp_bytes + self._sum_bytes)
-        most = RESIDUAL_WARPS if self.residual and not self._residual_pair else WARPS
+        most = RESIDUAL_WARPS if self.residual else WARPS
         if self.pq:  # one CTA, since codebooks are large: as many warps as there are registers for
             size = self.layout.head_dim * self.lane_heads
             most = 16 if size <= 128 else 12 if size <= 256 else 8
@@ -248,7 +248,7 @@ class Plan:
     def _most_blocks(self) -> int:
         """CTAs that the registers of a multiprocessor are enough for."""
         if self.pq or self.residual:
-            return 1 + self._residual_pair
+            return 1
         few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
         # Keys that are rotated when they are read take more registers: 344 us at 32 x 32768 in two CTAs, 430 in three
         # (squat-pre, H200).
@@ -311,15 +311,6 @@ class Plan:
         assert value.codebook is not None
         usual = self.lane_heads <= 2 and value.codebook.centroids >= FEW_CENTROIDS
         return bool(dict(self.tuned).get("CENTROID_SUMS", usual))
-
-    @property
-    def _residual_pair(self) -> bool:
-        """Whether two CTAs of WARPS warps fit on a multiprocessor where P is summed by centroid: while one merges and begins, the
-        other attends. At a low batch one CTA of more warps makes fewer parts."""
-        if not self.centroid_sums or self.low_batch:
-            return False
-        bytes_ = WARPS * (self.warp_bytes + self._sum_bytes) + sum(self.book_bytes) + self._static_bytes + 1024
-        return 2 * bytes_ <= self.shared[1]
 
     @property
     def _sum_bytes(self) -> int:
