@@ -1694,7 +1694,7 @@ def test_what_is_not_refused_fits_into_shared_memory(
         assert str(plan.least_shared_bytes(layout)) in reason and plan.least_shared_bytes(layout) > there
     if there == 227 * 1024:
         assert reason is None
-    if there == 99 * 1024 and (name, dim) in {("saw-int4-kmeans", 256), ("million-4:books=space", 128)}:
+    if there == 99 * 1024 and (name, dim) in {("saw-int4-kmeans", 128), ("million-4:books=space", 128)}:
         assert reason is not None
 
 

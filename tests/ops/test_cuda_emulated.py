@@ -665,14 +665,8 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("sm_100", "vecinfer-2", 4, 128, False, {"TEAMS": 3, "WARPS": 4, "INDICES_IN_REGISTERS": 1}),  # as on sm_90
         ("sm_80", "vecinfer-2", 4, 128, False, {"TEAMS": 3, "WARPS": 4, "INDICES_IN_REGISTERS": 1}),
         ("sm_120", "kvant-4", 4, 128, False, {"STAGES": 2, "MIN_CTAS": 1}),
-        (
-            "sm_86",
-            "kvant-4-fast",
-            4,
-            128,
-            True,
-            {"QUERY_TRANSFORM": "QueryTransform::MATRIX"},
-        ),  # by a kernel before decode
+        ("sm_86", "kvant-4-fast", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::HADAMARD"}),
+        # by a kernel before decode
         ("sm_86", "oscar:group=32", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
         ("sm_86", "kitty-pro", 16, 128, False, {"WARPS": 2}),
         ("sm_100", "saw-int4-kmeans", 4, 128, False, {"WARPS": 8, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),  # as on sm_90
