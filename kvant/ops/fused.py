@@ -148,7 +148,7 @@ def rope_table(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
     of a sequence and the frequencies f: by these angles keys are stored unrotated. Grows by doubling."""
     table = store.derive(RopeTable)
     if table.cosine is not None and table.sine is not None:
-        if len(table.cosine) >= blocks:
+        if table.cosine.shape[0] >= blocks:
             return table.cosine, table.sine
         table.before.append((table.cosine, table.sine))
     rope, size, device = store.key.rope, store.key.spec.effective_rope_block, store.pages.device

@@ -16,6 +16,7 @@ from kvant.rope import Rope
 from kvant.transforms import BoundTransform
 
 Tensor = torch.Tensor
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COUNTERS = 2  # zeros that decode in a CUDA graph needs per sequence and query head, at most: the last tile of heads may be short
 
 
@@ -64,10 +65,12 @@ def without_overlay(batch: PagedBatch) -> PagedBatch:
 
 def queries_per_sequence(query: Tensor, batch: PagedBatch, layout: Layout) -> int:
     """Queries that decode is given for every sequence: those of its last tokens, [sequences * queries, query heads, head_dim]."""
-    sequences = len(batch.seq_lens)
-    queries, rest = divmod(len(query), sequences) if sequences else (1, len(query))
+    sequences, rows = batch.seq_lens.shape[0], query.shape[0]  # `len` of a tensor takes four times as long
+    queries, rest = divmod(rows, sequences) if sequences else (1, rows)
     if rest or not queries:
-        raise ValueError(f"decode needs as many queries of every sequence, got {len(query)} for {sequences} sequences")
+        raise ValueError(f"decode needs as many queries of every sequence, got {rows} for {sequences} sequences")
+    if queries == 1:
+        return 1
     for name, stream in layout.recipe.streams.items():
         if stream.window.ring and stream.window.rollback < queries - 1:
             raise ValueError(
@@ -283,11 +286,12 @@ class LayerStore:
 
 def check_queries(query: Tensor, layout: Layout, types: Collection[str]) -> None:
     """Refuses decode queries that kernels for these types and this layout cannot read: [sequences, query heads, head_dim]."""
-    if str(query.dtype).removeprefix("torch.") not in types:
+    if NAMES.get(query.dtype) not in types:
         raise ValueError(f"queries must be {', '.join(types)}, got {query.dtype}")
-    if query.ndim != 3 or query.shape[1] % layout.heads or query.shape[2] != layout.head_dim:
+    shape = query.shape
+    if len(shape) != 3 or shape[1] % layout.heads or shape[2] != layout.head_dim:
         raise ValueError(
-            f"queries must be [sequences, a multiple of {layout.heads} heads, {layout.head_dim}], got {list(query.shape)}"
+            f"queries must be [sequences, a multiple of {layout.heads} heads, {layout.head_dim}], got {list(shape)}"
         )
 
 

@@ -104,8 +104,9 @@ def run(
     at = 0 if scratch is None else scratch.data_ptr()
     MEMORY.move(back=False)
     if isinstance(call, structures.Decode):
-        assert scratch is not None
-        places = [call.operands, call.tables, call.partial, call.operands + 4 * scratch.storage_offset()]
+        rows = library._LAST.made.count * call.heads * call.group
+        end = call.partial + 4 * rows * call.splits * (call.dim + 2)
+        places = [call.operands, call.tables, call.partial, end]
         pieces = [libc.malloc(end - start) for start, end in itertools.pairwise(places)]
         call.operands, call.tables, call.partial = pieces
     getattr(found, name)(ctypes.addressof(call), library.isa(), 1, 0, tasks, at, stride)

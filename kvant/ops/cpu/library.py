@@ -95,6 +95,7 @@ class _LastBatch(threading.local):
 
     batch: PagedBatch | None = None
     made = structures.Batch()
+    address = 0  # of `made`
 
 
 _LAST = _LastBatch()
@@ -111,13 +112,13 @@ def batch_address(batch: PagedBatch) -> int:
             x.data_ptr() for x in (batch.sinks, batch.slot_mapping, batch.query_start_loc)
         )
         made.ring_start[:] = batch.ring_start["key"].data_ptr(), batch.ring_start["value"].data_ptr()
-        _LAST.batch, _LAST.made = batch, made
-    return ctypes.addressof(_LAST.made)
+        _LAST.batch, _LAST.made, _LAST.address = batch, made, ctypes.addressof(made)
+    return _LAST.address
 
 
 def workspace(floats: int) -> torch.Tensor:
     """Scratch memory of at least `floats` floats, uninitialized, valid until the next call of this thread."""
-    if len(_WORKSPACE.floats) < floats:
+    if _WORKSPACE.floats.shape[0] < floats:
         with torch.inference_mode(False):
             _WORKSPACE.floats = torch.empty(floats + floats // 4)
     return _WORKSPACE.floats

@@ -62,7 +62,7 @@ class Batch(ctypes.Structure):
 class Decode(ctypes.Structure):
     _fields_ = [
         *_all(Stream, "key value"),
-        *_all(c_void_p, "dual inverse inverse_offset mean_logit"),
+        *_all(c_void_p, "dual inverse inverse_offset mean_logit dual_limbs dual_scales"),
         ("page_head_bytes", c_int64),
         *_all(c_int32, "heads dim page_tokens origin overlay_type"),
         *_all(

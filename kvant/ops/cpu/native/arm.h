@@ -50,7 +50,7 @@ INLINE vf lookup(const float *levels, vi index) {
 
 /* Bits by which the codes of plane SLOT may stay above the lowest bit of their bytes: without a shift, where they are still bytes that
  * can be multiplied. They are then 2^bits times too large. */
-INLINE int bits_above(const int BITS, const int SLOT) { return BITS * (SLOT + 1) < 8 || MATRIX ? BITS * SLOT : 0; }
+INLINE int bits_above(const int BITS, const int SLOT) { return BITS * (SLOT + 1) < 8 ? BITS * SLOT : 0; }
 
 /* Codes in plane SLOT of 16 bytes at p; IN_PLACE: bits_above their place. Codes of eight bits less 128 where signed bytes are multiplied. */
 INLINE uint8x16_t plane_codes(const uint8_t *p, const int BITS, const int SLOT, const int IN_PLACE) {
@@ -111,34 +111,39 @@ INLINE void add_words(const int QUERIES, const int VECTORS, const int WORDS, con
 #define ROUNDER 12582912.0f
 #define ROUNDER_BITS 0x4b400000
 
-/* 128 high + low as floats, of the sums of add_words that began with ROUNDER_BITS: they are floats already. Rounded once. */
-INLINE vf joined(int32x4_t first, int32x4_t second) {
+/* BASE high + low as floats, of the sums of add_words that began with ROUNDER_BITS: they are floats already. Rounded once. */
+INLINE vf joined(const float BASE, int32x4_t first, int32x4_t second) {
   const int32x4_t high = MATRIX ? vuzp1q_s32(first, second) : first, low = MATRIX ? vuzp2q_s32(first, second) : second;
-  return fused((vf)high - splat(ROUNDER), splat(128.0f), (vf)low - splat(ROUNDER));
+  return fused((vf)high - splat(ROUNDER), splat(BASE), (vf)low - splat(ROUNDER));
 }
 
-/* Limbs of 16 integers from -8128 to 8128. */
-INLINE void limbs_of(const vi *v, int8x16_t *high, int8x16_t *low) {
-  const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[0]), vreinterpretq_s16_s32((int32x4_t)v[1]));
-  const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[2]), vreinterpretq_s16_s32((int32x4_t)v[3]));
-  const int8x16_t upper = vrshrn_high_n_s16(vrshrn_n_s16(a, 7), b, 7); /* (v + 64) >> 7 */
-  const int8x16_t lower = vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b));
-  *high = upper;
-  /* the low byte of v - (h << 7), which may wrap around on the way: as unsigned bytes */
-  *low = vreinterpretq_s8_u8(vsubq_u8(vreinterpretq_u8_s8(lower), vshlq_n_u8(vreinterpretq_u8_s8(upper), 7)));
+/* v mod 2^16 of 16 integers. */
+INLINE int16x8x2_t lower_halves(const vi *v) {
+  return (int16x8x2_t){{vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[0]), vreinterpretq_s16_s32((int32x4_t)v[1])),
+                        vuzp1q_s16(vreinterpretq_s16_s32((int32x4_t)v[2]), vreinterpretq_s16_s32((int32x4_t)v[3]))}};
 }
 
+/* Limbs of 16 integers from -8128 to 8128, v = 128 high + low. */
 INLINE void store_limbs(const vi *v, int8_t *high, int8_t *low) {
-  int8x16_t upper, lower;
-  limbs_of(v, &upper, &lower);
+  const int16x8x2_t x = lower_halves(v);
+  const int8x16_t upper = vrshrn_high_n_s16(vrshrn_n_s16(x.val[0], 7), x.val[1], 7); /* (v + 64) >> 7 */
+  const int8x16_t lower = vuzp1q_s8(vreinterpretq_s8_s16(x.val[0]), vreinterpretq_s8_s16(x.val[1]));
   vst1q_s8(high, upper);
-  vst1q_s8(low, lower);
+  /* the low byte of v - (h << 7), which may wrap around on the way: as unsigned bytes */
+  vst1q_s8(low, vreinterpretq_s8_u8(vsubq_u8(vreinterpretq_u8_s8(lower), vshlq_n_u8(vreinterpretq_u8_s8(upper), 7))));
+}
+
+/* Wide limbs of 16 integers from -32639 to 32639, v = 256 high + low: low is the lower byte of v, as a signed one. */
+INLINE void wide_limbs(int16x8_t a, int16x8_t b, int8x16_t *high, int8x16_t *low) {
+  *high = vrshrn_high_n_s16(vrshrn_n_s16(a, 8), b, 8); /* (v + 128) >> 8 */
+  *low = vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b));
 }
 
 /* The same as two limb_pairs, `stride` vectors apart. */
 INLINE void store_limb_pairs(const vi *v, int8x16_t *pairs, int stride) {
+  const int16x8x2_t x = lower_halves(v);
   int8x16_t upper, lower;
-  limbs_of(v, &upper, &lower);
+  wide_limbs(x.val[0], x.val[1], &upper, &lower);
   pairs[0] = vreinterpretq_s8_s64(vzip1q_s64(vreinterpretq_s64_s8(upper), vreinterpretq_s64_s8(lower)));
   pairs[stride] = vreinterpretq_s8_s64(vzip2q_s64(vreinterpretq_s64_s8(upper), vreinterpretq_s64_s8(lower)));
 }

@@ -76,63 +76,73 @@ INLINE void page_key_sums(const int QUERIES, const int BITS, const Section *sect
       for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
     key_sums(QUERIES, VECTORS, BITS, base, bytes, next, limbs, one, two);
     for (int g = 0; g < QUERIES; g++)
-      for (int k = 0; k < VECTORS; k++) store_floats(sums + g * 128 + token + 4 * k, joined(one[k][g], two[k][g]));
+      for (int k = 0; k < VECTORS; k++) store_floats(sums + g * 128 + token + 4 * k, joined(128.0f, one[k][g], two[k][g]));
   }
 }
 
+/* Pages whose values are multiplied together, with one scale of the weights of a query: a run. */
+#define RUN_TOKENS 256 /* at most; so that |sum| <= 2^22 for `joined`: 256 limbs of at most 128 times codes in place of at most 64 */
+#define BYTE_TOKENS 128 /* the same where codes have eight bits: 128 * 128 * 255 */
+#define RUN_PAGES 16
+typedef struct {
+  const uint8_t *page_head[RUN_PAGES];
+  int64_t ahead[RUN_PAGES]; /* bytes from each page to the one whose lines are prefetched meanwhile; 0: none */
+  int pages;
+} PageRun;
+
 /* Values: planes SLOT and SLOT + 1 of a section, or the one plane of eight bits, LANE_COUNT channels of each at a time.
- * out[query * dim + channel] += unit[query] * (128 high + low sums) over the tokens of quads [quad, quads), with their limbs. */
-INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, const uint8_t *base, int bytes, int64_t ahead, int quad, int quads,
+ * out[query * dim + channel] += unit[query] * (256 high + low sums) over the tokens of quads [quad, quads) of all pages, with their limbs.
+ * Where there are several pages, their quads are a multiple of four. */
+INLINE void value_planes(const int QUERIES, const int BITS, const int SLOT, const Section *section, const PageRun *run, int quad, int quads,
                          const int8x16_t *limbs, const int32x4_t (*first)[CHUNK], const float *unit, float *out, int dim) {
-  const int PLANES = BITS == 8 ? 1 : 2;
+  const int PLANES = BITS == 8 ? 1 : 2, bytes = section->width * BITS / 8;
   const int64_t stride = 4 * (int64_t)bytes;
   float factor[2][CHUNK] = {{0.0f}};
   for (int k = 0; k < PLANES; k++)
     for (int g = 0; g < QUERIES; g++) factor[k][g] = unit[g] / (float)(1 << bits_above(BITS, SLOT + k));
-  base += quad * stride;
-  for (int c = 0; c < bytes; c += LANE_COUNT, base += BYTES) {
+  for (int c = 0; c < bytes; c += LANE_COUNT) {
     int32x4_t one[2][CHUNK], two[2][CHUNK];
     const int8x16_t *numbers = limbs;
-    const uint8_t *at[2] = {base, base}, *next = base + ahead + c / 4 % 4 * stride;
     for (int k = 0; k < PLANES; k++)
       for (int g = 0; g < QUERIES; g++) one[k][g] = first[0][g], two[k][g] = first[1][g];
-    int i = quad;
-    for (; i + 4 <= quads; i += 4, numbers += 2 * QUERIES, at[0] += 4 * stride, at[1] = at[0], next += 4 * stride) {
-      if (SLOT == 0) __builtin_prefetch(next);
-      add_words(QUERIES, PLANES, 4, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
+    for (int page = 0; page < run->pages; page++) {
+      const uint8_t *base = run->page_head[page] + section->offset + quad * stride + 4 * c;
+      const uint8_t *at[2] = {base, base}, *next = base + c / 4 % 4 * stride + (4 * c + 64 < stride ? 64 : run->ahead[page] - 4 * c / 64 * 64);
+      int i = quad;
+      for (; i + 4 <= quads; i += 4, numbers += 2 * QUERIES, at[0] += 4 * stride, at[1] = at[0], next += 4 * stride) {
+        if (SLOT == 0) __builtin_prefetch(next);
+        add_words(QUERIES, PLANES, 4, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
+      }
+      for (; i + 2 <= quads; i += 2, numbers += QUERIES, at[0] += 2 * stride, at[1] = at[0])
+        add_words(QUERIES, PLANES, 2, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
+      if (i < quads) add_words(QUERIES, PLANES, 1, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
     }
-    for (; i + 2 <= quads; i += 2, numbers += QUERIES, at[0] += 2 * stride, at[1] = at[0])
-      add_words(QUERIES, PLANES, 2, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
-    if (i < quads) add_words(QUERIES, PLANES, 1, BITS, SLOT, 1, 1, at, stride, numbers, one, two);
     for (int g = 0; g < QUERIES; g++)
       for (int k = 0; k < PLANES; k++) {
         float *to = out + g * dim + (SLOT + k) * bytes + c;
-        store_floats(to, fused(splat(factor[k][g]), joined(one[k][g], two[k][g]), load_floats(to)));
+        store_floats(to, fused(splat(factor[k][g]), joined(256.0f, one[k][g], two[k][g]), load_floats(to)));
       }
   }
 }
 
-/* All planes of a section. limbs: pairs of the tokens of quads [quad, quads), those of every query. */
-INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *section, const uint8_t *page_head, int64_t ahead, int quad,
-                            int quads, const int8x16_t *limbs, const float *unit, float *out, int dim) {
-  const uint8_t *base = page_head + section->offset;
-  const int bytes = section->width * BITS / 8;
+/* All planes of a section. limbs: pairs of the tokens of quads [quad, quads) of all pages, those of every query. */
+INLINE void run_value_sums(const int QUERIES, const int BITS, const Section *section, const PageRun *run, int quad, int quads,
+                           const int8x16_t *limbs, const float *unit, float *out, int dim) {
   int32x4_t first[2][CHUNK];
   for (int g = 0; g < QUERIES; g++) {
-    int8_t pair[16], high[128], low[128];
+    int8_t pair[16], high[RUN_TOKENS], low[RUN_TOKENS];
     int count = 0;
-    for (int i = 0; BITS == 8 && i < quads - quad; i += 2, count += 8) {
+    for (int i = 0; BITS == 8 && i < (quads - quad) * run->pages; i += 2, count += 8) {
       vst1q_s8(pair, limbs[i / 2 * QUERIES + g]);
       memcpy(high + count, pair, 8), memcpy(low + count, pair + 8, 8);
     }
     first[0][g] = first_sum(BITS, high, low, count, &first[1][g]);
   }
   if (BITS == 1)
-    for (int slot = 0; slot < 8; slot += 2)
-      value_planes(QUERIES, BITS, slot, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim);
+    for (int slot = 0; slot < 8; slot += 2) value_planes(QUERIES, BITS, slot, section, run, quad, quads, limbs, first, unit, out, dim);
   else
-    value_planes(QUERIES, BITS, 0, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim);
-  if (BITS == 2) value_planes(QUERIES, BITS, 2, base, bytes, ahead, quad, quads, limbs, first, unit, out, dim);
+    value_planes(QUERIES, BITS, 0, section, run, quad, quads, limbs, first, unit, out, dim);
+  if (BITS == 2) value_planes(QUERIES, BITS, 2, section, run, quad, quads, limbs, first, unit, out, dim);
 }
 
 /* The two of them for every number of queries and of bits, each a function of its own, for which GCC finds enough registers. */
@@ -142,16 +152,15 @@ INLINE void page_value_sums(const int QUERIES, const int BITS, const Section *se
                                                                     const int8x16_t *limbs, float *sums) {                          \
     page_key_sums(queries, bits, section, page_head, ahead, from, to, query, limbs, sums);                                          \
   }                                                                                                                                 \
-  static __attribute__((noinline)) void value_sums_##queries##_##bits(                                                              \
-      const Section *section, const uint8_t *page_head, int64_t ahead, int quad, int quads, const int8x16_t *limbs,                 \
-      const float *unit, float *out, int dim) {                                                                                     \
-    page_value_sums(queries, bits, section, page_head, ahead, quad, quads, limbs, unit, out, dim);                                  \
+  static __attribute__((noinline)) void value_sums_##queries##_##bits(const Section *section, const PageRun *run, int quad, int quads, \
+                                                                      const int8x16_t *limbs, const float *unit, float *out, int dim) { \
+    run_value_sums(queries, bits, section, run, quad, quads, limbs, unit, out, dim);                                                \
   }
 #define ALL_SUMS(queries) SUMS(queries, 1) SUMS(queries, 2) SUMS(queries, 4) SUMS(queries, 8)
 ALL_SUMS(1) ALL_SUMS(2) ALL_SUMS(3) ALL_SUMS(4)
 #define NAMES(kind, queries) {kind##queries##_1, kind##queries##_2, kind##queries##_4, kind##queries##_8}
 typedef void (*KeySums)(const Section *, const uint8_t *, int64_t, int, int, const QueryOperand *, const int8x16_t *, float *);
-typedef void (*ValueSumsOf)(const Section *, const uint8_t *, int64_t, int, int, const int8x16_t *, const float *, float *, int);
+typedef void (*ValueSumsOf)(const Section *, const PageRun *, int, int, const int8x16_t *, const float *, float *, int);
 static const KeySums KEY_SUMS[CHUNK][4] = {NAMES(key_sums_, 1), NAMES(key_sums_, 2), NAMES(key_sums_, 3), NAMES(key_sums_, 4)};
 static const ValueSumsOf VALUE_SUMS[CHUNK][4] = {NAMES(value_sums_, 1), NAMES(value_sums_, 2), NAMES(value_sums_, 3), NAMES(value_sums_, 4)};
 #undef NAMES

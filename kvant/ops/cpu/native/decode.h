@@ -2,6 +2,9 @@
 #include "dense.h"   /* float arithmetic */
 #include "rows.h"    /* decoding of stored tokens */
 #include "overlay.h" /* reading of full-precision tokens */
+#if ARM
+#include "arm_matrix.h" /* queries times a matrix by integer products */
+#endif
 #include "query.h"   /* query operands */
 #if ARM
 #include "arm_products.h" /* integer products of a page */

@@ -1,6 +1,7 @@
 /* Dense float arithmetic: exponential, dot products, rows times a matrix; and the split of floats into two 8-bit limbs. */
 
 #define LIMIT 8128.0f /* 64 * 127: largest integer that is split into limbs; then |high| and |low| are at most 64 */
+#define WIDE_LIMIT 32639.0f /* 127 * 256 + 127: largest integer that ARM splits into wide limbs, 256 high + low */
 #define CHUNK 4       /* queries of a KV head that are computed together */
 #define MOST_ROWS 8   /* rows that are multiplied by a matrix together */
 #define AHEAD 8       /* overlay tokens are prefetched this many positions before they are read */
@@ -163,90 +164,37 @@ INLINE void load_row(const void *source, int64_t at, int type, int dim, float *o
 }
 
 #if ARM
-#define CLOBBERED                                                                                                                          \
-  "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", \
-      "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
-
-/* Y = X M for eight rows and eight columns. x: [dim / 4, 8, 4]; rows of the matrix are `step` floats apart. Lines `apart` floats from one another,
- * from `next` on, are prefetched, one for every four rows of the matrix. */
-#define FMLA(sum, row, number, lane) "fmla v" #sum ".4s, v" #row ".4s, v" #number ".s[" #lane "]\n"
-#define FMLA_ROWS(first, second, lane)                                                                               \
-  FMLA(16, first, 0, lane) FMLA(17, second, 0, lane) FMLA(18, first, 1, lane) FMLA(19, second, 1, lane)                    \
-  FMLA(20, first, 2, lane) FMLA(21, second, 2, lane) FMLA(22, first, 3, lane) FMLA(23, second, 3, lane)                    \
-  FMLA(24, first, 4, lane) FMLA(25, second, 4, lane) FMLA(26, first, 5, lane) FMLA(27, second, 5, lane)                    \
-  FMLA(28, first, 6, lane) FMLA(29, second, 6, lane) FMLA(30, first, 7, lane) FMLA(31, second, 7, lane)
-#define ZERO(sum) "movi v" #sum ".4s, #0\n"
-#define STORE_ROW(first, second) "stp q" #first ", q" #second ", [%[y]]\n add %[y], %[y], %[stride]\n"
-#define LOAD_ROW(first, second) "ldp q" #first ", q" #second ", [%[matrix]]\n add %[matrix], %[matrix], %[step]\n"
-static void times_panel(const float32x4_t *x, const float *matrix, int64_t step, int64_t dim, const float *next, int64_t apart, float *y, int64_t stride) {
-  __asm__ volatile(
-      ZERO(16) ZERO(17) ZERO(18) ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23) ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28) ZERO(29) ZERO(30) ZERO(31)
-      "1:\n"
-      "ldp q0, q1, [%[x]]\n ldp q2, q3, [%[x], #32]\n ldp q4, q5, [%[x], #64]\n ldp q6, q7, [%[x], #96]\n add %[x], %[x], #128\n"
-      LOAD_ROW(8, 9) LOAD_ROW(10, 11) LOAD_ROW(12, 13) LOAD_ROW(14, 15)
-      "prfm pldl1keep, [%[next]]\n add %[next], %[next], %[apart]\n"
-      FMLA_ROWS(8, 9, 0) FMLA_ROWS(10, 11, 1) FMLA_ROWS(12, 13, 2) FMLA_ROWS(14, 15, 3)
-      "subs %[dim], %[dim], #4\n b.gt 1b\n"
-      STORE_ROW(16, 17) STORE_ROW(18, 19) STORE_ROW(20, 21) STORE_ROW(22, 23) STORE_ROW(24, 25) STORE_ROW(26, 27) STORE_ROW(28, 29) STORE_ROW(30, 31)
-      : [x] "+r"(x), [matrix] "+r"(matrix), [dim] "+r"(dim), [next] "+r"(next), [y] "+r"(y)
-      : [step] "r"(4 * step), [apart] "r"(4 * apart), [stride] "r"(4 * stride)
-      : CLOBBERED);
-}
-
-#define PANEL_ROWS 32 /* rows that are multiplied by a panel of a matrix */
-
-/* sum += X M for four rows of M, `step` floats apart, and eight columns; x: four numbers of each row of X. A number is taken by its
- * index in a register, so that nothing is broadcast. */
-INLINE void fused_rows(const int ROWS, const float32x4_t *x, const float *matrix, int64_t step, vf (*sum)[2]) {
-#define ROW(d)                                                                                                          \
-  {                                                                                                                     \
-    const float32x4_t numbers[2] = {vld1q_f32(matrix + d * step), vld1q_f32(matrix + d * step + LANE_COUNT)};           \
-    for (int k = 0; k < 2; k++)                                                                                         \
-      for (int r = 0; r < ROWS; r++) sum[r][k] = (vf)vfmaq_laneq_f32((float32x4_t)sum[r][k], numbers[k], x[r], d);      \
-  }
-  ROW(0) ROW(1) ROW(2) ROW(3)
-#undef ROW
-}
-
-/* Y = X M for eight columns of M, whose rows are `step` floats apart. x: [dim / 4, ROWS, 4]. */
-INLINE void packed_columns(const int ROWS, const float32x4_t *x, const float *matrix, int64_t step, int dim, float *y, int64_t stride) {
-  vf sum[MOST_ROWS][2];
-  for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = splat(0.0f);
-  for (int d = 0; d < dim; d += 4, x += ROWS, matrix += 4 * step) fused_rows(ROWS, x, matrix, step, sum);
+/* Y = X M for 16 columns: a cache line of every row of M, [dim, dim]. x: [dim / 4, ROWS, 4]. A number of X is taken by its index in a
+ * register, so that nothing is broadcast. The lines `next` floats further on are prefetched. */
+INLINE void packed_columns(const int ROWS, const float32x4_t *x, const float *matrix, int dim, int next, float *y, int64_t stride) {
+  vf sum[CHUNK][4];
   for (int r = 0; r < ROWS; r++)
-    for (int k = 0; k < 2; k++) store_floats(y + r * stride + k * LANE_COUNT, sum[r][k]);
+    for (int k = 0; k < 4; k++) sum[r][k] = splat(0.0f);
+  for (int d = 0; d < dim; d += 4, x += ROWS) {
+#define ROW(d)                                                                                                              \
+  {                                                                                                                         \
+    float32x4_t numbers[4];                                                                                                 \
+    for (int k = 0; k < 4; k++) numbers[k] = vld1q_f32(matrix + 4 * k);                                                     \
+    __builtin_prefetch(matrix + next);                                                                                      \
+    for (int r = 0; r < ROWS; r++)                                                                                          \
+      for (int k = 0; k < 4; k++) sum[r][k] = (vf)vfmaq_laneq_f32((float32x4_t)sum[r][k], numbers[k], x[r], d);             \
+    matrix += dim;                                                                                                          \
+  }
+    ROW(0) ROW(1) ROW(2) ROW(3)
+#undef ROW
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < 4; k++) store_floats(y + r * stride + 4 * k, sum[r][k]);
 }
 
-/* Y = X M for columns [0, end) as far as they are whole panels of eight; returns the first column that is left. At most PANEL_ROWS rows;
- * dim is a multiple of four. Where there are many rows, panels are copied first, so that they stay in the first-level cache for all of
- * them: the matrix of head_dim 128 fills a cache of 64 KB, and the rows of a panel lie in an eighth of its sets. */
-static int times_panels(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
-  float32x4_t packed[256 / 4 * PANEL_ROWS], *to = packed;
-  float panel[256 * 16] __attribute__((aligned(64))); /* two panels: a cache line of every row */
-  const int copied = rows > MOST_ROWS && dim > 64;
-  for (int r = 0, count; r < rows; r += count) {
-    count = rows - r >= MOST_ROWS ? MOST_ROWS : rows - r < CHUNK ? rows - r : CHUNK;
-    for (int d = 0; d < dim; d += 4)
-      for (int k = 0; k < count; k++) *to++ = vld1q_f32(x + (r + k) * dim + d);
-  }
+/* Y = X M for columns [0, end) as far as they are a multiple of 16; returns the first column that is left. At most CHUNK rows; dim is a
+ * multiple of four. */
+static int times_lines(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
+  float32x4_t packed[256 / 4 * CHUNK], *to = packed;
+  for (int d = 0; d < dim; d += 4)
+    for (int r = 0; r < rows; r++) *to++ = vld1q_f32(x + r * dim + d);
   int e = 0;
-  for (; e + 8 <= end; e += 8) {
-    const float *from = matrix + e;
-    const float32x4_t *at = packed;
-    int64_t step = dim;
-    if (copied && e % 16 == 0 && e + 16 <= end)
-      for (int d = 0; d < dim; d++) memcpy(panel + d * 16, from + (int64_t)d * dim, 16 * sizeof(float));
-    if (copied && e / 16 * 16 + 16 <= end) from = panel + e % 16, step = 16;
-    for (int r = 0, count; r < rows; r += count, at += count * dim / 4) {
-      count = rows - r >= MOST_ROWS ? MOST_ROWS : rows - r < CHUNK ? rows - r : CHUNK;
-      if (count == MOST_ROWS) { /* a quarter of the rows of the next two panels is prefetched */
-        const float *next = matrix + (e / 16 * 16 + 16 < end ? e / 16 * 16 + 16 : 0) + (int64_t)(r / MOST_ROWS + e / 8) % 4 * (dim / 4) * dim;
-        times_panel(at, from, step, dim, next, dim, y + r * stride + e, stride);
-      }
-      else
-        FOR_COUNT(count, packed_columns, at, from, step, dim, y + r * stride + e, stride)
-    }
-  }
+  for (; e + 16 <= end; e += 16) FOR_COUNT(rows, packed_columns, packed, matrix + e, dim, e + 32 <= end ? 16 : 0, y + e, stride)
   return e;
 }
 #endif
@@ -288,8 +236,8 @@ INLINE void times_matrix_of(const int ROWS, const float *x, const float *matrix,
 static void times_matrix(int rows, const float *x, const float *matrix, int dim, int end, float *y, int64_t stride) {
   int e = 0;
 #if ARM
-  for (int r = 0; dim % 4 == 0 && r < rows; r += PANEL_ROWS)
-    e = times_panels(rows - r < PANEL_ROWS ? rows - r : PANEL_ROWS, x + r * dim, matrix, dim, end, y + r * stride, stride);
+  for (int r = 0; dim % 4 == 0 && r < rows; r += CHUNK)
+    e = times_lines(rows - r < CHUNK ? rows - r : CHUNK, x + r * dim, matrix, dim, end, y + r * stride, stride);
 #endif
   for (int r = 0; e < end && r < rows;) {
     const int left = rows - r;

@@ -55,6 +55,8 @@ typedef struct {
 typedef struct {
   Stream key, value;
   const float *dual, *inverse, *inverse_offset, *mean_logit; /* [1 or heads, dim, dim] twice, [1 or heads, dim], [heads, dim] */
+  const int8_t *dual_limbs; /* `dual` as arm_matrix.h reads it: [1 or heads, 2 dim dim], and scales [1 or heads, 2, dim]; or NULL */
+  const float *dual_scales;
   int64_t page_head_bytes;
   int32_t heads, dim, page_tokens, origin, overlay_type; /* origin: position of the first token of the first page */
   int32_t dual_heads, inverse_heads, offset_heads;       /* 1, or heads */

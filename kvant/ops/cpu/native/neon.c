@@ -3,7 +3,7 @@
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
 #else
-#pragma GCC target("arch=armv8.2-a+dotprod")
+#pragma GCC target("arch=armv8.2-a+dotprod,tune=neoverse-n1")
 #endif
 #define MATRIX 0
 #define NAME(x) x##_neon

@@ -134,8 +134,13 @@ static void make_operands(const Decode *call, int64_t row, int block, int blocks
       if (call->rope_block) unrotate(scratch + r * dim, call->cosine + angles, call->sine + angles, half);
       if (!call->dual) memcpy(p + r * call->operand_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
     }
-    if (call->dual)
-      times_matrix(rows, scratch, call->dual + (int64_t)(head % call->dual_heads) * dim * dim, dim, end, p, call->operand_stride);
+    const int64_t matrix = head % call->dual_heads;
+#if ARM
+    if (call->dual_limbs)
+      times_limbs(rows, scratch, call->dual_limbs + matrix * 2 * dim * dim, call->dual_scales + matrix * 2 * dim, dim, end, p, call->operand_stride);
+    else
+#endif
+    if (call->dual) times_matrix(rows, scratch, call->dual + matrix * dim * dim, dim, end, p, call->operand_stride);
     for (int r = 0; r < rows; r++) make_operand(call, row, (i + r) % group, scratch + r * dim, p + r * call->operand_stride);
   }
 }

@@ -9,6 +9,11 @@ INLINE float meta_one(const Stream *s, const uint8_t *page_head, int page_tokens
   return load_one(page_head + s->meta_offset, (int64_t)(meta * s->meta_fields + field) * page_tokens + token, s->meta_type);
 }
 
+/* Prefetches the scales of a page. */
+INLINE void fetch_scales(const Stream *s, const uint8_t *page_head, int page_tokens) {
+  fetch(page_head + s->meta_offset, (int64_t)s->metas * s->meta_fields * page_tokens * 2);
+}
+
 /* Offset in a section of byte `byte` of the `bytes` bytes of a token: the order "lanes" of layout.py. Keys: tiles of 16 tokens, four
  * bytes of each token in turn. Values: four tokens, one byte of each in turn. */
 INLINE int64_t key_place(int bytes, int token, int byte) {

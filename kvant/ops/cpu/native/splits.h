@@ -28,7 +28,8 @@ INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Str
   if (position >= part->end || position >= recent) return 0;
   const uint8_t *next = page_head_at(call, part, position);
   if (s->kind <= SCALE_ALONE || s->kind == RAW) {
-    fetch(next + s->meta_offset, (int64_t)s->metas * s->meta_fields * size * 2);
+    fetch_scales(s, next, size);
+    for (int j = 0; ARM && j < s->sections; j++) __builtin_prefetch(next + s->section[j].offset);
     return next - page_head;
   }
   for (int j = 0; j < s->sections; j++) fetch(next + s->section[j].offset, (int64_t)s->section[j].width * s->section[j].bits * size / 8);
@@ -138,6 +139,20 @@ INLINE void softmax_weights(const Decode *call, float *x, int count, float *top,
   *sum = sum_of(total);
 }
 
+#if ARM
+/* The whole pages from `position` on that are in this split and before `recent`, as a run; none where a page begins before `position`.
+ * Prefetches their scales. */
+INLINE void next_run(const Decode *call, const SplitTokens *part, const Stream *s, int64_t position, int64_t recent, PageRun *run) {
+  const int size = call->page_tokens, tokens = most_tokens(s), most = size * RUN_PAGES < tokens ? RUN_PAGES : tokens / size;
+  const int64_t end = part->end < recent ? part->end : recent;
+  for (run->pages = 0; run->pages < most && (position - call->origin) % size == 0 && position + size <= end; position += size) {
+    const uint8_t *page_head = page_head_at(call, part, position);
+    run->page_head[run->pages++] = page_head;
+    fetch_scales(s, page_head, size);
+  }
+}
+#endif
+
 /* O = P V over a split: out[query * dim + channel]. */
 static void split_values(const Decode *call, const SplitTokens *part, int queries, const float *weights, float *out) {
   const Stream *s = &call->value;
@@ -148,6 +163,8 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
   ValueSums sums;
 #if ARM
   sums.sections = s->kind <= SCALE_ALONE && by_sections(s);
+  const int runs = takes_runs(s, size);
+  PageRun run = {.pages = 0}, later; /* `run` is what was found last, from this position on */
 #endif
   for (int g = 0; g < queries; g++) {
     memset(out + g * dim, 0, sizeof(float) * (size_t)dim);
@@ -172,6 +189,17 @@ static void split_values(const Decode *call, const SplitTokens *part, int querie
       continue;
     }
     if (recent < to) to = recent;
+#if ARM
+    if (runs && !run.pages) next_run(call, part, s, position, recent, &run);
+    if (run.pages) {
+      position += run.pages * size;
+      next_run(call, part, s, position, recent, &later);
+      for (int i = 0; i < run.pages; i++) run.ahead[i] = i < later.pages ? later.page_head[i] - run.page_head[i] : 0;
+      run_values(call, queries, &run, weight, stride, out, &sums);
+      run = later;
+      continue;
+    }
+#endif
     if (end_of_page(call, position) < to) to = end_of_page(call, position);
     const int from = (int)((position - call->origin) % size), last = from + (int)(to - position);
     const uint8_t *page_head = page_head_at(call, part, position);

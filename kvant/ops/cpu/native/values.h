@@ -6,7 +6,7 @@ typedef struct {
   int8_t high[CHUNK][128], low[CHUNK][128];
   float scale[CHUNK];
 #if ARM
-  int8x16_t pairs[CHUNK * 16]; /* where all of a stream's sections are multiplied by arm_products.h: limb_pairs instead of high and low */
+  int8x16_t pairs[CHUNK * RUN_TOKENS / 8]; /* where all of a stream's sections are multiplied by arm_products.h: limb_pairs, of a run of pages */
 #endif
 } Weights;
 
@@ -126,15 +126,14 @@ INLINE void columns(const int QUERIES, const Stream *s, const uint8_t *page_head
 }
 
 #if ARM
-/* The same section by section, two planes at a time. */
-INLINE void section_columns(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w,
-                            float *out, int dim) {
+/* The same section by section, two planes at a time, of a run of pages. */
+static void section_columns(int queries, const Stream *s, const PageRun *run, int quad, int quads, const Weights *w, float *out, int dim) {
   for (int j = 0; j < s->sections; j++) {
     const Section *section = &s->section[j];
     const Weights *weights = &w[s->span[span_of(s, section->first, 0)].meta];
     float unit[CHUNK];
     for (int g = 0; g < queries; g++) unit[g] = section->alpha * weights->scale[g];
-    VALUE_SUMS[queries - 1][__builtin_ctz((unsigned)section->bits)](section, page_head, ahead, quad, quads, weights->pairs, unit,
+    VALUE_SUMS[queries - 1][__builtin_ctz((unsigned)section->bits)](section, run, quad, quads, weights->pairs, unit,
                                                                     out + section->first, dim);
   }
 }
@@ -149,11 +148,21 @@ typedef struct {
 #endif
 } ValueSums;
 
+/* Bits by which the high limb of a weight is above the low one: weights are wide limbs where arm_products.h multiplies them. */
+INLINE int limb_bits(const ValueSums *sums) {
+#if ARM
+  if (sums->sections) return 8;
+#endif
+  (void)sums;
+  return 7;
+}
+
 static void code_values(int queries, const Stream *s, const uint8_t *page_head, int64_t ahead, int quad, int quads, const Weights *w,
                         const ValueSums *sums, float *out, int dim) {
 #if ARM
   if (sums->sections) {
-    section_columns(queries, s, page_head, ahead, quad, quads, w, out, dim);
+    const PageRun run = {{page_head}, {ahead}, 1};
+    section_columns(queries, s, &run, quad, quads, w, out, dim);
     return;
   }
 #endif
@@ -259,26 +268,32 @@ INLINE vi within(int token, int from, int to) {
 }
 
 #if ARM
-/* page_weights of tokens [first, last), a multiple of 16, with scales in bfloat16. MEAN: tokens whose scale is negative are counted. */
-INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int queries, const uint8_t *page_head, int page_tokens, int first,
+/* page_weights of tokens [first, last), a multiple of 16, of each page of a run, with scales in bfloat16. There is one scale of the
+ * weights of a query for all pages. MEAN: tokens whose scale is negative are counted. */
+INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int queries, const PageRun *run, int page_tokens, int first,
                           int last, const float *weight, int stride, Weights *w, ValueSums *sums) {
   const vf rounder = splat(ROUNDER);
+  const float limit = limb_bits(sums) == 8 ? WIDE_LIMIT : LIMIT, inverse = 1.0f / limit;
+  const int tokens = (last - first) * run->pages; /* index 0 is token `first` of the first page */
+  weight += first;
   for (int m = 0; m < s->metas; m++) {
-    const uint16_t *scales = (const uint16_t *)(page_head + s->meta_offset) + (int64_t)m * s->meta_fields * page_tokens;
-    float size_of[128] __attribute__((aligned(64))), offset_of[128] __attribute__((aligned(64)));
-    float scaled[CHUNK][128] __attribute__((aligned(64))), flag_of[128] __attribute__((aligned(64))), tops[CHUNK];
-    for (int t = first; t < last; t += LANE_COUNT) {
-      const vf scale = load_halves(scales + t, BFLOAT16), size = magnitude(scale);
-      const vi there = size > splat(0.0f); /* false for NaN */
-      if (MEAN && m == 0) store_floats(flag_of + t, (vf)((scale < splat(0.0f)) & (vi)splat(1.0f)));
-      store_floats(size_of + t, (vf)(there & (vi)size));
-      if (KIND == SCALE_ZERO) store_floats(offset_of + t, (vf)(there & (vi)-load_halves(scales + page_tokens + t, BFLOAT16)));
-      if (KIND == SCALE_MIN) store_floats(offset_of + t, (vf)(there & (vi)(load_halves(scales + page_tokens + t, BFLOAT16) / size)));
+    float size_of[RUN_TOKENS] __attribute__((aligned(64))), offset_of[RUN_TOKENS] __attribute__((aligned(64)));
+    float scaled[CHUNK][RUN_TOKENS] __attribute__((aligned(64))), flag_of[RUN_TOKENS] __attribute__((aligned(64))), tops[CHUNK];
+    for (int page = 0, i = 0; page < run->pages; page++) {
+      const uint16_t *scales = (const uint16_t *)(run->page_head[page] + s->meta_offset) + (int64_t)m * s->meta_fields * page_tokens;
+      for (int t = first; t < last; t += LANE_COUNT, i += LANE_COUNT) {
+        const vf scale = load_halves(scales + t, BFLOAT16), size = magnitude(scale);
+        const vi there = size > splat(0.0f); /* false for NaN */
+        if (MEAN && m == 0) store_floats(flag_of + i, (vf)((scale < splat(0.0f)) & (vi)splat(1.0f)));
+        store_floats(size_of + i, (vf)(there & (vi)size));
+        if (KIND == SCALE_ZERO) store_floats(offset_of + i, (vf)(there & (vi)-load_halves(scales + page_tokens + t, BFLOAT16)));
+        if (KIND == SCALE_MIN) store_floats(offset_of + i, (vf)(there & (vi)(load_halves(scales + page_tokens + t, BFLOAT16) / size)));
+      }
     }
     for (int g = 0; g < queries; g++) {
       vf most[4];
       for (int i = 0; i < 4; i++) most[i] = splat(0.0f);
-      for (int t = first; t < last; t += 4 * LANE_COUNT)
+      for (int t = 0; t < tokens; t += 4 * LANE_COUNT)
         for (int i = 0; i < 4; i++) {
           const vf x = load_floats(weight + g * stride + t + i * LANE_COUNT) * load_floats(size_of + t + i * LANE_COUNT);
           store_floats(scaled[g] + t + i * LANE_COUNT, x);
@@ -287,21 +302,20 @@ INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int q
       tops[g] = max_of(highest(highest(most[0], most[1]), highest(most[2], most[3])));
       if (MEAN && m == 0) {
         vf flagged[4] = {sums->flagged[g], splat(0.0f), splat(0.0f), splat(0.0f)};
-        for (int t = first; t < last; t += 4 * LANE_COUNT)
+        for (int t = 0; t < tokens; t += 4 * LANE_COUNT)
           for (int i = 0; i < 4; i++)
             flagged[i] = fused(load_floats(weight + g * stride + t + i * LANE_COUNT), load_floats(flag_of + t + i * LANE_COUNT), flagged[i]);
         sums->flagged[g] = (flagged[0] + flagged[1]) + (flagged[2] + flagged[3]);
       }
     }
     for (int g = 0; g < queries; g++) { /* not in the loop before: it would wait for the maximum and the division */
-      const float top = tops[g];
-      const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
-      const float unit = top * (1.0f / LIMIT);
+      const float top = tops[g], unit = top * inverse;
+      const vf times = splat(top > 0x1p-100f ? limit / top : 0.0f);
       vf offset[2];
       vu total[4];
       for (int i = 0; i < 4; i++) offset[i / 2] = splat(0.0f), total[i] = (vu){};
       w[m].scale[g] = unit;
-      for (int t = first; t < last; t += 4 * LANE_COUNT) {
+      for (int t = 0; t < tokens; t += 4 * LANE_COUNT) {
         vi v[4]; /* the bits of ROUNDER + v: those of ROUNDER are above the lower 16, of which limbs are made */
         for (int i = 0; i < 4; i++) {
           const vf rounded = fused(load_floats(scaled[g] + t + i * LANE_COUNT), times, rounder);
@@ -309,30 +323,28 @@ INLINE void whole_weights(const int KIND, const int MEAN, const Stream *s, int q
           total[i] += (vu)rounded;
           if (KIND != SCALE_ALONE) offset[i / 2] = fused(rounded - rounder, load_floats(offset_of + t + i * LANE_COUNT), offset[i / 2]);
         }
-        if (sums->sections)
-          store_limb_pairs(v, w[m].pairs + (t - first) / 8 * queries + g, queries);
+        if (limb_bits(sums) == 8)
+          store_limb_pairs(v, w[m].pairs + t / 8 * queries + g, queries);
         else
-          store_limbs(v, w[m].high[g] + t, w[m].low[g] + t);
+          store_limbs(v, w[m].high[g] + first + t, w[m].low[g] + first + t);
       }
-      const vu excess = (vu)rounder * ((uint32_t)(last - first) / LANE_COUNT); /* in 32 bits, as `total` wrapped around */
+      const vu excess = (vu)rounder * ((uint32_t)tokens / LANE_COUNT); /* in 32 bits, as `total` wrapped around */
       sums->scale[m][g] += floats((vi)((total[0] + total[1]) + (total[2] + total[3]) - excess)) * unit;
       if (KIND != SCALE_ALONE) sums->offset[m][g] += (offset[0] + offset[1]) * unit;
     }
   }
 }
 
-/* The same for every kind; returns 0 where it does not serve the stream or those tokens. */
-static int whole_page_weights(const Stream *s, int queries, const uint8_t *page_head, int page_tokens, int from, int to, const float *weight,
-                              int stride, Weights *w, ValueSums *sums) {
-  if (from % LANE_COUNT || (to - from) % (4 * LANE_COUNT) || s->meta_type != BFLOAT16) return 0;
-#define WHOLE(kind, mean) whole_weights(kind, mean, s, queries, page_head, page_tokens, from, to, weight, stride, w, sums)
+/* The same for every kind. */
+static void run_weights(const Stream *s, int queries, const PageRun *run, int page_tokens, int from, int to, const float *weight, int stride,
+                        Weights *w, ValueSums *sums) {
+#define WHOLE(kind, mean) whole_weights(kind, mean, s, queries, run, page_tokens, from, to, weight, stride, w, sums)
   switch (s->kind) {
     case SCALE_MIN: if (s->mean) WHOLE(SCALE_MIN, 1); else WHOLE(SCALE_MIN, 0); break;
     case SCALE_ZERO: if (s->mean) WHOLE(SCALE_ZERO, 1); else WHOLE(SCALE_ZERO, 0); break;
     default: if (s->mean) WHOLE(SCALE_ALONE, 1); else WHOLE(SCALE_ALONE, 0);
   }
 #undef WHOLE
-  return 1;
 }
 #endif
 
@@ -342,9 +354,14 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
                          Weights *w, ValueSums *sums) {
   const int first = from / LANE_COUNT * LANE_COUNT, last = (to + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT;
   float padded[CHUNK][128] __attribute__((aligned(64)));
-  const int ragged = first < from || to < last;
+  const int ragged = first < from || to < last, bits = limb_bits(sums);
+  const float limit = bits == 8 ? WIDE_LIMIT : LIMIT, inverse = 1.0f / limit;
 #if ARM
-  if (whole_page_weights(s, queries, page_head, size, from, to, weight, stride, w, sums)) return;
+  if (from % LANE_COUNT == 0 && (to - from) % (4 * LANE_COUNT) == 0 && s->meta_type == BFLOAT16) {
+    const PageRun run = {{page_head}, {0}, 1};
+    run_weights(s, queries, &run, size, from, to, weight, stride, w, sums);
+    return;
+  }
 #endif
   if (ragged) { /* scales outside of [from, to) are undefined and may be NaN */
     memset(padded, 0, sizeof padded);
@@ -374,12 +391,12 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
         for (int t = first, k = 0; t < last; t += LANE_COUNT, k++)
           sums->flagged[g] = fused(load_floats(probs + t), flag_of[k], sums->flagged[g]);
       const float top = max_of(most);
-      const vf times = splat(top > 0x1p-100f ? LIMIT / top : 0.0f);
-      const float unit = top * (1.0f / LIMIT);
+      const vf times = splat(top > 0x1p-100f ? limit / top : 0.0f);
+      const float unit = top * inverse;
       w[m].scale[g] = unit;
       int t = first, k = 0;
 #if ARM
-      for (; t + 4 * LANE_COUNT <= last; t += 4 * LANE_COUNT, k += 4) {
+      for (; bits == 7 && t + 4 * LANE_COUNT <= last; t += 4 * LANE_COUNT, k += 4) {
         vi v[4];
         for (int i = 0; i < 4; i++) {
           v[i] = __builtin_convertvector(fused(scaled[k + i], times, splat(0.5f)), vi);
@@ -391,8 +408,8 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
 #endif
       for (; t < last; t += LANE_COUNT, k++) {
         const vi v = __builtin_convertvector(fused(scaled[k], times, splat(0.5f)), vi);
-        const vi h = (v + 64) >> 7;
-        const vc high = __builtin_convertvector(h, vc), low = __builtin_convertvector(v - (h << 7), vc);
+        const vi h = (v + (1 << (bits - 1))) >> bits;
+        const vc high = __builtin_convertvector(h, vc), low = __builtin_convertvector(v - (h << bits), vc);
         memcpy(w[m].high[g] + t, &high, sizeof high);
         memcpy(w[m].low[g] + t, &low, sizeof low);
         total += v;
@@ -403,7 +420,7 @@ INLINE void page_weights(const Stream *s, int queries, const uint8_t *page_head,
     }
 #if ARM
     int8x16_t *pair = w[m].pairs;
-    for (int t = first; sums->sections && t < last; t += 8)
+    for (int t = first; bits == 8 && t < last; t += 8)
       for (int g = 0; g < queries; g++) *pair++ = limb_pair(w[m].high[g] + t, w[m].low[g] + t, last - t < 8);
 #endif
   }
@@ -440,3 +457,24 @@ static void page_values(const Decode *call, int queries, const uint8_t *page_hea
       for (int g = 0; g < queries; g++) add_times(out + g * dim, weight[g * stride + token], center, dim);
     }
 }
+
+#if ARM
+/* Whether the whole pages of a stream are multiplied in runs. */
+INLINE int takes_runs(const Stream *s, int page_tokens) {
+  return s->kind <= SCALE_ALONE && !s->centers && s->meta_type == BFLOAT16 && page_tokens % 16 == 0 && by_sections(s);
+}
+
+/* Tokens of a run, at most. */
+INLINE int most_tokens(const Stream *s) {
+  int bits = 0;
+  for (int j = 0; j < s->sections; j++) bits |= s->section[j].bits;
+  return bits & 8 ? BYTE_TOKENS : RUN_TOKENS;
+}
+
+/* O += P V of all tokens of a run of pages. */
+static void run_values(const Decode *call, int queries, const PageRun *run, const float *weight, int stride, float *out, ValueSums *sums) {
+  Weights w[MAX_SPANS];
+  run_weights(&call->value, queries, run, call->page_tokens, 0, call->page_tokens, weight, stride, w, sums);
+  section_columns(queries, &call->value, run, 0, call->page_tokens / 4, w, out, call->dim);
+}
+#endif
