@@ -196,6 +196,19 @@ def test_log_sum_exp() -> None:
         torch.testing.assert_close(lse, scores.logsumexp(-1).flatten())
 
 
+def test_limbs_of_a_matrix() -> None:
+    """As native/arm_matrix.h reads them: [heads, columns / 8, rows / 4, high and low, 8 columns, 4 rows]."""
+    matrix = torch.randn(2, 48, 48) * torch.logspace(-3, 3, 48)[:, None] * torch.logspace(2, -2, 48)
+    limbs, scales = cpu_decode.matrix_limbs(matrix)
+    integers = 256 * limbs[:, :, :, 0].double() + limbs[:, :, :, 1]
+    found = integers.permute(0, 2, 4, 1, 3).reshape(2, 48, 48) * scales[:, 0, :, None] * scales[:, 1, None]
+    assert limbs.dtype == torch.int8
+    assert relative_error(found, matrix) < 5e-5
+    size = matrix.abs() / scales[:, 0, :, None] / scales[:, 1, None]  # of the integers
+    assert size.max() < 32640
+    assert ((found - matrix).abs() <= 0.51 * scales[:, 0, :, None] * scales[:, 1, None]).all()
+
+
 @pytest.mark.few(9)
 @pytest.mark.parametrize("name", TOKENWISE + GROUPWISE)
 def test_threads_do_not_show(name: str, two_threads: None) -> None:

@@ -1,4 +1,4 @@
-"""The 8-bit matrix products of ARM (i8mm.c) give the bits of the dot products (neon.c), and these what generic C gives: on an ARM CPU, or
+"""The 8-bit matrix products of ARM (i8mm.c) give the bits of the dot products (neon.c), and these exact attention: on an ARM CPU, or
 under qemu-user, on other machines with a cross compiler."""
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class CpuDecode(Derived):
             made.block, made.rope_first = store.key.spec.effective_rope_block, store.key.rope.first
             call.rope_block, call.rope_first = made.block, made.rope_first
             call.rope_half = len(store.key.rope.inv_freq)
-            if dual.tensor is not None and layout.head_dim % 16 == 0:
+            if dual.tensor is not None and layout.head_dim % 16 == 0 and library.is_arm():
                 limbs, scales = matrix_limbs(dual.tensor)
                 kept += [limbs, scales]
                 call.dual_limbs, call.dual_scales = limbs.data_ptr(), scales.data_ptr()

@@ -55,6 +55,11 @@ def kinds() -> list[str]:
     return [] if isinstance(found, str) else list(found.kinds())
 
 
+def is_arm() -> bool:
+    """Whether this machine can run the operations of native/arm.h."""
+    return any(kind.startswith("NEON") for kind in kinds())
+
+
 @functools.cache
 def isa() -> int:
     """Index in `kinds()` of the instruction set to use: the best, or the one that KVANT_CPU_ISA names."""

@@ -1,8 +1,8 @@
 /* Queries of RoPE blocks times the matrix of the key transform, on ARM: Y = X M by integer dot products. Both are split into two wide
- * limbs, v = 256 high + low; low * low is left out, which is less than the rounding of v. Against floats there are three
- * instructions in place of four, and a matrix takes half as many bytes: that of head_dim 128 fits in the first-level cache. */
+ * limbs, v = 256 high + low; low * low is left out, about as much as rounding to integers v changes. Three instructions do what takes
+ * four with floats, and a matrix takes half as many bytes: that of head_dim 128 fits in the first-level cache. */
 
-#define TILE_ROWS 4  /* rows of X of a tile of Y; it has eight columns */
+#define TILE_ROWS 4 /* rows of X of a tile of Y; it has eight columns */
 
 /* X diag(factor) of TILE_ROWS rows as limbs, to out: [dim / 16, high and low, 4, TILE_ROWS, 4 channels]. Rows from `count` on are 0.
  * unit[row]: what 256 of an integer stand for. dim is a multiple of 16. */
@@ -38,11 +38,11 @@ static void pack_rows(int count, const float *x, const float *factor, int dim, i
 
 /* Adds the products of four channels: `upper` are sums of high * high, `mixed` of high * low and low * high.
  * matrix: [high and low, 8 columns, 4 channels]. */
-#define ADD_ROW(r)                                                  \
-  for (int k = 0; k < 2; k++) {                                     \
-    upper[r][k] = DOT_WORD(upper[r][k], m[k], high, r);          \
-    mixed[r][k] = DOT_WORD(mixed[r][k], m[2 + k], high, r);      \
-  }                                                                 \
+#define ADD_ROW(r)                                          \
+  for (int k = 0; k < 2; k++) {                             \
+    upper[r][k] = DOT_WORD(upper[r][k], m[k], high, r);     \
+    mixed[r][k] = DOT_WORD(mixed[r][k], m[2 + k], high, r); \
+  }                                                         \
   for (int k = 0; k < 2; k++) mixed[r][k] = DOT_WORD(mixed[r][k], m[k], low, r);
 INLINE void add_channels(const int32_t *x, const int8_t *matrix, int32x4_t (*upper)[2], int32x4_t (*mixed)[2]) {
   const int8x16_t high = vreinterpretq_s8_s32(vld1q_s32(x)), low = vreinterpretq_s8_s32(vld1q_s32(x + 16));
@@ -71,7 +71,7 @@ INLINE void matrix_tile(const int ROWS, const int32_t *x, const int8_t *matrix, 
     }
 }
 
-#define WIDE_ROWS 32 /* rows that are multiplied by a matrix together */
+#define WIDE_ROWS (4 * MOST_ROWS) /* rows that are multiplied by a matrix together */
 
 /* Y = X M for columns [0, end), rounded up to a multiple of eight, and at most WIDE_ROWS rows. M = diag(row) V diag(column) with
  * integers V; scales: row [dim], then column [dim]. limbs: V as [dim / 8, dim / 4, high and low, 8 columns, 4 channels]. */

@@ -152,7 +152,7 @@ INLINE void span_scores(const int QUERIES, const int KIND, const int FIRST, cons
 INLINE void section_scores(const int QUERIES, const Stream *s, const uint8_t *page_head, int64_t ahead, int page_tokens, int from, int to,
                            const QueryOperand *query, float *scores, int stride) {
   float sums[CHUNK * 128] __attribute__((aligned(64)));
-  fetch_scales(s, page_head, page_tokens);
+  if (s->kind <= SCALE_ALONE) fetch_scales(s, page_head, page_tokens); /* again: the prefetch of fetch_page may have been dropped */
   for (int i = 0; i < s->spans; i++) {
     int more = 0; /* whether a section of this span came before */
     const int8x16_t *limbs = query[0].limbs;

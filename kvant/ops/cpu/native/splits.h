@@ -29,6 +29,7 @@ INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Str
   const uint8_t *next = page_head_at(call, part, position);
   if (s->kind <= SCALE_ALONE || s->kind == RAW) {
     fetch_scales(s, next, size);
+    /* Neoverse-N1 drops the first prefetch of a virtual page whose address it has to look up: this one, and not one of the loop's */
     for (int j = 0; ARM && j < s->sections; j++) __builtin_prefetch(next + s->section[j].offset);
     return next - page_head;
   }
