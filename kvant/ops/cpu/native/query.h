@@ -134,7 +134,7 @@ static void make_operands(const Decode *call, int64_t row, int block, int blocks
       if (call->rope_block) unrotate(scratch + r * dim, call->cosine + angles, call->sine + angles, half);
       if (!call->dual) memcpy(p + r * call->operand_stride, scratch + r * dim, sizeof(float) * (size_t)dim);
     }
-    const int64_t matrix = head % call->dual_heads;
+    const int64_t matrix = call->dual ? head % call->dual_heads : 0;
 #if ARM
     if (call->dual_limbs)
       times_limbs(rows, scratch, call->dual_limbs + matrix * 2 * dim * dim, call->dual_scales + matrix * 2 * dim, dim, end, p, call->operand_stride);
