@@ -278,7 +278,7 @@ class Cache(Serving, transformers.Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         self.ownership.claim()
-        if not key_states.shape[0] or not key_states.shape[-2]:
+        if not key_states.numel():
             raise ValueError(
                 f"the model was called with {key_states.shape[0]} sequences of {key_states.shape[-2]} new tokens: "
                 "both must be at least 1"
@@ -288,7 +288,7 @@ class Cache(Serving, transformers.Cache):
             raise RuntimeError(
                 "the last forward pass through this cache broke off between layers: it has been taken back; call again"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states)  # there is nothing to offload
 
     def _attend(
         self,

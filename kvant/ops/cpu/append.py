@@ -179,7 +179,8 @@ def append(
     tasks = tokens * made.heads
     threads = 1 if tasks < made.alone else torch.get_num_threads()
     library.run("append", call, 2 * tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
-    if call.refused == SHORT_ROPE_TABLE:
+    refused = call.refused
+    if refused == SHORT_ROPE_TABLE:
         made.extend_rope_table(store, max(batch.seq_lens.tolist()))
         return append(store, key, value, batch, query, limit)
-    return not call.refused
+    return not refused

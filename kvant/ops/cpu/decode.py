@@ -30,6 +30,7 @@ SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
 CALL = structures.Decode.batch.offset  # offset of the fields that every call sets
 WIDE_LIMIT = 32639  # of native/arm_matrix.h
 CHUNK = 4  # queries of a KV head that native/splits.h computes together
+ALONE = 256  # tokens * heads below which one thread is faster than several
 
 
 class Sizes(NamedTuple):
@@ -110,7 +111,8 @@ class Plan:
     structure: structures.Batch
     lengths: Any  # numpy array, the memory of batch.seq_lens,
     seen: bytes  # and what it held: a batch may be changed in place
-    work: Tensor  # [threads, each], then the memory at `places`
+    threads: int
+    work: Tensor  # [threads, each], then what `fixed` points to
     each: int  # floats of scratch per thread
     fixed: tuple[int, ...]  # addresses of query operands, tables and partial results, then the fields of Decode after them
     rope_blocks: int  # RoPE blocks of the longest sequence
@@ -120,9 +122,10 @@ class Plan:
         heads, origin, stride, table_floats, block, rope_first, _ = sizes
         sequences, query_heads, dim = shape
         lengths, group = batch.seq_lens.numpy(), query_heads // heads
-        splits, longest = 1, 0
-        for n in batch.seq_lens.tolist():
-            splits, longest = max(splits, -(-(n - origin) // split_tokens(n - origin))), max(longest, n)
+        seq_lens, splits = batch.seq_lens.tolist(), 1
+        for n in seq_lens:
+            splits = max(splits, -(-(n - origin) // split_tokens(n - origin)))
+        key, threads = (sizes, shape, dtype, threads), 1 if sum(seq_lens) * heads < ALONE else threads
         rows = sequences * query_heads
         tables = sequences * heads * -(-group // CHUNK) * CHUNK * table_floats  # [chunks of queries, centroids, CHUNK]
         each = 64 + CHUNK * (LONGEST_SPLIT + origin + 128 + 2 * dim)
@@ -132,9 +135,9 @@ class Plan:
         work = library.workspace(threads * each + shared + tables + rows * splits * (dim + 2))
         at = work.data_ptr() + 4 * threads * each
         fixed = at, at + 4 * shared, at + 4 * (shared + tables), stride, group, DTYPES[dtype], splits
-        blocks = blocks_of(longest, rope_first, block) if block else 0
-        key, structure = (sizes, shape, dtype, threads), library.batch_structure(batch)
-        return cls(batch, key, structure, lengths, lengths.tobytes(), work, each, fixed, blocks)
+        blocks = blocks_of(max(seq_lens, default=0), rope_first, block) if block else 0
+        structure = library.batch_structure(batch)
+        return cls(batch, key, structure, lengths, lengths.tobytes(), threads, work, each, fixed, blocks)
 
 
 class _LastPlan(threading.local):
@@ -227,7 +230,7 @@ def decode(
         scale,
         softcap or 0.0,
     )
-    library.run("decode", made.call, 0, plan.work, plan.each, threads)
+    library.run("decode", made.call, 0, plan.work, plan.each, plan.threads)
     return out
 
 
