@@ -131,7 +131,9 @@ def write_call(recipe: str, dim: int, folder: Path) -> Path:
     programs: list[Program] = []
     run = library.run
 
-    def written(name: str, call: structures.Decode, tasks: int, scratch: torch.Tensor, stride: int, threads: int) -> None:
+    def written(
+        name: str, call: structures.Decode, tasks: int, scratch: torch.Tensor, stride: int, threads: int
+    ) -> None:
         library._WORKSPACE.floats.fill_(torch.nan)  # no result of an earlier call is left in it
         program = Program(folder)
         program.structure("batch", library._LAST.made, {})

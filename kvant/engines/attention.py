@@ -119,7 +119,7 @@ def _check_sinks(module: torch.nn.Module, s_aux: Tensor | None) -> None:
 
 
 def _has(module: torch.nn.Module, name: str) -> bool:
-    """As hasattr, but for submodules. Where there is no such attribute, torch would format a message, at every layer of every step."""
+    """As hasattr, but not for submodules. Where a module has no such attribute, torch would format a message, which takes longer."""
     return (
         name in module.__dict__ or name in module._parameters or name in module._buffers or hasattr(type(module), name)
     )

@@ -114,7 +114,9 @@ class Plan:
     threads: int
     work: Tensor  # [threads, each], then what `fixed` points to
     each: int  # floats of scratch per thread
-    fixed: tuple[int, ...]  # addresses of query operands, tables and partial results, then the fields of Decode after them
+    fixed: tuple[
+        int, ...
+    ]  # addresses of query operands, tables and partial results, then the fields of Decode after them
     rope_blocks: int  # RoPE blocks of the longest sequence
 
     @classmethod
