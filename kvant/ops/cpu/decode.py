@@ -114,9 +114,7 @@ class Plan:
     threads: int
     work: Tensor  # [threads, each], then what `fixed` points to
     each: int  # floats of scratch per thread
-    fixed: tuple[
-        int, ...
-    ]  # addresses of query operands, tables and partial results, then the fields of Decode after them
+    fixed: tuple[int, ...]  # fields of Decode: addresses of operands, tables and partial, then those up to `splits`
     rope_blocks: int  # RoPE blocks of the longest sequence
 
     @classmethod
