@@ -131,14 +131,16 @@ def write_call(recipe: str, dim: int, folder: Path) -> Path:
     programs: list[Program] = []
     run = library.run
 
-    def written(name: str, call: structures.Decode, tasks: int, scratch: torch.Tensor, stride: int) -> None:
+    def written(
+        name: str, call: structures.Decode, tasks: int, scratch: torch.Tensor, stride: int, threads: int
+    ) -> None:
         library._WORKSPACE.floats.fill_(torch.nan)  # no result of an earlier call is left in it
         program = Program(folder)
         program.structure("batch", library._LAST.made, {})
         program.structure("call", call, {"batch": "batch"})
         program.lines += [".globl scratch", f"scratch: .quad {program.pointer(scratch.data_ptr(), 'scratch')}"]
         programs.append(program)
-        run(name, call, tasks, scratch, stride)
+        run(name, call, tasks, scratch, stride, threads)
 
     with mock.patch.multiple(library, run=written, is_arm=lambda: True), attention.poisoned():
         out = decode.decode(filled.store, attention.queries(shape, torch.device("cpu")), filled.batch, scale=dim**-0.5)

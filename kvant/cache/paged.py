@@ -85,6 +85,7 @@ class PagedCache:
         self.layouts = Layouts((layout,) * layers) if isinstance(layout, Layout) else layout
         _check_alike(self.layouts.layers, layers)
         self.layout = self.layouts.first
+        self.wants_queries = self.layout.recipe.wants_queries
         self.device = torch.device(device)
         self.lock = threading.RLock()
         self.check, self.largest = check, min(map(largest, self.layouts.distinct))
@@ -371,23 +372,26 @@ class PagedCache:
 
     # --- operations on one layer -------------------------------------------------------------------------------------
 
-    @locked
+    # append and decode take the lock themselves: once a layer and step, a decorator's call is felt
+
     def append(self, layer: int, key: Tensor, value: Tensor, batch: PagedBatch, query: Tensor | None = None) -> None:
         """Writes the tokens that `extend` took pages for: key and value [tokens, heads, head_dim]. Correctors that weigh errors by
         queries need `query` of the same tokens, [tokens, query heads, head_dim]."""
-        chosen, options = self.ops_of[layer]["append"], {"query": query} if self.layout.recipe.wants_queries else {}
-        if self.check and chosen.checks:
-            if chosen.run(self.stores[layer], key, value, batch, **options, limit=self.largest):
-                return
-            check_finite(self.numbers[layer], key, value, batch, self.largest)  # says which number
-            raise RuntimeError(f"{chosen.name} refused keys or values of layer {layer} that are finite")
-        if self.check:
-            check_finite(self.numbers[layer], key, value, batch, self.largest)
-        chosen.run(self.stores[layer], key, value, batch, **options)
+        query = query if self.wants_queries else None
+        with self.lock:
+            chosen = self.ops_of[layer]["append"]
+            if self.check and chosen.checks:
+                if chosen.run(self.stores[layer], key, value, batch, query, self.largest):
+                    return
+                check_finite(self.numbers[layer], key, value, batch, self.largest)  # says which number
+                raise RuntimeError(f"{chosen.name} refused keys or values of layer {layer} that are finite")
+            if self.check:
+                check_finite(self.numbers[layer], key, value, batch, self.largest)
+            chosen.run(self.stores[layer], key, value, batch, query)
 
-    @locked
     def decode(self, layer: int, query: Tensor, batch: PagedBatch, **options: Any) -> Tensor:
-        return self.ops_of[layer]["decode"].run(self.stores[layer], query, batch, **options)
+        with self.lock:
+            return self.ops_of[layer]["decode"].run(self.stores[layer], query, batch, **options)
 
     @locked
     def prefill(

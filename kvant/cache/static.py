@@ -72,7 +72,7 @@ class StaticBatch:
         if self.cache.check:
             torch.maximum(key.abs().amax((1, 2)), value.abs().amax((1, 2)), out=self.worst[layer])
         options = {}
-        if self.cache.layout.recipe.wants_queries:
+        if self.cache.wants_queries:
             assert query is not None
             # a step may be taken back; what a corrector has learnt is not
             options["query"] = torch.nan_to_num(query, 0.0, 0.0, 0.0) if self.cache.check else query

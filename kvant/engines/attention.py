@@ -112,10 +112,17 @@ def attention_forward(
 
 def _check_sinks(module: torch.nn.Module, s_aux: Tensor | None) -> None:
     """Refuses an attention layer whose sinks would be left out of the softmax."""
-    if s_aux is None and isinstance(getattr(module, "sinks", None), Tensor):
+    if s_aux is None and _has(module, "sinks") and isinstance(module.sinks, Tensor):
         raise ValueError(
             f"cannot serve this model: {type(module).__name__} has attention sinks and does not pass them on as s_aux"
         )
+
+
+def _has(module: torch.nn.Module, name: str) -> bool:
+    """As hasattr, but not for submodules. Where a module has no such attribute, torch would format a message, which takes longer."""
+    return (
+        name in module.__dict__ or name in module._parameters or name in module._buffers or hasattr(type(module), name)
+    )
 
 
 def attend_with_sink_logits(

@@ -74,7 +74,7 @@ class BatchState:
     """The sequences of one batch, the same in all groups.
 
     layers        the cache's layers, each of which counts its columns
-    groups        empty until storage has been allocated; `group_of` has the group of every layer
+    groups        empty until storage has been allocated; `group_of` has the group of every layer, `index_of` its index in it
     batch_size    rows; -1 while there are none
     columns       columns that all layers have; `columns_begun` also counts those of the forward pass under way
     padding_mask  bool [batch_size, columns_begun], True where a column is a token; None while no column is padding
@@ -89,6 +89,7 @@ class BatchState:
         self.layers = layers
         self.groups: list[Group] = []
         self.group_of: list[Group] = []
+        self.index_of: list[int] = []
         self.batch_size = -1
         self.columns = self.columns_begun = 0
         self.padding_mask: Tensor | None = None
@@ -101,6 +102,7 @@ class BatchState:
     def set_groups(self, groups: list[Group]) -> None:
         by_layer = {layer: group for group in groups for layer in group.layers}
         self.groups, self.group_of = groups, [by_layer[i] for i in range(len(self.layers))]
+        self.index_of = [group.layers.index(i) for i, group in enumerate(self.group_of)]
 
     @property
     def lengths(self) -> list[int]:

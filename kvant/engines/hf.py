@@ -278,7 +278,7 @@ class Cache(Serving, transformers.Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         self.ownership.claim()
-        if not key_states.shape[0] or not key_states.shape[-2]:
+        if not key_states.numel():
             raise ValueError(
                 f"the model was called with {key_states.shape[0]} sequences of {key_states.shape[-2]} new tokens: "
                 "both must be at least 1"
@@ -288,7 +288,7 @@ class Cache(Serving, transformers.Cache):
             raise RuntimeError(
                 "the last forward pass through this cache broke off between layers: it has been taken back; call again"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states)  # there is nothing to offload
 
     def _attend(
         self,
@@ -303,26 +303,46 @@ class Cache(Serving, transformers.Cache):
         group, step, index = self._enter(layer, query, key, value, mask)
         columns = query.shape[2]
         assert step.columns == columns
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": group.sliding_window}
-        options["sink_logits"] = sink_logits
-        rows = query.shape[0] if step.same is None else len(step.batch.seq_lens)
-        q, k, v = (self._tokens_of(x, step) for x in (query, key, value))
-        if columns == 1 and step.padding_mask is None:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "softcap": softcap,
+            "sliding_window": group.sliding_window,
+            "sink_logits": sink_logits,
+        }
+        if columns == 1 and step.padding_mask is None:  # a token of every sequence: as `_tokens_of`, by one view each
+            q, k, v = query.squeeze(2), key.squeeze(2), value.squeeze(2)
             group.paged.append(index, k, v, step.batch, q)
-            flat = group.paged.decode(index, q, step.batch, **options)
-        elif self.as_decoded:
+            out = group.paged.decode(index, q, step.batch, **options).unsqueeze(1)
+            step.written += 1
+        else:
+            out = self._prefill(query, key, value, group, step, index, options)
+        if self.on_attend is not None:
+            self.on_attend(layer, query, key, value, out)
+        return out
+
+    def _prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: Group,
+        step: Step,
+        index: int,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """The part of `_attend` for several new columns, or padded ones."""
+        q, k, v = (self._tokens_of(x, step) for x in (query, key, value))
+        if self.as_decoded:
             flat = group.paged.replay(index, q, k, v, step.batch, **options)
         else:
             flat = group.paged.prefill(index, q, k, v, step.host_lengths, **options)
             group.paged.append(index, k, v, step.batch, q)
         self._written(group, step, index)
-        out = unflatten(flat, step.padding_mask, rows, columns)
-        if step.same is not None:
-            first = sorted(set(step.same))
-            out = out[[first.index(source) for source in step.same]]
-        if self.on_attend is not None:
-            self.on_attend(layer, query, key, value, out)
-        return out
+        if step.same is None:
+            return unflatten(flat, step.padding_mask, query.shape[0], step.columns)
+        out = unflatten(flat, step.padding_mask, len(step.batch.seq_lens), step.columns)
+        first = sorted(set(step.same))
+        return out[[first.index(source) for source in step.same]]
 
     def fill(
         self,
@@ -379,13 +399,14 @@ class Cache(Serving, transformers.Cache):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Group, Step, int]:
         """The forward pass under way, which its first layer begins: a layer's group, the pass in it, the layer's index in it."""
-        if not self.groups:
+        state = self.state
+        if not state.groups:
             self._initialize(key)
-        if self.layers[layer].columns > self.state.columns_begun:  # the first layer of a forward pass
-            self.state.begin(query, key, value, mask, self.layers[layer])
-        group = self.state.group_of[layer]
+        if self.layers[layer].columns > state.columns_begun:  # the first layer of a forward pass
+            state.begin(query, key, value, mask, self.layers[layer])
+        group = state.group_of[layer]
         assert group.step is not None
-        return group, group.step, group.layers.index(layer)
+        return group, group.step, state.index_of[layer]
 
     @staticmethod
     def _tokens_of(x: Tensor, step: Step) -> Tensor:

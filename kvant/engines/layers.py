@@ -41,8 +41,9 @@ class PackedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        handle = Handle(self.cache, self.index, key_states, value_states)
-        if self.cache.fixed_steps is None:
+        cache = self.cache
+        handle = Handle(cache, self.index, key_states, value_states)
+        if cache.fixed_steps is None:
             self.columns += key_states.shape[-2]
         return handle, handle
 

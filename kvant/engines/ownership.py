@@ -32,10 +32,10 @@ class Ownership:
     def claim(self) -> bool:
         """Takes the cache for this thread; returns whether it was free. RuntimeError where another living thread owns it."""
         me = threading.current_thread()
+        if self._thread is me:  # no other thread changes this while its owner lives
+            return False
         with self._guard:
             owner = self.thread
-            if owner is me:
-                return False
             if owner is not None:
                 raise RuntimeError(
                     f"this cache is in use by another thread: it belongs to {owner.name!r}, which is alive, and its sequences "

@@ -20,7 +20,7 @@ from kvant.ops.cpu.append import append
 from kvant.ops.cpu.decode import decode, decode_with_lse
 from kvant.ops.cpu.prefill import prefill
 from kvant.ops.registry import NOT_BUILT
-from kvant.ops.types import one_sequence
+from kvant.ops.types import LayerStore, PagedBatch, one_sequence
 from tests.calibrate.synthetic import rope_of
 from tests.codes import assert_same_codes
 from tests.conftest import make_layout, relative_error
@@ -248,6 +248,56 @@ def test_what_lies_beyond_a_sequence_does_not_show() -> None:
         found = decode(cache.stores[0], q, batch, scale=0.125)
         cache.extend(cache.sequences, [200])  # poisoned pages behind it, and its own page as it was
         assert torch.equal(decode(cache.stores[0], q, batch, scale=0.125), found)
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kvant-2", "vecinfer-2"])
+def test_nothing_of_an_earlier_call_is_read_stale(name: str, two_threads: None) -> None:
+    """Decode remembers what it computed from the last batch: here the next call differs in one thing."""
+    cache = filled(f"{name}:sink=4,recent=4", [1300, 70], page_tokens=64)
+    other = filled("int4:group=16,sink=4,recent=4", [1300, 70], page_tokens=64)  # another size of operands
+    batch, q = cache.batch(cache.sequences), torch.randn(2, 6, 64)
+
+    def check(batch: PagedBatch, q: torch.Tensor, store: LayerStore = cache.stores[0]) -> None:
+        expected = reference.decode(store, q.double(), batch, scale=0.125)
+        found = decode(store, q, batch, scale=0.125)
+        assert found.dtype == q.dtype and relative_error(found, expected) < (2e-3 if q.dtype == torch.float32 else 1e-2)
+
+    check(batch, q)
+    check(batch, torch.randn(2, 6, 64))
+    check(batch, q.bfloat16())
+    check(batch, torch.randn(2, 4, 64))  # another number of query heads
+    check(batch, torch.randn(2, 64, 6).mT)
+    check(batch, q, other.stores[0])
+    check(batch, q)
+    check(cache.batch(cache.sequences[::-1]), q)
+    for lengths in ([20, 70], [1290, 9], [600, 70]):  # fewer splits, then more: as StaticBatch changes lengths
+        short = torch.tensor(lengths)
+        batch.seq_lens.copy_(short)
+        for ring_start in batch.ring_start.values():
+            ring_start.copy_(short)  # tokens that are recent now are read from pages
+        check(batch, q.bfloat16())
+        check(batch, q)
+        check(batch, q.bfloat16())  # the next lengths come after these alone
+    batch.block_table.copy_(batch.block_table.flip(0))
+    batch.seq_lens.fill_(60)
+    check(batch, q)
+    check(one_sequence(batch, 1), q[1:])
+    check(batch, q)
+    torch.set_num_threads(1)
+    check(batch, q)
+    for wrong in (torch.randn(2, 5, 64), torch.randn(2, 6, 32), torch.randn(3, 6, 64), q.double()):
+        with pytest.raises(ValueError, match="queries"):
+            decode(cache.stores[0], wrong, batch, scale=0.125)
+    check(batch, q)
+
+
+def test_several_queries_of_a_remembered_batch() -> None:
+    cache = filled("saw-int4", [300, 70])
+    batch, q = cache.batch(cache.sequences), torch.randn(4, 6, 64)
+    for some in (q[::2], q, q, q[::2]):  # one or two queries of a sequence
+        expected = reference.decode(cache.stores[0], some.double(), batch, scale=0.125)
+        assert relative_error(decode(cache.stores[0], some, batch, scale=0.125), expected) < 2e-3
+        batch.seq_lens.sub_(1)
 
 
 # --- append ----------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class CpuAppend(Derived):
     scratch: int = 0  # floats of scratch memory per thread
     memory: library.Memory = dataclasses.field(default_factory=library.Memory)
     alone: int = ALONE  # tokens * heads below which one thread runs
+    heads: int = 0
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -59,7 +60,7 @@ class CpuAppend(Derived):
         call.value, value_kept = stream_of(store, "value")
         call.key_transform, key_more = _transform(store, "key")
         call.value_transform, value_more = _transform(store, "value")
-        made = cls(call, [*key_kept, *value_kept, *key_more, *value_more])
+        made = cls(call, [*key_kept, *value_kept, *key_more, *value_more], heads=layout.heads)
         if rope is not None:
             call.key_transform.rope_block, call.key_transform.rope_first = (
                 store.key.spec.effective_rope_block,
@@ -133,10 +134,11 @@ def _search(out: structures.FusedTransform, books: Tensor, keep: Callable[[Tenso
     out.columns_f64, out.columns_f32 = keep(columns), keep(columns.float())
 
 
-def _readable(name: StreamName, x: Tensor) -> Tensor:
-    if x.dtype not in DTYPES:
+def _type_of(name: StreamName, x: Tensor) -> int:
+    found = DTYPES.get(x.dtype)
+    if found is None:
         raise ValueError(f"{name}s must be {', '.join(TYPES)}, got {x.dtype}")
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return found
 
 
 @register("append", "cpu", refuse, rank=10, checks=True)
@@ -149,13 +151,16 @@ def append(
     limit: float = math.inf,
 ) -> bool:
     """As the reference's `append`. Returns False, and writes nothing, where a number is NaN or beyond the limit."""
-    if not len(key):
+    tokens = key.shape[0]  # `len` of a tensor takes four times as long
+    if not tokens:
         return True
     made = store.derive(CpuAppend)
     call = made.call
-    key, value = _readable("key", key), _readable("value", value)
-    tokens, heads = len(key), store.layout.heads
-    strides = key.stride(), value.stride()
+    types = _type_of("key", key), _type_of("value", value)
+    key_strides, value_strides = key.stride(), value.stride()
+    if key_strides[-1] != 1 or value_strides[-1] != 1:
+        key, value = key.contiguous(), value.contiguous()
+        key_strides, value_strides = key.stride(), value.stride()
     structures.APPENDED.pack_into(
         call,
         CALL,
@@ -163,19 +168,19 @@ def append(
         *made.memory.of(store),
         key.data_ptr(),
         value.data_ptr(),
-        strides[0][0],
-        strides[1][0],
-        strides[0][1],
-        strides[1][1],
+        key_strides[0],
+        value_strides[0],
+        key_strides[1],
+        value_strides[1],
         tokens,
-        DTYPES[key.dtype],
-        DTYPES[value.dtype],
+        *types,
         limit,
     )
-    tasks = tokens * heads
+    tasks = tokens * made.heads
     threads = 1 if tasks < made.alone else torch.get_num_threads()
     library.run("append", call, 2 * tasks, library.workspace(threads * made.scratch), made.scratch, threads=threads)
-    if call.refused == SHORT_ROPE_TABLE:
+    refused = call.refused
+    if refused == SHORT_ROPE_TABLE:
         made.extend_rope_table(store, max(batch.seq_lens.tolist()))
         return append(store, key, value, batch, query, limit)
-    return not call.refused
+    return not refused

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from typing import Any, Self
+import threading
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -28,6 +30,19 @@ SPLIT_TOKENS, LONGEST_SPLIT = 512, 2048
 CALL = structures.Decode.batch.offset  # offset of the fields that every call sets
 WIDE_LIMIT = 32639  # of native/arm_matrix.h
 CHUNK = 4  # queries of a KV head that native/splits.h computes together
+ALONE = 256  # tokens * heads below which one thread is faster than several
+
+
+class Sizes(NamedTuple):
+    """What of a layer decides how large the memory of a call is."""
+
+    heads: int
+    origin: int
+    operand_stride: int  # floats of a query operand
+    table_floats: int  # floats of the table of products of one query with all centroids of the keys
+    block: int  # positions of a RoPE block, for each of which queries are unrotated; 0 where keys are stored after RoPE
+    rope_first: int
+    head_dim: int
 
 
 @dataclasses.dataclass
@@ -36,17 +51,12 @@ class CpuDecode(Derived):
 
     call: structures.Decode
     kept: list[object]  # tensors that `call` points to, which must stay alive
+    sizes: Sizes
+    has_mean_logit: bool  # whether the keys' mean was removed
     memory: library.Memory = dataclasses.field(default_factory=library.Memory)
-    has_mean_logit: bool = False  # whether the keys' mean was removed
-    block: int = (
-        0  # positions of a RoPE block, for each of which queries are unrotated; 0 where keys are stored after RoPE
-    )
-    table_floats: int = 0  # floats of the table of products of one query with all centroids of the keys
-    # what every call reads of `call` and the recipe, whose attributes take longer
-    origin: int = 0
-    rope_first: int = 0
-    operand_stride: int = 0  # floats of a query operand
     rope_table: tuple[Tensor, Tensor] | None = None
+    rope_blocks: int = 0  # of the table
+    angles: tuple[int, int] = 0, 0  # addresses of its cosines and sines
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -73,19 +83,70 @@ class CpuDecode(Derived):
             kept.append(mean_logit)
             call.mean_logit = mean_logit.data_ptr()
         call.split_tokens, call.longest_split = SPLIT_TOKENS, LONGEST_SPLIT
-        made = cls(call, kept, has_mean_logit=mean_logit is not None, origin=origin)
-        made.operand_stride = -(-(layout.head_dim + 2 + 2 * call.key.spans + layout.head_dim // 2) // 16) * 16
-        book = layout.format("key").codebook
-        made.table_floats = 0 if book is None else book.vectors * book.centroids
-        if store.key.rope is not None:
-            made.block, made.rope_first = store.key.spec.effective_rope_block, store.key.rope.first
-            call.rope_block, call.rope_first = made.block, made.rope_first
-            call.rope_half = len(store.key.rope.inv_freq)
+        stride = -(-(layout.head_dim + 2 + 2 * call.key.spans + layout.head_dim // 2) // 16) * 16
+        book, rope = layout.format("key").codebook, store.key.rope
+        block, rope_first = (0, 0) if rope is None else (store.key.spec.effective_rope_block, rope.first)
+        table_floats = 0 if book is None else book.vectors * book.centroids
+        sizes = Sizes(layout.heads, origin, stride, table_floats, block, rope_first, layout.head_dim)
+        if rope is not None:
+            call.rope_block, call.rope_first, call.rope_half = block, rope_first, len(rope.inv_freq)
             if dual.tensor is not None and layout.head_dim % 16 == 0 and library.is_arm():
                 limbs, scales = matrix_limbs(dual.tensor)
                 kept += [limbs, scales]
                 call.dual_limbs, call.dual_scales = limbs.data_ptr(), scales.data_ptr()
-        return made
+        return cls(call, kept, sizes, mean_logit is not None)
+
+    def extend_rope_table(self, store: LayerStore, blocks: int) -> None:
+        """Extends the RoPE table to at least so many blocks."""
+        self.rope_table = cosine, sine = rope_table(store, blocks)
+        self.rope_blocks, self.angles = len(cosine), (cosine.data_ptr(), sine.data_ptr())
+
+
+@dataclasses.dataclass
+class Plan:
+    """What decode computes from a batch and the shape of the queries: the same for all layers of a step that have the same sizes."""
+
+    batch: PagedBatch
+    key: tuple[object, ...]  # sizes of the layer, shape and type of the queries, threads
+    structure: structures.Batch
+    lengths: Any  # numpy array, the memory of batch.seq_lens,
+    seen: bytes  # and what it held: a batch may be changed in place
+    threads: int
+    work: Tensor  # [threads, each], then what `fixed` points to
+    each: int  # floats of scratch per thread
+    fixed: tuple[int, ...]  # fields of Decode: addresses of operands, tables and partial, then those up to `splits`
+    rope_blocks: int  # RoPE blocks of the longest sequence
+
+    @classmethod
+    def of(cls, batch: PagedBatch, sizes: Sizes, shape: torch.Size, dtype: torch.dtype, threads: int) -> Self:
+        heads, origin, stride, table_floats, block, rope_first, _ = sizes
+        sequences, query_heads, dim = shape
+        lengths, group = batch.seq_lens.numpy(), query_heads // heads
+        seq_lens, splits = batch.seq_lens.tolist(), 1
+        for n in seq_lens:
+            splits = max(splits, -(-(n - origin) // split_tokens(n - origin)))
+        key, threads = (sizes, shape, dtype, threads), 1 if sum(seq_lens) * heads < ALONE else threads
+        rows = sequences * query_heads
+        tables = sequences * heads * -(-group // CHUNK) * CHUNK * table_floats  # [chunks of queries, centroids, CHUNK]
+        each = 64 + CHUNK * (LONGEST_SPLIT + origin + 128 + 2 * dim)
+        shared = rows * stride  # query operands
+        if block:  # a split computes the operands of its RoPE blocks
+            shared, each = 0, each + ((LONGEST_SPLIT + origin) // block + 2) * group * stride
+        work = library.workspace(threads * each + shared + tables + rows * splits * (dim + 2))
+        at = work.data_ptr() + 4 * threads * each
+        fixed = at, at + 4 * shared, at + 4 * (shared + tables), stride, group, DTYPES[dtype], splits
+        blocks = blocks_of(max(seq_lens, default=0), rope_first, block) if block else 0
+        structure = library.batch_structure(batch)
+        return cls(batch, key, structure, lengths, lengths.tobytes(), threads, work, each, fixed, blocks)
+
+
+class _LastPlan(threading.local):
+    """The last plan of a thread."""
+
+    plan: Plan | None = None
+
+
+_LAST = _LastPlan()
 
 
 def matrix_limbs(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,59 +195,42 @@ def decode(
 
     After one call has read the pages of a layer, nothing of Python and torch is in the caches for the next: what is called here
     takes four times as long as in a loop of its own."""
-    layout, made = store.layout, store.derive(CpuDecode)
-    check_queries(query, layout, TYPES)
-    batch = one_query_each(batch, queries_per_sequence(query, batch, layout))
-    sink_logits = check_sink_logits(sink_logits, query)
-    sequences, query_heads, dim = query.shape
+    made, plan = store.derive(CpuDecode), _LAST.plan
+    shape, dtype, threads = query.shape, query.dtype, torch.get_num_threads()
+    if (
+        plan is None
+        or plan.batch is not batch
+        or plan.key != (made.sizes, shape, dtype, threads)
+        or plan.lengths.tobytes() != plan.seen
+    ):
+        check_queries(query, store.layout, TYPES)
+        batch = one_query_each(batch, queries_per_sequence(query, batch, store.layout))
+        plan = _LAST.plan = Plan.of(batch, made.sizes, shape, dtype, threads)
+    if sink_logits is not None:
+        sink_logits = check_sink_logits(sink_logits, query)
     query = query.contiguous()
     out = torch.empty_like(query)
-    if not sequences:
+    if not shape[0]:
         return out
-    seq_lens, origin, stride = batch.seq_lens.tolist(), made.origin, made.operand_stride
-    call, group = made.call, query_heads // layout.heads
-    cosine, sine = 0, 0
-    if made.block:
-        made.rope_table = rope_table(store, blocks_of(max(seq_lens), made.rope_first, made.block))
-        cosine, sine = made.rope_table[0].data_ptr(), made.rope_table[1].data_ptr()
-    splits = 1
-    for n in seq_lens:
-        splits = max(splits, -(-(n - origin) // split_tokens(n - origin)))
-    rows = sequences * query_heads
-    tables = (
-        sequences * layout.heads * -(-group // CHUNK) * CHUNK * made.table_floats
-    )  # [chunks of queries, centroids, CHUNK]
-    each = 64 + CHUNK * (LONGEST_SPLIT + origin + 128 + 2 * dim)
-    shared = rows * stride  # query operands
-    if made.block:  # a split computes the operands of its RoPE blocks
-        shared, each = 0, each + ((LONGEST_SPLIT + origin) // made.block + 2) * group * stride
-    scratch = torch.get_num_threads() * each
-    work = library.workspace(scratch + shared + tables + rows * splits * (dim + 2))
-    at = work.data_ptr() + 4 * scratch
+    if plan.rope_blocks > made.rope_blocks:
+        made.extend_rope_table(store, plan.rope_blocks)
     structures.DECODED.pack_into(
-        call,
+        made.call,
         CALL,
-        library.batch_address(batch),
+        ctypes.addressof(plan.structure),
         query.data_ptr(),
         out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         0 if sink_logits is None else sink_logits.data_ptr(),
         *made.memory.of(store),
-        cosine,
-        sine,
-        at,
-        at + 4 * shared,
-        at + 4 * (shared + tables),
-        stride,
-        group,
-        DTYPES[query.dtype],
-        splits,
+        *made.angles,
+        *plan.fixed,
         sliding_window or 0,
-        made.has_mean_logit and (bool(made.block) or softcap is not None or sink_logits is not None),
+        made.has_mean_logit and (plan.rope_blocks > 0 or softcap is not None or sink_logits is not None),
         scale,
         softcap or 0.0,
     )
-    library.run("decode", call, 0, work, each)
+    library.run("decode", made.call, 0, plan.work, plan.each, plan.threads)
     return out
 
 

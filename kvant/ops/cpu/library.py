@@ -107,7 +107,13 @@ _LAST = _LastBatch()
 
 
 def batch_address(batch: PagedBatch) -> int:
-    """Address of the `Batch` structure of a batch. It is valid until this thread passes another batch."""
+    """Address of `batch_structure`. It is valid until this thread passes another batch, unless the caller holds the structure and
+    the batch."""
+    return _LAST.address if _LAST.batch is batch else ctypes.addressof(batch_structure(batch))
+
+
+def batch_structure(batch: PagedBatch) -> structures.Batch:
+    """The `Batch` structure of a batch."""
     if _LAST.batch is not batch:
         made = structures.Batch(width=batch.block_table.shape[1], count=len(batch.seq_lens))
         made.block_table, made.seq_lens, made.overlay_rows = (
@@ -118,7 +124,7 @@ def batch_address(batch: PagedBatch) -> int:
         )
         made.ring_start[:] = batch.ring_start["key"].data_ptr(), batch.ring_start["value"].data_ptr()
         _LAST.batch, _LAST.made, _LAST.address = batch, made, ctypes.addressof(made)
-    return _LAST.address
+    return _LAST.made
 
 
 def workspace(floats: int) -> torch.Tensor:
