@@ -249,10 +249,10 @@ class Plan:
         """CTAs that the registers of a multiprocessor are enough for."""
         if self.pq or self.residual:
             return 1
-        few = self.layout.head_dim * -(-self.tile_heads // 8) <= 128
-        # Keys that are rotated when they are read take more registers: 344 us at 32 x 32768 in two CTAs, 430 in three
-        # (squat-pre, H200).
-        return 3 if few and not self.rotated_keys else 2
+        size = self.layout.head_dim * -(-self.tile_heads // 8)
+        # Channel-wise keys take more registers. At 32 x 32768 on an H200, in two CTAs and in three: 240 and 252 us (kivi-k2v2), 344
+        # and 430 (squat-pre).
+        return 3 if size <= (64 if self.layout.recipe.key.groupwise else 128) else 2
 
     def _blocks(self, warps: int) -> int:
         """CTAs that a multiprocessor is to hold."""
@@ -327,11 +327,12 @@ class Plan:
     def stages(self) -> int:
         """Pages that a warp has in flight. With RoPE blocks and large pages there is one more, in two CTAs instead of three,
         which then have registers enough: 335 us instead of 344 at 32 x 32768, 358 instead of 370 at 128 x 8192 (kvant-4, H200).
-        kvant-2 and kvant-3, whose pages are smaller, lose by it."""
-        page, rope = self.layout.page_head_bytes, self.layout.recipe.key.effective_rope_block > 0
-        fits = 2 * (WARPS * (STAGES + 1) * page + 4096) <= self.shared[1]
-        more = rope and page >= LARGE_PAGE and fits and not self.low_batch and not self.pq
-        return dict(self.tuned).get("STAGES", STAGES + more)
+        kvant-2 and kvant-3, whose pages are smaller, lose by it. So it is with channel-wise keys, which two CTAs hold anyway."""
+        page, key = self.layout.page_head_bytes, self.layout.recipe.key
+        fits = 2 * (WARPS * (STAGES + 1) * page + (8192 if key.groupwise else 4096)) <= self.shared[1]
+        large = key.effective_rope_block > 0 and page >= LARGE_PAGE and not self.low_batch and not self.pq
+        more = large or (key.groupwise and not self.rotated_keys and self._most_blocks == 2)
+        return dict(self.tuned).get("STAGES", STAGES + (more and fits))
 
     @property
     def lane_heads(self) -> int:
@@ -387,14 +388,13 @@ class Plan:
     def _bank_orders(self) -> dict[str, object]:
         """Whether lanes read codes and scales in another order than that of the pages, so that they do not wait for each other. At
         32 x 32768 on an H200, with and without: codes of residuals 345 and 364 us (saw-int4-kmeans), scales of values 344 and 376
-        (squat-pre), scales of keys 251 and 253 (kivi-k2v2). Scales of kivi-k2v2's values are read as they lie: in three CTAs
-        registers are short, and another order takes 279 us."""
+        (squat-pre) and 226 to 235 and 240 to 244 (kivi-k2v2), scales of keys 251 and 253 (kivi-k2v2, in three CTAs)."""
         key = self.layout.format("key")
         plain = self.layout.recipe.key.groupwise and not self._boosted()["BOOSTED"]
         two_bits = plain and self.layout.head_dim == 128 and [band.bits for band in key.stored_bands] == [2]
         return {
             "CODE_BANKS": int(self._residual_words),
-            "VALUE_BANKS": int(self.rotated_keys and self.layout.page_tokens == 64),
+            "VALUE_BANKS": int(self.layout.recipe.key.groupwise and self.layout.page_tokens == 64),
             "KEY_BANKS": int(two_bits and not self.rotated_keys),
         }
 
