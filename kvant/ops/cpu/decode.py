@@ -31,6 +31,8 @@ CALL = structures.Decode.batch.offset  # offset of the fields that every call se
 WIDE_LIMIT = 32639  # of native/arm_matrix.h
 CHUNK = 4  # queries of a KV head that native/splits.h computes together
 ALONE = 256  # tokens * heads below which one thread is faster than several
+LENGTH_BYTES = 8  # of a number of batch.seq_lens, int64
+KEPT_PLANS = 4  # of a thread
 
 
 class Sizes(NamedTuple):
@@ -102,14 +104,14 @@ class CpuDecode(Derived):
         self.rope_blocks, self.angles = len(cosine), (cosine.data_ptr(), sine.data_ptr())
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Plan:
     """What decode computes from a batch and the shape of the queries: the same for all layers of a step that have the same sizes."""
 
     batch: PagedBatch
     key: tuple[object, ...]  # sizes of the layer, shape and type of the queries, threads
     structure: structures.Batch
-    lengths: Any  # numpy array, the memory of batch.seq_lens,
+    lengths: int  # address of batch.seq_lens,
     seen: bytes  # and what it held: a batch may be changed in place
     threads: int
     work: Tensor  # [threads, each], then what `fixed` points to
@@ -121,8 +123,7 @@ class Plan:
     def of(cls, batch: PagedBatch, sizes: Sizes, shape: torch.Size, dtype: torch.dtype, threads: int) -> Self:
         heads, origin, stride, table_floats, block, rope_first, _ = sizes
         sequences, query_heads, dim = shape
-        lengths, group = batch.seq_lens.numpy(), query_heads // heads
-        seq_lens, splits = batch.seq_lens.tolist(), 1
+        seq_lens, group, splits = batch.seq_lens.tolist(), query_heads // heads, 1
         for n in seq_lens:
             splits = max(splits, -(-(n - origin) // split_tokens(n - origin)))
         key, threads = (sizes, shape, dtype, threads), 1 if sum(seq_lens) * heads < ALONE else threads
@@ -137,16 +138,29 @@ class Plan:
         fixed = at, at + 4 * shared, at + 4 * (shared + tables), stride, group, DTYPES[dtype], splits
         blocks = blocks_of(max(seq_lens, default=0), rope_first, block) if block else 0
         structure = library.batch_structure(batch)
-        return cls(batch, key, structure, lengths, lengths.tobytes(), threads, work, each, fixed, blocks)
+        lengths = structure.seq_lens or 0
+        seen = ctypes.string_at(lengths, LENGTH_BYTES * sequences)
+        return cls(batch, key, structure, lengths, seen, threads, work, each, fixed, blocks)
 
 
-class _LastPlan(threading.local):
-    """The last plan of a thread."""
+class _Plans(threading.local):
+    """The last plans of a thread, newest first. Layers with a sliding window have another batch than those without."""
 
-    plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
+
+    def find(self, batch: PagedBatch, key: tuple[object, ...]) -> Plan | None:
+        for kept in self.plans:
+            if kept.batch is batch and kept.key == key and ctypes.string_at(kept.lengths, len(kept.seen)) == kept.seen:
+                return kept
+        return None
+
+    def keep(self, plan: Plan) -> Plan:
+        others = tuple(other for other in self.plans if other.batch is not plan.batch or other.key != plan.key)
+        self.plans = plan, *others[: KEPT_PLANS - 1]
+        return plan
 
 
-_LAST = _LastPlan()
+_PLANS = _Plans()
 
 
 def matrix_limbs(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,17 +209,13 @@ def decode(
 
     After one call has read the pages of a layer, nothing of Python and torch is in the caches for the next: what is called here
     takes four times as long as in a loop of its own."""
-    made, plan = store.derive(CpuDecode), _LAST.plan
-    shape, dtype, threads = query.shape, query.dtype, torch.get_num_threads()
-    if (
-        plan is None
-        or plan.batch is not batch
-        or plan.key != (made.sizes, shape, dtype, threads)
-        or plan.lengths.tobytes() != plan.seen
-    ):
+    made, shape, dtype = store.derive(CpuDecode), query.shape, query.dtype
+    threads = torch.get_num_threads()
+    plan = _PLANS.find(batch, (made.sizes, shape, dtype, threads))
+    if plan is None:
         check_queries(query, store.layout, TYPES)
         batch = one_query_each(batch, queries_per_sequence(query, batch, store.layout))
-        plan = _LAST.plan = Plan.of(batch, made.sizes, shape, dtype, threads)
+        plan = _PLANS.keep(Plan.of(batch, made.sizes, shape, dtype, threads))
     if sink_logits is not None:
         sink_logits = check_sink_logits(sink_logits, query)
     query = query.contiguous()
