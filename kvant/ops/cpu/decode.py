@@ -139,7 +139,7 @@ class Plan:
         blocks = blocks_of(max(seq_lens, default=0), rope_first, block) if block else 0
         structure = library.batch_structure(batch)
         lengths = structure.seq_lens or 0
-        seen = ctypes.string_at(lengths, LENGTH_BYTES * sequences)
+        seen = library.bytes_at(lengths, LENGTH_BYTES * sequences)
         return cls(batch, key, structure, lengths, seen, threads, work, each, fixed, blocks)
 
 
@@ -150,7 +150,7 @@ class _Plans(threading.local):
 
     def find(self, batch: PagedBatch, key: tuple[object, ...]) -> Plan | None:
         for kept in self.plans:
-            if kept.batch is batch and kept.key == key and ctypes.string_at(kept.lengths, len(kept.seen)) == kept.seen:
+            if kept.batch is batch and kept.key == key and library.bytes_at(kept.lengths, len(kept.seen)) == kept.seen:
                 return kept
         return None
 

@@ -135,6 +135,11 @@ def workspace(floats: int) -> torch.Tensor:
     return _WORKSPACE.floats
 
 
+def bytes_at(address: int, size: int) -> bytes:
+    """What memory holds."""
+    return ctypes.string_at(address, size)
+
+
 class Memory:
     """Cached addresses of a store's pages and overlays; refreshed when the tensors are other ones."""
 
