@@ -136,7 +136,7 @@ def workspace(floats: int) -> torch.Tensor:
 
 
 def bytes_at(address: int, size: int) -> bytes:
-    """What memory holds."""
+    """The bytes from an address on."""
     return ctypes.string_at(address, size)
 
 
