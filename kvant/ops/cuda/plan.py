@@ -327,7 +327,7 @@ class Plan:
     def stages(self) -> int:
         """Pages that a warp has in flight. With RoPE blocks and large pages there is one more, in two CTAs instead of three,
         which then have registers enough: 335 us instead of 344 at 32 x 32768, 358 instead of 370 at 128 x 8192 (kvant-4, H200).
-        kvant-2 and kvant-3, whose pages are smaller, lose by it. Channel-wise keys, of which two CTAs fit anyway, have one more, too."""
+        kvant-2 and kvant-3, whose pages are smaller, lose by it. Channel-wise keys, in two CTAs anyway, have it too."""
         page, key = self.layout.page_head_bytes, self.layout.recipe.key
         fits = 2 * (WARPS * (STAGES + 1) * page + (8192 if key.groupwise else 4096)) <= self.shared[1]
         large = key.effective_rope_block > 0 and page >= LARGE_PAGE and not self.low_batch and not self.pq
