@@ -38,6 +38,7 @@ from kvant.ops.cuda import (
     append_pq,
     copy_rows,
     decode,
+    device,
     fit_subspace,
     full,
     merge_parts,
@@ -180,7 +181,7 @@ def texts(gpu: Gpu = GPUS["sm_90"]) -> Iterator[tuple[str, str]]:
 
 
 def _programs() -> Iterator[tuple[str, Any]]:
-    bulk, shared, narrow = plan.copies_in_bulk(DEVICE), plan.shared_memory(DEVICE), unpack.narrow(DEVICE)
+    bulk, shared, narrow = device.copies_in_bulk(DEVICE), device.shared_memory(DEVICE), unpack.narrow(DEVICE)
     for name, group, dual, inverse in (
         ("saw-int4", 4, (1, 128), (1, 128)),
         ("kvant-4-fast", 4, (2, 1), (2, 1)),

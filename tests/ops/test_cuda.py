@@ -28,6 +28,7 @@ from kvant.ops.cuda import (
     append_pq,
     copy_rows,
     fragments,
+    geometry,
     levels,
     nearest_centroids,
     nvrtc,
@@ -1691,7 +1692,7 @@ def test_what_is_not_refused_fits_into_shared_memory(
     if reason is None:
         assert max(needed) <= there
     else:
-        assert str(plan.least_shared_bytes(layout)) in reason and plan.least_shared_bytes(layout) > there
+        assert str(geometry.least_shared_bytes(layout)) in reason and geometry.least_shared_bytes(layout) > there
     if there == 227 * 1024:
         assert reason is None
     if there == 99 * 1024 and (name, dim) in {("saw-int4-kmeans", 128), ("million-4:books=space", 128)}:
@@ -1732,10 +1733,10 @@ def test_query_heads_are_tiled(group: int) -> None:
 )
 def test_codebooks_fit_beside_the_pages(name: str, shared: tuple[int, int]) -> None:
     made = plan.Plan(make_layout(name, 2, 128), 4, "bfloat16", (2, 1), (0, 1), False, True, shared)
-    assert made.dynamic_bytes + plan.STATIC_BYTES <= shared[0]
+    assert made.dynamic_bytes + geometry.STATIC_BYTES <= shared[0]
     assert made.constants["MIN_CTAS"] == 1 and made.warps >= 1
     if shared == H200 and name in ("vecinfer-2", "vecinfer-4"):  # no lane waits for another
-        assert made.book_bytes == [256 * plan.ROW] * 2
+        assert made.book_bytes == [256 * geometry.ROW] * 2
 
 
 def test_constants_are_the_layouts() -> None:

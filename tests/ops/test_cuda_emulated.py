@@ -26,6 +26,7 @@ from kvant.ops.cuda import (
     append_pq,
     copy_rows,
     fit_subspace,
+    geometry,
     merge_parts,
     nearest_centroids,
     nvrtc,
@@ -650,7 +651,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
     cache, seqs = filled(name, 2, group, dim, [1, 63, 0, 1500])
     if dim == 128 and group == 4:
         made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
-        assert (made.warps, made.constants["MIN_CTAS"]) == (plan.LOW_BATCH_WARPS, 2)
+        assert (made.warps, made.constants["MIN_CTAS"]) == (geometry.LOW_BATCH_WARPS, 2)
     check(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 

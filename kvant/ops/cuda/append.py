@@ -26,7 +26,7 @@ from kvant.ops.cuda.append_plan import (
     tileable,
 )
 from kvant.ops.cuda.config import ELEMENT_TYPES
-from kvant.ops.cuda.plan import copies_in_bulk
+from kvant.ops.cuda.device import copies_in_bulk
 from kvant.ops.cuda.transform_kv import transform_rows
 from kvant.ops.fused import TransformKind, blocks_of, rope_table
 from kvant.ops.registry import register

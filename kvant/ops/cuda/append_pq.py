@@ -14,7 +14,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, overlay_config, page_config
 from kvant.ops.cuda.decode_matrices import Codebooks
-from kvant.ops.cuda.plan import shared_memory
+from kvant.ops.cuda.device import shared_memory
 from kvant.ops.cuda.transform_kv import transform_rows
 from kvant.ops.fused import FusedTransform, TransformKind, fuse
 from kvant.ops.types import Derived, LayerStore, PagedBatch

@@ -20,7 +20,9 @@ from kvant.ops.cuda.decode_arguments import (
     TransformQueriesArguments,
 )
 from kvant.ops.cuda.decode_matrices import ChunkAngles, Codebooks, DecodeTransforms
-from kvant.ops.cuda.plan import LONG_TOKENS, LOW_BATCH, Plan, copies_in_bulk, shared_memory
+from kvant.ops.cuda.device import copies_in_bulk, shared_memory
+from kvant.ops.cuda.geometry import LONG_TOKENS, LOW_BATCH
+from kvant.ops.cuda.plan import Plan
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
 from kvant.ops.registry import register_decode

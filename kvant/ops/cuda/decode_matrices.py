@@ -14,7 +14,7 @@ from kvant.ops.cuda.fragments import (
     matrix_fragments,
     rotate_fragments,
 )
-from kvant.ops.cuda.plan import CHUNK_TOKENS, angle_row, rotates_keys
+from kvant.ops.cuda.geometry import CHUNK_TOKENS, angle_row, rotates_keys
 from kvant.ops.fused import FusedTransform, TransformKind, fuse, matrix_of, mean_logit_vector
 from kvant.ops.types import Derived, LayerStore
 

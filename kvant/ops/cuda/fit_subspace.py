@@ -14,7 +14,7 @@ from kvant.layout import Layout
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import UNROTATE_FIELDS, Arguments, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
-from kvant.ops.cuda.plan import shared_memory
+from kvant.ops.cuda.device import shared_memory
 from kvant.ops.types import LayerStore, PagedBatch, check_queries
 
 Tensor = torch.Tensor

@@ -13,7 +13,8 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES, page_config
 from kvant.ops.cuda.counters import counters
-from kvant.ops.cuda.plan import copies_in_bulk, heads_at_once, shared_memory
+from kvant.ops.cuda.device import copies_in_bulk, shared_memory
+from kvant.ops.cuda.geometry import heads_at_once
 from kvant.ops.cuda.refusals import MAX_HEAD_DIM, refuse_machine
 from kvant.ops.registry import register_decode
 from kvant.ops.types import (

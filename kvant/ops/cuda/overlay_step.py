@@ -13,7 +13,7 @@ import torch
 from kvant.layout import StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
-from kvant.ops.cuda.plan import shared_memory
+from kvant.ops.cuda.device import shared_memory
 
 Tensor = torch.Tensor
 THREADS = 1024

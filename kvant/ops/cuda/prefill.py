@@ -19,8 +19,8 @@ from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans, sink_share
 from kvant.ops.cuda import full
+from kvant.ops.cuda.device import shared_memory
 from kvant.ops.cuda.merge_parts import merge_parts
-from kvant.ops.cuda.plan import shared_memory
 from kvant.ops.cuda.refusals import refuse_machine
 from kvant.ops.cuda.unpack import STREAMS, Span, joined, refuse_layout, rotated_pairs, shared_bytes, unpack
 from kvant.ops.cuda.unpack_full import gather

@@ -7,7 +7,9 @@ import torch
 from kvant.codecs.format import ScaleKind, StreamFormat
 from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
-from kvant.ops.cuda.plan import codebook_bytes, head_book_bytes, least_shared_bytes, residual_bytes, shared_memory
+from kvant.ops.cuda.books import codebook_bytes, head_book_bytes, residual_bytes
+from kvant.ops.cuda.device import shared_memory
+from kvant.ops.cuda.geometry import least_shared_bytes
 from kvant.ops.fused import refuse_rope
 
 MAX_HEAD_DIM = 256

@@ -16,8 +16,8 @@ from kvant.layout import Layout, StreamName
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
 from kvant.ops.cuda.bands import ONE, code_bands
+from kvant.ops.cuda.books import head_book_bytes
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
-from kvant.ops.cuda.plan import head_book_bytes
 from kvant.ops.cuda.refusals import INDEX_BITS
 from kvant.ops.fused import SHORTEST_BLOCK, FusedTransform, blocks_of, matrix_of, rope_table
 from kvant.ops.types import Derived, LayerStore, PagedBatch
