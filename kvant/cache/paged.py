@@ -340,18 +340,44 @@ class PagedCache:
         self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], fresh: abc.Sequence[int]
     ) -> list[Tensor]:
         """Makes sequences longer by free pages. Returns the slots of each sequence's new tokens: int64 [count]."""
-        layout, size = self.layout, self.layout.page_tokens
+        sink = self.layout.recipe.key.window.sink
         slot_mapping: list[Tensor] = []
         for seq, count, more in zip(sequences, counts, fresh, strict=True):
             seq.pages += self.pool.take(more)
-            at = torch.arange(seq.length, seq.length + count) - layout.recipe.origin
-            at = at.clamp_min(0)  # sinks before the first page have no slot; append does not write it
-            pages = torch.tensor(seq.pages or [0])
-            slot_mapping.append(pages[at // size] * size + at % size)
-            if seq.sinks == min(seq.length, layout.recipe.key.window.sink):
-                seq.sinks = min(seq.length + count, layout.recipe.key.window.sink)
+            if seq.sinks == min(seq.length, sink):
+                seq.sinks = min(seq.length + count, sink)
             seq.length += count
+            slot_mapping.append(self._slots(seq, seq.length - count))
         return slot_mapping
+
+    def _slots(self, seq: Sequence, first: int) -> Tensor:
+        """Slots of the tokens of a sequence from `first` on: int64 [tokens]."""
+        size = self.layout.page_tokens
+        at = torch.arange(first, seq.length) - self.layout.recipe.origin
+        at = at.clamp_min(0)  # sinks before the first page have no slot; append does not write it
+        return torch.tensor(seq.pages or [0])[at // size] * size + at % size
+
+    @locked
+    def separate(self, sequences: abc.Sequence[Sequence], before: abc.Sequence[int]) -> PagedBatch:
+        """Takes apart sequences that `mirror` made equal while their tokens from `before` on are written: each gets pages of its own
+        for these tokens, as they are so far in every layer, and its row of the overlays stays. Returns the batch as `extend` of all
+        of them would have. Where pages run out (PoolFull), no sequence has changed."""
+        self._check_batch(sequences)
+        layout = self.layout
+        copied: list[tuple[Sequence, int]] = []
+        left: Counter[int] = Counter()  # references that copies so far will release
+        for seq, length in zip(sequences, before, strict=True):
+            first = max(0, length - layout.recipe.origin) // layout.page_tokens
+            for place, page in enumerate(seq.pages[first:], first):
+                if self.pool.references(page) - left[page] > 1:
+                    copied.append((seq, place))
+                    left[page] += 1
+        self.reserve(len(copied))
+        for seq, place in copied:
+            self._copy_page(seq, place)
+        counts = [seq.length - length for seq, length in zip(sequences, before, strict=True)]
+        slots = [self._slots(seq, length) for seq, length in zip(sequences, before, strict=True)]
+        return batch_of(sequences, counts, slots, self.device)
 
     @locked
     def batch(self, sequences: abc.Sequence[Sequence]) -> PagedBatch:

@@ -43,7 +43,7 @@ def artifact_for(
     found = cached(named, recipe, text)
     if found is None:
         with default_progress() if progress is None else contextlib.nullcontext(progress) as shown:
-            found = calibrate(model, tokenizer, recipe, text, progress=shown)
+            found = calibrate(model, tokenizer, recipes.as_fitted(recipe), text, progress=shown).serving(recipe)
         path = artifact_path(named, recipe, text)
         try:
             found.save(path)

@@ -59,4 +59,4 @@ def fit_clip(part: Affine, stats: LayerStats, stream: str) -> dict[str, Tensor]:
     codecs = [dataclasses.replace(part, clip=ratio) for ratio in RATIOS]
     errors = [search_errors(codecs, probe, stats, stream) for probe in stats.probes]
     total = torch.tensor(errors, dtype=torch.float64).sum(0)
-    return {"clip": torch.tensor(RATIOS[int(total.argmin())])}
+    return {"clip": torch.tensor(RATIOS[int(total.argmin())], dtype=torch.float32)}

@@ -74,8 +74,8 @@ def _through(stats: LayerStats, stream: str, transform: Any) -> LayerStats:
     unit vectors, so that this works for every affine transform."""
     heads, dim = stats.keys.mean.shape
     device = stats.keys.mean.device
-    zero = torch.zeros(1, heads, dim, device=device)
-    eye = torch.eye(dim, device=device)[:, None, :].expand(dim, heads, dim)
+    zero = torch.zeros(1, heads, dim, dtype=torch.float32, device=device)
+    eye = torch.eye(dim, dtype=torch.float32, device=device)[:, None, :].expand(dim, heads, dim)
     shift = transform.forward(zero)[0]  # [heads, dim]: -mu A
     matrix = (transform.forward(eye) - shift).permute(1, 0, 2).double()  # [heads, dim, dim]: A
     dual = transform.dual(eye[:, :, None, :])[:, :, 0].permute(1, 0, 2).double()  # A^-T

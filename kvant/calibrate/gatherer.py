@@ -206,7 +206,7 @@ def token_weights(
     queries, outputs = (x.float().permute(1, 2, 0, 3) for x in (q, o))  # [heads, groups, tokens, d]
     recent = min(recent, tokens // 4)
     # per token: sums over queries of p^2 o, p^2 |o|^2 and p^2
-    sums = torch.zeros(heads, tokens, dim + 2, device=k.device)
+    sums = torch.zeros(heads, tokens, dim + 2, dtype=torch.float32, device=k.device)
     at = torch.arange(tokens, device=k.device)
     score_bytes = CPU_SCORE_BYTES if k.device.type == "cpu" else SCORE_BYTES
     block = max(1, score_bytes // (4 * heads * groups * tokens))

@@ -118,6 +118,7 @@ def _make(
     load: Callable[[], tuple[Any, Any]],
 ) -> dict[str, LocatedArtifact]:
     """Fits the missing artifacts, by the directory in which they are cached. Recipes with the same directory share one fit."""
+    from kvant import recipes
     from kvant.calibrate.run import calibrate_all
     from kvant.cli.common import stages
 
@@ -125,7 +126,8 @@ def _make(
     say(f"no artifact for {names}: calibrating on {source or 'the built-in text'}")
     model, tokenizer = load()
     with stages() as progress:
-        made = calibrate_all(model, tokenizer, [alike[0] for alike in missing.values()], text, progress=progress)
+        wanted = [recipes.as_fitted(alike[0]) for alike in missing.values()]
+        made = calibrate_all(model, tokenizer, wanted, text, progress=progress)
     found: dict[str, LocatedArtifact] = {}
     refused: OSError | None = None
     for (path, alike), artifact in zip(missing.items(), made, strict=True):

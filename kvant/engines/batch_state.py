@@ -82,6 +82,7 @@ class BatchState:
     told_ids      tokens that were passed to `Cache.start`; some of them may not be in the sequences yet
     salt          of the tenant whose tokens they are
     created       whether the forward pass under way has made the sequences
+    passes        forward passes that have reached all layers
     decoder       decoder of fixed steps that owns the batch; None where there is none
     """
 
@@ -97,6 +98,7 @@ class BatchState:
         self.told_ids: list[list[int]] | None = None
         self.salt = ""
         self.created = False
+        self.passes = 0
         self.decoder: StepDecoder | None = None
 
     def set_groups(self, groups: list[Group]) -> None:
@@ -183,7 +185,8 @@ class BatchState:
     def _same_rows(self, query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> list[int] | None:
         """For every row of the batch the first row with the same text, as the first layer shows it; None where all differ.
 
-        Samples of one prompt come as equal rows: they are stored, and attended from, once.
+        Samples of one prompt come as equal rows: they are stored, and attended from, once, as long as they stay equal
+        (`separate_rows`).
         """
         found: dict[Any, int] = {}
         same: list[int] = []
@@ -200,8 +203,27 @@ class BatchState:
             same.append(first if equal else row)
         return same if len(set(same)) < len(same) else None
 
+    def separate_rows(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Where rows that were equal in the layers before differ in this one, all rows are stored on their own from here on: a hook
+        or an adapter may change some rows between layers, and `Cache.fill` is given any keys."""
+        same = self.groups[0].step.same if self.groups[0].step is not None else None
+        if same is None:
+            return
+        rows = [row for row, source in enumerate(same) if source != row]
+        sources = [same[row] for row in rows]
+        if bool(torch.stack([(x[rows] == x[sources]).all() for x in (query, key, value)]).all()):
+            return
+        new = None if self.padding_mask is None else self.padding_mask[:, self.columns :].to(key.device)
+        for group in self.groups:
+            step = group.step
+            assert step is not None
+            batch = group.paged.separate(group.sequences, step.before)
+            mask = None if step.padding_mask is None else new
+            group.step = Step(batch, mask, step.columns, step.before, None, step.written)
+
     def commit(self) -> None:
         """A forward pass has reached all layers."""
+        self.passes += 1
         self.columns, self.created = self.columns_begun, False
         for group in self.groups:
             group.step = None

@@ -404,6 +404,8 @@ class Cache(Serving, transformers.Cache):
             self._initialize(key)
         if self.layers[layer].columns > state.columns_begun:  # the first layer of a forward pass
             state.begin(query, key, value, mask, self.layers[layer])
+        else:
+            state.separate_rows(query, key, value)
         group = state.group_of[layer]
         assert group.step is not None
         return group, group.step, state.index_of[layer]

@@ -25,6 +25,9 @@ class AttentionCache(Cache):
 
     def __init__(self, model_or_config: Any, recipe: Any, **options: Any) -> None:
         self.broken = False  # a forward pass failed, and states of other layers are ahead
+        self.changed: dict[
+            tuple[str, int, int], int
+        ] = {}  # by kind, layer and number of a state: the pass that changed it last
         if options.get("share"):
             raise ValueError("share is not served for hybrid models: states of linear layers cannot be taken back")
         super().__init__(model_or_config, recipe, **options)
@@ -42,8 +45,23 @@ class AttentionCache(Cache):
         return [ropes[i] for i in shape.attention]
 
     def abort(self) -> None:
-        self.broken = self.broken or self.state.batch_size != -1
+        ahead = any(number > self.state.passes for number in self.changed.values())
+        self.broken = self.broken or ahead or self.state.batch_size != -1
         super().abort()
+
+    def advance(self, kind: str, layer: int, number: int) -> None:
+        """A forward pass is about to change a state of another layer: once. A second time means that the last pass broke off, and has
+        left the state ahead of the pages. A pass is counted when the last layer with attention has had its turn."""
+        now = self.state.passes + (layer < self._numbers[-1])
+        self.broken = self.broken or self.changed.get((kind, layer, number), 0) >= now
+        self.check()
+        self.changed[kind, layer, number] = now
+
+    def check(self) -> None:
+        if self.broken:
+            raise RuntimeError(
+                "a forward pass through this cache failed, and states of layers without attention cannot be taken back: reset() it"
+            )
 
 
 class HybridCache(transformers.Cache):
@@ -82,23 +100,19 @@ class HybridCache(transformers.Cache):
     def batch_size(self) -> int:
         return self.packed.batch_size
 
-    def _check(self) -> None:
-        if self.packed.broken:
-            raise RuntimeError(
-                "a forward pass through this cache failed, and states of layers without attention cannot be taken back: reset() it"
-            )
-
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._check()
+        self.packed.check()
         return self.packed.update(key_states, value_states, self.place[layer_idx], *args, **kwargs)
 
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        self._check()
-        return super().update_conv_state(*args, **kwargs)
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        self.packed.advance("conv", layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        self._check()
-        return super().update_recurrent_state(*args, **kwargs)
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        self.packed.advance("recurrent", layer_idx, state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     @property
     def _others(self) -> list[LinearAttentionLayer]:
@@ -109,9 +123,9 @@ class HybridCache(transformers.Cache):
             raise ValueError(
                 "cannot crop the cache of a hybrid model: its layers' recurrent states cannot be taken back"
             )
+        self.packed.crop(tokens_to_remove)  # first, since it may refuse
         for layer in self._others:
             layer.crop(tokens_to_remove)
-        self.packed.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for layer in self._others:
@@ -129,6 +143,7 @@ class HybridCache(transformers.Cache):
             layer.reset()
         self.packed.reset()
         self.packed.broken = False
+        self.packed.changed.clear()
 
 
 def cache_for(model_or_config: Any, recipe: Any = None, **options: Any) -> Cache | HybridCache:

@@ -163,7 +163,7 @@ class Sums:
 
 def stream_error(forms: ReadForms, which: WhichForm, keep: Tensor) -> tuple[Tensor, Tensor]:
     """Squared error of what each query reads of a stream, and the energy of what it should have read: [queries, heads] each."""
-    error = torch.zeros(len(keep), forms.exact.shape[1], device=keep.device)
+    error = torch.zeros(len(keep), forms.exact.shape[1], dtype=torch.float32, device=keep.device)
     for form, reads in ((forms.packed, which.packed), (forms.overlay, which.overlay)):
         of_token = (form - forms.exact).square().sum(-1)  # [tokens, heads]
         of_token = torch.where((reads & keep).any(0)[:, None], of_token, 0.0)  # pages may hold anything elsewhere

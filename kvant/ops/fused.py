@@ -118,13 +118,10 @@ def blocks_of(tokens: int, first: int, size: int) -> int:
 
 @dataclasses.dataclass
 class RopeTable(Derived):
-    """Cosines and sines of a store's RoPE blocks, and the shorter tables that were handed out before."""
+    """Cosines and sines of a store's RoPE blocks, float32 [blocks, rotated pairs of channels] each: all tables that were handed out,
+    since a captured graph may still read a short one. Caches of several threads share them, so cosines and sines are one object."""
 
-    cosine: Tensor | None = None  # float32 [blocks, rotated pairs of channels]
-    sine: Tensor | None = None
-    before: list[tuple[Tensor, Tensor]] = dataclasses.field(
-        default_factory=list
-    )  # a captured graph may still read them
+    tables: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
@@ -146,19 +143,19 @@ _TABLES: weakref.WeakValueDictionary[tuple[object, ...], RopeTable] = weakref.We
 def rope_table(store: LayerStore, blocks: int) -> tuple[Tensor, Tensor]:
     """cos(p f) and sin(p f), float32 [at least `blocks`, rotated pairs of channels], of the first position p of each RoPE block
     of a sequence and the frequencies f: by these angles keys are stored unrotated. Grows by doubling."""
-    table = store.derive(RopeTable)
-    if table.cosine is not None and table.sine is not None:
-        if table.cosine.shape[0] >= blocks:
-            return table.cosine, table.sine
-        table.before.append((table.cosine, table.sine))
+    tables = store.derive(RopeTable).tables
+    found = next((pair for pair in reversed(tables) if len(pair[0]) >= blocks), None)
+    if found is not None:
+        return found
     rope, size, device = store.key.rope, store.key.spec.effective_rope_block, store.pages.device
     assert rope is not None
-    count = max(blocks, TABLE_BLOCKS if table.cosine is None else 2 * len(table.cosine))
+    count = max(blocks, TABLE_BLOCKS, *(2 * len(pair[0]) for pair in tables))
     first = rope.first // size
     position = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None] * size
     angle = position * rope.inv_freq.to(device).double()
-    table.cosine, table.sine = angle.cos().float().contiguous(), angle.sin().float().contiguous()
-    return table.cosine, table.sine
+    made = angle.cos().float().contiguous(), angle.sin().float().contiguous()
+    tables.append(made)
+    return made
 
 
 def mean_logit_vector(store: LayerStore) -> Tensor | None:

@@ -282,7 +282,7 @@ def decode(
     accurate = query.dtype if query.dtype == torch.float64 else torch.float32
     keys = read(store, "key", batch, batch.seq_lens).to(accurate)
     values = read(store, "value", batch, batch.seq_lens).to(accurate)
-    q = query.to(accurate).view(sequences, store.layout.heads, -1, dim)
+    q = query.to(accurate).view(sequences, store.layout.heads, query_heads // store.layout.heads, dim)
     mean_logit = mean_logits(store, q, scale, softcap, sink_logits)
     q = store.key.dual(q)
     scores = torch.einsum("bhgd,bnhd->bhgn", q, keys) * scale

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import pkgutil
 
-from kvant.recipe import Recipe
+from kvant.recipe import MixedRecipe, Recipe, Window
 from kvant.spec import split_names
 
 DEFAULT = "kvant-2"  # the first choice of commands: the best quality at its bits; it is fitted to a model once
@@ -66,6 +67,30 @@ def get(text: str | Recipe) -> Recipe:
             raise ValueError(f"recipe {text!r}: expected NAME:field=value,field=value, got {item!r}")
         fields[field] = value
     return _RECIPES[name].with_fields(fields)
+
+
+def as_fitted(recipe: Recipe) -> Recipe:
+    """The recipe that a kept artifact of this one is fitted for: the same with the windows that its name has without fields. Windows
+    decide which tokens calibration looks at, but not which artifact is found. So what is found does not depend on which windows
+    were asked for first.
+
+    >>> from kvant import recipes
+    >>> recipes.as_fitted(recipes.get("oscar:sink=0,clip=1")).name
+    'oscar:clip=1'
+    """
+    name, _, rest = recipe.name.partition(":")
+    if name not in _RECIPES or isinstance(recipe, MixedRecipe):
+        return recipe
+    usual, windows = _RECIPES[name], {field.name for field in dataclasses.fields(Window)}
+    kept = [item for item in rest.split(",") if item and item.partition("=")[0].rpartition(".")[2] not in windows]
+    made = dataclasses.replace(
+        recipe,
+        name=":".join((name, ",".join(kept))) if kept else name,
+        key=dataclasses.replace(recipe.key, window=usual.key.window),
+        value=dataclasses.replace(recipe.value, window=usual.value.window),
+    )
+    assert made.fits == recipe.fits, (made.name, recipe.name)
+    return made
 
 
 def plain(head_dim: int) -> Recipe:

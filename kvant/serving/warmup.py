@@ -81,7 +81,7 @@ def warm_up(
     options: dict[str, float | Tensor | None] = {"scale": layout.head_dim**-0.5, "softcap": softcap}
     options["sliding_window"] = sliding_window
     if sink_logits:
-        options["sink_logits"] = torch.zeros(query_heads, device=device)
+        options["sink_logits"] = torch.zeros(query_heads, dtype=torch.float32, device=device)
     needed = [0]
     for first, last in ((0, history), (history, history + 1)):
         x = rows(last - first, layout.heads)

@@ -297,7 +297,7 @@ def _fit(
         if recipe.calibrated:
             kinds.setdefault(kind_of(recipe), recipe)
     found = {kind: cached(named, recipe) if shared else None for kind, recipe in kinds.items()}
-    missing = [recipe for kind, recipe in kinds.items() if found[kind] is None]
+    missing = [recipes.as_fitted(recipe) for kind, recipe in kinds.items() if found[kind] is None]
     made = (
         calibrate_all(model, tokenizer, missing, text, tokens=tokens, seed=seed, progress=progress) if missing else []
     )

@@ -61,6 +61,24 @@ def test_an_artifact_is_made_once_and_serves(made: list[tuple[str, object]]) -> 
         kvant.Cache(model, "kvant-2")
 
 
+@pytest.mark.parametrize("name", ["oscar:sink=0,recent=0", "kvant-2:sink=9,k.recent=5,power=0.5"])
+def test_a_fit_does_not_depend_on_which_windows_were_asked_for_first(
+    made: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Windows decide which tokens calibration looks at: kept artifacts are those of the usual ones."""
+    model = make_model("llama")
+    usual = recipes.as_fitted(recipes.get(name))
+    found = []
+    for order in ((name, usual), (usual, name)):
+        monkeypatch.setattr(models, "cache_dir", lambda: tmp_path / str(len(found)))
+        found.append({str(each): kvant.artifact_for(model, None, each) for each in order})
+    assert [recipe for recipe, _ in made] == [usual.name] * 2
+    digests = {artifact.digest for artifacts in found for artifact in artifacts.values() if artifact is not None}
+    assert len(digests) == 1
+    first = found[0][name]
+    assert first is not None and first.recipe == recipes.get(name)
+
+
 def test_what_is_asked_for_is_served(made: list[tuple[str, object]]) -> None:
     """The windows of the recipe that the artifact was first made for are nobody else's."""
     model = make_model("llama")

@@ -55,6 +55,32 @@ def test_the_unquantized_recipe_answers_as_transformers_own_cache(hybrid: tuple[
     assert torch.equal(model.generate(**padded(), num_beams=beams, past_key_values=cache), wanted)
 
 
+def test_a_first_pass_that_failed_has_to_be_forgotten(hybrid: tuple[Any, Any]) -> None:
+    """States of the layers before the first one with attention have seen its tokens, wherever it broke off."""
+    model, (_, attention, _) = hybrid
+    ids = torch.tensor([prompt(0, 40)])
+    with torch.no_grad():
+        wanted = model(ids, past_key_values=HybridCache(model, "full")).logits
+
+    def fail(*args: Any) -> None:
+        raise LookupError
+
+    for layer in (None, attention[0] - 1, attention[0]):
+        cache = HybridCache(model, "full")
+        hook = None if layer is None else model.model.layers[layer].register_forward_hook(fail)
+        model.train(layer is None)  # refused by the first layer with attention
+        with torch.set_grad_enabled(layer is None), pytest.raises(ValueError if layer is None else LookupError):
+            model(ids, past_key_values=cache)
+        model.eval()
+        if hook is not None:
+            hook.remove()
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match="cannot be taken back: reset"):
+                model(ids, past_key_values=cache)
+            cache.reset()
+            assert torch.equal(model(ids, past_key_values=cache).logits, wanted)
+
+
 @pytest.mark.parametrize("recipe", ["saw-int4", "kivi-k4v4", "int2:sink=4,recent=16"])
 @torch.no_grad()
 def test_layers_store_and_read_what_a_plain_cache_does(hybrid: tuple[Any, Any], recipe: str) -> None:

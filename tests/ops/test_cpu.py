@@ -122,6 +122,41 @@ def test_decode_of_every_recipe(name: str, isa: str) -> None:
     check(filled(name, [1, 63, 300, 700]), 3)
 
 
+def test_torchs_default_dtype_does_not_matter(isa: str) -> None:
+    """Servers set it to the model's. Scratch memory is float32 all the same; a thread's own is made anew."""
+    cache = filled("saw-int4", [1, 63, 300, 700])
+    batch, store, scale = cache.batch(cache.sequences), cache.stores[0], 64**-0.5
+    q, new = torch.randn(4, 6, 64), torch.randn(3, 6, 64)
+    more = cache.extend(cache.sequences[:1], [3])
+    k, v = torch.randn(2, 3, 2, 64)
+
+    def outputs() -> tuple[torch.Tensor, ...]:
+        library._WORKSPACE.floats = torch.empty(0, dtype=torch.float32)
+        out = decode(store, q, batch, scale=scale), prefill(store, new, k, v, more, scale=scale)
+        assert library._WORKSPACE.floats.dtype == torch.float32
+        return out
+
+    expected = outputs()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = outputs()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_batch_that_kernels_cannot_read_is_not_read() -> None:
+    cache = filled("int4", [300, 200])
+    batch = cache.batch(cache.sequences)
+    wide = torch.cat((batch.block_table, batch.block_table), 1)
+    for wrong in (
+        batch._replace(block_table=wide[:, : wide.shape[1] // 2]),
+        batch._replace(seq_lens=batch.seq_lens.int()),
+    ):
+        with pytest.raises(AssertionError):
+            decode(cache.stores[0], torch.randn(2, 6, 64), wrong, scale=0.125)
+
+
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
 @pytest.mark.parametrize("dim", [32, 96, 128, 256])
 def test_decode_of_every_shape(group: int, dim: int, isa: str) -> None:

@@ -89,7 +89,7 @@ def parallel() -> int:
 class _Workspace(threading.local):
     """Scratch memory that calls of one thread reuse: page faults of new memory take longer than a short attention."""
 
-    floats = torch.empty(0)
+    floats = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 _WORKSPACE = _Workspace()
@@ -115,6 +115,9 @@ def batch_address(batch: PagedBatch) -> int:
 def batch_structure(batch: PagedBatch) -> structures.Batch:
     """The `Batch` structure of a batch."""
     if _LAST.batch is not batch:
+        *fields, ring_start = batch
+        for x in (*fields, *ring_start.values()):
+            assert x.dtype == torch.int64 and x.is_contiguous(), (x.dtype, x.shape, x.stride())
         made = structures.Batch(width=batch.block_table.shape[1], count=len(batch.seq_lens))
         made.block_table, made.seq_lens, made.overlay_rows = (
             x.data_ptr() for x in (batch.block_table, batch.seq_lens, batch.overlay_rows)
@@ -131,7 +134,7 @@ def workspace(floats: int) -> torch.Tensor:
     """Scratch memory of at least `floats` floats, uninitialized, valid until the next call of this thread."""
     if _WORKSPACE.floats.shape[0] < floats:
         with torch.inference_mode(False):
-            _WORKSPACE.floats = torch.empty(floats + floats // 4)
+            _WORKSPACE.floats = torch.empty(floats + floats // 4, dtype=torch.float32, device="cpu")
     return _WORKSPACE.floats
 
 

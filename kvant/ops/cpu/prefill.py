@@ -52,7 +52,7 @@ def unpack(store: LayerStore, name: StreamName, pages: Tensor, first: int, last:
     streams = store.derive(CpuPrefill).streams
     if name not in streams:
         streams[name] = stream_of(store, name)
-    out = torch.empty(last - first, layout.heads, layout.head_dim)
+    out = torch.empty(last - first, layout.heads, layout.head_dim, dtype=torch.float32, device="cpu")
     table = pages.clamp_min(0).contiguous()
     call = structures.Read(stream=streams[name][0], page_head_bytes=layout.page_head_bytes, heads=layout.heads)
     call.pages, call.block_table, call.out = store.pages.data_ptr(), table.data_ptr(), out.data_ptr()

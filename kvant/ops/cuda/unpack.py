@@ -310,7 +310,7 @@ class Tables(NamedTuple):
         device, stream = store.pages.device, layout.format(name)
         bound = store.stream(name)
         found = store.derive(StoredTables).inverse[name]
-        inverse = torch.eye(dim, device=device)[None] if found.tensor is None else found.tensor
+        inverse = torch.eye(dim, dtype=torch.float32, device=device)[None] if found.tensor is None else found.tensor
         inverse = inverse.double().cpu()
         columns = output_channels(made.vector, made.rotated, dim)
         numbers = key_channels([(0, dim)], dim)
@@ -336,7 +336,9 @@ class Tables(NamedTuple):
             rows = key_channels(bands, dim) if name == "key" else value_channels(layout.scale_groups(name), dim)
             assert stream.scales is not None
             alone = stream.scales.kind is ScaleKind.ALONE
-            weight, lowest, raised = torch.zeros(dim), torch.zeros(dim), torch.zeros(dim // 16, 2)
+            weight, lowest, raised = (
+                torch.zeros(*size, dtype=torch.float32) for size in ((dim,), (dim,), (dim // 16, 2))
+            )
             for band in stream.stored_bands:
                 part = slice(band.first, band.first + band.width)
                 weight[part] = round(ONE * band.step) / ONE if alone else 1.0
