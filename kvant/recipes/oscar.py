@@ -13,13 +13,15 @@ Its ablations, as fields: `target=none` is no U, `hadamard=none` no H, `bitrev=f
 head.
 
 Choices, where the text is open:
-- The clip ratios (`clip=0`) are calibrated per layer, as section 5.1 says, by a search that the paper does not give:
-  the ratio from 0.80 to 1.00 with the least squared error of the attention outputs over probes of the calibration
-  text, keys and values each with the other exact, windows as served.
+- The clip ratios (`clip=0`) are calibrated per layer, as section 5.1 and algorithm 1 say, by a search that the paper
+  does not give: the ratio from 0.80 to 1.00 with the least squared error of the attention outputs over probes of the
+  calibration text, keys and values each with the other exact, with the windows of the recipe that is fitted. A.5 and
+  table 11 have them fixed at 0.96 and 0.92: `k.clip=0.96,v.clip=0.92`.
 - The group is the whole head: the paper names 128 (algorithm 1, tables 2 and 11) and 64 (A.5) for head dim 128. The
   scores of table 2 are those of groups of 128 for Qwen3-4B and GLM-4.7 and of 64 for Qwen3-8B and Qwen3-32B (tables 13
   and 16); `group=64` is that. With one group P_br moves nothing between groups, as the paper notes.
-- Sink tokens are never coded, so neither they nor their queries count in the moments.
+- Sink tokens are never coded, so neither they nor their queries count in the moments. The outputs of later queries
+  contain the sinks' values, as in the paper.
 - Queries are measured over all positions that will be served, not only those of the calibration text.
 - A head dim that is not a power of two has Hadamard blocks of the largest power of two that divides it; the
   eigenvectors are assigned to the blocks in turn (round robin).

@@ -13,8 +13,8 @@ not), since a head alone gives too few vectors for 4,096 centroids. Centroids ar
 channel.
 
 Where we differ: the first token is in full precision (`sink=0` removes that). A text's first token gets much of the
-attention, and its vectors are unlike all others. The paper's models begin every text with the same token, so that
-k-means has a centroid for exactly its vectors; in a text that begins otherwise no centroid is near the first token.
+attention, and its vectors are unlike all others. Where every text begins with the same token, k-means has a centroid
+for exactly its vectors; in a text that begins otherwise no centroid is near the first token.
 On SmolLM2 this token alone doubles the KL of vecinfer-2 and decides whether million-2 is better. The Hadamard matrix
 has the order of the head dim up to 128 and is block-diagonal beyond (or where the head dim is no power of two);
 tokens are coded when they arrive and the last 128 are read in full precision from the overlay.
@@ -27,7 +27,7 @@ from kvant.recipe import Recipe, Stream, Window
 from kvant.transforms.hadamard import Hadamard
 from kvant.transforms.smooth import Smooth
 
-_PAPER = "VecInfer"
+_PAPER = "VecInfer, arXiv 2510.06175"
 _WINDOW = Window(sink=1, recent=128)
 _Book = tuple[Literal[2, 4, 8], int]
 

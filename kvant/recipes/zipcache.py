@@ -2,7 +2,7 @@
 
 Tokens that get much attention have four bits, the others two. Keys are coded per channel, values by channel-separable
 tokenwise quantization; a token's saliency is its normalized attention score, the mean weight over the queries that see
-it. 40 % of the tokens are salient, the setting with which SQuat's tables give it KIVI's size.
+it. 40 % of the tokens are salient, as in two of the four settings of SQuat's tables; the others have 30 and 50 %.
 
 Where we differ: a page has one size, so every group of 128 tokens has the same number of salient ones, rather than the
 prompt as a whole, and tokens stay in full precision until a group is complete (the paper recompresses every 100 tokens,
