@@ -315,34 +315,34 @@ class PagedCache:
                 f"counts must be a number of new tokens for each of {len(sequences)} sequences, got {counts}"
             )
         layout = self.layout
-        fresh = [
+        more_pages = [
             layout.pages_for(seq.length + count) - len(seq.pages) for seq, count in zip(sequences, counts, strict=True)
         ]
         copied = self._to_copy(sequences, counts)
         try:
-            self.reserve(sum(fresh) + len(copied))
+            self.reserve(sum(more_pages) + len(copied))
         except PoolFull:  # pages of the prefix cache go before a request is refused
-            if not self._give_way(sum(fresh), [seq.pages[place] for seq, place in copied]):
+            if not self._give_way(sum(more_pages), [seq.pages[place] for seq, place in copied]):
                 raise
             copied = self._to_copy(sequences, counts)
-            self.reserve(sum(fresh) + len(copied))
+            self.reserve(sum(more_pages) + len(copied))
         for seq, place in copied:
             self._copy_page(seq, place)
         before = [seq.length for seq in sequences]
         try:
-            return batch_of(sequences, counts, self._extended(sequences, counts, fresh), self.device)
+            return batch_of(sequences, counts, self._extended(sequences, counts, more_pages), self.device)
         except BaseException:  # no memory for the batch's tensors
             for seq, length in zip(sequences, before, strict=True):
                 self.retract(seq, length)
             raise
 
     def _extended(
-        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], fresh: abc.Sequence[int]
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], more_pages: abc.Sequence[int]
     ) -> list[Tensor]:
         """Makes sequences longer by free pages. Returns the slots of each sequence's new tokens: int64 [count]."""
         sink = self.layout.recipe.key.window.sink
         slot_mapping: list[Tensor] = []
-        for seq, count, more in zip(sequences, counts, fresh, strict=True):
+        for seq, count, more in zip(sequences, counts, more_pages, strict=True):
             seq.pages += self.pool.take(more)
             if seq.sinks == min(seq.length, sink):
                 seq.sinks = min(seq.length + count, sink)
@@ -507,12 +507,12 @@ class PagedCache:
         kept = self.prefix.holds if self.prefix is not None else lambda page: 0
         return sum(self.pool.references(page) - kept(page) == 1 for page in seq.held)
 
-    def _give_way(self, fresh: int, copied: abc.Sequence[int]) -> bool:
+    def _give_way(self, more_pages: int, copied: abc.Sequence[int]) -> bool:
         """Drops pages of the prefix cache that would be copied only because it holds them, if that makes enough room."""
         if self.prefix is None:
             return False
         alone = [page for page in copied if 0 < self.prefix.holds(page) == self.pool.references(page) - 1]
-        if fresh + len(copied) - len(alone) > self.pool.free + self.prefix.evictable:
+        if more_pages + len(copied) - len(alone) > self.pool.free + self.prefix.evictable:
             return False
         for page in alone:
             self.prefix.forget(page)

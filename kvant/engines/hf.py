@@ -15,7 +15,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -534,6 +534,12 @@ class Cache(Serving, transformers.Cache):
             self.settle()
             if self.batch_size != -1:
                 self.state.select(order)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            "a kvant.Cache cannot be copied, since its pages are shared: share=True keeps prompts for later calls, save() and "
+            "Cache.load() store and copy a cache"
+        )
 
     def reset(self) -> None:
         """Forgets all sequences, and gives back their pages but those that are kept to be shared; memory stays

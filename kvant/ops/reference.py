@@ -38,7 +38,7 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     """Stores new tokens: key and value are [new tokens, heads, head_dim]. A corrector also needs the tokens' queries, `query`
     [new tokens, query heads, head_dim]."""
     sequence, position = batch.positions
-    real = batch.slot_mapping >= 0
+    has_slot = batch.slot_mapping >= 0
     if store.states and query is None:
         raise ValueError(f"recipe {store.layout.recipe.name} learns from queries: append needs the new tokens' queries")
     stored: dict[StreamName, Tensor] = {"key": key, "value": value}
@@ -49,13 +49,13 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
             stored[name] = stored[name].to(DTYPES[store.layout.overlay_dtype]).float()
     for name in stored:
         if store.stream(name).spec.groupwise:
-            assert bool(real.all()), "a stream that codes groups of tokens cannot leave one out"
+            assert bool(has_slot.all()), "a stream that codes groups of tokens cannot leave one out"
             _append_groups(store, name, stored, batch, query)
         else:
-            write = real & (position >= store.layout.recipe.origin)
+            write = has_slot & (position >= store.layout.recipe.origin)
             _append_tokens(store, name, stored[name], batch.slot_mapping, write)
     for name in stored:
-        _append_overlay(store, name, stored[name], batch, sequence, position, real)
+        _append_overlay(store, name, stored[name], batch, sequence, position, has_slot)
 
 
 def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slot_mapping: Tensor, write: Tensor) -> None:
@@ -148,14 +148,14 @@ def _append_overlay(
     batch: PagedBatch,
     sequence: Tensor,
     position: Tensor,
-    real: Tensor,
+    has_slot: Tensor,
 ) -> None:
     """Writes the sinks and the last `ring` tokens of every sequence into its overlay row."""
     window = store.stream(name).spec.window
     overlay = store.overlays[name]
     if not overlay.shape[1]:
         return
-    keep = real & ((position < window.sink) | (position >= batch.seq_lens[sequence] - window.ring))
+    keep = has_slot & ((position < window.sink) | (position >= batch.seq_lens[sequence] - window.ring))
     rows = overlay_index(window, position[keep])
     overlay[batch.overlay_rows[sequence[keep]], rows] = stored[keep].to(overlay.dtype)
 

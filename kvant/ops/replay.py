@@ -53,17 +53,17 @@ def replay(
     new: dict[StreamName, Tensor] = {"key": key, "value": value}
     overlays = {name: _overlay(store, name, x, batch) for name, x in new.items()}
     append()
-    fresh = batch.query_start_loc.diff()
+    counts = batch.query_start_loc.diff()
     sequence, position = batch.positions
-    column = position - (batch.seq_lens - fresh)[sequence]
-    width, longest = int(fresh.max()), int(batch.seq_lens.max())
-    padded = query.new_zeros(len(fresh), width, *query.shape[1:])
+    column = position - (batch.seq_lens - counts)[sequence]
+    width, longest = int(counts.max()), int(batch.seq_lens.max())
+    padded = query.new_zeros(len(counts), width, *query.shape[1:])
     padded[sequence, column] = query
     together = max(1, SCORES // (query.shape[1] * width * longest))
     out = torch.cat(
         [
             _attend(store, padded[some], batch, some, overlays, scale, softcap, sliding_window, sink_logits)
-            for some in (slice(first, first + together) for first in range(0, len(fresh), together))
+            for some in (slice(first, first + together) for first in range(0, len(counts), together))
         ]
     )
     return out[sequence, column]
@@ -105,9 +105,9 @@ def _attend(
     rows, new, query_heads, dim = query.shape
     total = int(batch.seq_lens.max())
     part = some_sequences(batch, some)
-    fresh = batch.query_start_loc.diff()[some]
+    counts = batch.query_start_loc.diff()[some]
     position = torch.arange(total, device=query.device)
-    at = (part.seq_lens - fresh)[:, None, None] + torch.arange(new, device=query.device)[:, None]  # of the queries
+    at = (part.seq_lens - counts)[:, None, None] + torch.arange(new, device=query.device)[:, None]  # of the queries
     keep = position <= at  # [sequences, new tokens, tokens]
     if sliding_window is not None:
         keep &= position > at - sliding_window

@@ -50,7 +50,9 @@ def test_made_once_listed_shown_and_removed(
     listed = json.loads(out)
     assert code == 0 and len(listed) == 2
     first = next(each for each in listed if each["id"] == found[narrow.name].digest[:16])
-    assert first["model"] == Path(tiny).name and first["recipe"] == "oscar" and first["text"].startswith("given, sha256 ")
+    assert (
+        first["model"] == Path(tiny).name and first["recipe"] == "oscar" and first["text"].startswith("given, sha256 ")
+    )
     assert first["bytes"] == (Path(first["path"]) / FILE).stat().st_size and first["problem"] is None
     code, out, _ = run(capsys, "artifacts")
     assert code == 0 and first["id"] in out and "2 artifacts" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -109,3 +110,10 @@ def test_a_filled_cache_holds_what_each_row_was_given() -> None:
     cache.fill(torch.zeros(2, 20, dtype=torch.long), None, layers)
     for layer, (key, _) in enumerate(layers):
         assert torch.equal(cache.keys_as_read(layer)[:, :20], key.transpose(1, 2))
+
+
+def test_a_cache_is_not_copied() -> None:
+    """`copy.deepcopy` of a prompt's cache is transformers' way to reuse it; pages of two caches would be one another's."""
+    cache = kvant.Cache(make_model("llama"), "int8")
+    with pytest.raises(TypeError, match="share=True keeps prompts"):
+        copy.deepcopy(cache)
