@@ -24,6 +24,7 @@ with tempfile.TemporaryDirectory() as directory:
     # the same as on the command line: kvant eval --model M --recipe int8 --task mine.jsonl:new_tokens=16 --json report.json
     options = ["--task", f"{task}:new_tokens=16", "--json", str(report)]
     code = main(["eval", "--model", model, "--recipe", "int8", *options])
+    if code:
+        sys.exit(code)
     for row in json.loads(report.read_text())["scores"]:
         print(f"{row['recipe']}: {row['score']:.0%} of {row['questions']} questions")
-sys.exit(code)

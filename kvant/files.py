@@ -25,15 +25,18 @@ def cache_dir() -> Path:
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary path to write to, which is renamed to the target when everything is written and synced. Until then, and
-    if anything fails, the target is unchanged. The new file has the permissions of the one that it replaces. A directory, a FIFO or a
-    device is not replaced."""
+    if anything fails, the target is unchanged. The new file has the permissions of the one that it replaces, or those that the umask
+    leaves. A directory, a FIFO or a device is not replaced."""
     check_replaceable(target, "output")
     collect(target.parent, target.name)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
     try:
         yield temporary
-        with contextlib.suppress(FileNotFoundError):
-            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        try:
+            mode = stat.S_IMODE(os.stat(target).st_mode)
+        except FileNotFoundError:
+            mode = 0o666 & ~_umask()  # safetensors writes files that nobody else may read
+        os.chmod(temporary, mode)
         _flush(temporary)
         os.replace(temporary, target)
         _flush(target.resolve().parent)
@@ -61,6 +64,16 @@ def making_directory(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 def check_vacant(target: Path, what: str) -> None:

@@ -18,7 +18,7 @@ def fit_banded(part: Banded, stats: LayerStats, stream: str) -> dict[str, Tensor
         if stream != "key":
             raise ValueError("values have no queries to weigh their errors by: use weighted=false")
         second = stats.queries.second.diagonal(dim1=-2, dim2=-1)
-        found["weights"] = (second / second.mean(-1, keepdim=True).clamp_min(1e-30)).float()
+        found["weights"] = (second.clamp_min(0.0) / second.mean(-1, keepdim=True).clamp_min(1e-30)).float()
     if part.flag:
         found["mean"] = stats.weighted_moments(stream, part.share).mean.float()
     return found

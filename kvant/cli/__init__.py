@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest and not hasattr(args, "passes_on"):
             parser().error(f"unrecognized arguments: {' '.join(rest)}")
         args.rest = rest  # for a command that passes them to another program
+        if rest and argv.index(rest[0]) < argv.index(args.model):
+            parser().error(f"the model comes before options of vLLM: kvant {args.command} MODEL {rest[0]} ...")
         label = f"kvant {args.command}"
         code = int(args.run(args))
         sys.stdout.flush()
@@ -85,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _mistake(error: Exception) -> bool:
     """Whether an error is a user's mistake, and not a bug."""
-    if isinstance(error, (ValueError, OSError, ModuleNotFoundError)):
+    if isinstance(error, (ValueError, OSError, ModuleNotFoundError, MemoryError)):
         return True
+    if isinstance(error, RuntimeError) and ("not enough memory" in str(error) or "out of memory" in str(error)):
+        return True  # torch's, on a CPU and on a GPU
     cache = sys.modules.get("kvant.cache")  # where it was not imported, the error is not from there
     return cache is not None and isinstance(error, cache.PoolFull)

@@ -78,8 +78,11 @@ def artifacts_for(
     given by --artifact that fits, a cached one, one that is fitted now (with a message on stderr) and cached."""
     from kvant.engines.fingerprint import fingerprint
     from kvant.engines.hf import ModelShape
+    from kvant.recipe import MixedRecipe
 
     fitted = [recipe for recipe in chosen if recipe.calibrated]
+    if args.artifact and not fitted and not any(isinstance(recipe, MixedRecipe) for recipe in chosen):
+        raise ValueError(f"--artifact: {', '.join(recipe.name for recipe in chosen)} take no artifact")
     named = fingerprint(model) if fitted else ""
     found = find_or_make(named, ModelShape.of(model, hybrid=True), fitted, args, lambda: (model, tokenizer))
     return {recipe.name: found[recipe.name].artifact if recipe.calibrated else None for recipe in chosen}

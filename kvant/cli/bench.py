@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for
-from kvant.cli.common import check_writable, print_table, processor, say, write_json
+from kvant.cli.common import check_threads, check_writable, print_table, processor, say, write_json
 
 RECIPES = "saw-int4,kvant-4,oscar,kvant-2"
 IN_MEMORY = "saw-int4,oscar,kvant-2,kitty-pro"  # recipes of generation with equal memory
@@ -169,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    check_threads(args.threads)
     if args.folded:
         if args.work == "generate":
             raise ValueError(

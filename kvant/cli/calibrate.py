@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        say(f"read {report['tokens']} tokens, positions up to {report['max_position']}, in {report['seconds']:.0f} s")
+        say(
+            f"read {report['tokens']} tokens, fitted for positions up to {report['max_position']}, in {report['seconds']:.0f} s"
+        )
         print(path)
     return 0
 

@@ -11,7 +11,7 @@ from kvant.cli.common import add_model_options, load_model, print_table, say, sh
 if TYPE_CHECKING:
     from kvant.eval.check import Checked
 
-UNFIT = 1  # exit status if a recipe that --recipe names is unfit
+UNFIT, UNCHECKED = 1, 3  # exit status if a recipe that --recipe names is unfit, or has no verdict
 
 
 def add(commands: Any) -> None:
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         help="which recipes fit a model",
         description="Reads a built-in text through each recipe's packed cache and through the full one, and says whether the recipe "
         "fits the model: good, usable or unfit (docs/check.md has the thresholds). Verdicts are stored; kvant serve "
-        "and kvant generate use them. Exit status 1 if a recipe that --recipe names is unfit.",
+        "and kvant generate use them. Exit status 1 if a recipe that --recipe names is unfit, 3 if one has no verdict.",
     )
     add_model_options(parser)
     parser.add_argument(
@@ -90,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**report, "left_out": found.left_out}, indent=2))
     else:
         print_verdicts(found)
-    unfit = asked is not None and any(each.word == "unfit" for each in found.verdicts)
-    return UNFIT if unfit else 0
+    words = {each.word for each in found.verdicts} if asked is not None else set()
+    unchecked = asked is not None and (bool(found.left_out) or "unknown" in words)
+    return UNFIT if "unfit" in words else UNCHECKED if unchecked else 0
 
 
 def choose(model: Any, tokenizer: Any, args: argparse.Namespace) -> int:

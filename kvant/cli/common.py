@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -44,17 +45,24 @@ def pick_device(asked: str) -> str:
     import torch
 
     if asked not in DEVICES:
-        raise ValueError(f"--device must be cpu or cuda, got {asked!r}")
+        raise ValueError(f"--device must be cpu, cuda or auto, got {asked!r}")
     there = torch.cuda.is_available()
     if asked == "cuda" and not there:
         raise ValueError("--device cuda: torch sees no CUDA device here")
     return ("cuda" if there else "cpu") if asked == "auto" else asked
 
 
+def check_threads(threads: int) -> None:
+    """Refuses a number of CPU threads that no machine like this could start."""
+    most = 16 * (os.cpu_count() or 1)
+    if not 1 <= threads <= most:
+        raise ValueError(f"--threads must be from 1 to {most}, 16 for each core, got {threads}")
+
+
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     """Loads the model and tokenizer that the options name, and prints their device and dtype on stderr."""
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads must be positive, got {args.threads}")
+    if args.threads is not None:
+        check_threads(args.threads)
     import torch
 
     from kvant import models
@@ -117,7 +125,8 @@ def print_table(
     caption: str = "",
     whole: Collection[str] = (),
 ) -> None:
-    """Prints a table that fits the terminal; columns are (heading, "left" or "right"), `whole` those that are never wrapped."""
+    """Prints a table that fits the terminal, if it can without breaking a number or a word; columns are (heading, "left" or "right"),
+    `whole` those that are never wrapped."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -129,7 +138,15 @@ def print_table(
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in whole)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
+    least = 1
+    for place, (heading, justify) in enumerate(columns):
+        cells = [row[place] for row in rows]
+        parts = cells if heading in whole or justify == "right" else [word for cell in cells for word in cell.split()]
+        words = [heading] if heading in whole else heading.split()
+        least += 3 + max(map(len, (*parts, *words, "")))  # half a number is another number
     console = Console(width=None if sys.stdout.isatty() else 100)
+    if console.width < least:
+        console = Console(width=least)
     console.print(table)
 
 

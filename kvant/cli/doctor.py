@@ -226,7 +226,8 @@ def run(args: argparse.Namespace) -> int:
     if artifact is not None:
         names += recipes_of(artifact)
         args.head_dim = artifact.head_dim
-    args.head_dim = args.head_dim or (model or {}).get("head_dim") or 128
+    if args.head_dim is None:
+        args.head_dim = (model or {}).get("head_dim") or 128
     found = examine(names or None, args.head_dim)
     found["gpu_missing"], found["model"] = _gpu(), model
     shape = _shape(model)

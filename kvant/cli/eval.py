@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,8 +155,13 @@ def run(args: argparse.Namespace) -> int:
     page = target_of(args)
     if args.chunk < 1 or args.batch < 1:
         raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
+    if args.offset < 0:
+        raise ValueError(f"--offset must be at least 0, got {args.offset}")
     texts = scored_texts(args)
     model, tokenizer = load_model(args)
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and args.offset >= most:
+        raise ValueError(f"--offset {args.offset}: the model has {most} positions")
     from kvant.engines.hybrid import cache_for, packed_of
     from kvant.eval import evaluate
     from kvant.layouts import Layouts
@@ -196,6 +202,8 @@ def run(args: argparse.Namespace) -> int:
             )
         measured = {"tokens": scored.text.tokens, "mean_length": scored.text.length}
         found = [dataclasses.asdict(result) for result in results]
+        for each in found:
+            each["kl_se"] = None if math.isnan(each["kl_se"]) else each["kl_se"]  # of one token there is none
         entries.append({"text": scored.name, **scored.facts, **measured, "results": found})
         report = {**common, **(entries[0] if len(texts) == 1 else {}), "texts": entries}
         if args.json:  # after every text, so that an interrupted run keeps what it has
@@ -219,7 +227,7 @@ def print_results(results: Sequence[Result], scored: Scored) -> None:
             r.recipe,
             f"{r.bpe:.3f}",
             f"{shown_kl(r.kl):.5f}",
-            f"{r.kl_se:.5f}",
+            "-" if math.isnan(r.kl_se) else f"{r.kl_se:.5f}",
             f"{r.top1:.1%}",
             f"{r.ppl:.3f}",
             f"{r.attn_rel_mse:.5f}",

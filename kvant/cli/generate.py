@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -249,6 +250,7 @@ def chat(model: Any, tokenizer: Any, recipe: Recipe, artifact: Artifact | None, 
             break
         if not text.strip():
             continue
+        check_text(text, "standard input")
         said.append(text.rstrip("\n"))
         ids = encode(tokenizer, said, args.raw).to(model.device)
         start = time.perf_counter()
@@ -330,16 +332,26 @@ def decide(
     return chosen, artifacts
 
 
+def check_text(text: str, what: str) -> None:
+    """Refuses text that was not read as UTF-8: Python keeps such bytes as surrogates, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{what}: expected text in UTF-8") from None
+
+
 def run(args: argparse.Namespace) -> int:
     asked = named(args)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be positive, got {args.max_new_tokens}")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature must be a finite number of at least 0, got {args.temperature}")
     if args.prompt is None and not args.chat:
         raise ValueError("--prompt is missing: give a prompt, or --chat")
     if args.prompt is not None and not args.prompt.strip():
         raise ValueError("--prompt is empty: expected some text")
+    if args.prompt is not None:
+        check_text(args.prompt, "--prompt")
     if args.chat and asked and len(asked) > 1:
         raise ValueError(f"--chat takes one recipe, got {len(asked)}")
     model, tokenizer = load_model(args)

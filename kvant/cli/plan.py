@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     notes = [
         f"{args.model}: {human_bytes(first.memory)} for the cache of {devices}, with {first.kv_heads} KV heads; "
         "weights are not counted",
-        "longest: tokens of one sequence that has all of the memory",
+        "bits per cached number of a full page; longest: tokens of one sequence that has all of the memory",
     ]
     windows = ", ".join(
         f"{each.recipe.recipe} {human_bytes(each.recipe.sequence_bytes)}"

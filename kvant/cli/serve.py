@@ -6,10 +6,13 @@ Recipe, artifact and model are checked before vLLM starts, so that mistakes are 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
+import io
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -80,6 +83,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     environment = {name: value for name, value in os.environ.items() if name != KEY}
     key = api_key(args.api_key_file)
+    check_address(args.host, _value(args.rest, "--port") or "8000")
     if key is not None:
         environment["VLLM_API_KEY"] = key
     command = command_for(args, args.rest, guarded=key is not None)
@@ -100,6 +104,38 @@ def api_key(file: str | None) -> str | None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(f"{place}: expected a key of printable ASCII characters without spaces")
     return key
+
+
+def check_options(rest: Sequence[str]) -> None:
+    """Refuses options that vLLM's server does not take, in its parser's words, before a recipe is checked or fitted."""
+    for place in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):  # 0.32 and 0.26
+        if importlib.util.find_spec(place.rpartition(".")[0]) and importlib.util.find_spec(place):
+            break
+    else:
+        return  # the server itself will tell
+    arguments = importlib.import_module(place)
+    parser = arguments.make_arg_parser(arguments.FlexibleArgumentParser())
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            parser.parse_args(list(rest))
+    except SystemExit as end:
+        if end.code:
+            last = " ".join(told.getvalue().strip().splitlines()[-1:])
+            raise ValueError(f"vLLM does not take these options: {last.rpartition('error: ')[2]}") from None
+
+
+def check_address(host: str, port: str) -> None:
+    """Refuses a port that cannot be listened on, before a recipe is checked or fitted."""
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"--port must be a number from 1 to 65535, got {port!r}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
 
 
 def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = False) -> list[str]:
@@ -124,6 +160,7 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
                 f"{option} would show the key to everybody who lists processes: set the environment variable {KEY}, or give a "
                 "file with --api-key-file"
             )
+    check_options(rest)
     ranges = _ranges(args.layers)
     source = models.resolve(args.model, say)
     kvant: dict[str, Any] = {

@@ -60,8 +60,8 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"packed keys and values have no {name!r}: they are read by the attention implementation {ATTENTION!r} alone. "
-            "Either the model's attention implementation was changed after the cache was made, or the model reads its cache "
-            "outside of its attention function and cannot be served"
+            "Either the cache was made for another model, or this model's attention implementation was changed after the cache "
+            "was made, or the model reads its cache outside of its attention function and cannot be served"
         )
 
 

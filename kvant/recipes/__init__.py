@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import math
 import pkgutil
@@ -59,7 +60,9 @@ def get(text: str | Recipe) -> Recipe:
         return text
     name, colon, rest = text.strip().partition(":")
     if name not in _RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; known: {', '.join(_RECIPES)}")
+        close = difflib.get_close_matches(name, _RECIPES, 3)
+        meant = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise ValueError(f"unknown recipe {name!r}{meant}; known: {', '.join(_RECIPES)}")
     fields: dict[str, str] = {}
     for item in rest.split(",") if colon else ():
         field, equals, value = (part.strip() for part in item.partition("="))

@@ -89,7 +89,7 @@ def split(text: str) -> list[str]:
 
 
 def known() -> str:
-    return f"{', '.join(TASKS)}, or a .jsonl file"
+    return f"{', '.join(name for name in TASKS if name != 'file')}, or a .jsonl file"
 
 
 def get(text: str) -> Task:
@@ -98,7 +98,7 @@ def get(text: str) -> Task:
     given: dict[str, str] = {}
     if name not in TASKS and Path(name).suffix in (".jsonl", ".json"):
         name, given = "file", {"path": name}
-    if name not in TASKS:
+    if name not in TASKS or (name == "file" and not given):
         raise ValueError(f"unknown task {name!r}; known: {known()}")
     kind = TASKS[name]
     hints = typing.get_type_hints(kind)
