@@ -22,6 +22,19 @@ def test_a_new_file_has_the_permissions_of_the_one_it_replaces(tmp_path: Path) -
         assert target.read_text() == "new" and stat.S_IMODE(target.stat().st_mode) == mode
 
 
+def test_a_file_that_is_new_has_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
+            os.umask(umask)
+            with replacing(tmp_path / str(umask)) as temporary:
+                temporary.write_text("new")
+                temporary.chmod(0o600)  # as safetensors writes
+            assert stat.S_IMODE((tmp_path / str(umask)).stat().st_mode) == mode
+    finally:
+        os.umask(before)
+
+
 def test_what_a_killed_writer_left_is_removed_after_a_day(tmp_path: Path) -> None:
     mine, other = ".x-0123456789abcdef", ".y-0123456789abcdef"
     names = [mine, other, ".x-0123456789abcde", "x-0123456789abcdef", ".x-fedcba9876543210"]

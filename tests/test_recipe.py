@@ -92,7 +92,7 @@ def test_fields_override_parts_of_both_streams_or_of_one() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int5", "unknown recipe 'int5'; known: "),
+        ("int5", "unknown recipe 'int5' (did you mean int"),
         ("int4:order=16", "has no field 'order'; it has bits"),
         ("saw-int4:v.order=16", "has no field 'v.order'"),
         ("saw-int4:x.order=16", "has no field 'x.order'"),

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest and not hasattr(args, "passes_on"):
             parser().error(f"unrecognized arguments: {' '.join(rest)}")
         args.rest = rest  # for a command that passes them to another program
-        if rest and argv.index(rest[0]) < argv.index(args.model):
+        if rest and args.command == "serve" and argv.index(rest[0]) < argv.index(args.model):
             parser().error(f"the model comes before options of vLLM: kvant {args.command} MODEL {rest[0]} ...")
         label = f"kvant {args.command}"
         code = int(args.run(args))

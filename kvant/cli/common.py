@@ -134,17 +134,19 @@ def print_table(
     table = Table(
         title=title or None, title_justify="left", caption=caption or None, caption_justify="left", box=SIMPLE_HEAD
     )
-    for heading, justify in columns:
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in whole)  # type: ignore[arg-type]
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    cells = [[row[place] for row in rows] for place in range(len(columns))]
+    # numbers and the first column are never broken: half a number is another number
+    firm = [place == 0 or justify == "right" or name in whole for place, (name, justify) in enumerate(columns)]
+    natural = 1 + sum(3 + max(map(len, (*own, name))) for own, (name, _) in zip(cells, columns, strict=True))
+    least = 1
+    for own, fixed, (name, justify) in zip(cells, firm, columns, strict=True):
+        heading = "\n".join(name.split()) if natural > console.width and fixed and name not in whole else name
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=fixed)  # type: ignore[arg-type]
+        words = own if fixed else [word for cell in own for word in cell.split()]
+        least += 3 + max(map(len, (*words, *heading.split("\n" if fixed else None), "")))
     for row in rows:
         table.add_row(*row)
-    least = 1
-    for place, (heading, justify) in enumerate(columns):
-        cells = [row[place] for row in rows]
-        parts = cells if heading in whole or justify == "right" else [word for cell in cells for word in cell.split()]
-        words = [heading] if heading in whole else heading.split()
-        least += 3 + max(map(len, (*parts, *words, "")))  # half a number is another number
-    console = Console(width=None if sys.stdout.isatty() else 100)
     if console.width < least:
         console = Console(width=least)
     console.print(table)

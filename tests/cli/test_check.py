@@ -50,6 +50,8 @@ def test_a_table_says_what_fits_and_why_not(biased: str, capsys: pytest.CaptureF
     assert code == 0
     assert (report["verdicts"][0]["recipe"], report["verdicts"][0]["verdict"]) == ("int8", "good")
     assert report["left_out"] == {}
+    code, out, err = run(capsys, "check", "--model", biased, "--recipe", "kvant-2")
+    assert (code, out) == (3, "") and "not checked: kvant-2: needs a fit" in err
 
 
 def test_what_is_taken_without_a_recipe_is_said(biased: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 import transformers
 
 from kvant import recipes
-from kvant.cli import main
+from kvant.cli import _mistake, main
+from kvant.cli.common import print_table
 from kvant.cli.recipes import RECOMMENDED
 from kvant.layout import Layout
 from kvant.ops import OPS, choose
@@ -245,20 +247,27 @@ def test_eval_writes_the_report_others_rely_on(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("generate --model {tiny} --recipe int5 --prompt hi", "unknown recipe 'int5'; known: "),
+        ("generate --model {tiny} --recipe int5 --prompt hi", "unknown recipe 'int5' (did you mean "),
         ("generate --model {tiny} --recipe int4:order=2 --prompt hi", "recipe int4 has no field 'order'"),
         ("generate --model {tiny} --recipe saw-int4:order=128 --prompt hi", "order must be a power of two that divides head_dim 64"),
         ("generate --model {tiny} --prompt=", "--prompt is empty: expected some text"),
         ("generate --model {tiny} --prompt hi --max-new-tokens 0", "--max-new-tokens must be positive, got 0"),
         ("generate --model {tiny} --recipe saw-int4 --prompt hi --max-cache-tokens 5 --max-new-tokens 99 --json", "the cache is full: 1 more pages"),
         ("generate --model /no/such/place --prompt hi", "model '/no/such/place': expected a Hugging Face directory or id, or smollm2"),
-        ("generate --model {tiny} --device tpu --prompt hi", "--device must be cpu or cuda, got 'tpu'"),
+        ("generate --model {tiny} --device tpu --prompt hi", "--device must be cpu, cuda or auto, got 'tpu'"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 99999", "a context of 99999 needs at least 100000"),
         ("eval --model {tiny} --recipe int4 --text /no/such/text", "--text '/no/such/text': there is no such file"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /no/such/dir/x", "--json '/no/such/dir/x': there is no directory"),
         ("eval --model {tiny} --recipe , --text {text}", "expected one or more recipes"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --chunk 0", "--chunk and --batch must be positive"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset -5", "--offset must be at least 0, got -5"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset 999999", "--offset 999999: the model has"),
+        ("eval --model {tiny} --recipe int4 --task file", "unknown task 'file'"),
+        ("generate --model {tiny} --prompt hi --threads 100000", "--threads must be from 1 to "),
+        ("generate --model {tiny} --prompt hi --temperature nan", "--temperature must be a finite number of at least 0, got nan"),
+        ("generate --model {tiny} --prompt \udcff", "--prompt: expected text in UTF-8"),
         ("recipes --head-dim 0", "--head-dim must be positive, got 0"),
+        ("doctor --head-dim 0", "heads and head_dim must be positive, got 8 and 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -270,6 +279,27 @@ def test_mistakes_are_one_line_and_exit_code_2(
     lines = [line for line in err.splitlines() if not line.startswith("kvant: ")]
     assert len(lines) == 1, err
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "mistake"),
+    [
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("shape mismatch"), False),
+    ],
+)  # fmt: skip
+def test_memory_that_is_not_there_is_one_line(error: Exception, mistake: bool) -> None:
+    assert _mistake(error) is mistake
+
+
+def test_a_narrow_terminal_breaks_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """Output that is no terminal has 100 columns: 14 numbers of 9 digits do not fit."""
+    columns = [("cache", "left"), *((f"bytes a token {i}", "right") for i in range(14)), ("why", "left")]
+    print_table("", columns, [["kvant-4-fast", *["1,165,056"] * 14, "a reason of some words"]])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "kvant-4-fast" in line]
+    assert row.count("1,165,056") == 14
 
 
 def test_unknown_commands_and_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:

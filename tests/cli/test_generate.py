@@ -141,7 +141,7 @@ def test_the_device_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatc
         pick_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [pick_device(asked) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
-    with pytest.raises(ValueError, match="--device must be cpu or cuda, got 'tpu'"):
+    with pytest.raises(ValueError, match="--device must be cpu, cuda or auto, got 'tpu'"):
         pick_device("tpu")
 
 

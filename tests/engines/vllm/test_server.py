@@ -246,6 +246,8 @@ def test_many_clients_of_whom_some_hang_up(server: Server) -> None:
         (["--recipe", "int4", "--api-key-file", "/nowhere"], "--api-key-file '/nowhere': there is no such file"),
         (["--recipe", "int4", "--api-key-file", "/dev/null"], "expected a key of printable ASCII characters"),
         (["--layers", "{0: 1}"], "--layers: expected JSON"),
+        (["--recipe", "int4", "--prot", "1"], "vLLM does not take these options: unrecognized arguments: --prot"),
+        (["--recipe", "int4", "--port", "99999"], "--port must be a number from 1 to 65535, got '99999'"),
         (["--recipe", "int4", "--draft-recipe", "kvant-2"], "recipe kvant-2 cannot be given to the layers of a draft"),
     ],
 )
@@ -255,6 +257,19 @@ def test_what_is_wrong_is_said_before_anything_listens(
     monkeypatch.setattr(os, "execve", lambda *command: pytest.fail(f"vLLM was started: {command}"))
     assert main(["serve", served, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused_before_anything_is_fitted(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main(["serve", served, "--recipe", "kvant-2", "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_the_model_comes_first(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "8000", served])
+    assert "the model comes before options of vLLM: kvant serve MODEL --port" in capsys.readouterr().err
 
 
 def test_a_wrong_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
