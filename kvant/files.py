@@ -23,10 +23,10 @@ def cache_dir() -> Path:
 
 
 @contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path, private: bool = False) -> Iterator[Path]:
     """A temporary path to write to, which is renamed to the target when everything is written and synced. Until then, and
     if anything fails, the target is unchanged. The new file has the permissions of the one that it replaces, or those that the umask
-    leaves. A directory, a FIFO or a device is not replaced."""
+    leaves; a private one is its owner's alone. A directory, a FIFO or a device is not replaced."""
     check_replaceable(target, "output")
     collect(target.parent, target.name)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
@@ -36,7 +36,7 @@ def replacing(target: Path) -> Iterator[Path]:
             mode = stat.S_IMODE(os.stat(target).st_mode)
         except FileNotFoundError:
             mode = 0o666 & ~_umask()  # safetensors writes files that nobody else may read
-        os.chmod(temporary, mode)
+        os.chmod(temporary, 0o600 if private else mode)
         _flush(temporary)
         os.replace(temporary, target)
         _flush(target.resolve().parent)

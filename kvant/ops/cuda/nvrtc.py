@@ -194,7 +194,7 @@ def _write_code(path: Path, name: str, code: bytes) -> None:
     collect(directory)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # what is there was not trusted, nor are its permissions
-    with replacing(path) as temporary:
+    with replacing(path, private=True) as temporary:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "wb") as file:
             file.write(_MAGIC + _digest(name, code) + code)
