@@ -363,15 +363,10 @@ class PagedCache:
         for these tokens, as they are so far in every layer, and its row of the overlays stays. Returns the batch as `extend` of all
         of them would have. Where pages run out (PoolFull), no sequence has changed."""
         self._check_batch(sequences)
-        layout = self.layout
         copied: list[tuple[Sequence, int]] = []
         left: Counter[int] = Counter()  # references that copies so far will release
         for seq, length in zip(sequences, before, strict=True):
-            first = max(0, length - layout.recipe.origin) // layout.page_tokens
-            for place, page in enumerate(seq.pages[first:], first):
-                if self.pool.references(page) - left[page] > 1:
-                    copied.append((seq, place))
-                    left[page] += 1
+            copied += self._shared_pages(seq, length, left)
         self.reserve(len(copied))
         for seq, place in copied:
             self._copy_page(seq, place)
@@ -449,14 +444,19 @@ class PagedCache:
                 end = self.frontier(seq, name) if stream.groupwise else seq.length
                 if count and (not stream.groupwise or stream.window.packed_end(seq.length + count) > end):
                     starts.append(end)
-            if not starts:
-                continue
-            first = max(0, min(starts) - layout.recipe.origin) // layout.page_tokens
-            for place, page in enumerate(seq.pages[first:], first):
-                assert page != SLID_OUT, "a page is to be written that the sliding window has left"
-                if self.pool.references(page) - left[page] > 1:
-                    out.append((seq, place))
-                    left[page] += 1
+            if starts:
+                out += self._shared_pages(seq, min(starts), left)
+        return out
+
+    def _shared_pages(self, seq: Sequence, first: int, left: Counter[int]) -> list[tuple[Sequence, int]]:
+        """Pages of a sequence, from its token `first` on, that another sequence reads too, once copies so far have released `left`."""
+        out = []
+        start = max(0, first - self.layout.recipe.origin) // self.layout.page_tokens
+        for place, page in enumerate(seq.pages[start:], start):
+            assert page != SLID_OUT, "a page is to be written that the sliding window has left"
+            if self.pool.references(page) - left[page] > 1:
+                out.append((seq, place))
+                left[page] += 1
         return out
 
     def _copy_page(self, seq: Sequence, place: int) -> None:

@@ -43,12 +43,13 @@ def artifact_for(
     found = cached(named, recipe, text)
     if found is None:
         with default_progress() if progress is None else contextlib.nullcontext(progress) as shown:
-            found = calibrate(model, tokenizer, recipes.as_fitted(recipe), text, progress=shown).serving(recipe)
+            made = calibrate(model, tokenizer, recipes.as_fitted(recipe), text, progress=shown)
         path = artifact_path(named, recipe, text)
         try:
-            found.save(path)
+            made.save(path)
         except OSError as error:
             warnings.warn(
                 f"the artifact could not be cached in {path} and serves this process alone: {error}", stacklevel=2
             )
+        found = made.serving(recipe)
     return found
