@@ -67,7 +67,7 @@ def making_directory(target: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
+    """The process's umask: from /proc, or where there is none by setting it, which other threads could notice."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         status = Path("/proc/self/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)

@@ -449,7 +449,7 @@ class PagedCache:
         return out
 
     def _shared_pages(self, seq: Sequence, first: int, left: Counter[int]) -> list[tuple[Sequence, int]]:
-        """Pages of a sequence, from its token `first` on, that another sequence reads too, once copies so far have released `left`."""
+        """Pages of a sequence, from its token `first` on, that another sequence reads too, when `left` references are gone."""
         out = []
         start = max(0, first - self.layout.recipe.origin) // self.layout.page_tokens
         for place, page in enumerate(seq.pages[start:], start):

@@ -25,9 +25,8 @@ class AttentionCache(Cache):
 
     def __init__(self, model_or_config: Any, recipe: Any, **options: Any) -> None:
         self.broken = False  # a forward pass failed, and states of other layers are ahead
-        self.changed: dict[
-            tuple[str, int, int], int
-        ] = {}  # by kind, layer and number of a state: the pass that changed it last
+        # number of the forward pass that changed a state last, by kind ("conv", "recurrent"), layer and number of the state
+        self.changed: dict[tuple[str, int, int], int] = {}
         if options.get("share"):
             raise ValueError("share is not served for hybrid models: states of linear layers cannot be taken back")
         super().__init__(model_or_config, recipe, **options)
