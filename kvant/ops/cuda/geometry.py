@@ -440,7 +440,7 @@ class Geometry:
     @property
     def fused_outputs(self) -> bool:
         """Whether every CTA of decode multiplies its outputs by their matrix: at a low batch. At a high one, a kernel after decode
-        takes less time (docs/performance.md)."""
+        takes less time (docs/kernels.md)."""
         fused = self.low_batch and self.inverse[0] == MATRIX and not (self.pq or self.residual) and self._holds_matrix
         return fused and dict(self.tuned).get("OUTPUT_TRANSFORM") != MATRIX
 
