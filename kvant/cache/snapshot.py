@@ -27,7 +27,7 @@ import torch
 
 from kvant.cache.paged import PagedCache
 from kvant.cache.state import Saved, Wrong, read_group, write_group
-from kvant.cache.swap import settled
+from kvant.cache.swap import restored_sequences
 from kvant.files import check_replaceable, open_regular, replacing
 from kvant.layouts import Layouts
 
@@ -295,7 +295,7 @@ class Snapshot:
         pages = cache.pool.take(saved.pages)
         for page, count in zip(pages, saved.references, strict=True):
             cache.pool.share([page] * (count - 1))
-        sequences = settled(cache, saved.sequences, pages, share=False)
+        sequences = restored_sequences(cache, saved.sequences, pages, share=False)
         nodes = [dataclasses.replace(node, page=pages[node.page]) for node in saved.nodes or ()]
         for store in cache.stores:
             for tensor, chosen in [

@@ -40,7 +40,7 @@ def gathered(sequences: abc.Sequence[Sequence]) -> tuple[list[int], list[Sequenc
     return pages, moved
 
 
-def settled(
+def restored_sequences(
     cache: PagedCache, moved: abc.Sequence[Sequence], pages: abc.Sequence[int], share: bool = True
 ) -> list[Sequence]:
     """New sequences of a cache like those of `gathered`, over pages that were taken for them: all of them, or an error and none.
@@ -108,7 +108,7 @@ def swap_in(cache: PagedCache, swapped: Swapped) -> list[Sequence]:
         cache.reserve(count, len(swapped.sequences))
         pages = cache.pool.take(count)
         try:
-            sequences = settled(cache, swapped.sequences, pages)
+            sequences = restored_sequences(cache, swapped.sequences, pages)
         except BaseException:
             cache.pool.release(pages)
             raise

@@ -15,7 +15,7 @@ from kvant.stats import LayerStats
 
 Tensor = torch.Tensor
 ITERATIONS = 30
-SETTLED = 1e-3  # k-means stops where an iteration reduces the error by less than this share
+CONVERGED = 1e-3  # k-means stops where an iteration reduces the error by less than this share
 LEAST = 3  # distinct vectors per centroid, at least; with fewer a codebook is refused
 PER_CENTROID = 16  # k-means uses at most this many vectors per centroid, or VECTORS, whichever is more
 VECTORS = {"cpu": 1 << 16}
@@ -45,7 +45,7 @@ def kmeans(x: Tensor, count: int, seed: int = 0, iterations: int = ITERATIONS) -
         centroids = torch.where(sizes[:, None] > 0, sums / sizes.clamp_min(1)[:, None], centroids.double()).float()
         if len(empty):  # an empty centroid moves to one of the vectors with the largest error
             centroids[empty] = x[distance.topk(len(empty)).indices]
-        elif before - error <= SETTLED * error:
+        elif before - error <= CONVERGED * error:
             break
         before = error
     return centroids + centre

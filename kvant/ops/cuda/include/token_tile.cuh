@@ -111,7 +111,7 @@ template <class S> DEV OwnedToken look_up(const TokenTile<S>& tile, const Append
   if constexpr (Config::OVERLAY_TOKENS > 0 || S::ROPE_BLOCK > 0) {
     NewToken found;
     found.load_of(a, likely_sequence(a, token));
-    found.settle(a, token, true);
+    found.find(a, token, true);
     const s64 position = found.position(token);
     if constexpr (Config::OVERLAY_TOKENS > 0)
       if (owned.slot >= 0) owned.place = overlay_place(found.overlay_row, found.length, position);

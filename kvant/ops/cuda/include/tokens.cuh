@@ -24,7 +24,7 @@ template <class A> DEV int sequence_of(const A& a, int token) {
 template <class A> DEV int likely_sequence(const A& a, int token) { return min((int)((float)token * a.sequence_rate), a.batch - 1); }
 
 // A new token among the tokens of its sequence, found with as few loads after each other as there can be: `load` begins to load what is right in a
-// decode step, where every sequence has one new token, `load_of` what belongs to some sequence; `settle` waits for it and, where it is another
+// decode step, where every sequence has one new token, `load_of` what belongs to some sequence; `find` waits for it and, where it is another
 // sequence's, searches.
 struct NewToken {
   s64 begin, end, length, overlay_row;  // of the sequence: its first new token and the one after its last, its tokens, its row of the overlays
@@ -34,7 +34,7 @@ struct NewToken {
     begin = a.query_start_loc[b], end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];
   }
   // Padding, a token that is not `wanted`, may stay with any sequence.
-  template <class A> DEV void settle(const A& a, int token, bool wanted) {
+  template <class A> DEV void find(const A& a, int token, bool wanted) {
     if (!wanted | token >= begin & token < end) return;
     const int b = search_sequence(a, token);
     end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];

@@ -26,10 +26,10 @@ template <class S> struct StepToken {
     row.load(a, there, head, lane);
   }
   // Waits for it; returns its position.
-  DEV s64 settle(const AppendArguments& a, int token) {
+  DEV s64 position(const AppendArguments& a, int token) {
     slot = token < a.tokens ? slot : -1;
     if constexpr (!PLACED) return 0;
-    found.settle(a, min(token, a.tokens - 1), slot >= 0);
+    found.find(a, min(token, a.tokens - 1), slot >= 0);
     return found.position(min(token, a.tokens - 1));
   }
 };
@@ -89,7 +89,7 @@ template <class S> DEV void append_stream(const AppendArguments& a, StepShared& 
   while (true) {
     // Transform.
     float x[STEP_CHANNELS];
-    const s64 position = token.settle(a, first + warp);
+    const s64 position = token.position(a, first + warp);
     const int block = S::ROPE_BLOCK > 0 ? rope_block_of<S::ROPE_BLOCK>(a, (int)position) : 0;
     transform_step<S>(a, sh, token.row, matrix, about.mean, block, warp, lane, x);
     const s64 slot = token.slot, at = Config::OVERLAY_TOKENS > 0 ? overlay_place(token.found.overlay_row, token.found.length, position) : -1;

@@ -103,7 +103,7 @@ DEV double pair_sum(double x) {  // over the lanes of a pair
 struct FitShared {
   double norms[D];
   int place[D];  // of a column among those of all lengths, longest first
-  int turned[D / 2];  // of every place of a pair: 1 where a sweep rotated the pairs there
+  int rotated[D / 2];  // of every place of a pair: 1 where a sweep rotated the pairs there
 };
 
 // Fits the subspace of a head of sequence b, by all threads of the CTA. x: [columns, COLUMN] and [ROWS_AT_ONCE, D] doubles.
@@ -146,7 +146,7 @@ DEV void fit_head(const FitSubspaceArguments& a, const Fitted& f, FitShared& sh,
 
   for (int sweep = 0; sweep < SWEEPS; sweep++) {
     const bool own = pair < columns / 2;
-    bool turned = false;
+    bool rotated = false;
     // a round robin: column 0 stays, the others go round; every two meet once
     for (int round = 0; round < columns - 1; round++) {
       const int i = !own || pair == 0 ? 0 : 1 + (pair - 1 + round) % (columns - 1), j = own ? 1 + (columns - 2 - pair + round) % (columns - 1) : 0;
@@ -166,14 +166,14 @@ DEV void fit_head(const FitSubspaceArguments& a, const Fitted& f, FitShared& sh,
           x[i * COLUMN + lane + k * PAIR_LANES] = cosine * u[k] - sine * v[k];
           x[j * COLUMN + lane + k * PAIR_LANES] = sine * u[k] + cosine * v[k];
         }
-        turned = true;
+        rotated = true;
       }
       __syncthreads();
     }
-    if (own && lane == 0) sh.turned[pair] = turned;
+    if (own && lane == 0) sh.rotated[pair] = rotated;
     __syncthreads();
     bool again = false;
-    for (int i = 0; i < columns / 2; i++) again = again || sh.turned[i];
+    for (int i = 0; i < columns / 2; i++) again = again || sh.rotated[i];
     __syncthreads();
     if (!again) break;
   }
