@@ -100,6 +100,13 @@ def points_of(args: argparse.Namespace) -> list[Point]:
     return points
 
 
+def own_caches(args: argparse.Namespace) -> list[str]:
+    """vLLM's own caches that are measured."""
+    if args.against is None:
+        return ["cpu"] if args.tiny else ["bf16", "fp8", "int4_per_token_head"]
+    return [] if args.against in ("", "none") else args.against.split(",")
+
+
 def check(args: argparse.Namespace, own: list[str], chosen: list[str], points: list[Point]) -> None:
     """Raises ValueError for what no engine could run."""
     import torch
@@ -254,7 +261,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="int4,saw-int4,kvant-2,oscar", help="recipes of kvant")
     parser.add_argument(
-        "--against", help=f"vLLM's own caches: {', '.join(OWN)} (default: all but cpu; cpu with --tiny)"
+        "--against", help=f"vLLM's own caches: {', '.join(OWN)}, or none (default: all but cpu; cpu with --tiny)"
     )
     parser.add_argument(
         "--work",
@@ -345,7 +352,7 @@ def main() -> int:
         return 0
     from kvant.recipes import split
 
-    own = (args.against or ("cpu" if args.tiny else "bf16,fp8,int4_per_token_head")).split(",")
+    own = own_caches(args)
     try:
         chosen = split(args.recipe)
         check(args, own, chosen, points)

@@ -226,6 +226,14 @@ def test_a_compared_context_beyond_the_model(
     assert "2100 tokens" in (text := capsys.readouterr().err) and "2048 positions" in text
 
 
+def test_recipes_may_be_measured_alone(bench: Any) -> None:
+    parse = bench.arguments().parse_args
+    assert bench.own_caches(parse(["--against", "none"])) == bench.own_caches(parse(["--against", ""])) == []
+    assert bench.own_caches(parse(["--against", "bf16,fp8"])) == ["bf16", "fp8"]
+    assert bench.own_caches(parse([])) == ["bf16", "fp8", "int4_per_token_head"]
+    assert bench.own_caches(parse(["--tiny"])) == ["cpu"]
+
+
 def test_int4_stands_beside_saw_int4(bench: Any) -> None:
     chosen = bench.arguments().parse_args([]).recipe.split(",")
     assert {"int4", "saw-int4"} <= set(chosen)
