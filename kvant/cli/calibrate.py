@@ -10,6 +10,7 @@ from typing import Any
 
 from kvant.cli.artifact_options import check_template
 from kvant.cli.common import add_model_options, load_model, read_source, say, stages
+from kvant.cli.parsers import tokens
 
 
 def add(commands: Any) -> None:
@@ -28,13 +29,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl); default: the built-in text")
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=tokens,
         metavar="N",
-        help="tokens to read (default: 8192, or all of a shorter text; kvant-4-fast reads 1024 of the built-in text)",
+        help="tokens to read, such as 8192 or 8k (default: 8192, or all of a shorter text; kvant-4-fast reads 1024 of the "
+        "built-in text)",
     )
     parser.add_argument(
         "--max-position",
-        type=int,
+        type=tokens,
         metavar="P",
         help="positions that will be served (default: all that the model allows)",
     )

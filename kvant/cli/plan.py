@@ -8,13 +8,14 @@ import struct
 from typing import Any
 
 from kvant.cli.common import DEFAULT_RECIPE, print_table
+from kvant.cli.parsers import tokens
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         examples=(
-            "kvant plan --model qwen3-8b --recipe kvant-2,kvant-4 --memory 40GiB --context 32768",
+            "kvant plan --model qwen3-8b --recipe kvant-2,kvant-4 --memory 40GiB --context 32k",
             "kvant plan --model llama-3.1-70b --tensor-parallel 4",
         ),
         help="compute how many tokens and requests fit into memory",
@@ -36,7 +37,13 @@ def add(commands: Any) -> None:
         metavar="SIZE",
         help="memory for the cache on one device, such as 24GiB or 24GB (default 80GiB)",
     )
-    parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of a request (default 8192)")
+    parser.add_argument(
+        "--context",
+        type=tokens,
+        default=8192,
+        metavar="N",
+        help="tokens of a request, such as 8192, 32k or 1M (k = 1024, M = 1024k; default 8192)",
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=int,

@@ -21,6 +21,8 @@ from kvant.cli.common import (
     stages,
     write_json,
 )
+from kvant.cli.parsers import tokens
+from kvant.spec import parse_tokens
 
 if TYPE_CHECKING:
     from kvant.tune.run import Tuned
@@ -48,15 +50,15 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--context",
-        type=context,
+        type=tokens,
         default=32768,
         metavar="N",
-        help="tokens of a sequence for which the budget is counted, such as 8192 or 32k (default 32k)",
+        help="tokens of a sequence for which the budget is counted, such as 8192 or 32k (k = 1024; default 32k)",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl), to fit and to choose on (default: built in)"
     )
-    parser.add_argument("--tokens", type=int, metavar="T", help="tokens to fit to, as in kvant calibrate")
+    parser.add_argument("--tokens", type=tokens, metavar="T", help="tokens to fit to, as in kvant calibrate")
     parser.add_argument(
         "--candidates",
         metavar="R[,R...]",
@@ -78,18 +80,9 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def context(text: str) -> int:
-    """ "32k" -> 32768."""
-    number, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    try:
-        return int(number) * thousands
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens such as 8192 or 32k, got {text!r}") from None
-
-
 def numbers(text: str) -> list[int]:
     try:
-        found = [int(each) for each in text.split(",")]
+        found = [parse_tokens(each) for each in text.split(",")]
     except ValueError:
         raise ValueError(f"--recent: expected numbers of tokens such as 64,128, got {text!r}") from None
     if any(each < 0 for each in found):

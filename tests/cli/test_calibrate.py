@@ -49,7 +49,7 @@ def test_without_a_text_the_built_in_one_is_read(capsys: pytest.CaptureFixture[s
         ({"--recipe": "oskar"}, "unknown recipe"),
         ({"--text": "/nowhere/text"}, "no such file"),
         ({"--tokens": "1000000"}, "expected at least 1000000"),
-        ({"--max-position": "0"}, "max_position must be positive"),
+        ({"--max-position": "0"}, "--max-position: must be positive"),
     ],
 )
 def test_mistakes_leave_nothing(

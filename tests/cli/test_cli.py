@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import itertools
 import json
@@ -14,9 +15,10 @@ import torch
 import transformers
 
 from kvant import recipes
-from kvant.cli import _mistake, main
+from kvant.cli import _mistake, main, parser
 from kvant.cli.common import print_table
 from kvant.cli.recipes import RECOMMENDED
+from kvant.eval.tasks import get as get_task
 from kvant.layout import Layout
 from kvant.ops import OPS, choose
 from kvant.ops.cpu import library
@@ -251,7 +253,7 @@ def test_eval_writes_the_report_others_rely_on(
         ("generate --model {tiny} --recipe int4:order=2 --prompt hi", "recipe int4 has no field 'order'"),
         ("generate --model {tiny} --recipe saw-int4:order=128 --prompt hi", "order must be a power of two that divides head_dim 64"),
         ("generate --model {tiny} --prompt=", "--prompt is empty: expected some text"),
-        ("generate --model {tiny} --prompt hi --max-new-tokens 0", "--max-new-tokens must be positive, got 0"),
+        ("generate --model {tiny} --prompt hi --max-new-tokens 0", "--max-new-tokens: must be positive, got 0"),
         ("generate --model {tiny} --recipe saw-int4 --prompt hi --max-cache-tokens 5 --max-new-tokens 99 --json", "the cache is full: 1 more pages"),
         ("generate --model /no/such/place --prompt hi", "model '/no/such/place': expected a Hugging Face directory or id, or smollm2"),
         ("generate --model {tiny} --device tpu --prompt hi", "--device must be cpu, cuda or auto, got 'tpu'"),
@@ -259,13 +261,17 @@ def test_eval_writes_the_report_others_rely_on(
         ("eval --model {tiny} --recipe int4 --text /no/such/text", "--text '/no/such/text': there is no such file"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /no/such/dir/x", "--json '/no/such/dir/x': there is no directory"),
         ("eval --model {tiny} --recipe , --text {text}", "expected one or more recipes"),
-        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --chunk 0", "--chunk and --batch must be positive"),
-        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset -5", "--offset must be at least 0, got -5"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --chunk 0", "--chunk: must be positive, got 0"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset -5", "--offset: must be at least 0, got -5"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset 999999", "--offset 999999: the model has"),
         ("eval --model {tiny} --recipe int4 --task file", "unknown task 'file'"),
         ("generate --model {tiny} --prompt hi --threads 100000", "--threads must be from 1 to "),
         ("generate --model {tiny} --prompt hi --temperature nan", "--temperature must be a finite number of at least 0, got nan"),
         ("generate --model {tiny} --prompt \udcff", "--prompt: expected text in UTF-8"),
+        ("plan --context 32x", "--context: expected a number of tokens such as 8192 or 32k, got '32x'"),
+        ("plan --context k", "--context: expected a number of tokens such as 8192 or 32k, got 'k'"),
+        ("bench attention --context 1k,0", "--context: must be positive, got 0"),
+        ("plan --colour", "unrecognized arguments: --colour"),
         ("recipes --head-dim 0", "--head-dim must be positive, got 0"),
         ("doctor --head-dim 0", "heads and head_dim must be positive, got 8 and 0"),
     ],
@@ -344,6 +350,44 @@ def test_plan_counts_from_a_config_alone(capsys: pytest.CaptureFixture[str], tin
     code, _, err = run(capsys, "plan", "--model", "/no/such", "--memory", "1GiB")
     assert code == 2
     assert "expected a Hugging Face directory or id" in err
+
+
+def test_numbers_of_tokens_take_k_and_m() -> None:
+    def given(line: str) -> argparse.Namespace:
+        return parser().parse_args(line.split())
+
+    assert given("plan --context 32768").context == 32768
+    assert [given(f"plan --context {text}").context for text in ("32k", "128K", "1M")] == [32 << 10, 128 << 10, 1 << 20]
+    text = given("eval --context 2k --tokens 4k --prompt 1k --chunk 1k --offset 16k --html x --request-context 1M")
+    assert (text.context, text.tokens, text.prompt, text.chunk) == (2048, 4096, 1024, 1024)
+    assert (text.offset, text.request_context, given("eval --offset 0").offset) == (16 << 10, 1 << 20, 0)
+    bench = given("bench prefill --context 4k,8192 --new 1k,2k --new-tokens 1k --sliding-window 4k")
+    assert (bench.context, bench.new, bench.new_tokens, bench.sliding_window) == (
+        [4096, 8192],
+        [1024, 2048],
+        1024,
+        4096,
+    )
+    generate = given("generate --max-new-tokens 1k --max-cache-tokens 8k")
+    assert (generate.max_new_tokens, generate.max_cache_tokens) == (1024, 8192)
+    calibrate = given("calibrate --recipe oscar --out x --tokens 4k --max-position 1M")
+    assert (calibrate.tokens, calibrate.max_position) == (4096, 1 << 20)
+    assert (given("check --tokens 1k").tokens, given("tune --bits 2 --out x --tokens 8k").tokens) == (1024, 8192)
+    assert get_task("needle:length=8k") == get_task("needle:length=8192")
+
+
+def test_no_tokens_are_refused_by_the_parser(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: nothing is loaded, and no other mistake of the command line is looked for."""
+    monkeypatch.setattr("kvant.models.load", lambda *args: pytest.fail("loaded"))
+    required = {"calibrate": ("--recipe", "oscar", "--out", "x"), "tune": ("--bits", "2", "--out", "x")}
+    for command in ("calibrate", "check", "eval", "tune"):
+        for count in ("0", "-3"):
+            code, out, err = run(capsys, command, *required.get(command, ()), "--tokens", count)
+            assert (code, out, err) == (2, "", f"kvant {command}: --tokens: must be positive, got {count}\n")
+    code, _, err = run(capsys, "check", "--recipe", "int4", "--tokens", "15")
+    assert (code, err) == (2, "kvant check: --tokens must be at least 16, got 15\n")
 
 
 def test_plan_refuses_what_serving_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
