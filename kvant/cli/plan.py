@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 from typing import Any
 
 from kvant.cli.common import DEFAULT_RECIPE, print_table
@@ -71,17 +70,9 @@ def find(name: str) -> Any:
         return name
     if name == models.SMOLLM2:
         return "smollm2-135m"
-    try:
-        config = models.config_of(name)
-    except (OSError, ValueError, LookupError, struct.error) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        preset = name.lower().rpartition("/")[2]
-        known = (
-            f"the preset {preset}, which needs no files" if preset in PRESETS else f"a preset ({', '.join(PRESETS)})"
-        )
-        raise ValueError(
-            f"model {name!r}: expected a Hugging Face directory or id, a .gguf file, or {known}; {first}"
-        ) from error
+    preset = name.lower().rpartition("/")[2]
+    known = f"the preset {preset}, which needs no files" if preset in PRESETS else f"a preset ({', '.join(PRESETS)})"
+    config = models.config_of(name, expected=f"a Hugging Face directory or id, a .gguf file, or {known}")
     _check_class(config)
     return config
 

@@ -250,6 +250,7 @@ def test_eval_writes_the_report_others_rely_on(
     ("argv", "message"),
     [
         ("generate --model {tiny} --recipe int5 --prompt hi", "unknown recipe 'int5' (did you mean "),
+        ("generate --model {tiny} --recipe kvant-2:recent=10000000000 --prompt hi", "recent must be from 0 to 1048576 tokens, got 10000000000"),
         ("generate --model {tiny} --recipe int4:order=2 --prompt hi", "recipe int4 has no field 'order'"),
         ("generate --model {tiny} --recipe saw-int4:order=128 --prompt hi", "order must be a power of two that divides head_dim 64"),
         ("generate --model {tiny} --prompt=", "--prompt is empty: expected some text"),
@@ -285,6 +286,30 @@ def test_mistakes_are_one_line_and_exit_code_2(
     lines = [line for line in err.splitlines() if not line.startswith("kvant: ")]
     assert len(lines) == 1, err
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "eval --recipe int4 --task needle --model",
+        "eval --recipe int4 --text {text} --model",
+        "tune --bits 2.5 --out {out} --model",
+        "calibrate --recipe oscar --out {out} --model",
+        "fold --recipe quarot-int2 --out {out}",
+        "check --model",
+        "generate --prompt hi --model",
+        "plan --model",
+    ],
+)
+def test_an_unknown_model_is_one_line_that_says_what_was_expected(
+    capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, why in (("nobody/nothing", ""), ("/no/such/place", "there is no such directory")):
+        code, out, err = run(capsys, *argv.format(text=text, out=tmp_path / "out").split(), name)
+        assert (code, out) == (2, "")
+        start = f"kvant {argv.split()[0]}: model {name!r}: expected a Hugging Face directory or id, "
+        assert err.startswith(start) and err.count("expected") == err.count("\n") == 1 and why in err
 
 
 @pytest.mark.parametrize(
