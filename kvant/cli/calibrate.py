@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvant.cli.artifact_options import check_template
 from kvant.cli.common import add_model_options, load_model, read_source, say, stages
 from kvant.cli.parsers import tokens
+from kvant.files import directory_for
 
 
 def add(commands: Any) -> None:
@@ -55,24 +58,24 @@ def run(args: argparse.Namespace) -> int:
     if not recipe.calibrated:
         raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
     text = None if args.text is None else read_source(args.text)
-    check_directory(args.out)
-    check_template(args.model, text)
-    model, tokenizer = load_model(args)
-    from kvant.calibrate.run import calibrate
+    with out_directory(args.out):
+        check_template(args.model, text)
+        model, tokenizer = load_model(args)
+        from kvant.calibrate.run import calibrate
 
-    begin = time.perf_counter()
-    with stages() as progress:
-        artifact = calibrate(
-            model,
-            tokenizer,
-            recipe,
-            text,
-            tokens=args.tokens,
-            max_position=args.max_position,
-            seed=args.seed,
-            progress=progress,
-        )
-    path = artifact.save(args.out)
+        begin = time.perf_counter()
+        with stages() as progress:
+            artifact = calibrate(
+                model,
+                tokenizer,
+                recipe,
+                text,
+                tokens=args.tokens,
+                max_position=args.max_position,
+                seed=args.seed,
+                progress=progress,
+            )
+        path = artifact.save(args.out)
     report = {
         "model": args.model,
         "recipe": recipe.name,
@@ -92,11 +95,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_directory(path: str) -> None:
-    """Refuses an output directory that cannot be written to, before the work starts."""
+@contextlib.contextmanager
+def out_directory(path: str) -> Iterator[None]:
+    """Makes the directory of --out and refuses one that cannot be made, before the work starts. Work that fails or is interrupted
+    leaves no new, empty directory behind."""
     if Path(path).exists() and not Path(path).is_dir():
         raise ValueError(f"--out {path!r}: expected a directory, got a file")
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {path!r}: cannot make this directory: {error}") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(directory_for(Path(path)))
+        except OSError as error:
+            raise ValueError(f"--out {path!r}: cannot make this directory: {error}") from error
+        yield

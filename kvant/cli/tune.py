@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import check_template
-from kvant.cli.calibrate import check_directory
+from kvant.cli.calibrate import out_directory
 from kvant.cli.common import (
     add_model_options,
     check_writable,
@@ -94,7 +94,8 @@ def check_out(path: str) -> None:
     """Refuses a directory that has anything but an artifact in it."""
     from kvant.artifact import FILE
 
-    check_directory(path)
+    if not Path(path).is_dir():
+        return
     others = sorted(
         entry.name for entry in Path(path).iterdir() if entry.name != FILE and not entry.name.startswith(".")
     )
@@ -119,24 +120,25 @@ def run(args: argparse.Namespace) -> int:
     least, most = check(shape, args.bits, args.context, chosen, windows_of(recent))
     check_template(args.model, text)
     check_out(args.out)
-    say(f"candidates take {least:.3f} to {most:.3f} bits at {args.context:,} tokens")
-    model, tokenizer = load_model(args)
-    begin = time.perf_counter()
-    with stages() as progress:
-        found = tune(
-            model,
-            tokenizer,
-            args.bits,
-            text,
-            context=args.context,
-            chosen=chosen,
-            recent=recent,
-            most=args.recipes,
-            tokens=args.tokens,
-            seed=args.seed,
-            progress=progress,
-        )
-    path = found.artifact.save(args.out)
+    with out_directory(args.out):
+        say(f"candidates take {least:.3f} to {most:.3f} bits at {args.context:,} tokens")
+        model, tokenizer = load_model(args)
+        begin = time.perf_counter()
+        with stages() as progress:
+            found = tune(
+                model,
+                tokenizer,
+                args.bits,
+                text,
+                context=args.context,
+                chosen=chosen,
+                recent=recent,
+                most=args.recipes,
+                tokens=args.tokens,
+                seed=args.seed,
+                progress=progress,
+            )
+        path = found.artifact.save(args.out)
     for name, reason in found.refused.items():
         say(f"not a candidate as a whole: {name}, {reason}")
     if args.json:

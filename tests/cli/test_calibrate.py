@@ -66,7 +66,33 @@ def test_mistakes_leave_nothing(
     assert printed == ""
     assert message in error
     assert len([line for line in error.splitlines() if not line.startswith("kvant: ")]) == 1
-    assert not (tmp_path / "out" / FILE).exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("command", [("calibrate", "--recipe", SMALL), ("tune", "--bits", "2.7", "--context", "2k")])
+def test_an_interruption_leaves_no_new_directory(
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,  # noqa: F811
+    text: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    there: bool,
+) -> None:
+    """Neither that of --out nor its parents. A directory that was there before stays."""
+
+    def interrupted(*args: object, **options: object) -> None:
+        assert out.is_dir()
+        raise KeyboardInterrupt
+
+    out = tmp_path / "new" / "out"
+    if there:
+        out.mkdir(parents=True)
+    monkeypatch.setattr("kvant.models.load", interrupted)
+    code, printed, error = run(capsys, *command, "--model", tiny, "--text", text, "--out", str(out))
+    assert (code, printed) == (130, "") and error.endswith(f"kvant {command[0]}: interrupted\n")
+    assert (out.is_dir(), (tmp_path / "new").is_dir()) == (there, there)
 
 
 def test_out_must_be_a_directory(capsys: pytest.CaptureFixture[str], text: str) -> None:  # noqa: F811
