@@ -73,7 +73,7 @@ class Formatter(argparse.HelpFormatter):
             name = f"{self._metavar(action)} ..."
             return name if action.required else f"[{name}]"
         name = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else self._metavar(action)
-        return {"+": f"{name} [{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
+        return {"+": f"{name} [{name} ...]", "*": f"[{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(EXAMPLES):

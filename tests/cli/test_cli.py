@@ -88,6 +88,34 @@ def test_recipes_recommends_a_few(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2.22" in out and f"all {len(recipes.names())}" in out
 
 
+def test_recipes_shows_those_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "recipes", "kvant-2")
+    assert code == 0
+    for line in (
+        "kvant-2: keys in bands of 4, 2 and 0 bits",
+        "bits      2.125 per cached number of a full page, 2.221 at 32k tokens with windows (head_dim 128)",
+        "windows   4 first and 192 last tokens in full precision",
+        "artifact  needed: commands fit it to a model once, or kvant calibrate --recipe kvant-2 --out DIR",
+        "Window sink=4 recent=192 flush=1 rollback=0",
+    ):
+        assert line in out
+    code, out, _ = run(capsys, "recipes", "int8", "kvant-2:recent=64", "--json", "--head-dim", "64")
+    plain, fitted = json.loads(out)
+    assert (code, plain["name"], plain["calibration"], fitted["calibration"]) == (0, "int8", False, True)
+    assert fitted["name"] == "kvant-2:recent=64" and fitted["windows"]["key"]["recent"] == 64
+    assert fitted["head_dim"] == 64 and fitted["streams"] == {
+        side: stream.to_dict() for side, stream in recipes.get("kvant-2:recent=64").streams.items()
+    }
+    assert [entry["name"] for entry in json.loads(run(capsys, "recipes", "int8,int4", "--json")[1])] == ["int8", "int4"]
+    assert "artifact  not needed" in run(capsys, "recipes", "int8")[1]
+    for name in recipes.names():
+        code, out, _ = run(capsys, "recipes", name)
+        assert code == 0 and out.startswith(f"{name}: ") and max(map(len, out.splitlines())) <= 100
+    code, _, err = run(capsys, "recipes", "kvant-2", "--all")
+    assert code == 2 and "one of the two" in err
+    assert "did you mean kvant-2" in run(capsys, "recipes", "kvnt-2")[2]
+
+
 def test_doctor_names_every_implementation(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "doctor", "--json")
     found = json.loads(out)
