@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for
-from kvant.cli.common import check_threads, check_writable, print_table, processor, say, write_json
+from kvant.cli.common import (
+    add_json_file_option,
+    check_threads,
+    check_writable,
+    print_table,
+    processor,
+    say,
+    write_json,
+)
 from kvant.cli.parsers import tokens, tokens_list
 
 RECIPES = "saw-int4,kvant-4,oscar,kvant-2"
@@ -104,7 +112,7 @@ def add(commands: Any) -> None:
         "--repeat", type=int, default=20, metavar="N", help="timed runs; the median counts (default 20)"
     )
     add_artifact_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    add_json_file_option(parser)
     parser.set_defaults(run=run)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.cli.artifact_options import check_template
-from kvant.cli.common import add_model_options, load_model, read_source, say, stages
+from kvant.cli.common import add_json_option, add_model_options, load_model, read_source, say, stages
 from kvant.cli.parsers import tokens
 from kvant.files import directory_for
 
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory of the artifact; an existing one is replaced atomically"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 

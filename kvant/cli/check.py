@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.common import add_model_options, load_model, print_table, say, shown_kl, stages
+from kvant.cli.common import add_json_option, add_model_options, load_model, print_table, say, shown_kl, stages
 from kvant.cli.parsers import tokens
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--choose", action="store_true", help="only print which recipe is the default for this model, and why"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 

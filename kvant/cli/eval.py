@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for, asked_recipes
 from kvant.cli.common import (
+    add_json_file_option,
     add_model_options,
     check_writable,
     load_model,
@@ -83,7 +84,7 @@ def add(commands: Any) -> None:
         "--batch", type=int, default=8, metavar="B", help="segments or chats that form one batch (default 8)"
     )
     add_artifact_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    add_json_file_option(parser)
     add_html_options(parser)
     parser.set_defaults(run=run)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for, asked_recipes
 from kvant.cli.common import (
+    add_json_option,
     add_model_options,
     against_16_bit,
     load_model,
@@ -67,7 +68,7 @@ def add(commands: Any) -> None:
         "--unfit-anyway", action="store_true", help="generate even if the recipe's verdict for this model is unfit"
     )
     add_artifact_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 

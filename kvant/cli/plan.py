@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from kvant.cli.common import DEFAULT_RECIPE, print_table
+from kvant.cli.common import DEFAULT_RECIPE, add_json_option, print_table
 from kvant.cli.parsers import tokens
 
 
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
         help="dtype of the model (default: that of its config)",
     )
     parser.add_argument("--presets", action="store_true", help="list the presets")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -97,6 +97,13 @@ def run(args: argparse.Namespace) -> int:
     from kvant.plan import PRESETS, plan
 
     if args.presets:
+        if args.json:
+            found = {
+                name: {"layers": len(s.layers), "kv_heads": s.heads, "head_dim": s.head_dim}
+                for name, s in PRESETS.items()
+            }
+            print(json.dumps({"presets": found}, indent=2))
+            return 0
         columns = [("preset", "left"), ("layers", "right"), ("KV heads", "right"), ("head dim", "right")]
         rows = [[name, str(len(s.layers)), str(s.heads), str(s.head_dim)] for name, s in PRESETS.items()]
         print_table("", columns, rows)

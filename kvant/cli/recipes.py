@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.common import print_table
+from kvant.cli.common import add_json_option, print_table
 from kvant.cli.parsers import WIDTH
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="R", help="recipes to show, such as kvant-2 or kvant-2:recent=64")
     parser.add_argument("--all", action="store_true", help="all recipes, those of papers and baselines too")
-    parser.add_argument("--json", action="store_true", help="print JSON instead: of the named recipes, or of all")
+    add_json_option(parser, ": of the named recipes, or of all")
     parser.add_argument(
         "--head-dim", type=int, default=128, metavar="D", help="head dim to count bits at (default 128)"
     )

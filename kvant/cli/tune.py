@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvant.cli.artifact_options import check_template
 from kvant.cli.calibrate import out_directory
 from kvant.cli.common import (
+    add_json_file_option,
     add_model_options,
     check_writable,
     load_model,
@@ -76,7 +77,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory of the artifact: a new one, or an artifact's"
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was chosen, predicted and measured here")
+    add_json_file_option(parser, "what was chosen, predicted and measured")
     parser.set_defaults(run=run)
 
 

@@ -289,6 +289,8 @@ def test_eval_writes_the_report_others_rely_on(
         ("eval --model {tiny} --recipe int4 --text {text} --context 99999", "a context of 99999 needs at least 100000"),
         ("eval --model {tiny} --recipe int4 --text /no/such/text", "--text '/no/such/text': there is no such file"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /no/such/dir/x", "--json '/no/such/dir/x': there is no directory"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /dev/null", "--json '/dev/null': expected a file, got a device"),
+        ("eval --model {tiny} --recipe int4 --text {text} --json", "--json: expected one argument"),
         ("eval --model {tiny} --recipe , --text {text}", "expected one or more recipes"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --chunk 0", "--chunk: must be positive, got 0"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset -5", "--offset: must be at least 0, got -5"),
@@ -397,6 +399,8 @@ def test_plan_counts_from_a_config_alone(capsys: pytest.CaptureFixture[str], tin
     assert "with 1 KV heads" in " ".join(out.split())
     code, out, _ = run(capsys, "plan", "--presets")
     assert "qwen3-32b" in out
+    code, out, _ = run(capsys, "plan", "--presets", "--json")
+    assert json.loads(out)["presets"]["qwen3-32b"] == {"layers": 64, "kv_heads": 8, "head_dim": 128}
     code, _, err = run(capsys, "plan", "--memory", "24")
     assert code == 2
     assert "24GiB?" in err
