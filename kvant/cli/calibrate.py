@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.artifact_options import check_template
+from kvant.cli.artifact_options import check_template, warn_of_few_tokens
 from kvant.cli.common import add_json_option, add_model_options, load_model, read_source, say, stages
 from kvant.cli.parsers import tokens
 from kvant.files import directory_for
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
         path = artifact.save(args.out)
+    warn_of_few_tokens([artifact])
     report = {
         "model": args.model,
         "recipe": recipe.name,

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifact_options import check_template
+from kvant.cli.artifact_options import check_template, warn_of_few_tokens
 from kvant.cli.calibrate import out_directory
 from kvant.cli.common import (
     add_json_file_option,
@@ -140,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
         path = found.artifact.save(args.out)
+    warn_of_few_tokens([found.artifact])
     for name, reason in found.refused.items():
         say(f"not a candidate as a whole: {name}, {reason}")
     if args.json:

@@ -69,6 +69,37 @@ def test_mistakes_leave_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "told"),
+    [
+        (SMALL, "500", "fewer than 512 make a poor fit, 8192 are recommended"),
+        (SMALL, "512", ""),
+        ("kvant-4-fast", "100", "fewer than 128 make a poor fit, 1024 are recommended"),
+        ("kvant-4-fast", "128", ""),
+    ],
+)
+def test_a_fit_to_few_tokens_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,  # noqa: F811
+    text: str,  # noqa: F811
+    tmp_path: Path,
+    recipe: str,
+    tokens: str,
+    told: str,
+) -> None:
+    """The model has a head dim of 64."""
+    options = ["--model", tiny, "--recipe", recipe, "--text", text, "--out", str(tmp_path / "out"), "--tokens", tokens]
+    code, printed, error = run(capsys, "calibrate", *options, "--json")
+    assert code == 0 and json.loads(printed)["tokens"] == int(tokens)
+    warned = [line for line in error.splitlines() if "warning" in line]
+    assert len(warned) == bool(told)
+    if told:
+        assert (
+            warned[0].startswith(f"kvant: warning: {recipe} had {tokens} tokens to be fitted to; ")
+            and told in warned[0]
+        )
+
+
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("command", [("calibrate", "--recipe", SMALL), ("tune", "--bits", "2.7", "--context", "2k")])
 def test_an_interruption_leaves_no_new_directory(
