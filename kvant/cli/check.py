@@ -46,7 +46,10 @@ def add(commands: Any) -> None:
         help="also fit recipes that learn more than means, on the built-in calibration text, and cache the artifacts",
     )
     parser.add_argument(
-        "--tokens", type=tokens, metavar="N", help="tokens to read (default 1k, 1024); verdicts on fewer are not stored"
+        "--tokens",
+        type=tokens,
+        metavar="N",
+        help="tokens to read (default 1024, which is 1k); verdicts on fewer are not stored",
     )
     parser.add_argument(
         "--choose", action="store_true", help="only print which recipe is the default for this model, and why"
