@@ -46,24 +46,39 @@ def replacing(target: Path, private: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def directory_for(path: Path) -> Iterator[None]:
+    """Makes a directory and its parents for files that are written to it. If anything fails, an interruption included, those that
+    were made here are removed again unless there is something in them."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for each in missing:  # the innermost first; one that is not empty ends it
+                each.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def making_directory(target: Path) -> Iterator[Path]:
     """A temporary directory beside the target, which is renamed to the target when everything in it is written and synced. If
     anything fails it is removed. A target that exists is refused, unless it is an empty directory."""
     check_vacant(target, "output")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _collect_directories(target)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
-    try:
-        temporary.mkdir()
-        yield temporary
-        for path in sorted(temporary.rglob("*")):
-            _flush(path)
-        _flush(temporary)
-        os.rename(temporary, target)
-        _flush(target.resolve().parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with directory_for(target.parent):
+        _collect_directories(target)
+        temporary = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
+        try:
+            temporary.mkdir()
+            yield temporary
+            for path in sorted(temporary.rglob("*")):
+                _flush(path)
+            _flush(temporary)
+            os.rename(temporary, target)
+            _flush(target.resolve().parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 def _umask() -> int:

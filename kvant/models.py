@@ -135,16 +135,30 @@ def gguf_file(name: str) -> Path | None:
         return path if opened.read(4) == b"GGUF" else None
 
 
-def config_of(name: str, say: Any = None) -> Any:
-    """A model's config; its weights are not read."""
+@contextlib.contextmanager
+def _refusing(name: str, expected: str = _EXPECTED) -> Iterator[None]:
+    """What transformers raises where it cannot read a model becomes one line that says what was expected."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, LookupError, struct.error, SafetensorError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(f"model {name!r}: expected {expected}; {first}") from error
+
+
+def config_of(name: str, say: Any = None, *, expected: str = _EXPECTED) -> Any:
+    """A model's config; its weights are not read. `expected` is what the error for an unknown model says."""
     import transformers
 
     file = gguf_file(name)
-    if file is not None:
-        if importlib.util.find_spec("gguf") is None:
-            raise ModuleNotFoundError(f"model {name!r} is a GGUF file, which needs the gguf package: pip install gguf")
-        return transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    return transformers.AutoConfig.from_pretrained(resolve(name, say))
+    if file is not None and importlib.util.find_spec("gguf") is None:
+        raise ModuleNotFoundError(f"model {name!r} is a GGUF file, which needs the gguf package: pip install gguf")
+    source = "" if file else resolve(name, say, expected=expected)
+    with _refusing(name, expected):
+        if file is not None:
+            return transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        return transformers.AutoConfig.from_pretrained(source)
 
 
 def tokenizer_of(name: str, say: Any = None) -> Any:
@@ -152,16 +166,14 @@ def tokenizer_of(name: str, say: Any = None) -> Any:
     import transformers
 
     file = gguf_file(name)
-    try:
+    source = "" if file else resolve(name, say)
+    with _refusing(name):
         if file is not None:
             return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        return transformers.AutoTokenizer.from_pretrained(resolve(name, say))
-    except (OSError, LookupError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"model {name!r}: expected {_EXPECTED}; {first}") from error
+        return transformers.AutoTokenizer.from_pretrained(source)
 
 
-def resolve(name: str, say: Any = None) -> str:
+def resolve(name: str, say: Any = None, *, expected: str = _EXPECTED) -> str:
     """The directory or hub id that a model's name on the command line stands for; for what reads no GGUF file."""
     if name == SMOLLM2:
         return str(smollm2_directory(say))
@@ -176,10 +188,10 @@ def resolve(name: str, say: Any = None) -> str:
             "generate, eval, calibrate and plan"
         )
     if path.is_file():
-        raise ValueError(f"model {name!r}: expected {_EXPECTED}; this is another kind of file")
+        raise ValueError(f"model {name!r}: expected {expected}; this is another kind of file")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         missing = "file" if path.suffix.lower() == ".gguf" else "directory"
-        raise ValueError(f"model {name!r}: expected {_EXPECTED}; there is no such {missing}")
+        raise ValueError(f"model {name!r}: expected {expected}; there is no such {missing}")
     return name
 
 
@@ -242,19 +254,18 @@ def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = No
     one, else bfloat16."""
     import torch
     import transformers
-    from safetensors import SafetensorError
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     file = gguf_file(name)
     source = "" if file else resolve(name, say)
     transformers.utils.logging.disable_progress_bar()
-    try:
-        if dtype is None:
-            dtype = "float32"
-            if device != "cpu":
-                stored = str(getattr(config_of(name), "dtype", None)).removeprefix("torch.")
-                dtype = stored if stored in ("bfloat16", "float16") else "bfloat16"
+    if dtype is None:
+        dtype = "float32"
+        if device != "cpu":
+            stored = str(getattr(config_of(name), "dtype", None)).removeprefix("torch.")
+            dtype = stored if stored in ("bfloat16", "float16") else "bfloat16"
+    with _refusing(name):
         if file is not None:
             if say is not None:
                 say(f"reading {file.name}: weights are dequantized to {dtype}")
@@ -262,7 +273,4 @@ def load(name: str, dtype: str | None = None, device: str = "cpu", say: Any = No
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, LookupError, struct.error, SafetensorError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"model {name!r}: expected {_EXPECTED}; {first}") from error
     return model.to(device).eval(), tokenizer

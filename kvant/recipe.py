@@ -22,6 +22,7 @@ from kvant.spec import Spec, parse_value
 from kvant.transforms import Transform
 
 N = TypeVar("N", int, torch.Tensor)
+MOST_TOKENS = 1 << 20  # of a field of a window: rows of a window are allocated when a cache is made
 OF_A_STREAM = ("rope", "rope_block")  # fields of a stream that are its own, not a part's
 
 
@@ -44,8 +45,8 @@ class Window(Spec):
 
     def __post_init__(self) -> None:
         for name, least in (("sink", 0), ("recent", 0), ("flush", 1), ("rollback", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            if not least <= getattr(self, name) <= MOST_TOKENS:
+                raise ValueError(f"{name} must be from {least} to {MOST_TOKENS} tokens, got {getattr(self, name)}")
 
     def packed_end(self, n: N) -> N:
         """Of n tokens, [min(n, sink), packed_end) are read from packed pages; n is a number or a tensor of numbers.

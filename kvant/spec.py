@@ -126,6 +126,15 @@ def _read(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
+def parse_tokens(text: str) -> int:
+    """A number of tokens from a command line: "8192", "32k" with k = 1024, or "1M" with M = 1024 k."""
+    unit = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower())
+    try:
+        return int(text) if unit is None else int(text[:-1]) * unit
+    except ValueError:
+        raise ValueError(f"expected a number of tokens such as 8192 or 32k, got {text!r}") from None
+
+
 def parse_value(text: str, hint: Any, name: str) -> Any:
     """Text from a command line as the type that a field declares."""
     if typing.get_origin(hint) is typing.Literal:

@@ -19,6 +19,8 @@ from kvant.transforms.affine_map import Mean
 Tensor = torch.Tensor
 TOKENS = 8192  # OSCAR calibrates on 8,878
 MEAN_TOKENS = 1024  # tokens that are read to fit means alone
+FEWEST_FOR_MEANS = 128
+FEWEST_PER_CHANNEL = 8
 LEAST = 96  # tokens of a piece: with fewer for each, fewer pieces are read
 JOINED = ("code", "dialogue", "prose", "tools")  # kinds whose pieces are read as one long excerpt
 
@@ -32,6 +34,12 @@ def fits_in_seconds(recipe: Recipe) -> bool:
 def tokens_for(recipe: Recipe) -> int:
     """How many tokens of the built-in text a recipe is fitted on."""
     return MEAN_TOKENS if fits_in_seconds(recipe) else TOKENS
+
+
+def fewest_tokens(recipe: Recipe, head_dim: int) -> int:
+    """Tokens below which a recipe's fit is poor. The covariance of a head's d channels has full rank from d tokens on, and takes a
+    few times as many to be that of other texts too; a mean takes fewer."""
+    return FEWEST_FOR_MEANS if fits_in_seconds(recipe) else FEWEST_PER_CHANNEL * head_dim
 
 
 def excerpts(tokenizer: Any, tokens: int, length: int, *, exactly: bool = False) -> list[Tensor]:

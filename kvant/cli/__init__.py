@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         args, rest = parser().parse_known_args(argv)
+        label = f"kvant {args.command}"
         if rest and not hasattr(args, "passes_on"):
-            parser().error(f"unrecognized arguments: {' '.join(rest)}")
+            raise ValueError(f"unrecognized arguments: {' '.join(rest)}; {label} --help lists what it takes")
         args.rest = rest  # for a command that passes them to another program
         if rest and args.command == "serve" and argv.index(rest[0]) < argv.index(args.model):
             parser().error(f"the model comes before options of vLLM: kvant {args.command} MODEL {rest[0]} ...")
-        label = f"kvant {args.command}"
         code = int(args.run(args))
         sys.stdout.flush()
         return code

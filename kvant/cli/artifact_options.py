@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,20 @@ def check_template(model: str, text: Any) -> None:
         from kvant import models
 
         text.check(models.tokenizer_of(model, say))
+
+
+def warn_of_few_tokens(made: Sequence[Artifact]) -> None:
+    """Says in one line where artifacts that were just fitted had too little text."""
+    from kvant.calibrate.builtin import fewest_tokens, tokens_for
+
+    fewest = {artifact.recipe.name: fewest_tokens(artifact.recipe, artifact.head_dim) for artifact in made}
+    poor = [each for each in made if each.source.get("tokens", math.inf) < fewest[each.recipe.name]]
+    if poor:
+        say(
+            f"warning: {', '.join(each.recipe.name for each in poor)} had {min(each.source['tokens'] for each in poor)} tokens to be "
+            f"fitted to; fewer than {max(fewest[each.recipe.name] for each in poor)} make a poor fit, "
+            f"{max(tokens_for(each.recipe) for each in poor)} are recommended: give a longer text, or more --tokens of it"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +146,7 @@ def _make(
     with stages() as progress:
         wanted = [recipes.as_fitted(alike[0]) for alike in missing.values()]
         made = calibrate_all(model, tokenizer, wanted, text, progress=progress)
+    warn_of_few_tokens(made)
     found: dict[str, LocatedArtifact] = {}
     refused: OSError | None = None
     for (path, alike), artifact in zip(missing.items(), made, strict=True):

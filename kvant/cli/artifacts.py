@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvant.cli.common import add_json_option
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -24,16 +26,17 @@ def add(commands: Any) -> None:
         description="Artifacts that commands and kvant.artifact_for have fitted and stored in the user's cache directory. An ID is "
         "the beginning of an artifact's digest, or its directory.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run_list)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     show = actions.add_parser("show", help="print an artifact's metadata")
     show.add_argument("id", metavar="ID")
-    show.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(show, inherited=True)
     show.set_defaults(run=run_show)
     remove = actions.add_parser("remove", help="remove one, or all")
     remove.add_argument("id", metavar="ID", nargs="?")
     remove.add_argument("--all", action="store_true", help="remove all cached artifacts")
+    add_json_option(remove, inherited=True)
     remove.set_defaults(run=run_remove)
 
 
@@ -150,9 +153,13 @@ def run_show(args: argparse.Namespace) -> int:
 def run_remove(args: argparse.Namespace) -> int:
     if args.all == (args.id is not None):
         raise ValueError("remove: name one ID, or --all")
-    for found in cached_artifacts() if args.all else [_one(args.id)]:
+    removed = cached_artifacts() if args.all else [_one(args.id)]
+    for found in removed:
         shutil.rmtree(found.path)
         with contextlib.suppress(OSError):
             Path(found.path).parent.rmdir()  # the model's directory, if it is empty now
-        print(f"removed {found.id} of recipe {found.recipe}: {found.path}")
+        if not args.json:
+            print(f"removed {found.id} of recipe {found.recipe}: {found.path}")
+    if args.json:
+        print(json.dumps([dataclasses.asdict(found) for found in removed], indent=2))
     return 0

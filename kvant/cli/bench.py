@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for
-from kvant.cli.common import check_threads, check_writable, print_table, processor, say, write_json
+from kvant.cli.common import (
+    add_json_file_option,
+    check_threads,
+    check_writable,
+    print_table,
+    processor,
+    say,
+    write_json,
+)
+from kvant.cli.parsers import tokens, tokens_list
 
 RECIPES = "saw-int4,kvant-4,oscar,kvant-2"
 IN_MEMORY = "saw-int4,oscar,kvant-2,kitty-pro"  # recipes of generation with equal memory
@@ -39,8 +48,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", metavar="B[,B...]", help="sequences (default 8; 1 on a CPU)")
     parser.add_argument(
         "--context",
+        type=tokens_list,
         metavar="L[,L...]",
-        help="tokens per sequence, one number or as many as --batch (default 8192)",
+        help="tokens per sequence, 32k is 32768; one number or as many as --batch (default 8k)",
     )
     parser.add_argument(
         "--queries",
@@ -49,16 +59,17 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--new-tokens",
-        type=int,
+        type=tokens,
         metavar="N",
         help="prefill, generate: new tokens (default 512; --memory 128; --model 4)",
     )
     parser.add_argument(
         "--new",
+        type=tokens_list,
         metavar="N[,N...]",
         help="prefill: several numbers of new tokens (default: --new-tokens)",
     )
-    parser.add_argument("--sliding-window", type=int, metavar="N", help="prefill: a layer with a sliding window")
+    parser.add_argument("--sliding-window", type=tokens, metavar="N", help="prefill: a layer with a sliding window")
     parser.add_argument(
         "--model",
         metavar="M",
@@ -101,7 +112,7 @@ def add(commands: Any) -> None:
         "--repeat", type=int, default=20, metavar="N", help="timed runs; the median counts (default 20)"
     )
     add_artifact_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    add_json_file_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -120,9 +131,9 @@ def _shapes(args: argparse.Namespace) -> list[Any]:
     from kvant.bench.synthetic import Shape
 
     cpu = args.device == "cpu"
-    default = {"attention": "16384", "append": "1,2048", "generate": "4096,8192"}.get(args.work, "8192")
+    default = {"attention": [16384], "append": [1, 2048], "generate": [4096, 8192]}.get(args.work, [8192])
     batches = _numbers(args.batch or ("1" if cpu else "8"), "--batch")
-    contexts = _numbers(args.context or (default if cpu else "8192"), "--context")
+    contexts = args.context or (default if cpu else [8192])
     count = max(len(batches), len(contexts))
     if {len(batches), len(contexts)} - {1, count}:
         raise ValueError(
@@ -165,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device must be cpu or cuda, got {args.device!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
-    for name in ("repeat", "threads", "new_tokens", "sliding_window", "layers", "heads", "kv_heads", "head_dim"):
+    for name in ("repeat", "threads", "layers", "heads", "kv_heads", "head_dim"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -328,7 +339,7 @@ def _prefill(args: argparse.Namespace, recipes: list[Any], shapes: list[Any], de
     from kvant.bench import prefill
     from kvant.layout import human_bytes
 
-    counts = _numbers(args.new, "--new") if args.new else [args.new_tokens or 512]
+    counts = args.new or [args.new_tokens or 512]
     results = []
     for shape, new_tokens in itertools.product(shapes, counts):
         rows = []
@@ -407,7 +418,7 @@ def _equal_memory(args: argparse.Namespace, recipes: list[Any], shapes: list[Any
 
     layers, new_tokens, shape = args.layers or 36, args.new_tokens or 128, shapes[-1]
     if len({each.context for each in shapes}) > 1:
-        raise ValueError(f"--memory takes one --context, got {args.context}")
+        raise ValueError(f"--memory takes one --context, got {', '.join(map(str, args.context))}")
     room = parse_bytes(args.memory or MEMORY)
     work = memory.Work(shape, layers, new_tokens, room, args.prefill, args.implementation)
     work.check()

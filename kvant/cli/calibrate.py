@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.artifact_options import check_template
-from kvant.cli.common import add_model_options, load_model, read_source, say, stages
+from kvant.cli.artifact_options import check_template, warn_of_few_tokens
+from kvant.cli.common import add_json_option, add_model_options, load_model, read_source, say, stages
+from kvant.cli.parsers import tokens
+from kvant.files import directory_for
 
 
 def add(commands: Any) -> None:
@@ -28,13 +32,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl); default: the built-in text")
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=tokens,
         metavar="N",
-        help="tokens to read (default: 8192, or all of a shorter text; kvant-4-fast reads 1024 of the built-in text)",
+        help="tokens to read, such as 8192 or 8k (default: 8192, or all of a shorter text; kvant-4-fast reads 1024 of the "
+        "built-in text)",
     )
     parser.add_argument(
         "--max-position",
-        type=int,
+        type=tokens,
         metavar="P",
         help="positions that will be served (default: all that the model allows)",
     )
@@ -42,7 +47,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory of the artifact; an existing one is replaced atomically"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,24 +58,25 @@ def run(args: argparse.Namespace) -> int:
     if not recipe.calibrated:
         raise ValueError(f"recipe {recipe.name} has nothing to calibrate")
     text = None if args.text is None else read_source(args.text)
-    check_directory(args.out)
-    check_template(args.model, text)
-    model, tokenizer = load_model(args)
-    from kvant.calibrate.run import calibrate
+    with out_directory(args.out):
+        check_template(args.model, text)
+        model, tokenizer = load_model(args)
+        from kvant.calibrate.run import calibrate
 
-    begin = time.perf_counter()
-    with stages() as progress:
-        artifact = calibrate(
-            model,
-            tokenizer,
-            recipe,
-            text,
-            tokens=args.tokens,
-            max_position=args.max_position,
-            seed=args.seed,
-            progress=progress,
-        )
-    path = artifact.save(args.out)
+        begin = time.perf_counter()
+        with stages() as progress:
+            artifact = calibrate(
+                model,
+                tokenizer,
+                recipe,
+                text,
+                tokens=args.tokens,
+                max_position=args.max_position,
+                seed=args.seed,
+                progress=progress,
+            )
+        path = artifact.save(args.out)
+    warn_of_few_tokens([artifact])
     report = {
         "model": args.model,
         "recipe": recipe.name,
@@ -90,11 +96,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_directory(path: str) -> None:
-    """Refuses an output directory that cannot be written to, before the work starts."""
+@contextlib.contextmanager
+def out_directory(path: str) -> Iterator[None]:
+    """Makes the directory of --out and refuses one that cannot be made, before the work starts. Work that fails or is interrupted
+    leaves no new, empty directory behind."""
     if Path(path).exists() and not Path(path).is_dir():
         raise ValueError(f"--out {path!r}: expected a directory, got a file")
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {path!r}: cannot make this directory: {error}") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(directory_for(Path(path)))
+        except OSError as error:
+            raise ValueError(f"--out {path!r}: cannot make this directory: {error}") from error
+        yield

@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.common import add_model_options, load_model, print_table, say, shown_kl, stages
+from kvant.cli.common import add_json_option, add_model_options, load_model, print_table, say, shown_kl, stages
+from kvant.cli.parsers import tokens
 
 if TYPE_CHECKING:
     from kvant.eval.check import Checked
@@ -45,18 +46,22 @@ def add(commands: Any) -> None:
         help="also fit recipes that learn more than means, on the built-in calibration text, and cache the artifacts",
     )
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens to read (default 1024); verdicts on fewer are not stored"
+        "--tokens",
+        type=tokens,
+        metavar="N",
+        help="tokens to read (default 1024, which is 1k); verdicts on fewer are not stored",
     )
     parser.add_argument(
         "--choose", action="store_true", help="only print which recipe is the default for this model, and why"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from kvant import recipes
     from kvant.artifact import Artifact
+    from kvant.eval.check import LEAST, TOKENS, examine
     from kvant.recipe import MixedRecipe
 
     asked = None if args.recipe is None else [recipes.get(name) for name in recipes.split(args.recipe)]
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.fit and asked is None:
         raise ValueError("--fit needs --recipe: name the recipes to fit")
+    if args.tokens is not None and args.tokens < LEAST:
+        raise ValueError(f"--tokens must be at least {LEAST}, got {args.tokens}")
     given = [Artifact.load(path) for path in args.artifact]
     mixed = [artifact.recipe for artifact in given if isinstance(artifact.recipe, MixedRecipe)]
     if mixed:  # nothing else names these
@@ -73,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     if args.choose:
         return choose(model, tokenizer, args)
-    from kvant.eval.check import TOKENS, examine
-
     with stages() as progress:
         found = examine(
             model,

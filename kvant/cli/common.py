@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvant.files import replacing
+from kvant.files import check_replaceable, replacing
 from kvant.progress import default_progress
 
 if TYPE_CHECKING:
@@ -38,6 +38,18 @@ def add_device_options(parser: argparse.ArgumentParser, dtype_help: str) -> None
         "--device", default="auto", metavar="D", help="cpu, cuda or auto (default): cuda where there is a GPU"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+
+
+def add_json_option(parser: argparse.ArgumentParser, note: str = "", inherited: bool = False) -> None:
+    """--json of a command whose answer is what it prints: the answer is printed as JSON, and nothing else on stdout. `inherited`: of
+    a subcommand whose command has the option too; it may stand before or after the subcommand."""
+    default = argparse.SUPPRESS if inherited else False
+    parser.add_argument("--json", action="store_true", default=default, help=f"print JSON in place of text{note}")
+
+
+def add_json_file_option(parser: argparse.ArgumentParser, what: str = "the results") -> None:
+    """--json FILE of a command that measures for long and prints tables meanwhile: the tables are printed all the same."""
+    parser.add_argument("--json", metavar="FILE", help=f"also write {what} to FILE, as JSON")
 
 
 def pick_device(asked: str) -> str:
@@ -190,8 +202,7 @@ def check_writable(path: str | None, option: str) -> None:
     parent = Path(path).resolve().parent
     if not parent.is_dir():
         raise ValueError(f"{option} {path!r}: there is no directory {str(parent)!r}")
-    if Path(path).is_dir():
-        raise ValueError(f"{option} {path!r}: expected a file, got a directory")
+    check_replaceable(Path(path), option)
 
 
 def write_json(path: str, data: Any) -> None:

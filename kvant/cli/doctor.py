@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.common import print_table, processor
+from kvant.cli.common import add_json_option, print_table, processor
 
 if TYPE_CHECKING:
     from kvant.artifact import Artifact
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--all", action="store_true", help="every implementation of every operation, with its refusals")
     parser.add_argument("--head-dim", type=int, metavar="N", help="head dim (default: that of --model, or 128)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 

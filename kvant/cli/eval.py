@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for, asked_recipes
 from kvant.cli.common import (
+    add_json_file_option,
     add_model_options,
     check_writable,
     load_model,
@@ -26,6 +27,7 @@ from kvant.cli.common import (
     write_json,
 )
 from kvant.cli.html import add_html_options, shape_of, target_of
+from kvant.cli.parsers import tokens, tokens_from_zero
 from kvant.cli.tasks import add_task_options, run_tasks
 
 if TYPE_CHECKING:
@@ -55,19 +57,19 @@ def add(commands: Any) -> None:
     )
     add_task_options(parser)
     parser.add_argument(
-        "--context", type=int, default=1536, metavar="N", help="tokens per segment of a text (default 1536)"
+        "--context", type=tokens, default=1536, metavar="N", help="tokens per segment, 2k is 2048 (default 1536)"
     )
     parser.add_argument(
-        "--tokens", type=int, default=1024, metavar="T", help="tokens to score of each text (default 1024)"
+        "--tokens", type=tokens, default=1024, metavar="T", help="tokens to score of each text (default 1024)"
     )
     parser.add_argument(
         "--prompt",
-        type=int,
+        type=tokens,
         metavar="P",
         help="tokens of a segment that are prefilled (default a third)",
     )
     parser.add_argument(
-        "--chunk", type=int, default=1, metavar="C", help="tokens fed at a time (default 1, which is decode)"
+        "--chunk", type=tokens, default=1, metavar="C", help="tokens fed at a time (default 1, which is decode)"
     )
     parser.add_argument("--stepwise", action="store_true", help="feed tokens one by one for real (slow, same result)")
     parser.add_argument(
@@ -75,12 +77,14 @@ def add(commands: Any) -> None:
         action="store_true",
         help="also print errors by layer and by length of context",
     )
-    parser.add_argument("--offset", type=int, default=0, metavar="N", help="add N to all positions (default 0)")
+    parser.add_argument(
+        "--offset", type=tokens_from_zero, default=0, metavar="N", help="add N to all positions (default 0)"
+    )
     parser.add_argument(
         "--batch", type=int, default=8, metavar="B", help="segments or chats that form one batch (default 8)"
     )
     add_artifact_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    add_json_file_option(parser)
     add_html_options(parser)
     parser.set_defaults(run=run)
 
@@ -153,10 +157,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = asked_recipes(args)
     check_writable(args.json, "--json")
     page = target_of(args)
-    if args.chunk < 1 or args.batch < 1:
-        raise ValueError(f"--chunk and --batch must be positive, got {args.chunk} and {args.batch}")
-    if args.offset < 0:
-        raise ValueError(f"--offset must be at least 0, got {args.offset}")
+    if args.batch < 1:
+        raise ValueError(f"--batch must be positive, got {args.batch}")
     texts = scored_texts(args)
     model, tokenizer = load_model(args)
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

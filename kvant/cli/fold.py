@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.common import add_device_options, load_model, pick_device, say, stages
+from kvant.cli.common import add_device_options, add_json_option, load_model, pick_device, say, stages
 
 
 def add(commands: Any) -> None:
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--recipe", metavar="R", help="a recipe with value transforms (default: the artifact's)")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory of the folded model, new or empty")
     add_device_options(parser, "type of the weights that are written (default: the checkpoint's)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvant.cli.artifact_options import add_artifact_options, artifacts_for, asked_recipes
 from kvant.cli.common import (
+    add_json_option,
     add_model_options,
     against_16_bit,
     load_model,
@@ -26,6 +27,7 @@ from kvant.cli.common import (
     shown_kl,
     tell_reference,
 )
+from kvant.cli.parsers import tokens
 
 if TYPE_CHECKING:
     from kvant.artifact import Artifact
@@ -58,15 +60,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--raw", action="store_true", help="feed the prompt as it is, without the model's chat template"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
+    parser.add_argument("--max-new-tokens", type=tokens, default=64, metavar="N", help="default 64; 2k is 2048")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of sampling (default 0)")
-    parser.add_argument("--max-cache-tokens", type=int, metavar="N", help="size of the cache (default: it grows)")
+    parser.add_argument("--max-cache-tokens", type=tokens, metavar="N", help="size of the cache (default: it grows)")
     parser.add_argument(
         "--unfit-anyway", action="store_true", help="generate even if the recipe's verdict for this model is unfit"
     )
     add_artifact_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -342,8 +344,6 @@ def check_text(text: str, what: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     asked = named(args)
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be positive, got {args.max_new_tokens}")
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature must be a finite number of at least 0, got {args.temperature}")
     if args.prompt is None and not args.chat:

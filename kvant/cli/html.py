@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvant.cli.common import check_writable, say
+from kvant.cli.parsers import tokens
 from kvant.files import replacing
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ def add_html_options(parser: argparse.ArgumentParser, required: bool = False) ->
     )
     parser.add_argument(
         "--request-context",
-        type=int,
+        type=tokens,
         metavar="N",
-        help="with --html: count memory for requests of N tokens (default 8192)",
+        help="with --html: count memory for requests of N tokens (default 8k, 8192)",
     )
     parser.add_argument(
         "--requests", type=int, metavar="R", help="with --html: count memory for R requests at a time (default 1)"

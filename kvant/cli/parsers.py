@@ -1,14 +1,43 @@
-"""The parser of all commands: a help text fits a screen of 40 lines and 100 columns, and ends with examples that can be copied."""
+"""The parser of all commands: a help text fits a screen of 40 lines and 100 columns, and ends with examples that can be copied.
+
+Types of options that are numbers of tokens: `tokens`, `tokens_from_zero`, `tokens_list`. All take 32k for 32768."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+from kvant.spec import parse_tokens
 
 WIDTH = 100
 EXAMPLES = "examples:\n"
+
+
+def tokens(text: str) -> int:
+    """A positive number of tokens."""
+    return _tokens(text, 1, "must be positive")
+
+
+def tokens_from_zero(text: str) -> int:
+    """A number of tokens that may be 0."""
+    return _tokens(text, 0, "must be at least 0")
+
+
+def tokens_list(text: str) -> list[int]:
+    """Positive numbers of tokens with commas between them."""
+    return [tokens(part) for part in text.split(",")]
+
+
+def _tokens(text: str, least: int, rule: str) -> int:
+    try:
+        found = parse_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found < least:
+        raise argparse.ArgumentTypeError(f"{rule}, got {text}")
+    return found
 
 
 class Formatter(argparse.HelpFormatter):
@@ -44,7 +73,7 @@ class Formatter(argparse.HelpFormatter):
             name = f"{self._metavar(action)} ..."
             return name if action.required else f"[{name}]"
         name = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else self._metavar(action)
-        return {"+": f"{name} [{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
+        return {"+": f"{name} [{name} ...]", "*": f"[{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(EXAMPLES):
@@ -61,3 +90,7 @@ class Parser(argparse.ArgumentParser):
         if examples:
             options["epilog"] = EXAMPLES + "\n".join(f"  {line}" for line in examples)
         super().__init__(*args, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends in one line, as all mistakes of a user do: "kvant plan: --context: must be positive, got 0"."""
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 from typing import Any
 
-from kvant.cli.common import DEFAULT_RECIPE, print_table
+from kvant.cli.common import DEFAULT_RECIPE, add_json_option, print_table
+from kvant.cli.parsers import tokens
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         examples=(
-            "kvant plan --model qwen3-8b --recipe kvant-2,kvant-4 --memory 40GiB --context 32768",
+            "kvant plan --model qwen3-8b --recipe kvant-2,kvant-4 --memory 40GiB --context 32k",
             "kvant plan --model llama-3.1-70b --tensor-parallel 4",
         ),
         help="compute how many tokens and requests fit into memory",
@@ -36,7 +36,13 @@ def add(commands: Any) -> None:
         metavar="SIZE",
         help="memory for the cache on one device, such as 24GiB or 24GB (default 80GiB)",
     )
-    parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of a request (default 8192)")
+    parser.add_argument(
+        "--context",
+        type=tokens,
+        default=8192,
+        metavar="N",
+        help="tokens of a request, such as 8192, 32k or 1M (k = 1024, M = 1024k; default 8192)",
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -51,7 +57,7 @@ def add(commands: Any) -> None:
         help="dtype of the model (default: that of its config)",
     )
     parser.add_argument("--presets", action="store_true", help="list the presets")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -64,17 +70,9 @@ def find(name: str) -> Any:
         return name
     if name == models.SMOLLM2:
         return "smollm2-135m"
-    try:
-        config = models.config_of(name)
-    except (OSError, ValueError, LookupError, struct.error) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        preset = name.lower().rpartition("/")[2]
-        known = (
-            f"the preset {preset}, which needs no files" if preset in PRESETS else f"a preset ({', '.join(PRESETS)})"
-        )
-        raise ValueError(
-            f"model {name!r}: expected a Hugging Face directory or id, a .gguf file, or {known}; {first}"
-        ) from error
+    preset = name.lower().rpartition("/")[2]
+    known = f"the preset {preset}, which needs no files" if preset in PRESETS else f"a preset ({', '.join(PRESETS)})"
+    config = models.config_of(name, expected=f"a Hugging Face directory or id, a .gguf file, or {known}")
     _check_class(config)
     return config
 
@@ -99,6 +97,13 @@ def run(args: argparse.Namespace) -> int:
     from kvant.plan import PRESETS, plan
 
     if args.presets:
+        if args.json:
+            found = {
+                name: {"layers": len(s.layers), "kv_heads": s.heads, "head_dim": s.head_dim}
+                for name, s in PRESETS.items()
+            }
+            print(json.dumps({"presets": found}, indent=2))
+            return 0
         columns = [("preset", "left"), ("layers", "right"), ("KV heads", "right"), ("head dim", "right")]
         rows = [[name, str(len(s.layers)), str(s.heads), str(s.head_dim)] for name, s in PRESETS.items()]
         print_table("", columns, rows)

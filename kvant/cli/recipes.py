@@ -1,13 +1,18 @@
-"""kvant recipes: lists the recipes, with bits counted from the page layout."""
+"""kvant recipes: lists the recipes, or shows some of them, with bits counted from the page layout."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from typing import Any
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvant.cli.common import print_table
+from kvant.cli.common import add_json_option, print_table
+from kvant.cli.parsers import WIDTH
+
+if TYPE_CHECKING:
+    from kvant.recipe import Recipe
 
 RECOMMENDED = {  # what each is for
     "kvant-2": "least memory; default of commands once fitted",
@@ -32,35 +37,35 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "recipes",
         examples=(
-            "kvant recipes",
+            "kvant recipes kvant-2",
             "kvant recipes --all --head-dim 64",
         ),
-        help="list the recipes",
-        description="Lists the recommended recipes, or all, with bits per number counted from the page layout.",
+        help="list the recipes, or show one",
+        description="Lists the recommended recipes, or all, with bits per number counted from the page layout. With names, shows "
+        "these: bits, windows, whether they need an artifact, and their fields.",
     )
+    parser.add_argument("names", nargs="*", metavar="R", help="recipes to show, such as kvant-2 or kvant-2:recent=64")
     parser.add_argument("--all", action="store_true", help="all recipes, those of papers and baselines too")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser, ": of the named recipes, or of all")
     parser.add_argument(
         "--head-dim", type=int, default=128, metavar="D", help="head dim to count bits at (default 128)"
     )
     parser.set_defaults(run=run)
 
 
-def describe(head_dim: int) -> list[dict[str, Any]]:
+def describe(chosen: Sequence[Recipe], head_dim: int) -> list[dict[str, Any]]:
     """One object per recipe."""
-    from kvant import recipes
     from kvant.engines.vllm.options import refusal
     from kvant.layout import Layout
 
     out = []
-    for name in recipes.names():
-        recipe = recipes.get(name)
+    for recipe in chosen:
         windows = {
             side: {"sink": stream.window.sink, "recent": stream.window.recent, "flush": stream.window.flush}
             for side, stream in recipe.streams.items()
         }
         entry: dict[str, Any] = {
-            "name": name,
+            "name": recipe.name,
             "paper": recipe.paper,
             "summary": recipe.summary,
             "head_dim": head_dim,
@@ -73,6 +78,7 @@ def describe(head_dim: int) -> list[dict[str, Any]]:
             "prefix_safe": recipe.not_prefix_safe is None,
             "not_prefix_safe": recipe.not_prefix_safe,
             "fields": recipe.overridable,
+            "streams": {side: stream.to_dict() for side, stream in recipe.streams.items()},
         }
         try:
             layout = Layout.of(recipe, heads=1, head_dim=head_dim)
@@ -87,9 +93,17 @@ def describe(head_dim: int) -> list[dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     if args.head_dim < 1:
         raise ValueError(f"--head-dim must be positive, got {args.head_dim}")
-    found = describe(args.head_dim)
+    from kvant import recipes
+
+    if args.names and args.all:
+        raise ValueError("name recipes to show, or give --all to list all: one of the two")
+    names = [each for text in args.names for each in recipes.split(text)]
+    found = describe([recipes.get(name) for name in names or recipes.names()], args.head_dim)
     if args.json:
         print(json.dumps(found, indent=2))
+        return 0
+    if names:
+        print("\n\n".join(shown(entry) for entry in found))
         return 0
     if not args.all:
         return _recommended(found, args.head_dim)
@@ -98,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for entry in found:
         bits = [f"{entry[key]:.3f}" if entry[key] is not None else "refused" for key in ("bpe", "bpe_32k")]
-        sides = {(w["sink"], w["recent"] + (w["flush"] if w["flush"] > 1 else 0)) for w in entry["windows"].values()}
+        sides = {_first_and_last(window) for window in entry["windows"].values()}
         window = " ".join(f"{sink}/{recent}" for sink, recent in sorted(sides)) if sides != {(0, 0)} else "-"
         rows.append([entry["name"], *bits, window, "yes" if entry["calibration"] else "no", entry["summary"]])
     caption = f"bits per cached number at head_dim {args.head_dim}, from the page's layout; windows: sink/recent tokens in full "
@@ -108,6 +122,55 @@ def run(args: argparse.Namespace) -> int:
     caption += _all_but(found, lambda entry: entry["prefix_safe"])
     print_table("", columns, rows, caption, whole=("recipe",))
     return 0
+
+
+def shown(entry: dict[str, Any]) -> str:
+    """A recipe for reading, one fact a line."""
+    name = entry["name"]
+    facts = [("paper", entry["paper"]), ("made for", RECOMMENDED.get(name, ""))]
+    bits = f"refused at head_dim {entry['head_dim']}: {entry.get('refused')}"
+    if entry["bpe"] is not None:
+        bits = (
+            f"{entry['bpe']:.3f} per cached number of a full page, {entry['bpe_32k']:.3f} at 32k tokens with windows "
+        )
+        bits += f"(head_dim {entry['head_dim']})"
+    facts += [("bits", bits), ("windows", _windows(entry["windows"]))]
+    needed = f"needed: commands fit it to a model once, or kvant calibrate --recipe {name} --out DIR"
+    facts.append(("artifact", needed if entry["calibration"] else "not needed"))
+    facts.append(("engines", ", ".join(entry["engines"])))
+    facts.append(("prefixes", f"not shared: {entry['not_prefix_safe']}" if entry["not_prefix_safe"] else "shared"))
+    for label, side in (("keys", "key"), ("values", "value")):
+        stream = entry["streams"][side]
+        parts = [*stream["transforms"], *filter(None, (stream["corrector"],)), stream["codec"], stream["window"]]
+        facts += [("" if i else label, _part(part)) for i, part in enumerate(parts)]
+        if stream["rope"] != "post":
+            facts.append(("", f"rope={stream['rope']} rope_block={stream['rope_block']}"))
+    lines = [f"{name}: {entry['summary']}" if entry["summary"] else name]
+    for label, text in facts:
+        if text:
+            lines += textwrap.wrap(f"  {label:10}{text}", WIDTH, subsequent_indent=" " * 12, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _part(data: dict[str, Any]) -> str:
+    """A part of a stream: its kind, and its fields with their values as a command line takes them."""
+    fields = {field: str(value).lower() if isinstance(value, bool | None) else value for field, value in data.items()}
+    return " ".join([fields.pop("kind"), *(f"{field}={value}" for field, value in fields.items())])
+
+
+def _first_and_last(window: dict[str, int]) -> tuple[int, int]:
+    """Tokens that a window has in full precision: the first and, at most, the last."""
+    return window["sink"], window["recent"] + (window["flush"] if window["flush"] > 1 else 0)
+
+
+def _windows(windows: dict[str, dict[str, int]]) -> str:
+    sides = {f"{side}s": _first_and_last(window) for side, window in windows.items()}
+    told = {name: f"{sink} first and {recent} last" for name, (sink, recent) in sides.items()}
+    if set(sides.values()) == {(0, 0)}:
+        return "none: all tokens are packed"
+    if len(set(told.values())) == 1:
+        return f"{next(iter(told.values()))} tokens in full precision"
+    return f"{', '.join(f'{name} {text}' for name, text in told.items())} tokens in full precision"
 
 
 def _all_but(found: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> str:

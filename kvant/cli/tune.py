@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.artifact_options import check_template
-from kvant.cli.calibrate import check_directory
+from kvant.cli.artifact_options import check_template, warn_of_few_tokens
+from kvant.cli.calibrate import out_directory
 from kvant.cli.common import (
+    add_json_file_option,
     add_model_options,
     check_writable,
     load_model,
@@ -21,6 +22,8 @@ from kvant.cli.common import (
     stages,
     write_json,
 )
+from kvant.cli.parsers import tokens
+from kvant.spec import parse_tokens
 
 if TYPE_CHECKING:
     from kvant.tune.run import Tuned
@@ -48,15 +51,15 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--context",
-        type=context,
+        type=tokens,
         default=32768,
         metavar="N",
-        help="tokens of a sequence for which the budget is counted, such as 8192 or 32k (default 32k)",
+        help="tokens of a sequence for which the budget is counted, such as 8192 or 32k (k = 1024; default 32k)",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="a UTF-8 text, or chats (.jsonl), to fit and to choose on (default: built in)"
     )
-    parser.add_argument("--tokens", type=int, metavar="T", help="tokens to fit to, as in kvant calibrate")
+    parser.add_argument("--tokens", type=tokens, metavar="T", help="tokens to fit to, as in kvant calibrate")
     parser.add_argument(
         "--candidates",
         metavar="R[,R...]",
@@ -74,22 +77,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory of the artifact: a new one, or an artifact's"
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was chosen, predicted and measured here")
+    add_json_file_option(parser, "what was chosen, predicted and measured")
     parser.set_defaults(run=run)
-
-
-def context(text: str) -> int:
-    """ "32k" -> 32768."""
-    number, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    try:
-        return int(number) * thousands
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens such as 8192 or 32k, got {text!r}") from None
 
 
 def numbers(text: str) -> list[int]:
     try:
-        found = [int(each) for each in text.split(",")]
+        found = [parse_tokens(each) for each in text.split(",")]
     except ValueError:
         raise ValueError(f"--recent: expected numbers of tokens such as 64,128, got {text!r}") from None
     if any(each < 0 for each in found):
@@ -101,7 +95,8 @@ def check_out(path: str) -> None:
     """Refuses a directory that has anything but an artifact in it."""
     from kvant.artifact import FILE
 
-    check_directory(path)
+    if not Path(path).is_dir():
+        return
     others = sorted(
         entry.name for entry in Path(path).iterdir() if entry.name != FILE and not entry.name.startswith(".")
     )
@@ -126,24 +121,26 @@ def run(args: argparse.Namespace) -> int:
     least, most = check(shape, args.bits, args.context, chosen, windows_of(recent))
     check_template(args.model, text)
     check_out(args.out)
-    say(f"candidates take {least:.3f} to {most:.3f} bits at {args.context:,} tokens")
-    model, tokenizer = load_model(args)
-    begin = time.perf_counter()
-    with stages() as progress:
-        found = tune(
-            model,
-            tokenizer,
-            args.bits,
-            text,
-            context=args.context,
-            chosen=chosen,
-            recent=recent,
-            most=args.recipes,
-            tokens=args.tokens,
-            seed=args.seed,
-            progress=progress,
-        )
-    path = found.artifact.save(args.out)
+    with out_directory(args.out):
+        say(f"candidates take {least:.3f} to {most:.3f} bits at {args.context:,} tokens")
+        model, tokenizer = load_model(args)
+        begin = time.perf_counter()
+        with stages() as progress:
+            found = tune(
+                model,
+                tokenizer,
+                args.bits,
+                text,
+                context=args.context,
+                chosen=chosen,
+                recent=recent,
+                most=args.recipes,
+                tokens=args.tokens,
+                seed=args.seed,
+                progress=progress,
+            )
+        path = found.artifact.save(args.out)
+    warn_of_few_tokens([found.artifact])
     for name, reason in found.refused.items():
         say(f"not a candidate as a whole: {name}, {reason}")
     if args.json:

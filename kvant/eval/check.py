@@ -34,6 +34,7 @@ from kvant.verdicts import Verdict, keep, verdict, word_for
 
 Tensor = torch.Tensor
 TOKENS = 1024  # most tokens of the text that are read
+LEAST = 16  # fewest tokens that can be judged
 PROMPT = 3, 8  # the share of it that is prefilled and not scored
 AT_ONCE = 8  # recipes that are measured with one pass of the full cache: a short text's keys take little memory
 
@@ -91,8 +92,8 @@ def examine(
                every recipe, so that most of what is read is packed.
     again      measure even where a verdict is stored.
     """
-    if tokens < 16:
-        raise ValueError(f"tokens must be at least 16, got {tokens}")
+    if tokens < LEAST:
+        raise ValueError(f"tokens must be at least {LEAST}, got {tokens}")
     shape, named = ModelShape.of(model, hybrid=True), fingerprint(model)
     chosen = fast_recipes(model, shape) if asked is None else list(dict.fromkeys(recipes.get(each) for each in asked))
     found, left_out = _artifacts(model, tokenizer, chosen, artifacts, shape, named, fit, progress)

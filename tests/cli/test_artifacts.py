@@ -68,8 +68,9 @@ def test_made_once_listed_shown_and_removed(
     assert code == 2 and "no such artifact is cached" in error
     code, _, error = run(capsys, "artifacts", "remove")
     assert code == 2 and "name one ID, or --all" in error
-    code, _, _ = run(capsys, "artifacts", "remove", "--all")
+    code, out, _ = run(capsys, "artifacts", "remove", "--all", "--json")
     assert code == 0 and cached_artifacts() == []
+    assert [entry["id"] for entry in json.loads(out)] == [each["id"] for each in listed if each != first]
 
 
 def test_a_damaged_one_is_listed_and_can_be_removed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

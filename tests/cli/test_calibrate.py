@@ -49,7 +49,7 @@ def test_without_a_text_the_built_in_one_is_read(capsys: pytest.CaptureFixture[s
         ({"--recipe": "oskar"}, "unknown recipe"),
         ({"--text": "/nowhere/text"}, "no such file"),
         ({"--tokens": "1000000"}, "expected at least 1000000"),
-        ({"--max-position": "0"}, "max_position must be positive"),
+        ({"--max-position": "0"}, "--max-position: must be positive"),
     ],
 )
 def test_mistakes_leave_nothing(
@@ -66,7 +66,64 @@ def test_mistakes_leave_nothing(
     assert printed == ""
     assert message in error
     assert len([line for line in error.splitlines() if not line.startswith("kvant: ")]) == 1
-    assert not (tmp_path / "out" / FILE).exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "told"),
+    [
+        (SMALL, "500", "fewer than 512 make a poor fit, 8192 are recommended"),
+        (SMALL, "512", ""),
+        ("kvant-4-fast", "100", "fewer than 128 make a poor fit, 1024 are recommended"),
+        ("kvant-4-fast", "128", ""),
+    ],
+)
+def test_a_fit_to_few_tokens_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,  # noqa: F811
+    text: str,  # noqa: F811
+    tmp_path: Path,
+    recipe: str,
+    tokens: str,
+    told: str,
+) -> None:
+    """The model has a head dim of 64."""
+    options = ["--model", tiny, "--recipe", recipe, "--text", text, "--out", str(tmp_path / "out"), "--tokens", tokens]
+    code, printed, error = run(capsys, "calibrate", *options, "--json")
+    assert code == 0 and json.loads(printed)["tokens"] == int(tokens)
+    warned = [line for line in error.splitlines() if "warning" in line]
+    assert len(warned) == bool(told)
+    if told:
+        assert (
+            warned[0].startswith(f"kvant: warning: {recipe} had {tokens} tokens to be fitted to; ")
+            and told in warned[0]
+        )
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("command", [("calibrate", "--recipe", SMALL), ("tune", "--bits", "2.7", "--context", "2k")])
+def test_an_interruption_leaves_no_new_directory(
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,  # noqa: F811
+    text: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    there: bool,
+) -> None:
+    """Neither that of --out nor its parents. A directory that was there before stays."""
+
+    def interrupted(*args: object, **options: object) -> None:
+        assert out.is_dir()
+        raise KeyboardInterrupt
+
+    out = tmp_path / "new" / "out"
+    if there:
+        out.mkdir(parents=True)
+    monkeypatch.setattr("kvant.models.load", interrupted)
+    code, printed, error = run(capsys, *command, "--model", tiny, "--text", text, "--out", str(out))
+    assert (code, printed) == (130, "") and error.endswith(f"kvant {command[0]}: interrupted\n")
+    assert (out.is_dir(), (tmp_path / "new").is_dir()) == (there, there)
 
 
 def test_out_must_be_a_directory(capsys: pytest.CaptureFixture[str], text: str) -> None:  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import itertools
 import json
@@ -14,9 +15,10 @@ import torch
 import transformers
 
 from kvant import recipes
-from kvant.cli import _mistake, main
+from kvant.cli import _mistake, main, parser
 from kvant.cli.common import print_table
 from kvant.cli.recipes import RECOMMENDED
+from kvant.eval.tasks import get as get_task
 from kvant.layout import Layout
 from kvant.ops import OPS, choose
 from kvant.ops.cpu import library
@@ -84,6 +86,34 @@ def test_recipes_recommends_a_few(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, named) == (0, list(RECOMMENDED))
     assert recipes.DEFAULT in named and recipes.PLAIN in named
     assert "2.22" in out and f"all {len(recipes.names())}" in out
+
+
+def test_recipes_shows_those_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "recipes", "kvant-2")
+    assert code == 0
+    for line in (
+        "kvant-2: keys in bands of 4, 2 and 0 bits",
+        "bits      2.125 per cached number of a full page, 2.221 at 32k tokens with windows (head_dim 128)",
+        "windows   4 first and 192 last tokens in full precision",
+        "artifact  needed: commands fit it to a model once, or kvant calibrate --recipe kvant-2 --out DIR",
+        "Window sink=4 recent=192 flush=1 rollback=0",
+    ):
+        assert line in out
+    code, out, _ = run(capsys, "recipes", "int8", "kvant-2:recent=64", "--json", "--head-dim", "64")
+    plain, fitted = json.loads(out)
+    assert (code, plain["name"], plain["calibration"], fitted["calibration"]) == (0, "int8", False, True)
+    assert fitted["name"] == "kvant-2:recent=64" and fitted["windows"]["key"]["recent"] == 64
+    assert fitted["head_dim"] == 64 and fitted["streams"] == {
+        side: stream.to_dict() for side, stream in recipes.get("kvant-2:recent=64").streams.items()
+    }
+    assert [entry["name"] for entry in json.loads(run(capsys, "recipes", "int8,int4", "--json")[1])] == ["int8", "int4"]
+    assert "artifact  not needed" in run(capsys, "recipes", "int8")[1]
+    for name in recipes.names():
+        code, out, _ = run(capsys, "recipes", name)
+        assert code == 0 and out.startswith(f"{name}: ") and max(map(len, out.splitlines())) <= 100
+    code, _, err = run(capsys, "recipes", "kvant-2", "--all")
+    assert code == 2 and "one of the two" in err
+    assert "did you mean kvant-2" in run(capsys, "recipes", "kvnt-2")[2]
 
 
 def test_doctor_names_every_implementation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,24 +278,31 @@ def test_eval_writes_the_report_others_rely_on(
     ("argv", "message"),
     [
         ("generate --model {tiny} --recipe int5 --prompt hi", "unknown recipe 'int5' (did you mean "),
+        ("generate --model {tiny} --recipe kvant-2:recent=10000000000 --prompt hi", "recent must be from 0 to 1048576 tokens, got 10000000000"),
         ("generate --model {tiny} --recipe int4:order=2 --prompt hi", "recipe int4 has no field 'order'"),
         ("generate --model {tiny} --recipe saw-int4:order=128 --prompt hi", "order must be a power of two that divides head_dim 64"),
         ("generate --model {tiny} --prompt=", "--prompt is empty: expected some text"),
-        ("generate --model {tiny} --prompt hi --max-new-tokens 0", "--max-new-tokens must be positive, got 0"),
+        ("generate --model {tiny} --prompt hi --max-new-tokens 0", "--max-new-tokens: must be positive, got 0"),
         ("generate --model {tiny} --recipe saw-int4 --prompt hi --max-cache-tokens 5 --max-new-tokens 99 --json", "the cache is full: 1 more pages"),
         ("generate --model /no/such/place --prompt hi", "model '/no/such/place': expected a Hugging Face directory or id, or smollm2"),
         ("generate --model {tiny} --device tpu --prompt hi", "--device must be cpu, cuda or auto, got 'tpu'"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 99999", "a context of 99999 needs at least 100000"),
         ("eval --model {tiny} --recipe int4 --text /no/such/text", "--text '/no/such/text': there is no such file"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /no/such/dir/x", "--json '/no/such/dir/x': there is no directory"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /dev/null", "--json '/dev/null': expected a file, got a device"),
+        ("eval --model {tiny} --recipe int4 --text {text} --json", "--json: expected one argument"),
         ("eval --model {tiny} --recipe , --text {text}", "expected one or more recipes"),
-        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --chunk 0", "--chunk and --batch must be positive"),
-        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset -5", "--offset must be at least 0, got -5"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --chunk 0", "--chunk: must be positive, got 0"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset -5", "--offset: must be at least 0, got -5"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --offset 999999", "--offset 999999: the model has"),
         ("eval --model {tiny} --recipe int4 --task file", "unknown task 'file'"),
         ("generate --model {tiny} --prompt hi --threads 100000", "--threads must be from 1 to "),
         ("generate --model {tiny} --prompt hi --temperature nan", "--temperature must be a finite number of at least 0, got nan"),
         ("generate --model {tiny} --prompt \udcff", "--prompt: expected text in UTF-8"),
+        ("plan --context 32x", "--context: expected a number of tokens such as 8192 or 32k, got '32x'"),
+        ("plan --context k", "--context: expected a number of tokens such as 8192 or 32k, got 'k'"),
+        ("bench attention --context 1k,0", "--context: must be positive, got 0"),
+        ("plan --colour", "unrecognized arguments: --colour"),
         ("recipes --head-dim 0", "--head-dim must be positive, got 0"),
         ("doctor --head-dim 0", "heads and head_dim must be positive, got 8 and 0"),
     ],
@@ -279,6 +316,30 @@ def test_mistakes_are_one_line_and_exit_code_2(
     lines = [line for line in err.splitlines() if not line.startswith("kvant: ")]
     assert len(lines) == 1, err
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "eval --recipe int4 --task needle --model",
+        "eval --recipe int4 --text {text} --model",
+        "tune --bits 2.5 --out {out} --model",
+        "calibrate --recipe oscar --out {out} --model",
+        "fold --recipe quarot-int2 --out {out}",
+        "check --model",
+        "generate --prompt hi --model",
+        "plan --model",
+    ],
+)
+def test_an_unknown_model_is_one_line_that_says_what_was_expected(
+    capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, why in (("nobody/nothing", ""), ("/no/such/place", "there is no such directory")):
+        code, out, err = run(capsys, *argv.format(text=text, out=tmp_path / "out").split(), name)
+        assert (code, out) == (2, "")
+        start = f"kvant {argv.split()[0]}: model {name!r}: expected a Hugging Face directory or id, "
+        assert err.startswith(start) and err.count("expected") == err.count("\n") == 1 and why in err
 
 
 @pytest.mark.parametrize(
@@ -338,12 +399,52 @@ def test_plan_counts_from_a_config_alone(capsys: pytest.CaptureFixture[str], tin
     assert "with 1 KV heads" in " ".join(out.split())
     code, out, _ = run(capsys, "plan", "--presets")
     assert "qwen3-32b" in out
+    code, out, _ = run(capsys, "plan", "--presets", "--json")
+    assert json.loads(out)["presets"]["qwen3-32b"] == {"layers": 64, "kv_heads": 8, "head_dim": 128}
     code, _, err = run(capsys, "plan", "--memory", "24")
     assert code == 2
     assert "24GiB?" in err
     code, _, err = run(capsys, "plan", "--model", "/no/such", "--memory", "1GiB")
     assert code == 2
     assert "expected a Hugging Face directory or id" in err
+
+
+def test_numbers_of_tokens_take_k_and_m() -> None:
+    def given(line: str) -> argparse.Namespace:
+        return parser().parse_args(line.split())
+
+    assert given("plan --context 32768").context == 32768
+    assert [given(f"plan --context {text}").context for text in ("32k", "128K", "1M")] == [32 << 10, 128 << 10, 1 << 20]
+    text = given("eval --context 2k --tokens 4k --prompt 1k --chunk 1k --offset 16k --html x --request-context 1M")
+    assert (text.context, text.tokens, text.prompt, text.chunk) == (2048, 4096, 1024, 1024)
+    assert (text.offset, text.request_context, given("eval --offset 0").offset) == (16 << 10, 1 << 20, 0)
+    bench = given("bench prefill --context 4k,8192 --new 1k,2k --new-tokens 1k --sliding-window 4k")
+    assert (bench.context, bench.new, bench.new_tokens, bench.sliding_window) == (
+        [4096, 8192],
+        [1024, 2048],
+        1024,
+        4096,
+    )
+    generate = given("generate --max-new-tokens 1k --max-cache-tokens 8k")
+    assert (generate.max_new_tokens, generate.max_cache_tokens) == (1024, 8192)
+    calibrate = given("calibrate --recipe oscar --out x --tokens 4k --max-position 1M")
+    assert (calibrate.tokens, calibrate.max_position) == (4096, 1 << 20)
+    assert (given("check --tokens 1k").tokens, given("tune --bits 2 --out x --tokens 8k").tokens) == (1024, 8192)
+    assert get_task("needle:length=8k") == get_task("needle:length=8192")
+
+
+def test_no_tokens_are_refused_by_the_parser(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: nothing is loaded, and no other mistake of the command line is looked for."""
+    monkeypatch.setattr("kvant.models.load", lambda *args: pytest.fail("loaded"))
+    required = {"calibrate": ("--recipe", "oscar", "--out", "x"), "tune": ("--bits", "2", "--out", "x")}
+    for command in ("calibrate", "check", "eval", "tune"):
+        for count in ("0", "-3"):
+            code, out, err = run(capsys, command, *required.get(command, ()), "--tokens", count)
+            assert (code, out, err) == (2, "", f"kvant {command}: --tokens: must be positive, got {count}\n")
+    code, _, err = run(capsys, "check", "--recipe", "int4", "--tokens", "15")
+    assert (code, err) == (2, "kvant check: --tokens must be at least 16, got 15\n")
 
 
 def test_plan_refuses_what_serving_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

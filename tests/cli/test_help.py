@@ -44,6 +44,22 @@ def test_examples_are_commands(name: str) -> None:
         assert not rest or hasattr(args, "passes_on")
 
 
+def test_json_is_printed_or_goes_to_a_file() -> None:
+    """A command whose answer is what it prints has the flag --json; one that prints tables while it measures has --json FILE."""
+    taken = {name: found._option_string_actions.get("--json") for name, found in commands().items()}
+    printed = {"artifacts", "calibrate", "check", "doctor", "fold", "generate", "plan", "recipes"}
+    written = {"bench", "eval", "tune"}
+    assert {name for name, action in taken.items() if action is not None} == printed | written
+    for name in printed | written:
+        action = taken[name]
+        assert action is not None and action.help is not None
+        start = "print JSON in place of text" if name in printed else "also write "
+        assert (action.nargs == 0) == (name in printed) and action.help.startswith(start)
+    assert parser().parse_args(["artifacts", "--json", "show", "ID"]).json is True
+    assert parser().parse_args(["artifacts", "remove", "--all", "--json"]).json is True
+    assert parser().parse_args(["artifacts", "show", "ID"]).json is False
+
+
 def test_kvant_alone_says_what_to_do_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out, err = capsys.readouterr()

@@ -120,7 +120,7 @@ def test_own_questions(tmp_path: Path) -> None:
         ("needle:lenght=9", "task needle: expected option=value with one of book, depth, length, got 'lenght=9'"),
         ("needle:length=12", "task needle: length must be at least 128 tokens, got 12"),
         ("needle:depth=2", "task needle: depth must be between 0 and 1"),
-        ("needle:length=many", "length must be"),
+        ("needle:length=many", "length: expected a number of tokens such as 8192 or 32k, got 'many'"),
         ("passage", "task passage: needs a text, given as passage:book=FILE"),
         ("tracking:hops=99", "hops 1 to 16, got 2 and 99"),
         ("gsm8k:path=missing.jsonl", "task gsm8k: file 'missing.jsonl': there is no such file"),

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvant.spec import parse_value, split_names
+from kvant.spec import parse_tokens, parse_value, split_names
 
 TASKS: dict[str, type[Task]] = {}
+TOKENS = ("length", "new_tokens")  # options that are numbers of tokens
 MARGIN = 32  # tokens of a prompt's length that the chat template may take
 
 
@@ -110,10 +111,22 @@ def get(text: str) -> Task:
                 f"task {name}: expected option=value with one of {', '.join(sorted(fields))}, got {item!r}"
             )
         given[key] = value
-    values = {key: value if hints[key] is str else parse_value(value, hints[key], key) for key, value in given.items()}
+    values = {key: _parsed(key, value, hints[key]) for key, value in given.items()}
     made = kind(**values)  # type: ignore[arg-type]
     made.check()
     return made
+
+
+def _parsed(option: str, text: str, hint: Any) -> Any:
+    """The value of a task's option."""
+    if hint is str:
+        return text
+    if option in TOKENS:
+        try:
+            return parse_tokens(text)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+    return parse_value(text, hint, option)
 
 
 def digest(questions: Sequence[Question]) -> str:
