@@ -87,6 +87,19 @@ def check_groups(config: Any, recipe: Recipe, drafts: int) -> None:
         )
 
 
+def check_hits(config: Any, recipe: Recipe, hybrid: bool) -> None:
+    """Refuses prefix hits that end inside a block, which vLLM finds in models with layers that are not attention (`hybrid`). It
+    copies such a block for the new sequence and tells no backend: what is recorded of the copy is still the last sequence's."""
+    unit = getattr(config.cache_config, "prefix_match_unit", None)
+    if unit is None or not hybrid or not config.cache_config.enable_prefix_caching:
+        return
+    if any(stream.window.sink or stream.window.ring for stream in recipe.streams.values()):
+        raise ValueError(
+            f"recipe {recipe.name} keeps tokens in full precision, and is not served with prefix_match_unit={unit} in a model with "
+            "layers that are not attention: a prefix hit inside a block copies its pages without these tokens; leave it out"
+        )
+
+
 def check_drafting(drafting: Any, recipe: Recipe | None = None) -> None:
     """Refuses ways of speculation that kvant cannot serve. `recipe`: that of the draft's layers, where they are kvant's."""
     if drafting.method not in METHODS:
@@ -197,6 +210,12 @@ def check_connector(config: Any, recipes: Iterable[Recipe], plain: bool = True) 
     return windows is not None
 
 
+def other_layers(config: Any, attention: dict[str, Any]) -> list[str]:
+    """Names of the layers with a cache that is not kvant's."""
+    context = config.compilation_config.static_forward_context
+    return [name for name, layer in context.items() if isinstance(layer, AttentionLayerBase) and name not in attention]
+
+
 def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
     """Refuses attention layers that kvant cannot serve; returns how many kinds of cache the model has: of layers without a sliding
     window, of those with windows of each size, of layers that are not kvant's."""
@@ -210,10 +229,7 @@ def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
             "kvant cannot serve this model inside vLLM: tokens of an image attend to each other in both directions; without images "
             'it is served (limit_mm_per_prompt={"image": 0})'
         )
-    context = config.compilation_config.static_forward_context
-    others = [
-        name for name, layer in context.items() if isinstance(layer, AttentionLayerBase) and name not in attention
-    ]
+    others = other_layers(config, attention)
     windows = {layer.sliding_window for layer in attention.values()}
     if (others or windows != {None}) and not hasattr(AttentionBackend, "customize_spec"):
         what = f"layers of other kinds, such as {others[0]}" if others else "layers with a sliding window"
@@ -238,9 +254,11 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     asked = {
         name: chosen.recipe_of(extract_layer_index(name), layer.sliding_window) for name, layer in attention.items()
     }
+    hybrid = bool(other_layers(config, attention))
     for recipe in dict.fromkeys(asked.values()):
         options.check(recipe)
         check_groups(config, recipe, drafts)
+        check_hits(config, recipe, hybrid)
     plain = kinds == 1 and all(layer.sliding_window is None for layer in attention.values())
     windows_travel = check_connector(config, dict.fromkeys(asked.values()), plain)
     if config.cache_config.user_specified_block_size:

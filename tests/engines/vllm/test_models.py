@@ -182,6 +182,21 @@ def test_prefix_hits_of_hybrid_models(start: Any, hybrid: Any) -> None:
     assert seen["prefills"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.parametrize("hybrid", [lfm2_like], indirect=True, ids=lambda make: make.__name__)
+def test_hits_inside_a_block_of_hybrid_models(start: Any, hybrid: Any) -> None:
+    """vLLM copies a block that a hit ends in. Pages alone may be copied; a recipe with sinks would read another request's."""
+    *model, _ = hybrid
+    with pytest.raises(
+        ValueError, match="recipe kvant-2 keeps tokens in full precision, and is not served with prefix_match_unit=64"
+    ):
+        start(model, {"recipe": "kvant-2"}, block_size=256, prefix_match_unit=64)
+    llm = start(model, {"recipe": "saw-int4"}, block_size=256, prefix_match_unit=64)
+    first = prompt(0, 200)
+    run(llm, [first], 3)
+    (found,) = run(llm, [first + prompt(1, 30)], 20)
+    assert found.num_cached_tokens == 192
+
+
 # Of torchvision, names alone: vLLM's module of Qwen3.5 imports it for images, and a model of text uses none of it.
 NO_TORCHVISION = """
 import importlib.machinery, sys, types

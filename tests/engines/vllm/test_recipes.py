@@ -228,3 +228,18 @@ def test_configurations_that_groups_refuse(name: str, place: str, value: Any, me
     with pytest.raises(ValueError, match=message):
         check_groups(config, recipe, 0)
     check_groups(config, recipes.get("int4"), 3)
+
+
+def test_hits_inside_a_block_are_refused() -> None:
+    """vLLM copies a block for them, and the copy would have the sinks of the block's last sequence."""
+    from kvant.engines.vllm.bind import check_hits
+
+    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_match_unit=64))
+    for name in ("kvant-2", "int4:sink=4", "int4:recent=16", "kivi-k2v2"):
+        with pytest.raises(ValueError, match="is not served with prefix_match_unit=64"):
+            check_hits(config, recipes.get(name), hybrid=True)
+        check_hits(config, recipes.get(name), hybrid=False)  # vLLM's hits end at blocks there
+    check_hits(config, recipes.get("saw-int4"), hybrid=True)
+    for field, value in (("prefix_match_unit", None), ("enable_prefix_caching", False)):
+        cache = SimpleNamespace(**{**vars(config.cache_config), field: value})
+        check_hits(SimpleNamespace(cache_config=cache), recipes.get("kvant-2"), hybrid=True)
