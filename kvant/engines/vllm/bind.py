@@ -100,8 +100,9 @@ def check_hits(config: Any, recipe: Recipe, hybrid: bool) -> None:
         )
 
 
-def check_drafting(drafting: Any, recipe: Recipe | None = None) -> None:
-    """Refuses ways of speculation that kvant cannot serve. `recipe`: that of the draft's layers, where they are kvant's."""
+def check_drafting(drafting: Any, recipe: Recipe | None = None, v2: bool = False) -> None:
+    """Refuses ways of speculation that kvant cannot serve. `recipe`: that of the draft's layers, where they are kvant's. `v2`: vLLM's
+    model runner is V2, which gives the draft its model's attention backend unless another is named; to a `draft_model` always."""
     if drafting.method not in METHODS:
         raise ValueError(
             f"kvant does not serve speculation by {drafting.method}: method must be one of {', '.join(METHODS)}"
@@ -124,6 +125,17 @@ def check_drafting(drafting: Any, recipe: Recipe | None = None) -> None:
         raise ValueError(
             "kvant does not serve the layers of a draft unless they have a recipe: leave attention_backend of speculative_config "
             'out for one of vLLM\'s own, or give them one, as additional_config={"kvant": {..., "draft": NAME}}'
+        )
+    if v2 and recipe is None and (drafting.attention_backend is None or drafting.method == "draft_model"):
+        other = (
+            ""
+            if drafting.method == "draft_model"
+            else "name one of vLLM's own as attention_backend of speculative_config, or "
+        )
+        raise ValueError(
+            f"vLLM's model runner V2 gives the draft ({drafting.method}) the attention backend of its model, which is kvant: {other}"
+            'give its layers a recipe, as additional_config={"kvant": {..., "draft": "full"}} with "attention_backend": "CUSTOM" in '
+            "speculative_config, or set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if recipe is not None and not own:
         raise ValueError(
@@ -156,7 +168,7 @@ def check_config(config: Any, draft: Recipe | None = None) -> int:
         if draft is not None:
             raise ValueError(f"draft={draft.name!r}: there is no speculative_config")
         return 0
-    check_drafting(drafting, draft)
+    check_drafting(drafting, draft, getattr(config, "use_v2_model_runner", False))
     if drafting.num_speculative_tokens > PAGE_TOKENS:
         raise ValueError(f"num_speculative_tokens must be at most {PAGE_TOKENS}, got {drafting.num_speculative_tokens}")
     return int(drafting.num_speculative_tokens)

@@ -191,6 +191,27 @@ def test_a_recipe_for_a_draft_needs_a_draft(drafting: Any, message: str) -> None
         check_config(config, recipes.get("int4"))
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_a_draft_that_inherits_the_backend_needs_a_recipe(method: str) -> None:
+    """vLLM's model runner V2, the default on a GPU, loads a draft with the attention backend of its model."""
+    from kvant.engines.vllm.bind import check_drafting
+
+    drafting = SimpleNamespace(method=method, num_speculative_tokens=3, attention_backend=None)
+    check_drafting(drafting)
+    with pytest.raises(
+        ValueError, match=r"V2 gives the draft \(.*\) the attention backend of its model, .* VLLM_USE_V2_MODEL_RUNNER=0"
+    ):
+        check_drafting(drafting, v2=True)
+    drafting.attention_backend = "FLASH_ATTN"
+    if method == "draft_model":  # which that runner ignores for a draft model
+        with pytest.raises(ValueError, match="give its layers a recipe"):
+            check_drafting(drafting, v2=True)
+    else:
+        check_drafting(drafting, v2=True)
+    drafting.attention_backend = "CUSTOM"
+    check_drafting(drafting, recipes.get("full"), v2=True)
+
+
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
