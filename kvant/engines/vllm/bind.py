@@ -156,10 +156,11 @@ def check_config(config: Any, draft: Recipe | None = None) -> int:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvant does not serve {name} > 1: the overlay of a sequence is on one rank")
-    if getattr(parallel, "enable_dbo", False):
-        raise ValueError(
-            "kvant does not serve enable_dbo: the two halves of a batch would be matched to overlay rows separately"
-        )
+    for name, most in (("enable_dbo", False), ("ubatch_size", 1)):
+        if getattr(parallel, name, most) > most:
+            raise ValueError(
+                f"kvant does not serve {name}: the parts of a batch would be matched to overlay rows separately"
+            )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise ValueError(
             "kvant does not serve enable_sleep_mode: its overlays and calibrated tensors would not be restored"
@@ -242,6 +243,13 @@ def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
             'it is served (limit_mm_per_prompt={"image": 0})'
         )
     others = other_layers(config, attention)
+    context = config.compilation_config.static_forward_context
+    for name in others:
+        if isinstance(context[name], Attention):
+            raise ValueError(
+                f"kvant cannot serve this model inside vLLM: it gives layer {name} an attention backend of its own, "
+                f"{context[name].attn_backend.get_name()}"
+            )
     windows = {layer.sliding_window for layer in attention.values()}
     if (others or windows != {None}) and not hasattr(AttentionBackend, "customize_spec"):
         what = f"layers of other kinds, such as {others[0]}" if others else "layers with a sliding window"

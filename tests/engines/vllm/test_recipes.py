@@ -127,6 +127,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("cache_config.block_size", 96, "block_size must be a multiple of 64, got 96"),
         ("parallel_config.decode_context_parallel_size", 2, "does not serve decode_context_parallel_size > 1"),
         ("parallel_config.enable_dbo", True, "does not serve enable_dbo"),
+        ("parallel_config.ubatch_size", 2, "does not serve ubatch_size"),
         ("model_config.enable_sleep_mode", True, "does not serve enable_sleep_mode"),
         (
             "speculative_config",
@@ -264,3 +265,25 @@ def test_hits_inside_a_block_are_refused() -> None:
     for field, value in (("prefix_match_unit", None), ("enable_prefix_caching", False)):
         cache = SimpleNamespace(**{**vars(config.cache_config), field: value})
         check_hits(SimpleNamespace(cache_config=cache), recipes.get("kvant-2"), hybrid=True)
+
+
+def test_layers_with_a_backend_of_their_own_are_refused() -> None:
+    """Models with values of another size than keys (MiMo-V2) name a backend for some or all of their layers."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    from kvant.engines.vllm.bind import check_layers
+
+    def layer(name: str) -> Any:
+        made = object.__new__(Attention)
+        made.__dict__ |= {"sliding_window": None, "attn_backend": SimpleNamespace(get_name=lambda: name)}
+        return made
+
+    mine, other = {"model.layers.0.attn": layer("CUSTOM")}, {"model.layers.1.attn": layer("FLASH_ATTN_DIFFKV")}
+    context = SimpleNamespace(static_forward_context=mine | other)
+    config = SimpleNamespace(model_config=SimpleNamespace(), compilation_config=context)
+    with pytest.raises(
+        ValueError, match=r"gives layer model.layers.1.attn an attention backend of its own, FLASH_ATTN_DIFFKV"
+    ):
+        check_layers(config, mine, 2)
+    context.static_forward_context = mine
+    assert check_layers(config, mine, 2) == 1
