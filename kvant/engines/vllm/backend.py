@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from kvant.engines.vllm import flash, folding, versions
 from kvant.engines.vllm.bind import bind, bind_draft, check_block
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
-from kvant.engines.vllm.options import PAGE_TOKENS
+from kvant.engines.vllm.options import PAGE_TOKENS, UNPACKED, cache_dtype_refusal
 from kvant.ops import LayerStore
 from kvant.serving.layer_group import LayerGroup
 from kvant.serving.varlen_prefill import varlen_prefill
@@ -31,7 +31,7 @@ class KvantBackend(AttentionBackend):
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = True  # whether append or attention runs first depends on the step
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*UNPACKED]
     token_bytes: ClassVar[int | None] = None  # bytes of one token and head
     page_tokens: ClassVar[int] = PAGE_TOKENS  # tokens of a page, which vLLM calls a kernel block
     block_tokens: ClassVar[int] = PAGE_TOKENS  # vLLM's own blocks have a multiple of so many tokens
@@ -81,6 +81,16 @@ class KvantBackend(AttentionBackend):
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return True  # `bind` refuses those that kvant does not serve, with the reason
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        return True  # `supports_combination` refuses others, with the reason
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: Any, kv_cache_dtype: Any, *rest: Any, **more: Any
+    ) -> str | None:
+        return None if kv_cache_dtype is None else cache_dtype_refusal(kv_cache_dtype)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

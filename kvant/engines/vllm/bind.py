@@ -147,10 +147,8 @@ def check_config(config: Any, draft: Recipe | None = None) -> int:
     """Refuses a vLLM configuration that kvant cannot serve; returns the largest number of draft tokens of a step. `draft`: the recipe
     of a draft's layers, where they are kvant's."""
     parallel, drafting = config.parallel_config, config.speculative_config
-    if config.cache_config.cache_dtype != "auto":
-        raise ValueError(
-            f"kvant packs the cache itself: kv_cache_dtype must be auto, got {config.cache_config.cache_dtype}"
-        )
+    if (reason := options.cache_dtype_refusal(config.cache_config.cache_dtype)) is not None:
+        raise ValueError(reason)
     if config.cache_config.user_specified_block_size:  # otherwise vLLM chooses one later, with the backend's help
         check_block(config.cache_config.block_size)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -36,6 +36,11 @@ OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 LARGEST_BLOCK = 128
 CONNECTOR, SPEC = "OffloadingConnector", "CPUOffloadingSpec"  # vLLM's connector that is served, and how it keeps pages
+UNPACKED = (
+    "auto",
+    "float16",
+    "bfloat16",
+)  # values of kv_cache_dtype with which vLLM itself does not quantize the cache
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 
@@ -252,6 +257,16 @@ def per_layer(default: str | Recipe | None, ranges: Mapping[str, str] | None, la
     if isinstance(rest, MixedRecipe) and len(rest.layers) != layers:
         raise ValueError(f"recipe {rest.name} is for {len(rest.layers)} layers, the model has {layers}")
     return tuple(recipe or rest.at(layer) for layer, recipe in enumerate(found))  # type: ignore[union-attr]
+
+
+def cache_dtype_refusal(given: str) -> str | None:
+    """Why kvant is not served with a kv_cache_dtype, or None where it is."""
+    if given in UNPACKED:
+        return None
+    return (
+        f"kvant packs the cache itself: kv_cache_dtype must be auto, got {given}; if that comes from the checkpoint, name float16 or "
+        "bfloat16 instead"
+    )
 
 
 def page_tokens(recipe: Recipe) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,36 @@ def test_what_cannot_be_served_is_refused_at_start(
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_checkpoint_that_declares_a_quantized_cache(tmp_path: Path) -> None:
+    """Its cache_dtype becomes fp8 without the user's doing; who names a 16-bit type is served."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from kvant.engines.vllm.backend import KvantBackend
+
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    declared = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": []}
+    file = tiny_model(tmp_path / "model") / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": declared | {"kv_cache_scheme": scheme}})
+    )
+    message = (
+        "kv_cache_dtype must be auto, got fp8; if that comes from the checkpoint, name float16 or bfloat16 instead"
+    )
+    with pytest.raises(ValueError, match=message):
+        engine(tmp_path / "model", {"recipe": "saw-int4"})
+    cleanup_dist_env_and_memory()
+    assert (
+        KvantBackend.supports_combination(64, torch.bfloat16, "fp8", None, False, False, False, False, None) is not None
+    )
+    llm = engine(tmp_path / "model", {"recipe": "saw-int4"}, kv_cache_dtype="bfloat16")
+    try:
+        assert llm.collective_rpc("record") == [4]
+        run(llm, [prompt(0, 100)], 5)
+        assert llm.collective_rpc("compare")[0]["decodes"]
+    finally:
+        close(llm)
 
 
 @pytest.mark.parametrize(

@@ -484,6 +484,7 @@ def test_windows_are_not_for_more_sequences_than_memory_bears(served: str, monke
         command = serve.command_for(args, [])
         assert command[command.index("--max-num-seqs") + 1] == expected
         assert serve.command_for(args, ["--max-num-seqs=7"])[-1] == "--max-num-seqs=7"
+        assert serve.command_for(args, ["--kv-cache-dtype=bfloat16"])[-1] == "--kv-cache-dtype=bfloat16"
     args.recipe = "int2"
     assert "--max-num-seqs" not in serve.command_for(args, [])
     for args.no_fold, wanted in ((False, {}), (True, {"fold": False})):
