@@ -102,7 +102,7 @@ def test_an_artifact_with_a_recipe_for_every_layer(tmp_path: Path) -> None:
         ),
         ({"recipe": "oscar"}, {}, "recipe oscar is fitted offline: it needs an artifact"),
         ({"recipe": "saw-int5"}, {}, "unknown recipe 'saw-int5'"),
-        ({"layers": {"0-7": "int4"}}, {}, "'0-7' is no range of the model's layers 0 to 3"),
+        ({"layers": {"0-7": "int4"}}, {}, "'0-7' is not a range of the model's layers 0 to 3"),
         ({"recipe": "int4"}, {"block_size": 32}, "block_size must be a multiple of 64, got 32"),
     ],
 )
