@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ def _varlen() -> Any:
 
 
 @functools.cache
-def _version() -> int | None:
+def _version(head_size: int, softcap: bool) -> int | None:
+    """The version of FlashAttention that vLLM takes. Not every version has every head size: on a B200, FlashAttention 4 has few above
+    128."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    return get_flash_attn_version()  # type: ignore[no-any-return]
+    options = {"head_size": head_size, "requires_softcap": softcap}
+    known = inspect.signature(get_flash_attn_version).parameters  # they differ between versions of vLLM
+    return get_flash_attn_version(**{name: options[name] for name in options if name in known})  # type: ignore[no-any-return]
 
 
 def varlen() -> VarlenAttention | None:
@@ -60,7 +65,7 @@ def _causal(
         softmax_scale=scale,
         causal=True,
         softcap=softcap or 0.0,
-        fa_version=_version(),
+        fa_version=_version(q.shape[-1], bool(softcap)),
         **options,
     )
     if sink_logits is None:
@@ -100,7 +105,7 @@ def _attend_with_lse(
         causal=causal,
         softcap=softcap or 0.0,
         return_softmax_lse=True,
-        fa_version=_version(),
+        fa_version=_version(q.shape[-1], bool(softcap)),
         **options,
     )
     return out, flash.by_row(lse, bounds, len(q))
