@@ -321,8 +321,15 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     for ((*_, window), names), (layout, block_tokens), (_, artifact) in zip(groups.items(), sized, found, strict=True):
         recipe, groupwise = layout.recipe, any(stream.groupwise for stream in layout.recipe.streams.values())
         ropes = ropes_from(model.hf_text_config, count) if recipe.wants_rope else None
-        overlays = {name: layered_overlay(layout, name, len(names), rows + 1, device) for name in recipe.streams}
-        states = layered_states(layout, len(names), rows + 1, device)
+        try:
+            overlays = {name: layered_overlay(layout, name, len(names), rows + 1, device) for name in recipe.streams}
+            states = layered_states(layout, len(names), rows + 1, device)
+        except torch.OutOfMemoryError as error:
+            size = human_bytes(layout.overlay_bytes * len(names) * rows)
+            raise ValueError(
+                f"the overlays of recipe {recipe.name} for {rows} sequences, {size} in {len(names)} layers, do not fit into memory: "
+                f"max_num_seqs must be less, got {config.scheduler_config.max_num_seqs}"
+            ) from error
         stores = []
         for place, name in enumerate(names):
             index = extract_layer_index(name)

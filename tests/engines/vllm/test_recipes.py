@@ -116,6 +116,22 @@ def test_what_cannot_be_served_is_refused_at_start(
     cleanup_dist_env_and_memory()
 
 
+def test_overlays_that_do_not_fit_name_the_option(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's default of max_num_seqs may be 1024, and every sequence has an overlay row."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from kvant.engines.vllm import bind
+
+    def allocate(*args: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bind, "layered_overlay", allocate)
+    # 4 layers of 2 * 2 heads, 12 rows of 20 tokens
+    with pytest.raises(ValueError, match="for 12 sequences, 480 KiB in 4 layers, .* max_num_seqs must be less, got 8"):
+        engine(small, {"recipe": "int4:sink=4,recent=16"})
+    cleanup_dist_env_and_memory()
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
