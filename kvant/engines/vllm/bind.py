@@ -267,7 +267,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
     if kinds > 1 and chosen.draft is not None:
         raise ValueError(
             f"draft={chosen.draft.name!r}: in a model with several kinds of cache vLLM's blocks have one size, which the pages of a "
-            "draft do not have; leave attention_backend of speculative_config out"
+            "draft do not have; speculation by ngram is served"
         )
     asked = {
         name: chosen.recipe_of(extract_layer_index(name), layer.sliding_window) for name, layer in attention.items()

@@ -58,6 +58,13 @@ class KvantBuilder(AttentionMetadataBuilder[KvantMetadata]):
             AttentionBackend, "customize_spec"
         ):  # 0.26; later versions ask with the size that a group's blocks have
             check_block(vllm_config.cache_config.block_size, layers.block_tokens)
+        padded, bare = (getattr(kv_cache_spec, name, None) for name in ("page_size_padded", "unpadded_page_size_bytes"))
+        if padded is not None and padded != bare:
+            raise ValueError(
+                f"vLLM pads the pages of recipe {layers.layout.recipe.name} from {bare} to {padded} bytes, since another kind of "
+                "cache has larger blocks, and kvant reads no padded pages. A draft in 16 bits does that where there are sliding "
+                "windows or layers that are not attention: speculation by ngram is served there"
+            )
         self.layers, self.device = layers, torch.device(device)
         self.queries = self.reorder_batch_threshold = decode_queries(layers.drafts)
         # pages of a block that vLLM has not split; 1 on a GPU
