@@ -14,8 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
 from kvant.engines.vllm import flash, folding, versions
-from kvant.engines.vllm.bind import bind, bind_draft, check_block
+from kvant.engines.vllm.bind import bind, bind_draft
 from kvant.engines.vllm.builder import KvantBuilder, KvantMetadata
+from kvant.engines.vllm.checks import check_block
 from kvant.engines.vllm.options import PAGE_TOKENS, UNPACKED, cache_dtype_refusal
 from kvant.ops import LayerStore
 from kvant.serving.layer_group import LayerGroup

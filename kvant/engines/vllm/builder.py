@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
 )
 
-from kvant.engines.vllm.bind import check_block
+from kvant.engines.vllm.checks import check_block
 from kvant.engines.vllm.metrics import MissedSinks
 from kvant.ops import PagedBatch
 from kvant.ops.cuda.overlay_step import Inputs

@@ -40,7 +40,7 @@ UNPACKED = (
     "auto",
     "float16",
     "bfloat16",
-)  # values of kv_cache_dtype with which vLLM itself does not quantize the cache
+)  # values of kv_cache_dtype with which vLLM does not quantize the cache itself
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 

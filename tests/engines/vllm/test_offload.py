@@ -83,7 +83,7 @@ def test_what_is_refused(layers: str, config: dict[str, Any], reason: str) -> No
     from types import SimpleNamespace
 
     from kvant import recipes
-    from kvant.engines.vllm.bind import check_connector
+    from kvant.engines.vllm.checks import check_connector
 
     name = config.get("kv_connector", "OffloadingConnector")
     transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=config)

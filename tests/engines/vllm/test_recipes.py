@@ -197,7 +197,7 @@ def test_a_checkpoint_that_declares_a_quantized_cache(tmp_path: Path) -> None:
     ],
 )
 def test_configurations_that_are_refused(place: str, value: Any, message: str) -> None:
-    from kvant.engines.vllm.bind import check_config
+    from kvant.engines.vllm.checks import check_config
 
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=128, user_specified_block_size=True),
@@ -227,7 +227,7 @@ def test_configurations_that_are_refused(place: str, value: Any, message: str) -
     ],
 )
 def test_a_recipe_for_a_draft_needs_a_draft(drafting: Any, message: str) -> None:
-    from kvant.engines.vllm.bind import check_config
+    from kvant.engines.vllm.checks import check_config
 
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=128, user_specified_block_size=True),
@@ -242,7 +242,7 @@ def test_a_recipe_for_a_draft_needs_a_draft(drafting: Any, message: str) -> None
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_a_draft_that_inherits_the_backend_needs_a_recipe(method: str) -> None:
     """vLLM's model runner V2, the default on a GPU, loads a draft with the attention backend of its model."""
-    from kvant.engines.vllm.bind import check_drafting
+    from kvant.engines.vllm.checks import check_drafting
 
     drafting = SimpleNamespace(method=method, num_speculative_tokens=3, attention_backend=None)
     check_drafting(drafting)
@@ -278,7 +278,7 @@ def test_a_draft_that_inherits_the_backend_needs_a_recipe(method: str) -> None:
     ],
 )
 def test_configurations_that_groups_refuse(name: str, place: str, value: Any, message: str) -> None:
-    from kvant.engines.vllm.bind import check_groups
+    from kvant.engines.vllm.checks import check_groups
 
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=False, prefix_match_unit=None),
@@ -301,7 +301,7 @@ def test_configurations_that_groups_refuse(name: str, place: str, value: Any, me
 
 def test_hits_inside_a_block_are_refused() -> None:
     """vLLM copies a block for them, and the copy would have the sinks of the block's last sequence."""
-    from kvant.engines.vllm.bind import check_hits
+    from kvant.engines.vllm.checks import check_hits
 
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_match_unit=64))
     for name in ("kvant-2", "int4:sink=4", "int4:recent=16", "kivi-k2v2"):
@@ -318,7 +318,7 @@ def test_layers_with_a_backend_of_their_own_are_refused() -> None:
     """Models with values of another size than keys (MiMo-V2) name a backend for some or all of their layers."""
     from vllm.model_executor.layers.attention.attention import Attention
 
-    from kvant.engines.vllm.bind import check_layers
+    from kvant.engines.vllm.checks import check_layers
 
     def layer(name: str) -> Any:
         made = object.__new__(Attention)
