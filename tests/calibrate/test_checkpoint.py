@@ -28,6 +28,14 @@ def unfinished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "kvant" / "unfinished"
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A job in the background ignores interrupts; these tests send them to themselves."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_at(stage: str, done: int) -> Any:
     """A progress that is interrupted."""
 
