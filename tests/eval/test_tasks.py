@@ -111,6 +111,11 @@ def test_own_questions(tmp_path: Path) -> None:
     assert strict.score(one, "Answer Rome. Answer PARIS") == 1.0
     assert strict.score(one, "Paris. Answer Rome") == 0.0
     assert strict.score(one, "Paris") == 0.0
+    assert (task.label, strict.label) == (str(path), f"{path}:answer=Answer (\\w+)")
+    assert tasks.get(f"{path}:new_tokens=9,answer=x").label in (
+        f"{path}:new_tokens=9,answer=x",
+        f"{path}:answer=x,new_tokens=9",
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,10 @@ def test_a_wrong_file_is_named(content: str, message: str, tmp_path: Path) -> No
 
 def test_a_list_of_tasks() -> None:
     assert tasks.split("gsm8k, needle:length=600,depth=0.5,words") == ["gsm8k", "needle:length=600,depth=0.5", "words"]
+    assert tasks.split("q.jsonl:new_tokens=9,answer=Answer: (.*),gsm8k:path=x") == [
+        "q.jsonl:new_tokens=9,answer=Answer: (.*)",
+        "gsm8k:path=x",
+    ]
     assert tasks.get("needle:length=600").label == "needle:length=600"
     with pytest.raises(ValueError, match="expected one or more tasks"):
         tasks.split(" , ")
