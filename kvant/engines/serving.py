@@ -151,6 +151,7 @@ class Serving:
         with self.ownership.generation():
             many = mask.repeat_interleave(copies, 0)
             self._start(_Texts(input_ids.repeat_interleave(copies, 0), many), salt, reuse=not assisted)
+            self.state.expect_no_crop()
             out = model.generate(input_ids, attention_mask=mask, past_key_values=self, **options)
             if (
                 asked["num_beams"] > 1
