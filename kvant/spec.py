@@ -23,10 +23,11 @@ def discover(package: str) -> None:
 
 
 def split_names(text: str) -> list[str]:
-    """The items of a comma-separated list of names with options: "a:x=1,y=2,b" -> ["a:x=1,y=2", "b"]."""
+    """The items of a comma-separated list of names with options: "a:x=1,y=2,b" -> ["a:x=1,y=2", "b"]. An option's value may have a
+    colon, a name no equals sign."""
     out: list[str] = []
     for item in text.split(","):
-        if out and "=" in item and ":" not in item:
+        if out and "=" in item.partition(":")[0]:
             out[-1] += f",{item}"
         elif item.strip():
             out.append(item.strip())

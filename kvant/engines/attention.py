@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 ATTENTION = "kvant"
 SCORES = (
     1 << 26
-)  # attention scores that are held at a time where the model has sinks and the cache is not a kvant.Cache
+)  # attention scores that are held at a time where the model has sinks or a soft cap and the cache is not a kvant.Cache
 
 
 class AttendingCache(Protocol):
@@ -82,13 +82,9 @@ def attention_forward(
     the model's own attention sinks, one logit a query head."""
     if not isinstance(key, Handle):
         _check_sinks(module, s_aux)
-        if softcap is not None:
-            raise ValueError(
-                "a logit soft cap without a kvant.Cache: set the model's attention implementation to eager"
-            )
-        if s_aux is not None:
+        if s_aux is not None or softcap is not None:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return attend_with_sink_logits(query, key, value, attention_mask, scale, s_aux, dropout), None
+            return eager_attention(query, key, value, attention_mask, scale, s_aux, softcap, dropout), None
         if query.device.type == "cpu" and attention_mask is not None and kwargs.get("position_bias") is None:
             return _grouped_sdpa(query, key, value, attention_mask, dropout, scaling), None
         return sdpa_attention_forward(
@@ -125,21 +121,22 @@ def _has(module: torch.nn.Module, name: str) -> bool:
     )
 
 
-def attend_with_sink_logits(
+def eager_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scale: float,
-    sink_logits: Tensor,
+    sink_logits: Tensor | None,
+    softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention with a logit per query head in the softmax's denominator, which SDPA lacks: query [batch, heads, columns, head_dim],
-    key and value [batch, KV heads, tokens, head_dim] -> [batch, columns, heads, head_dim]. Scores of a block of queries are held at a
-    time, in float32. mask: bool or to be added, [batch, 1 or heads, columns, tokens]; None is causal."""
+    """Attention with what SDPA lacks, a logit per query head in the softmax's denominator and a soft cap of the scores:
+    query [batch, heads, columns, head_dim], key and value [batch, KV heads, tokens, head_dim] -> [batch, columns, heads, head_dim].
+    Scores of a block of queries are held at a time, in float32. mask: bool or to be added, [batch, 1 or heads, columns, tokens];
+    None is causal."""
     columns, tokens, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
-    sinks = sink_logits.float()[:, None]
     if mask is None:
         mask = torch.ones(columns, tokens, dtype=torch.bool, device=query.device).tril(tokens - columns)
         mask = mask[None, None]
@@ -148,10 +145,15 @@ def attend_with_sink_logits(
         max(1, SCORES // (query.shape[0] * query.shape[1] * tokens))
     ):
         scores = query[:, :, rows].float() @ key.mT * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         here = mask[:, :, rows, :tokens]
         scores = scores.masked_fill(~here, float("-inf")) if here.dtype == torch.bool else scores + here
         weights = torch.nn.functional.dropout(scores.softmax(-1).nan_to_num(0.0), dropout)
-        out.append(weights @ value * torch.sigmoid(scores.logsumexp(-1) - sinks)[..., None])
+        part = weights @ value
+        if sink_logits is not None:
+            part = part * torch.sigmoid(scores.logsumexp(-1) - sink_logits.float()[:, None])[..., None]
+        out.append(part)
     return torch.cat(out, 2).transpose(1, 2).to(query.dtype)
 
 

@@ -140,6 +140,12 @@ class BatchState:
         self.token_ids = self.told_ids = None
         self.set_columns(0)
 
+    def expect_no_crop(self) -> None:
+        """From here on pages that a sliding window leaves behind are given back: an assisted generation asks to keep them, and does
+        not say when it is over."""
+        for layer in self.layers:
+            layer.record_past = False
+
     # --- a forward pass ----------------------------------------------------------------------------------------------
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: PackedLayer) -> None:

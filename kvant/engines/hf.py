@@ -546,4 +546,5 @@ class Cache(Serving, transformers.Cache):
         allocated. Any thread may take the cache afterwards."""
         with self.ownership.claimed():
             self.state.forget()
+            self.state.expect_no_crop()
         self.ownership.release()

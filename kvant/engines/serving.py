@@ -29,6 +29,12 @@ from kvant.ops.registry import Op
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
+ASSISTED = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+)  # each asks for assisted generation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,8 +126,9 @@ class Serving:
         **options: Any,
     ) -> Tensor:
         """`model.generate` from this cache. It re-uses the pages of sequences that the cache still holds (a chat that goes on), and
-        with `share=True` those of earlier sequences. Padding goes to the left. The cache belongs to the calling thread until this
-        returns, and then to no thread; a generation within a generation is refused.
+        with `share=True` those of earlier sequences. Assisted generation re-uses nothing: transformers feeds it the whole prompt.
+        Padding goes to the left. The cache belongs to the calling thread until this returns, and then to no thread; a generation
+        within a generation is refused.
 
         salt   only sequences with the same salt share pages.
         graph  decode in steps that a CUDA graph replays: the batch stays as it is, and pages for `max_new_tokens` are taken
@@ -140,9 +147,11 @@ class Serving:
             for name in ("num_return_sequences", "num_beams")
         }
         copies = max(asked.values())
+        assisted = any(options.get(name) or getattr(settings, name, None) for name in ASSISTED)
         with self.ownership.generation():
             many = mask.repeat_interleave(copies, 0)
-            self._start(_Texts(input_ids.repeat_interleave(copies, 0), many), salt)
+            self._start(_Texts(input_ids.repeat_interleave(copies, 0), many), salt, reuse=not assisted)
+            self.state.expect_no_crop()
             out = model.generate(input_ids, attention_mask=mask, past_key_values=self, **options)
             if (
                 asked["num_beams"] > 1
@@ -160,11 +169,11 @@ class Serving:
         with self.ownership.claimed(keep=True):
             return self._start(texts, salt)
 
-    def _start(self, texts: _Texts, salt: str) -> int:
+    def _start(self, texts: _Texts, salt: str, reuse: bool = True) -> int:
         self.reused = 0
         self.settle()
-        held = self._columns_held(texts) if salt == self.state.salt else 0
-        kept = self._columns_kept(texts, salt) if self.share else 0
+        held = self._columns_held(texts) if reuse and salt == self.state.salt else 0
+        kept = self._columns_kept(texts, salt) if reuse and self.share else 0
         columns = max(held, kept)
         lengths = texts.tokens(columns)
         continued = bool(held) and held >= kept

@@ -85,6 +85,11 @@ class Prompts:
         self.tokenizer, self.questions = tokenizer, list(questions)
         self.ids = [encode(tokenizer, question.prompt) for question in questions]
 
+    @property
+    def digest(self) -> str:
+        """Names what the model reads: a chat template is not part of its weights."""
+        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()
+
     def check(self, limit: int | None, name: str) -> None:
         """Refuses questions that are longer, with their answers, than the model's context of `limit` tokens."""
         longest = max(len(ids) + q.max_new_tokens for ids, q in zip(self.ids, self.questions, strict=True))

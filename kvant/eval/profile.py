@@ -117,6 +117,7 @@ class Sums:
         before: int | None,
         scale: float,
         sliding_window: int | None,
+        softcap: float | None = None,
     ) -> None:
         """Adds the errors of keys, values, logits and probabilities of one sequence: query [queries, query heads, head_dim] at
         positions `at` [queries]; keys and values [tokens, heads, head_dim] as the model gave them. Queries go block by block, so
@@ -136,7 +137,7 @@ class Sums:
                 self.add(f"{name}_error", layer, here + 1, error)
                 self.add(f"{name}_energy", layer, here + 1, energy)
             q = query[some].float().unflatten(1, (keys.shape[1], -1))  # [queries, heads, queries per head, head_dim]
-            exact, found = logits(q, forms["key"], forms_read["key"], scale)
+            exact, found = logits(q, forms["key"], forms_read["key"], scale, softcap)
             for name_of_sum, x in logit_errors(exact, found, keep).items():
                 self.add(name_of_sum, layer, here + 1, x.sum(1).T)
 
@@ -171,11 +172,14 @@ def stream_error(forms: ReadForms, which: WhichForm, keep: Tensor) -> tuple[Tens
     return error, keep.float() @ forms.exact.square().sum(-1)
 
 
-def logits(q: Tensor, forms: ReadForms, which: WhichForm, scale: float) -> tuple[Tensor, Tensor]:
+def logits(
+    q: Tensor, forms: ReadForms, which: WhichForm, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Logits of exact keys and of keys as they are read: [heads, queries per head, queries, tokens] each."""
 
     def product(keys: Tensor) -> Tensor:
-        return torch.einsum("qhgd,nhd->hgqn", q, keys) * scale
+        out = torch.einsum("qhgd,nhd->hgqn", q, keys) * scale
+        return out if softcap is None else softcap * torch.tanh(out / softcap)
 
     exact = product(forms.exact)
     found = exact

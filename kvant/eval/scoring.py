@@ -20,6 +20,7 @@ from kvant.eval.tasks import Task, digest
 from kvant.layouts import Layouts
 from kvant.recipe import Recipe
 from kvant.shape import ModelShape
+from kvant.version import VERSION
 
 FULL, AGAIN = "full cache", "full cache again"
 
@@ -77,11 +78,22 @@ def score_task(
     full: list[float] = []
     journals: list[Journal] = []
     states = PromptStates(model, prompts.ids)
-    named, asked = fingerprint(model), digest(prompts.questions)
+    named, asked, read = fingerprint(model), digest(prompts.questions), prompts.digest
     for run in runs_of(recipes, batch):
         artifact = None if run.recipe is None else artifacts[run.recipe.name]
         decides = [
-            *(task.label, asked, named, str(model.dtype), model.device.type, run.label, run.batch, graph),
+            *(
+                VERSION,
+                task.label,
+                asked,
+                read,
+                named,
+                str(model.dtype),
+                model.device.type,
+                run.label,
+                run.batch,
+                graph,
+            ),
             "" if run.recipe is None else run.recipe.digest,
             "" if artifact is None else artifact.digest,
             dataclasses.asdict(sampling),

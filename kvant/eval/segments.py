@@ -102,7 +102,8 @@ class Segments:
 
     @staticmethod
     def over(ids: Sequence[int], context: int, tokens: int, prompt: int | None = None) -> Segments:
-        """As many segments as it takes to score at least `tokens` tokens, spread evenly over the text."""
+        """As many segments as it takes to score at least `tokens` tokens, spread evenly over the text. No more than the text has
+        behind a prompt: a token that is scored twice would make standard errors too small."""
         prompt = context // 3 if prompt is None else prompt
         if context < 2:
             raise ValueError(f"context must be at least 2 tokens, got {context}")
@@ -114,6 +115,11 @@ class Segments:
             raise ValueError(f"tokens must be positive, got {tokens}")
         if len(ids) < context + 1:
             raise ValueError(f"the text has {len(ids)} tokens, a context of {context} needs at least {context + 1}")
+        most = len(ids) - 1 - prompt
+        if tokens > most:
+            raise ValueError(
+                f"tokens must be at most {most}, got {tokens}: the text has {len(ids)} tokens, and {prompt} of them are a prompt"
+            )
         count = math.ceil(tokens / (context - prompt))
         length = prompt + math.ceil(tokens / count) + 1
         room = len(ids) - length

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from kvant.engines.attention import attend_with_sink_logits
+from kvant.engines.attention import eager_attention
 from kvant.engines.hf import Cache, ModelShape
 from kvant.engines.hybrid import HybridCache, cache_for, packed_of
 from kvant.eval.profile import Profile, Sums
@@ -61,15 +61,23 @@ class Result:
 class AttentionError:
     """Compares a cache's attention outputs with exact attention over the same queries, keys and values.
 
+    scales, sinks, softcaps  of every layer: softmax scale, sink logits, soft cap of the logits
     total    sums over all batches, of one recipe
     batch    the rows that the cache reads; `asked` [rows, columns] are the queries that count in the forward pass at hand, None
              where none do
     """
 
     def __init__(
-        self, cache: Cache, scales: list[float], sinks: list[Tensor | None], total: Errors, batch: Batch
+        self,
+        cache: Cache,
+        scales: list[float],
+        sinks: list[Tensor | None],
+        softcaps: list[float | None],
+        total: Errors,
+        batch: Batch,
     ) -> None:
-        self.cache, self.scales, self.sinks, self.total, self.batch = cache, scales, sinks, total, batch
+        self.cache, self.total, self.batch = cache, total, batch
+        self.scales, self.sinks, self.softcaps = scales, sinks, softcaps
         self.sliding_windows = cache.shape.layers
         self.keys: list[list[Tensor]] = [[] for _ in self.sliding_windows]
         self.values: list[list[Tensor]] = [[] for _ in self.sliding_windows]
@@ -98,12 +106,12 @@ class AttentionError:
             keep &= at > at[-fresh:, None] - sliding_window
         if self.batch.real is not None:
             keep = keep & self.batch.real[:, None, None, :total]
-        scale, sinks = self.scales[layer], self.sinks[layer]
-        if sinks is None:
+        scale, sinks, softcap = self.scales[layer], self.sinks[layer], self.softcaps[layer]
+        if sinks is None and softcap is None:
             exact = F.scaled_dot_product_attention(query, keys, values, attn_mask=keep, scale=scale, enable_gqa=True)
             exact = exact.transpose(1, 2)
         else:
-            exact = attend_with_sink_logits(query, keys, values, keep.view(-1, 1, fresh, total), scale, sinks)
+            exact = eager_attention(query, keys, values, keep.view(-1, 1, fresh, total), scale, sinks, softcap)
         counts = asked[..., None]  # a query of padding may attend to nothing, which gives NaN
         error, energy = (torch.where(counts, x.double().square().sum(-1), 0.0) for x in (out - exact, exact))
         self.total.add(layer, error, energy)  # each [rows, new columns, query heads], zero where a query does not count
@@ -136,6 +144,7 @@ class AttentionError:
                 positions[row, columns],
                 before=None if decoded else total - fresh if real is None else int(real[row, : total - fresh].sum()),
                 scale=self.scales[layer],
+                softcap=self.softcaps[layer],
                 sliding_window=self.sliding_windows[layer],
             )
 
@@ -177,6 +186,16 @@ def sink_logits_of(model: Any) -> list[Tensor | None]:
             found = getattr(module, "sinks", None)
             sinks[index] = found.detach() if isinstance(found, Tensor) else None
     return [sinks[i] for i in sorted(sinks)]
+
+
+def softcaps_of(model: Any) -> list[float | None]:
+    """The soft cap of the attention logits of every attention layer; None where it has none."""
+    caps: dict[int, float | None] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if index is not None and hasattr(module, "scaling"):
+            caps[index] = getattr(module, "attn_logit_softcapping", None)
+    return [caps[i] for i in sorted(caps)]
 
 
 class _Scores:
@@ -255,7 +274,7 @@ def evaluate(
     scores = [_Scores(Errors(len(shape.layers), shape.heads, profile)) for _ in recipes]
     total = segments.tokens * len(recipes)
     done = 0
-    scales, sinks = attention_scales(model), sink_logits_of(model)
+    scales, sinks, softcaps = attention_scales(model), sink_logits_of(model), softcaps_of(model)
     compare_every = 16 if chunk == 1 and stepwise else 1  # attention outputs are compared at every n-th step
     at_once = chunk == 1 and not stepwise
     batch = 1 if chunk == 1 and stepwise and segments.ragged else batch
@@ -268,7 +287,7 @@ def evaluate(
         running: list[tuple[Cache | HybridCache, AttentionError, _Scores]] = []
         for recipe, score in zip(recipes[some : some + together], scores[some : some + together], strict=True):
             cache = make_cache(recipe)
-            meter = AttentionError(packed_of(cache), scales, sinks, score.errors, rows)
+            meter = AttentionError(packed_of(cache), scales, sinks, softcaps, score.errors, rows)
             begin = time.perf_counter()
             feed(cache, rows, 0, prompt, logits_to_keep=1)
             score.seconds += time.perf_counter() - begin - meter.seconds

@@ -113,6 +113,46 @@ def test_an_interrupted_run_goes_on(
     assert asked[3:] == [1] * 5 + [2, 2, 1], "the first run of the full cache was answered before"
 
 
+def test_answers_are_not_scored_by_what_an_interrupted_run_looked_for(
+    tiny: str,  # noqa: F811
+    questions: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generate = asking._generate
+    calls: list[None] = []
+
+    def answered(model: Any, tokenizer: Any, prompts: Any, some: Any, *rest: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        generate(model, tokenizer, prompts, some, *rest)
+        return [(f"Answer: {prompts.questions[i].answers[0]}", 6) for i, _ in some]
+
+    monkeypatch.setattr(asking, "_generate", answered)
+    report = tmp_path / "report.json"
+    options = ["--model", tiny, "--recipe", "int4", "--batch", "5", "--json", str(report), "--task"]
+    assert run(capsys, "eval", *options, f"{questions},answer=The answer is (.*)")[0] == 130
+    code, _, err = run(capsys, "eval", *options, f"{questions},answer=Answer: (.*)")
+    assert code == 0, err
+    assert [score["score"] for score in json.loads(report.read_text())["scores"]] == [1.0] * 3
+
+
+def test_one_file_read_in_two_ways_is_two_tasks(
+    tiny: str,  # noqa: F811
+    questions: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = tmp_path / "report.json"
+    path = questions.partition(":")[0]
+    options = ["--model", tiny, "--recipe", "int4", "--json", str(report), "--limit", "1", "--task"]
+    code, _, err = run(capsys, "eval", *options, f"{path}:new_tokens=2,{path}:new_tokens=5")
+    assert code == 0, err
+    assert [score["tokens"] for score in json.loads(report.read_text())["scores"]] == [2] * 3 + [5] * 3
+
+
 def test_samples_are_drawn_from_a_seed(
     tiny: str,  # noqa: F811
     questions: str,

@@ -162,6 +162,26 @@ def test_sliding_layers_keep_their_window_only(family: str) -> None:
             )
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_sliding_layers_keep_their_window_only_after_assisted_generation(wrapped: bool) -> None:
+    model = make_model("mistral-sliding")
+    cache = kvant.Cache(model, "full", page_tokens=16)
+    ids = prompt(1, 200)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+
+    def generate(**more: Any) -> None:
+        if wrapped:
+            cache.generate(model, ids, **options, **more)
+        else:
+            cache.reset()
+            model.generate(ids, past_key_values=cache, **options, **more)
+
+    generate(prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+    assert all(layer.record_past for layer in cache.layers)
+    generate()
+    assert cache.groups[0].paged.pool.used <= 3
+
+
 def test_crop_forgets_and_generation_goes_on() -> None:
     model = make_model("llama")
     ids = prompt(1, 100)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import kvant
 from tests.conftest import relative_error
@@ -56,6 +57,27 @@ def test_a_chat_that_goes_on_computes_only_what_is_new(family: str, share: bool)
     if family == "llama":
         _, columns = count_columns(cache, model, other, max_new_tokens=1)
         assert columns == [other.shape[1] - 70]
+
+
+@pytest.mark.parametrize("how", ["lookup", "model", "config"])
+@pytest.mark.parametrize("share", [False, True])
+def test_a_chat_goes_on_with_assisted_generation(how: str, share: bool) -> None:
+    """transformers feeds the whole prompt to assisted generation, whatever its cache holds: nothing is taken up for it."""
+    model = make_model("llama")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    lookup: dict[str, Any] = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+    assisted: dict[str, Any] = {
+        "lookup": options | lookup,
+        "model": options | {"assistant_model": make_model("llama", num_hidden_layers=1)},
+        "config": {"generation_config": transformers.GenerationConfig(**options, **lookup, pad_token_id=0)},
+    }[how]
+    cache = kvant.Cache(model, "full", share=share)
+    first = cache.generate(model, prompt(1, 20), **options)
+    longer = torch.cat((first, prompt(1, 9)), 1)
+    expected = kvant.Cache(model, "full").generate(model, longer, **options)
+    for reused, asked in ((0, assisted), (40, options)):
+        assert cache.generate(model, longer, **asked).tolist() == expected.tolist()
+        assert cache.reused == reused
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,7 +14,7 @@ import kvant
 from kvant import recipes
 from kvant.calibrate import exact_attention, gatherer
 from kvant.calibrate.run import calibrate
-from kvant.engines.attention import attend_with_sink_logits
+from kvant.engines.attention import eager_attention
 from kvant.eval import Segments, evaluate, teacher
 from kvant.recipe import MixedRecipe, Window
 from kvant.tune.sensitivity import Choice, measure
@@ -131,12 +131,10 @@ def test_attention_without_a_cache_of_kvant() -> None:
     expected, _ = extra_logit(*rows, sinks, 0.125, None, keep)
     added = torch.zeros(9, 30).masked_fill(~keep, float("-inf"))
     for mask in (keep, added):
-        found = attend_with_sink_logits(q, k, v, mask[None, None], 0.125, sinks)[0]
+        found = eager_attention(q, k, v, mask[None, None], 0.125, sinks)[0]
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     causal, _ = extra_logit(*rows, sinks, 0.125, None, torch.ones(9, 30, dtype=torch.bool).tril(21))
-    torch.testing.assert_close(
-        attend_with_sink_logits(q, k, v, None, 0.125, sinks)[0].double(), causal, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(eager_attention(q, k, v, None, 0.125, sinks)[0].double(), causal, rtol=1e-5, atol=1e-5)
 
 
 def test_sinks_that_a_model_keeps_to_itself_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def test_a_variable_is_set_before_it_is_read() -> None:
     assert task.score(question, "V100 V101 V102 " + " ".join(question.answers)) < 1.0, "names that are not right cost"
 
 
+def test_common_words_are_found_in_any_sentence() -> None:
+    task = tasks.get("words:length=500")
+    (question,) = task.questions(1, 0, words)
+    said = ", ".join(question.answers)
+    assert task.score(question, f"The five most frequent words of those listed are: {said}.") == 1.0
+    assert task.score(question, f"badoba, {said}") == 0.8, "only as many as were asked for count"
+
+
+def test_there_are_words_for_a_long_list() -> None:
+    """Words of three syllables are 3,375; lists of 16k tokens asked for more of them, and waited for ever."""
+    (question,) = tasks.get("words:length=16k").questions(1, 0, lambda text: 3 * text.count(" "))
+    listed = Counter(question.prompt.split("\n\n")[0].removeprefix("A list of words: ").split())
+    assert 4900 < sum(listed.values()) < 5500
+    assert {word for word, count in listed.items() if count > 2} == set(question.answers)
+
+
 def test_passages_of_a_book(book: str) -> None:
     task = tasks.get(f"passage:length=700,book={book}")
     for question in task.questions(3, 1, words):
@@ -96,6 +113,7 @@ def test_gsm8k_counts_the_last_number(tmp_path: Path) -> None:
     assert task.score(second, "") == 0.0
     assert len(task.questions(1, 0, words)) == 1
     assert (last_number("-3.5 apples"), last_number("none")) == (-3.5, None)
+    assert (last_number("$-5"), last_number("from 5-10"), last_number("Passage-7")) == (-5.0, 10.0, 7.0)
 
 
 def test_own_questions(tmp_path: Path) -> None:
@@ -111,6 +129,11 @@ def test_own_questions(tmp_path: Path) -> None:
     assert strict.score(one, "Answer Rome. Answer PARIS") == 1.0
     assert strict.score(one, "Paris. Answer Rome") == 0.0
     assert strict.score(one, "Paris") == 0.0
+    assert (task.label, strict.label) == (str(path), f"{path}:answer=Answer (\\w+)")
+    assert tasks.get(f"{path}:new_tokens=9,answer=x").label in (
+        f"{path}:new_tokens=9,answer=x",
+        f"{path}:answer=x,new_tokens=9",
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,6 +174,10 @@ def test_a_wrong_file_is_named(content: str, message: str, tmp_path: Path) -> No
 
 def test_a_list_of_tasks() -> None:
     assert tasks.split("gsm8k, needle:length=600,depth=0.5,words") == ["gsm8k", "needle:length=600,depth=0.5", "words"]
+    assert tasks.split("q.jsonl:new_tokens=9,answer=Answer: (.*),gsm8k:path=x") == [
+        "q.jsonl:new_tokens=9,answer=Answer: (.*)",
+        "gsm8k:path=x",
+    ]
     assert tasks.get("needle:length=600").label == "needle:length=600"
     with pytest.raises(ValueError, match="expected one or more tasks"):
         tasks.split(" , ")

@@ -21,6 +21,15 @@ def test_windows_are_spread_evenly_and_score_enough() -> None:
     assert Segments.over(range(101), context=100, tokens=60, prompt=40).ids.tolist() == [list(range(101))]
 
 
+@pytest.mark.parametrize(("context", "tokens"), [(100, 900), (100, 959), (700, 950), (999, 600)])
+def test_hardly_a_token_is_scored_twice(context: int, tokens: int) -> None:
+    """Where tokens do not divide by segments, all but a token of each."""
+    segments = Segments.over(range(1000), context, tokens, prompt=40)
+    scored = segments.ids[:, segments.prompt + 1 :].flatten().tolist()
+    assert len(scored) == segments.tokens >= tokens
+    assert len(scored) - len(set(scored)) < len(segments.ids)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -29,6 +38,10 @@ def test_windows_are_spread_evenly_and_score_enough() -> None:
         ({"prompt": 100}, "prompt must be at least 1 and shorter than the context of 100"),
         ({"prompt": 0}, "prompt must be at least 1"),
         ({"tokens": 0}, "tokens must be positive"),
+        (
+            {"tokens": 960, "prompt": 40},
+            "tokens must be at most 959, got 960: the text has 1000 tokens, and 40 of them",
+        ),
     ],
 )
 def test_mistakes_are_named(options: dict[str, int], message: str) -> None:

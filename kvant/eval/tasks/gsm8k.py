@@ -10,7 +10,7 @@ from typing import ClassVar
 from kvant.eval.tasks.base import Count, Question, Task, read_lines, text_of
 from kvant.files import cache_dir
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<!\w)-)?\d[\d,]*(?:\.\d+)?")  # a hyphen after a letter or a digit is no minus: passage-7
 FILE = "gsm8k.test.jsonl"
 
 

@@ -15,6 +15,7 @@ from kvant.eval.tasks.gsm8k import last_number
 from kvant.eval.tasks.haystack import fill, insert, read_book, sentences
 
 _SYLLABLES = ("ba", "do", "fi", "ga", "ke", "lo", "mi", "nu", "pe", "ra", "so", "ti", "vu", "wa", "zo")
+_INVENTED = re.compile(rf"\b(?:{'|'.join(_SYLLABLES)}){{3,}}\b")  # words of the task `words`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +95,9 @@ class CommonWords(Long):
         words: dict[str, None] = {}
 
         def new() -> str:
+            syllables = next(n for n in itertools.count(3) if len(words) < 0.9 * len(_SYLLABLES) ** n)
             while True:
-                word = "".join(draw.choice(_SYLLABLES) for _ in range(3))
+                word = "".join(draw.choice(_SYLLABLES) for _ in range(syllables))
                 if word not in words:
                     words[word] = None
                     return word
@@ -123,8 +125,8 @@ class CommonWords(Long):
             )
 
     def score(self, question: Question, answer: str) -> float:
-        """Right ones among the first words that were said."""
-        said = list(dict.fromkeys(re.findall(r"[a-z]{6}\b", answer.lower())))[: len(question.answers)]
+        """Right ones among the first invented words that were said."""
+        said = list(dict.fromkeys(_INVENTED.findall(answer.lower())))[: len(question.answers)]
         return sum(word in said for word in question.answers) / len(question.answers)
 
 

@@ -26,7 +26,9 @@ class OwnQuestions(Task):
 
     @property
     def label(self) -> str:
-        return self.path
+        """As on the command line. Two readings of one file are two tasks: stored answers have been scored by one of them."""
+        options = super().label.removeprefix(f"{self.name}:path={self.path}").removeprefix(",")
+        return f"{self.path}:{options}" if options else self.path
 
     def check(self) -> None:
         try:
