@@ -71,7 +71,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--chunk", type=tokens, default=1, metavar="C", help="tokens fed at a time (default 1, which is decode)"
     )
-    parser.add_argument("--stepwise", action="store_true", help="feed tokens one by one for real (slow, the same up to rounding)")
+    parser.add_argument(
+        "--stepwise", action="store_true", help="feed tokens one by one for real (slow, the same up to rounding)"
+    )
     parser.add_argument(
         "--profile",
         action="store_true",
