@@ -112,7 +112,7 @@ class Texts:
     @staticmethod
     def _segments(tokenizer: Any, text: str, args: argparse.Namespace) -> Segments:
         ids = tokenizer(text, verbose=False)["input_ids"]
-        return Segments.over(ids, args.context, args.tokens, args.prompt)
+        return Segments.over(ids, args.context, args.tokens, args.prompt, tokenizer.bos_token_id)
 
 
 def conversations(lines: list[dict[str, str]]) -> str:

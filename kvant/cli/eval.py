@@ -138,7 +138,8 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
             title = f"{name}: {len(chats.rows)} chats of {chats.length} tokens on average, {chats.tokens} tokens of answers scored"
             out.append(Scored(name, chats, facts, title))
         else:
-            segments = Segments.over(tokenize(tokenizer, source), args.context, args.tokens, args.prompt)
+            ids = tokenize(tokenizer, source)
+            segments = Segments.over(ids, args.context, args.tokens, args.prompt, tokenizer.bos_token_id)
             facts = {"kind": "text", "text_sha256": hashlib.sha256(source.encode()).hexdigest()}
             facts |= {"context": args.context, "prompt": segments.prompt}
             title = (

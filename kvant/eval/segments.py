@@ -101,9 +101,12 @@ class Segments:
             yield Batch(self.ids[first : first + rows], self.prompt)
 
     @staticmethod
-    def over(ids: Sequence[int], context: int, tokens: int, prompt: int | None = None) -> Segments:
+    def over(
+        ids: Sequence[int], context: int, tokens: int, prompt: int | None = None, bos: int | None = None
+    ) -> Segments:
         """As many segments as it takes to score at least `tokens` tokens, spread evenly over the text. No more than the text has
-        behind a prompt: a token that is scored twice would make standard errors too small."""
+        behind a prompt: a token that is scored twice would make standard errors too small. Where the text begins with token `bos`,
+        so does every segment: a model that was trained with it predicts otherwise without it."""
         prompt = context // 3 if prompt is None else prompt
         if context < 2:
             raise ValueError(f"context must be at least 2 tokens, got {context}")
@@ -122,9 +125,11 @@ class Segments:
             )
         count = math.ceil(tokens / (context - prompt))
         length = prompt + math.ceil(tokens / count) + 1
-        room = len(ids) - length
+        begin = [bos] if bos is not None and ids[0] == bos else []
+        text, own = ids[len(begin) :], length - len(begin)
+        room = len(text) - own
         starts = [round(room * i / max(1, count - 1)) for i in range(count)]
-        return Segments(torch.tensor([list(ids[start : start + length]) for start in starts]), prompt)
+        return Segments(torch.tensor([[*begin, *text[start : start + own]] for start in starts]), prompt)
 
 
 class Row(NamedTuple):

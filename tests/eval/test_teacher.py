@@ -21,6 +21,18 @@ def test_windows_are_spread_evenly_and_score_enough() -> None:
     assert Segments.over(range(101), context=100, tokens=60, prompt=40).ids.tolist() == [list(range(101))]
 
 
+def test_every_segment_begins_as_the_text_does() -> None:
+    """A model that was trained with a token at the beginning predicts otherwise without it."""
+    ids = [7, *range(100, 1099)]
+    segments = Segments.over(ids, context=100, tokens=150, prompt=40, bos=7)
+    assert (len(segments.ids), segments.prompt, segments.scored, segments.tokens) == (3, 40, 50, 150)
+    assert segments.ids[:, :2].tolist() == [[7, 100], [7, 554], [7, 1009]]
+    assert segments.ids[2, -1] == 1098
+    assert Segments.over(ids, context=999, tokens=959, prompt=40, bos=7).ids.tolist() == [ids]
+    for other in (None, 8):  # no such token, or a tokenizer that does not write it
+        assert Segments.over(ids, 100, 150, 40, other).ids.tolist() == Segments.over(ids, 100, 150, 40).ids.tolist()
+
+
 @pytest.mark.parametrize(("context", "tokens"), [(100, 900), (100, 959), (700, 950), (999, 600)])
 def test_hardly_a_token_is_scored_twice(context: int, tokens: int) -> None:
     """Where tokens do not divide by segments, all but a token of each."""
