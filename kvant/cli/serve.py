@@ -147,14 +147,14 @@ def command_for(args: argparse.Namespace, rest: Sequence[str], guarded: bool = F
     import vllm
 
     from kvant import models
-    from kvant.engines.vllm import options as of_vllm
     from kvant.engines.vllm import versions
+    from kvant.engines.vllm.options import UNPACKED
     from kvant.layout import human_bytes
 
     versions.check(vllm.__version__)
     given = {each.split("=")[0].replace("_", "-") for each in rest if each.startswith("--")}
     for option in sorted(given):
-        if option == "--kv-cache-dtype" and _value(rest, option) in of_vllm.UNPACKED:
+        if option == "--kv-cache-dtype" and _value(rest, option) in UNPACKED:
             continue  # in place of what a checkpoint declares
         if any(ours.startswith(option) for ours in OURS):  # vLLM accepts abbreviated options
             raise ValueError(f"{option} is set by kvant; leave it out")

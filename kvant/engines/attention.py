@@ -15,9 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 Tensor = torch.Tensor
 ATTENTION = "kvant"
-SCORES = (
-    1 << 26
-)  # attention scores that are held at a time where the model has sinks or a soft cap and the cache is not a kvant.Cache
+SCORES = 1 << 26  # attention scores that eager_attention holds at a time
 
 
 class AttendingCache(Protocol):

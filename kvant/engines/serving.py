@@ -29,12 +29,8 @@ from kvant.ops.registry import Op
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
-ASSISTED = (
-    "assistant_model",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "use_mtp",
-)  # each asks for assisted generation
+# Options of transformers' generate, of which each asks for assisted generation.
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -167,35 +167,26 @@ class Errors:
         return (self.error / self.energy).cpu()
 
 
+def attention_layers(model: Any) -> list[Any]:
+    """The attention modules of a model, in the order of its layers."""
+    found = {getattr(module, "layer_idx", None): module for module in model.modules() if hasattr(module, "scaling")}
+    return [found[index] for index in sorted(index for index in found if index is not None)]
+
+
 def attention_scales(model: Any) -> list[float]:
     """The softmax scale of every attention layer."""
-    scales: dict[int, float] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if index is not None and hasattr(module, "scaling"):
-            scales[index] = float(module.scaling)
-    return [scales[i] for i in sorted(scales)]
+    return [float(layer.scaling) for layer in attention_layers(model)]
 
 
 def sink_logits_of(model: Any) -> list[Tensor | None]:
     """The sink logits of every attention layer, [query heads]; None where it has none."""
-    sinks: dict[int, Tensor | None] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if index is not None and hasattr(module, "scaling"):
-            found = getattr(module, "sinks", None)
-            sinks[index] = found.detach() if isinstance(found, Tensor) else None
-    return [sinks[i] for i in sorted(sinks)]
+    sinks = (getattr(layer, "sinks", None) for layer in attention_layers(model))
+    return [x.detach() if isinstance(x, Tensor) else None for x in sinks]
 
 
 def softcaps_of(model: Any) -> list[float | None]:
     """The soft cap of the attention logits of every attention layer; None where it has none."""
-    caps: dict[int, float | None] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if index is not None and hasattr(module, "scaling"):
-            caps[index] = getattr(module, "attn_logit_softcapping", None)
-    return [caps[i] for i in sorted(caps)]
+    return [getattr(layer, "attn_logit_softcapping", None) for layer in attention_layers(model)]
 
 
 class _Scores:

@@ -36,11 +36,8 @@ OLD_SPARE = "spare_windows"  # deprecated name of spare_overlay_rows
 PAGE_TOKENS = 64
 LARGEST_BLOCK = 128
 CONNECTOR, SPEC = "OffloadingConnector", "CPUOffloadingSpec"  # vLLM's connector that is served, and how it keeps pages
-UNPACKED = (
-    "auto",
-    "float16",
-    "bfloat16",
-)  # values of kv_cache_dtype with which vLLM does not quantize the cache itself
+# Values of kv_cache_dtype with which vLLM does not quantize the cache itself.
+UNPACKED = ("auto", "float16", "bfloat16")
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*)\s*)?")
 
 
