@@ -383,6 +383,8 @@ class Layout:
         ]
         if self.scale_groups("value") > 1 or any(self.section_places(s) == "apart" for s in self.sections):
             data.append("arranged for groups")
+        if self.recipe.key.raw_window and self.overlay_tokens("key"):
+            data.append("windows of raw keys")
         if self.align != ALIGN:
             data.append(f"aligned to {self.align}")
         if self.scale_groups("key") > 1:

@@ -113,6 +113,12 @@ class Stream(Spec):
         return self.codec.group_tokens > 1
 
     @property
+    def raw_window(self) -> bool:
+        """Whether windows hold keys as the model gave them, after RoPE, instead of as they are coded: where keys are coded unrotated,
+        a query then meets them as it is. The tail of a group is what will be coded, so it holds keys as they are coded."""
+        return self.rope != "post" and not self.groupwise
+
+    @property
     def effective_rope_block(self) -> int:
         """Positions of a block to whose start keys are unrotated; 0 where they are stored after RoPE."""
         return {"post": 0, "pre": 1, "block": self.rope_block}[self.rope]

@@ -219,9 +219,6 @@ def _programs() -> Iterator[tuple[str, Any]]:
             if name in ("saw-int4", "kvant-2", "oscar"):
                 with_sinks = dataclasses.replace(made, sink_logits=True)
                 yield f"decode {name} sink logits {'low' if low_batch else 'high'} batch", with_sinks
-            long = dataclasses.replace(made, long=True)
-            if long.rotated_queries and not made.rotated_queries:
-                yield f"decode {name} group {group} high batch of long sequences", long
             if made.rotated_queries:  # where decode does not rotate queries itself
                 before = dataclasses.replace(made, tuned=(("QUERY_TRANSFORM", 2),))
                 yield f"decode {name} rotated before {'low' if low_batch else 'high'} batch", before

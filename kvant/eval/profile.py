@@ -68,8 +68,8 @@ def read_forms(store: LayerStore, name: StreamName, exact: Tensor, row: PagedBat
     packed = packed_form(store, name, row)[: len(exact)]
     if not store.overlays[name].shape[1]:
         return ReadForms(exact, packed, packed)
-    rounded = stream.stored(exact, position).to(overlay_dtype).float()
-    overlay = stream.inverse(stream.attended(rounded, position)[:, :, None])[:, :, 0]
+    rounded = stream.windowed(exact, position).to(overlay_dtype).float()
+    overlay = stream.inverse(stream.attended_window(rounded, position)[:, :, None])[:, :, 0]
     return ReadForms(exact, packed, overlay)
 
 

@@ -180,11 +180,13 @@ def read_block(
     if before:
         packed = torch.cat((packed.new_zeros(before, *packed.shape[1:]), packed))
     position = torch.arange(first, last, device=packed.device)
+    packed = stream.attended(packed, position)
     if overlay.shape[1]:
         full = overlay_mask(window, position, torch.full_like(row.sinks, n), row.sinks, row.ring_start[name])
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
-        packed = torch.where(full[:, None, None], overlay[row.overlay_rows[0]][index].float(), packed)
-    return stream.attended(packed, position)
+        held = stream.attended_window(overlay[row.overlay_rows[0]][index].float(), position)
+        packed = torch.where(full[:, None, None], held, packed)
+    return packed
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:

@@ -41,8 +41,9 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
     has_slot = batch.slot_mapping >= 0
     if store.states and query is None:
         raise ValueError(f"recipe {store.layout.recipe.name} learns from queries: append needs the new tokens' queries")
-    stored: dict[StreamName, Tensor] = {"key": key, "value": value}
-    for name, x in stored.items():
+    given: dict[StreamName, Tensor] = {"key": key, "value": value}
+    stored: dict[StreamName, Tensor] = {}
+    for name, x in given.items():
         stream = store.stream(name)
         stored[name] = stream.stored(x.float(), position)
         if stream.spec.groupwise:  # rounded as in the tail, so that a group that passed through it has the same bytes
@@ -54,8 +55,9 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
         else:
             write = has_slot & (position >= store.layout.recipe.origin)
             _append_tokens(store, name, stored[name], batch.slot_mapping, write)
-    for name in stored:
-        _append_overlay(store, name, stored[name], batch, sequence, position, has_slot)
+    for name, x in given.items():
+        kept = x.float() if store.stream(name).spec.raw_window else stored[name]
+        _append_overlay(store, name, kept, batch, sequence, position, has_slot)
 
 
 def _append_tokens(store: LayerStore, name: StreamName, stored: Tensor, slot_mapping: Tensor, write: Tensor) -> None:
@@ -144,7 +146,7 @@ def _observe(store: LayerStore, name: StreamName, keys: Tensor, query: Tensor, b
 def _append_overlay(
     store: LayerStore,
     name: StreamName,
-    stored: Tensor,
+    kept: Tensor,
     batch: PagedBatch,
     sequence: Tensor,
     position: Tensor,
@@ -157,7 +159,7 @@ def _append_overlay(
         return
     keep = has_slot & ((position < window.sink) | (position >= batch.seq_lens[sequence] - window.ring))
     rows = overlay_index(window, position[keep])
-    overlay[batch.overlay_rows[sequence[keep]], rows] = stored[keep].to(overlay.dtype)
+    overlay[batch.overlay_rows[sequence[keep]], rows] = kept[keep].to(overlay.dtype)
 
 
 def overlay_index(window: Window, position: Tensor) -> Tensor:
@@ -211,13 +213,14 @@ def read(store: LayerStore, name: StreamName, batch: PagedBatch, seq_lens: Tenso
         packed = torch.cat((packed.new_zeros(sequences, origin, layout.heads, layout.head_dim), packed), 1)
     position = torch.arange(packed.shape[1], device=packed.device)
     n = seq_lens[:, None]
+    packed = stream.attended(packed.transpose(0, 1), position).transpose(0, 1)
     overlay = store.overlays[name]
     if overlay.shape[1]:
         from_overlay = overlay_mask(window, position, n, batch.sinks[:, None], batch.ring_start[name][:, None])
         index = overlay_index(window, position).clamp_max(overlay.shape[1] - 1)
         full = overlay[batch.overlay_rows[:, None], index[None, :]].float()
+        full = stream.attended_window(full.transpose(0, 1), position).transpose(0, 1)
         packed = torch.where(from_overlay[..., None, None], full, packed)
-    packed = stream.attended(packed.transpose(0, 1), position).transpose(0, 1)
     there = (batch.block_table >= 0).repeat_interleave(layout.page_tokens, 1)
     there = torch.nn.functional.pad(there, (origin, 0), value=True)  # a page that slid out may hold anything
     return torch.where((there & (position < n))[..., None, None], packed, 0.0)

@@ -84,9 +84,9 @@ def _overlay(store: LayerStore, name: StreamName, x: Tensor, batch: PagedBatch) 
     index = overlay_index(spec, at).clamp_max(overlay.shape[1] - 1)
     tokens = overlay[batch.overlay_rows[:, None], index[None, :]].float()
     tokens = torch.where(held[..., None, None], tokens, 0.0)
-    tokens[sequence, position] = stream.stored(x.float(), position).to(DTYPES[store.layout.overlay_dtype]).float()
+    tokens[sequence, position] = stream.windowed(x.float(), position).to(DTYPES[store.layout.overlay_dtype]).float()
     held[sequence, position] = True
-    return Overlay(stream.attended(tokens.transpose(0, 1), at).transpose(0, 1), held)
+    return Overlay(stream.attended_window(tokens.transpose(0, 1), at).transpose(0, 1), held)
 
 
 def _attend(

@@ -188,6 +188,10 @@ class BoundStream:
         """Keys or values at these positions as they are stored: unrotated, then transformed. [tokens, heads, head_dim]."""
         return self._forward(x if self.rope is None else self.rope.rotate(x, -self.rope_block_start(position)))
 
+    def windowed(self, x: Tensor, position: Tensor) -> Tensor:
+        """Keys or values at these positions as overlays hold them, before they are rounded: [tokens, heads, head_dim]."""
+        return x if self.spec.raw_window else self.stored(x, position)
+
     def probes(self, q: Tensor, position: Tensor) -> Tensor:
         """Queries in the basis of the stored keys: [tokens, heads, queries per head, head_dim]."""
         return self._dual(q if self.rope is None else self.rope.rotate(q, -self.rope_block_start(position)))
@@ -197,6 +201,10 @@ class BoundStream:
         if self.rope is None:
             return x
         return self.rope.rotate(self._inverse(x[..., None, :])[..., 0, :], self.rope_block_start(position))
+
+    def attended_window(self, x: Tensor, position: Tensor) -> Tensor:
+        """Keys or values of an overlay in the basis of attention: [tokens, ..., heads, head_dim]."""
+        return x if self.spec.raw_window else self.attended(x, position)
 
     def _forward(self, x: Tensor) -> Tensor:
         for transform in self.transforms:
@@ -228,8 +236,8 @@ D = TypeVar("D", bound=Derived)
 
 @dataclasses.dataclass
 class LayerStore:
-    """One layer's pages and overlays, the full-precision tokens beside them. Overlays are stored transformed and unrotated, like
-    the pages."""
+    """One layer's pages and overlays, the full-precision tokens beside them. Overlays are stored transformed, like the pages; those
+    of keys that are stored unrotated and token by token hold them as the model gave them (`Stream.raw_window`)."""
 
     layout: Layout
     key: BoundStream

@@ -20,7 +20,7 @@ from tests.ops import emulated
 
 COMPILED = ("copy_rows", "decode kvant-2 group 4 high batch", "decode full", "transform kvant-2", "unpack kvant-2 key")
 COMPILED += (
-    "decode kvant-2 group 4 high batch of long sequences",
+    "decode kvant-2 rotated before high batch",
     "append kvant-2 prompts",
     "append vecinfer-2 4 rows",
     "nearest centroids saw-int4-kmeans order 1",

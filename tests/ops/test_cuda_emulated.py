@@ -504,23 +504,14 @@ def test_decode_rotates_its_queries(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("name", "group", "dim", "options"), test_cuda.ROTATED_INSIDE)
-def test_decode_of_a_low_batch_rotates_its_queries(
-    name: str, group: int, dim: int, options: dict[str, float], few: None, launched: list[str]
-) -> None:
-    check_rotated(name, group, dim, "float16", options, [1, 63, 0, 900], launched)
-    assert "kvant_transform_outputs" not in launched
-
-
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "blocks", [1, 6, 60]
 )  # so that a CTA has all (sequence, head)s, some of them, or a part of one
 def test_ctas_that_share_a_sequence_rotate_its_queries(
-    blocks: int, few: None, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    blocks: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
-    constants = ("PIPELINED_ROPE", 1), ("ROTATED_AHEAD", 0)
+    constants = ("PIPELINED_ROPE", 1), ("OVERLAY_LAST", 1)
     check_rotated("kvant-2:rope_block=64", 4, 64, "float16", {"first": 40}, [1700, 5, 130], launched, constants)
 
 
@@ -575,55 +566,28 @@ def test_which_appends_take_memory(name: str, dtype: torch.dtype, memory: bool) 
     assert cuda_append.allocates(cache.stores[0], dtype) == memory
 
 
-def test_a_high_batch_of_long_sequences_rotates_its_queries_inside_decode(
-    launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the table is wide enough, and the pages are enough for all sequences."""
-    monkeypatch.setattr(cuda_decode, "LONG_TOKENS", 256)
-    cache, seqs = filled("kvant-2:rope_block=64", 2, 4, 64, [300, 290])
-    batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(2, 8, 64).bfloat16()
-    expected = reference.decode(store, q.double(), batch, scale=0.125)
-    wide = torch.nn.functional.pad(batch.block_table, (0, 20))
-    for table, window, inside in ((batch.block_table, None, True), (wide, None, True), (wide, 200, False)):
-        launched.clear()
-        found = cuda_decode.decode_with_lse(
-            store, q, batch._replace(block_table=table), scale=0.125, sliding_window=window
-        )[0]
-        assert ("kvant_rotate_queries" in launched) != inside, launched
-        if window is None:
-            assert relative_error(found, expected) < 2e-3
-    plenty = dataclasses.replace(store, pages=store.pages[:1].expand(100, -1, -1))  # as warm-up makes them
-    launched.clear()
-    found = cuda_decode.decode_with_lse(plenty, q, batch._replace(block_table=wide), scale=0.125)[0]
-    assert "kvant_rotate_queries" not in launched and relative_error(found, expected) < 2e-3
-    several = batch._replace(block_table=wide[:1].expand(9, -1), seq_lens=batch.seq_lens[:1].expand(9))
-    assert cuda_decode._most_tokens(store, several, None) < 256
-
-
 def test_queries_are_rotated_inside_decode_where_it_holds_their_matrix() -> None:
     def made(name: str, group: int = 4, dim: int = 128, query: str = "bfloat16", **options: Any) -> plan.Plan:
         layout = make_layout(name, 8, dim)
         shared = options.pop("shared", emulated.H200)
         return plan.Plan(layout, group, query, (2, 1), (0, 1), False, True, shared, **options)
 
-    for group in (1, 2, 4, 5, 8):
-        for low_batch in (False, True):
-            assert made("kvant-2", group, low_batch=low_batch).rotated_queries == low_batch
-            found = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BY_DECODE)
-            assert found.rotated_queries and not found.query_kernel and found.constants["OVERLAY_LAST"]
-            assert found.rotated_ahead == (0 if not low_batch else 4 if group <= 4 else 2)
-            usual = made("kvant-2", group, low_batch=low_batch, tuned=test_cuda.ROTATED_BEFORE)
-            assert usual.query_kernel and not usual.rotated_queries
-            assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
-            assert made("kvant-2", group, low_batch=low_batch, long=True).rotated_queries == (low_batch or group == 4)
-            bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
-            assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
-    assert not made("kvant-2", query="float32", low_batch=True).rotated_queries
-    assert not made("kvant-2", dim=256, low_batch=True).rotated_queries
-    assert not made("kvant-2", partial_rope=True, low_batch=True).rotated_queries
-    assert not made("kvant-2", shared=(101376, 102400), low_batch=True).rotated_queries
-    assert not made("kvant-2:rope=post", low_batch=True).rotated_queries
-    assert not made("vecinfer-2:rope=block", low_batch=True).rotated_queries
+    for group in (1, 2, 3, 4, 5, 8):
+        assert made("kvant-2", group).rotated_queries == (2 <= group <= 4)
+        assert made("kvant-2", group, low_batch=True).query_kernel
+        found = made("kvant-2", group, tuned=test_cuda.ROTATED_BY_DECODE)
+        assert found.rotated_queries and not found.query_kernel
+        usual = made("kvant-2", group, tuned=test_cuda.ROTATED_BEFORE)
+        assert usual.query_kernel and not usual.rotated_queries
+        assert (found.warps, found.constants["MIN_CTAS"]) == (usual.warps, usual.constants["MIN_CTAS"])
+        bytes_ = found.dynamic_bytes + found.warps * found.rotated_bytes + 2048
+        assert bytes_ * int(str(found.constants["MIN_CTAS"])) <= emulated.H200[1]
+    assert not made("kvant-2", query="float32").rotated_queries
+    assert not made("kvant-2", dim=256).rotated_queries
+    assert not made("kvant-2", partial_rope=True).rotated_queries
+    assert not made("kvant-2", shared=(101376, 102400)).rotated_queries
+    assert not made("kvant-2:rope=post").rotated_queries
+    assert not made("vecinfer-2:rope=block").rotated_queries
 
 
 @pytest.mark.few(2)
@@ -673,8 +637,8 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
         ("sm_100", "saw-int4-kmeans", 4, 128, False, {"WARPS": 8, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),  # as on sm_90
         ("sm_80", "saw-int4-kmeans", 4, 128, False, {"WARPS": 6, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),
         ("sm_100", "saw-int4-kmeans", 4, 128, True, {"WARPS": 8, "MIN_CTAS": 1, "CENTROID_SUMS": 1}),
-        ("sm_86", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
-        ("sm_100", "kvant-2", 4, 128, True, {"QUERY_TRANSFORM": "QueryTransform::ROTATED_MATRIX"}),  # as on sm_90
+        ("sm_86", "kvant-2", 4, 128, False, {"QUERY_TRANSFORM": "QueryTransform::MATRIX"}),
+        ("sm_100", "kvant-2", 4, 128, False, {"QUERY_TRANSFORM": "QueryTransform::ROTATED_MATRIX"}),  # as on sm_90
         ("sm_120", "million-2:k.bits=10,v.bits=9", 4, 256, True, {"WARPS": 2}),
         ("sm_120", "saw-int4", 8, 256, True, {"WARPS": 2}),
     ],

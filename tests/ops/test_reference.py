@@ -9,8 +9,9 @@ import torch
 
 from kvant import recipes
 from kvant.cache import PagedCache
-from kvant.ops import choose, implementations
+from kvant.ops import choose, implementations, reference
 from kvant.recipe import spans
+from tests.calibrate.synthetic import rope_of
 from tests.conftest import dense_attention, make_layout, relative_error
 
 TOKENWISE = [
@@ -50,6 +51,30 @@ def test_decode_reads_what_spans_say(name: str, heads: int, group: int, head_dim
     expected = dense_attention(q, stored(cache, k, "key", n), stored(cache, v, "value", n), scale)
     assert relative_error(found, expected) < 1e-5
     assert found.dtype == q.dtype
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+@pytest.mark.parametrize(
+    ("rope", "raw"), [("", False), (",k.rope=block,rope_block=32", True), (",k.rope=pre", True)]
+)
+def test_windows_hold_unrotated_keys_as_the_model_gave_them(rope: str, raw: bool, implementation: str | None) -> None:
+    """And attention reads them so: with windows for all tokens it is exact. Others are rounded after the Hadamard."""
+    layout = make_layout(f"saw-int4-kv:sink=3,recent=87{rope}", 2, 64)
+    assert layout.recipe.key.raw_window == raw
+    assert layout.recipe.value.raw_window is False and not recipes.get("squat-pre").key.raw_window
+    ropes = [rope_of(64)] if layout.recipe.wants_rope else None
+    cache = PagedCache(layout, 1, ropes=ropes, implementation=implementation)
+    k, v = torch.randn(2, 90, 2, 64).bfloat16()
+    seq = cache.new()
+    cache.append(0, k, v, cache.extend([seq], [90]))
+    held = cache.stores[0].overlays["key"][seq.overlay_row]
+    assert torch.equal(held, k) == raw
+    seen = reference.read(cache.stores[0], "key", cache.batch([seq]), torch.tensor([90]))[0]
+    assert torch.equal(seen[:90], k.float()) == raw
+    q = torch.randn(1, 6, 64)
+    values = stored(cache, v, "value", 90)
+    found = cache.decode(0, q, cache.batch([seq]), scale=0.125)
+    assert relative_error(found, dense_attention(q, k.float(), values, 0.125)) < (1e-6 if raw else 1e-2)
 
 
 @pytest.mark.parametrize("name", ["full", "saw-int4-kv", *WINDOWED])

@@ -53,6 +53,7 @@ def stream_of(store: LayerStore, name: StreamName) -> tuple[structures.Stream, l
     out = structures.Stream(sink=window.sink, ring=window.ring, flush=window.flush, recent=window.recent)
     out.first = window.first
     out.overlay_tokens, out.group_tokens = layout.overlay_tokens(name), form.group_tokens
+    out.raw_window = int(store.stream(name).spec.raw_window)
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> int:

@@ -42,7 +42,7 @@ class Span(ctypes.Structure):
 class Stream(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "kind sections spans metas meta_fields meta_type"),
-        *_all(c_int32, "sink ring flush recent first overlay_tokens group_tokens"),
+        *_all(c_int32, "sink ring flush recent first overlay_tokens group_tokens raw_window"),
         *_all(c_int32, "boosted subvector_dim books_heads books_subvectors book_bits centers index_bits"),
         *_all(c_int64, "meta_offset high_offset index_offset"),
         *_all(c_void_p, "mean books levels overlay ring_start"),

@@ -107,6 +107,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         rope_block, rope_first = store.key.spec.effective_rope_block, store.key.rope.first
         tokens = batch.block_table.shape[1] * store.layout.page_tokens + store.layout.recipe.origin
         cosine, sine = rope_table(store, blocks_of(tokens, rope_first, rope_block))
+    raw = readable_rows(key) if way == "rows" and store.key.spec.raw_window else None
     books = nearest_centroids.Centroids(None, None)
     indices: tuple[Tensor | None, Tensor | None] = (None, None)
     if nearest_centroids.serves(store.layout):
@@ -124,6 +125,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         way == "step",
         way == "tiles" and torch.cuda.get_device_capability(key.device) == WARPGROUPS,
         copies_in_bulk(key.device),
+        _type(key) if raw is not None else "bfloat16",
     )
     _append(
         store.pages,
@@ -131,6 +133,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         store.overlays["value"],
         k.rows,
         v.rows,
+        raw,
         k.mean,
         v.mean,
         k.signs,
@@ -249,6 +252,7 @@ def _append(
     overlay_value: Tensor,
     key: Tensor,
     value: Tensor,
+    raw_key: Tensor | None,
     key_mean: Tensor | None,
     value_mean: Tensor | None,
     key_signs: Tensor | None,
@@ -302,6 +306,7 @@ def _append(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         overlay_rows=overlay_rows,
+        raw_key=raw_key,
         overlay_key=overlay_key,
         overlay_value=overlay_value,
         cosine=cosine,
@@ -320,6 +325,7 @@ def _append(
         value_matrix_stride=_matrix_stride(value_matrix),
         key_stride=key.stride(0),
         value_stride=value.stride(0),
+        raw_stride=0 if raw_key is None else raw_key.stride(0),
         rope_first=rope_first,
         rope_blocks=1 if cosine is None else len(cosine),
         tokens=len(key),

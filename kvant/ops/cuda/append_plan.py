@@ -43,6 +43,9 @@ AppendArguments = Arguments(
     query_start_loc=pointer("const s64", "[batch + 1], first new token of a sequence"),
     seq_lens=pointer("const s64", "[batch], tokens of a sequence with its new ones"),
     overlay_rows=pointer("const s64", "[batch], row of the overlays"),
+    raw_key=optional(
+        "const void", "[tokens, KV_HEADS, HEAD_DIM], keys as the model gave them, where kvant_append stores these"
+    ),
     overlay_key=pointer("void", "[rows, OVERLAY_TOKENS, KV_HEADS, HEAD_DIM]"),
     overlay_value=pointer("void", "[rows, OVERLAY_TOKENS, KV_HEADS, HEAD_DIM]"),
     cosine=optional("const float", "[RoPE blocks, HEAD_DIM / 2], by which tiles unrotate keys"),
@@ -63,6 +66,7 @@ AppendArguments = Arguments(
     value_matrix_stride=int32("the same of values"),
     key_stride=int32("elements from a token's keys to the next token's"),
     value_stride=int32("the same of values"),
+    raw_stride=int32("elements from a token's raw keys to the next token's"),
     rope_first=int32("RoPE position of a sequence's first token"),
     rope_blocks=int32("RoPE blocks of the table"),
     tokens=int32("new tokens"),
@@ -125,6 +129,7 @@ class AppendPlan:
     step: bool = False  # whether it is kvant_append_step
     wgmma: bool = False  # whether the GPU multiplies by warpgroups (sm_90a)
     bulk: bool = False  # whether the next kernel may start before this one has ended, see copies_in_bulk
+    raw: str = "bfloat16"  # type of the keys as the model gave them, where kvant_append stores these in the overlay
 
     @functools.cached_property
     def tiled(self) -> bool:
@@ -165,6 +170,7 @@ class AppendPlan:
         config: dict[str, object] = {
             **page_config(self.layout),
             **overlay_config(self.layout),
+            "RAW_TYPE": ELEMENT_TYPES[self.raw],
             "WARPS": WARPS,
             "TILE_WARPS": self.tile_warps,
             "TILE_CTAS": self._tile_ctas,

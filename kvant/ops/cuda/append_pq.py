@@ -42,8 +42,12 @@ AppendPqArguments = Arguments(
     query_start_loc=pointer("const s64", "[batch + 1], first new token of a sequence"),
     seq_lens=pointer("const s64", "[batch], tokens of a sequence with its new ones"),
     overlay_rows=pointer("const s64", "[batch], row of the overlays"),
+    raw_key=optional(
+        "const void", "[tokens, KV_HEADS, HEAD_DIM], keys as the model gave them, where the overlay holds these"
+    ),
     overlay_key=pointer("void", "[rows, OVERLAY_TOKENS, KV_HEADS, HEAD_DIM]"),
     overlay_value=pointer("void", "[rows, OVERLAY_TOKENS, KV_HEADS, HEAD_DIM]"),
+    raw_stride=int32("elements from a token's raw keys to the next token's"),
     tokens=int32("new tokens"),
     batch=int32("sequences"),
     half_batch=int32("largest power of two below the batch, or 0: where a binary search begins"),
@@ -63,6 +67,7 @@ class AppendPqPlan:
     types: tuple[str, str]  # of the keys and values that come in
     orders: tuple[int, int]
     rows: int  # of a CTA at a time
+    raw: str = "bfloat16"  # type of the keys as the model gave them, where the overlay holds these
 
     @property
     def dynamic_bytes(self) -> int:
@@ -80,6 +85,7 @@ class AppendPqPlan:
         config: dict[str, object] = {
             **page_config(self.layout),
             **overlay_config(self.layout),
+            "RAW_TYPE": ELEMENT_TYPES[self.raw],
             "ROWS": self.rows,
             "THREADS": THREADS,
             "Key": self._stream("key", 0),
@@ -172,6 +178,8 @@ def _forward(store: LayerStore, name: StreamName) -> _Forward:
 def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch) -> None:
     """As the reference's `append`. Rows are unrotated by transform_kv, and matrices multiplied by in torch, before the kernel."""
     layout, ways = store.layout, dict(store.derive(AppendPqTransforms).forward)
+    raw = rows["key"].contiguous() if store.key.spec.raw_window else None
+    raw_type = "bfloat16" if raw is None else str(raw.dtype).removeprefix("torch.")
     for name, x in list(rows.items()):
         if store.stream(name).rope is not None:
             x, ways[name] = transform_rows(store, name, x, batch), _Forward(FusedTransform())
@@ -183,7 +191,7 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
     types = tuple(str(x.dtype).removeprefix("torch.") for x in (key, value))
     orders = tuple(way.fused.order for way in ways.values())
     plans = [
-        _PLANS.number(AppendPqPlan(layout, types, orders, count))  # type: ignore[arg-type]
+        _PLANS.number(AppendPqPlan(layout, types, orders, count, raw_type))  # type: ignore[arg-type]
         for count in (low_batch_rows(layout), high_batch_rows(layout))
     ]
     _append_pq(
@@ -192,6 +200,7 @@ def append(store: LayerStore, rows: dict[StreamName, Tensor], batch: PagedBatch)
         store.overlays["value"],
         key,
         value,
+        raw,
         *(way.fused.mean for way in ways.values()),
         *(way.factors for way in ways.values()),
         *(way.fused.tensor for way in ways.values()),
@@ -212,6 +221,7 @@ def _append_pq(
     overlay_value: Tensor,
     key: Tensor,
     value: Tensor,
+    raw_key: Tensor | None,
     key_mean: Tensor | None,
     value_mean: Tensor | None,
     key_factors: Tensor | None,
@@ -248,8 +258,10 @@ def _append_pq(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         overlay_rows=overlay_rows,
+        raw_key=raw_key,
         overlay_key=overlay_key,
         overlay_value=overlay_value,
+        raw_stride=0 if raw_key is None else raw_key.stride(0),
         tokens=len(key),
         batch=len(seq_lens),
         half_batch=nvrtc.half_of(len(seq_lens)),

@@ -100,6 +100,8 @@ CONSTANTS: dict[str, Constant] = {
         RING_TOKENS="recent tokens that the ring holds; 0 without a ring",
         OVERLAY_TOKENS="tokens of an overlay row: SINK + RING_TOKENS; 0 without an overlay",
         OVERLAY_TYPE="ElementType of the overlay",
+        RAW_WINDOW="1 where the overlay holds keys as the model gave them, 0 where as they are coded",
+        RAW_TYPE="ElementType of the keys as the model gave them",
     ),
     # the launch
     **_ints(
@@ -171,8 +173,6 @@ CONSTANTS: dict[str, Constant] = {
         HIGH_BATCH_WARPS="warps of a CTA of kvant_rotate_queries_high_batch; 0 where it does not serve the layout",
         HIGH_BATCH_CTAS="CTAs of kvant_rotate_queries_high_batch that a multiprocessor is to hold",
         PAGES_ONCE="1 where pages leave the L2 cache before query operands do",
-        OVERLAY_PASS_UNITS="passes of kvant_rotate_queries_high_batch that take as long as one for the overlay",
-        ROTATED_AHEAD="RoPE blocks whose query operands a warp makes for its CTA before it reads pages; 0: for itself alone",
         ROTATED_KEYS="1 where keys are stored before RoPE and rotated when they are read",
         CENTROID_SUMS="1 where P is summed by the value's centroid, and the sums are multiplied by the centroids at the end",
         PAIRED_BOOKS="1 where the keys' and the values' centroids alternate in shared memory, 256 bytes apart",
@@ -287,6 +287,7 @@ def overlay_config(layout: Layout, name: StreamName = "key") -> dict[str, object
         "RING_TOKENS": window.ring,
         "OVERLAY_TOKENS": layout.overlay_tokens(name),
         "OVERLAY_TYPE": ELEMENT_TYPES[layout.overlay_dtype],
+        "RAW_WINDOW": int(layout.recipe.streams[name].raw_window),
     }
 
 

@@ -21,7 +21,7 @@ from kvant.ops.cuda.decode_arguments import (
 )
 from kvant.ops.cuda.decode_matrices import ChunkAngles, Codebooks, DecodeTransforms
 from kvant.ops.cuda.device import copies_in_bulk, shared_memory
-from kvant.ops.cuda.geometry import LONG_TOKENS, LOW_BATCH
+from kvant.ops.cuda.geometry import LOW_BATCH
 from kvant.ops.cuda.plan import Plan
 from kvant.ops.cuda.refusals import refuse
 from kvant.ops.fused import MATRIX, blocks_of, rope_table
@@ -183,10 +183,7 @@ def _decode_rows(
     low_batch = len(query) * layout.heads <= LOW_BATCH
     ways = (dual.kind, dual.order), (inverse.kind, inverse.order)
     capped, has_sinks = softcap is not None, sink_logits is not None
-    long = _most_tokens(store, batch, sliding_window) >= LONG_TOKENS
-    plan = _plan(
-        layout, group, dtype, *ways, capped, query.device, tuned, low_batch, partial_rope, queries, has_sinks, long
-    )
+    plan = _plan(layout, group, dtype, *ways, capped, query.device, tuned, low_batch, partial_rope, queries, has_sinks)
     if out is None:
         out = query.new_empty(_output_shape(query, queries))
     assert out.is_contiguous() and out.dtype == query.dtype and out.shape == _output_shape(query, queries), out.shape
@@ -227,15 +224,6 @@ def _decode_rows(
     return out, lse if removed is None else lse + removed
 
 
-def _most_tokens(store: LayerStore, batch: PagedBatch, sliding_window: int | None) -> int:
-    """Tokens that a sequence may attend to. Lengths are on the device, and a captured launch serves all lengths; the host knows the
-    width of the block table, which in a server is that of the longest sequence it takes, and the pages that there are for all
-    sequences of the batch: on average none has more than its share, but for pages that several share."""
-    pages = min(batch.block_table.shape[1], -(-len(store.pages) // max(1, len(batch.block_table))))
-    tokens = pages * store.layout.page_tokens
-    return min(tokens, sliding_window) if sliding_window else tokens
-
-
 def _blocks(layout: Layout, pages: int, first: int) -> int:
     """RoPE blocks that a block table of so many pages may reach into; `first` is the RoPE position of the first token."""
     return blocks_of(pages * layout.page_tokens + layout.recipe.origin, first, layout.recipe.key.effective_rope_block)
@@ -255,12 +243,10 @@ def _plan(
     partial_rope: bool,
     queries: int,
     sink_logits: bool,
-    long: bool,
 ) -> int:
     bulk, shared = copies_in_bulk(device), shared_memory(device)
     ways = dual, inverse, softcap, bulk, shared, tuned, low_batch, partial_rope, queries, sink_logits
-    made = Plan(layout, group, dtype, *ways, long)
-    return _PLANS.number(made)
+    return _PLANS.number(Plan(layout, group, dtype, *ways))
 
 
 @torch.library.custom_op("kvant::decode", mutates_args=("out",))
@@ -321,9 +307,8 @@ def _decode(
     elif cosine is not None:
         assert dual is not None and sine is not None
         blocks = _blocks(made.layout, block_table.shape[1], first)
-        bounds = seq_lens, sinks, key_ring_start, value_ring_start, sliding_window
-        table = cosine, sine
-        operands, rows = _rotate_queries(
+        table, bounds = (cosine, sine), (seq_lens, sliding_window)
+        operands = _rotate_queries(
             made, query, dual, high_batch, table, bounds, blocks, first, logit_scale, early, after_append
         )
     elif made.dual[0] == MATRIX and not made.fused_queries:
@@ -395,22 +380,19 @@ def _rotate_queries(
     matrix: Tensor,
     high_batch: Tensor | None,
     table: tuple[Tensor, Tensor],
-    bounds: tuple[Tensor, Tensor, Tensor, Tensor, int],
+    bounds: tuple[Tensor, int],
     blocks: int,
     first: int,
     scale: float,
     early: bool,
     after_append: bool,
-) -> tuple[Tensor, Tensor]:
-    """Query operands of every RoPE block, int32 [batch, head tiles, blocks, operand_words] flat, and the rows that the overlay is
-    multiplied by, float32 [batch, head tiles, overlay_slots, tile_heads, head_dim] flat. `table` are the cosines and sines of the
-    blocks' starts, `bounds` seq_lens, sinks, the starts of both rings and the sliding window."""
+) -> Tensor:
+    """Query operands of every RoPE block, int32 [batch, head tiles, blocks, operand_words] flat. `table` are the cosines and sines
+    of the blocks' starts, `bounds` seq_lens and the sliding window."""
     cosine, sine = table
-    seq_lens, sinks, key_ring_start, value_ring_start, sliding_window = bounds
+    seq_lens, sliding_window = bounds
     heads, dim, device = plan.head_tiles, plan.layout.head_dim, query.device
     operands = torch.empty(len(query) * heads * blocks * plan.operand_words, dtype=torch.int32, device=device)
-    slots = len(query) * heads * plan.overlay_slots
-    rows = torch.empty(slots * plan.tile_heads * dim, dtype=torch.float32, device=device)
     kernel = _rotate_kernel(plan, device)
     passes = -(-len(query) * blocks // (16 // plan.tile_heads))  # products of 16 rows, of a head tile
     if high_batch is not None and plan.high_batch_warps and 2 * cosine.shape[1] == dim:
@@ -423,11 +405,7 @@ def _rotate_queries(
         cosine=cosine,
         sine=sine,
         operands=operands,
-        rows=rows,
         seq_lens=seq_lens,
-        sinks=sinks,
-        key_ring_start=key_ring_start,
-        value_ring_start=value_ring_start,
         scale=scale,
         batch=len(query),
         rope_blocks=blocks,
@@ -438,7 +416,7 @@ def _rotate_queries(
         after_append=int(after_append),
     )
     kernel.launch((max(1, min(passes, kernel.blocks // heads)), heads), arguments, early)
-    return operands, rows
+    return operands
 
 
 def _transform_queries(

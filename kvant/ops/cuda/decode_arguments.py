@@ -37,8 +37,8 @@ DecodeArguments = Arguments(
     operands=optional("const struct QueryOperand", "[batch, HEAD_TILES, rope_blocks]: made by a kernel before"),
     query_rows=optional(
         "const float",
-        "queries in the space of the keys, for the overlay: [batch, KV_HEADS * GROUP, HEAD_DIM], or with RoPE blocks "
-        "[batch, HEAD_TILES, OVERLAY_SLOTS, TILE_HEADS, HEAD_DIM]; SPLIT_ROWS: each as two bfloat16 numbers",
+        "queries in the space of the keys, for the overlay: [batch, KV_HEADS * GROUP, HEAD_DIM]; SPLIT_ROWS: each number as "
+        "two bfloat16 numbers. With RoPE blocks the overlay holds raw keys, and `query` is read",
     ),
     scale=float32("of logits, times log2(e); 2 log2(e) / cap times with a soft cap"),
     cap=float32("the soft cap times log2(e)"),
@@ -98,11 +98,7 @@ RotateQueriesArguments = Arguments(
     cosine=pointer("const float", "[rope_blocks, half]: of the start of a RoPE block"),
     sine=pointer("const float", "[rope_blocks, half]"),
     operands=pointer("struct QueryOperand", "[batch, HEAD_TILES, rope_blocks]"),
-    rows=pointer("float", "[batch, HEAD_TILES, OVERLAY_SLOTS, TILE_HEADS, HEAD_DIM]: for the overlay"),
     seq_lens=pointer("const s64", "as decode's"),
-    sinks=pointer("const s64", "as decode's"),
-    key_ring_start=pointer("const s64", "as decode's"),
-    value_ring_start=pointer("const s64", "as decode's"),
     scale=float32("as decode's"),
     batch=int32("sequences"),
     rope_blocks=int32("RoPE blocks that the block table may reach into"),

@@ -27,8 +27,7 @@ def rotated_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -
         weight of their plane. For product quantization, the register's words of the even and of the odd columns
         (codecs/product_vq.cuh);
       one tile of the sum of all channels of q', the bias of centred levels (sum_c q'_c times the middle of the levels of channel
-        c), q . mu, and five zeros;
-      q' itself, which the overlay is multiplied by."""
+        c), q . mu, and five zeros."""
     planes, dim = key_planes(layout), layout.head_dim
     picked = torch.zeros(dim, 16 * sum(plane.registers for plane in planes) or dim, dtype=torch.float64)
     bias = torch.zeros(dim, dtype=torch.float64)
@@ -46,7 +45,7 @@ def rotated_columns(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -
                     picked[channel, place] = weight / (1 << plane.raised(i))
     special = torch.zeros(dim, 8, dtype=torch.float64)
     special[:, 0], special[:, 1] = 1.0, bias
-    columns = torch.cat((picked, special, torch.eye(dim, dtype=torch.float64)), 1).to(matrix.device)
+    columns = torch.cat((picked, special), 1).to(matrix.device)
     if mean_logit is not None:
         matrix = matrix.expand(layout.heads, dim, dim)
     product = matrix.double() @ columns
@@ -90,9 +89,8 @@ def high_batch_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | No
     product = torch.cat(
         (
             product[:, :, columns.reshape(-1).to(product.device)],
-            product[:, :, picked : picked + 8],
+            product[:, :, picked:],
             torch.zeros_like(product[:, :, :8]),
-            product[:, :, picked + 8 :],
         ),
         2,
     )
@@ -107,18 +105,15 @@ def high_batch_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | No
 def decode_fragments(layout: Layout, matrix: Tensor, mean_logit: Tensor | None) -> Tensor:
     """A operand of the queries that kvant_decode rotates itself, int32 [1 or heads, tiles, steps of 16 channels, 32 lanes, 4
     registers]: the matrix of `rotated_columns`, transposed, in fp16. Tiles of 16 rows are, in this order, the registers of the query
-    operand, the sums, and the channels in their order. In every two tiles of the operand, lane g holds the four bytes of word
+    operand, and the sums. In every two tiles of the operand, lane g holds the four bytes of word
     g // 2 of register g % 2: two in rows g and g + 8 of the first tile, two in those of the second. Steps are in the order in which
     lanes hold channels (include/rotated_query.cuh)."""
     product, picked = rotated_columns(layout, matrix, mean_logit)
     dim = layout.head_dim
     pair, tile, high, g = torch.meshgrid(*map(torch.arange, (picked // 32, 2, 2, 8)), indexing="ij")
     rows = 16 * (2 * pair + g % 2) + 8 * tile + 2 * (g // 2) + high
-    sums = product[:, :, picked : picked + 8]
-    product = torch.cat(
-        (product[:, :, rows.reshape(-1).to(product.device)], sums, torch.zeros_like(sums), product[:, :, picked + 8 :]),
-        2,
-    )
+    sums = product[:, :, picked:]
+    product = torch.cat((product[:, :, rows.reshape(-1).to(product.device)], sums, torch.zeros_like(sums)), 2)
     # a row is 16 tile + 8 high + g, a channel (dim / 2) half + 16 steps + 4 t + 2 step + element: from
     # [head, half, steps, t, step, element, tile, high, g] to [head, tile, steps, step, g, t, half, high, element]
     made = product.half().view(len(product), 2, dim // 32, 4, 2, 2, -1, 2, 8).permute(0, 6, 2, 4, 8, 3, 1, 7, 5)

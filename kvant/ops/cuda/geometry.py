@@ -16,11 +16,9 @@ RESIDUAL_WARPS = 8  # the same, at most, where centroids are in shared memory: o
 FEW_CENTROIDS = 64  # of values, below which P is multiplied by the centroids of every token
 STAGES = 2  # pages that a warp has in flight
 LARGE_PAGE = 8192  # bytes of a page of a head from which on a warp has one more in flight, with RoPE blocks
-LONG_TOKENS = 6144  # of a sequence, from which on decode rotates queries itself at a high batch
 LOW_BATCH = 128  # sequences times KV heads, at most: a GPU has about as many multiprocessors
 HIGH_BATCH_CTAS = 2  # CTAs of kvant_rotate_queries_high_batch on a multiprocessor
 HIGH_BATCH_REGISTERS, HIGH_BATCH_MORE_REGISTERS = 72, 24  # of a lane of it, beside its accumulators
-OVERLAY_PASS_UNITS = 3  # passes of it that take as long as one for the overlay
 STATIC_BYTES = 20 * 1024  # of static shared memory, at most: what is not pages, codebooks or a matrix
 ROTATED_STATIC_BYTES = 2048  # the same where warps rotate queries, but for operands; with what CUDA reserves
 ROTATED_OPERAND_BYTES = 40 * 1024  # of static shared memory for those operands, at most; a kernel may have 48 KiB
@@ -65,7 +63,6 @@ class Geometry:
     partial_rope: bool = False  # whether RoPE rotates some of the channels only
     queries: int = 1  # of a sequence; each has group / queries query heads a KV head
     sink_logits: bool = False
-    long: bool = False  # whether sequences may have LONG_TOKENS tokens
 
     # --- heads and queries -------------------------------------------------------------------------------------------
 
@@ -114,13 +111,6 @@ class Geometry:
         """32-bit words of the query operand of a head tile: the kernels' `QueryOperand`."""
         sums = 4 * self.key_groups if self.key_groups > 1 else 0  # of the channels of each scale
         return self.lane_heads * (self.key_registers * 32 + 20 + sums)
-
-    @property
-    def overlay_slots(self) -> int:
-        """RoPE blocks that a sequence's overlay may reach into, where keys are stored unrotated by RoPE blocks."""
-        window, size = self.layout.recipe.key.window, self.layout.recipe.key.effective_rope_block
-        first = (window.sink + size - 2) // size + 1 if window.sink else 0
-        return first + (window.recent + self.queries - 1 + size - 2) // size + 1
 
     @property
     def rotated_keys(self) -> bool:
@@ -199,8 +189,7 @@ class Geometry:
     @property
     def _low_batch_warps(self) -> int:
         """Warps of a CTA at a low batch: more where as many fit on a multiprocessor then, so that there are fewer parts to merge."""
-        usual = self._most_blocks if self.rotated_queries else self._blocks(WARPS)  # CTAs
-        return LOW_BATCH_WARPS if usual == 3 and self._blocks(LOW_BATCH_WARPS) == 2 else WARPS
+        return LOW_BATCH_WARPS if self._blocks(WARPS) == 3 and self._blocks(LOW_BATCH_WARPS) == 2 else WARPS
 
     @property
     def stages(self) -> int:
@@ -374,27 +363,23 @@ class Geometry:
 
     @functools.cached_property
     def rotated_queries(self) -> bool:
-        """Whether the warps of decode rotate their queries to every RoPE block themselves. That is so at a low batch, where queries
-        have 16 bits, RoPE rotates all channels, and a multiprocessor holds as many CTAs with the matrix in its shared memory as
-        without. At a high batch it is so where sequences are long and three or four query heads of two RoPE blocks fill a product:
-        179 us instead of 193 at 32 x 32768, 211 instead of 215 at 128 x 8192; but 87 instead of 85 at 64 x 5120, 68 instead of 66
-        at 64 x 3072, 48 instead of 44 at 64 x 1024, where a kernel before decode is faster (kvant-2, folded, H200)."""
+        """Whether the warps of decode rotate their queries to every RoPE block themselves. That is so at a high batch, where queries
+        have 16 bits, RoPE rotates all channels, two to four query heads of two RoPE blocks fill a product, and a multiprocessor
+        holds as many CTAs with the matrix in its shared memory as without: 178 us instead of 191 at 32 x 32768, 195 instead of 212
+        at 128 x 8192, 185 instead of 203 at 256 x 3072, 59 instead of 62 at 64 x 3072, 40 and 40 at 64 x 1024 (kvant-2, folded,
+        H200). At a low batch a kernel before decode is faster: 35 us instead of 38 at 1 x 131072, 23 instead of 25 at 8 x 8192."""
         key, dim, asked = self.layout.recipe.key, self.layout.head_dim, dict(self.tuned).get("QUERY_TRANSFORM")
         if not key.effective_rope_block or key.groupwise or self.pq or self.partial_rope:
             return False
-        if self.query == "float32" or dim % 32 or dim > 128 or asked == MATRIX:
+        if self.low_batch or self.query == "float32" or dim % 32 or dim > 128 or asked == MATRIX:
             return False
-        long = self.long and self.tile_heads in (3, 4)
-        if not self.low_batch and not long and asked != QueryTransform.ROTATED_MATRIX:
+        if not 2 <= self.tile_heads <= 4 and asked != QueryTransform.ROTATED_MATRIX:
             return False
-        warps = LOW_BATCH_WARPS if self.low_batch and self._most_blocks == 3 else WARPS
-        pages = warps * self.warp_bytes + ROTATED_STATIC_BYTES
-        matrix = self._rotated_matrix_bytes + warps * self._rotated_operand_bytes
-        if self.fused_outputs:
-            matrix = max(matrix, 2 * dim**2 + warps * self._rotated_operand_bytes)
-        if warps * self._rotated_operand_bytes > ROTATED_OPERAND_BYTES:
+        pages = WARPS * self.warp_bytes + ROTATED_STATIC_BYTES
+        matrix = self._rotated_matrix_bytes + WARPS * self._rotated_operand_bytes
+        if WARPS * self._rotated_operand_bytes > ROTATED_OPERAND_BYTES:
             return False
-        ctas = [min(12 // warps, self._most_blocks, self.shared[1] // room) for room in (pages, pages + matrix)]
+        ctas = [min(12 // WARPS, self._most_blocks, self.shared[1] // room) for room in (pages, pages + matrix)]
         return ctas[0] == ctas[1] and pages + matrix + STATIC_BYTES <= self.shared[0]
 
     @property
@@ -408,20 +393,9 @@ class Geometry:
         return 2 if self.tile_heads <= 4 else 1
 
     @property
-    def rotated_ahead(self) -> int:
-        """RoPE blocks whose query operands a warp makes for its CTA before it reads pages: at a low batch, where a CTA has few."""
-        count, words = 2 * self._rotated_blocks, self.operand_words
-        fits = (
-            words >= self.layout.head_dim and LOW_BATCH_WARPS * count * 4 * words <= ROTATED_OPERAND_BYTES
-        )  # angles lie there first
-        return dict(self.tuned).get("ROTATED_AHEAD", count if self.low_batch and self.tile_heads <= 8 and fits else 0)
-
-    @property
     def _rotated_operand_bytes(self) -> int:
         """Shared memory of a warp for query operands and angles of some RoPE blocks."""
-        own = 4 * self.operand_words * (self.rotated_ahead or self._rotated_blocks)
-        angles = 0 if self.rotated_ahead else 4 * self.layout.head_dim * self._rotated_blocks
-        return own + angles + 32 * self.lane_heads
+        return 4 * (self.operand_words + self.layout.head_dim) * self._rotated_blocks
 
     @property
     def rotated_bytes(self) -> int:
@@ -453,13 +427,14 @@ class Geometry:
     @property
     def matrix_bytes(self) -> int:
         """Shared memory of a matrix, of queries or of outputs: where both are multiplied here, one after the other."""
-        square = 2 * self.layout.head_dim**2 if self.fused_queries or self.fused_outputs else 0
-        return max(square, self._rotated_matrix_bytes if self.rotated_queries else 0)
+        if self.rotated_queries:
+            return self._rotated_matrix_bytes
+        return 2 * self.layout.head_dim**2 if self.fused_queries or self.fused_outputs else 0
 
     @property
     def _split_rows(self) -> bool:
         """Whether the queries that the overlay is multiplied by are stored as the two bfloat16 numbers that the products take."""
-        made = self._tokenwise and (self.query_kernel or self.rotated_queries)
+        made = self._tokenwise and self.query_kernel and not self.layout.recipe.key.raw_window
         return made and self.layout.overlay_tokens("key") > 0 and self.layout.overlay_dtype == "bfloat16"
 
     @property

@@ -24,7 +24,7 @@ from kvant.ops.cuda.decode_arguments import (
     TransformOutputsArguments,
     TransformQueriesArguments,
 )
-from kvant.ops.cuda.geometry import CHUNK_TOKENS, HIGH_BATCH_CTAS, OVERLAY_PASS_UNITS, Geometry
+from kvant.ops.cuda.geometry import CHUNK_TOKENS, HIGH_BATCH_CTAS, Geometry
 from kvant.ops.cuda.key_planes import key_planes
 from kvant.ops.cuda.levels import value_levels
 
@@ -107,15 +107,13 @@ class Plan(Geometry):
             "HIGH_BATCH_WARPS": self.high_batch_warps,
             "HIGH_BATCH_CTAS": HIGH_BATCH_CTAS,
             "PAGES_ONCE": int(bool(layout.recipe.key.effective_rope_block) and not self.rotated_queries),
-            "OVERLAY_PASS_UNITS": OVERLAY_PASS_UNITS,
-            "ROTATED_AHEAD": self.rotated_ahead if self.rotated_queries else 0,
             "LEVEL_COPIES": self.level_copies,
             "PIPELINED_ROPE": 0,
             "CHUNK_TILES": min(CHUNK_TOKENS, layout.page_tokens) // 16,
             "SHARED_OPERAND": int(self.shared_operand),
             "OVERLAY_TILES": tiles,
-            "OVERLAY_LAST": int(self.low_batch or self.rotated_queries),
-            "OVERLAY_UNITS": max(1, overlay_units) + self.rotated_queries,  # queries are rotated for it, too
+            "OVERLAY_LAST": int(self.low_batch),
+            "OVERLAY_UNITS": max(1, overlay_units),
             "SPLIT_ROWS": int(self._split_rows),
             "WHOLE_TILES": int(self._tokenwise and (self.low_batch or layout.overlay_tokens("key") > 0)),
             "MIXED_PAGE_UNITS": 4 if channelwise else 1,

@@ -18,6 +18,12 @@ static void NAME(check)(Append *call, int64_t task, float *scratch) {
   }
 }
 
+/* Writes the key or value x of a position of sequence b to the overlay. */
+INLINE void store_overlay(const Append *call, const Stream *s, int64_t b, int head, int64_t position, const float *x) {
+  const int64_t at = ((call->batch->overlay_rows[b] * s->overlay_tokens + overlay_index(s, position)) * call->heads + head) * call->dim;
+  for (int c = 0; c < call->dim; c++) store_one(s->overlay, at + c, call->overlay_type, x[c]);
+}
+
 /* Task: the key or value of one head of one new token of a token-wise stream. */
 static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   const int dim = call->dim, side = (int)(task % 2), head = (int)(task / 2 % call->heads), size = call->page_tokens;
@@ -37,11 +43,10 @@ static void NAME(append)(const Append *call, int64_t task, float *scratch) {
   uint8_t *page_head = call->pages + (slot / size * call->heads + head) * call->page_head_bytes;
   float x[256];
   load_row(call->source[side], token * call->stride[side] + head * call->head_stride[side], call->type[side], dim, x);
+  const int keep = s->overlay_tokens && (position < s->sink || position >= n - s->ring);
+  if (keep && s->raw_window) store_overlay(call, s, b, head, position, x);
   apply_transform(transform, head, position, dim, x);
-  if (s->overlay_tokens && (position < s->sink || position >= n - s->ring)) {
-    const int64_t at = ((call->batch->overlay_rows[b] * s->overlay_tokens + overlay_index(s, position)) * call->heads + head) * dim;
-    for (int c = 0; c < dim; c++) store_one(s->overlay, at + c, call->overlay_type, x[c]);
-  }
+  if (keep && !s->raw_window) store_overlay(call, s, b, head, position, x);
   if (position < call->origin) return;
   const int place = (int)(slot % size);
   if (s->centers) {
@@ -159,7 +164,6 @@ static void NAME(append_groups)(const Append *call, int64_t task, float *scratch
     load_row(call->source[side], (start + position - before) * call->stride[side] + head * call->head_stride[side], call->type[side],
              dim, scratch);
     apply_transform(transform, head, position, dim, scratch);
-    const int64_t at = ((overlay + overlay_index(s, position)) * call->heads + head) * dim;
-    for (int c = 0; c < dim; c++) store_one(s->overlay, at + c, call->overlay_type, scratch[c]);
+    store_overlay(call, s, b, head, position, scratch);
   }
 }

@@ -32,6 +32,7 @@ typedef struct {
   int32_t metas, meta_fields, meta_type; /* scales of a token; 1: scale alone, 2: scale and min or zero; their 16-bit type */
   int32_t sink, ring, flush, recent, first; /* the recipe's window; ring: tokens of the recent ring; first: Window.first */
   int32_t overlay_tokens, group_tokens; /* full-precision tokens of an overlay row; tokens that are coded together */
+  int32_t raw_window; /* 1: the overlay holds keys as the model gave them, not as they are coded */
   int32_t boosted, subvector_dim;       /* channels with two more bits (BOOSTED); channels of a sub-vector (CENTROIDS) */
   int32_t books_heads, books_subvectors, book_bits; /* shape of `books`: heads or 1, sub-vectors or 1; bits of an index */
   int32_t centers, index_bits;                      /* centroids of whole head vectors, 0: none; bits of their index */

@@ -18,6 +18,14 @@ INLINE QueryOperand operand_at(const Decode *call, const float *p) {
   return (QueryOperand){.vector = p, .high = limbs, .low = limbs + dim, .scale = p + dim + 2, .sum = p + dim + 2 + spans, .mean_logit = p + dim};
 }
 
+/* Loads a chunk of queries of a (sequence, KV head) as they are, to vectors: [CHUNK, dim]. Of the operands, only `vector` is set. */
+INLINE void load_raw_queries(const Decode *call, int64_t row, int chunk, int queries, float *vectors, QueryOperand *query) {
+  for (int g = 0; g < queries; g++) {
+    query[g] = (QueryOperand){.vector = vectors + (int64_t)g * call->dim};
+    load_row(call->query, (row * call->group + chunk + g) * call->dim, call->type, call->dim, vectors + (int64_t)g * call->dim);
+  }
+}
+
 #if ARM
 /* row_products of several queries with four rows: out[query * stride + row]. Every number is loaded once. */
 INLINE void block_products(const int QUERIES, const QueryOperand *query, const float *rows, int row_stride, int dim, float *out, int stride) {
@@ -74,11 +82,12 @@ INLINE float *lookup_tables(const Decode *call, int64_t row, int chunk) {
   return call->tables + (row * ((call->group + CHUNK - 1) / CHUNK) + chunk / CHUNK) * size;
 }
 
-/* Channels of a query that the scores of a RoPE block need: all, or only the stored ones where none of the block's tokens is in the
- * overlay. */
+/* Channels of a query that the scores of a RoPE block need: all, or only the stored ones where none of the block's tokens is in an
+ * overlay of keys as they are coded. */
 INLINE int channels_read(const Decode *call, int64_t b, int block) {
   const Stream *s = &call->key;
   if (!call->rope_block || s->kind != SCALE_ALONE || s->mean) return call->dim;
+  if (s->raw_window) return s->span[s->spans - 1].end;
   int64_t sinks, recent;
   overlay_bounds(call, s, b, &sinks, &recent);
   const int64_t begin = (call->rope_first / call->rope_block + block) * call->rope_block - call->rope_first;

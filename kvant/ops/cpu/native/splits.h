@@ -37,21 +37,44 @@ INLINE int64_t fetch_page(const Decode *call, const SplitTokens *part, const Str
   return 0;
 }
 
+/* S = Q K^T of a chunk of queries with the overlay tokens [position, to): scores[query * stride + token]. */
+static void overlay_scores(const Decode *call, const SplitTokens *part, int64_t position, int64_t to, int queries, const QueryOperand *query, float *scores) {
+  const int dim = call->dim, count = (int)(to - position), stride = part->stride;
+  float rows[CHUNK * 256] __attribute__((aligned(64)));
+  for (int i = 0, got; i < count; i += got) {
+    got = load_overlay(call, &call->key, part->b, part->head, position + i, to, rows);
+#if ARM
+    if (got == CHUNK && dim % LANE_COUNT == 0) {
+      FOR_COUNT(queries, block_products, query, rows, 256, dim, scores + i, stride)
+      continue;
+    }
+#endif
+    for (int g = 0; g < queries; g++) FOR_COUNT(got, row_products, query[g].vector, rows, 256, dim, scores + g * stride + i)
+  }
+}
+
 /* S = q . mu + Q K^T of a chunk of queries: scores[query * stride + position - begin]. */
 static void split_scores(const Decode *call, const SplitTokens *part, int chunk, int queries, float *scores) {
-  const int dim = call->dim, group = call->group, size = call->page_tokens, stride = part->stride;
+  const int group = call->group, size = call->page_tokens, stride = part->stride, raw_window = call->key.raw_window;
   const int64_t b = part->b, row = b * call->heads + part->head;
-  float rows[CHUNK * 256] __attribute__((aligned(64)));
+  float vectors[CHUNK * 256] __attribute__((aligned(64)));
   int64_t sinks, recent, held = -1;
-  QueryOperand query[CHUNK]; /* those of index `held` */
+  QueryOperand query[CHUNK], raw[CHUNK]; /* those of index `held`; queries as they are */
 #if ARM
   const int packs = call->key.kind <= SCALE_ALONE && by_sections(&call->key);
   int8x16_t limbs[MOST_LIMBS];
 #endif
   overlay_bounds(call, &call->key, b, &sinks, &recent);
+  if (raw_window && (part->begin < sinks || part->end > recent)) load_raw_queries(call, row, chunk, queries, vectors, raw);
   for (int64_t position = part->begin; position < part->end;) {
     /* positions [position, to) of one RoPE block, in one page or in the overlay */
     int64_t to = part->end, index = chunk;
+    if (raw_window && (position < sinks || position >= recent)) {
+      if (position < sinks && sinks < to) to = sinks;
+      overlay_scores(call, part, position, to, queries, raw, scores + (position - part->begin));
+      position = to;
+      continue;
+    }
     if (call->rope_block) {
       const int64_t block = (position + call->rope_first) / call->rope_block;
       index += (block - call->rope_first / call->rope_block - part->block) * group;
@@ -67,18 +90,8 @@ static void split_scores(const Decode *call, const SplitTokens *part, int chunk,
     float *at = scores + (position - part->begin);
     if (position < sinks || position >= recent) {
       if (position < sinks && sinks < to) to = sinks;
-      const int count = (int)(to - position);
-      for (int i = 0, got; i < count; i += got) {
-        got = load_overlay(call, &call->key, b, part->head, position + i, to, rows);
-#if ARM
-        if (got == CHUNK && dim % LANE_COUNT == 0) {
-          FOR_COUNT(queries, block_products, query, rows, 256, dim, at + i, stride)
-          continue;
-        }
-#endif
-        for (int g = 0; g < queries; g++) FOR_COUNT(got, row_products, query[g].vector, rows, 256, dim, at + g * stride + i)
-      }
-      add_mean_logit(call, queries, query, count, at, stride);
+      overlay_scores(call, part, position, to, queries, query, at);
+      add_mean_logit(call, queries, query, (int)(to - position), at, stride);
       position = to;
       continue;
     }
@@ -246,7 +259,10 @@ static void NAME(split)(const Decode *call, int64_t task, float *scratch) {
   part.operands = call->operands + row * group * call->operand_stride;
   if (call->rope_block && part.begin < part.end) {
     part.block = (int)((part.begin + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
-    const int last = (int)((part.end - 1 + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
+    int64_t sinks, recent, end = part.end;
+    overlay_bounds(call, &call->key, part.b, &sinks, &recent);
+    if (call->key.raw_window && recent < end) end = recent; /* no operand meets the overlay */
+    const int last = (int)((end - 1 + call->rope_first) / call->rope_block - call->rope_first / call->rope_block);
     const int room = CHUNK * part.stride / dim, most = ARM ? 4 * MOST_ROWS : MOST_ROWS;
     make_operands(call, row, part.block, last - part.block + 1, operands, scores, room < most ? room : most);
     part.operands = operands;

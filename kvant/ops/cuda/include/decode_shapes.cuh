@@ -112,10 +112,6 @@ template <int KIND, int TYPE, class Section> DEV void load_scales(Scales* out, S
 // Where keys are stored unrotated to the start of their RoPE block (ROPE_BLOCK > 0), every RoPE block has a query operand of its own, rotated
 // back by the same angle.
 constexpr int ROPE_TOKENS = ROPE_BLOCK ? ROPE_BLOCK : 1;
-// RoPE blocks that the overlay may reach into: the first ones, and the last ones counted from the block of the last token.
-constexpr int SINK_ROPE_BLOCKS = Config::SINK ? (Config::SINK + ROPE_TOKENS - 2) / ROPE_TOKENS + 1 : 0;
-constexpr int OVERLAY_SLOTS = SINK_ROPE_BLOCKS + (Key::RECENT + QUERIES - 1 + ROPE_TOKENS - 2) / ROPE_TOKENS + 1;
-DEV int overlay_slot(int block, int last) { return block < SINK_ROPE_BLOCKS ? block : SINK_ROPE_BLOCKS + last - block; }
 
 // The RoPE block of a token, counted from the one of the first token, and the token after its last one.
 template <class A> DEV int rope_block_of(const A& a, int token) { return ROPE_BLOCK ? (token + a.first_position) / ROPE_TOKENS - a.first_position / ROPE_TOKENS : 0; }

@@ -187,7 +187,7 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
         for (int i = 0; i < N; i++) mma_16bit<Config::OVERLAY_TYPE>(c[i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[0], q[1]);
       }
     }
-    mask_scores<N, Config::OVERLAY_TYPE == 1, (SOFTCAP || ROPE_BLOCK)>(c, n, a, from, first, last, lane, sh, softmax, s);
+    mask_scores<N, Config::OVERLAY_TYPE == 1, SOFTCAP>(c, n, a, from, first, last, lane, sh, softmax, s);
   }
 }
 
@@ -218,10 +218,70 @@ DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, in
     if constexpr (SUMS > 1)
 #pragma unroll
       for (int i = 0; i < 4; i++) c[0][0][i] += c[SUMS - 1][0][i];
-    mask_scores<N, false, (SOFTCAP || ROPE_BLOCK)>(c[0], n, a, from, first, last, lane, sh, softmax, s);
+    mask_scores<N, false, SOFTCAP>(c[0], n, a, from, first, last, lane, sh, softmax, s);
   }
 }
-using OverlayRows = Select<Config::SPLIT_ROWS, SplitRows, const float*>;  // that kernels before decode, or its warps, make
+using OverlayRows = Select<Config::SPLIT_ROWS, SplitRows, const float*>;  // that a kernel before decode makes
+
+// The same with queries as they came: where keys are stored unrotated, the overlay holds them as the model gave them (RAW_WINDOW). Queries of the overlay's type are
+// one operand, exactly; others are split into high + low.
+struct GivenQueries {
+  static constexpr bool EXACT = Config::QUERY_TYPE == Config::OVERLAY_TYPE;
+  static constexpr int PARTS = EXACT || PAIRED ? 1 : 2, BYTES = Config::QUERY_TYPE == 2 ? 4 : 2;  // PAIRED: odd columns hold the low part
+  const u8* bytes;
+  int count;  // rows
+  DEV GivenQueries(const DecodeArguments& a, const HeadTileRows& tile) : bytes((const u8*)a.query + tile.query * D * BYTES), count(tile.count) {}
+
+  // B operands of all steps: `low_part` of the row of a column, or zero where there is no such row.
+  DEV void load(u32* q, int column, bool low_part, int t) const {
+    const u8* row = bytes + min(column, count - 1) * (D * BYTES);
+    if constexpr (EXACT) {
+      load_overlay_words(q, row, t);
+    } else {
+#pragma unroll
+      for (int e = 0; e < D / 8; e++) {
+        float x[2];
+        load_pair(x, row, overlay_channel(e, t));
+        const u32 first = pair_of<Config::OVERLAY_TYPE>(x[0], x[1]);
+        q[e] = low_part ? pair_of<Config::OVERLAY_TYPE>(x[0] - low<Config::OVERLAY_TYPE>(first), x[1] - high<Config::OVERLAY_TYPE>(first)) : first;
+      }
+    }
+    if (column >= count || (EXACT && low_part))
+#pragma unroll
+      for (int e = 0; e < D / 8; e++) q[e] = 0u;
+  }
+  DEV static void load_pair(float* x, const u8* row, int channel) {
+    if constexpr (Config::QUERY_TYPE == 2) {
+      const float2 y = *(const float2*)(row + channel * 4);
+      x[0] = y.x, x[1] = y.y;
+    } else {
+      const u32 w = *(const u32*)(row + channel * 2);
+      x[0] = low<Config::QUERY_TYPE>(w), x[1] = high<Config::QUERY_TYPE>(w);
+    }
+  }
+};
+template <int N, class From>
+DEV void overlay_scores(const OverlayKeys<N>& keys, const DecodeArguments& a, int from, int first, int last, int lane, const From& sh, const GivenQueries& rows, const OnlineSoftmax& softmax, float s[N][LANE_HEADS][2]) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    constexpr int SUMS = N == 1 ? 2 : 1;  // that do not wait for each other
+    float c[SUMS][N][4] = {};
+#pragma unroll
+    for (int part = 0; part < GivenQueries::PARTS; part++) {
+      u32 q[D / 8];
+      rows.load(q, query_column(n, g), PAIRED ? g & 1 : part, t);
+#pragma unroll
+      for (int e = 0; e < D / 8; e += 2)
+#pragma unroll
+        for (int i = 0; i < N; i++) mma_16bit<Config::OVERLAY_TYPE>(c[e / 2 % SUMS][i], keys.k[i][0][e], keys.k[i][1][e], keys.k[i][0][e + 1], keys.k[i][1][e + 1], q[e], q[e + 1]);
+    }
+    if constexpr (SUMS > 1)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[0][0][i] += c[SUMS - 1][0][i];
+    mask_scores<N, false, false>(c[0], n, a, from, first, last, lane, sh, softmax, s);  // these logits lack no q . mu
+  }
+}
 
 // P of N tiles as B operands in the overlay's type: fp16, or bfloat16 in two parts, high + low. PAIRED: the odd columns hold the low part.
 template <int N> struct OverlayProbs {
@@ -308,7 +368,7 @@ template <int N, class Token> DEV void mask_packed_rows(float s[N][LANE_HEADS][2
 }
 
 // Attends to tokens [first, last) of OVERLAY_TILES tiles of the sequence from `from` on: S, softmax update, O += P V.
-template <class From, class Rows>  // From: SharedQuery or QueryOperand; Rows: const float* or OverlayRows
+template <class From, class Rows>  // From: SharedQuery or QueryOperand; Rows: const float*, OverlayRows or GivenQueries
 DEV void attend_overlay(const DecodeArguments& a, const volatile SequenceWork& w, const HeadTileRows& tile, int from, int first, int last, s64 overlay_row, int lane, const From& sh, const Rows& rows, OnlineSoftmax& softmax) {
   OverlayKeys<OVERLAY_TILES> keys;
   const int head = tile.head;

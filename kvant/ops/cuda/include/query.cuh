@@ -42,7 +42,7 @@ struct QueryOperand : GroupSums<KEY_GROUPS> {
   float top[4 * LANE_HEADS];                                  // by query head: max |q|; of rotated queries, divided by the largest weight of a plane
   float sum[4 * LANE_HEADS], bias[4 * LANE_HEADS];            // sum_c q_c, and that of centred levels
   float mean_logit[4 * LANE_HEADS];                           // q . mu, which removing the key mean took off every logit
-  float peak[4 * LANE_HEADS];                                 // the largest magnitude of all channels, where the overlay reaches into the RoPE block
+  float peak[4 * LANE_HEADS];                                 // the largest magnitude of all channels, where the overlay holds keys as they are coded
   DEV float peak_of(int head) const { return peak[head]; }
 };
 

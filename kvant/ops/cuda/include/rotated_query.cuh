@@ -4,8 +4,7 @@
 //
 // M lies in shared memory once for a CTA, as A operands: Q'^T = M^T Q^T. Columns of M fill the 16 rows of an MMA, one tile for each register of the query
 // operand, and the queries of ROTATED_BLOCKS RoPE blocks its 8 columns. When a warp enters a RoPE block that it has no operand of, it makes those of this block and
-// of the next into its own part of shared memory: nothing goes through global memory, and warps do not wait for each other. At a low batch, where a CTA has few pages,
-// its warps first make the operands of all its RoPE blocks together, AHEAD each: every one is made once, and fewer loads of M make them.
+// of the next into its own part of shared memory: nothing goes through global memory, and warps do not wait for each other.
 
 #pragma once
 #include "include/head_tile_rows.cuh"
@@ -14,11 +13,11 @@
 constexpr int ROTATED_BLOCKS = TILE_HEADS <= 4 ? 2 : 1;  // RoPE blocks whose queries are columns of one MMA
 constexpr int ROTATED_STEPS = D / 16;                    // of 16 channels
 
-// The matrix of a head, fp16 [ROTATED_TILES + D / 16 tiles, D / 16 steps, 32 lanes] of 16 bytes: fragments.decode_fragments. First the tiles that lie in shared
-// memory: those of the operand, and one of the sum, the bias and q . mu. Then the channels in their order, for the overlay.
+// The matrix of a head, fp16 [TILES, D / 16 steps, 32 lanes] of 16 bytes: fragments.decode_fragments. Tiles are those of the operand, and one of the sum, the bias and
+// q . mu.
 template <class K> struct RotatedMatrix {
-  static constexpr int TILES = K::REGISTERS + 1, WORDS = TILES * ROTATED_STEPS * 32, ALL_WORDS = (TILES + D / 16) * ROTATED_STEPS * 32;  // of uint4
-  DEV static const uint4* of(const DecodeArguments& a, int which) { return a.query_matrix + (s64)which * ALL_WORDS; }
+  static constexpr int TILES = K::REGISTERS + 1, WORDS = TILES * ROTATED_STEPS * 32;  // of uint4
+  DEV static const uint4* of(const DecodeArguments& a, int which) { return a.query_matrix + (s64)which * WORDS; }
   DEV static void copy(u8* to, const DecodeArguments& a, int which) {
     const uint4* from = of(a, which);
     for (int i = threadIdx.x; i < WORDS; i += WARPS * 32) copy16((uint4*)to + i, from + i);
@@ -26,17 +25,17 @@ template <class K> struct RotatedMatrix {
   // Of all heads to L2, by all threads of the grid.
   DEV static void prefetch(const DecodeArguments& a) {
     const int line = blockIdx.x * (WARPS * 32) + threadIdx.x;  // of 128 bytes
-    if (line < a.matrix_heads * (ALL_WORDS / 8)) prefetch_l2(a.query_matrix + line * 8);
+    if (line < a.matrix_heads * (WORDS / 8)) prefetch_l2(a.query_matrix + line * 8);
   }
 };
 
-// Cosines and sines of the starts of N RoPE blocks.
-template <int N> struct RotatedAngles {
-  float cosine[N][D / 2], sine[N][D / 2];
+// Cosines and sines of the starts of ROTATED_BLOCKS RoPE blocks.
+struct RotatedAngles {
+  float cosine[ROTATED_BLOCKS][D / 2], sine[ROTATED_BLOCKS][D / 2];
 
   // cp.async by the lanes of a warp, of RoPE blocks `block` on.
   DEV void copy(const DecodeArguments& a, int block, int lane) {
-    for (int i = lane; i < N * (D / 8); i += 32) {
+    for (int i = lane; i < ROTATED_BLOCKS * (D / 8); i += 32) {
       const int from = min(block + i / (D / 8), a.rope_blocks - 1) * (D / 2) + i % (D / 8) * 4;
       copy16(cosine[0] + 4 * i, a.cosine + from), copy16(sine[0] + 4 * i, a.sine + from);
     }
@@ -65,46 +64,30 @@ struct RotatedFragment {
     }
   }
 };
-// c = M^T Q'^T of N tiles, for COLUMNS tiles of queries; tile(n, k) is the lane's part of the n-th tile in step k.
-template <int COLUMNS, int N, class Tile> DEV void multiply_rotated(float (*c)[N][4], const RotatedFragment* q, Tile tile) {
+// c = M^T Q'^T of N tiles; tile(n, k) is the lane's part of the n-th tile in step k.
+template <int N, class Tile> DEV void multiply_rotated(float (*c)[4], const RotatedFragment& q, Tile tile) {
 #pragma unroll
-  for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-    for (int n = 0; n < N; n++) c[j][n][0] = c[j][n][1] = c[j][n][2] = c[j][n][3] = 0.f;
+  for (int n = 0; n < N; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
 #pragma unroll
   for (int k = 0; k < ROTATED_STEPS; k++)
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const uint4 m = tile(n, k);
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++) mma_fp16(c[j][n], m.x, m.y, m.z, m.w, q[j].x[k][0], q[j].x[k][1]);
+      mma_fp16(c[n], m.x, m.y, m.z, m.w, q.x[k][0], q.x[k][1]);
     }
 }
-
-// What overlay_scores asks of a query, beside its rows.
-struct OverlaySums {
-  float mean_logit[4 * LANE_HEADS], peak[4 * LANE_HEADS];
-  DEV float peak_of(int head) const { return peak[head]; }
-};
 
 template <class K> struct RotatedQuery;
 template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   using K = KeyPlanes<P...>;
   using Matrix = RotatedMatrix<K>;
-  static constexpr int AHEAD = Config::ROTATED_AHEAD, OWN = AHEAD ? AHEAD : ROTATED_BLOCKS;  // operands of a warp
-  static constexpr bool ALIASED = AHEAD > 0;  // angles lie among operands
-  static_assert(AHEAD == 0 || (AHEAD == 2 * ROTATED_BLOCKS && TILE_HEADS <= 8 && sizeof(QueryOperand) >= 4 * D), "angles fit in the place of operands");
-  using Angles = RotatedAngles<ROTATED_BLOCKS>;
   struct Shared {
-    QueryOperand operands[WARPS * OWN];  // OWN of each warp
-    Select<ALIASED, u32, Angles[WARPS]> angles;  // of the next operands of a warp, on their way; ALIASED: they lie behind its ROTATED_BLOCKS operands
-    OverlaySums sums[WARPS];
+    QueryOperand operands[WARPS][ROTATED_BLOCKS];
+    RotatedAngles angles[WARPS];  // of the next operands of a warp, on their way
   };
   static constexpr int NONE = 1 << 30;
-  int first, last;  // RoPE block of the first operand, or NONE; of the last of the CTA, where its warps make operands together
-  bool copying;     // the matrix of the head is on its way
-  int rows_block;   // RoPE block whose rows for the overlay are there, or -1
-  bool together;    // the warps of the CTA make the operands of all its RoPE blocks first; else each warp makes its own
+  int first;     // RoPE block of the first operand, or NONE
+  bool copying;  // the matrix of the head is on its way
 
   // A lane's part of a tile of the matrix in shared memory, where SharedMatrix puts it. Not by a pointer, which would take registers of every page.
   DEV static uint4 tile(int n, int k) {
@@ -112,61 +95,26 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     return ((const uint4*)(dynamic + WARPS * Config::WARP_BYTES))[(n * ROTATED_STEPS + k) * 32 + (threadIdx.x & 31)];
   }
 
-  DEV static Angles& own_angles(Shared& sh) {
-    const int warp = threadIdx.x >> 5;
-    if constexpr (ALIASED) return *(Angles*)(sh.operands + warp * OWN + ROTATED_BLOCKS);
-    else return sh.angles[warp];
-  }
-
   // The column of an MMA: its head (`from` on) and its RoPE block among those of the product; columns beyond the last are idle.
   DEV static int member(int column) { return ROTATED_BLOCKS > 1 ? column / TILE_HEADS : 0; }
   DEV static int head_of(int column, int from) { return ROTATED_BLOCKS > 1 ? column % TILE_HEADS : from + column; }
-  DEV static bool stored(int channel) { return ((channel >= P::FIRST && channel < P::FIRST + P::WIDTH) || ...); }
-  DEV static bool all_stored(int tile) {  // of 16 channels
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < 16; i++) all = all && stored(16 * tile + i);
-    return all;
-  }
 
-  // Queries, and the angles of what the warp rotates first, are wanted soon. Tokens [begin, end) are packed ones of the CTA, those from `own` on of the warp.
-  DEV void request(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int begin, int end, int own, int lane) {
-    const int warp = threadIdx.x >> 5;
+  // Queries, and the angles of what the warp rotates first, are wanted soon. Its packed tokens are those from `own` on.
+  DEV void request(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int own, int lane) {
     if (lane * 64 < rows.count * D) prefetch_l1((const u8*)a.query + (rows.query * D + lane * 64) * 2);
     await_copies();  // of angles that nobody asked for
-    first = NONE, together = false, rows_block = -1;
-    if constexpr (AHEAD > 0) {
-      first = rope_block_of(a, begin), last = begin < end ? rope_block_of(a, end - 1) : first - 1;
-      together = last - first < AHEAD * WARPS;
-      if (together) {
-        if (first + warp * AHEAD <= last) ((RotatedAngles<OWN>*)(sh.operands + warp * OWN))->copy(a, first + warp * AHEAD, lane);
-        return;
-      }
-      first = NONE;
-    }
-    own_angles(sh).copy(a, rope_block_of(a, own), lane);
+    first = NONE;
+    sh.angles[threadIdx.x >> 5].copy(a, rope_block_of(a, own), lane);
   }
   template <class SharedMatrix> DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& shared, const HeadTileRows& rows) {
     const int which = rows.head % a.matrix_heads;
     copying = shared.head != which;
     if (copying) Matrix::copy(shared.bytes, a, shared.head = which);
   }
-  template <class SharedMatrix> DEV void finish(Shared& sh, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
-    [[maybe_unused]] const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (copying) {
-      await_copies();
-      __syncthreads();
-    }
-    if constexpr (AHEAD > 0)
-      if (together) {
-        if (first + warp * AHEAD <= last) {
-          const auto& angles = *(const RotatedAngles<OWN>*)(sh.operands + warp * OWN);
-          await_copies();
-          __syncwarp();
-          make_operands<2>(sh.operands + warp * OWN, angles.cosine[0], angles.sine[0], a, rows, lane);
-        }
-        __syncthreads();
-      }
+  template <class SharedMatrix> DEV void finish(Shared&, const DecodeArguments&, SharedMatrix&, const HeadTileRows&) const {
+    if (!copying) return;
+    await_copies();
+    __syncthreads();
   }
   template <class Pages> DEV void load(Pages&, Shared&, const DecodeArguments&, int) const {}
 
@@ -180,27 +128,22 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
     return top;
   }
 
-  // Operands of COLUMNS * ROTATED_BLOCKS RoPE blocks, whose angles are given. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes
-  // of a word: lane g has word g >> 1 of register g & 1 of every two. `out` may lie where the angles are.
-  template <int COLUMNS> DEV void make_operands(QueryOperand* out, const float* cosine, const float* sine, const DecodeArguments& a, const HeadTileRows& rows, int lane) const {
+  // Operands of ROTATED_BLOCKS RoPE blocks, whose angles are given. Rows of tiles are in an order in which the four accumulators of two tiles are the bytes of a word:
+  // lane g has word g >> 1 of register g & 1 of every two.
+  DEV static void make_operands(QueryOperand* out, const RotatedAngles& angles, const DecodeArguments& a, const HeadTileRows& rows, int lane) {
     const int g = lane >> 2, t = lane & 3;
     constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS, MISSING_WORDS = MISSING * K::REGISTERS * 8;  // operands of heads that do not exist are zero
 #pragma unroll 1
     for (int from = 0; from < TILE_HEADS; from += 8) {
-      RotatedFragment q[COLUMNS];
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++) {
-        const int angle = (j * ROTATED_BLOCKS + min(member(g), ROTATED_BLOCKS - 1)) * (D / 2);
-        q[j].load(a, rows.query + min(head_of(g, from), rows.count - 1), cosine + angle, sine + angle, t);
-      }
-      float c[COLUMNS][Matrix::TILES][4];
-      multiply_rotated<COLUMNS, Matrix::TILES>(c, q, tile);
-      if (COLUMNS > 1) __syncwarp();  // all lanes have read their angles
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++) store_operands(out + j * ROTATED_BLOCKS, c[j], a, from, g, t);
+      RotatedFragment q;
+      const int which = min(member(g), ROTATED_BLOCKS - 1);
+      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), angles.cosine[which], angles.sine[which], t);
+      float c[Matrix::TILES][4];
+      multiply_rotated<Matrix::TILES>(c, q, tile);
+      store_operands(out, c, a, from, g, t);
     }
     if constexpr (MISSING > 0)
-      for (int i = lane; i < COLUMNS * ROTATED_BLOCKS * MISSING_WORDS; i += 32) {
+      for (int i = lane; i < ROTATED_BLOCKS * MISSING_WORDS; i += 32) {
         const int none = TILE_HEADS + i / 8 / K::REGISTERS % MISSING;
         out[i / MISSING_WORDS].f[none / 4][i / 8 % K::REGISTERS][none % 4 * 8 + i % 8] = 0u;
       }
@@ -228,84 +171,19 @@ template <class... P> struct RotatedQuery<KeyPlanes<P...>> {
   }
   // The operand of a RoPE block.
   template <class Pages> DEV void load_block(Pages& pages, Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) {
-    QueryOperand* own = sh.operands + (threadIdx.x >> 5) * OWN;
-    if (AHEAD > 0 && together) own = sh.operands;
-    else if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
-      Angles& angles = own_angles(sh);  // of this block: a warp goes from one RoPE block to the next
+    QueryOperand* own = sh.operands[threadIdx.x >> 5];
+    if ((u32)(block - first) >= (u32)ROTATED_BLOCKS) {
+      RotatedAngles& angles = sh.angles[threadIdx.x >> 5];  // of this block: a warp goes from one RoPE block to the next
       await_copies();
       __syncwarp();
-      make_operands<1>(own, angles.cosine[0], angles.sine[0], a, rows, lane);
+      make_operands(own, angles, a, rows, lane);
       angles.copy(a, (first = block) + ROTATED_BLOCKS, lane);
     }
     pages.load_query(own[block - first], lane, a.scale);
   }
 
-  // --- the overlay ----------------------------------------------------------------------------------------------------------
-
-  // The channels of a column that a plane holds.
-  template <class One> DEV static void store_plane(const float (*c)[4], int e, int g, float* row) {
-#pragma unroll
-    for (int k = 0; k < One::REGISTERS; k += 2) {
-      const int i = k + (g & 1);
-      const float by = (float)(1 << One::raised(i)) / One::WEIGHT;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int channel = One::channel(i, j, g >> 1);
-        if (channel >= 0) store_overlay_query(row, channel, c[One::BEFORE + k + j / 2][j % 2 * 2 + e] * by);
-      }
-    }
-  }
-  // Queries of a RoPE block as rows [TILE_HEADS, D] (store_overlay_query), by which the overlay is multiplied. Channels that are not stored come from the matrix in global memory.
-  DEV void make_rows(float* rows_out, OverlaySums& out, const DecodeArguments& a, const HeadTileRows& rows, int block, int lane) const {
-    const int g = lane >> 2, t = lane & 3;
-    __syncwarp();
-#pragma unroll 1
-    for (int from = 0; from < TILE_HEADS; from += 8) {
-      RotatedFragment q;
-      q.load(a, rows.query + min(head_of(g, from), rows.count - 1), a.cosine + block * (D / 2), a.sine + block * (D / 2), t);
-      float c[1][Matrix::TILES][4];
-      multiply_rotated<1, Matrix::TILES>(c, &q, tile);
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int column = 2 * t + e, h = head_of(column, from);
-        if (member(column) > 0 || h >= TILE_HEADS) continue;
-        (store_plane<P>(c[0], e, g, rows_out + h * D), ...);
-        if (g == 2) out.mean_logit[h] = c[0][K::REGISTERS][e] * a.scale;
-      }
-      const uint4* rest = Matrix::of(a, rows.head % a.matrix_heads) + Matrix::WORDS + lane;
-#pragma unroll
-      for (int n = 0; n < D / 16; n++) {
-        if (all_stored(n)) continue;
-        float y[1][1][4];
-        multiply_rotated<1, 1>(y, &q, [&](int, int k) { return __ldg(rest + (n * ROTATED_STEPS + k) * 32); });
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int column = 2 * t + e, h = head_of(column, from);
-          if (member(column) > 0 || h >= TILE_HEADS) continue;
-          store_overlay_query(rows_out + h * D, 16 * n + g, y[0][0][e]), store_overlay_query(rows_out + h * D, 16 * n + 8 + g, y[0][0][2 + e]);
-        }
-      }
-    }
-    __syncwarp();
-    if constexpr (Config::OVERLAY_TYPE == 1) {
-      for (int h = 0; h < TILE_HEADS; h++) {
-        float peak = 1e-30f;
-        for (int i = lane; i < D; i += 32) peak = fmaxf(peak, fabsf(rows_out[h * D + i]));
-        peak = warp_max(peak);
-        if (lane == 0) out.peak[h] = peak;
-      }
-      __syncwarp();
-    }
-  }
-  // Overlay tokens [at, last), those of one RoPE block at a time. The rows lie where the warp's pages were: the overlay comes after them.
-  DEV void attend(Shared& sh, u8* memory, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) {
-    OverlaySums& own = sh.sums[threadIdx.x >> 5];
-    for (int from = at; from < last;) {
-      const int until = min(last, rope_block_end(a, from)), block = rope_block_of(a, from);
-      if (block != rows_block) make_rows((float*)memory, own, a, rows, rows_block = block, lane);
-      attend_overlay(a, w, rows, at, from, until, overlay_row, lane, own, OverlayRows((const float*)memory), softmax);
-      from = until;
-    }
-    __syncwarp();  // outputs come where the rows were
+  // Overlay tokens [at, last).
+  DEV void attend(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+    attend_overlay(a, w, rows, at, at, last, overlay_row, lane, sh.operands[0][0], GivenQueries(a, rows), softmax);
   }
 };

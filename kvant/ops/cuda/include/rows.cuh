@@ -102,3 +102,16 @@ template <int LANES = 8> DEV void store_overlay_row(void* overlay, const float* 
 template <class A> DEV void store_overlay(const A& a, void* overlay, const float* x, int token, int head, int j) {
   if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row(overlay, x, overlay_place(a, token), head, j);
 }
+// A key as the model gave it, of TYPE, to the overlay.
+template <int TYPE, class A> DEV void store_raw_key(const A& a, int token, int head, int j) {
+  if constexpr (Config::OVERLAY_TOKENS > 0) {
+    float x[D / 8];
+    load_row<TYPE>(x, a.raw_key, (s64)token * a.raw_stride + head * D + j * (D / 8));
+    store_overlay(a, a.overlay_key, x, token, head, j);
+  }
+}
+// Two numbers of a word in the overlay's type.
+template <int TYPE> DEV u32 overlay_word(u32 w) {
+  if constexpr (TYPE == Config::OVERLAY_TYPE) return w;
+  else return pair_of<Config::OVERLAY_TYPE>(low<TYPE>(w), high<TYPE>(w));
+}

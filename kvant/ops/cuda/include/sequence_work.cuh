@@ -110,13 +110,8 @@ template <class Work> DEV WarpRange warp_range(const SequenceWork& w, const Work
   return range;
 }
 
-// The packed tokens [begin, end) of some pages of a sequence, counted from its first.
-struct TokenRange {
-  int begin, end;
-  DEV TokenRange(const SequenceWork& w, int page, int page_end) {
-    begin = max(w.packed, Config::ORIGIN + (w.page + page) * Config::PAGE_TOKENS), end = min(w.packed_end, Config::ORIGIN + (w.page + page_end) * Config::PAGE_TOKENS);
-  }
-};
+// The first packed token of a page of a sequence, which are counted from its first with packed tokens.
+DEV int first_packed(const SequenceWork& w, int page) { return max(w.packed, Config::ORIGIN + (w.page + page) * Config::PAGE_TOKENS); }
 
 // Which tokens each row of a head tile sees, where a sequence has several queries.
 struct RowLimits {

@@ -78,6 +78,14 @@ template <class S> struct StepRow {
     }
   }
 
+  // Stores a key as it was read at a place of the overlay; -1 is no place.
+  DEV void store_raw(const AppendArguments& a, s64 at, int head, int lane) const {
+    static_assert(MULTIPLIED, "keys that are unrotated have a matrix");
+    if (at < 0 || lane >= D / 4) return;
+    u32* to = (u32*)a.overlay_key + (at * Config::KV_HEADS + head) * (D / 2) + lane;
+    to[0] = overlay_word<S::IN_TYPE>(w[0]), to[D / 4] = overlay_word<S::IN_TYPE>(w[1]);
+  }
+
   // Writes the operands of row `warp`; returns the factor that brings its sums to numbers. `block` is the token's RoPE block.
   DEV float put(const AppendArguments& a, StepShared& sh, int block, int warp, int lane) const {
     constexpr int TYPE = S::IN_TYPE;

@@ -31,6 +31,23 @@ template <class S> DEV void store_overlay(const TokenTile<S>& tile, const Append
     }
 }
 
+// The same of keys as the model gave them, of the tile that begins at token `first`.
+template <class S> DEV void store_raw_overlay(const TokenTile<S>& tile, const AppendArguments& a, int first, int head, s64 mine) {
+  constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
+  if (!__any_sync(FULL, mine >= 0)) return;
+  s64 at[ROWS];
+  tile.broadcast_rows(mine, at);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    if (at[r] >= 0) {
+      u32 w[N / 2];
+      load_words<N / 2>(w, (const u8*)S::rows(a) + ((s64)(first + tile.token(r)) * S::stride(a) + head * D + tile.share() * N) * 2);
+#pragma unroll
+      for (int i = 0; i < N / 2; i++) w[i] = overlay_word<S::IN_TYPE>(w[i]);
+      store_words<N / 2>((u8*)S::overlay(a) + ((at[r] * Config::KV_HEADS + head) * D + tile.share() * N) * 2, w);
+    }
+}
+
 // Words of codes from a coder for the low halves and one for the high halves: of keys, even and odd channels of one row, of values, two rows.
 // bits(x) is the code on top of base(), which is subtracted once a word.
 template <class S, int WORDS, class Coder> DEV void code_words(u32* w, const Coder& low_, const Coder& high_, const float* x_low, const float* x_high) {

@@ -111,7 +111,10 @@ extern "C" __global__ void __launch_bounds__(Config::WARPS * 32) kvant_append(co
   if (is_key) load_row<KeyStream::IN_TYPE>(x, a.key, at);
   else load_row<ValueStream::IN_TYPE>(x, a.value, at);
   transform_row(a, x, is_key, head, j, sh.scratch[POWER_OF_TWO_CHANNELS ? 0 : warp][row]);
-  if (slot >= 0) store_overlay(a, is_key ? a.overlay_key : a.overlay_value, x, token, head, j);
+  if (slot >= 0) {
+    if (Config::RAW_WINDOW && is_key) store_raw_key<Config::RAW_TYPE>(a, token, head, j);
+    else store_overlay(a, is_key ? a.overlay_key : a.overlay_value, x, token, head, j);
+  }
 
   // Scale and codes.
   if constexpr (KeyStream::CENTROIDS > 0)

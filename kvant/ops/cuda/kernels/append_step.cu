@@ -93,12 +93,15 @@ template <class S> DEV void append_stream(const AppendArguments& a, StepShared& 
     const int block = S::ROPE_BLOCK > 0 ? rope_block_of<S::ROPE_BLOCK>(a, (int)position) : 0;
     transform_step<S>(a, sh, token.row, matrix, about.mean, block, warp, lane, x);
     const s64 slot = token.slot, at = Config::OVERLAY_TOKENS > 0 ? overlay_place(token.found.overlay_row, token.found.length, position) : -1;
+    constexpr bool RAW = S::KEY && Config::RAW_WINDOW, OVERLAY = Config::OVERLAY_TOKENS > 0;
+    if constexpr (RAW && OVERLAY)
+      if (slot >= 0) token.row.store_raw(a, at, head, lane);
     first += apart;
     if (first < a.tokens) token.load(a, first + warp, head, lane);
 
     // Keep in the overlay, and code.
     if (slot >= 0) {
-      if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay_row<32>(S::overlay(a), x, at, head, lane);
+      if constexpr (OVERLAY && !RAW) store_overlay_row<32>(S::overlay(a), x, at, head, lane);
       if constexpr (Config::CLIP) clip_row<STEP_CHANNELS>(x, clip_limit<STEP_CHANNELS, 1, 32>(x, S::clip(a)));
       store_row<S>(a, x, about, bytes, slot, head, lane);
     }

@@ -69,6 +69,7 @@ template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const 
   }
 }
 
+// Keys are unrotated for banded codes alone; of the others the overlay holds what is coded.
 template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool AS_READ = TokenTile<S>::AS_READ;
@@ -318,7 +319,10 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
   const float* weights = S::weights(a) + head * D + tile.share() * N;
   OwnedToken owned;
   multiply(tile, a, w, matrix, owned, first, head);
-  if constexpr (Config::OVERLAY_TOKENS > 0) store_overlay(tile, a, head, owned.place);
+  if constexpr (Config::OVERLAY_TOKENS > 0) {
+    if constexpr (Config::RAW_WINDOW && !S::VALUES) store_raw_overlay(tile, a, first, head, owned.place);
+    else store_overlay(tile, a, head, owned.place);
+  }
 
   // Scale of the owned row; where the stream has a FLAG, that of the row less flag_mean if its error is smaller.
   float error, scale = banded_scale<false>(tile, weights, nullptr, error), sign = 1.f, reciprocal[ROWS];

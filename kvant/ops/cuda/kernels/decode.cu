@@ -17,7 +17,6 @@ using PageAttention = Config::PageAttention;
 constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one transforms queries and writes their rows
 static_assert(!SHARED_OPERAND || (Config::QUERY_KERNEL && ROPE_BLOCK), "operands of RoPE blocks are copied to shared memory");
 static_assert(TEAMS == 1 || (Config::QUERY_KERNEL && !FUSED_OUTPUTS), "what the threads of a CTA transform together, those of a team do not");
-static_assert(!ROTATED_QUERIES || Config::OVERLAY_LAST, "rows of rotated queries lie where pages were");
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------
 
@@ -68,7 +67,7 @@ struct OperandQuery {
   const QueryOperand* operands;  // of the (sequence, head tile), by RoPE block
   int coming;                    // SHARED_OPERAND: the RoPE block whose operand is on its way, or -1
 
-  DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int, int, int) {}
+  DEV void request(Shared&, const DecodeArguments&, const HeadTileRows&, int, int) {}
   DEV void copy_matrix(const DecodeArguments&, SharedMatrix&, const HeadTileRows&) {}
   DEV void finish(Shared&, const DecodeArguments& a, SharedMatrix&, const HeadTileRows& rows) {
     operands = a.operands + ((s64)rows.b * HEAD_TILES + rows.head_tile) * a.rope_blocks;
@@ -100,19 +99,10 @@ struct OperandQuery {
     for (int i = 0; i < (int)sizeof(QueryOperand); i += 32 * 16)
       if (i + lane * 16 < (int)sizeof(QueryOperand)) copy16((u8*)&to + i + lane * 16, (const u8*)&from + i + lane * 16);
   }
-  // Overlay tokens [at, last), those of one RoPE block at a time.
-  DEV void attend(Shared&, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
-    if constexpr (ROPE_BLOCK > 0) {
-      for (int first = at; first < last;) {
-        const int until = min(last, rope_block_end(a, first));
-        const int block = rope_block_of(a, first), slot = overlay_slot(block, rope_block_of(a, w.n - 1));
-        const float* queries = a.query_rows + (((s64)rows.b * HEAD_TILES + rows.head_tile) * OVERLAY_SLOTS + slot) * TILE_HEADS * D;
-        attend_overlay(a, w, rows, at, first, until, overlay_row, lane, operands[block], OverlayRows(queries), softmax);
-        first = until;
-      }
-    } else {
-      attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, OverlayRows(a.query_rows + rows.query * D), softmax);
-    }
+  // Overlay tokens [at, last).
+  DEV void attend(Shared&, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+    if constexpr (ROPE_BLOCK > 0) attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, GivenQueries(a, rows), softmax);
+    else attend_overlay(a, w, rows, at, at, last, overlay_row, lane, *operands, OverlayRows(a.query_rows + rows.query * D), softmax);
   }
 };
 
@@ -122,7 +112,7 @@ struct CtaQuery {
   RawQuery raw;
 
   DEV static int matrix_of(const DecodeArguments& a, const HeadTileRows& rows) { return FUSED_QUERIES ? rows.head % a.matrix_heads : 0; }
-  DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int, int, int) {
+  DEV void request(Shared&, const DecodeArguments& a, const HeadTileRows& rows, int, int) {
     if (!AFTER_KERNEL) raw.load(a, matrix_of(a, rows), rows.query, rows.count);
   }
   DEV void copy_matrix(const DecodeArguments& a, SharedMatrix& matrix, const HeadTileRows& rows) {
@@ -134,7 +124,7 @@ struct CtaQuery {
     if constexpr (RESIDUAL_KEYS) store_centroid_scores(sh.rows, sh.top, a, rows.head);
   }
   template <class Pages> DEV void load(Pages& pages, Shared& sh, const DecodeArguments& a, int lane) const { pages.load_query(sh, lane, a.scale); }
-  DEV void attend(Shared& sh, u8*, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
+  DEV void attend(Shared& sh, const DecodeArguments& a, const HeadTileRows& rows, const volatile SequenceWork& w, int at, int last, s64 overlay_row, int lane, OnlineSoftmax& softmax) const {
     attend_overlay(a, w, rows, at, at, last, overlay_row, lane, sh, sh.rows, softmax);
   }
 };
@@ -223,8 +213,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTA
       const HeadTileRows rows(work);
       ring.list(a.block_table + (s64)work.b * a.block_table_width + found.page, a.pages + rows.head * PAGE_HEAD_BYTES, range);
       Query query;
-      const TokenRange tokens(found, warp_range(found, work, scheduler.split, 0).page, warp_range(found, work, scheduler.split, WARPS - 1).page_end);  // of the CTA
-      query.request(sh, a, rows, tokens.begin, tokens.end, TokenRange(found, range.page, range.page_end).begin, lane);
+      query.request(sh, a, rows, first_packed(found, range.page), lane);
       query.copy_matrix(a, matrix, rows);  // before the pages, behind which it would arrive last
       ring.fill(range, lane);
       if constexpr (TEAMS == 1) PageAttention::load_codebooks(codebook_head, dynamic, a, rows.head);
@@ -232,18 +221,18 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTA
         for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) prefetch_overlay(a, overlay.begin(i), overlay.end(i), overlay_row, rows.head, lane);
       if (AFTER_KERNEL) wait_prior_grid();  // pages and lengths read so far were complete, but for tokens that the overlay holds: see after_append
       query.finish(sh, a, matrix, rows);
-      if constexpr (FUSED_OUTPUTS && !ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);
+      if constexpr (FUSED_OUTPUTS) matrix.copy_output_matrix(a, rows.head);
 
       // tiles: S = Q K^T, P = softmax S, O += P V
       OnlineSoftmax softmax;
       softmax.clear();
       if constexpr (CENTROID_SUMS) clear_sums(softmax, lane);
       const auto attend_overlay_chunks = [&]() {
-        if (!AFTER_KERNEL && after_append) wait_prior_grid();
+        if (!AFTER_KERNEL && after_append && range.overlay + warp < range.overlay_end) wait_prior_grid();
         if constexpr (OVERLAY)
           for (int i = range.overlay + warp; i < range.overlay_end; i += WARPS) {
             const int at = overlay.begin(i), last = overlay.end(i);
-            query.attend(sh, outputs + warp * Config::WARP_BYTES, a, rows, w, at, last, overlay_row, lane, softmax);
+            query.attend(sh, a, rows, w, at, last, overlay_row, lane, softmax);
           }
       };
       if (OVERLAY && !Config::OVERLAY_LAST) attend_overlay_chunks(), scale_accumulators(softmax);
@@ -259,7 +248,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, Config::MIN_CTA
       store_warp(softmax, sh, (float*)(outputs + warp * Config::WARP_BYTES), warp, lane);
       if (FUSED_OUTPUTS) await_copies();
       team_barrier();
-      if constexpr (FUSED_OUTPUTS && ROTATED_QUERIES) matrix.copy_output_matrix(a, rows.head);  // where the matrix of queries was
       if constexpr (CENTROID_SUMS) CentroidSums::multiply(a, sh, rows.head);
       finish_cta(a, sh, (float*)outputs, matrix.bytes, matrix.output_head, rows, work.whole(), a.partial + ((s64)part * 2 + (work.from == 0)) * PARTIAL);
       if (!work.whole() && warp < rows.count) merge_parts(a, rows, scheduler.first_part(work), scheduler.last_part(work));

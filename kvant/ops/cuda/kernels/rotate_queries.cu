@@ -2,7 +2,7 @@
 // reaches, times the matrix into the space of the keys. This kernel is for low batches, rotate_queries_high_batch.cu for high ones.
 //
 // Columns of the matrix come in tiles of 8: two for each register of the operand, so that what the MMA leaves in a lane is the four bytes of its word; one
-// (SPECIAL) whose columns are the sum, the bias and q . mu; and the channels in their order, for the overlay.
+// (SPECIAL) whose columns are the sum, the bias and q . mu.
 
 #pragma once
 #include "include/query.cuh"
@@ -11,7 +11,7 @@
 constexpr int AT_ONCE = 16 / TILE_HEADS, PASS_ROWS = AT_ONCE * TILE_HEADS;  // head tiles, and query heads, that are rows of one MMA
 constexpr int PARTS = Config::QUERY_PARTS;  // fp16 numbers that a query is the sum of
 constexpr int ROTATE_THREADS = Config::ROTATE_WARPS * 32, EACH = Keys::REGISTERS / Config::ROTATE_WARPS;  // registers of the keys that a warp makes
-constexpr int SPECIAL = 2 * Keys::REGISTERS, IN_ORDER = SPECIAL + 1, ROTATE_TILES = IN_ORDER + D / 8;
+constexpr int SPECIAL = 2 * Keys::REGISTERS, ROTATE_TILES = SPECIAL + 1;
 // A warp's part of the matrix stays in its registers where they have room (HELD), else it is read anew for every product. Products of high and low parts have
 // accumulators of their own (APART) where registers are left, so that MMAs do not wait for each other.
 constexpr int FRAGMENTS = 2 * EACH * (D / 16);  // of 2 PARTS registers each
@@ -27,20 +27,17 @@ DEV Fragment fragment(const uint2* matrix, int tile, int k) {  // `matrix` is th
   return m;
 }
 static_assert(Keys::REGISTERS % Config::ROTATE_WARPS == 0, "warps have as many registers each");
-// Where the query of a row lies among those for the overlay, in floats. Slot and head are added in 32 bits: from a 64-bit remainder the compiler (CUDA 13.0 to
-// 13.4) takes a constant out and zero-extends what is left, which may be negative.
-DEV s64 overlay_query_row(int slot, int row) { return (s64)(slot * TILE_HEADS + row % TILE_HEADS) * D; }
 
 // RoPE blocks whose queries are rows of one MMA.
 struct RotatePass {
-  int found, rows;                                 // whether there is a pass; whether the overlay reaches into any of its blocks
-  int b[AT_ONCE], block[AT_ONCE];                  // sequence, and RoPE block of it or -1
-  int place[AT_ONCE], slot[AT_ONCE];               // operand of it, and slot of its rows for the overlay; or -1
+  int found;                       // whether there is a pass
+  int b[AT_ONCE], block[AT_ONCE];  // sequence, and RoPE block of it or -1
+  int place[AT_ONCE];              // operand of it, or -1
 };
 struct RotateShared {
   u32 part[PARTS][16][D / 2 + 4];  // rotated queries as fp16, high + low; rows begin in different banks
   Fragment special[D / 16][32];
-  float top[16][Config::ROTATE_WARPS], peak[16][Config::ROTATE_WARPS];
+  float top[16][Config::ROTATE_WARPS];
   RotatePass pass[3];  // the one that is stored, the one that is rotated, the next
 };
 
@@ -51,28 +48,21 @@ DEV int next_pass(const RotateQueriesArguments& a, int first, RotatePass& out, i
   const int all = a.batch * a.rope_blocks, stride = gridDim.x * AT_ONCE, mine = lane / AT_ONCE, place = lane % AT_ONCE;
   for (; first < all; first += SOME * stride) {
     const int pair = first + mine * stride + place;  // (sequence, RoPE block)
-    int b = 0, block = -1, slot = -1;
+    int b = 0, block = -1;
     if (mine < SOME && pair < all) {
       b = pair / a.rope_blocks;
       const int here = pair - b * a.rope_blocks, n = (int)a.seq_lens[b];
       const int begin = (a.first_position / ROPE_TOKENS + here) * ROPE_TOKENS - a.first_position, end = begin + ROPE_TOKENS;  // its tokens
-      if (begin < n && !(a.sliding_window > 0 && end <= first_length(n) - a.sliding_window)) {
-        block = here;
-        if constexpr (OVERLAY) {
-        if (begin < min((int)a.sinks[b], n) || end > overlay_start(first_length(n), (int)a.key_ring_start[b], (int)a.value_ring_start[b]))
-          slot = (b * HEAD_TILES + tile) * OVERLAY_SLOTS + overlay_slot(block, (n - 1 + a.first_position) / ROPE_TOKENS - a.first_position / ROPE_TOKENS);
-        }
-      }
+      if (begin < n && !(a.sliding_window > 0 && end <= first_length(n) - a.sliding_window)) block = here;
     }
     const u32 there = __ballot_sync(FULL, block >= 0);
     if (!there) continue;
     const int which = (__ffs(there) - 1) / AT_ONCE;
-    const int rows = __any_sync(FULL, mine == which && slot >= 0);
     if (mine == which) {
-      out.b[place] = b, out.block[place] = block, out.slot[place] = slot;
+      out.b[place] = b, out.block[place] = block;
       out.place[place] = block < 0 ? -1 : (b * HEAD_TILES + tile) * a.rope_blocks + block;
     }
-    if (lane == 0) out.found = 1, out.rows = rows;
+    if (lane == 0) out.found = 1;
     return first + (which + 1) * stride;
   }
   if (lane == 0) out.found = 0;
@@ -194,73 +184,6 @@ DEV void make_sums(const RotateQueriesArguments& a, const RotateShared& sh, cons
   }
 }
 
-// Channels that the query operand holds: a warp has them among its sums.
-template <class K> struct OperandChannels {
-  DEV static bool has(int) { return false; }
-  template <class Store> DEV static void each(const float (*)[4], int, int, int, Store) {}
-};
-template <class... P> struct OperandChannels<KeyPlanes<P...>> {
-  static_assert(((P::FIRST % 2 == 0 && P::WIDTH % 8 == 0) && ...), "channels come in pairs");
-  DEV static bool has(int channel) { return ((channel >= P::FIRST && channel < P::FIRST + P::WIDTH) || ...); }
-  template <class One, class Store> DEV static void plane(const float (*sum)[4], int i, int r, int t, Store store) {  // `sum` are the two tiles of register i
-    if (i < 0 || i >= One::REGISTERS) return;
-    const float by = (float)(1 << One::raised(i)) / One::WEIGHT;
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int channel = One::channel(i, e, t);
-      if (channel >= 0) store(channel, sum[0][2 * r + e] * by, sum[1][2 * r + e] * by);
-    }
-  }
-  // store(channel, its number, the next channel's) for row g + 8 r of the sums of the warp's registers, from `first` on.
-  template <class Store> DEV static void each(const float (*sum)[4], int first, int r, int t, Store store) {
-#pragma unroll
-    for (int e = 0; e < EACH; e++) (plane<P>(sum + 2 * e, first + e - P::BEFORE, r, t, store), ...);
-  }
-};
-
-// Rotated queries times their matrix as float32 rows, by which the overlay is multiplied, and the largest magnitude of each. `sum`: what the warp has of the operand.
-DEV void make_overlay_rows(const RotateQueriesArguments& a, RotateShared& sh, const RotatePass& now, const float (*sum)[4], const uint2* matrix, int warp, int lane) {
-  using Channels = OperandChannels<Keys>;
-  const int g = lane >> 2, t = lane & 3;
-  float peak[2] = {0.f, 0.f}, *to[2];  // rows of the overlay's queries, or null
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = g + 8 * r, slot = row < PASS_ROWS ? now.slot[min(row / TILE_HEADS, AT_ONCE - 1)] : -1;
-    to[r] = slot < 0 ? nullptr : a.rows + overlay_query_row(slot, row);
-    Channels::each(sum, warp * EACH, r, t, [&](int channel, float x, float y) {
-      peak[r] = fmaxf(peak[r], fmaxf(fabsf(x), fabsf(y)));
-      if (to[r]) store_overlay_query(to[r], channel, x, y);
-    });
-  }
-  int turn = 0;
-#pragma unroll 1
-  for (int n = 0; n < D / 8; n++) {  // channels that are not stored
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) all = all && Channels::has(8 * n + i);
-    if (all || turn++ % Config::ROTATE_WARPS != warp) continue;
-    float c[APART][1][4];
-    clear<1>(c);
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      const Fragment m = fragment(matrix, IN_ORDER + n, k);
-      multiply_parts<1>(c, sh, k, &m, lane);
-    }
-    gather<1>(c);
-    const bool own = !Channels::has(8 * n + 2 * t);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      peak[r] = fmaxf(peak[r], fmaxf(fabsf(c[0][0][2 * r]), fabsf(c[0][0][2 * r + 1])));
-      if (own && to[r]) store_overlay_query(to[r], 8 * n + 2 * t, c[0][0][2 * r], c[0][0][2 * r + 1]);
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    peak[r] = quad_max(peak[r]);
-    if (t == 0) sh.peak[g + 8 * r][warp] = peak[r];
-  }
-}
-
 // Operands of the heads that fill up a lane's heads but do not exist are zero.
 DEV void clear_missing(const RotateQueriesArguments& a, const RotatePass& now) {
   constexpr int MISSING = 4 * LANE_HEADS - TILE_HEADS;  // operands of heads that do not exist are zero
@@ -320,7 +243,6 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
       top = quad_max(top);
       if (t == 0) sh.top[g + 8 * r][warp] = top;
     }
-    if (OVERLAY && now.rows) make_overlay_rows(a, sh, now, sum, matrix, warp, lane);
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -328,10 +250,7 @@ extern "C" __global__ void __launch_bounds__(ROTATE_THREADS, Config::ROTATE_CTAS
       if (place[r] < 0) continue;
       QueryOperand& out = a.operands[(u32)place[r]];
       const float top = max_of_warps(sh.top[row]);
-      if (warp == 0 && t == 0) {
-        out.top[h] = top * (1.f / largest_weight(Keys{}));
-        if (now.rows) out.peak[h] = max_of_warps(sh.peak[row]);
-      }
+      if (warp == 0 && t == 0) out.top[h] = top * (1.f / largest_weight(Keys{}));
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
         u32* f = out.f[h / 4][warp * EACH + e] + h % 4 * 8 + t, up, down;

@@ -8,17 +8,14 @@
 #include "kernels/rotate_queries.cu"
 
 // Rows of an MMA are RoPE blocks of one sequence times TILE_HEADS queries.
-constexpr int HIGH_BATCH_TILES = SPECIAL + 1, HIGH_BATCH_TILE_PAIRS = HIGH_BATCH_TILES / 2 + 1;  // of columns, without those for the overlay; they lie in pairs
+constexpr int HIGH_BATCH_TILES = SPECIAL + 1, HIGH_BATCH_TILE_PAIRS = HIGH_BATCH_TILES / 2 + 1;  // of columns; they lie in pairs
 constexpr int HIGH_BATCH_STEPS = D / 32;                                        // of two MMAs each
-constexpr int OVERLAY_PASSES = OVERLAY ? (OVERLAY_SLOTS + AT_ONCE - 1) / AT_ONCE : 0;
-constexpr int PASSES = OVERLAY_PASSES ? OVERLAY_PASSES : 1;
-constexpr int OVERLAY_COLUMN_TILES = D / 8 % 8 ? 4 : 8;     // of columns for the overlay at a time: as many as registers hold, since each waits for its matrix
 constexpr bool SAME_HEAD = 8 % TILE_HEADS == 0;  // both rows of a lane are the same query
 static_assert(Keys::REGISTERS % 2 == 0 && D % 32 == 0, "lanes have whole words");
 
-// The matrix of a head, [HIGH_BATCH_TILE_PAIRS + D / 16 pairs of tiles, D / 16, 2 parts, 32 lanes]: the columns of rotate_queries.cu in another order, fragments.py.
+// The matrix of a head, [HIGH_BATCH_TILE_PAIRS pairs of tiles, D / 16, 2 parts, 32 lanes]: the columns of rotate_queries.cu in another order, fragments.py.
 DEV const uint4* high_batch_matrix(const RotateQueriesArguments& a, int tile) {
-  return (const uint4*)a.matrix + (s64)(tile / Config::QUERY_TILES % a.matrix_heads) * (HIGH_BATCH_TILE_PAIRS + D / 16) * (D / 16) * 64;
+  return (const uint4*)a.matrix + (s64)(tile / Config::QUERY_TILES % a.matrix_heads) * HIGH_BATCH_TILE_PAIRS * (D / 16) * 64;
 }
 
 // RoPE blocks [low, high] of a sequence that are attended to.
@@ -33,21 +30,17 @@ DEV Span span_of(const RotateQueriesArguments& a, int b) {
   return {a.sliding_window > 0 ? min((max(0, first_length(n) - a.sliding_window) + a.first_position) / ROPE_TOKENS - before, high + 1) : 0, high};
 }
 
-// A warp's passes: all warps have as much work, one after another, passes for the overlay after all others. One of those counts OVERLAY_PASS_UNITS: it makes all
-// channels, and reads its matrix from global memory. [begin, end) counts from the first pass that is not for the overlay, [overlay, overlay_end) from the first that is.
+// A warp's passes [begin, end) of all: all warps have as many.
 struct Share {
-  int begin, end, overlay, overlay_end;
+  int begin, end;
 };
 DEV Share share_of(const RotateQueriesArguments& a, int lane) {
-  constexpr int UNITS = Config::OVERLAY_PASS_UNITS;
   int all = 0;
   for (int i = lane; i < a.batch; i += 32) all += span_of(a, i).passes();
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) all += __shfl_xor_sync(FULL, all, o);
-  const s64 both = all + a.batch * (OVERLAY_PASSES * UNITS);
   const int warps = gridDim.x * Config::HIGH_BATCH_WARPS, warp = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;
-  const int begin = (int)(both * warp / warps), end = (int)(both * (warp + 1) / warps);
-  return {begin, min(end, all), (max(begin - all, 0) + UNITS - 1) / UNITS, (max(end - all, 0) + UNITS - 1) / UNITS};
+  return {(int)((s64)all * warp / warps), (int)((s64)all * (warp + 1) / warps)};
 }
 // Maps pass `at` to its sequence b and its number there, by a prefix sum over sequences.
 DEV void find_pass(const RotateQueriesArguments& a, int lane, int& b, int& at) {
@@ -159,50 +152,6 @@ template <int N, int UNROLL, class Tile> DEV void multiply_rotated(float (*c)[4]
   }
 }
 
-// Rows of queries and their peaks, for the overlay's RoPE blocks of pass `pass` of a sequence.
-DEV void rotate_overlay_queries(const RotateQueriesArguments& a, int b, int pass, int tile, int g, int t) {
-  const int n = (int)a.seq_lens[b], before = a.first_position / ROPE_TOKENS, last = (n - 1 + a.first_position) / ROPE_TOKENS - before;
-  const int sinks = min((int)a.sinks[b], n), recent = overlay_start(first_length(n), (int)a.key_ring_start[b], (int)a.value_ring_start[b]);
-  const Span span = span_of(a, b);
-  LaneQueries rows;
-  rows.enter(a, b, tile, g, t);
-  int slot[2], block[2], any = 0;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int member = (g + 8 * r) / TILE_HEADS;
-    slot[r] = member < AT_ONCE ? pass * AT_ONCE + member : OVERLAY_SLOTS;
-    block[r] = slot[r] < SINK_ROPE_BLOCKS ? slot[r] : last - (slot[r] - SINK_ROPE_BLOCKS);
-    const int begin = (before + block[r]) * ROPE_TOKENS - a.first_position;
-    const bool there = slot[r] < OVERLAY_SLOTS && block[r] >= span.low && block[r] <= span.high && overlay_slot(block[r], last) == slot[r];
-    if (!there || (begin >= sinks && begin + ROPE_TOKENS <= recent)) slot[r] = -1;
-    block[r] = max(min(block[r], span.high), 0);
-    rows.angle[r] = (u32)(block[r] * (D / 2) + 4 * t), any |= slot[r] >= 0;
-  }
-  if (!__any_sync(FULL, any)) return;
-  float peak[2] = {};
-#pragma unroll 1
-  for (int first = 0; first < D / 8; first += OVERLAY_COLUMN_TILES) {
-    float c[OVERLAY_COLUMN_TILES][4];
-    const uint4* own = high_batch_matrix(a, tile) + (HIGH_BATCH_TILE_PAIRS + first / 2) * (D / 16) * 64 + 4 * g + t;
-    multiply_rotated<OVERLAY_COLUMN_TILES, 1>(c, a, rows, [=](int n, int k, int p) { return __ldg(own + ((n * (D / 16) + k) * 2 + p) * 32); });
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float* to = a.rows + overlay_query_row((b * HEAD_TILES + tile) * OVERLAY_SLOTS + max(slot[r], 0), g + 8 * r);
-#pragma unroll
-      for (int i = 0; i < OVERLAY_COLUMN_TILES; i++) {
-        const float x = c[i][2 * r], y = c[i][2 * r + 1];
-        peak[r] = fmaxf(peak[r], fmaxf(fabsf(x), fabsf(y)));
-        if (slot[r] >= 0) store_overlay_query(to, 8 * (first + i) + 2 * t, x, y);
-      }
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    peak[r] = fmaxf(quad_max(peak[r]), 1e-30f);
-    if (slot[r] >= 0 && t == 0) a.operands[(u32)((b * HEAD_TILES + tile) * a.rope_blocks + block[r])].peak[(g + 8 * r) % TILE_HEADS] = peak[r];
-  }
-}
-
 // The order of columns lets a lane store whole words side by side: one register of every four, and half a register of the last two where they are left.
 DEV void store_operand(QueryOperand& out, const float (*c)[4], int r, int h, int t, float top, bool there) {
   constexpr int WHOLE = Keys::REGISTERS / 4 * 4;
@@ -240,8 +189,6 @@ extern "C" __global__ void __launch_bounds__(Config::HIGH_BATCH_WARPS * 32, Conf
   await_copies();
   __syncthreads();
   shared += lane;
-#pragma unroll 1
-  for (int i = share.overlay; OVERLAY && i < share.overlay_end; i++) rotate_overlay_queries(a, i / PASSES, i % PASSES, tile, g, t);
   int left = share.end - share.begin, b, at = share.begin;
   if (left <= 0) return wait_prior_grid();  // decode waits for this kernel alone
   find_pass(a, lane, b, at);

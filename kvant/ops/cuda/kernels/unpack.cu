@@ -355,6 +355,19 @@ DEV void transform_tiles(const UnpackArguments& a, const Operand& operand, const
 
 // --- work units -----------------------------------------------------------------------------------------------------------------
 
+// Copies eight numbers of TYPE, from `from` on, to place `at` of the workspace.
+template <int TYPE> DEV void copy_eight(const UnpackArguments& a, const u8* from, s64 at) {
+  u32 w[4];
+  load_words<4>(w, from);
+  if constexpr (Config::OUT_TYPE == TYPE) store_words<4>((u8*)a.out + at * 2, w);
+  else {
+    float y[8];
+#pragma unroll
+    for (int k = 0; k < 4; k++) y[2 * k] = low<TYPE>(w[k]), y[2 * k + 1] = high<TYPE>(w[k]);
+    store_four<Config::OUT_TYPE>(a.out, at, y), store_four<Config::OUT_TYPE>(a.out, at + 4, y + 4);
+  }
+}
+
 // Copies new tokens [first, first + UNIT) of a sequence behind its history.
 DEV void copy_new(const UnpackArguments& a, const Sequence& s, int first, int head, int lane) {
   constexpr int CHUNKS = D / 8;  // of 8 numbers
@@ -363,15 +376,7 @@ DEV void copy_new(const UnpackArguments& a, const Sequence& s, int first, int he
     const int token = first + i / CHUNKS, channel = i % CHUNKS * 8;
     if (token >= s.new_tokens) break;
     const s64 from = (s64)(s.new_row + token) * a.new_stride + head * D + channel, at = ((to + token) * Config::KV_HEADS + head) * D + channel;
-    u32 w[4];
-    load_words<4>(w, (const u8*)a.new_rows + from * 2);
-    if constexpr (Config::OUT_TYPE == Config::IN_TYPE) store_words<4>((u8*)a.out + at * 2, w);
-    else {
-      float y[8];
-#pragma unroll
-      for (int k = 0; k < 4; k++) y[2 * k] = low<Config::IN_TYPE>(w[k]), y[2 * k + 1] = high<Config::IN_TYPE>(w[k]);
-      store_four<Config::OUT_TYPE>(a.out, at, y), store_four<Config::OUT_TYPE>(a.out, at + 4, y + 4);
-    }
+    copy_eight<Config::IN_TYPE>(a, (const u8*)a.new_rows + from * 2, at);
   }
 }
 
@@ -383,6 +388,13 @@ DEV void unpack_overlay(const UnpackArguments& a, const float* terms, u32 keep, 
   for (int r = 0; r < 2; r++) {
     const int position = at + 8 * r + g, place = position < Config::SINK ? position : Config::SINK + (position - Config::SINK) % Config::RING;
     from[r] = keep >> r & 1 ? (const u8*)a.overlay + ((overlay_row * Config::OVERLAY_TOKENS + place) * Config::KV_HEADS + head) * D * 2 : nullptr;
+  }
+  if constexpr (Config::RAW_WINDOW) {  // keys as the model gave them
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      for (int channel = 8 * t; from[r] && channel < D; channel += 32)
+        copy_eight<Config::OVERLAY_TYPE>(a, (const u8*)from[r] + channel * 2, ((out_row + 8 * r + g) * Config::KV_HEADS + head) * D + channel);
+    return;
   }
   NumberOperand numbers;
   float back[2];
