@@ -54,9 +54,7 @@ def test_decode_reads_what_spans_say(name: str, heads: int, group: int, head_dim
 
 
 @pytest.mark.parametrize("implementation", ["reference", None])
-@pytest.mark.parametrize(
-    ("rope", "raw"), [("", False), (",k.rope=block,rope_block=32", True), (",k.rope=pre", True)]
-)
+@pytest.mark.parametrize(("rope", "raw"), [("", False), (",k.rope=block,rope_block=32", True), (",k.rope=pre", True)])
 def test_windows_hold_unrotated_keys_as_the_model_gave_them(rope: str, raw: bool, implementation: str | None) -> None:
     """And attention reads them so: with windows for all tokens it is exact. Others are rounded after the Hadamard."""
     layout = make_layout(f"saw-int4-kv:sink=3,recent=87{rope}", 2, 64)
