@@ -13,7 +13,7 @@ from kvant.ops import Implementation, LayerStore
 from kvant.ops.registry import Op
 from kvant.ops.types import PagedBatch, empty_overlay, empty_states
 from kvant.serving.overlay import OverlayRows, without_windows
-from kvant.serving.step import Part
+from kvant.serving.step import Part, decode_queries
 
 Tensor = torch.Tensor
 
@@ -86,11 +86,18 @@ class LayerGroup:
         """The operation decode, into `out`. `after_append`: see `kvant.ops.cuda.decode.decode_with_lse`."""
         operation = self.ops["decode"]
         if operation.in_place:
-            options |= {"out": out, "after_append": after_append and not self._append_allocates(store, query.dtype)}
+            late = after_append and self._new_tokens_stay_recent and not self._append_allocates(store, query.dtype)
+            options |= {"out": out, "after_append": late}
         with self._sharing_counters():
             found = operation.run(store, query, batch, **options)
         if not operation.in_place:
             out.copy_(found)
+
+    @property
+    def _new_tokens_stay_recent(self) -> bool:
+        """Whether no query of a decode reads a token of its own step packed, however many of them a sequence has."""
+        most = decode_queries(self.drafts)
+        return all(stream.window.recent >= most for stream in self.layout.recipe.streams.values())
 
     def _sharing_counters(self) -> contextlib.AbstractContextManager[None]:
         if self.counters is None:

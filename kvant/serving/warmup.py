@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kvant.ops import Implementation, LayerStore, PagedBatch
+from kvant.ops.cuda.geometry import LOW_BATCH
 from kvant.ops.cuda.prefill import JOINED_TOKENS
 from kvant.ops.memory import allocated_by
 from kvant.ops.registry import Op
@@ -90,15 +91,12 @@ def warm_up(
         needed.append(allocated_by(append, device))
     if not reads:
         return max(needed)
-    for count in sorted({1, largest.sequences}):  # low and high batch sizes may use different kernels
+    counts = {1, min(largest.sequences, max(1, LOW_BATCH // layout.heads)), largest.sequences}
+    for count in sorted(counts):  # a low batch may use other kernels than a high one, and allocate more
         decodes = batch(history, history + 1, count)
-        stores = [scratch]
-        if ops["decode"].name == "cuda":  # it may use other kernels where pages are enough for long sequences
-            stores.append(dataclasses.replace(scratch, pages=scratch.pages[:1].expand(width * count, -1, -1)))
         for each in sorted({1, queries}):
-            for some in stores:
-                decode = partial(ops["decode"].run, some, rows(count * each, query_heads), decodes, **options)
-                needed.append(allocated_by(decode, device))
+            decode = partial(ops["decode"].run, scratch, rows(count * each, query_heads), decodes, **options)
+            needed.append(allocated_by(decode, device))
     x, q, more = rows(largest.new, layout.heads), rows(largest.new, query_heads), batch(longest, longest + largest.new)
     more = more._replace(seq_lens=more.seq_lens.cpu(), query_start_loc=more.query_start_loc.cpu())
     for window in dict.fromkeys((sliding_window, None)):  # sequences that a window covers use other kernels

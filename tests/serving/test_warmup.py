@@ -50,6 +50,26 @@ def test_every_operation_is_called_and_nothing_stays(name: str, windows: bool) -
     assert store.pages.numel() == 0 and not store.derived and not any(state.numel() for state in store.states.values())
 
 
+@pytest.mark.parametrize(("heads", "sequences", "counts"), [(2, 3, [1, 3]), (2, 70, [1, 64, 70]), (200, 2, [1, 2])])
+def test_decode_is_warm_at_every_size_that_may_have_kernels_of_its_own(
+    heads: int, sequences: int, counts: list[int]
+) -> None:
+    """The largest low batch allocates more than a high one where a kernel makes its queries (kvant-2)."""
+    layout = Layout.of(recipes.get("saw-int4"), heads, 64, dtype="float32")
+    store = LayerStore.allocate(layout, 0, 0, "cpu", {}, None)
+    called: list[int] = []
+    ops = {op: choose(op, layout, torch.device("cpu"), None) for op in OPS}
+    decode = ops["decode"]
+
+    def run(store: LayerStore, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        called.append(len(x))
+        return decode.run(store, x, *rest, **options)
+
+    ops["decode"] = dataclasses.replace(decode, run=run)
+    warm_up(ops, store, heads, torch.float32, LargestStep(sequences, 80, 3), history=64)
+    assert called == counts
+
+
 def test_with_a_sliding_window_both_ways_of_prefill_are_warm() -> None:
     """Prefill on a GPU has other kernels for sequences that the window covers than for longer ones."""
     layout = Layout.of(recipes.get("saw-int4"), 2, 64, dtype="float32")

@@ -116,12 +116,13 @@ def decode_with_lse(
 
     Outputs are written to `out`, where it is given. `after_append` says that this step's tokens were appended after the queries had
     been made, and that nothing was freed since. Decode then runs while append still does: where a window holds the new tokens, they
-    are read from the overlay alone, and only its reads wait."""
+    are read from the overlay alone, and only its reads wait. A batch in which every query is a sequence does not show how many new
+    tokens a sequence has: the caller sees to it that the recent tokens are no fewer."""
     layout = store.layout
     check_queries(query, layout, ELEMENT_TYPES)
     sink_logits = check_sink_logits(sink_logits, query)
     queries = queries_per_sequence(query, batch, layout)
-    after_append = after_append and new_tokens_in_overlay(layout)
+    after_append = after_append and new_tokens_in_overlay(layout, queries)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tuned": tuned}
     options |= {"out": out, "after_append": after_append}
     if queries == 1:
@@ -132,10 +133,11 @@ def decode_with_lse(
     return _decode_rows(store, rows.flatten(1, 3), batch, queries, sink_logits=sink_logits, **options)
 
 
-def new_tokens_in_overlay(layout: Layout) -> bool:
-    """Whether tokens that were just appended are read from the overlay, never from pages."""
+def new_tokens_in_overlay(layout: Layout, new: int) -> bool:
+    """Whether the `new` tokens that a sequence has in this step are read from the overlay by all of its queries, never from pages.
+    The last query reads what lies before its own recent tokens packed."""
     streams = layout.recipe.streams.values()
-    return not any(stream.groupwise for stream in streams) and all(stream.window.recent > 0 for stream in streams)
+    return not any(stream.groupwise for stream in streams) and all(stream.window.recent >= new for stream in streams)
 
 
 decode = register_decode("cuda", refuse, rank=10, capturable=True, in_place=True)(decode_with_lse)

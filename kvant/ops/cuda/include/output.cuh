@@ -252,7 +252,6 @@ DEV void finish_cta(const DecodeArguments& a, const MergeBuffers& sh, float* out
     }
   }
   if constexpr (FUSED_OUTPUTS) {
-    if constexpr (ROTATED_QUERIES) await_copies();
     __syncthreads();
     multiply_outputs(outputs, matrix, matrix_scale(a.output_matrix, a.output_matrix_heads, matrix_head), rows.count, [&](int h, int e, float* y) {
       if (whole) Output::add_offset(a, rows.head, e, y, Config::SINK_LOGITS ? outputs[h * OUTPUT_ROW + D + 1] : 1.f), store_four<Config::QUERY_TYPE>(a.out, output_row(rows, h) * D + e, y);

@@ -53,12 +53,6 @@ DEV void store_overlay_query(float* row, int channel, float x, float y) {  // of
     ((u32*)row)[channel / 2] = first, ((u32*)row)[D / 2 + channel / 2] = bf16_pair(x - bf16_low(first), y - bf16_high(first));
   } else *(float2*)(row + channel) = {x, y};
 }
-DEV void store_overlay_query(float* row, int channel, float x) {
-  if constexpr (Config::SPLIT_ROWS) {
-    const u32 first = bf16_pair(x, 0.f);
-    ((u16*)row)[channel] = (u16)first, ((u16*)row)[D + channel] = (u16)bf16_pair(x - bf16_low(first), 0.f);
-  } else row[channel] = x;
-}
 
 struct QueryFragment {
   u32 f[SHARED_OPERAND ? 1 : LANE_HEADS][SHARED_OPERAND ? 1 : OPERAND_REGISTERS];  // B operands. Column g: head g / 2 (+ 4, ...), high byte in even columns, low byte in odd ones

@@ -16,6 +16,7 @@
 using PageAttention = Config::PageAttention;
 constexpr bool AFTER_KERNEL = Config::QUERY_TRANSFORM == QueryTransform::MATRIX;  // a kernel before this one transforms queries and writes their rows
 static_assert(!SHARED_OPERAND || (Config::QUERY_KERNEL && ROPE_BLOCK), "operands of RoPE blocks are copied to shared memory");
+static_assert(!ROTATED_QUERIES || !FUSED_OUTPUTS, "the matrix of rotated queries stays in shared memory");
 static_assert(TEAMS == 1 || (Config::QUERY_KERNEL && !FUSED_OUTPUTS), "what the threads of a CTA transform together, those of a team do not");
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------
@@ -50,8 +51,7 @@ struct SharedMatrix {
   }
   DEV void copy_output_matrix(const DecodeArguments& a, int kv_head) {
     output_head = kv_head % a.output_matrix_heads;
-    constexpr bool SHARED = FUSED_QUERIES || ROTATED_QUERIES;  // by the matrix of queries
-    if (SHARED || head != output_head) copy_matrix(bytes, a.output_matrix, output_head), head = SHARED ? -1 : output_head;
+    if (FUSED_QUERIES || head != output_head) copy_matrix(bytes, a.output_matrix, output_head), head = FUSED_QUERIES ? -1 : output_head;
   }
 };
 
