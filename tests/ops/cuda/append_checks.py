@@ -9,9 +9,9 @@ import torch
 
 from kvant import recipes
 from kvant.bench.synthetic import Shape, fitted, vectors
-from kvant.cache import PagedCache
+from kvant.cache import PagedCache, Sequence
 from kvant.layout import Layout
-from kvant.ops import PagedBatch, reference
+from kvant.ops import LayerStore, PagedBatch, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.rope import Rope
@@ -49,6 +49,35 @@ SQUAT = [  # recipe, query heads a KV head, head_dim, rounds of new tokens after
     ("squat-pre:weight=0.05", 2, 32, ([7, 1, 0], [1, 1, 1], [60, 30, 2])),
     ("squat-pre:sink=3,k.group=16,k.flush=32,k.bits=4", 1, 64, ([5, 1, 2], [1, 1, 1], [30, 2, 9])),
 ]
+
+
+def beside_reference(
+    layout: Layout, sequences: int, pages: int, device: str
+) -> tuple[list[PagedCache], list[list[Sequence]], list[LayerStore]]:
+    """Two caches of as many empty sequences, poisoned: one on `device`, one on the CPU for the reference. Where RoPE is asked for, the
+    first token's position is 1013."""
+    recipe, heads, dim = layout.recipe, layout.heads, layout.head_dim
+    tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, layout.dtype), "cpu")
+    caches = []
+    for where in (device, "cpu"):
+        ropes = [Rope(rope_of(dim).inv_freq.to(where), 1013)] if recipe.wants_rope else None
+        with warnings.catch_warnings(action="ignore"):  # of the reference
+            by = "reference" if where == "cpu" else None
+            caches.append(PagedCache(layout, 1, pages, where, {0: tensors}, ropes=ropes, implementation=by))
+    seqs = [[cache.new() for _ in range(sequences)] for cache in caches]
+    stores = [cache.stores[0] for cache in caches]
+    for store in stores:
+        store.pages.fill_(0xFF)
+        for overlay in store.overlays.values():
+            overlay.fill_(7.0)
+    return caches, seqs, stores
+
+
+def assert_as_the_reference(mine: LayerStore, theirs: LayerStore, limit: float, equal_nan: bool = False) -> None:
+    """At most this share of the bytes of pages differs: a code may be the next one where a number lies halfway. Overlays are close."""
+    assert float((mine.pages.cpu() != theirs.pages).double().mean()) < limit
+    for side, overlay in theirs.overlays.items():
+        torch.testing.assert_close(mine.overlays[side].cpu(), overlay, rtol=1e-2, atol=1e-2, equal_nan=equal_nan)
 
 
 def check_padded_step(name: str, device: str) -> None:
@@ -105,19 +134,7 @@ def check_step(
     layout = Layout.of(recipe, heads, dim, page_tokens=page, dtype=dtype)
     lengths = [(1 + 37 * i) % 151 for i in range(sequences)]
     pages = sum(layout.pages_for(n + 8) for n in lengths) + 1
-    tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, dtype), "cpu")
-    caches = []
-    for where in (device, "cpu"):
-        ropes = [Rope(rope_of(dim).inv_freq.to(where), 1013)] if recipe.wants_rope else None
-        with warnings.catch_warnings(action="ignore"):  # of the reference
-            by = "reference" if where == "cpu" else None
-            caches.append(PagedCache(layout, 1, pages, where, {0: tensors}, ropes=ropes, implementation=by))
-    seqs = [[cache.new() for _ in lengths] for cache in caches]
-    stores = [cache.stores[0] for cache in caches]
-    for store in stores:
-        store.pages.fill_(0xFF)
-        for overlay in store.overlays.values():
-            overlay.fill_(7.0)
+    caches, seqs, stores = beside_reference(layout, sequences, pages, device)
     for step, counts in enumerate((lengths, [1] * sequences, [i % 3 for i in range(1, sequences + 1)])):
         k, v = (vectors(sum(counts), heads, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
         batches = [cache.extend(own, counts) for cache, own in zip(caches, seqs, strict=True)]
@@ -132,10 +149,7 @@ def check_step(
                 overlay.copy_(stores[1].overlays[side])
     assert ran == [True, True]
     assert bool((stores[1].pages != 0xFF).any())
-    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < limit
-    for side in ("key", "value"):
-        found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert_as_the_reference(stores[0], stores[1], limit)
 
 
 def check_squat(
@@ -163,9 +177,7 @@ def check_squat(
             where = cache.stores[0].pages.device
             run(cache.stores[0], k.to(where), v.to(where), cache.extend(seqs, counts), q.to(where))
     assert bool((theirs.pages != 0xFF).any())
-    assert float((mine.pages.cpu() != theirs.pages).double().mean()) < 1e-3
-    for side, overlay in theirs.overlays.items():
-        torch.testing.assert_close(mine.overlays[side].cpu(), overlay, rtol=1e-2, atol=1e-2, equal_nan=True)
+    assert_as_the_reference(mine, theirs, 1e-3, equal_nan=True)
     rows = torch.tensor([seq.overlay_row for seq in made[1][1]])
     found, expected = (store.states["key"].cpu()[rows].double() for store in (mine, theirs))
     assert bool(expected.any())

@@ -13,8 +13,49 @@ from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.types import one_query_each
 from tests.conftest import relative_error
 from tests.ops.cuda.decode_cases import LENGTHS
-from tests.ops.cuda.filling import filled
-from tests.ops.scores import head_errors, log_sum_exp
+from tests.ops.cuda.filling import filled, widened
+from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
+
+
+def check_outputs(
+    cache: PagedCache,
+    seqs: list[Sequence],
+    group: int,
+    settings: dict[str, Any],
+    limit: float = 5e-4,
+    dtype: torch.dtype = torch.float32,
+    tuned: tuple[tuple[str, int], ...] = (),
+) -> None:
+    """Outputs and log-sum-exps of random queries, one a sequence, against the reference."""
+    batch, store, layout = cache.batch(seqs), cache.stores[0], cache.layout
+    q = torch.randn(len(seqs), layout.heads * group, layout.head_dim, device=store.pages.device).to(dtype)
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **settings)
+    assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < limit
+    expected = log_sum_exp(store, q, batch, **settings)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
+
+
+def check_sink_logits(
+    cache: PagedCache,
+    seqs: list[Sequence],
+    group: int,
+    options: dict[str, Any],
+    limit: float = 5e-4,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """The same with sink logits, against a float64 softmax with one more logit."""
+    batch, store, layout = cache.batch(seqs), cache.stores[0], cache.layout
+    device, query_heads = store.pages.device, layout.heads * group
+    q = torch.randn(len(seqs), query_heads, layout.head_dim, device=device).to(dtype)
+    sinks, settings = some_sinks(query_heads, device), {"scale": layout.head_dim**-0.5, **options}
+    with attention.poisoned():
+        found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)
+    expected, sums = with_sinks(store, q, batch, sinks, **settings)
+    assert relative_error(found, expected) < limit
+    # where tokens have little of the softmax, a head shows the error of logits
+    assert max(head_errors(found, expected)) < max(2e-3, 2 * limit)
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
 
 
 def check_several_queries(
@@ -30,9 +71,8 @@ def check_several_queries(
 ) -> None:
     """Decode of several queries a sequence, of which some sequences have no token more, against the reference."""
     batch, store = cache.batch(seqs), cache.stores[0]
-    wide = torch.cat((batch.block_table, torch.full((len(seqs), 3), 1 << 40, device=store.pages.device)), 1)
     each = one_query_each(batch, queries)
-    batch = batch._replace(block_table=wide.contiguous())  # wider than the sequences are long, as a server's table is
+    batch = widened(batch, 3)
     q = torch.randn(len(seqs) * queries, 2 * group, dim, device=store.pages.device)
     sinks = settings.get("sink_logits") is not None
     # Logits are far apart. Not where they would be rounded: keys in groups round queries times the scales of a group, a query in 16
@@ -66,13 +106,8 @@ def check_decode(
     rotated: int | None = None,
     tuned: tuple[tuple[str, int], ...] = (),
 ) -> None:
+    """Decode on a GPU of a cache of random tokens."""
     cache, seqs = filled(name, heads, group, dim, dtype, lengths or LENGTHS, page, first=first, rotated=rotated)
     assert cache.ops["decode"].name == "cuda"
-    batch, store = cache.batch(seqs), cache.stores[0]
-    q = torch.randn(len(seqs), heads * group, dim, device="cuda").to(getattr(torch, dtype))
-    options = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": sliding_window}
-    with attention.poisoned():
-        found, lse = cuda_decode.decode_with_lse(store, q, batch, tuned=tuned, **options)  # type: ignore[arg-type]
-    assert relative_error(found, reference.decode(store, q.double(), batch, **options)) < limit  # type: ignore[arg-type]
-    expected = log_sum_exp(store, q, batch, **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
+    settings = {"scale": dim**-0.5, "softcap": softcap, "sliding_window": sliding_window}
+    check_outputs(cache, seqs, group, settings, limit, getattr(torch, dtype), tuned)

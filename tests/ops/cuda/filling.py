@@ -11,7 +11,7 @@ from kvant.bench.synthetic import Shape, fitted, vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.codecs.product_vq import ProductVQ
 from kvant.layout import Layout
-from kvant.ops import reference
+from kvant.ops import PagedBatch, reference
 from kvant.rope import Rope
 from tests.calibrate.synthetic import rope_of
 from tests.fitted import made_up_tensors
@@ -56,6 +56,13 @@ def filled(
 def _is_large(codec: object) -> bool:
     """Whether k-means has more centroids than it fits fast, or than there are vectors for."""
     return isinstance(codec, ProductVQ) and codec.bits > (7 if codec.books == "space" else 10)
+
+
+def widened(batch: PagedBatch, pages: int) -> PagedBatch:
+    """With a table that is wider than the sequences are long, as a server's is; what it has there is no page."""
+    table = batch.block_table
+    none = torch.full((len(table), pages), 1 << 40, device=table.device)
+    return batch._replace(block_table=torch.cat((table, none), 1).contiguous())
 
 
 def parts_of_one(*rows: torch.Tensor) -> list[torch.Tensor]:

@@ -9,17 +9,15 @@ import torch
 
 from kvant import recipes
 from kvant.bench.append import difference
-from kvant.bench.synthetic import Shape, fitted, vectors
+from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache
 from kvant.layout import Layout
 from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import copy_rows
-from kvant.rope import Rope
-from tests.calibrate.synthetic import rope_of
 from tests.conftest import make_layout
 from tests.needs import gpu, needs_gpu
-from tests.ops.cuda.append_checks import STEPS, check_step
+from tests.ops.cuda.append_checks import STEPS, beside_reference, check_step
 from tests.ops.cuda.filling import filled, parts_of_one
 
 
@@ -107,19 +105,8 @@ def test_append_writes_what_the_reference_writes(
         return
     if dim == 64 and "group=64" in name:
         assert layout.format("key").scale_groups == 1
-    tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, dtype), "cpu")
-    ropes = {device: [Rope(rope_of(dim).inv_freq.to(device), 1013)] for device in ("cuda", "cpu")}
-    caches = [
-        PagedCache(layout, 1, 40, device, {0: tensors}, ropes=ropes[device] if recipe.wants_rope else None)
-        for device in ("cuda", "cpu")
-    ]
+    caches, seqs, stores = beside_reference(layout, 3, 40, "cuda")
     assert caches[0].ops["append"].name == "cuda"
-    seqs = [[cache.new() for _ in range(3)] for cache in caches]
-    stores = [cache.stores[0] for cache in caches]
-    for store in stores:
-        store.pages.fill_(0xFF)
-        for overlay in store.overlays.values():
-            overlay.fill_(7.0)
     for counts in ([130, 1, 64], [1, 1, 1], [5, 700, 2]):
         k, v = (vectors(sum(counts), heads, dim, "cpu", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
         cuda_append.append(stores[0], *parts_of_one(k.cuda(), v.cuda()), caches[0].extend(seqs[0], counts))

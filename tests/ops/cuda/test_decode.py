@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from kvant import recipes
-from kvant.bench import attention
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.cuda import levels
-from tests.conftest import relative_error
 from tests.needs import gpu, needs_gpu
 from tests.ops.cuda.decode_cases import (
     HALVED,
@@ -24,9 +22,9 @@ from tests.ops.cuda.decode_cases import (
     SINK_LOGITS,
     SPACES,
 )
-from tests.ops.cuda.decode_checks import check_decode, check_several_queries
+from tests.ops.cuda.decode_checks import check_decode, check_several_queries, check_sink_logits
 from tests.ops.cuda.filling import filled
-from tests.ops.scores import head_errors, some_sinks, with_sinks
+from tests.ops.scores import some_sinks
 
 
 @gpu
@@ -148,21 +146,11 @@ def test_sink_logits(
     limit: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against a float64 softmax with one more logit: sequences of all lengths, one that many CTAs share, and many."""
+    """Sequences of all lengths, one that many CTAs share, and many."""
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 1 << 20 if low_batch else 0)
     for lengths in (LENGTHS, [20000, 3], list(range(1, 400, 9))):
         cache, seqs = filled(name, 2, group, dim, dtype, lengths)
-        batch, store = cache.batch(seqs), cache.stores[0]
-        q = torch.randn(len(seqs), 2 * group, dim, device="cuda").to(getattr(torch, dtype))
-        sinks, settings = some_sinks(2 * group, "cuda"), {"scale": dim**-0.5, **options}
-        with attention.poisoned():
-            found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)  # type: ignore[arg-type]
-        expected, sums = with_sinks(store, q, batch, sinks, **settings)  # type: ignore[arg-type]
-        assert relative_error(found, expected) < limit
-        assert max(head_errors(found, expected)) < max(
-            2e-3, 2 * limit
-        )  # with little of the softmax left: the error of logits
-        torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
+        check_sink_logits(cache, seqs, group, options, limit, getattr(torch, dtype))
 
 
 @gpu

@@ -177,7 +177,7 @@ def test_counters_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None
 def test_sequences_without_tokens_and_tables_that_are_wider() -> None:
     cache, seqs = filled(3, 64, "bfloat16", [40, 200])
     batch, store = cache.batch(seqs), cache.stores[0]
-    wide = torch.cat((batch.block_table, torch.full((2, 90), 1 << 40)), 1).contiguous()
+    wide = filling.widened(batch, 90).block_table
     lengths = torch.tensor([0, 200])
     q = torch.randn(2, 6, 64).bfloat16()
     with attention.poisoned():

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
-from kvant import recipes
-from kvant.bench.synthetic import Shape, fitted, vectors
-from kvant.cache import PagedCache
-from kvant.ops import reference
+from kvant.bench.synthetic import vectors
+from kvant.ops import PagedBatch, reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import decode as cuda_decode
 from kvant.ops.types import one_query_each
-from kvant.rope import Rope
-from tests.calibrate.synthetic import rope_of
 from tests.conftest import make_layout, relative_error
 from tests.needs import gpu, needs_gpu
+from tests.ops.cuda.append_checks import assert_as_the_reference, beside_reference
 from tests.ops.cuda.decode_cases import ROTATED_BEFORE, ROTATED_BY_DECODE
 from tests.ops.cuda.filling import filled
+
+
+def of_eight_pages(batch: PagedBatch) -> PagedBatch:
+    """With a table of eight columns, so that the batches of all steps have one shape."""
+    table = torch.zeros(len(batch.block_table), 8, dtype=torch.int64, device="cuda")
+    table[:, : batch.block_table.shape[1]] = batch.block_table
+    return batch._replace(block_table=table)
+
+
+def copy_batch(target: PagedBatch, source: PagedBatch) -> None:
+    for name, tensor in source._asdict().items():
+        for into, out in zip(_tensors(getattr(target, name)), _tensors(tensor), strict=True):
+            into.copy_(out)
+
+
+def _tensors(x: object) -> list[torch.Tensor]:
+    return list(x.values()) if isinstance(x, dict) else [x]  # type: ignore[list-item]
 
 
 @gpu
@@ -131,21 +143,8 @@ def test_decode_of_several_queries_in_a_cuda_graph(name: str) -> None:
 def test_steps_are_appended_in_a_cuda_graph(name: str) -> None:
     """Steps of one graph, whose sequences leave the sinks, fill the ring, enter another RoPE block and another page."""
     lengths, heads, dim, steps = [0, 2, 61], 2, 128, 80
-    recipe = recipes.get(name)
     layout = make_layout(name, heads, dim, dtype="bfloat16")
-    tensors = fitted(recipe, Shape(1, 1, heads, heads, dim, "bfloat16"), "cpu")
-    caches = []
-    for where in ("cuda", "cpu"):
-        ropes = [Rope(rope_of(dim).inv_freq.to(where), 1013)] if recipe.wants_rope else None
-        with warnings.catch_warnings(action="ignore"):  # of the reference
-            by = "reference" if where == "cpu" else None
-            caches.append(PagedCache(layout, 1, 20, where, {0: tensors}, ropes=ropes, implementation=by))
-    seqs = [[cache.new() for _ in lengths] for cache in caches]
-    stores = [cache.stores[0] for cache in caches]
-    for store in stores:
-        store.pages.fill_(0xFF)
-        for overlay in store.overlays.values():
-            overlay.fill_(7.0)
+    caches, seqs, stores = beside_reference(layout, len(lengths), 20, "cuda")
     new = torch.empty(2, len(lengths), heads, dim, dtype=torch.bfloat16, device="cuda")
     graph, still = torch.cuda.CUDAGraph(), None
     for step in range(-1, steps):
@@ -156,23 +155,16 @@ def test_steps_are_appended_in_a_cuda_graph(name: str) -> None:
         if step < 0:
             cuda_append.append(stores[0], k.cuda(), v.cuda(), batches[0])
             continue
-        table = torch.zeros(len(lengths), 8, dtype=torch.int64, device="cuda")
-        table[:, : batches[0].block_table.shape[1]] = batches[0].block_table
-        batch = batches[0]._replace(block_table=table)
+        batch = of_eight_pages(batches[0])
         new[0].copy_(k), new[1].copy_(v)
         if still is None:
             still = batch
             cuda_append.append(stores[0], new[0], new[1], still)  # the same again writes the same
             with torch.cuda.graph(graph):
                 cuda_append.append(stores[0], new[0], new[1], still)
-        for name_, tensor in batch._asdict().items():
-            for into, out in zip(_tensors(getattr(still, name_)), _tensors(tensor), strict=True):
-                into.copy_(out)
+        copy_batch(still, batch)
         graph.replay()
-    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < 1e-4
-    for side in ("key", "value"):
-        found, expected = (store.overlays[side].cpu() for store in stores)  # type: ignore[index]
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert_as_the_reference(stores[0], stores[1], 1e-4)
 
 
 @gpu
@@ -195,9 +187,7 @@ def test_corrected_keys_are_appended_in_a_cuda_graph(name: str) -> None:
         q = vectors(len(lengths), 2 * heads, dim, "cpu", 0.2).bfloat16()
         batches = [cache.extend(own, [1] * len(lengths)) for cache, own in caches]
         reference.append(stores[1], k, v, batches[1], q)
-        table = torch.zeros(len(lengths), 8, dtype=torch.int64, device="cuda")
-        table[:, : batches[0].block_table.shape[1]] = batches[0].block_table
-        batch = batches[0]._replace(block_table=table)
+        batch = of_eight_pages(batches[0])
         new[0].copy_(k), new[1].copy_(v), queries.copy_(q)
         if still is None:
             still = batch
@@ -209,13 +199,9 @@ def test_corrected_keys_are_appended_in_a_cuda_graph(name: str) -> None:
                 into.copy_(out)
             with torch.cuda.graph(graph):
                 cuda_append.append(stores[0], new[0], new[1], still, queries)
-        for name_, tensor in batch._asdict().items():
-            for into, out in zip(_tensors(getattr(still, name_)), _tensors(tensor), strict=True):
-                into.copy_(out)
+        copy_batch(still, batch)
         graph.replay()
-    assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < 1e-3
-    for side, overlay in stores[1].overlays.items():
-        torch.testing.assert_close(stores[0].overlays[side].cpu(), overlay, rtol=1e-2, atol=1e-2, equal_nan=True)
+    assert_as_the_reference(stores[0], stores[1], 1e-3, equal_nan=True)
 
 
 @gpu
@@ -225,16 +211,9 @@ def test_groups_are_appended_in_a_cuda_graph(name: str) -> None:
     """One token a sequence; some steps complete a group and some do not, in the same graph."""
     lengths, heads, dim, steps = [90, 17], 2, 64, 40
     layout = make_layout(name, heads, dim, dtype="bfloat16")
-    with warnings.catch_warnings(action="ignore"):  # of a prefill by the reference, which is not called
-        caches = [PagedCache(layout, 1, 12, "cuda"), PagedCache(layout, 1, 12, "cpu", implementation="reference")]
+    caches, seqs, stores = beside_reference(layout, len(lengths), 12, "cuda")
     assert caches[0].ops["append"].name == "cuda"
-    seqs = [[cache.new() for _ in lengths] for cache in caches]
     rows = [vectors(sum(lengths) + steps * len(lengths), heads, dim, "cpu", shift).bfloat16() for shift in (0.0, 0.4)]
-    stores = [cache.stores[0] for cache in caches]
-    for store in stores:
-        store.pages.fill_(0xFF)
-        for overlay in store.overlays.values():
-            overlay.fill_(7.0)
     graph, still, new = (
         torch.cuda.CUDAGraph(),
         None,
@@ -249,23 +228,15 @@ def test_groups_are_appended_in_a_cuda_graph(name: str) -> None:
         if step < 0:
             cuda_append.append(stores[0], k.cuda(), v.cuda(), batches[0])
             continue
-        table = torch.zeros(len(lengths), 8, dtype=torch.int64, device="cuda")
-        table[:, : batches[0].block_table.shape[1]] = batches[0].block_table
-        batch = batches[0]._replace(block_table=table)
+        batch = of_eight_pages(batches[0])
         new[0].copy_(k), new[1].copy_(v)
         if still is None:
             still = batch
             cuda_append.append(stores[0], new[0], new[1], still)  # the same again writes the same
             with torch.cuda.graph(graph):
                 cuda_append.append(stores[0], new[0], new[1], still)
-        for name_, tensor in batch._asdict().items():
-            for into, out in zip(_tensors(getattr(still, name_)), _tensors(tensor), strict=True):
-                into.copy_(out)
+        copy_batch(still, batch)
         graph.replay()
     assert float((stores[0].pages.cpu() != stores[1].pages).double().mean()) < 1e-4
     for side in ("key", "value"):
         assert torch.equal(stores[0].overlays[side].cpu(), stores[1].overlays[side])  # type: ignore[index]
-
-
-def _tensors(x: object) -> list[torch.Tensor]:
-    return list(x.values()) if isinstance(x, dict) else [x]  # type: ignore[list-item]

@@ -12,7 +12,7 @@ from tests.conftest import relative_error
 from tests.needs import gpu, needs_gpu
 from tests.ops.cuda.decode_cases import ROTATED, ROTATED_BEFORE, ROTATED_BY_DECODE, ROTATED_HIGH_BATCH, ROTATED_INSIDE
 from tests.ops.cuda.decode_checks import check_decode
-from tests.ops.cuda.filling import filled
+from tests.ops.cuda.filling import filled, widened
 
 
 @gpu
@@ -94,10 +94,8 @@ def test_decode_of_rotated_queries_of_a_high_batch(
 def test_queries_are_rotated_alike_by_all_kernels(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the two before decode and by decode itself. More sequences than a warp has lanes, of all lengths, beside a table that is wider than they are long."""
     cache, seqs = filled("kvant-2:rope_block=64", 2, group, 128, "bfloat16", [1, 63, 64, 700, 2000], first=7)
-    batch, store = cache.batch(seqs * 9), cache.stores[0]
-    wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 30), 1 << 40, device="cuda")), 1)
-    batch = batch._replace(block_table=wide.contiguous())
-    q = torch.randn(len(wide), 2 * group, 128, device="cuda").bfloat16()
+    batch, store = widened(cache.batch(seqs * 9), 30), cache.stores[0]
+    q = torch.randn(9 * len(seqs), 2 * group, 128, device="cuda").bfloat16()
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 0)
     found = []
     for least, tuned in ((0, ROTATED_BEFORE), (1 << 30, ROTATED_BEFORE), (0, ROTATED_BY_DECODE)):

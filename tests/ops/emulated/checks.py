@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kvant.bench import attention
 from kvant.bench.synthetic import vectors
 from kvant.cache import PagedCache, Sequence
 from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
-from kvant.ops.cuda import decode as cuda_decode
-from tests.conftest import relative_error
 from tests.ops.cuda import filling
 from tests.ops.cuda.filling import parts_of_one
-from tests.ops.scores import log_sum_exp
 
-READ = [
+READ = [  # recipe, head_dim, position of the first token
     ("saw-int4", 64, 0),
     ("quarot-int2-win:sink=5,recent=70", 64, 0),
     ("saw-int4-kv:seed=3", 128, 0),
@@ -78,18 +74,6 @@ def filled(
     cache, seqs = filling.filled(name, heads, group, dim, dtype, lengths, device="cpu", **options)  # type: ignore[arg-type]
     assert order in (None, cache.layout.order) or cache.layout.format("key").is_pq
     return cache, seqs
-
-
-def check_decode(
-    cache: PagedCache, seqs: list[Sequence], group: int, dim: int, settings: dict[str, float | None]
-) -> None:
-    batch, store = cache.batch(seqs), cache.stores[0]
-    q = torch.randn(len(seqs), 2 * group, dim)
-    with attention.poisoned():
-        found, lse = cuda_decode.decode_with_lse(store, q, batch, **settings)  # type: ignore[arg-type]
-    assert relative_error(found, reference.decode(store, q.double(), batch, **settings)) < 5e-4  # type: ignore[arg-type]
-    expected = log_sum_exp(store, q, batch, **settings)  # type: ignore[arg-type]
-    torch.testing.assert_close(lse.double(), expected, rtol=1e-3, atol=5e-3)
 
 
 def check_append(

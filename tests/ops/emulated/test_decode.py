@@ -24,8 +24,10 @@ from tests.ops.cuda.decode_cases import (
     SINK_LOGITS,
     SPACES,
 )
-from tests.ops.emulated.checks import check_decode, filled
-from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
+from tests.ops.cuda.decode_checks import check_outputs, check_sink_logits
+from tests.ops.cuda.filling import widened
+from tests.ops.emulated.checks import filled
+from tests.ops.scores import log_sum_exp
 
 pytestmark = needs_compiler
 
@@ -62,7 +64,7 @@ def test_decode(name: str, group: int, dim: int, options: dict[str, float]) -> N
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 300], first=first, rotated=rotated)
-    check_decode(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+    check_outputs(cache, seqs, group, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
 @pytest.mark.parametrize("lengths", [[900, 900, 880], [900, 130, 500]])  # about equal, or not
@@ -143,17 +145,7 @@ def test_sink_logits(
     monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
     monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
     cache, seqs = filled(name, 2, group, dim, [1, 63, 700])
-    batch, store = cache.batch(seqs), cache.stores[0]
-    q, sinks = torch.randn(3, 2 * group, dim), some_sinks(2 * group)
-    settings: dict[str, Any] = {"scale": dim**-0.5, **options}
-    with attention.poisoned():
-        found, lse = cuda_decode.decode_with_lse(store, q, batch, sink_logits=sinks, **settings)
-    expected, sums = with_sinks(store, q, batch, sinks, **settings)
-    assert relative_error(found, expected) < 5e-4
-    assert (
-        max(head_errors(found, expected)) < 2e-3
-    )  # where tokens have little of the softmax, it shows the error of logits
-    torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=5e-3)
+    check_sink_logits(cache, seqs, group, options)
 
 
 @pytest.mark.few(1)
@@ -178,10 +170,9 @@ def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
     """As an engine's, for the longest sequence it serves: blocks of positions that are not there are neither rotated nor read."""
     cache, seqs = filled("kvant-2:rope_block=64", 2, 4, 64, [1, 70, 300])
     batch, store = cache.batch(seqs), cache.stores[0]
-    wide = torch.cat((batch.block_table, torch.full((len(seqs), 90), 1 << 40)), 1).contiguous()
     q = torch.randn(len(seqs), 8, 64)
     with attention.poisoned():
-        found = cuda_decode.decode(store, q, batch._replace(block_table=wide), scale=0.125)
+        found = cuda_decode.decode(store, q, widened(batch, 90), scale=0.125)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=0.125)) < 5e-4
 
 

@@ -10,7 +10,8 @@ from kvant.ops.cuda import decode as cuda_decode
 from tests.needs import needs_compiler
 from tests.ops.cuda.append_checks import SQUAT, check_padded_step, check_squat
 from tests.ops.cuda.decode_cases import ROTATED_KEYS
-from tests.ops.emulated.checks import check_append, check_decode, filled
+from tests.ops.cuda.decode_checks import check_outputs
+from tests.ops.emulated.checks import check_append, filled
 
 pytestmark = needs_compiler
 
@@ -39,7 +40,7 @@ def test_decode_of_groups(name: str, group: int, dim: int, options: dict[str, fl
     for cut in (0, 111):
         for seq in seqs:
             cache.crop(seq, max(1, seq.length - cut))
-        check_decode(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+        check_outputs(cache, seqs, group, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
 @pytest.mark.few(2)
@@ -51,7 +52,7 @@ def test_decode_of_keys_before_rope(name: str, group: int, dim: int, options: di
     for cut in (0, 41):
         for seq in seqs:
             cache.crop(seq, max(1, seq.length - cut))
-        check_decode(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+        check_outputs(cache, seqs, group, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
 def test_keys_of_which_rope_rotates_some_channels_are_refused() -> None:

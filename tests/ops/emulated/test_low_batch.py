@@ -15,7 +15,8 @@ from kvant.ops.cuda.decode_matrices import DecodeTransforms
 from tests.conftest import relative_error
 from tests.needs import needs_compiler
 from tests.ops import emulated
-from tests.ops.emulated.checks import check_decode, filled
+from tests.ops.cuda.decode_checks import check_outputs
+from tests.ops.emulated.checks import filled
 from tests.ops.scores import head_errors, some_sinks, with_sinks
 
 pytestmark = needs_compiler
@@ -47,7 +48,7 @@ def test_decode_of_a_low_batch(name: str, group: int, dim: int, options: dict[st
     if dim == 128 and group == 4:
         made = plan.Plan(cache.layout, 4, "bfloat16", (1, 128), (0, 1), False, True, emulated.H200, (), True)
         assert (made.warps, made.constants["MIN_CTAS"]) == (geometry.LOW_BATCH_WARPS, 2)
-    check_decode(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+    check_outputs(cache, seqs, group, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
 
 
 @pytest.mark.few(1)

@@ -13,8 +13,9 @@ from tests.conftest import relative_error
 from tests.needs import needs_compiler
 from tests.ops import emulated
 from tests.ops.cuda.decode_cases import ROTATED, ROTATED_BEFORE, ROTATED_BY_DECODE, ROTATED_HIGH_BATCH, ROTATED_INSIDE
-from tests.ops.cuda.decode_checks import check_several_queries
-from tests.ops.emulated.checks import check_decode, filled
+from tests.ops.cuda.decode_checks import check_outputs, check_several_queries
+from tests.ops.cuda.filling import widened
+from tests.ops.emulated.checks import filled
 from tests.ops.scores import log_sum_exp
 
 pytestmark = needs_compiler
@@ -28,7 +29,7 @@ def test_rotated_queries_of_a_high_batch(
     options = dict(options)
     first, rotated = (int(options.pop(key, 0)) for key in ("first", "rotated"))
     cache, seqs = filled(name, 2, group, dim, [1, 63, 300, 170], first=first, rotated=rotated)
-    check_decode(cache, seqs, group, dim, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
+    check_outputs(cache, seqs, group, {"scale": dim**-0.5, "softcap": None, "sliding_window": None, **options})
     # the matrix of head_dim 256 in two parts is more than shared memory holds twice
     assert many == ["_rotate_kernel" if rotated or dim == 256 else "_high_batch_kernel"]
 
@@ -51,10 +52,9 @@ def test_rotated_queries_of_a_high_batch_in_16_bits(
     """Beside tables that are wider than sequences are long, and more sequences than a warp has lanes."""
     cache, seqs = filled(name, 2, group, dim, [1, 300, 70], first=1000)
     batch, store = cache.batch(seqs * 12), cache.stores[0]
-    wide = torch.cat((batch.block_table, torch.full((len(batch.block_table), 9), 1 << 40)), 1).contiguous()
-    q = torch.randn(len(wide), 2 * group, dim).to(dtype)
+    q = torch.randn(len(batch.block_table), 2 * group, dim).to(dtype)
     with attention.poisoned():
-        wider, tuned = batch._replace(block_table=wide), ROTATED_BEFORE
+        wider, tuned = widened(batch, 9), ROTATED_BEFORE
         found, _ = cuda_decode.decode_with_lse(store, q, wider, scale=dim**-0.5, tuned=tuned)
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=dim**-0.5)) < limit
     assert many == ["_high_batch_kernel"]
