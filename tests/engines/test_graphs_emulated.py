@@ -16,10 +16,10 @@ from kvant.ops.cuda import counters, refusals
 from tests.engines import recorded
 from tests.engines.test_graphs import assert_same_cache, made_up_artifact, ragged
 from tests.engines.test_hf import make_model, prompt
-from tests.ops import emulated
-from tests.ops.test_cuda_emulated import device  # noqa: F401  (kernels run here)
+from tests.needs import needs_compiler
+from tests.ops.emulated.conftest import device  # noqa: F401  (kernels run here)
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
 
 @pytest.fixture

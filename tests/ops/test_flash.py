@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvant.engines.vllm import flash as vllm_flash
 from kvant.ops import flash
-from tests.ops.test_cuda_emulated import plain
+from tests.ops.plain_flash import plain
 
 
 class Calls(TorchDispatchMode):

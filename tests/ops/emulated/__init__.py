@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -9,9 +10,11 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kvant.ops.cuda import nvrtc
@@ -67,3 +70,23 @@ class Kernel:
 
     def launch(self, blocks: tuple[int, int], arguments: ctypes.Structure, dependent: bool = False) -> None:
         self.run(*blocks, self.threads, self.shared, ctypes.byref(arguments))
+
+
+class Stream:
+    """As `torch.cuda.Stream`: all that launches read of one."""
+
+    cuda_stream = 0
+
+
+@contextlib.contextmanager
+def on_this_machine(monkeypatch: pytest.MonkeyPatch, *caches: Any) -> Iterator[None]:
+    """Kernels are compiled for and run on this machine; `caches` of compiled kernels hold none of another's."""
+    monkeypatch.setattr(nvrtc, "Kernel", Kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()

@@ -10,7 +10,7 @@ from kvant import recipes
 from kvant.layout import Layout
 from kvant.ops.cuda import append, nvrtc, overlay_step, prefill, refusals
 from scripts.kernel_resources import DEVICE, GPUS, LAUNCHES, Gpu, ctas, kernels_of, on, overrun, programs, texts
-from tests.ops.test_cuda_declared import compiler
+from tests.needs import skip_without_nvrtc
 
 MOST_STACK = 256  # bytes of a thread's stack, which is spilled registers
 QUICK = (  # every kernel file, both forms of copies: what depends on the architecture
@@ -39,7 +39,7 @@ SAME = {"sm_89": "sm_86"}  # architectures with the programs of another: a few a
 
 def check(gpu: Gpu, names: tuple[str, ...] | None) -> set[str]:
     """Compiles programs of these names, or all; the kernels that were compiled."""
-    compiler()
+    skip_without_nvrtc()
     made = dict(programs(gpu))
     seen = set()
     for name in names or made:
@@ -55,7 +55,7 @@ def check(gpu: Gpu, names: tuple[str, ...] | None) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_90"])  # that one: test_cuda_declared.py
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_90"])  # that one: test_declared.py
 def test_kernels_compile_and_fit(arch: str) -> None:
     seen = check(GPUS[arch], (QUICK[0], QUICK[2]) if arch in SAME else (*QUICK, *MORE[arch]))
     left = {"kvant_rotate_queries", "kvant_rotate_queries_high_batch", "kvant_append_tiles"}

@@ -13,12 +13,13 @@ from kvant.ops import OPS, choose, explain, flash, reference
 from kvant.ops.cuda import append_full, full, nvrtc
 from kvant.ops.cuda import prefill as cuda_prefill
 from tests.conftest import make_layout, relative_error
-from tests.ops import emulated, test_cuda
+from tests.needs import gpu, needs_compiler, needs_gpu, skip_without_nvrtc
+from tests.ops import emulated
+from tests.ops.cuda import filling
+from tests.ops.cuda.decode_cases import LENGTHS
+from tests.ops.plain_flash import plain
 from tests.ops.scores import head_errors, log_sum_exp, some_sinks, with_sinks
-from tests.ops.test_cuda_emulated import Stream, plain
 
-gpu, needs_gpu = test_cuda.gpu, test_cuda.needs_gpu
-needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 KINDS = [("bfloat16", 2e-3), ("float16", 5e-4)]  # an output in bfloat16 is itself off by up to 1.6e-3
 SHAPES = [
     (1, 128),
@@ -40,17 +41,9 @@ OPTIONS = [{"softcap": 5.0}, {"sliding_window": 100}, {"softcap": 30.0, "sliding
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are compiled for and run on this machine."""
-    monkeypatch.setattr(nvrtc, "Kernel", emulated.Kernel)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(full, "shared_memory", lambda device: emulated.H200)
-    caches = (full._kernel, full._plan, append_full._kernel)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+    with emulated.on_this_machine(monkeypatch, full._kernel, full._plan, append_full._kernel):
+        yield
 
 
 def check(
@@ -83,7 +76,7 @@ def filled(
     group: int, dim: int, dtype: str, lengths: list[int], page: int | None = None
 ) -> tuple[PagedCache, list[Sequence]]:
     torch.manual_seed(0)
-    return test_cuda.filled("full", 2, group, dim, dtype, lengths, page, device="cpu")
+    return filling.filled("full", 2, group, dim, dtype, lengths, page, device="cpu")
 
 
 @pytest.mark.few(1)
@@ -145,7 +138,7 @@ def test_sink_logits(options: dict[str, float], blocks: int, monkeypatch: pytest
 @pytest.mark.parametrize(("group", "dim"), [(8, 64), (4, 128), (1, 256)])
 def test_sink_logits_on_a_gpu(group: int, dim: int, options: dict[str, float], dtype: str, limit: float) -> None:
     for lengths in ([1, 63, 700], [20000, 3], list(range(1, 400, 9))):
-        cache, seqs = test_cuda.filled("full", 2, group, dim, dtype, lengths)
+        cache, seqs = filling.filled("full", 2, group, dim, dtype, lengths)
         check_sinks(cache, seqs, group, limit, **options)
 
 
@@ -184,7 +177,7 @@ def test_counters_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None
 def test_sequences_without_tokens_and_tables_that_are_wider() -> None:
     cache, seqs = filled(3, 64, "bfloat16", [40, 200])
     batch, store = cache.batch(seqs), cache.stores[0]
-    wide = torch.cat((batch.block_table, torch.full((2, 90), 1 << 40)), 1).contiguous()
+    wide = filling.widened(batch, 90).block_table
     lengths = torch.tensor([0, 200])
     q = torch.randn(2, 6, 64).bfloat16()
     with attention.poisoned():
@@ -221,7 +214,7 @@ def check_append(where: str, dtype: str, dim: int, page: int | None) -> None:
     caches = []
     for run in (append_full.append, reference.append):
         torch.manual_seed(0)
-        cache, seqs = test_cuda.filled("full", 3, 1, dim, dtype, [1, 63, 300], page, device=where, spare=16)
+        cache, seqs = filling.filled("full", 3, 1, dim, dtype, [1, 63, 300], page, device=where, spare=16)
         wide = torch.randn(2, 80, 4, dim, device=where).to(getattr(torch, dtype))  # rows with a stride
         batch = cache.extend(seqs, [70, 1, 9])
         slots = batch.slot_mapping.clone()
@@ -247,7 +240,7 @@ def test_append_on_a_gpu(dtype: str, dim: int, page: int | None) -> None:
 
 
 def check_prefill(where: str, dtype: str, dim: int, page: int | None, limit: float) -> None:
-    cache, seqs = test_cuda.filled("full", 2, 2, dim, dtype, [1, 63, 300], page, device=where, spare=16)
+    cache, seqs = filling.filled("full", 2, 2, dim, dtype, [1, 63, 300], page, device=where, spare=16)
     store, counts = cache.stores[0], [1, 0, 140, 5]
     if where == "cpu":
         store.flash = flash.Flash(plain, torch.float16)
@@ -331,10 +324,7 @@ def test_shared_memory_is_filled() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("group", "dim", "dtype"), [(4, 128, "bfloat16"), (9, 96, "float16"), (8, 256, "bfloat16")])
 def test_it_compiles(group: int, dim: int, dtype: str) -> None:
-    try:
-        nvrtc.compiler()
-    except OSError as error:
-        pytest.skip(str(error))
+    skip_without_nvrtc()
     for arch, bulk in (("sm_80", False), ("sm_90", True)):
         made = full.FullPlan(make_layout("full", 2, dim, dtype=dtype), group, bulk, bulk, emulated.H200)
         nvrtc.compile_text(made.text, arch)
@@ -349,7 +339,7 @@ def test_it_compiles(group: int, dim: int, dtype: str) -> None:
 @pytest.mark.parametrize(("group", "dim"), [*SHAPES, (64, 128)])
 def test_every_shape_on_a_gpu(group: int, dim: int, dtype_limit: tuple[str, float]) -> None:
     dtype, limit = dtype_limit
-    cache, seqs = test_cuda.filled("full", 2, group, dim, dtype, test_cuda.LENGTHS)
+    cache, seqs = filling.filled("full", 2, group, dim, dtype, LENGTHS)
     assert cache.ops["decode"].name == "cuda-full"
     check(cache, seqs, group, limit)
     for options in OPTIONS:
@@ -360,20 +350,20 @@ def test_every_shape_on_a_gpu(group: int, dim: int, dtype_limit: tuple[str, floa
 @needs_gpu
 @pytest.mark.parametrize("page", [16, 32, 128])
 def test_other_pages_on_a_gpu(page: int) -> None:
-    check(*test_cuda.filled("full", 2, 4, 128, "bfloat16", test_cuda.LENGTHS, page), 4, 2e-3, sliding_window=777)
+    check(*filling.filled("full", 2, 4, 128, "bfloat16", LENGTHS, page), 4, 2e-3, sliding_window=777)
 
 
 @gpu
 @needs_gpu
 def test_long_and_many_sequences_on_a_gpu() -> None:
     for lengths in ([40_000, 3], [40_000], list(range(1, 500, 3))):
-        check(*test_cuda.filled("full", 2, 4, 128, "bfloat16", lengths), 4, 2e-3)
+        check(*filling.filled("full", 2, 4, 128, "bfloat16", lengths), 4, 2e-3)
 
 
 @gpu
 @needs_gpu
 def test_a_cuda_graph_follows_its_inputs() -> None:
-    cache, seqs = test_cuda.filled("full", 2, 4, 128, "bfloat16", [900, 400])
+    cache, seqs = filling.filled("full", 2, 4, 128, "bfloat16", [900, 400])
     batch, store = cache.batch(seqs), cache.stores[0]
     q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
     full.decode(store, q, batch, scale=0.1)

@@ -16,6 +16,7 @@ from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, float32, int32, int64, optional, pointer
 from kvant.ops.cuda.config import CONSTANTS, STREAM_CONSTANTS, ElementType, config_text
 from scripts.kernel_resources import GPUS, kernels_of, overrun, programs
+from tests.needs import needs_compiler, skip_without_nvrtc
 from tests.ops import emulated
 
 COMPILED = ("copy_rows", "decode kvant-2 group 4 high batch", "decode full", "transform kvant-2", "unpack kvant-2 key")
@@ -44,13 +45,6 @@ def placed() -> str:
     return nvrtc.program(arguments=list(Arguments.declared.values())) + "".join(lines)
 
 
-def compiler() -> None:
-    try:
-        nvrtc.compiler()
-    except OSError as error:
-        pytest.skip(str(error))
-
-
 def parameter_bytes(code: bytes) -> Iterator[tuple[str, int]]:
     """Kernels of compiled code with the bytes of their only parameter (EIATTR_KPARAM_INFO of .nv.info.<kernel>)."""
     start, size, count, names_at = (*struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HHH", code, 58))
@@ -72,13 +66,13 @@ def parameter_bytes(code: bytes) -> Iterator[tuple[str, int]]:
 
 
 def test_the_device_compiler_places_fields_as_ctypes_does() -> None:
-    compiler()
+    skip_without_nvrtc()
     nvrtc.compile_text(placed(), "sm_80")
     with pytest.raises(RuntimeError, match="static assertion failed"):
         nvrtc.compile_text(placed().replace("source) == 8", "source) == 12"), "sm_80")
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 def test_the_host_compiler_places_fields_as_ctypes_does(tmp_path: Path) -> None:
     assert emulated.COMPILER is not None
     (tmp_path / "placed.cpp").write_text(placed())
@@ -87,7 +81,7 @@ def test_the_host_compiler_places_fields_as_ctypes_does(tmp_path: Path) -> None:
 
 
 def test_compiled_kernels_take_as_many_bytes_as_are_passed() -> None:
-    compiler()
+    skip_without_nvrtc()
     structs = dict(KERNEL.findall("".join(nvrtc.headers().values())))
     seen, gpu = set(), GPUS["sm_90"]
     made = dict(programs(gpu))
