@@ -26,27 +26,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the slow tests too: ./scripts/test --all")
     parser.addoption("--other-order", action="store_true", help="torch adds in another order: see tests/order.py")
     parser.addoption(
+        "--model-runner-v2",
+        action="store_true",
+        help="tests marked runner_v2, with vLLM's model runner V2, and no others",
+    )
+    parser.addoption(
         "--mutations", type=int, help="damaged snapshots and artifacts that are read: 10000 with --all, else 1000"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The quick tier: no test that is marked slow; of one that is marked few(n), n cases; of any other with several parameters, as
-    many combinations as it takes for every value of each to occur. --all runs everything; so does asking for a test by its name."""
-    if config.getoption("--all") or any("::" in str(arg) for arg in config.args):
-        return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    quick = {id(item) for same in cases.values() for item in covering(same)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in quick])
-    items[:] = [item for item in items if id(item) in quick]
+    many combinations as it takes for every value of each to occur. --all runs everything; so does asking for a test by its name.
+    --model-runner-v2 runs tests that are marked runner_v2(n) alone, and n cases of each in the quick tier."""
+    v2 = config.getoption("--model-runner-v2")
+    chosen = [item for item in items if not v2 or item.get_closest_marker("runner_v2")]
+    if not config.getoption("--all") and not any("::" in str(arg) for arg in config.args):
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in chosen:
+            if v2 or item.get_closest_marker("slow") is None:
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        quick = {id(item) for same in cases.values() for item in covering(same, "runner_v2" if v2 else "few")}
+        chosen = [item for item in chosen if id(item) in quick]
+    left = {id(item) for item in chosen}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
+    items[:] = chosen
 
 
-def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases of a test that the quick tier runs."""
-    few = cases[0].get_closest_marker("few")
+def covering(cases: list[pytest.Item], mark: str = "few") -> list[pytest.Item]:
+    """The cases of a test that the quick tier runs; `mark` says how many, where it is there."""
+    few = cases[0].get_closest_marker(mark)
     if few is not None:  # from end to end of its list
         count = min(few.args[0], len(cases))
         return [cases[i * len(cases) // count] for i in range(count)]

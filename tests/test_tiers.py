@@ -53,6 +53,14 @@ def test_few_are_spread_over_the_list(few: int, expected: list[int]) -> None:
     assert [row[0] for row in ran(covering(cases(few, a=list(range(10)))))] == expected
 
 
+def test_cases_with_model_runner_v2_are_counted_by_its_own_mark() -> None:
+    made = cases(2, a=list(range(4)))
+    for item in made:
+        item.get_closest_marker = lambda name: SimpleNamespace(args=(1 if name == "runner_v2" else 2,))
+    assert [row[0] for row in ran(covering(made, "runner_v2"))] == [0]
+    assert [row[0] for row in ran(covering(made))] == [0, 2]
+
+
 def test_a_test_without_parameters_runs() -> None:
     (item,) = cases()
     assert covering([item]) == [item]

@@ -14,6 +14,7 @@ import torch
 
 from kvant import recipes
 from kvant.artifact import Artifact
+from tests.engines.vllm import runner_v2
 from tests.fitted import made_up_tensors
 
 GROUPS = {"0": "kivi-k2v2-sink", "1": "kitty-pro", "2": "kivi-k4v4", "3": "saw-int4"}  # in blocks of 128 tokens
@@ -280,7 +281,17 @@ def engine(model: Path, kvant: dict[str, Any], blocks: int = 200, **other: Any) 
         "worker_extension_cls": "tests.engines.vllm.recorder.Recorder",
         "additional_config": {"kvant": kvant},
     }
-    return LLM(str(model), **{**options, **other})
+    made = LLM(str(model), **{**options, **other})
+    if runner_v2.used():
+        runner_v2.check(made)
+    return made
+
+
+def ngrams_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next engine has a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second one. Model runner
+    V2 looks for them in a kernel."""
+    if not runner_v2.used():
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
 
 def close(llm: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.vllm import runner_v2
 from tests.engines.vllm.engines import (
     GROUPS,
     LAYERS,
@@ -20,6 +21,7 @@ from tests.engines.vllm.engines import (
     made_up_artifacts,
     mimo_like,
     needs_vllm,
+    ngrams_apart,
     prompt,
     run,
     tiny_model,
@@ -81,6 +83,7 @@ def compared(llm: Any) -> dict[str, int]:
     return seen
 
 
+@pytest.mark.runner_v2(1)
 def test_prefix_hit(start: Any, size: int) -> None:
     llm = start(size)
     shared = prompt(0, 150)
@@ -91,6 +94,7 @@ def test_prefix_hit(start: Any, size: int) -> None:
     assert seen["prefills"] and seen["decodes"] > 4 * 200 and seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(0)
 def test_sinks_of_a_prefix_whose_row_was_given_away(start: Any, size: int) -> None:
     """There is one row: other requests have taken it before the prefix is hit."""
     llm = start(size, rows=0, max_num_seqs=1)
@@ -104,6 +108,7 @@ def test_sinks_of_a_prefix_whose_row_was_given_away(start: Any, size: int) -> No
     assert seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(1)
 @pytest.mark.slow
 def test_prefix_hit_after_eviction(start: Any, size: int) -> None:
     llm = start(size, blocks=12 * 64 // size, max_model_len=640)
@@ -119,6 +124,7 @@ def test_prefix_hit_after_eviction(start: Any, size: int) -> None:
     assert seen["overwritten"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(1)
 def test_chunked_prefill(start: Any, size: int) -> None:
     llm = start(size, max_num_batched_tokens=96)
     run(llm, [prompt(0, 430), prompt(1, 5), prompt(2, 200), prompt(3, 64)], 12)
@@ -126,6 +132,7 @@ def test_chunked_prefill(start: Any, size: int) -> None:
     assert seen["prefills"] > 4 * 6 and not seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(0)
 @pytest.mark.slow
 def test_prefix_of_a_chunk_of_the_same_step(start: Any, size: int) -> None:
     """The second request shares blocks that the second chunk of the first one is to write in this very step."""
@@ -137,6 +144,7 @@ def test_prefix_of_a_chunk_of_the_same_step(start: Any, size: int) -> None:
     assert seen["shared at once"], seen
 
 
+@pytest.mark.runner_v2(1)
 @pytest.mark.slow
 def test_preemption(start: Any, size: int) -> None:
     llm = start(size, blocks=12 * 64 // size, max_model_len=640, enable_prefix_caching=False)
@@ -145,6 +153,7 @@ def test_preemption(start: Any, size: int) -> None:
     assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(0)
 def test_a_block_that_another_tenant_left(start: Any, size: int) -> None:
     """Tenant A's request ends with its fourth block. The first of tenant B's takes the blocks up such that this one is its fourth,
     too, and the second shares it in the step that writes it: it must not find A's window."""
@@ -157,6 +166,7 @@ def test_a_block_that_another_tenant_left(start: Any, size: int) -> None:
     assert seen["shared at once"] and seen["overwritten"], seen
 
 
+@pytest.mark.runner_v2(1)
 @pytest.mark.slow
 def test_parallel_sampling(start: Any, size: int) -> None:
     llm = start(size)
@@ -166,14 +176,14 @@ def test_parallel_sampling(start: Any, size: int) -> None:
     assert seen["shared at once"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "size"),
     [(None, 64), ("int4:sink=4,recent=3", 64), (None, 128)],  # the second has as many recent tokens as drafts
 )
 def test_ngram_speculation(start: Any, monkeypatch: pytest.MonkeyPatch, recipe: str | None, size: int) -> None:
-    # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    ngrams_apart(monkeypatch)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     llm = start(size, recipe, speculative_config=drafts)
     few = [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)]
@@ -200,6 +210,7 @@ def test_speculation_with_a_draft_of_its_own(start: Any, tmp_path: Path, method:
     assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["eagle", "draft_model", "eagle3"])
 @pytest.mark.parametrize("recipe", ["saw-int4", "full"])
@@ -219,6 +230,7 @@ def test_layers_of_a_draft_with_a_recipe(start: Any, tmp_path: Path, method: str
     assert seen["taken back"] and seen["verified"] and seen["prefills"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["saw-int4", "kvant-4", "kvant-2", "kivi-k2v2-sink"])
 def test_multi_token_prediction(tmp_path: Path, recipe: str) -> None:
@@ -226,11 +238,13 @@ def test_multi_token_prediction(tmp_path: Path, recipe: str) -> None:
     size = 128 if recipe.startswith("kivi") else 64
     kvant = {"recipe": recipe, "artifact": made_up_artifacts(tmp_path, names=[recipe])}
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    if runner_v2.used():  # which does not choose the draft's attention
+        kvant, drafts = {**kvant, "draft": "saw-int4"}, {**drafts, "attention_backend": "CUSTOM"}
     llm = engine(
         mimo_like(tmp_path / "model"), kvant, block_size=size, max_num_batched_tokens=160, speculative_config=drafts
     )
     try:
-        assert llm.collective_rpc("record") == [4]
+        assert llm.collective_rpc("record") == [5 if runner_v2.used() else 4]
         shared = prompt(0, 300)
         run(llm, [shared + prompt(1, 30), prompt(2, 70)], 30)
         found = run(llm, [shared + prompt(3, 60), prompt(4, 3)], 30)
@@ -252,6 +266,7 @@ def test_tensor_parallel(start: Any, size: int) -> None:
     assert seen["prefills"] and seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(0)
 def test_blocks_of_two_pages(start: Any) -> None:
     """Keys of 128 tokens are coded together, and a page has 64: prefix hits end at blocks of two pages. Chunks end anywhere."""
     llm = start(128, "kivi-k2v2-sink", max_num_batched_tokens=150)
@@ -270,6 +285,7 @@ def alone(start: Any, **options: Any) -> Any:
     )
 
 
+@pytest.mark.runner_v2(0)
 def test_a_recipe_that_is_fitted_on_the_prompt(start: Any) -> None:
     """Prompts of less than a group and of several; several in a step."""
     llm = alone(start)
@@ -279,6 +295,7 @@ def test_a_recipe_that_is_fitted_on_the_prompt(start: Any) -> None:
     assert seen["fresh"] >= 4 * 4 and not seen["behind a prefix"] and not seen["prefills"], seen
 
 
+@pytest.mark.runner_v2(0)
 @pytest.mark.slow
 def test_preemption_of_what_is_fitted_on_the_prompt(start: Any) -> None:
     """What was preempted is computed anew: then its answer so far counts as part of its prompt."""
@@ -288,6 +305,7 @@ def test_preemption_of_what_is_fitted_on_the_prompt(start: Any) -> None:
     assert seen["overwritten"] and seen["fresh"] > 4 * 4 and not seen["behind a prefix"], seen
 
 
+@pytest.mark.runner_v2(0)
 @pytest.mark.slow
 def test_parallel_sampling_of_what_is_fitted_on_the_prompt(start: Any) -> None:
     llm = alone(start)

@@ -25,6 +25,7 @@ from tests.engines.vllm.engines import (
     lfm2_like,
     made_up_artifacts,
     needs_vllm,
+    ngrams_apart,
     prompt,
     qwen3_next_like,
     run,
@@ -32,7 +33,7 @@ from tests.engines.vllm.engines import (
 )
 
 pytestmark = needs_vllm
-RECIPES = ("saw-int4", "kvant-4", "kvant-2")
+RECIPES = ("kvant-2", "kvant-4", "saw-int4")
 HYBRIDS = {  # layers, those with attention, head_dim; how many blocks hold a request of 1,024 tokens, but not several
     qwen3_next_like: (8, (3, 7), 256, 16),
     lfm2_like: (6, (2, 5), 64, 22),
@@ -74,6 +75,7 @@ def compared(llm: Any) -> dict[str, int]:
     return seen  # type: ignore[no-any-return]
 
 
+@pytest.mark.runner_v2(1)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sliding_windows(start: Any, gemma: Any, recipe: str) -> None:
@@ -107,6 +109,7 @@ def test_sink_rows_are_those_of_the_plan(recipe: str, sliding: int) -> None:
     assert found == planned.sink_rows and (found > 0) == (recipe != "saw-int4" and sliding < 6)
 
 
+@pytest.mark.runner_v2(0)
 @pytest.mark.slow
 def test_groups_of_tokens_with_sliding_windows(start: Any, gemma: Any) -> None:
     """Keys of 128 tokens are coded together; a window of 100 leaves blocks of 128."""
@@ -119,15 +122,15 @@ def test_groups_of_tokens_with_sliding_windows(start: Any, gemma: Any) -> None:
     assert seen["prefills"] and seen["given back"] and seen["behind a prefix"] and seen["overwritten"], seen
 
 
+@pytest.mark.runner_v2(0)
 @pytest.mark.slow
 def test_drafts_with_sliding_windows(start: Any, gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # in a process of its own: with numba, which looks for n-grams, in it, this vLLM starts no second engine
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    ngrams_apart(monkeypatch)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     llm = start(gemma, {"recipe": "kvant-2"}, speculative_config=drafts)
     run(llm, [prompt(0, 7) * 25, prompt(1, 11) * 12, prompt(2, 40)], 60)
     seen = compared(llm)
-    assert seen["taken back"] and seen["prefills"] and seen["given back"], seen
+    assert seen["taken back"] and seen["verified"] and seen["given back"] and not seen["prefills"], seen
 
 
 def test_a_draft_in_16_bits_beside_sliding_windows(start: Any, gemma: Any, tmp_path: Path) -> None:
@@ -137,6 +140,7 @@ def test_a_draft_in_16_bits_beside_sliding_windows(start: Any, gemma: Any, tmp_p
         start(gemma, {"recipe": "saw-int4"}, blocks=400, speculative_config=drafts)
 
 
+@pytest.mark.runner_v2(0)
 def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
     """Pages of fewer tokens, in blocks of the same bytes."""
     llm = start(gemma, {"recipe": "kvant-2", "sliding": "full"}, block_size=256, max_num_batched_tokens=150)
@@ -151,7 +155,7 @@ def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
     assert seen["prefills"] and seen["given back"] and seen["behind a prefix"], seen
 
 
-@pytest.fixture(scope="module", params=[qwen3_next_like, lfm2_like, falcon_h1_like], ids=lambda make: make.__name__)
+@pytest.fixture(scope="module", params=[lfm2_like, qwen3_next_like, falcon_h1_like], ids=lambda make: make.__name__)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
     root, (layers, attention, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
     artifacts = made_up_artifacts(root, layers, dim=dim, names=RECIPES, attention=attention)
@@ -167,6 +171,7 @@ def without_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QwenGatedDeltaNetAttention, "forward_cpu", lambda self, x: x.tanh())
 
 
+@pytest.mark.runner_v2(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("without_delta_nets")
 def test_hybrid_models(start: Any, hybrid: Any, recipe: str) -> None:
@@ -181,6 +186,7 @@ def test_hybrid_models(start: Any, hybrid: Any, recipe: str) -> None:
     assert seen["prefills"] and seen["fresh"] and seen["overwritten"], seen
 
 
+@pytest.mark.runner_v2(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [qwen3_next_like, lfm2_like], indirect=True, ids=lambda make: make.__name__)
 @pytest.mark.usefixtures("without_delta_nets")
