@@ -292,12 +292,14 @@ def _print_machine(found: dict[str, Any]) -> None:
 
 
 def _print_recommended(found: dict[str, Any], head_dim: int) -> None:
+    from kvant.engines.vllm import versions
     from kvant.layout import human_bytes
     from kvant.plan import PRESETS
 
     devices, model, notes = found["devices"], found["model"], []
-    old = (_vllm_version() or "").startswith("0.26.")
-    unserved = "layers with a sliding window need vLLM 0.32" if old and model is not None and model["sliding"] else None
+    version, unserved = _vllm_version(), None
+    if version is not None and model is not None and model["sliding"] and versions.older(version, versions.SLIDING):
+        unserved = f"layers with a sliding window need vLLM {versions.SLIDING} or newer"
     rows = []
     for entry in found["recommended"]:
         if entry["refused"]:

@@ -108,8 +108,9 @@ def api_key(file: str | None) -> str | None:
 
 def check_options(rest: Sequence[str]) -> None:
     """Refuses options that vLLM's server does not take, in its parser's words, before a recipe is checked or fitted."""
-    for place in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):  # 0.32 and 0.26
-        if importlib.util.find_spec(place.rpartition(".")[0]) and importlib.util.find_spec(place):
+    for where in ("common", "launchers", "openai"):  # vLLM 0.33, 0.29 to 0.32, 0.26
+        place = f"vllm.entrypoints.{where}.cli_args"
+        if importlib.util.find_spec(f"vllm.entrypoints.{where}") and importlib.util.find_spec(place):
             break
     else:
         return  # the server itself will tell

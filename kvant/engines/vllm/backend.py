@@ -51,8 +51,8 @@ class KvantBackend(AttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        # where vLLM looks for a size of its own blocks, 0.32 has no spec yet, or one with a block of one token for layers with a
-        # sliding window; 0.26 asks get_preferred_block_size
+        # where vLLM looks for a size of its own blocks, it has no spec yet (from 0.29 on), or one with a block of a token for layers
+        # with a sliding window; 0.26 asks get_preferred_block_size
         unknown = kv_cache_spec is None or kv_cache_spec.block_size == 1
         known = hasattr(AttentionBackend, "customize_spec")
         own = unknown and known
@@ -97,7 +97,7 @@ class KvantBackend(AttentionBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
 
-    # --- vLLM 0.32 -------------------------------------------------------------------------------------------------
+    # --- vLLM 0.29 and later -----------------------------------------------------------------------------------------
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:

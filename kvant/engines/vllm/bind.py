@@ -151,7 +151,7 @@ def bind(config: Any, attention: dict[str, Any]) -> list[LayerGroup]:
         _warm(config, group, {name: attention[name] for name in names}, rank, device)
         out.append(group)
     if windows_travel:
-        from kvant.engines.vllm import offload  # of vLLM 0.32
+        from kvant.engines.vllm import offload  # of vLLM 0.29 and later
 
         offload.use(config.kv_transfer_config.kv_connector_extra_config, out)
     return out

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import vllm
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend
 
-from kvant.engines.vllm import options
+from kvant.engines.vllm import options, versions
 from kvant.engines.vllm.options import CONNECTOR, PAGE_TOKENS, SPEC
 from kvant.recipe import Recipe
 
@@ -163,7 +164,9 @@ def check_connector(config: Any, recipes: Iterable[Recipe], plain: bool = True) 
             f"kvant does not serve {CONNECTOR} with a draft model, whose pages are vLLM's own: that was not tried"
         )
     if not hasattr(AttentionBackend, "customize_spec"):
-        raise ValueError(f"kvant serves {CONNECTOR} inside vLLM 0.32, whose workers are told which pages they move")
+        raise ValueError(
+            f"kvant serves {CONNECTOR} inside vLLM 0.29 and later, whose workers are told which pages they move"
+        )
     if transfer.kv_connector_extra_config.get("canonical_layout"):
         raise ValueError(
             f"kvant does not serve {CONNECTOR} with canonical_layout: it would cut pages into tokens and heads"
@@ -218,7 +221,12 @@ def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
                 f"{context[name].attn_backend.get_name()}"
             )
     windows = {layer.sliding_window for layer in attention.values()}
-    if (others or windows != {None}) and not hasattr(AttentionBackend, "customize_spec"):
-        what = f"layers of other kinds, such as {others[0]}" if others else "layers with a sliding window"
-        raise ValueError(f"kvant cannot serve a model with {what} inside vLLM 0.26: use vLLM 0.32")
+    for found, what, least in (
+        (bool(others), f"layers of other kinds, such as {', '.join(others[:1])}", versions.HYBRID),
+        (windows != {None}, "layers with a sliding window", versions.SLIDING),
+    ):
+        if found and versions.older(vllm.__version__, least):
+            raise ValueError(
+                f"kvant cannot serve a model with {what} inside vLLM {vllm.__version__}: it was tested from vLLM {least} on"
+            )
     return len(windows) + bool(others)

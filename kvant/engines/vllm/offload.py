@@ -56,6 +56,11 @@ class KvantOffloadingSpec(OffloadingSpec):
         found: dict[str, Any] = _spec_class(extra_config).build_metric_definitions(extra_config)
         return found
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # vLLM 0.33 asks
+        found: tuple[str, ...] = _spec_class(extra_config).config_info_keys(extra_config)
+        return found
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.inner = _spec_class(config.extra_config)(config)
@@ -111,7 +116,8 @@ class SinkOffloadingWorker(OffloadingWorker):
                 self.saved[group, chunks[0]] = saved
         return self.inner.submit_store(job_id, src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **expedited: bool) -> bool:
+        """`expedited`, which vLLM has since 0.33: a load that the step waits for."""
         for group, first, blocks, chunks in self._transfers(dst_spec, src_spec):
             saved = self.saved.get((group, chunks[0])) if not first else None
             for i, layers in enumerate(self.groups[group]):
@@ -122,7 +128,7 @@ class SinkOffloadingWorker(OffloadingWorker):
                 sinks = None if saved is None else saved[i]
                 if sinks is not None:
                     layers.rows.restore_sinks(pages[0], sinks)
-        return self.inner.submit_load(job_id, src_spec, dst_spec)
+        return self.inner.submit_load(job_id, src_spec, dst_spec, **expedited)
 
     def _transfers(self, device: GPULoadStoreSpec, host: LoadStoreSpec) -> list[tuple[int, int, list[int], list[int]]]:
         """Of every group that a job moves: its number, the place of its first block in the sequence, its blocks, its chunks."""

@@ -30,6 +30,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks may share a NUMA node
 
 
+def release() -> str:
+    """Of vLLM, such as 0.32."""
+    import vllm
+
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
 def tiny_model(directory: Path, layers: int = 4, vocab: int = VOCAB) -> Path:
     """A Llama with random weights, large enough for its attention to look at some tokens more than others."""
     import transformers

@@ -90,7 +90,7 @@ def test_values_of_a_folded_model_are_not_transformed_twice(
     loaded.save_pretrained(tmp_path)
     other = "saw-int4-kv:order=16"
     message = f"have other value transforms folded in than those of recipe {other}"
-    with pytest.raises(ValueError, match=message):
+    with capsys.disabled(), pytest.raises(ValueError, match=message):  # vLLM 0.31 wants a standard output with a number
         engine(tmp_path, {"recipe": other})
     cleanup_dist_env_and_memory()
     assert main(["serve", str(tmp_path), "--recipe", other]) == 2

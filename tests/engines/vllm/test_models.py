@@ -28,6 +28,7 @@ from tests.engines.vllm.engines import (
     ngrams_apart,
     prompt,
     qwen3_next_like,
+    release,
     run,
     tiny_model,
 )
@@ -157,6 +158,10 @@ def test_sliding_layers_in_16_bits(start: Any, gemma: Any) -> None:
 
 @pytest.fixture(scope="module", params=[lfm2_like, qwen3_next_like, falcon_h1_like], ids=lambda make: make.__name__)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
+    if release() in ("0.29", "0.30", "0.31"):
+        pytest.skip(
+            "vLLM before 0.32 has convolutions on a CPU in 16 bits and of width 4 alone, and kvant refuses hybrid models there"
+        )
     root, (layers, attention, dim, blocks) = tmp_path_factory.mktemp("hybrid"), HYBRIDS[request.param]
     artifacts = made_up_artifacts(root, layers, dim=dim, names=RECIPES, attention=attention)
     return request.param(root / "model"), artifacts, blocks
@@ -215,6 +220,25 @@ def test_hits_inside_a_block_of_hybrid_models(start: Any, hybrid: Any) -> None:
     run(llm, [first], 3)
     (found,) = run(llm, [first + prompt(1, 30)], 20)
     assert found.num_cached_tokens == 192
+
+
+@pytest.mark.parametrize(
+    ("make", "version", "message"),
+    [
+        (gemma_like, "0.26.0", "layers with a sliding window inside vLLM 0.26.0: it was tested from vLLM 0.29 on"),
+        (lfm2_like, "0.31.0", "layers of other kinds, such as .* inside vLLM 0.31.0: it was tested from vLLM 0.32 on"),
+    ],
+)
+def test_what_an_older_vllm_was_not_tested_with_is_refused(
+    make: Any, version: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(ValueError, match=message):
+        engine(make(tmp_path), {"recipe": "saw-int4"}, enable_prefix_caching=False)
+    cleanup_dist_env_and_memory()
 
 
 # Of torchvision, names alone: vLLM's module of Qwen3.5 imports it for images, and a model of text uses none of it.

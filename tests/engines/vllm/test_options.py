@@ -180,10 +180,11 @@ def test_every_recipe_is_served_or_refused_with_its_reason() -> None:
 
 
 def test_versions() -> None:
-    for version in ("0.26.0", "0.32.0", "0.32.1+cpu"):
+    for version in ("0.26.0", "0.29.0", "0.32.1+cpu", "0.33.0"):
         versions.check(version)
-    with pytest.raises(ValueError, match=r"inside vLLM 0.26.x and 0.32.x, this is vLLM 0.33.0"):
-        versions.check("0.33.0")
+    for version in ("0.28.0", "0.34.0"):
+        with pytest.raises(ValueError, match=rf"inside vLLM 0.26.x and 0.29.x to 0.33.x, this is vLLM {version}"):
+            versions.check(version)
 
 
 @pytest.mark.parametrize(("total", "world"), [(8, 1), (8, 2), (6, 3), (2, 4), (1, 2)])
