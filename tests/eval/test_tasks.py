@@ -129,6 +129,8 @@ def test_own_questions(tmp_path: Path) -> None:
     assert strict.score(one, "Answer Rome. Answer PARIS") == 1.0
     assert strict.score(one, "Paris. Answer Rome") == 0.0
     assert strict.score(one, "Paris") == 0.0
+    # what was said is one thing: it is right where it is one of a list
+    assert [strict.score(two, said) for said in ("Answer rome", "Answer Oslo", "Answer Bern")] == [1.0, 1.0, 0.0]
     assert (task.label, strict.label) == (str(path), f"{path}:answer=Answer (\\w+)")
     assert tasks.get(f"{path}:new_tokens=9,answer=x").label in (
         f"{path}:new_tokens=9,answer=x",
