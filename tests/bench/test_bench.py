@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvant import recipes
-from kvant.bench import append, attention, prefill, timing
+from kvant.bench import append, attention, generate, prefill, timing
 from kvant.bench.synthetic import Shape, copies, fill, fitted
 from kvant.bench.timing import DISTURBED, Times, compared, in_turn, waiting
 from kvant.cli import main
@@ -235,6 +236,33 @@ def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
     assert found[0]["error"] == 0
     assert all(0 < r["error"] < 2e-3 for r in found[1:])
     assert main(["bench", "generate", "--recipe", "oscar", *shape, "--layers", "1"]) == 2
+
+
+@pytest.mark.parametrize("name", [None, "int4"])
+def test_generation_is_warmed_up_with_every_cache(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is thrown away reads a prompt and a token before the clock is read."""
+    shape = Shape(2, 70, 4, 2, 32, "float32")
+    model = generate.make_model(shape, 2, CPU)
+    seen: list[Any] = []
+    step, now = generate._step, generate._now
+
+    def recorded(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        seen.append((tuple(tokens.shape), cache))
+        return step(model, tokens, cache)
+
+    def clock(device: torch.device) -> float:
+        seen.append("clock")
+        return now(device)
+
+    monkeypatch.setattr(generate, "WARM_UP", 20)
+    monkeypatch.setattr(generate, "_step", recorded)
+    monkeypatch.setattr(generate, "_now", clock)
+    generate.measure(model, None if name is None else recipes.get(name), shape, 3)
+    one = (2, 1)
+    shapes = [each if each == "clock" else each[0] for each in seen]
+    assert shapes == [(2, 20), one, "clock", (2, 70), "clock", one, one, one, "clock"]
+    spare, own = seen[0][1], seen[3][1]
+    assert spare is seen[1][1] is not own and type(spare) is type(own)
 
 
 def test_a_folded_recipe_is_read_without_its_value_transforms(tmp_path: Path) -> None:
