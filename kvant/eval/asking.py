@@ -198,7 +198,9 @@ def _generate(
     mask = real.long()
     new = max(prompts.questions[i].max_new_tokens for i, _ in some)
     torch.manual_seed(_seed(sampling.seed, some))
-    cache = DynamicCache() if make_cache is None else make_cache()
+    # a full cache that is filled has the same kind of layer throughout; one that the model fills has the model's
+    full = functools.partial(DynamicCache, config=None if states is not None else model.config)
+    cache = (make_cache or full)()
     if states is not None:
         first = _fill(cache, ids, mask, [i for i, _ in some], states, sampling)
         ids, mask, new = torch.cat((ids, first), 1), torch.nn.functional.pad(mask, (0, 1), value=1), new - 1
