@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +43,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1, got {self.samples}")
-        if self.temperature < 0.0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if self.samples > 1 and self.temperature == 0.0:
             raise ValueError(f"samples={self.samples} of a greedy answer are all the same: give a temperature above 0")
 

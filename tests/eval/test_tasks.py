@@ -149,6 +149,8 @@ def test_own_questions(tmp_path: Path) -> None:
         ("passage", "task passage: needs a text, given as passage:book=FILE"),
         ("tracking:hops=99", "hops 1 to 16, got 2 and 99"),
         ("gsm8k:path=missing.jsonl", "task gsm8k: file 'missing.jsonl': there is no such file"),
+        ("missing.jsonl:new_tokens=0", "task missing.jsonl:new_tokens=0: new_tokens must be positive"),
+        ("gsm8k:new_tokens=-5", "task gsm8k:new_tokens=-5: new_tokens must be positive"),
         ("missing.jsonl", "task file 'missing.jsonl': there is no such file"),
     ],
 )
