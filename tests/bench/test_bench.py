@@ -290,6 +290,23 @@ def test_mistakes_end_in_one_line(options: list[str], message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--memory", "1KiB"], ["--sweep", "--batch", "1"]])
+def test_generation_in_memory_has_one_context_by_default(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def stop(shape: Shape, *rest: Any) -> Any:
+        seen.append(shape.context)
+        raise ValueError("made")
+
+    monkeypatch.setattr(generate, "make_model", stop)
+    small = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--layers", "1", "--new-tokens", "4"]
+    assert main(["bench", "generate", "--recipe", "int4", *small, *options]) == 2
+    told = capsys.readouterr().err
+    assert seen == [8192] if "--sweep" in options else "holds no full cache of 8196 tokens" in told, told
+
+
 def test_disturbed_runs_count_only_where_there_are_no_others() -> None:
     some = [(1.0, 0.0), (2.0, DISTURBED), (3.0, 0.0), (9.0, 1.0)]
     loud = [(s, 1.0) for s in (1.0, 3.0, 5.0, 7.0, 9.0)]
