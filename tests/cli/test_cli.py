@@ -286,6 +286,7 @@ def test_eval_writes_the_report_others_rely_on(
         ("generate --model {tiny} --recipe saw-int4 --prompt hi --max-cache-tokens 5 --max-new-tokens 99 --json", "the cache is full: 1 more pages"),
         ("generate --model /no/such/place --prompt hi", "model '/no/such/place': expected a Hugging Face directory or id, or smollm2"),
         ("generate --model {tiny} --device tpu --prompt hi", "--device must be cpu, cuda or auto, got 'tpu'"),
+        ("eval --model {tiny} --recipe int4 --text {text} --context 99999", "text.txt': the text has "),
         ("eval --model {tiny} --recipe int4 --text {text} --context 99999", "a context of 99999 needs at least 100000"),
         ("eval --model {tiny} --recipe int4 --text /no/such/text", "--text '/no/such/text': there is no such file"),
         ("eval --model {tiny} --recipe int4 --text {text} --context 60 --json /no/such/dir/x", "--json '/no/such/dir/x': there is no directory"),
