@@ -1,7 +1,8 @@
 """Decode speed of one real model with several caches: transformers' caches, llama.cpp's where it is installed, and kvant's.
 
-Every cache is filled with the same tokens once. Then all caches decode the same next tokens, a few steps each in turn, so that
-their contexts stay equal and other load on the machine affects all of them alike.
+Every cache is warmed up: one like it reads a few tokens untimed. Then every cache is filled with the same tokens once, and all
+decode the same next tokens, a few steps each in turn, so that their contexts stay equal and other load on the machine affects all
+of them alike.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvant.bench.timing import HOPELESS, Run, compared, timed
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
+WARM_UP = 256  # tokens of an untimed prompt: more than QuantizedCache and recipes keep in full precision
 LLAMA_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}  # ggml's type numbers
 
 
@@ -29,6 +31,9 @@ class Reader(Protocol):
 
     name: str
     by: str
+
+    def warm_up(self, tokens: Sequence[int]) -> None:
+        """Reads tokens, and the last one as a decode step, without leaving anything in the cache."""
 
     def read(self, tokens: Sequence[int]) -> None:
         """Feeds more tokens to the model, up to the logits of the last one."""
@@ -55,10 +60,17 @@ class Result:
 
 
 class OfTransformers:
-    """The model in transformers, with one of its caches."""
+    """The model in transformers, with one of its caches, which `make` makes."""
 
-    def __init__(self, model: Any, name: str, cache: Any) -> None:
-        self.model, self.name, self.cache, self.by = model, name, cache, "sdpa"
+    def __init__(self, model: Any, name: str, make: Callable[[], Any]) -> None:
+        self.model, self.name, self.make, self.by = model, name, make, "sdpa"
+        self.cache = make()
+
+    def warm_up(self, tokens: Sequence[int]) -> None:
+        own, self.cache = self.cache, self.make()
+        self.read(tokens[:-1])
+        self.read(tokens[-1:])
+        self.cache = own
 
     def read(self, tokens: Sequence[int]) -> None:
         self.model.config._attn_implementation = self.by  # another cache may have changed it
@@ -86,7 +98,8 @@ class Packed(OfTransformers):
     def __init__(self, model: Any, recipe: Recipe, artifact: Artifact | None, implementation: str | None) -> None:
         from kvant.engines.hf import Cache
 
-        super().__init__(model, recipe.name, Cache(model, recipe, artifact=artifact, implementation=implementation))
+        made = functools.partial(Cache, model, recipe, artifact=artifact, implementation=implementation)
+        super().__init__(model, recipe.name, made)
         self.by = "kvant"
         self.seconds = {"append": 0.0, "decode": 0.0}
 
@@ -134,6 +147,11 @@ class OfLlama:
             verbose=False,
         )
 
+    def warm_up(self, tokens: Sequence[int]) -> None:
+        self.read(tokens[:-1])
+        self.read(tokens[-1:])
+        self.model.reset()
+
     def read(self, tokens: Sequence[int]) -> None:
         self.model.eval(list(tokens))
 
@@ -153,7 +171,7 @@ def contenders(
     """All readers, DynamicCache first, and the missing ones with the reason."""
     from transformers import DynamicCache, QuantizedCache
 
-    found: list[Reader] = [OfTransformers(model, "DynamicCache", DynamicCache(config=model.config))]
+    found: list[Reader] = [OfTransformers(model, "DynamicCache", functools.partial(DynamicCache, config=model.config))]
     missing = {}
     for backend, package in (("hqq", "hqq"), ("quanto", "optimum.quanto")):
         name = f"QuantizedCache {backend}"
@@ -161,7 +179,8 @@ def contenders(
             missing[name] = f"not installed: pip install {package.replace('.', '-')}"
             continue
         axis = 1 if backend == "hqq" else 0
-        found.append(OfTransformers(model, name, QuantizedCache(backend, model.config, axis_key=axis, axis_value=axis)))
+        made = functools.partial(QuantizedCache, backend, model.config, axis_key=axis, axis_value=axis)
+        found.append(OfTransformers(model, name, made))
     if importlib.util.find_spec("llama_cpp") is None:
         missing["llama.cpp"] = "not installed: pip install llama-cpp-python"
     elif gguf is None:
@@ -194,6 +213,8 @@ def measure(
     results = []
     readers = list(readers)
     at = 0
+    for reader in readers:
+        reader.warm_up(tokens[: min(WARM_UP + 1, *contexts)])
     for context in sorted(contexts):
         if context <= at:
             raise ValueError(f"contexts must be {repeat * new_tokens} tokens apart, got {list(contexts)}")

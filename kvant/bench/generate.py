@@ -1,6 +1,7 @@
 """Benchmark of generation in transformers: a Qwen3 model with random weights, prompts of random tokens, greedy steps.
 
-Append and decode are first checked against the reference on pages of the same shape, as in their own benchmarks.
+Append and decode are first checked against the reference on pages of the same shape, as in their own benchmarks. Every cache is
+warmed up: another one like it reads a short prompt and decodes a token untimed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvant.ops import choose
 from kvant.recipe import Recipe
 
 Tensor = torch.Tensor
+WARM_UP = 256  # tokens of an untimed prompt, at most
 CHECKED = (4, 2048)  # most sequences, and tokens of each, that are checked
 
 
@@ -71,14 +73,20 @@ def measure(
         )
     error = 0.0 if recipe is None else check(recipe, shape, model.device, implementation)
     layers = model.config.num_hidden_layers
-    cache: Any = (
-        DynamicCache(config=model.config) if recipe is None else Cache(model, recipe, implementation=implementation)
-    )
-    if recipe is None:
-        model.config._attn_implementation = "sdpa"
+
+    def make() -> Any:
+        if recipe is not None:
+            return Cache(model, recipe, implementation=implementation)
+        model.config._attn_implementation = "sdpa"  # a cache of kvant's may have changed it
+        return DynamicCache(config=model.config)
+
     tokens = torch.randint(0, 32_000, (shape.batch, shape.context), device=model.device)
-    start = _now(model.device)
     with torch.inference_mode():
+        spare = make()
+        _step(model, _step(model, tokens[:, :WARM_UP], spare), spare)
+        del spare
+        cache = make()
+        start = _now(model.device)
         token = _step(model, tokens, cache)
         read = _now(model.device)
         for _ in range(new_tokens):

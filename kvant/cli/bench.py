@@ -132,6 +132,8 @@ def _shapes(args: argparse.Namespace) -> list[Any]:
 
     cpu = args.device == "cpu"
     default = {"attention": [16384], "append": [1, 2048], "generate": [4096, 8192]}.get(args.work, [8192])
+    if args.memory or args.sweep:  # which take one
+        default = [8192]
     batches = _numbers(args.batch or ("1" if cpu else "8"), "--batch")
     contexts = args.context or (default if cpu else [8192])
     count = max(len(batches), len(contexts))

@@ -139,7 +139,10 @@ def scored_texts(args: argparse.Namespace) -> list[Scored]:
             out.append(Scored(name, chats, facts, title))
         else:
             ids = tokenize(tokenizer, source)
-            segments = Segments.over(ids, args.context, args.tokens, args.prompt, tokenizer.bos_token_id)
+            try:
+                segments = Segments.over(ids, args.context, args.tokens, args.prompt, tokenizer.bos_token_id)
+            except ValueError as error:
+                raise ValueError(f"--text {name!r}: {error}") from None
             facts = {"kind": "text", "text_sha256": hashlib.sha256(source.encode()).hexdigest()}
             facts |= {"context": args.context, "prompt": segments.prompt}
             title = (

@@ -5,6 +5,8 @@ Types of options that are numbers of tokens: `tokens`, `tokens_from_zero`, `toke
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -91,6 +93,20 @@ class Parser(argparse.ArgumentParser):
             options["epilog"] = EXAMPLES + "\n".join(f"  {line}" for line in examples)
         super().__init__(*args, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; but a file name behind a --json that prints is refused as such, whatever else might take it."""
+        printed = self._option_string_actions.get("--json")
+        if printed is not None and printed.nargs == 0:
+            for option, following in itertools.pairwise(args or ()):
+                if option == "--json" and following.endswith(".json"):
+                    self.error(f"--json: takes no value, got {following!r}; it prints JSON, use > {following}")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Ends in one line, as all mistakes of a user do: "kvant plan: --context: must be positive, got 0"."""
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+        name, colon, rest = message.removeprefix("argument ").partition(": ")
+        action = self._option_string_actions.get(name.split("/")[0])
+        if action is not None and rest == "expected one argument":
+            rest = f"expected {action.metavar or 'a value'}"
+        rest = re.sub("^ignored explicit argument", "takes no value, got", rest)
+        self.exit(2, f"{self.prog}: {name}{colon}{rest}\n")

@@ -76,7 +76,7 @@ def run_tasks(args: argparse.Namespace) -> int:
     from kvant.eval.scoring import score_task
     from kvant.layouts import Layouts
 
-    shape = ModelShape.of(model)
+    shape = ModelShape.of(model, hybrid=True).packed
     for recipe in chosen:
         # refuses what the model cannot take, before the work starts
         Layouts.of(recipe, len(shape.layers), shape.heads, shape.head_dim)

@@ -121,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     least, most = check(shape, args.bits, args.context, chosen, windows_of(recent))
     check_template(args.model, text)
     check_out(args.out)
+    if args.json is not None and Path(args.json).resolve() == Path(args.out).resolve():
+        raise ValueError(f"--json {args.json!r}: expected a file other than --out, which is a directory")
     with out_directory(args.out):
         say(f"candidates take {least:.3f} to {most:.3f} bits at {args.context:,} tokens")
         model, tokenizer = load_model(args)

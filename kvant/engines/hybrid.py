@@ -75,13 +75,17 @@ class HybridCache(transformers.Cache):
         shape = ModelShape.of(model_or_config, hybrid=True)
         self.packed = AttentionCache(model_or_config, recipe, **options)
         self.place = {layer: place for place, layer in enumerate(shape.attention)}
-        states = conv_states(config)
+        self._conv_states = conv_states(config)
         super().__init__(
             layers=[
-                self.packed.layers[self.place[i]] if i in self.place else LinearAttentionLayer(number_of_states=states)
+                self.packed.layers[self.place[i]] if i in self.place else self._other()
                 for i in range(len(shape.layers))
             ]
         )
+
+    def _other(self) -> LinearAttentionLayer:
+        """A layer that is not attention."""
+        return LinearAttentionLayer(number_of_states=self._conv_states)
 
     def __repr__(self) -> str:
         return f"HybridCache({self.packed!r}, other layers={len(self.layers) - len(self.place)})"
@@ -138,8 +142,10 @@ class HybridCache(transformers.Cache):
         self.reorder_cache(torch.arange(max(0, self.batch_size))[indices.cpu()])
 
     def reset(self) -> None:
-        for layer in self._others:
-            layer.reset()
+        # transformers' own reset keeps the states' tensors, which have the batch size of before
+        for i in range(len(self.layers)):
+            if i not in self.place:
+                self.layers[i] = self._other()
         self.packed.reset()
         self.packed.broken = False
         self.packed.changed.clear()

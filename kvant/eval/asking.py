@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +43,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1, got {self.samples}")
-        if self.temperature < 0.0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if self.samples > 1 and self.temperature == 0.0:
             raise ValueError(f"samples={self.samples} of a greedy answer are all the same: give a temperature above 0")
 
@@ -198,7 +199,9 @@ def _generate(
     mask = real.long()
     new = max(prompts.questions[i].max_new_tokens for i, _ in some)
     torch.manual_seed(_seed(sampling.seed, some))
-    cache = DynamicCache() if make_cache is None else make_cache()
+    # a full cache that is filled has the same kind of layer throughout; one that the model fills has the model's
+    full = functools.partial(DynamicCache, config=None if states is not None else model.config)
+    cache = (make_cache or full)()
     if states is not None:
         first = _fill(cache, ids, mask, [i for i, _ in some], states, sampling)
         ids, mask, new = torch.cat((ids, first), 1), torch.nn.functional.pad(mask, (0, 1), value=1), new - 1

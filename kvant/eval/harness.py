@@ -22,6 +22,7 @@ from kvant.artifact import Artifact
 from kvant.calibrate.artifact_cache import artifact_for
 from kvant.engines import graphs
 from kvant.engines.hf import Cache
+from kvant.engines.hybrid import HybridCache, cache_for, packed_of
 from kvant.eval import loglikelihood
 from kvant.eval.loglikelihood import Continuation
 from kvant.layouts import Layouts
@@ -110,18 +111,18 @@ class KvantLM(HFLM):
 
     def _check_shape(self, model_or_config: Any) -> None:
         """Refuses what the recipe cannot serve."""
-        shape = ModelShape.of(model_or_config)
+        shape = ModelShape.of(model_or_config, hybrid=True).packed
         Layouts.of(self.recipe, len(shape.layers), shape.heads, shape.head_dim)
 
     def _get_config(self, *args: Any, **options: Any) -> None:
         super()._get_config(*args, **options)
         self._check_shape(self.config)  # before the weights are loaded
 
-    def _new_cache(self) -> Cache:
-        return Cache(self.model, self.recipe, artifact=self.artifact)
+    def _new_cache(self) -> Cache | HybridCache:
+        return cache_for(self.model, self.recipe, artifact=self.artifact)
 
     @property
-    def cache(self) -> Cache:
+    def cache(self) -> Cache | HybridCache:
         """The packed cache, empty between batches."""
         if self._cache is None:
             self._cache = self._new_cache()
@@ -129,13 +130,13 @@ class KvantLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside its results."""
-        device = self.model.device
+        device, packed = self.model.device, packed_of(self.cache)
         return super().get_model_info() | {
             "kvant_version": VERSION,
             "kvant_recipe": self.recipe.name,
             "kvant_artifact": None if self.artifact is None else self.artifact.digest,
-            "kvant_bits_per_element": self.cache.layouts.bits_per_element(),
-            "kvant_kernels": {op: self.cache.implementation(op, device) for op in ("append", "decode", "prefill")},
+            "kvant_bits_per_element": packed.layouts.bits_per_element(),
+            "kvant_kernels": {op: packed.implementation(op, device) for op in ("append", "decode", "prefill")},
         }
 
     # --- generation --------------------------------------------------------------------------------------------------
@@ -168,7 +169,10 @@ class KvantLM(HFLM):
         """Whether to decode in a CUDA graph; on a GPU the reason why not is told once."""
         if not self._graph or self.model.device.type != graphs.DEVICE:
             return False
-        reason = graphs.refuse(self.model, self.cache)
+        if isinstance(self.cache, HybridCache):
+            reason: str | None = "states of layers that are not attention cannot be captured"
+        else:
+            reason = graphs.refuse(self.model, self.cache)
         if reason is None and (options.get("num_beams") or 1) > 1:
             reason = "beam search changes the batch between steps"
         if reason is not None and not self._told:

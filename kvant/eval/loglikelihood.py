@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kvant.engines.hf import Cache
+from kvant.engines.hybrid import HybridCache, packed_of
 from kvant.eval.padding import pad_rows
 
 Tensor = torch.Tensor
@@ -80,7 +81,12 @@ def first_batch(continuations: Sequence[Continuation], rows: int) -> int:
 
 @torch.no_grad()
 def score(
-    model: Any, cache: Cache, continuations: Sequence[Continuation], *, pad: int = 0, dtype: torch.dtype | None = None
+    model: Any,
+    cache: Cache | HybridCache,
+    continuations: Sequence[Continuation],
+    *,
+    pad: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of every continuation, and whether greedy decoding would have written it. One batch, see `first_batch`.
 
@@ -106,13 +112,13 @@ def score(
             found += torch.where(counts, picked, 0.0).sum(1)
             greedy &= ((logits.argmax(-1)[of_row] == wanted) | ~counts).all(1)
     finally:
-        cache.as_decoded = False
+        packed_of(cache).as_decoded = False
         cache.reset()
     return list(zip(found.tolist(), greedy.tolist(), strict=True))
 
 
 def _decoded(
-    model: Any, cache: Cache, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], pad: int
+    model: Any, cache: Cache | HybridCache, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], pad: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Prefills the prompts, then reads the rest as decode would: (first column, logits [rows, columns, vocabulary]) of every
     block. A row's tokens lie in neighbouring columns: prompts are padded on the left, what is decoded on the right."""
@@ -122,7 +128,7 @@ def _decoded(
     if prompts != [()]:
         assert () not in prompts
         ids, mask = pad_rows(prompts, pad, "left", device)
-        cache.as_decoded = False
+        packed_of(cache).as_decoded = False
         position = (mask.cumsum(1) - 1).clamp_min(0)
         model(
             ids,
@@ -139,7 +145,7 @@ def _decoded(
     ids, new = pad_rows([decoded for _, decoded in rows], pad, "right", device)
     before = mask.sum(1, keepdim=True)
     position = before + torch.arange(ids.shape[1], device=device)
-    cache.as_decoded = True
+    packed_of(cache).as_decoded = True
     for start in range(0, ids.shape[1], BLOCK):
         block = slice(start, start + BLOCK)
         mask = torch.cat((mask, new[:, block]), 1)

@@ -13,6 +13,7 @@ from typing import Any
 from kvant.artifact import Artifact
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache
+from kvant.engines.hybrid import HybridCache, cache_for
 from kvant.eval.asking import Answer, Journal, Prompts, Sampling, ask
 from kvant.eval.paired import Comparison, compare
 from kvant.eval.prompt_states import PromptStates
@@ -73,11 +74,13 @@ def score_task(
     done: Callable[[Score], None] = lambda score: None,
 ) -> list[Score]:
     """A row for every run. `done` is called with each when it is complete. Stored answers of an interrupted call are
-    used."""
+    used. A hybrid model reads prompts for every run anew, and decodes without graphs: its other layers have states."""
     out: list[Score] = []
     full: list[float] = []
     journals: list[Journal] = []
-    states = PromptStates(model, prompts.ids)
+    hybrid = ModelShape.of(model, hybrid=True).hybrid
+    graph = graph and not hybrid
+    states = None if hybrid else PromptStates(model, prompts.ids)
     named, asked, read = fingerprint(model), digest(prompts.questions), prompts.digest
     for run in runs_of(recipes, batch):
         artifact = None if run.recipe is None else artifacts[run.recipe.name]
@@ -127,8 +130,8 @@ def by_question(answers: Sequence[Answer], samples: int) -> list[float]:
     return [sum(answers[i + s * count].score for s in range(samples)) / samples for i in range(count)]
 
 
-def _maker(model: Any, recipe: Recipe, artifact: Artifact | None) -> Callable[[], Cache]:
-    return lambda: Cache(model, recipe, artifact=artifact)
+def _maker(model: Any, recipe: Recipe, artifact: Artifact | None) -> Callable[[], Cache | HybridCache]:
+    return lambda: cache_for(model, recipe, artifact=artifact)
 
 
 def _row(model: Any, task: Task, run: Run, answers: Sequence[Answer], found: Comparison) -> Score:
@@ -136,7 +139,7 @@ def _row(model: Any, task: Task, run: Run, answers: Sequence[Answer], found: Com
     length = max(1, round(sum(answer.length + answer.tokens for answer in answers) / len(answers)))
     bits = 16.0
     if run.recipe is not None:
-        shape = ModelShape.of(model)
+        shape = ModelShape.of(model, hybrid=True).packed
         layouts = Layouts.of(run.recipe, len(shape.layers), shape.heads, shape.head_dim, device=model.device)
         bits = layouts.bits_per_element(length)
     return Score(

@@ -70,6 +70,11 @@ class Text(Protocol):
     def batches(self, rows: int) -> Iterator[Batch]: ...
 
 
+def beginning(ids: Sequence[int], bos: int | None) -> list[int]:
+    """What every part of a text begins with: token `bos`, where the tokenizer has one and wrote it before the text."""
+    return [bos] if bos is not None and len(ids) and ids[0] == bos else []
+
+
 @dataclasses.dataclass(frozen=True)
 class Segments:
     """Segments of a text. ids is int64 [segments, prompt + scored + 1]; the last column is only a target."""
@@ -125,7 +130,7 @@ class Segments:
             )
         count = math.ceil(tokens / (context - prompt))
         length = prompt + math.ceil(tokens / count) + 1
-        begin = [bos] if bos is not None and ids[0] == bos else []
+        begin = beginning(ids, bos)
         text, own = ids[len(begin) :], length - len(begin)
         room = len(text) - own
         starts = [round(room * i / max(1, count - 1)) for i in range(count)]

@@ -18,7 +18,7 @@ from kvant.calibrate.checkpoint import Unfinished
 from kvant.calibrate.run import Source, calibrate_all, source_ids
 from kvant.engines.fingerprint import fingerprint
 from kvant.engines.hf import Cache
-from kvant.eval.segments import Segments
+from kvant.eval.segments import Segments, beginning
 from kvant.eval.teacher import Result, evaluate
 from kvant.layout import Layout
 from kvant.layouts import Layouts
@@ -79,17 +79,18 @@ class Texts:
 
 def texts_of(tokenizer: Any, text: Source | None, longest: int | None) -> Texts:
     """Parts of a given text, of which the last quarter is held out; or the built-in texts."""
-    length = min(EXCERPT_TOKENS, longest or EXCERPT_TOKENS)
+    length, bos = min(EXCERPT_TOKENS, longest or EXCERPT_TOKENS), getattr(tokenizer, "bos_token_id", None)
     if text is None:
         rest = passages.encode(tokenizer, passages.conversation())
-        return Texts(None, longest_pieces(tokenizer, length), _segments(rest, length))
+        return Texts(None, longest_pieces(tokenizer, length), _segments(rest, length, bos))
     ids = source_ids(tokenizer, text)
     cut = len(ids) - len(ids) * HELD_OUT[0] // HELD_OUT[1]
     fit, rest = ids[:cut], ids[cut:].tolist()
     if len(rest) < 64:
         raise ValueError(f"the text has {len(ids)} tokens, too few to fit, choose and measure on: give 256 or more")
     count = min(EXCERPTS, max(1, len(fit) // length))
-    return Texts(fit, texts.cut(fit, min(len(fit), count * length), length), _segments(rest, length))
+    held_out = _segments([*beginning(ids.tolist(), bos), *rest], length, bos)
+    return Texts(fit, texts.cut(fit, min(len(fit), count * length), length), held_out)
 
 
 def longest_pieces(tokenizer: Any, length: int) -> list[Tensor]:
@@ -101,11 +102,12 @@ def longest_pieces(tokenizer: Any, length: int) -> list[Tensor]:
     return [torch.tensor(ids, dtype=torch.int32) for ids in sorted(found, key=len, reverse=True)[:EXCERPTS]]
 
 
-def _segments(ids: list[int], length: int) -> Segments:
-    """What the result is measured on: segments of at most `length` tokens, a quarter of each prefilled."""
+def _segments(ids: list[int], length: int, bos: int | None) -> Segments:
+    """What the result is measured on: segments of at most `length` tokens, a quarter of each prefilled. As in `kvant eval`, each
+    begins as the text does."""
     context = min(length, len(ids) - 1)
     prompt = max(1, context // 4)
-    return Segments.over(ids, context, min(SCORED, max(1, len(ids) // context) * (context - prompt)), prompt)
+    return Segments.over(ids, context, min(SCORED, max(1, len(ids) // context) * (context - prompt)), prompt, bos)
 
 
 def limits(shape: ModelShape, chosen: Sequence[Recipe], windows: Sequence[Window], context: int) -> tuple[float, float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvant import recipes
-from kvant.bench import append, attention, prefill, timing
+from kvant.bench import append, attention, generate, prefill, timing
 from kvant.bench.synthetic import Shape, copies, fill, fitted
 from kvant.bench.timing import DISTURBED, Times, compared, in_turn, waiting
 from kvant.cli import main
@@ -237,6 +238,33 @@ def test_generation_is_measured_with_every_cache(tmp_path: Path) -> None:
     assert main(["bench", "generate", "--recipe", "oscar", *shape, "--layers", "1"]) == 2
 
 
+@pytest.mark.parametrize("name", [None, "int4"])
+def test_generation_is_warmed_up_with_every_cache(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is thrown away reads a prompt and a token before the clock is read."""
+    shape = Shape(2, 70, 4, 2, 32, "float32")
+    model = generate.make_model(shape, 2, CPU)
+    seen: list[Any] = []
+    step, now = generate._step, generate._now
+
+    def recorded(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        seen.append((tuple(tokens.shape), cache))
+        return step(model, tokens, cache)
+
+    def clock(device: torch.device) -> float:
+        seen.append("clock")
+        return now(device)
+
+    monkeypatch.setattr(generate, "WARM_UP", 20)
+    monkeypatch.setattr(generate, "_step", recorded)
+    monkeypatch.setattr(generate, "_now", clock)
+    generate.measure(model, None if name is None else recipes.get(name), shape, 3)
+    one = (2, 1)
+    shapes = [each if each == "clock" else each[0] for each in seen]
+    assert shapes == [(2, 20), one, "clock", (2, 70), "clock", one, one, one, "clock"]
+    spare, own = seen[0][1], seen[3][1]
+    assert spare is seen[1][1] is not own and type(spare) is type(own)
+
+
 def test_a_folded_recipe_is_read_without_its_value_transforms(tmp_path: Path) -> None:
     target = tmp_path / "results.json"
     shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--context", "200"]
@@ -260,6 +288,23 @@ def test_a_folded_recipe_is_read_without_its_value_transforms(tmp_path: Path) ->
 def test_mistakes_end_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "attention", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--memory", "1KiB"], ["--sweep", "--batch", "1"]])
+def test_generation_in_memory_has_one_context_by_default(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def stop(shape: Shape, *rest: Any) -> Any:
+        seen.append(shape.context)
+        raise ValueError("made")
+
+    monkeypatch.setattr(generate, "make_model", stop)
+    small = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--layers", "1", "--new-tokens", "4"]
+    assert main(["bench", "generate", "--recipe", "int4", *small, *options]) == 2
+    told = capsys.readouterr().err
+    assert seen == [8192] if "--sweep" in options else "holds no full cache of 8196 tokens" in told, told
 
 
 def test_disturbed_runs_count_only_where_there_are_no_others() -> None:

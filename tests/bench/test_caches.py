@@ -56,11 +56,14 @@ class Tiring(caches.OfTransformers):
     def read(self, tokens: Any) -> None:
         self.steps = getattr(self, "steps", 0) + (len(tokens) == 1)
 
+    def warm_up(self, tokens: Any) -> None:
+        pass
+
 
 def test_a_hopeless_cache_is_left_out_after_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     readers, _ = caches.contenders(model, [recipes.get("int4")], {"int4": None}, None, 99, None)
-    first, last, slow = readers[0], readers[-1], Tiring(model, "slow", None)
+    first, last, slow = readers[0], readers[-1], Tiring(model, "slow", lambda: None)
     measured = caches.timed
     monkeypatch.setattr(
         caches, "timed", lambda call: (call(), (99.0, 0.0))[1] if call.func == slow.read else measured(call)
@@ -71,6 +74,30 @@ def test_a_hopeless_cache_is_left_out_after_the_first_round(monkeypatch: pytest.
     assert [result.name for result in found] == ["DynamicCache", "int4"]
     assert slow.steps == 2
     assert told[-1] == "left out, since it is at least 10 times slower than DynamicCache: slow"
+
+
+def test_every_cache_is_warmed_up_untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads a prompt and a token before anything is timed, with another cache than the one that is measured."""
+    monkeypatch.setattr(caches, "HOPELESS", float("inf"))
+    monkeypatch.setattr(caches, "WARM_UP", 20)
+    model = tiny()
+    reads: list[tuple[str, int, int]] = []
+    read = caches.OfTransformers.read
+
+    def seen(self: Any, tokens: Any) -> None:
+        reads.append((self.name, len(tokens), id(self.cache)))
+        read(self, tokens)
+
+    monkeypatch.setattr(caches.OfTransformers, "read", seen)
+    readers, _ = caches.contenders(model, [recipes.get("int4")], {"int4": None}, None, 99, None)
+    assert {reader.name for reader in readers} >= {"DynamicCache", "int4"}
+    own = {reader.name: id(reader.cache) for reader in readers if isinstance(reader, caches.OfTransformers)}
+    tokens = torch.randint(0, model.config.vocab_size, (44,)).tolist()
+    caches.measure(readers, tokens, [40], new_tokens=2, repeat=1, say=lambda text: None)
+    first = reads[: 2 * len(own)]
+    assert [(name, count) for name, count, _ in first] == [(name, count) for name in own for count in (20, 1)]
+    assert all(cache != own[name] for name, _, cache in first)
+    assert all(cache == own[name] for name, _, cache in reads[2 * len(own) :])
 
 
 def test_contexts_too_close_are_refused() -> None:

@@ -179,6 +179,8 @@ def test_samples_are_drawn_from_a_seed(
         (["--task", "nothing"], "unknown task 'nothing'"),
         (["--task", "needle:length=100000"], "its prompts take 100000 tokens, and the model's context is"),
         (["--samples", "2"], "give a temperature above 0"),
+        (["--temperature", "nan"], "temperature must be a finite number of at least 0, got nan"),
+        (["--temperature", "inf"], "temperature must be a finite number of at least 0, got inf"),
         (["--limit", "0"], "--batch and --limit must be positive"),
         (["--text", "x.txt"], "one of the two"),
         (["--recipe", "int5"], "int5"),

@@ -80,6 +80,7 @@ def test_other_commands_take_the_artifact(
         ({"--text": "/nowhere/text"}, "no such file"),
         ({"--out": "taken"}, "expected a new directory or an artifact's, it has a.txt"),
         ({"--json": "/nowhere/x.json"}, "there is no directory"),
+        ({"--json": "new", "--out": "new"}, "--json 'new': expected a file other than --out"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(

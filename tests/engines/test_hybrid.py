@@ -17,6 +17,7 @@ from kvant.artifact import Artifact
 from kvant.calibrate.run import calibrate_all
 from kvant.cli import main
 from kvant.engines.hybrid import HybridCache
+from kvant.eval.loglikelihood import Continuation, in_order, score
 from kvant.eval.segments import Segments
 from kvant.eval.teacher import evaluate
 from kvant.plan import plan
@@ -53,6 +54,18 @@ def test_the_unquantized_recipe_answers_as_transformers_own_cache(hybrid: tuple[
     assert cache.packed.shape.head_dim == head_dim
     cache.reset()
     assert torch.equal(model.generate(**padded(), num_beams=beams, past_key_values=cache), wanted)
+
+
+def test_after_a_reset_the_batch_may_have_another_size(hybrid: tuple[Any, Any]) -> None:
+    model, _ = hybrid
+    cache = HybridCache(model, "full")
+    for rows in (2, 3, 1):
+        ids = torch.tensor([prompt(row, 40) for row in range(rows)])
+        with torch.no_grad():
+            found = model(ids, past_key_values=cache).logits
+            torch.testing.assert_close(found, model(ids, use_cache=False).logits, atol=1e-3, rtol=1e-3)
+        cache.reset()
+        assert cache.get_seq_length() == 0
 
 
 def test_a_first_pass_that_failed_has_to_be_forgotten(hybrid: tuple[Any, Any]) -> None:
@@ -158,6 +171,29 @@ def test_layers_with_attention_are_fitted_and_scored(hybrid: tuple[Any, Any], na
     assert full.kl < 1e-6 < at_once
 
 
+def test_continuations_are_scored_as_by_a_plain_forward_pass(hybrid: tuple[Any, Any]) -> None:
+    """Contexts of several lengths, two that are shared, one empty prompt; longer continuations than are read at a time."""
+    model, _ = hybrid
+    drawn = [prompt(seed, 200) for seed in (0, 0, 1, 2, 3, 3)]
+    sizes = [(40, 5), (40, 90), (61, 1), (7, 70), (30, 3), (30, 2)]
+    whole = [Continuation.of(ids[:a], ids[a : a + b], 512) for ids, (a, b) in zip(drawn, sizes, strict=True)]
+    alone = Continuation.of(drawn[0][:1], drawn[0][1:4], 512)
+
+    def plain(one: Continuation) -> float:
+        ids = torch.tensor([[*one.prompt, *one.decoded]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(one.prompt) :]
+        return float(logits.log_softmax(-1)[range(len(one.targets)), list(one.targets)].sum())
+
+    cache = HybridCache(model, "full")
+    for some in ([whole[i] for i in in_order(whole)], [alone]):
+        found = [value for value, _ in score(model, cache, some)]
+        assert found == pytest.approx([plain(one) for one in some], abs=1e-3)
+    packed = HybridCache(model, "int2")
+    whole = whole[:1]
+    assert abs(score(model, packed, whole)[0][0] - plain(whole[0])) > 1e-3, "read from packed pages"
+
+
 def test_a_plan_counts_the_layers_with_attention(
     hybrid: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,3 +234,20 @@ def test_commands_take_a_hybrid_model(
         row for row in rows if len(row) == 6 and all(re.fullmatch(r"[\d.e+-]+", x) for x in row)
     ]  # no title that is wrapped
     assert [row[0] for row in numbers][:2] == ["2", "5"]
+
+
+def test_tasks_are_answered(hybrid: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unquantized recipe answers as transformers' own cache, alone and in batches with padding."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, _ = hybrid
+    path, questions, report = tmp_path / "model", tmp_path / "own.jsonl", tmp_path / "report.json"
+    model.save_pretrained(path)
+    save_tokenizer(path)
+    rows = [{"prompt": f"{'x ' * n}What comes after {n}?", "answer": str(n + 1)} for n in range(0, 50, 10)]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    given = ("--model", str(path), "--device", "cpu", "--dtype", "float32", "--task", f"{questions}:new_tokens=8")
+    assert main(["eval", *given, "--recipe", "full,int2", "--batch", "3", "--json", str(report)]) == 0
+    own, again, full, packed = json.loads(report.read_text())["scores"]
+    texts = [[answer["text"] for answer in each["answers"]] for each in (own, again, full, packed)]
+    assert texts[0] == texts[1] == texts[2] != texts[3] and len(texts[0]) == 5
+    assert packed["bits"] < 8 < full["bits"]

@@ -18,6 +18,7 @@ from kvant.engines import graphs
 from kvant.eval.loglikelihood import Continuation, score
 from tests.cli.test_cli import save_tokenizer
 from tests.engines.test_hf import make_model
+from tests.engines.vllm.engines import lfm2_like
 from tests.test_models import write_gguf
 
 pytestmark = pytest.mark.skipif(
@@ -156,6 +157,18 @@ def test_the_full_recipe_scores_as_the_harness_own_model(tiny: Path, tasks: Path
         found, expected = values(ours["responses"][name]), values(theirs["responses"][name])
         assert len(found) == (18 if name == "local_choice" else 6)
         assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_hybrid_model_scores_as_the_harness_own_model(tasks: Path, tmp_path: Path) -> None:
+    path = lfm2_like(tmp_path / "model")
+    save_tokenizer(path, eos_token="<eos>")
+    names = ["local_choice", "local_write", "local_rolling"]
+    theirs = evaluated(tasks, "hf", names, 3, pretrained=str(path), dtype="float32")
+    ours = evaluated(tasks, "kvant", names, 3, pretrained=str(path), dtype="float32", recipe="full")
+    assert ours["responses"]["local_write"] == theirs["responses"]["local_write"]
+    for name in ("local_choice", "local_rolling"):
+        assert values(ours["responses"][name]) == pytest.approx(values(theirs["responses"][name]), rel=1e-3)
+    assert ours["config"]["kvant_bits_per_element"] > 16
 
 
 def test_a_recipe_is_read_packed_and_padding_does_not_matter(tiny: Path, tasks: Path) -> None:

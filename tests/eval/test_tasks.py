@@ -129,6 +129,8 @@ def test_own_questions(tmp_path: Path) -> None:
     assert strict.score(one, "Answer Rome. Answer PARIS") == 1.0
     assert strict.score(one, "Paris. Answer Rome") == 0.0
     assert strict.score(one, "Paris") == 0.0
+    # what was said is one thing: it is right where it is one of a list
+    assert [strict.score(two, said) for said in ("Answer rome", "Answer Oslo", "Answer Bern")] == [1.0, 1.0, 0.0]
     assert (task.label, strict.label) == (str(path), f"{path}:answer=Answer (\\w+)")
     assert tasks.get(f"{path}:new_tokens=9,answer=x").label in (
         f"{path}:new_tokens=9,answer=x",
@@ -147,6 +149,8 @@ def test_own_questions(tmp_path: Path) -> None:
         ("passage", "task passage: needs a text, given as passage:book=FILE"),
         ("tracking:hops=99", "hops 1 to 16, got 2 and 99"),
         ("gsm8k:path=missing.jsonl", "task gsm8k: file 'missing.jsonl': there is no such file"),
+        ("missing.jsonl:new_tokens=0", "task missing.jsonl:new_tokens=0: new_tokens must be positive"),
+        ("gsm8k:new_tokens=-5", "task gsm8k:new_tokens=-5: new_tokens must be positive"),
         ("missing.jsonl", "task file 'missing.jsonl': there is no such file"),
     ],
 )

@@ -151,6 +151,16 @@ def test_the_built_in_text_is_read_where_none_is_given() -> None:
     assert len(set(starts)) == run.EXCERPTS
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_held_out_segments_begin_as_the_text_does(given: bool) -> None:
+    """As those of kvant eval: a model that was trained with a token at the beginning predicts otherwise without it."""
+    text = "".join(f"Line {i} of a text that is held out in part.\n" for i in range(400)) if given else None
+    found, plain = (run.texts_of(tokenizer, text, 300).held_out for tokenizer in (Begins(), ByBytes()))
+    assert len(found.ids) > 1 and found.prompt == plain.prompt
+    assert (found.ids[:, 0] == Begins.bos_token_id).all() and (found.ids[:, 1:] != Begins.bos_token_id).all()
+    assert found.ids[0, 1:].tolist() == plain.ids[0, :-1].tolist()
+
+
 class ByBytes:
     """A tokenizer of bytes, without a chat template."""
 
@@ -158,6 +168,15 @@ class ByBytes:
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
+
+
+class Begins(ByBytes):
+    """One that begins a text with a token of its own."""
+
+    bos_token_id = 256
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [*([self.bos_token_id] if add_special_tokens else []), *text.encode()]}
 
 
 def test_the_fit_on_the_built_in_text_is_the_one_that_is_cached(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

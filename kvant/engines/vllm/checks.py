@@ -199,6 +199,15 @@ def other_layers(config: Any, attention: dict[str, Any]) -> list[str]:
     return [name for name, layer in context.items() if isinstance(layer, AttentionLayerBase) and name not in attention]
 
 
+def check_backend(name: str, layer: Any) -> None:
+    """Refuses an attention layer that has another backend than kvant's."""
+    own = layer.attn_backend.get_name()
+    if own != "CUSTOM":
+        raise ValueError(
+            f"kvant cannot serve this model inside vLLM: it gives layer {name} an attention backend of its own, {own}"
+        )
+
+
 def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
     """Refuses attention layers that kvant cannot serve; returns how many kinds of cache the model has: of layers without a sliding
     window, of those with windows of each size, of layers that are not kvant's."""
@@ -216,10 +225,7 @@ def check_layers(config: Any, attention: dict[str, Any], count: int) -> int:
     context = config.compilation_config.static_forward_context
     for name in others:
         if isinstance(context[name], Attention):
-            raise ValueError(
-                f"kvant cannot serve this model inside vLLM: it gives layer {name} an attention backend of its own, "
-                f"{context[name].attn_backend.get_name()}"
-            )
+            check_backend(name, context[name])
     windows = {layer.sliding_window for layer in attention.values()}
     for found, what, least in (
         (bool(others), f"layers of other kinds, such as {', '.join(others[:1])}", versions.HYBRID),

@@ -113,6 +113,8 @@ def get(text: str) -> Task:
         given[key] = value
     values = {key: _parsed(key, value, hints[key]) for key, value in given.items()}
     made = kind(**values)  # type: ignore[arg-type]
+    if getattr(made, "new_tokens", 1) < 1:
+        raise ValueError(f"task {made.label}: new_tokens must be positive")
     made.check()
     return made
 

@@ -11,9 +11,10 @@ from kvant.eval.tasks.base import Count, Question, Task, read_lines, text_of
 
 @dataclasses.dataclass(frozen=True)
 class OwnQuestions(Task):
-    """path        the file. Every line has a `prompt`, and an `answer`: a string, or a list of strings that all count.
-    answer      a regular expression: its first group (or the whole match) of the last match in the model's answer is compared
-                with the expected one, case and outer blanks aside. Without it, the model's answer must contain the expected.
+    """path        the file. Every line has a `prompt`, and an `answer`: a string, or a list of strings.
+    answer      a regular expression: its first group (or the whole match) of the last match in the model's answer is what the
+                model said. It must be equal to the expected answer, or to one of the list, case and outer blanks aside. Without
+                it, the model's answer must contain the expected one; of a list, the share that it contains is the score.
     new_tokens  tokens after which an answer is cut.
     """
 
@@ -61,4 +62,4 @@ class OwnQuestions(Task):
             return sum(each.casefold() in answer.casefold() for each in question.answers) / len(question.answers)
         matches = [match.group(1) if match.re.groups else match.group() for match in re.finditer(self.answer, answer)]
         said = (matches[-1] or "").strip().casefold() if matches else None
-        return sum(said == each.strip().casefold() for each in question.answers) / len(question.answers)
+        return float(said in {each.strip().casefold() for each in question.answers})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,7 +326,7 @@ def test_hits_inside_a_block_are_refused() -> None:
 
 
 def test_layers_with_a_backend_of_their_own_are_refused() -> None:
-    """Models with values of another size than keys (MiMo-V2) name a backend for some or all of their layers."""
+    """Models with values of another size than keys (MiMo-V2) name a backend for some of their layers."""
     from vllm.model_executor.layers.attention.attention import Attention
 
     from kvant.engines.vllm.checks import check_layers
@@ -344,3 +345,21 @@ def test_layers_with_a_backend_of_their_own_are_refused() -> None:
         check_layers(config, mine, 2)
     context.static_forward_context = mine
     assert check_layers(config, mine, 2) == 1
+
+
+def test_a_model_whose_layers_all_have_a_backend_of_their_own_is_refused(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls nothing of kvant's backend then, and would serve without it."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import llama
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    own = AttentionBackendEnum.CPU_ATTN.get_class()
+    monkeypatch.setattr(llama, "Attention", functools.partial(llama.Attention, attn_backend=own))
+    message = r"gives layer model.layers.0.self_attn.attn an attention backend of its own, CPU_ATTN"
+    with pytest.raises(ValueError, match=message):
+        engine(small, {"recipe": "int4"})
+    cleanup_dist_env_and_memory()
+    llm = engine(small, {"recipe": "int4"}, attention_backend=None)  # who does not ask for kvant gets the model's own
+    close(llm)
