@@ -235,6 +235,8 @@ def test_what_an_older_vllm_was_not_tested_with_is_refused(
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    if make is lfm2_like and release() in ("0.29", "0.30", "0.31"):
+        pytest.skip("vLLM fails on a CPU while it loads this model")
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(ValueError, match=message):
         engine(make(tmp_path), {"recipe": "saw-int4"}, enable_prefix_caching=False)

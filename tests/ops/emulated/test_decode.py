@@ -205,6 +205,28 @@ def test_decode_waits_late_for_append_where_a_window_holds_new_tokens(
         assert told[0] == (late and again), told
 
 
+@pytest.mark.parametrize(("recent", "late"), [(3, False), (4, True)])
+def test_decode_of_several_queries_waits_for_tokens_that_one_of_them_reads_packed(
+    recent: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four new tokens the last query reads the first one packed where three are recent."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    told: list[bool] = []
+    launch = emulated.Kernel.launch
+
+    def recording(self: Any, blocks: Any, arguments: Any, dependent: bool = False) -> None:
+        told.append(bool(arguments.after_append))
+        launch(self, blocks, arguments, dependent)
+
+    monkeypatch.setattr(emulated.Kernel, "launch", recording)
+    cache, seqs = filled(f"int4:recent={recent},rollback=3", 2, 4, 64, [5, 300])
+    batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(8, 8, 64).bfloat16()
+    for _ in range(2):  # the first call waits for matrices that it makes
+        told.clear()
+        cuda_decode.decode_with_lse(store, q, batch, scale=0.125, after_append=True)
+    assert told == [late]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "memory"),
     [

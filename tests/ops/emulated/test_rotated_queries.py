@@ -60,17 +60,47 @@ def test_rotated_queries_of_a_high_batch_in_16_bits(
     assert many == ["_high_batch_kernel"]
 
 
+@pytest.mark.parametrize(("group", "queries"), [(4, 4), (2, 2), (1, 3)])
 @pytest.mark.parametrize("sliding_window", [None, 100])
 @pytest.mark.parametrize("inside", [False, True])
 def test_rotated_queries_of_which_a_sequence_has_several(
-    inside: bool, sliding_window: int | None, many: list[str]
+    inside: bool, sliding_window: int | None, group: int, queries: int, many: list[str]
 ) -> None:
-    """By a kernel for many RoPE blocks, or inside decode."""
-    cache, seqs = filled("kvant-2:rope_block=64,recent=40,rollback=3", 2, 4, 64, [4, 66, 131, 300], first=7)
+    """By a kernel for many RoPE blocks, or inside decode, where up to four rows of two RoPE blocks share a product."""
+    cache, seqs = filled("kvant-2:rope_block=64,recent=40,rollback=3", 2, group, 64, [4, 66, 131, 300], first=7)
     settings = {"scale": 64**-0.5, "softcap": None, "sliding_window": sliding_window}
     tuned = (("QUERY_TRANSFORM", int(QueryTransform.ROTATED_MATRIX)),) if inside else ROTATED_BEFORE
-    check_several_queries(cache, seqs, 4, 64, 4, settings, 2e-3, torch.bfloat16, tuned)
+    check_several_queries(cache, seqs, group, 64, queries, settings, 2e-3, torch.bfloat16, tuned)
     assert many == ([] if inside else ["_high_batch_kernel"])
+
+
+@pytest.mark.parametrize("low_batch", [False, True])
+@pytest.mark.parametrize(
+    ("name", "group", "stored", "asked", "options"),
+    [
+        ("kvant-2:rope_block=64", 4, "bfloat16", "float16", {"softcap": 5.0}),
+        ("kvant-2:rope_block=64,sink=5,recent=70", 3, "bfloat16", "float32", {"sliding_window": 150}),
+        ("kvant-2:rope_block=64", 9, "float16", "bfloat16", {}),
+        ("kvant-3:rope_block=100", 2, "float16", "float32", {"softcap": 5.0}),
+        ("saw-int4-kv:rope=block,rope_block=64,sink=3,recent=20", 4, "bfloat16", "float16", {}),
+        ("vecinfer-2:rope=block,rope_block=64,sink=3,recent=20", 4, "float16", "bfloat16", {}),
+    ],
+)
+def test_queries_of_another_type_meet_windows_of_raw_keys(
+    name: str,
+    group: int,
+    stored: str,
+    asked: str,
+    options: dict[str, float],
+    low_batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As two numbers of the window's type, of which queries of its own type are one."""
+    monkeypatch.setattr(cuda_decode, "LOW_BATCH", 128 if low_batch else 0)
+    cache, seqs = filled(name, 2, group, 64, [1, 64, 300], stored, first=30)
+    assert cache.layout.overlay_dtype == stored and cache.layout.recipe.key.raw_window
+    settings = {"scale": 0.125, "softcap": None, "sliding_window": None, **options}
+    check_outputs(cache, seqs, group, settings, 2e-3 if asked == "bfloat16" else 5e-4, getattr(torch, asked))
 
 
 def check_rotated(
