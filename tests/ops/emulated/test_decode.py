@@ -176,23 +176,27 @@ def test_a_table_may_be_wider_than_its_sequences_are_long() -> None:
     assert relative_error(found, reference.decode(store, q.double(), batch, scale=0.125)) < 5e-4
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every launch, as on sm_90: whether it runs beside append, or, where that is no argument, depends on the one before."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    found: list[bool] = []
+    launch = emulated.Kernel.launch
+
+    def recording(self: Any, blocks: Any, arguments: Any, dependent: bool = False) -> None:
+        found.append(bool(arguments.after_append) if hasattr(arguments, "after_append") else dependent)
+        launch(self, blocks, arguments, dependent)
+
+    monkeypatch.setattr(emulated.Kernel, "launch", recording)
+    return found
+
+
 @pytest.mark.parametrize(
     ("name", "late"),
     [("kvant-2", True), ("oscar", True), ("saw-int4", False), ("int4:sink=4", False), ("kivi-k2v2", False)],
 )
-def test_decode_waits_late_for_append_where_a_window_holds_new_tokens(
-    name: str, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_waits_late_for_append_where_a_window_holds_new_tokens(name: str, late: bool, told: list[bool]) -> None:
     """The second call: matrices that kernels read before they wait are there by then."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    told: list[bool] = []
-    launch = emulated.Kernel.launch
-
-    def recording(self: Any, blocks: Any, arguments: Any, dependent: bool = False) -> None:
-        told.append(bool(arguments.after_append) if hasattr(arguments, "after_append") else dependent)
-        launch(self, blocks, arguments, dependent)
-
-    monkeypatch.setattr(emulated.Kernel, "launch", recording)
     cache, seqs = filled(name, 2, 4, 64, [3, 300])
     batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(2, 8, 64).bfloat16()
     assert cuda_append.allocates(store, torch.bfloat16) == (name == "kivi-k2v2")
@@ -207,18 +211,9 @@ def test_decode_waits_late_for_append_where_a_window_holds_new_tokens(
 
 @pytest.mark.parametrize(("recent", "late"), [(3, False), (4, True)])
 def test_decode_of_several_queries_waits_for_tokens_that_one_of_them_reads_packed(
-    recent: int, late: bool, monkeypatch: pytest.MonkeyPatch
+    recent: int, late: bool, told: list[bool]
 ) -> None:
     """Of four new tokens the last query reads the first one packed where three are recent."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    told: list[bool] = []
-    launch = emulated.Kernel.launch
-
-    def recording(self: Any, blocks: Any, arguments: Any, dependent: bool = False) -> None:
-        told.append(bool(arguments.after_append))
-        launch(self, blocks, arguments, dependent)
-
-    monkeypatch.setattr(emulated.Kernel, "launch", recording)
     cache, seqs = filled(f"int4:recent={recent},rollback=3", 2, 4, 64, [5, 300])
     batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(8, 8, 64).bfloat16()
     for _ in range(2):  # the first call waits for matrices that it makes
