@@ -74,7 +74,8 @@ class ModelShape:
         kinds = SERVED_LAYERS + (STATE_LAYERS if hybrid else ())
         odd = sorted(set(types) - set(kinds))
         if odd:
-            other = "; kvant.HybridCache holds them, too" if set(odd) <= set(STATE_LAYERS) else ""
+            served = "kvant.HybridCache holds them, too, and so do kvant generate, check, eval and serve"
+            other = f"; {served}" if set(odd) <= set(STATE_LAYERS) else ""
             raise ValueError(
                 f"cannot serve {name}: it has layers of type {', '.join(odd)}; served: {', '.join(kinds)}{other}"
             )
