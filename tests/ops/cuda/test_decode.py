@@ -216,5 +216,7 @@ def test_decode_of_long_and_of_many_sequences() -> None:
     check_decode("int2", lengths=[40_000, 3])
     check_decode("quarot-int2-win", lengths=[40_000])
     check_decode("int2", 8, lengths=list(range(1, 200, 3)))
+    for name in ("int2", "oscar", "kvant-2"):
+        check_decode(name, lengths=list(range(1, 700, 3)))
     check_decode("vecinfer-2", lengths=[40_000, 3])
     check_decode("vecinfer-2", 8, lengths=list(range(1, 400, 6)))

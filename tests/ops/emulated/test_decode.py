@@ -120,12 +120,25 @@ def test_probabilities_are_summed_by_centroid(
     torch.testing.assert_close(lse.double(), log_sum_exp(store, q, batch, **options), rtol=1e-3, atol=5e-3)
 
 
-def test_windows_shorter_than_a_tile() -> None:
-    """A chunk of the overlay is two tiles of 16 tokens, of which the ring has fewer: no row of another place is read."""
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_windows_shorter_than_a_tile(tiles: int) -> None:
+    """A chunk of the overlay is one or two tiles of 16 tokens, of which the ring has fewer: no row of another place is read."""
     cache, seqs = filled("int2:sink=2,recent=5", 2, 4, 64, [3, 20, 300])
     batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(3, 8, 64).bfloat16()
     expected = reference.decode(store, q.double(), batch, scale=0.125)
-    assert relative_error(cuda_decode.decode_with_lse(store, q, batch, scale=0.125)[0], expected) < 2e-3
+    found, _ = cuda_decode.decode_with_lse(store, q, batch, scale=0.125, tuned=(("OVERLAY_TILES", tiles),))
+    assert relative_error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("blocks", [5, 200])  # CTAs that take many sequences each, and one for each
+def test_more_sequences_than_lanes(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated.Kernel, "blocks", blocks)
+    cache, seqs = filled("int2:sink=2,recent=5", 1, 4, 64, [1 + 7 * i % 90 for i in range(170)])
+    batch, store, q = cache.batch(seqs), cache.stores[0], torch.randn(len(seqs), 4, 64).bfloat16()
+    expected = reference.decode(store, q.double(), batch, scale=0.125)
+    with attention.poisoned():
+        found, _ = cuda_decode.decode_with_lse(store, q, batch, scale=0.125)
+    assert relative_error(found, expected) < 2e-3
 
 
 @pytest.mark.few(3)
