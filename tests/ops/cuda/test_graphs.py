@@ -42,7 +42,11 @@ def _tensors(x: object) -> list[torch.Tensor]:
         ("kvant-2", ROTATED_BY_DECODE, False),  # at a low batch a kernel before always rotates queries
         *(("kvant-2", ROTATED_BEFORE, few) for few in (False, True)),
         *(("kvant-4", tuned, few) for tuned in (ROTATED_BEFORE, ()) for few in (False, True)),
-        *((name, (), few) for name in ("oscar", "oscar:recent=1", "quarot-int2-win", "saw-int4") for few in (False, True)),
+        *(
+            (name, (), few)
+            for name in ("oscar", "oscar:recent=1", "quarot-int2-win", "saw-int4")
+            for few in (False, True)
+        ),
     ],
 )
 @pytest.mark.parametrize("captured", [False, True])

@@ -32,11 +32,10 @@ struct WorkTile {
 // HEADS head tiles a sequence; a CTA with fewer than MIN_UNITS units is not worth its merge. HEADS_FIRST: neighbours on the line are sequences of one head tile, for
 // kernels that have something of a head in shared memory. WHOLE_TILES: CTAs take whole (sequence, head tile)s, or equal parts of one, wherever the longest of them is at
 // most an eighth longer than a part of the line would be: otherwise most CTAs have the end of one and the beginning of another, and begin and merge twice. The lengths are
-// looked through only where it would be so if all were equal, since that takes 2 to 6 us of a batch of 128 or 256.
+// looked through only where it would be so if all were equal: that takes 2 to 6 us of a batch of 128 or 256.
 // CTA_TEAMS: teams of a CTA that take parts as CTAs do.
 template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES = false, int CTA_TEAMS = 1> struct TileScheduler {
   static constexpr int AT_ONCE = HEADS_FIRST ? 1 : HEADS;  // head tiles of a sequence that are neighbours on the line
-  static constexpr int LOADED = 4;                         // sequences whose lengths a lane loads at once
   int own;         // units of the lane-th sequence
   int parts;       // of the line: a CTA takes parts blockIdx.x, blockIdx.x + gridDim.x, ...
   bool split;      // a unit is not a page but one of the equal parts of a (sequence, head tile): where CTAs outnumber those three to one, or WHOLE_TILES
@@ -46,40 +45,30 @@ template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES =
   template <class A> DEV TileScheduler(const A& a, int lane) {
     own = lane < a.batch ? sequence_work(a, lane).units : 0;
     int all = own;
-    for (int i = lane + 32; i < a.batch; i += 32 * LOADED) {
-      int units[LOADED];  // all are loaded before one is waited for
-#pragma unroll
-      for (int j = 0; j < LOADED; j++) units[j] = sequence_work(a, min(i + 32 * j, a.batch - 1)).units;
-#pragma unroll
-      for (int j = 0; j < LOADED; j++) all += i + 32 * j < a.batch ? units[j] : 0;
-    }
+    for (int i = lane + 32; i < a.batch; i += 32) all += sequence_work(a, i).units;
     all = warp_sum_int(all) * HEADS;
     parts = min((int)gridDim.x * CTA_TEAMS, max(1, all / MIN_UNITS));
     const int tiles = a.batch * HEADS, equal = max(tiles, parts / tiles * tiles);  // (sequence, head tile)s; parts of them, were all as long
     split = parts >= 3 * tiles;
     share = __fdividef((float)parts, (float)all);
     each = 1, more = 0;
-    if (WHOLE_TILES && (split || near_even((equal + parts - 1) / parts * parts, equal))) {
+    if (split) {
+      parts = lane < a.batch ? split_units(own) : 0;
+      for (int i = lane + 32; i < a.batch; i += 32) parts += split_units(sequence_work(a, i).units);
+      parts = warp_sum_int(parts) * HEADS;
+      return;
+    }
+    if (WHOLE_TILES && near_even((equal + parts - 1) / parts * parts, equal)) {
       int count = 0, longest = 0;  // parts, and units of the longest
       for (int i = lane; i < a.batch; i += 32) {
         const int units = i == lane ? own : sequence_work(a, i).units, cut = split_units(units);
         count += cut, longest = max(longest, (units + cut - 1) / cut);
       }
       count = warp_sum_int(count) * HEADS, longest = warp_max_int(longest);
-      const bool even = near_even((float)((count + parts - 1) / parts * longest) * (float)parts, (float)all);
-      if (split) parts = count;
-      else if (even) split = true, parts = min(parts, count);
-      if (split) all = count;
-      each = all / parts, more = all % parts;
-      return;
+      split = near_even((float)((count + parts - 1) / parts * longest) * (float)parts, (float)all);
+      if (split) parts = min(parts, count), all = count;
     }
-    if (split) {
-      parts = lane < a.batch ? split_units(own) : 0;
-      for (int i = lane + 32; i < a.batch; i += 32) parts += split_units(sequence_work(a, i).units);
-      parts = warp_sum_int(parts) * HEADS;
-    } else {
-      each = all / parts, more = all % parts;
-    }
+    each = all / parts, more = all % parts;
   }
   // Whether parts as long as the longest, `parts` in all, are at most an eighth more than `all`.
   DEV static bool near_even(float parts, float all) { return parts <= 1.125f * all; }
@@ -87,7 +76,6 @@ template <int HEADS, int MIN_UNITS, bool HEADS_FIRST = false, bool WHOLE_TILES =
   DEV int begin_of(int part) const { return part * each + min(part, more); }
   // The part that a unit belongs to.
   DEV int part_of(int unit) const {
-    if (split && !WHOLE_TILES) return unit;
     return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each;
   }
 
