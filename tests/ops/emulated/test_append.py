@@ -162,16 +162,16 @@ def test_rows_of_zeros_and_of_any_size(name: str, tile_rows: int, monkeypatch: p
     assert float((one != two).double().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+@pytest.mark.parametrize("way", ["rows", "step", "tiles"])
 @pytest.mark.parametrize(
     "name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float", "int2:clip=0.9,group=32"]
 )
-def test_rows_are_clipped_where_the_reference_clips_them(
-    name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_clipped_where_the_reference_clips_them(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with many equal magnitudes, few that are not zero, heavy tails, and numbers far from zero. There is no sum before the codes:
-    they are the reference's, and so are scales, minima and zeros, but for the sign of a minimum of zero."""
-    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
+    they are the reference's, and so are scales, minima and zeros, but for the sign of a minimum of zero. The kernel of a step, which
+    serves rows that have a matrix, is given rows without one."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1 if way == "tiles" else 1 << 30)
+    monkeypatch.setattr(cuda_append, "_way", lambda *args: way)
     made = [filled(name, 2, 1, 64, [1, 63], spare=9) for _ in range(2)]
     x = torch.randn(64, 2, 64)
     rows = [x, x.sign(), x * (torch.rand_like(x) < 0.05), x**9, x + 300, (x * 2).round() / 2, x * 1e-20, x * 1e20]
