@@ -74,6 +74,16 @@ def test_append_of_a_step(
     check_step(name, dim, dtype, page, sequences, monkeypatch, "cpu", 1e-3)
 
 
+@pytest.mark.parametrize("name", ["oscar:sink=3,recent=20", "kvant-2:rope_block=70"])
+def test_a_step_starts_early_once_its_matrices_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    early: list[bool] = []
+    launch = emulated.Kernel.launch
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: (early.append(args[-1]), launch(self, *args))[1])
+    check_step(name, 64, "bfloat16", 16, 17, monkeypatch, "cpu", 1e-3)
+    assert early == [False, True]
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "page"),
