@@ -255,6 +255,8 @@ def _programs() -> Iterator[tuple[str, Any]]:
             block = layout.recipe.key.effective_rope_block
             step = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2, 2), block, step=True)
             yield f"append {name} a step", step
+            if bulk:
+                yield f"append {name} a step, early", dataclasses.replace(step, early=True, bulk=True)
         tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
         if name.startswith(("oscar", "turboquant")) or layout.recipe.key.effective_rope_block:
             block = layout.recipe.key.effective_rope_block

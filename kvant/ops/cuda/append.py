@@ -35,6 +35,7 @@ from kvant.ops.types import LayerStore, PagedBatch
 Tensor = torch.Tensor
 TILE_ROWS = 8192  # tokens times heads from which on tiles of 16 tokens keep a GPU busy
 TENSOR_CORE_TYPES = (torch.bfloat16, torch.float16)  # of rows that tensor cores multiply
+EARLY_STEPS = True  # whether kernels/append_step.cu starts before the kernel before it has ended, where the GPU can
 WARPGROUPS = (9, 0)  # the compute capability whose warpgroups multiply tiles
 Way = Literal["rows", "step", "tiles"]  # kernels/append.cu, append_step.cu, append_tiles.cu
 _PLANS: nvrtc.Numbered[AppendPlan] = nvrtc.Numbered()
@@ -101,6 +102,8 @@ def append(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch, que
 
 def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: PagedBatch) -> None:
     way = _way(store, key, value)
+    # An early start is safe only if an earlier call made the matrices: the kernel reads them before its wait.
+    matrices_made = bool(store.derive(AppendTransforms).step)
     k, v = _rows(store, "key", key, batch, way), _rows(store, "value", value, batch, way)
     rope_block, rope_first, cosine, sine = 0, 0, None, None
     if way != "rows" and store.key.rope is not None:
@@ -124,6 +127,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         rope_block,
         way == "step",
         way == "tiles" and torch.cuda.get_device_capability(key.device) == WARPGROUPS,
+        EARLY_STEPS and way == "step" and copies_in_bulk(key.device),
         copies_in_bulk(key.device),
         _type(key) if raw is not None else "bfloat16",
     )
@@ -156,6 +160,7 @@ def _append_tokenwise(store: LayerStore, key: Tensor, value: Tensor, batch: Page
         [store.key.codec.tensors.clip, store.value.codec.tensors.clip],
         [k.entry_step, v.entry_step],
         rope_first,
+        made.early and matrices_made,
         _PLANS.number(made),
     )
 
@@ -276,6 +281,7 @@ def _append(
     clips: list[float],
     units: list[float],
     rope_first: int,
+    early: bool,
     plan: int,
 ) -> None:
     made = _PLANS[plan]
@@ -336,7 +342,7 @@ def _append(
     kernel = _kernel(made, key.device, tiled)
     if made.step:  # CTAs of a head and stream each, as many as the GPU holds: each keeps its matrix in registers
         across = max(1, min(-(-len(key) // STEP_WARPS), kernel.blocks // (2 * heads)))
-        kernel.launch((across, 2 * heads), arguments)
+        kernel.launch((across, 2 * heads), arguments, early)
         return
     tiles = -(-len(key) // 16)
     if tiled and any(made.parts):  # CTAs of a head each, which keep its matrices in shared memory

@@ -128,6 +128,7 @@ class AppendPlan:
     rope_block: int = 0  # positions of a RoPE block, to whose start the kernel unrotates keys; 0 where it does not
     step: bool = False  # whether it is kvant_append_step
     wgmma: bool = False  # whether the GPU multiplies by warpgroups (sm_90a)
+    early: bool = False  # whether kvant_append_step loads its matrices before it waits for the kernel before it
     bulk: bool = False  # whether the next kernel may start before this one has ended, see copies_in_bulk
     raw: str = "bfloat16"  # type of the keys as the model gave them, where kvant_append stores these in the overlay
 
@@ -176,6 +177,7 @@ class AppendPlan:
             "TILE_CTAS": self._tile_ctas,
             "STEP_WARPS": STEP_WARPS,
             "STEP_CTAS": STEP_CTAS,
+            "EARLY": int(self.early),
             "CLIP": int(any(stream.encoding.clip for stream in self.layout.formats.values())),
             "Key": self._stream("key", 0),
             "Value": self._stream("value", 1),

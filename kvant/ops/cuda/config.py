@@ -113,6 +113,7 @@ CONSTANTS: dict[str, Constant] = {
         TILE_CTAS="CTAs of kvant_append_tiles that a multiprocessor is to hold, by registers",
         STEP_WARPS="warps of a CTA of kvant_append_step",
         STEP_CTAS="CTAs of kvant_append_step that a multiprocessor is to hold, by registers",
+        EARLY="whether kvant_append_step loads its matrices and then waits for the kernel before it",
     ),
     # the step of a server
     **_ints(

@@ -63,6 +63,7 @@ def test_kernels_compile(name: str, query: str, tmp_path: Path) -> None:
         for arch in ("sm_80", "sm_90"):
             nvrtc.compile_text(tiles.text, arch)
             nvrtc.compile_text(step.text, arch)
+        nvrtc.compile_text(dataclasses.replace(step, early=True, bulk=True).text, "sm_90")
         warpgroups = dataclasses.replace(tiles, wgmma=True)
         if tiles.tiled:
             assert nvrtc.architecture(warpgroups.text, (9, 0)) == "sm_90a"

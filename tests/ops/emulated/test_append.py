@@ -74,6 +74,16 @@ def test_append_of_a_step(
     check_step(name, dim, dtype, page, sequences, monkeypatch, "cpu", 1e-3)
 
 
+@pytest.mark.parametrize("name", ["oscar:sink=3,recent=20", "kvant-2:rope_block=70"])
+def test_a_step_starts_early_once_its_matrices_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    early: list[bool] = []
+    launch = emulated.Kernel.launch
+    monkeypatch.setattr(emulated.Kernel, "launch", lambda self, *args: (early.append(args[-1]), launch(self, *args))[1])
+    check_step(name, 64, "bfloat16", 16, 17, monkeypatch, "cpu", 1e-3)
+    assert early == [False, True]
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "page"),
@@ -162,16 +172,16 @@ def test_rows_of_zeros_and_of_any_size(name: str, tile_rows: int, monkeypatch: p
     assert float((one != two).double().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+@pytest.mark.parametrize("way", ["rows", "step", "tiles"])
 @pytest.mark.parametrize(
     "name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float", "int2:clip=0.9,group=32"]
 )
-def test_rows_are_clipped_where_the_reference_clips_them(
-    name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_clipped_where_the_reference_clips_them(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with many equal magnitudes, few that are not zero, heavy tails, and numbers far from zero. There is no sum before the codes:
-    they are the reference's, and so are scales, minima and zeros, but for the sign of a minimum of zero."""
-    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
+    they are the reference's, and so are scales, minima and zeros, but for the sign of a minimum of zero. The kernel of a step, which
+    serves rows that have a matrix, is given rows without one."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1 if way == "tiles" else 1 << 30)
+    monkeypatch.setattr(cuda_append, "_way", lambda *args: way)
     made = [filled(name, 2, 1, 64, [1, 63], spare=9) for _ in range(2)]
     x = torch.randn(64, 2, 64)
     rows = [x, x.sign(), x * (torch.rand_like(x) < 0.05), x**9, x + 300, (x * 2).round() / 2, x * 1e-20, x * 1e20]

@@ -33,11 +33,10 @@ template <int LANES, int OVER = LANES> DEV void row_range(const float* x, float&
 // --- affine codes -------------------------------------------------------------------------------------------------------------
 
 // Codes of a lane's channels, a byte each; returns the scale and the minimum or zero of the row, or of the lane's group of its channels, as one word.
-template <class S, int LANES> DEV u32 encode_affine(const float* x, u32* codes) {
+// [least, most] is their range.
+template <class S, int LANES> DEV u32 encode_affine(const float* x, float least, float most, u32* codes) {
   constexpr int N = D / LANES, OVER = LANES / S::GROUPS;
   static_assert(LANES % S::GROUPS == 0, "a lane's channels have one scale");
-  float least, most;
-  row_range<LANES, OVER>(x, least, most);
   const AffineScale best = search_affine_scale<S>(least, most, [&](const AffineScale& tried) {
     const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(tried.scale, tried.reciprocal, tried.zero, 1.f);
     float squares = 0.f;
@@ -57,6 +56,11 @@ template <class S, int LANES> DEV u32 encode_affine(const float* x, u32* codes) 
       if (4 * i + k < N) codes[i] += (coder.bits(x[4 * i + k]) - coder.base()) << (8 * k);
   }
   return pair_of<S::SCALE_TYPE>(best.scale, best.zero);
+}
+template <class S, int LANES> DEV u32 encode_affine(const float* x, u32* codes) {
+  float least, most;
+  row_range<LANES, LANES / S::GROUPS>(x, least, most);
+  return encode_affine<S, LANES>(x, least, most, codes);
 }
 
 // --- banded codes -------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ DEV float fp16_high(u32 x) { float y; asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; 
 DEV u32 fp16_pair(float low, float high) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
 DEV u32 bf16_pair(float low, float high) { u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
 DEV float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEV float reciprocal_approx(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }  // exact for powers of two
 DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 // Held within 0 and 1, which costs nothing.
@@ -43,6 +44,8 @@ template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
 DEV int atomic_add_acq_rel(int* counter) { int n; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(n) : "l"(counter) : "memory"); return n; }
 DEV int load_acquire(const int* p) { int n; asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(n) : "l"(p) : "memory"); return n; }
 DEV void pause_thread() { asm volatile("nanosleep.u32 64;"); }  // between two looks at what another CTA will write
+// 16 bytes that no running kernel writes. (Volatile: the compiler would move the load behind wait_prior_grid.)
+DEV void load_constant(u32* w, const void* p) { asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory"); }
 DEV void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // the line of memory is wanted soon
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // by some multiprocessor
 DEV u32 fp16_pair_down(float low, float high) { u32 y; asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }  // rounded towards zero

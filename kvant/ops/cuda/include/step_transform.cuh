@@ -20,17 +20,17 @@ struct StepShared {
 // A warp's share of the matrix of a stream and head: [parts, steps of 16 channels], as B operands of two tiles of 8 columns.
 template <class S> struct MatrixShare {
   static constexpr int STEPS = D / 32;
-  uint4 f[2][STEPS];
+  u32 f[2][STEPS][4];
   bool active;  // at head_dim 128 all warps are
 
   DEV void load(const AppendArguments& a, int head, int warp, int lane) {
-    active = warp / 2 < D / 16;
+    active = D / 16 == STEP_TOKENS / 2 || warp / 2 < D / 16;
     if (!active) return;
     const uint4* from = S::matrix(a, head) + ((warp / 2) * (D / 16) + warp % 2 * STEPS) * 32 + lane;
 #pragma unroll
     for (int p = 0; p < 2; p++)
 #pragma unroll
-      for (int m = 0; m < STEPS; m++) f[p][m] = __ldg(from + (p * (D / 16) * (D / 16) + m) * 32);
+      for (int m = 0; m < STEPS; m++) load_constant(f[p][m], from + (p * (D / 16) * (D / 16) + m) * 32);
   }
 
   // The operands of all tokens times the share, to sh.sums.
@@ -44,13 +44,13 @@ template <class S> struct MatrixShare {
       ldmatrix_x4(x, &sh.operand[0][row][(half * STEPS + m) * 8 + column]);
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        mma_fp16(small[k], x[0], x[1], x[2], x[3], k ? f[0][m].z : f[0][m].x, k ? f[0][m].w : f[0][m].y);
-        mma_fp16(large[k], x[0], x[1], x[2], x[3], k ? f[1][m].z : f[1][m].x, k ? f[1][m].w : f[1][m].y);
+        mma_fp16(small[k], x[0], x[1], x[2], x[3], f[0][m][2 * k], f[0][m][2 * k + 1]);
+        mma_fp16(large[k], x[0], x[1], x[2], x[3], f[1][m][2 * k], f[1][m][2 * k + 1]);
       }
       if constexpr (S::ROPE_BLOCK > 0) {
         ldmatrix_x4(x, &sh.operand[1][row][(half * STEPS + m) * 8 + column]);
 #pragma unroll
-        for (int k = 0; k < 2; k++) mma_fp16(small[k], x[0], x[1], x[2], x[3], k ? f[1][m].z : f[1][m].x, k ? f[1][m].w : f[1][m].y);
+        for (int k = 0; k < 2; k++) mma_fp16(small[k], x[0], x[1], x[2], x[3], f[1][m][2 * k], f[1][m][2 * k + 1]);
       }
     }
 #pragma unroll
@@ -72,12 +72,20 @@ template <class S> struct StepRow {
     if constexpr (MULTIPLIED) {
       const u32* from = (const u32*)S::rows(a) + at / 2 + lane;
       w[0] = w[1] = 0u;
-      if (lane < D / 4) w[0] = __ldg(from), w[1] = __ldg(from + D / 4);
+      if (lane < D / 4) w[0] = from[0], w[1] = from[D / 4];  // no __ldg: the compiler would be free to load them before wait_prior_grid
     } else {
       load_row<S::IN_TYPE, 32>(x, S::rows(a), at + lane * STEP_CHANNELS);
     }
   }
 
+  // Prefetches it to L2, which other multiprocessors write to, too.
+  DEV static void prefetch(const AppendArguments& a, int token, int head, int lane) {
+    const s64 at = (s64)token * S::stride(a) + head * D;
+    if constexpr (MULTIPLIED) {
+      const u32* from = (const u32*)S::rows(a) + at / 2 + lane;
+      if (lane < D / 4) prefetch_l2(from);
+    }
+  }
   // Stores a key as it was read at a place of the overlay; -1 is no place.
   DEV void store_raw(const AppendArguments& a, s64 at, int head, int lane) const {
     static_assert(MULTIPLIED, "keys that are unrotated have a matrix");
@@ -104,11 +112,12 @@ template <class S> struct StepRow {
   }
 };
 
-// x = R x M - mean or H x - mean: the channels of a lane, those of row `warp`. All warps of the CTA come here together.
-template <class S> DEV void transform_step(const AppendArguments& a, StepShared& sh, const StepRow<S>& row, const MatrixShare<S>& matrix, const float* mean, int block, int warp, int lane, float* x) {
+// x = R x M - mean or H x - mean: the channels of a lane, those of row `warp`. All warps of the CTA come here together. Returns the power of two that the
+// products were divided by, 1 where there are none.
+template <class S> DEV float transform_step(const AppendArguments& a, StepShared& sh, const StepRow<S>& row, const MatrixShare<S>& matrix, const float* mean, int block, int warp, int lane, float* x) {
   constexpr int N = STEP_CHANNELS;
   if constexpr (S::MATRIX_PARTS > 0) {
-    const float back = row.put(a, sh, block, warp, lane);
+    const float back = row.put(a, sh, block, warp, lane), times = reciprocal_approx(back);
     __syncthreads();
     matrix.multiply(sh, warp, lane);
     __syncthreads();
@@ -116,6 +125,7 @@ template <class S> DEV void transform_step(const AppendArguments& a, StepShared&
     load_floats<N>(x, &sh.sums[0][warp][lane * N]), load_floats<N>(more, &sh.sums[1][warp][lane * N]);
 #pragma unroll
     for (int i = 0; i < N; i++) x[i] = fmaf(x[i] + more[i], back, -mean[i]);
+    return times;
   } else {
 #pragma unroll
     for (int i = 0; i < N; i++) x[i] = row.x[i];
@@ -123,5 +133,19 @@ template <class S> DEV void transform_step(const AppendArguments& a, StepShared&
     if constexpr (S::MEAN)
 #pragma unroll
       for (int i = 0; i < N; i++) x[i] -= mean[i];
+    return 1.f;
+  }
+}
+// About one over the mean magnitude of the row x of a warp. Products, below 2^23 before they are scaled, are added as integers of 2^8: one instruction adds them over a warp.
+template <class S> DEV float inverse_mean(const float* x, float times) {
+  constexpr u32 ZERO = 0x4B400000u;  // bits of ROUNDER
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < STEP_CHANNELS; i++) sum += fabsf(x[i]);
+  if constexpr (S::MATRIX_PARTS > 0) {
+    const u32 sums = __reduce_add_sync(FULL, __float_as_uint(fmaf(sum, times * (1.f / 256.f), ROUNDER)));
+    return reciprocal_approx(__uint_as_float(sums - 31u * ZERO) - ROUNDER) * (times * (D / 256.f));
+  } else {
+    return reciprocal_approx(warp_sum(sum) * (1.f / D));
   }
 }

@@ -30,6 +30,10 @@ struct NewToken {
   s64 begin, end, length, overlay_row;  // of the sequence: its first new token and the one after its last, its tokens, its row of the overlays
 
   template <class A> DEV void load(const A& a, int token) { load_of(a, min(token, a.batch - 1)); }
+  template <class A> DEV static void prefetch(const A& a, int token) {  // to L2: what `load` loads
+    const int b = min(token, a.batch - 1);
+    prefetch_l2(a.query_start_loc + b), prefetch_l2(a.seq_lens + b), prefetch_l2(a.overlay_rows + b);
+  }
   template <class A> DEV void load_of(const A& a, int b) {  // of sequence b
     begin = a.query_start_loc[b], end = a.query_start_loc[b + 1], length = a.seq_lens[b], overlay_row = a.overlay_rows[b];
   }

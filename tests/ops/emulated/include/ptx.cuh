@@ -141,9 +141,9 @@ static inline u32 __ballot_sync(u32, int x) {
 }
 static inline int __reduce_add_sync(u32, int x) {
   return lanes_together<int>(7, x, [](const int* in, int* out) {
-    int all = 0;
-    for (int i = 0; i < 32; i++) all += in[i];
-    for (int i = 0; i < 32; i++) out[i] = all;
+    u32 all = 0;
+    for (int i = 0; i < 32; i++) all += (u32)in[i];
+    for (int i = 0; i < 32; i++) out[i] = (int)all;
   });
 }
 static inline int __reduce_min_sync(u32, int x) {
@@ -227,6 +227,8 @@ static inline u32 float_to_bf16(float x) {
 }
 DEV u32 bf16_pair(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
 DEV float exp2_(float x) { return exp2f(x); }
+DEV void load_constant(u32* w, const void* p) { memcpy(w, p, 16); }
+DEV float reciprocal_approx(float x) { return 1.f / x; }
 DEV float log2_(float x) { return log2f(x); }
 static inline float held(float x) { return x > 0.f ? fminf(x, 1.f) : 0.f; }
 DEV float fma_held(float x, float y, float z) { return held(fmaf(x, y, z)); }
