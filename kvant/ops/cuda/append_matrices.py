@@ -82,9 +82,9 @@ def _tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype, fused:
         )
     forward = matrix_in(store, name)
     assert forward.tensor is not None
-    # rows as they are read are multiplied by parts of their own type, keys that are unrotated as fp16
-    bf16 = dtype is torch.bfloat16 and stream.rope is None
-    parts, entry_step = (_bf16_parts if bf16 else _fp16_parts)(forward.tensor.to(device))
+    # where the kernel scales rows as they were read to 2^10, sums below 2^15 are in the range of fp16
+    scaled = dtype is torch.bfloat16 and stream.rope is None
+    parts, entry_step = _fp16_parts(forward.tensor.to(device), -2 if scaled else 8)
     order = _lane_order(layout) if name == "key" and banded else _group_order(layout, name)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
     mean, weights, flag_mean = (
@@ -120,22 +120,13 @@ def step_index(dim: int) -> tuple[Tensor, Tensor]:
     return 16 * m + 8 * j + 2 * (lane % 4) + e, 16 * q + 8 * i + lane // 4
 
 
-def _fp16_parts(matrix: Tensor) -> tuple[Tensor, float]:
+def _fp16_parts(matrix: Tensor, top: int = 8) -> tuple[Tensor, float]:
     """A matrix [heads, head_dim, head_dim] as the sum of two of float16, [heads, 2, head_dim, head_dim], the larger one last, times
-    a power of two."""
+    a power of two. The largest entry becomes close to 2^top."""
     matrix = matrix.double()
-    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
+    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - top)
     high = (matrix / entry_step).half()
     return torch.stack(((matrix / entry_step - high.double()).half(), high), 1), entry_step
-
-
-def _bf16_parts(matrix: Tensor) -> tuple[Tensor, float]:
-    """A matrix [heads, head_dim, head_dim] as the sum of three of bfloat16, [heads, 3, head_dim, head_dim], the largest one last."""
-    rest, parts = matrix.double(), []
-    for _ in range(3):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].double()
-    return torch.stack(parts[::-1], 1), 1.0
 
 
 def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

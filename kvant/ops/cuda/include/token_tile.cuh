@@ -24,8 +24,12 @@ template <class S> struct TokenTile {
   // A row is FACTOR * x: without a mean, the factor of the Hadamard is applied in range() and in the coder.
   static constexpr float FACTOR = S::MEAN || S::BANDED || S::CENTROIDS ? 1.f : S::HADAMARD_SCALE;
 
+  // Rows of bfloat16 are multiplied as fp16, times a power of two of each. Where nothing is added to what comes out, they stay so: a row is unit[r] * FACTOR * x.
+  static constexpr bool SCALED = S::IN_TYPE == ElementType::BF16 && S::MATRIX_PARTS > 1 && S::ROPE_BLOCK == 0;
+  static constexpr bool KEEPS_UNIT = SCALED && !S::MEAN && !S::BANDED && !S::CENTROIDS && !S::LEVELS && S::GROUPS == 1;
+
   int lane, g, t;
-  float x[ROWS][N];
+  float x[ROWS][N], unit[ROWS];
 
   DEV int share() const { return KEY ? t : g; }  // which share of a row this lane holds
   DEV int token(int r) const { return KEY ? g + 8 * r : 8 * (r >> 1) + 2 * t + (r & 1); }  // of a held row, in the tile
@@ -54,6 +58,15 @@ template <class S> struct TokenTile {
   DEV float owned(const float* v) const {
     if constexpr (KEY || AS_READ) return t & 2 ? v[1] : v[0];
     else return lane & 16 ? (lane & 8 ? v[ROWS - 1] : v[ROWS - 2]) : lane & 8 ? v[1] : v[0];
+  }
+  // What x is multiplied by: of a held row, and of the owned one.
+  DEV float factor(int r) const {
+    if constexpr (KEEPS_UNIT) return unit[r] * FACTOR;
+    else return FACTOR;
+  }
+  DEV float owned_factor() const {
+    if constexpr (KEEPS_UNIT) return owned(unit) * FACTOR;
+    else return FACTOR;
   }
   // From the owned row to the held rows: v [ROWS].
   template <class T> DEV void broadcast_rows(T mine, T* v) const {
@@ -86,8 +99,8 @@ template <class S> struct TokenTile {
         for (int i = 1; i < N; i++) low_[r] = fminf(low_[r], x[r][i]), high_[r] = fmaxf(high_[r], x[r][i]);
       }
     }
-    least = reduce_rows(low_, [](float a, float b) { return fminf(a, b); }) * FACTOR;
-    most = reduce_rows(high_, [](float a, float b) { return fmaxf(a, b); }) * FACTOR;
+    least = reduce_rows(low_, [](float a, float b) { return fminf(a, b); }) * owned_factor();
+    most = reduce_rows(high_, [](float a, float b) { return fmaxf(a, b); }) * owned_factor();
   }
 };
 

@@ -41,7 +41,7 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
   const Clip clip = S::clip(a);
   float limit[ROWS];
   const bool beyond = clip_limits(tile, clip, limit);
-  const float end = tile.owned(limit) * tile.FACTOR;
+  const float end = tile.owned(limit) * tile.owned_factor();
   least = -end, most = end;
   if (!beyond) {
     tile.range(w, least, most);
@@ -100,7 +100,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
     tile.broadcast_rows(tried.reciprocal, reciprocal), tile.broadcast_rows(tried.zero, zero);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(0.f, reciprocal[r], zero[r], tile.FACTOR);
+      const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(0.f, reciprocal[r], zero[r], tile.factor(r));
       squares[r] = 0.f;
 #pragma unroll
       for (int i = 0; i < N; i++) {
@@ -115,7 +115,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !AS_READ && !PRODUCT;
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
-  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
+  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.factor(r)); };
   store_tile(tile, a, first, head, coder);
 }
 
