@@ -20,6 +20,7 @@ STEP_DIMS = (64, 96, 128)  # head dims of kvant_append_step: two warps for every
 TILE_DIMS = (64, 96, 128)  # head dims of affine tiles: more do not fit into registers
 MATRIX_TILE_WARPS = 8  # of a CTA of kvant_append_tiles where rows have a matrix, 4, 8 or 16
 BANDED_TILE_WARPS = 12  # the same of banded rows, 4 or 12
+READ_AHEAD = True  # whether kvant_append_tiles reads rows that have a matrix while it codes those before
 BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is whole bytes
 
 AppendArguments = Arguments(
@@ -176,6 +177,7 @@ class AppendPlan:
             "WARPS": WARPS,
             "TILE_WARPS": self.tile_warps,
             "TILE_CTAS": self._tile_ctas,
+            "READ_AHEAD": int(READ_AHEAD),
             "STEP_WARPS": STEP_WARPS,
             "STEP_CTAS": STEP_CTAS,
             "CLIP": int(any(stream.encoding.clip for stream in self.layout.formats.values())),
