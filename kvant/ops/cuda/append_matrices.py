@@ -138,11 +138,12 @@ def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def tile_index(dim: int, rope: bool) -> tuple[Tensor, Tensor]:
     """Rows and columns of the matrix entries in the order of include/tile_transform.cuh: [m, n, j, column, t, e]. m counts steps
     of 16 rows, n tiles of 8 columns, j registers of the A operand, t its lanes, e halves of a word. A lane's two registers are words
-    m and m + dim / 16 of its quarter of a row or, where keys are unrotated, channels that RoPE rotates together. Its sums are
-    neighbours."""
+    m and m + dim / 16 that it reads or, where keys are unrotated, channels that RoPE rotates together. The four lanes of a row read
+    four words in turn. A lane's sums are neighbours."""
     m, n, j, column, t, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 8, 2, 8, 4, 2)), indexing="ij")
-    share, apart = (dim // 8, dim // 2) if rope else (dim // 4, dim // 8)
-    return t * share + j * apart + 2 * m + e, column // 2 * (dim // 4) + 2 * n + column % 2
+    word = m if rope else m + j * (dim // 16)
+    first = word // 4 * 32 + t * 8 + word % 4 * 2 + e
+    return first + j * (dim // 2) if rope else first, column // 2 * (dim // 4) + 2 * n + column % 2
 
 
 def _group_order(layout: Layout, name: StreamName) -> Tensor:

@@ -112,7 +112,7 @@ template <class S> DEV u32 row_exponent(const TokenTile<S>& tile, const u32 (*w)
   return clamp_exponent(__float_as_uint(all) >> 23);
 }
 
-// The A operands of a step of 16 channels: of tokens g and g + 8, words m and m + D / 16 of the lane.
+// The A operands of a step of 16 channels: of tokens g and g + 8, words m and m + D / 16 of the lane. `at` is where its cosines begin: it has eight of every 32.
 struct StepOperands {
   u32 y[4], rest[4];
 };
@@ -121,7 +121,7 @@ template <class S> DEV StepOperands step_operands(const AppendArguments& a, cons
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     u32 y[2], rest[2] = {0u, 0u};
-    unrotate_words<S>(a, w[r][m], w[r][m + D / 16], at[r], m, times[r], y, rest);
+    unrotate_words<S>(a, w[r][m], w[r][m + D / 16], at[r], m / 4 * 16 + m % 4, times[r], y, rest);
     made.y[r] = y[0], made.y[r + 2] = y[1], made.rest[r] = rest[0], made.rest[r + 2] = rest[1];
   }
   return made;
@@ -157,7 +157,7 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
   const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
   int blocks[2];
   tile.broadcast_rows(rope_block, blocks);
-  const s64 at[2] = {(s64)blocks[0] * (D / 2) + t * (D / 8), (s64)blocks[1] * (D / 2) + t * (D / 8)};
+  const s64 at[2] = {(s64)blocks[0] * (D / 2) + t * 8, (s64)blocks[1] * (D / 2) + t * 8};
   const Products::Operand b = Products::operand(matrix);
   StepOperands now = step_operands<S>(a, w, at, times, 0);
 #pragma unroll

@@ -1,6 +1,7 @@
 // A tile of append_tiles.cu: 16 tokens of one head and stream, held by a warp. With lane = 4 g + t, as tensor cores number lanes:
 //
-//   read    lane (g, t) reads tokens g and g + 8, D / 4 channels each, as READ_WORDS words of two 16-bit numbers a token
+//   read    lane (g, t) reads tokens g and g + 8, D / 4 channels each, as READ_WORDS words of two 16-bit numbers a token: the t-th quarter of them or, where rows are
+//           multiplied, from every 32 channels the t-th eight
 //   held    lane (g, t) holds ROWS rows of N channels, where the page wants their codes: of keys tokens g and g + 8, the t-th quarter of
 //           the channels; of values tokens 2t, 2t + 1, 2t + 8 and 2t + 9, the g-th eighth
 //   owned   every token is owned by lanes that compute its scale (where AS_READ, by the lanes that hold it). Of keys lane (g, t) owns token g + 8 (t / 2); of values, token
