@@ -260,7 +260,7 @@ def _programs() -> Iterator[tuple[str, Any]]:
         tiled = append.AppendPlan(layout, types, (128, 1), (True, False), (0, 2))
         if name.startswith(("oscar", "turboquant")) or layout.recipe.key.effective_rope_block:
             block = layout.recipe.key.effective_rope_block
-            tiled = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2 if block else 3, 3), block)
+            tiled = append.AppendPlan(layout, types, (1, 1), (block > 0, False), (2, 2), block)
             if torch.cuda.get_device_capability(DEVICE) == append.WARPGROUPS:
                 yield f"append {name} prompts, warpgroups", dataclasses.replace(tiled, wgmma=True)
         if tiled.tiled:

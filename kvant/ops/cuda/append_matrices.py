@@ -82,9 +82,9 @@ def _tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype, fused:
         )
     forward = matrix_in(store, name)
     assert forward.tensor is not None
-    # rows as they are read are multiplied by parts of their own type, keys that are unrotated as fp16
-    bf16 = dtype is torch.bfloat16 and stream.rope is None
-    parts, entry_step = (_bf16_parts if bf16 else _fp16_parts)(forward.tensor.to(device))
+    # where the kernel scales rows as they were read to 2^10, sums below 2^15 are in the range of fp16
+    scaled = dtype is torch.bfloat16 and stream.rope is None
+    parts, entry_step = _fp16_parts(forward.tensor.to(device), -2 if scaled else 8)
     order = _lane_order(layout) if name == "key" and banded else _group_order(layout, name)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
     mean, weights, flag_mean = (
@@ -120,22 +120,13 @@ def step_index(dim: int) -> tuple[Tensor, Tensor]:
     return 16 * m + 8 * j + 2 * (lane % 4) + e, 16 * q + 8 * i + lane // 4
 
 
-def _fp16_parts(matrix: Tensor) -> tuple[Tensor, float]:
+def _fp16_parts(matrix: Tensor, top: int = 8) -> tuple[Tensor, float]:
     """A matrix [heads, head_dim, head_dim] as the sum of two of float16, [heads, 2, head_dim, head_dim], the larger one last, times
-    a power of two."""
+    a power of two. The largest entry becomes close to 2^top."""
     matrix = matrix.double()
-    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - 8)  # the largest entry becomes close to 2^8
+    entry_step = 2.0 ** (math.frexp(float(matrix.abs().max()) or 1.0)[1] - top)
     high = (matrix / entry_step).half()
     return torch.stack(((matrix / entry_step - high.double()).half(), high), 1), entry_step
-
-
-def _bf16_parts(matrix: Tensor) -> tuple[Tensor, float]:
-    """A matrix [heads, head_dim, head_dim] as the sum of three of bfloat16, [heads, 3, head_dim, head_dim], the largest one last."""
-    rest, parts = matrix.double(), []
-    for _ in range(3):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].double()
-    return torch.stack(parts[::-1], 1), 1.0
 
 
 def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -147,11 +138,12 @@ def _fragments(parts: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def tile_index(dim: int, rope: bool) -> tuple[Tensor, Tensor]:
     """Rows and columns of the matrix entries in the order of include/tile_transform.cuh: [m, n, j, column, t, e]. m counts steps
     of 16 rows, n tiles of 8 columns, j registers of the A operand, t its lanes, e halves of a word. A lane's two registers are words
-    m and m + dim / 16 of its quarter of a row or, where keys are unrotated, channels that RoPE rotates together. Its sums are
-    neighbours."""
+    m and m + dim / 16 that it reads or, where keys are unrotated, channels that RoPE rotates together. The four lanes of a row read
+    four words in turn. A lane's sums are neighbours."""
     m, n, j, column, t, e = torch.meshgrid(*map(torch.arange, (dim // 16, dim // 8, 2, 8, 4, 2)), indexing="ij")
-    share, apart = (dim // 8, dim // 2) if rope else (dim // 4, dim // 8)
-    return t * share + j * apart + 2 * m + e, column // 2 * (dim // 4) + 2 * n + column % 2
+    word = m if rope else m + j * (dim // 16)
+    first = word // 4 * 32 + t * 8 + word % 4 * 2 + e
+    return first + j * (dim // 2) if rope else first, column // 2 * (dim // 4) + 2 * n + column % 2
 
 
 def _group_order(layout: Layout, name: StreamName) -> Tensor:

@@ -18,6 +18,9 @@ STEP_WARPS = 16  # of a CTA of kvant_append_step: one for each of 16 tokens
 STEP_CTAS = 1  # of kvant_append_step that a multiprocessor is to hold
 STEP_DIMS = (64, 96, 128)  # head dims of kvant_append_step: two warps for every 16 columns of the matrix
 TILE_DIMS = (64, 96, 128)  # head dims of affine tiles: more do not fit into registers
+MATRIX_TILE_WARPS = 8  # of a CTA of kvant_append_tiles where rows have a matrix, 4, 8 or 16
+BANDED_TILE_WARPS = 12  # the same of banded rows, 4 or 12
+READ_AHEAD = True  # whether kvant_append_tiles reads rows that have a matrix while it codes those before
 BAND_DIMS = (64, 128)  # head dims of banded tiles: a lane's share of each is whole bytes
 
 AppendArguments = Arguments(
@@ -146,17 +149,17 @@ class AppendPlan:
 
     @property
     def tile_warps(self) -> int:
-        """Warps of a CTA of kvant_append_tiles: with a matrix, warpgroups that share it. Registers hold twelve warps of banded
-        rows: in one CTA where a multiprocessor has no room for three matrices."""
+        """Warps of a CTA of kvant_append_tiles: with a matrix, warpgroups that share it. Of banded rows, registers hold twelve
+        warps."""
         if not any(self.parts):
             return 4
-        return 8 if not is_banded(self.layout.format("key")) else 4 if self.shared <= 72 * 1024 else 12
+        return BANDED_TILE_WARPS if is_banded(self.layout.format("key")) else MATRIX_TILE_WARPS
 
     @property
     def _tile_ctas(self) -> int:
         """CTAs of kvant_append_tiles that a multiprocessor is to hold: with a matrix, rows take more registers and shared memory."""
         if any(self.parts):
-            return {8: 2, 4: 3, 12: 1}[self.tile_warps]
+            return (12 if is_banded(self.layout.format("key")) else 16) // self.tile_warps
         encodings = [stream.encoding for stream in self.layout.formats.values()]
         several = any(stream.scale_groups > 1 or stream.is_residual for stream in self.layout.formats.values())
         return 4 if several or any(encoding.clip or encoding.search > 1 for encoding in encodings) else 5
@@ -175,6 +178,7 @@ class AppendPlan:
             "WARPS": WARPS,
             "TILE_WARPS": self.tile_warps,
             "TILE_CTAS": self._tile_ctas,
+            "READ_AHEAD": int(READ_AHEAD),
             "STEP_WARPS": STEP_WARPS,
             "STEP_CTAS": STEP_CTAS,
             "EARLY": int(self.early),

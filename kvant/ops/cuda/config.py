@@ -111,6 +111,7 @@ CONSTANTS: dict[str, Constant] = {
         TEAMS_BELOW="teams whose pages and outputs lie before the codebooks in shared memory, the others' behind",
         TILE_WARPS="warps of a CTA of kvant_append_tiles",
         TILE_CTAS="CTAs of kvant_append_tiles that a multiprocessor is to hold, by registers",
+        READ_AHEAD="whether kvant_append_tiles reads rows that have a matrix while it codes those before",
         STEP_WARPS="warps of a CTA of kvant_append_step",
         STEP_CTAS="CTAs of kvant_append_step that a multiprocessor is to hold, by registers",
         EARLY="whether kvant_append_step loads its matrices and then waits for the kernel before it",

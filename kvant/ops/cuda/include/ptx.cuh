@@ -40,6 +40,12 @@ template <int TYPE> DEV u32 pair_max(u32 x, u32 y) {
   else asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+// The larger of |x| and y, of two bfloat16 each, y not negative; NaN where either is.
+DEV u32 bf16_pair_max_magnitude(u32 x, u32 y) {
+  u32 z;
+  asm("{.reg .b32 a; abs.bf16x2 a, %1; max.NaN.bf16x2 %0, a, %2;}" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
 // Adds one and returns the old count, with acquire-release order: who counts last sees what all others wrote before they counted.
 DEV int atomic_add_acq_rel(int* counter) { int n; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(n) : "l"(counter) : "memory"); return n; }
 DEV int load_acquire(const int* p) { int n; asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(n) : "l"(p) : "memory"); return n; }

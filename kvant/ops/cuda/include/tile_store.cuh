@@ -21,7 +21,7 @@ template <class S> DEV void store_overlay(const TokenTile<S>& tile, const Append
     if (at[r] >= 0) {
       u32 w[N / 2];
 #pragma unroll
-      for (int i = 0; i < N / 2; i++) w[i] = pair_of<Config::OVERLAY_TYPE>(tile.x[r][2 * i] * tile.FACTOR, tile.x[r][2 * i + 1] * tile.FACTOR);
+      for (int i = 0; i < N / 2; i++) w[i] = pair_of<Config::OVERLAY_TYPE>(tile.x[r][2 * i] * tile.factor(r), tile.x[r][2 * i + 1] * tile.factor(r));
       u16* to = (u16*)S::overlay(a) + (at[r] * Config::KV_HEADS + head) * D;
       if constexpr (S::BANDED) S::AllBands::each([&](auto band) {
         using B = decltype(band);

@@ -73,6 +73,27 @@ template <class S> DEV void subtract_mean(TokenTile<S>& tile, const float* mean)
   }
 }
 
+// --- rows of bfloat16 as fp16 ------------------------------------------------------------------------------------------------
+
+// Rows of bfloat16 as fp16 numbers, in place, times a power of two of each row that brings its largest magnitude to [2^9, 2^10): exact but for 2^-24 of the row's
+// largest number. Both types have the sign first and the exponent next: magnitudes less the exponent of 2^-15, three bits up, are those of fp16; what is smaller becomes
+// zero. back[r] is multiplied by what undoes it; by NaN where the row has a number that is not finite.
+DEV void scale_rows(u32 (*w)[READ_WORDS], float* back) {
+  u32 most[2] = {0u, 0u};
+#pragma unroll
+  for (int i = 0; i < 2 * READ_WORDS; i++) most[i % 2] = bf16_pair_max_magnitude(w[i % 2][i / 2], most[i % 2]);
+  u32 both = bf16_pair_max_magnitude(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));  // of token g, of token g + 8
+  both = bf16_pair_max_magnitude(both, __shfl_xor_sync(FULL, both, 1));
+  both = bf16_pair_max_magnitude(both, __shfl_xor_sync(FULL, both, 2));
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const u32 found = both >> (16 * r + 7) & 0xFFu, exponent = max(found, 24u), zero = (exponent - 24u) * 0x00800080u, from_zero = (24u - exponent) * 0x04000400u;  // -8 zero
+    back[r] *= __uint_as_float(found < 255u ? (exponent - 9u) << 23 : 0x7FC00000u);
+#pragma unroll
+    for (int i = 0; i < READ_WORDS; i++) w[r][i] = (bf16_pair_max_magnitude(w[r][i], zero) * 8u + from_zero) | (w[r][i] & 0x80008000u);
+  }
+}
+
 // --- RoPE and a matrix in fp16 ------------------------------------------------------------------------------------------------
 
 // The biased exponent of the largest magnitude of a row as it was read, of token g + 8 (t / 2): a power of two brings the row close to 2^8.
@@ -91,7 +112,7 @@ template <class S> DEV u32 row_exponent(const TokenTile<S>& tile, const u32 (*w)
   return clamp_exponent(__float_as_uint(all) >> 23);
 }
 
-// The A operands of a step of 16 channels: of tokens g and g + 8, words m and m + D / 16 of the lane.
+// The A operands of a step of 16 channels: of tokens g and g + 8, words m and m + D / 16 of the lane. `at` is where its cosines begin: it has eight of every 32.
 struct StepOperands {
   u32 y[4], rest[4];
 };
@@ -100,16 +121,16 @@ template <class S> DEV StepOperands step_operands(const AppendArguments& a, cons
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     u32 y[2], rest[2] = {0u, 0u};
-    unrotate_words<S>(a, w[r][m], w[r][m + D / 16], at[r], m, times[r], y, rest);
+    unrotate_words<S>(a, w[r][m], w[r][m + D / 16], at[r], m / 4 * 16 + m % 4, times[r], y, rest);
     made.y[r] = y[0], made.y[r + 2] = y[1], made.rest[r] = rest[0], made.rest[r + 2] = rest[1];
   }
   return made;
 }
 
-// sums = X M for rows X as they were read. M is parts of the input's type in shared memory, whose sum it is: [parts, D / 16 steps] of Warpgroup's operands. `meanwhile`
-// runs while the tensor cores multiply.
-template <class S, class F> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix, F meanwhile) {
-  using Products = Warpgroup<D, S::IN_TYPE>;
+// sums = X M for rows X as they were read, or as fp16 after scale_rows: numbers of TYPE. M is parts of that type in shared memory, whose sum it is: [parts, D / 16 steps]
+// of Warpgroup's operands. `meanwhile` runs while the tensor cores multiply.
+template <class S, int TYPE, class F> DEV void multiply_read(float* sums, u32 (*w)[READ_WORDS], const u8* matrix, F meanwhile) {
+  using Products = Warpgroup<D, TYPE>;
   constexpr int STEPS = D / 16;
   const typename Products::Operand b = Products::operand(matrix);
   Products::begin();
@@ -136,7 +157,7 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
   const float times[2] = {scale_to_fp16(exponent[0]), scale_to_fp16(exponent[1])};
   int blocks[2];
   tile.broadcast_rows(rope_block, blocks);
-  const s64 at[2] = {(s64)blocks[0] * (D / 2) + t * (D / 8), (s64)blocks[1] * (D / 2) + t * (D / 8)};
+  const s64 at[2] = {(s64)blocks[0] * (D / 2) + t * 8, (s64)blocks[1] * (D / 2) + t * 8};
   const Products::Operand b = Products::operand(matrix);
   StepOperands now = step_operands<S>(a, w, at, times, 0);
 #pragma unroll
@@ -161,7 +182,8 @@ template <class S> DEV void multiply_unrotated(float* sums, const TokenTile<S>& 
 template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, OwnedToken& owned, int first, int head) {
   static_assert(S::KEY, "a row lies in four lanes");
   constexpr int N = TokenTile<S>::N;
-  constexpr bool UNROTATED = S::ROPE_BLOCK > 0, FP16 = UNROTATED || S::IN_TYPE == ElementType::FP16;
+  constexpr bool UNROTATED = S::ROPE_BLOCK > 0, SCALED = TokenTile<S>::SCALED;
+  constexpr bool FP16 = UNROTATED || SCALED || S::IN_TYPE == ElementType::FP16;  // one part of bfloat16 is signs
   float sums[D / 2];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) sums[i] = 0.f;
@@ -174,16 +196,18 @@ template <class S> DEV void multiply(TokenTile<S>& tile, const AppendArguments& 
     multiply_unrotated(sums, tile, a, w, matrix, owned.rope_block, exponent);
     back[0] *= scale_from_fp16(exponent[0]), back[1] *= scale_from_fp16(exponent[1]);
   } else {
-    multiply_read<S>(sums, w, matrix, [&] { owned = look_up(tile, a, first); });
+    if constexpr (SCALED) scale_rows(w, back);
+    multiply_read<S, FP16 ? ElementType::FP16 : ElementType::BF16>(sums, w, matrix, [&] { owned = look_up(tile, a, first); });
   }
   Warpgroup<D, ElementType::FP16>::template hold<D / 2>(sums);
+  tile.unit[0] = back[0], tile.unit[1] = back[1];
 #pragma unroll
   for (int i = 0; i < N; i += 2) {
     float off[2] = {0.f, 0.f};
     if constexpr (S::MEAN) load_floats<2>(off, S::mean(a) + head * D + tile.share() * N + i);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      if constexpr (!FP16 && FACTOR == 1.f && !S::MEAN) tile.x[j / 2][i + j % 2] = sums[2 * i + j];
+      if constexpr (TokenTile<S>::KEEPS_UNIT || (!FP16 && FACTOR == 1.f && !S::MEAN)) tile.x[j / 2][i + j % 2] = sums[2 * i + j];
       else tile.x[j / 2][i + j % 2] = fmaf(sums[2 * i + j], back[j / 2], -off[j % 2]);
     }
   }

@@ -1,6 +1,7 @@
 // A tile of append_tiles.cu: 16 tokens of one head and stream, held by a warp. With lane = 4 g + t, as tensor cores number lanes:
 //
-//   read    lane (g, t) reads tokens g and g + 8, D / 4 channels each, as READ_WORDS words of two 16-bit numbers a token
+//   read    lane (g, t) reads tokens g and g + 8, D / 4 channels each, as READ_WORDS words of two 16-bit numbers a token: the t-th quarter of them or, where rows are
+//           multiplied, from every 32 channels the t-th eight
 //   held    lane (g, t) holds ROWS rows of N channels, where the page wants their codes: of keys tokens g and g + 8, the t-th quarter of
 //           the channels; of values tokens 2t, 2t + 1, 2t + 8 and 2t + 9, the g-th eighth
 //   owned   every token is owned by lanes that compute its scale (where AS_READ, by the lanes that hold it). Of keys lane (g, t) owns token g + 8 (t / 2); of values, token
@@ -24,8 +25,12 @@ template <class S> struct TokenTile {
   // A row is FACTOR * x: without a mean, the factor of the Hadamard is applied in range() and in the coder.
   static constexpr float FACTOR = S::MEAN || S::BANDED || S::CENTROIDS ? 1.f : S::HADAMARD_SCALE;
 
+  // Rows of bfloat16 are multiplied as fp16, times a power of two of each. Where nothing is added to what comes out, they stay so: a row is unit[r] * FACTOR * x.
+  static constexpr bool SCALED = S::IN_TYPE == ElementType::BF16 && S::MATRIX_PARTS > 1 && S::ROPE_BLOCK == 0;
+  static constexpr bool KEEPS_UNIT = SCALED && !S::MEAN && !S::BANDED && !S::CENTROIDS && !S::LEVELS && S::GROUPS == 1;
+
   int lane, g, t;
-  float x[ROWS][N];
+  float x[ROWS][N], unit[ROWS];
 
   DEV int share() const { return KEY ? t : g; }  // which share of a row this lane holds
   DEV int token(int r) const { return KEY ? g + 8 * r : 8 * (r >> 1) + 2 * t + (r & 1); }  // of a held row, in the tile
@@ -54,6 +59,15 @@ template <class S> struct TokenTile {
   DEV float owned(const float* v) const {
     if constexpr (KEY || AS_READ) return t & 2 ? v[1] : v[0];
     else return lane & 16 ? (lane & 8 ? v[ROWS - 1] : v[ROWS - 2]) : lane & 8 ? v[1] : v[0];
+  }
+  // What x is multiplied by: of a held row, and of the owned one.
+  DEV float factor(int r) const {
+    if constexpr (KEEPS_UNIT) return unit[r] * FACTOR;
+    else return FACTOR;
+  }
+  DEV float owned_factor() const {
+    if constexpr (KEEPS_UNIT) return owned(unit) * FACTOR;
+    else return FACTOR;
   }
   // From the owned row to the held rows: v [ROWS].
   template <class T> DEV void broadcast_rows(T mine, T* v) const {
@@ -86,8 +100,8 @@ template <class S> struct TokenTile {
         for (int i = 1; i < N; i++) low_[r] = fminf(low_[r], x[r][i]), high_[r] = fmaxf(high_[r], x[r][i]);
       }
     }
-    least = reduce_rows(low_, [](float a, float b) { return fminf(a, b); }) * FACTOR;
-    most = reduce_rows(high_, [](float a, float b) { return fmaxf(a, b); }) * FACTOR;
+    least = reduce_rows(low_, [](float a, float b) { return fminf(a, b); }) * owned_factor();
+    most = reduce_rows(high_, [](float a, float b) { return fmaxf(a, b); }) * owned_factor();
   }
 };
 

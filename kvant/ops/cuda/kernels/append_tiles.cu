@@ -41,7 +41,7 @@ template <class S> DEV void clip_tile(TokenTile<S>& tile, const AppendArguments&
   const Clip clip = S::clip(a);
   float limit[ROWS];
   const bool beyond = clip_limits(tile, clip, limit);
-  const float end = tile.owned(limit) * tile.FACTOR;
+  const float end = tile.owned(limit) * tile.owned_factor();
   least = -end, most = end;
   if (!beyond) {
     tile.range(w, least, most);
@@ -70,7 +70,7 @@ template <class S, class F> DEV void store_tile(const TokenTile<S>& tile, const 
 }
 
 // Keys are unrotated for banded codes alone; of the others the overlay holds what is coded.
-template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S, class F> DEV void append_affine(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head, F read_next) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool AS_READ = TokenTile<S>::AS_READ;
   OwnedToken owned;
@@ -100,7 +100,7 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
     tile.broadcast_rows(tried.reciprocal, reciprocal), tile.broadcast_rows(tried.zero, zero);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(0.f, reciprocal[r], zero[r], tile.FACTOR);
+      const AffineCoder<S::BITS, S::SCALE_FORM, false> coder(0.f, reciprocal[r], zero[r], tile.factor(r));
       squares[r] = 0.f;
 #pragma unroll
       for (int i = 0; i < N; i++) {
@@ -112,15 +112,17 @@ template <class S> DEV void append_affine(TokenTile<S>& tile, const AppendArgume
   });
   if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(best.scale, best.zero));
 
+  read_next();
+
   // Codes. Numbers as they were read need no exact rounding, nor do those that a product has rounded already.
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !AS_READ && !PRODUCT;
   tile.broadcast_rows(best.scale, scale), tile.broadcast_rows(best.reciprocal, reciprocal), tile.broadcast_rows(best.zero, zero);
-  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.FACTOR); };
+  const auto coder = [&](int r) { return AffineCoder<S::BITS, S::SCALE_FORM, EXACT, PRODUCT>(scale[r], reciprocal[r], zero[r], tile.factor(r)); };
   store_tile(tile, a, first, head, coder);
 }
 
 // The same where GROUPS groups of a row's channels have a scale each: a group after the other.
-template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S, class F> DEV void append_groups(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head, F read_next) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   constexpr bool PRODUCT = S::MATRIX_PARTS > 0 && S::SCALE_FORM == ScaleForm::SCALE_MIN, EXACT = !TokenTile<S>::AS_READ && !PRODUCT;
   using Groups = TileGroups<S>;
@@ -144,6 +146,8 @@ template <class S> DEV void append_groups(TokenTile<S>& tile, const AppendArgume
 #pragma unroll
     for (int r = 0; r < ROWS; r++) clip_row<N>(tile.x[r], limit[r]);
   }
+
+  read_next();
 
   // Scale of the owned row, and codes, of each group.
   GroupWords<S> words;
@@ -190,7 +194,7 @@ template <class S> struct LevelCoder {
   DEV u32 base() const { return 0u; }
 };
 
-template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S, class F> DEV void append_levels(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head, F read_next) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   OwnedToken owned;
   if constexpr (!S::MATRIX_PARTS) owned = look_up(tile, a, first);
@@ -208,6 +212,7 @@ template <class S> DEV void append_levels(TokenTile<S>& tile, const AppendArgume
 #pragma unroll
     for (int i = 0; i < N; i++) squares[r] = fmaf(tile.x[r][i], tile.x[r][i], squares[r]);
   }
+  read_next();
   const float norm = round_to<S::SCALE_TYPE>(fminf(sqrtf(tile.sum_rows(squares)) * tile.FACTOR, LARGEST<S::SCALE_TYPE>));
   if (owned.slot >= 0 && tile.stores_scale()) store_scale(page_head_of(a, owned.slot, head), S::SCALE_OFFSET, S::SCALE_FORM, owned.slot, pair_of<S::SCALE_TYPE>(norm, 0.f));
   tile.broadcast_rows(__fdiv_rn(tile.FACTOR, fmaxf(norm, TINY<S::SCALE_TYPE>)), factor);
@@ -314,7 +319,7 @@ template <class S> struct BandedCoders {
   template <class B> using Coder = Select<(S::UNBIASED != 0), RoundedBand<B>, BandCoder<B>>;
 };
 
-template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head) {
+template <class S, class F> DEV void append_banded(TokenTile<S>& tile, const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head, F read_next) {
   constexpr int N = TokenTile<S>::N, ROWS = TokenTile<S>::ROWS;
   const float* weights = S::weights(a) + head * D + tile.share() * N;
   OwnedToken owned;
@@ -340,6 +345,7 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
       for (int j = 0; j < 4 * ROWS; j++) tile.x[j / 4][i + j % 4] = fmaf(-centred[j / 4], off[j % 4], tile.x[j / 4][i + j % 4]);
     }
   }
+  read_next();
   tile.broadcast_rows(__fdiv_rn(1.f, scale), reciprocal);
   if constexpr (S::UNBIASED) scale *= row_unbiased_factor(tile, weights, reciprocal, scale);
   scale = clamp_scale<S::SCALE_TYPE>(scale) * sign;
@@ -368,32 +374,58 @@ template <class S> DEV void append_banded(TokenTile<S>& tile, const AppendArgume
 
 // --- the kernel ---------------------------------------------------------------------------------------------------------------
 
-// Where a lane reads row r of its tile from: channels that RoPE rotates together go to the same lane, as two halves of its words.
+// Where row r of a lane's tile begins.
 template <class S> DEV const u8* tile_row(const AppendArguments& a, int first, int head, int lane, int r) {
-  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2 + (lane & 3) * (S::ROPE_BLOCK > 0 ? D / 4 : D / 2);
+  return (const u8*)S::rows(a) + ((s64)min(first + (lane >> 2) + 8 * r, a.tokens - 1) * S::stride(a) + head * D) * 2;
 }
-
-// Appends the tile of one stream and head that begins at token `first`. `matrix` is the head's, in shared memory, where rows are multiplied by one.
-template <class S> DEV void append_tile(const AppendArguments& a, const u8* matrix, int first, int head, int lane) {
-  TokenTile<S> tile{lane, lane >> 2, lane & 3};
-  u32 w[2][READ_WORDS];
+// Reads the words of the tile that begins at token `first`. Of a tile behind the last token, they are the last token's. Of rows that are multiplied, the four lanes of a
+// row read 16 bytes in turn, so that an instruction reads whole sectors; of others, a quarter each.
+template <class S> DEV void read_tile(u32 (*w)[READ_WORDS], const AppendArguments& a, int first, int head, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const u8* from = tile_row<S>(a, first, head, lane, r);
-    if constexpr (S::ROPE_BLOCK > 0) load_words<READ_WORDS / 2>(w[r], from), load_words<READ_WORDS / 2>(w[r] + READ_WORDS / 2, from + D);
-    else if constexpr (S::GROUPS > 1 && S::MATRIX_PARTS == 0) TileGroups<S>::read(w[r], from - (lane & 3) * (D / 2), lane & 3);
-    else load_words<READ_WORDS>(w[r], from);
+    const u8* row = tile_row<S>(a, first, head, lane, r);
+    if constexpr (S::MATRIX_PARTS > 0) {
+#pragma unroll
+      for (int i = 0; i < READ_WORDS / 4; i++) load_words<4>(w[r] + 4 * i, row + 64 * i + (lane & 3) * 16);
+    } else if constexpr (S::GROUPS > 1) {
+      TileGroups<S>::read(w[r], row, lane & 3);
+    } else {
+      load_words<READ_WORDS>(w[r], row + (lane & 3) * (D / 2));
+    }
   }
-  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head);
-  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, first, head);
-  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, first, head);
-  else append_affine(tile, a, w, matrix, first, head);
+}
+// Brings the same to the L1 cache: of every 128 bytes, a sector of 32 a lane.
+template <class S> DEV void prefetch_tile(const AppendArguments& a, int first, int head, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int at = 0; at < D * 2; at += 128)
+      if (at + 128 <= D * 2 || (lane & 3) * 32 < D * 2 - at) prefetch_l1(tile_row<S>(a, first, head, lane, r) + at + (lane & 3) * 32);
 }
 
-// Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once.
+// Appends the tile of one stream and head that begins at token `first`, whose words are w. `matrix` is the head's, in shared memory, where rows are multiplied by
+// one. read_next() is called where w is not used any more and the registers that a search takes are free again.
+template <class S, class F> DEV void append_tile(const AppendArguments& a, u32 (*w)[READ_WORDS], const u8* matrix, int first, int head, int lane, F read_next) {
+  TokenTile<S> tile{lane, lane >> 2, lane & 3};
+  if constexpr (S::BANDED) append_banded(tile, a, w, matrix, first, head, read_next);
+  else if constexpr (S::LEVELS > 0) append_levels(tile, a, w, matrix, first, head, read_next);
+  else if constexpr (S::GROUPS > 1) append_groups(tile, a, w, matrix, first, head, read_next);
+  else append_affine(tile, a, w, matrix, first, head, read_next);
+}
+template <class S> DEV void append_tile(const AppendArguments& a, int first, int head, int lane) {
+  u32 w[2][READ_WORDS];
+  read_tile<S>(w, a, first, head, lane);
+  append_tile<S>(a, w, nullptr, first, head, lane, [] {});
+}
+
+// Appends this CTA's tiles of one stream and head: every ctas-th TILE_WARPS of them, a warp a tile. The matrix is copied to shared memory once. READ_AHEAD: the rows
+// of the next tile come to registers while this one is coded.
 template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, int head, int cta, int ctas) {
   constexpr int BYTES = S::MATRIX_PARTS * D * D * 2, APART = Config::TILE_WARPS * 16;
+  constexpr bool READ_AHEAD = Config::READ_AHEAD && BYTES > 0;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  u32 w[2][READ_WORDS];
+  if constexpr (READ_AHEAD) read_tile<S>(w, a, cta * APART + warp * 16, head, lane);
   if constexpr (BYTES > 0) {
     const u8* from = (const u8*)S::matrix(a, head);
     for (int i = threadIdx.x * 16; i < BYTES; i += Config::TILE_WARPS * 32 * 16) copy16(shared + i, from + i);
@@ -403,13 +435,12 @@ template <class S> DEV void append_tiles(const AppendArguments& a, u8* shared, i
   }
   for (int first = cta * APART; first < a.tokens; first += ctas * APART) {
     const int mine = first + warp * 16, next = mine + ctas * APART;
-    if (next < a.tokens)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        prefetch_l1(tile_row<S>(a, next, head, lane, r));
-        if constexpr (S::ROPE_BLOCK > 0) prefetch_l1(tile_row<S>(a, next, head, lane, r) + D);
-      }
-    if (BYTES > 0 || mine < a.tokens) append_tile<S>(a, shared, mine, head, lane);  // the warps of a product come together
+    if (next < a.tokens) prefetch_tile<S>(a, next, head, lane);
+    if (BYTES == 0 && mine >= a.tokens) continue;  // the warps of a product come together
+    if constexpr (!READ_AHEAD) read_tile<S>(w, a, mine, head, lane);
+    append_tile<S>(a, w, shared, mine, head, lane, [&] {
+      if constexpr (READ_AHEAD) read_tile<S>(w, a, next, head, lane);
+    });
   }
 }
 
@@ -424,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(Config::TILE_WARPS * 32, Config::TI
   } else {
     const int lane = threadIdx.x & 31, job = blockIdx.x / 2 * Config::TILE_WARPS + (threadIdx.x >> 5), head = job % Config::KV_HEADS, first = job / Config::KV_HEADS * 16;
     if (first >= a.tokens) return;
-    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, nullptr, first, head, lane);
-    else append_tile<Values>(a, nullptr, first, head, lane);
+    if (blockIdx.x % 2 == 0) append_tile<KeyStream>(a, first, head, lane);
+    else append_tile<Values>(a, first, head, lane);
   }
 }

@@ -241,6 +241,14 @@ template <int TYPE, class F> static u32 of_pairs(u32 x, u32 y, F f) {
 }
 template <int TYPE> u32 pair_min(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fminf(a, b); }); }
 template <int TYPE> u32 pair_max(u32 x, u32 y) { return of_pairs<TYPE>(x, y, [](float a, float b) { return fmaxf(a, b); }); }
+DEV u32 bf16_pair_max_magnitude(u32 x, u32 y) {
+  u32 z = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const u32 one = x >> i & 0x7FFFu, two = y >> i & 0x7FFFu;  // magnitudes are in the order of their bits
+    z |= (one > 0x7F80u || two > 0x7F80u ? 0x7FFFu : max(one, two)) << i;
+  }
+  return z;
+}
 DEV void prefetch_l1(const void* p) { (void)*(const volatile u8*)p; }  // what is wanted must be there
 DEV void prefetch_l2(const void* p) { prefetch_l1(p); }
 DEV int atomic_add_acq_rel(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
