@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvant.ops.streams import stream_handle
+
 Tensor = torch.Tensor
 
 
@@ -114,7 +116,7 @@ def refuse_cudnn(device: torch.device, head_dim: int) -> str | None:
 
 def row_starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
     """First rows of sequences on a device. What was made is kept: the layers of a model ask for the same."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = stream_handle(device)
     return _row_starts(starts, device, stream)
 
 

@@ -249,7 +249,7 @@ def _attend(
     """Attention of rows q to the spans of their sequences, in one call. Rows are the new tokens of the spans; of a single span, they
     may be its last tokens."""
     keys, values = (_read(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
-    where = joined(store.layout, tuple(spans), q.device)
+    where = joined(store, tuple(spans))
     counts = [span.new for span in spans] if len(spans) > 1 else [len(q)]
     starts = (0, *itertools.accumulate(counts))
     bounds = flash.Bounds(flash.row_starts(starts, q.device), where.starts, max(counts), where.longest)
