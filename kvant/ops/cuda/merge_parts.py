@@ -18,16 +18,20 @@ MergePartsArguments = Arguments(
     "MergePartsArguments",
     out=pointer("void", "[sequences * rows, heads, HEAD_DIM], of OUT_TYPE"),
     out_a=pointer("const void", "[sequences, rows, heads, HEAD_DIM] by strides, of IN_TYPE"),
-    out_b=pointer("const void", "[sequences * rows, heads, HEAD_DIM], of IN_TYPE"),
+    out_b=pointer("const void", "the same of part b"),
     lse_a=pointer("const float", "[sequences, rows, heads] by strides"),
-    lse_b=pointer("const float", "[sequences * rows, heads] by strides"),
+    lse_b=pointer("const float", "the same of part b"),
     out_a_sequence=int64("numbers from a sequence of part a to the next"),
     out_a_row=int64("from a row"),
     out_a_head=int64("from a head"),
     lse_a_sequence=int64("the same of its log-sum-exps"),
     lse_a_row=int64("from a row"),
     lse_a_head=int64("from a head"),
-    lse_b_row=int64("numbers from a row of part b's log-sum-exps to the next"),
+    out_b_sequence=int64("the same of part b"),
+    out_b_row=int64("from a row"),
+    out_b_head=int64("from a head"),
+    lse_b_sequence=int64("and of its log-sum-exps"),
+    lse_b_row=int64("from a row"),
     lse_b_head=int64("from a head"),
     sequences=int32("sequences"),
     rows=int32("rows of each"),
@@ -47,39 +51,44 @@ def _kernel(head_dim: int, in_type: str, out_type: str, device: torch.device) ->
 
 
 def merge_parts(out: Tensor, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """out [rows, query heads, head_dim], of any 16-bit type: attention over the keys of both parts, of which `out_a` [sequences, rows
-    of each, query heads, head_dim] and `out_b` [rows, query heads, head_dim] are of one 16-bit type. lse_a and lse_b are float32, as
-    outputs without channels. Every row has a key in one of the parts at least."""
+    """out [rows of all sequences, query heads, head_dim], of any 16-bit type: attention over the keys of both parts. `out_a` and
+    `out_b` [sequences, rows of each, query heads, head_dim] are of one 16-bit type, `lse_a` and `lse_b` float32, of the same shape
+    without channels. Every row has a key in one of the parts at least."""
     sequences, rows, heads, dim = out_a.shape
-    assert out.shape == out_b.shape == (sequences * rows, heads, dim), (out.shape, out_a.shape, out_b.shape)
-    assert lse_a.shape == out_a.shape[:3] and lse_b.shape == out_b.shape[:2], (lse_a.shape, lse_b.shape)
+    assert out.shape == (sequences * rows, heads, dim) and out_b.shape == out_a.shape, (
+        out.shape,
+        out_a.shape,
+        out_b.shape,
+    )
+    assert lse_a.shape == lse_b.shape == out_a.shape[:3], (lse_a.shape, lse_b.shape)
     assert lse_a.dtype == lse_b.dtype == torch.float32, (lse_a.dtype, lse_b.dtype)
     assert out_a.dtype == out_b.dtype and out.element_size() == out_a.element_size() == 2, (out_a.dtype, out_b.dtype)
-    assert out.is_contiguous() and out_b.is_contiguous() and dim % VECTOR == 0, (out.stride(), out_b.stride(), dim)
-    assert out_a.stride(3) == 1 and not any(n % VECTOR for n in out_a.stride()[:3]), out_a.stride()
+    assert out.is_contiguous() and dim % VECTOR == 0, (out.stride(), dim)
+    for x in (out_a, out_b):
+        assert x.stride(3) == 1 and not any(n % VECTOR for n in x.stride()[:3]), x.stride()
     assert all(x.data_ptr() % 16 == 0 for x in (out, out_a, out_b))
-    if not out.numel():
+    count = out.numel() // VECTOR
+    assert count < 1 << 31, count
+    if not count:
         return
+    strides = {
+        f"{name}_{axis}": stride
+        for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
+        for axis, stride in zip(("sequence", "row", "head"), x.stride(), strict=False)
+    }
     arguments = MergePartsArguments.fill(
         out=out,
         out_a=out_a,
         out_b=out_b,
         lse_a=lse_a,
         lse_b=lse_b,
-        out_a_sequence=out_a.stride(0),
-        out_a_row=out_a.stride(1),
-        out_a_head=out_a.stride(2),
-        lse_a_sequence=lse_a.stride(0),
-        lse_a_row=lse_a.stride(1),
-        lse_a_head=lse_a.stride(2),
-        lse_b_row=lse_b.stride(0),
-        lse_b_head=lse_b.stride(1),
+        **strides,
         sequences=sequences,
         rows=rows,
         heads=heads,
     )
     kernel = _kernel(dim, _type(out_a), _type(out), out.device)
-    kernel.launch((max(1, min(-(-out.numel() // (VECTOR * THREADS)), kernel.blocks)), 1), arguments)
+    kernel.launch((max(1, min(-(-count // THREADS), kernel.blocks)), 1), arguments)
 
 
 def _type(x: Tensor) -> str:
