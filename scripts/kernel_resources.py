@@ -142,7 +142,7 @@ LAUNCHES: dict[str, Callable[[Any, str], Any]] = {
     "kvant_overlay_step": lambda made, name: overlay_step._kernel.__wrapped__(
         DEVICE, 64, 1, overlay_step.most_shared(DEVICE)
     ),
-    "kvant_merge_parts": lambda made, name: merge_parts._kernel.__wrapped__(128, "float16", "bfloat16", DEVICE),
+    "kvant_merge_parts": lambda made, name: merge_parts._kernel.__wrapped__(128, torch.float16, torch.bfloat16, DEVICE),
     "kvant_convert_rows": lambda made, name: convert_rows._kernel.__wrapped__(torch.bfloat16, torch.float16, DEVICE),
     "kvant_copy_rows": lambda made, name: copy_rows._kernel.__wrapped__(DEVICE),
 }

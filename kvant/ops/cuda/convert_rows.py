@@ -4,7 +4,6 @@ for queries and the new keys and values."""
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, optional, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES
+from kvant.ops.types import NAMES
 
 Tensor = torch.Tensor
 THREADS = 256
@@ -36,6 +36,8 @@ ConvertRowsArguments = Arguments(
     rows=int32("rows of each that are converted"),
     padded_rows=int32("rows of each in the result"),
 )
+NO_TENSORS: dict[str, Any] = {f"{field}_{letter}": None for field in ("in", "out") for letter in "abc"}
+NO_TENSORS |= {f"{field}_{letter}": 0 for field in ("stride", "vectors") for letter in "abc"}
 
 
 def text(in_type: str, out_type: str) -> str:
@@ -45,41 +47,38 @@ def text(in_type: str, out_type: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _kernel(in_type: torch.dtype, out_type: torch.dtype, device: torch.device) -> nvrtc.Kernel:
-    names = (str(dtype).removeprefix("torch.") for dtype in (in_type, out_type))
-    return nvrtc.Kernel(text(*names), "kvant_convert_rows", device, THREADS)
+    return nvrtc.Kernel(text(NAMES[in_type], NAMES[out_type]), "kvant_convert_rows", device, THREADS)
 
 
 def convert_rows(xs: Sequence[Tensor], dtype: torch.dtype, rows: int, padded_rows: int) -> list[Tensor]:
     """Up to three tensors [sequences * rows, heads, head_dim] of 16-bit types as `dtype`, of 16 bits as well: [sequences,
     padded_rows, heads, head_dim]. Rows that are padding are zeros."""
-    first = xs[0]
-    if any(x.dtype != first.dtype for x in xs):
+    given, device, total = xs[0].dtype, xs[0].device, xs[0].shape[0]
+    if any(x.dtype != given for x in xs):
         return [convert_rows([x], dtype, rows, padded_rows)[0] for x in xs]
-    if first.dtype == dtype and rows == padded_rows:
+    if given == dtype and rows == padded_rows:
         return [x.contiguous().unflatten(0, (-1, rows)) for x in xs]
-    assert len(xs) <= 3 and first.element_size() == dtype.itemsize == 2, (len(xs), first.dtype, dtype)
-    count, rest = divmod(first.shape[0], rows)
-    assert not rest and all(x.shape[0] == first.shape[0] for x in xs), ([x.shape for x in xs], rows)
-    xs = [x if _readable(x) else x.clone(memory_format=torch.contiguous_format) for x in xs]
-    out = [torch.empty(count, padded_rows, *x.shape[1:], dtype=dtype, device=x.device) for x in xs]
-    total = sum(x.numel() for x in out) // VECTOR
-    assert total < 1 << 31, total
-    fields: dict[str, Any] = {}
-    for letter, x, y in itertools.zip_longest("abc", xs, out):
-        fields |= {f"in_{letter}": x, f"out_{letter}": y, f"stride_{letter}": 0 if x is None else x.stride(0)}
-        fields[f"vectors_{letter}"] = 0 if x is None else x.shape[1] * x.shape[2] // VECTOR
+    assert len(xs) <= 3 and given.itemsize == dtype.itemsize == 2, (len(xs), given, dtype)
+    count, rest = divmod(total, rows)
+    assert not rest, (total, rows)
+    out, fields, vectors = list[Tensor](), dict(NO_TENSORS), 0
+    for letter, x in zip("abc", xs, strict=False):
+        here, heads, dim = x.shape
+        assert here == total and heads * dim % VECTOR == 0, (x.shape, total)
+        stride, *inside = x.stride()
+        if inside != [dim, 1] or stride % VECTOR or x.data_ptr() % 16:
+            x, stride = x.clone(memory_format=torch.contiguous_format), heads * dim
+        out.append(torch.empty(count, padded_rows, heads, dim, dtype=dtype, device=device))
+        fields[f"in_{letter}"], fields[f"out_{letter}"], fields[f"stride_{letter}"] = x, out[-1], stride
+        fields[f"vectors_{letter}"] = heads * dim // VECTOR
+        vectors += count * padded_rows * heads * dim // VECTOR
+    assert vectors < 1 << 31, vectors
     arguments = ConvertRowsArguments.fill(**fields, sequences=count, rows=rows, padded_rows=padded_rows)
-    kernel = _kernel(first.dtype, dtype, first.device)
-    kernel.launch((max(1, min(-(-total // THREADS), kernel.blocks)), 1), arguments)
+    kernel = _kernel(given, dtype, device)
+    kernel.launch((max(1, min(-(-vectors // THREADS), kernel.blocks)), 1), arguments)
     return out
 
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [rows, heads, head_dim] of a 16-bit type as another one; `x` itself where it has that already."""
     return x if x.dtype == dtype else convert_rows([x], dtype, x.shape[0], x.shape[0])[0][0]
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether rows lie as the kernel reads them: without gaps inside, each at a multiple of 16 bytes."""
-    assert x.shape[1] * x.shape[2] % VECTOR == 0, x.shape
-    return x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % VECTOR == 0 and x.data_ptr() % 16 == 0

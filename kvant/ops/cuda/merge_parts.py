@@ -9,6 +9,7 @@ import torch
 from kvant.ops.cuda import nvrtc
 from kvant.ops.cuda.arguments import Arguments, int32, int64, pointer
 from kvant.ops.cuda.config import ELEMENT_TYPES
+from kvant.ops.types import NAMES
 
 Tensor = torch.Tensor
 THREADS = 256
@@ -46,50 +47,47 @@ def text(head_dim: int, in_type: str, out_type: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _kernel(head_dim: int, in_type: str, out_type: str, device: torch.device) -> nvrtc.Kernel:
-    return nvrtc.Kernel(text(head_dim, in_type, out_type), "kvant_merge_parts", device, THREADS)
+def _kernel(head_dim: int, in_type: torch.dtype, out_type: torch.dtype, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.Kernel(text(head_dim, NAMES[in_type], NAMES[out_type]), "kvant_merge_parts", device, THREADS)
 
 
 def merge_parts(out: Tensor, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """out [rows of all sequences, query heads, head_dim], of any 16-bit type: attention over the keys of both parts. `out_a` and
     `out_b` [sequences, rows of each, query heads, head_dim] are of one 16-bit type, `lse_a` and `lse_b` float32, of the same shape
     without channels. Every row has a key in one of the parts at least."""
-    sequences, rows, heads, dim = out_a.shape
-    assert out.shape == (sequences * rows, heads, dim) and out_b.shape == out_a.shape, (
-        out.shape,
-        out_a.shape,
-        out_b.shape,
-    )
-    assert lse_a.shape == lse_b.shape == out_a.shape[:3], (lse_a.shape, lse_b.shape)
+    shape = sequences, rows, heads, dim = tuple(out_a.shape)
+    count = sequences * rows * heads * dim // VECTOR
+    assert out.shape == (sequences * rows, heads, dim) and out_b.shape == shape, (out.shape, shape, out_b.shape)
+    assert lse_a.shape == lse_b.shape == shape[:3], (lse_a.shape, lse_b.shape)
     assert lse_a.dtype == lse_b.dtype == torch.float32, (lse_a.dtype, lse_b.dtype)
     assert out_a.dtype == out_b.dtype and out.element_size() == out_a.element_size() == 2, (out_a.dtype, out_b.dtype)
-    assert out.is_contiguous() and dim % VECTOR == 0, (out.stride(), dim)
-    for x in (out_a, out_b):
-        assert x.stride(3) == 1 and not any(n % VECTOR for n in x.stride()[:3]), x.stride()
-    assert all(x.data_ptr() % 16 == 0 for x in (out, out_a, out_b))
-    count = out.numel() // VECTOR
-    assert count < 1 << 31, count
+    assert out.is_contiguous() and dim % VECTOR == 0 and count < 1 << 31, (out.stride(), shape)
+    a, b, lse_strides_a, lse_strides_b = out_a.stride(), out_b.stride(), lse_a.stride(), lse_b.stride()
+    assert a[3] == b[3] == 1 and (a[0] | a[1] | a[2] | b[0] | b[1] | b[2]) % VECTOR == 0, (a, b)
+    assert (out.data_ptr() | out_a.data_ptr() | out_b.data_ptr()) % 16 == 0
     if not count:
         return
-    strides = {
-        f"{name}_{axis}": stride
-        for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
-        for axis, stride in zip(("sequence", "row", "head"), x.stride(), strict=False)
-    }
     arguments = MergePartsArguments.fill(
         out=out,
         out_a=out_a,
         out_b=out_b,
         lse_a=lse_a,
         lse_b=lse_b,
-        **strides,
+        out_a_sequence=a[0],
+        out_a_row=a[1],
+        out_a_head=a[2],
+        lse_a_sequence=lse_strides_a[0],
+        lse_a_row=lse_strides_a[1],
+        lse_a_head=lse_strides_a[2],
+        out_b_sequence=b[0],
+        out_b_row=b[1],
+        out_b_head=b[2],
+        lse_b_sequence=lse_strides_b[0],
+        lse_b_row=lse_strides_b[1],
+        lse_b_head=lse_strides_b[2],
         sequences=sequences,
         rows=rows,
         heads=heads,
     )
-    kernel = _kernel(dim, _type(out_a), _type(out), out.device)
+    kernel = _kernel(dim, out_a.dtype, out.dtype, out.device)
     kernel.launch((max(1, min(-(-count // THREADS), kernel.blocks)), 1), arguments)
-
-
-def _type(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
