@@ -36,6 +36,7 @@ from kvant.ops.cuda import (
     append_full,
     append_groups,
     append_pq,
+    convert_rows,
     copy_rows,
     decode,
     device,
@@ -141,7 +142,8 @@ LAUNCHES: dict[str, Callable[[Any, str], Any]] = {
     "kvant_overlay_step": lambda made, name: overlay_step._kernel.__wrapped__(
         DEVICE, 64, 1, overlay_step.most_shared(DEVICE)
     ),
-    "kvant_merge_parts": lambda made, name: merge_parts._kernel.__wrapped__(128, "float16", "bfloat16", DEVICE),
+    "kvant_merge_parts": lambda made, name: merge_parts._kernel.__wrapped__(128, torch.float16, torch.bfloat16, DEVICE),
+    "kvant_convert_rows": lambda made, name: convert_rows._kernel.__wrapped__(torch.bfloat16, torch.float16, DEVICE),
     "kvant_copy_rows": lambda made, name: copy_rows._kernel.__wrapped__(DEVICE),
 }
 """How kvant launches a kernel of a plan at its largest. A new kernel needs its line here."""
@@ -301,6 +303,7 @@ def _programs() -> Iterator[tuple[str, Any]]:
         yield f"fit {name}", refused or fit_subspace.FitPlan(layout, 4, "bfloat16")
     yield "overlay_step", SimpleNamespace(text=overlay_step.text(64))
     yield "copy_rows", SimpleNamespace(text=copy_rows.text())
+    yield "convert_rows", SimpleNamespace(text=convert_rows.text("bfloat16", "float16"))
     yield "merge_parts", SimpleNamespace(text=merge_parts.text(128, "float16", "bfloat16"))
     layout = Layout.of(recipes.get("full"), 8, 128, dtype="bfloat16")
     yield "decode full", full.refuse(layout, DEVICE) or full.FullPlan(layout, 4, False, bulk, shared)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvant.ops.streams import stream_handle
+
 Tensor = torch.Tensor
 
 
@@ -24,15 +26,16 @@ class Bounds(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unmasked:
-    """Fused attention without a mask, of sequences of one length, that is faster than Flash.run where `refuse` gives no reason.
+class FixedLength:
+    """Fused attention of sequences of one length that is faster than Flash.run where `refuse` gives no reason.
 
-    run     (q [sequences, rows, query heads, head_dim], k and v [sequences, tokens, heads, head_dim], scale) gives the outputs, as q,
-            and the log-sum-exps, float32 [sequences, rows, query heads].
+    run     (q [sequences, rows, query heads, head_dim], k and v [sequences, tokens, heads, head_dim], scale, causal) gives the
+            outputs, as q, and the log-sum-exps, float32 [sequences, rows, query heads]. Causal: there are as many tokens as rows, and
+            row i sees tokens up to i.
     refuse  (device, head_dim): why it is not to be used, or None.
     """
 
-    run: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
     refuse: Callable[[torch.device, int], str | None]
 
 
@@ -42,15 +45,15 @@ class Flash:
     the outputs, and the logarithms of the sums of exponentials, float32 [rows, query heads]. Causal: the last row of a sequence sees
     its last token. A sliding window, with a causal mask only: a row sees its last token and the sliding_window - 1 before it.
 
-    dtype     what it takes keys in that were decoded from pages: a number type, or None for that of the queries.
-    softcap   whether it can cap logits.
-    unmasked  what attends to long histories faster, if there is such.
+    dtype         what it takes keys in that were decoded from pages: a number type, or None for that of the queries.
+    softcap       whether it can cap logits.
+    fixed_length  what attends to long histories faster, if there is such.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, Bounds, float, bool, float | None, int | None], tuple[Tensor, Tensor]]
     dtype: torch.dtype | None = None
     softcap: bool = False
-    unmasked: Unmasked | None = None
+    fixed_length: FixedLength | None = None
 
 
 def attend(
@@ -86,12 +89,13 @@ CUDNN_VERSION = 90000
 CUDNN_HEAD_DIM = 128  # at most; a multiple of 8
 
 
-def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """cuDNN's attention as torch brings it. cuDNN builds a graph for every new shape, which takes the host about 0.1 s; torch keeps
     it for the process. So callers keep to few shapes."""
+    assert not causal or q.shape[1] == k.shape[1], (q.shape, k.shape)
     run = torch.ops.aten._scaled_dot_product_cudnn_attention
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = run(q, k, v, None, True, 0.0, False, False, scale=scale)
+    out, lse, *_ = run(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse.reshape(out.shape[:3]).transpose(1, 2)
 
 
@@ -114,7 +118,7 @@ def refuse_cudnn(device: torch.device, head_dim: int) -> str | None:
 
 def row_starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
     """First rows of sequences on a device. What was made is kept: the layers of a model ask for the same."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = stream_handle(device)
     return _row_starts(starts, device, stream)
 
 
@@ -144,7 +148,7 @@ def with_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Te
     return (out * share[..., None]).to(out.dtype)
 
 
-CUDNN = Unmasked(attend_cudnn, refuse_cudnn)
+CUDNN = FixedLength(attend_cudnn, refuse_cudnn)
 TORCH = Flash(
-    attend, torch.float16, unmasked=CUDNN
+    attend, torch.float16, fixed_length=CUDNN
 )  # float16, which holds codes times scales better than bfloat16 does

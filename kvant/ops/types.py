@@ -47,6 +47,8 @@ def one_sequence(batch: PagedBatch, b: int) -> PagedBatch:
 
 def some_sequences(batch: PagedBatch, at: slice) -> PagedBatch:
     """The batch of some of its sequences; slot_mapping and query_start_loc stay those of the batch."""
+    if at == slice(0, batch.seq_lens.shape[0]):
+        return batch
     return batch._replace(
         block_table=batch.block_table[at],
         seq_lens=batch.seq_lens[at],

@@ -51,10 +51,11 @@ def one_plain(
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
 
 
-def plain_unmasked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+def plain_fixed_length(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As cuDNN's attention, without a kernel: 16-bit outputs, heads before rows in memory."""
-    parts = [one_plain(*x, scale, False) for x in zip(q, k, v, strict=True)]
+    assert not causal or q.shape[1] == k.shape[1]
+    parts = [one_plain(*x, scale, causal) for x in zip(q, k, v, strict=True)]
     out, lse = (torch.stack(x).transpose(1, 2).contiguous().transpose(1, 2) for x in zip(*parts, strict=True))
     return out.to(q.dtype), lse

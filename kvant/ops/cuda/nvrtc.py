@@ -24,6 +24,7 @@ import torch
 from kvant.files import cache_dir, collect, open_regular, replacing
 from kvant.ops.cuda.arguments import Arguments
 from kvant.ops.cuda.config import config_text
+from kvant.ops.streams import stream_handle
 
 P = TypeVar("P")
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for lambdas
@@ -273,7 +274,7 @@ class Kernel:
             with torch.cuda.device(self.device):
                 self.launch(blocks, arguments, dependent)
             return
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        stream = ctypes.c_void_p(stream_handle(self.device))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         if dependent:
             attribute = _Attribute(_SERIALIZATION, 0, 1)

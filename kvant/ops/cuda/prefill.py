@@ -19,6 +19,7 @@ from kvant.layout import Layout, StreamName
 from kvant.ops import blocked, flash
 from kvant.ops.blocked import Part, attend_fused, attend_plain, over_spans, sink_share
 from kvant.ops.cuda import full
+from kvant.ops.cuda.convert_rows import convert_rows, converted
 from kvant.ops.cuda.device import shared_memory
 from kvant.ops.cuda.merge_parts import merge_parts
 from kvant.ops.cuda.refusals import refuse_machine
@@ -212,19 +213,20 @@ def _fused(
         rows = slice(starts[part.start], starts[part.stop])
         if rows.start == rows.stop:
             continue
-        sequences, q = some_sequences(batch, part), query[rows].to(dtype)
+        sequences, q = some_sequences(batch, part), query[rows]
         # outputs are corrected for sink logits by their log-sum-exps, which the merge of runs does not give
         runs = runs_of(fused, here, q, softcap) if sink_logits is None and sliding_window is None else []
-        attended: Part | None = None
-        if len(here) == 1 and here[0].tokens > JOINED_TOKENS and sliding_window is not None:
-            attended = _in_pieces(store, q, new, sequences, here[0], dtype, scale, softcap, sliding_window)
-        elif len(here) == 1 and here[0].tokens > JOINED_TOKENS:
-            attended = _long(store, q, new, sequences, here[0], dtype, scale, softcap, bool(runs))
-        elif runs:
-            found = _split(store, q, new, sequences, here, dtype, scale, runs, query.dtype)
+        long = len(here) == 1 and here[0].tokens > JOINED_TOKENS
+        if runs and not long:
+            found = _split(store, q, new, sequences, here, dtype, scale, runs)
         else:
-            attended = _attend(store, q, new, sequences, here, dtype, scale, softcap, True, sliding_window)
-        if attended is not None:
+            q = converted(q, dtype)
+            if long and sliding_window is not None:
+                attended = _in_pieces(store, q, new, sequences, here[0], dtype, scale, softcap, sliding_window)
+            elif long:
+                attended = _long(store, q, new, sequences, here[0], dtype, scale, softcap, bool(runs))
+            else:
+                attended = _attend(store, q, new, sequences, here, dtype, scale, softcap, True, sliding_window)
             found = flash.with_sink_logits(attended.out, attended.lse[..., 0], sink_logits)
         if rows.stop - rows.start == len(query):
             return found.to(query.dtype)
@@ -249,7 +251,7 @@ def _attend(
     """Attention of rows q to the spans of their sequences, in one call. Rows are the new tokens of the spans; of a single span, they
     may be its last tokens."""
     keys, values = (_read(store, name, batch, tuple(spans), new[name], dtype) for name in STREAMS)
-    where = joined(store.layout, tuple(spans), q.device)
+    where = joined(store, tuple(spans))
     counts = [span.new for span in spans] if len(spans) > 1 else [len(q)]
     starts = (0, *itertools.accumulate(counts))
     bounds = flash.Bounds(flash.row_starts(starts, q.device), where.starts, max(counts), where.longest)
@@ -283,7 +285,7 @@ def runs_of(fused: flash.Flash, spans: list[Span], q: Tensor, softcap: float | N
     """The sequences of a workspace whose histories are attended to without a mask: where `fused` has such an attention, histories
     are long, and rows are enough for a GPU."""
     _, heads, dim = q.shape
-    if fused.unmasked is None or softcap is not None or fused.unmasked.refuse(q.device, dim) is not None:
+    if fused.fixed_length is None or softcap is not None or fused.fixed_length.refuse(q.device, dim) is not None:
         return []
     out, first = [], 0
     for (tokens, new), same in itertools.groupby(spans, lambda span: (unmasked_tokens(span.last), span.new)):
@@ -297,48 +299,117 @@ def runs_of(fused: flash.Flash, spans: list[Span], q: Tensor, softcap: float | N
 def _unmasked(
     store: LayerStore, q: Tensor, batch: PagedBatch, spans: list[Span], dtype: torch.dtype, scale: float
 ) -> Part:
-    """Attention of rows q, as many for every sequence, to spans of one length: outputs [sequences, rows of each, query heads,
-    head_dim] and log-sum-exps of that shape without channels."""
-    assert store.flash.unmasked is not None
+    """Attention of rows q [sequences, rows, query heads, head_dim] to spans of one length: outputs of that shape, and log-sum-exps of
+    that shape without channels."""
+    assert store.flash.fixed_length is not None
     keys, values = (_read(store, name, batch, tuple(spans), None, dtype) for name in STREAMS)
     keys, values = (x.view(len(spans), -1, *x.shape[1:]) for x in (keys, values))
-    rows = len(q) // len(spans)
-    q = q.view(len(spans), rows, *q.shape[1:])
-    if padded_rows(rows) > rows:  # rows that nobody reads, so that there are few shapes
-        padded = q.new_zeros(len(spans), padded_rows(rows), *q.shape[2:])
-        padded[:, :rows] = q
-        q = padded
-    out, lse = store.flash.unmasked.run(q, keys, values, scale)
-    return Part(out[:, :rows], lse[:, :rows])
+    return Part(*store.flash.fixed_length.run(q, keys, values, scale, False))
+
+
+def _square(store: LayerStore, q: Tensor, key: Tensor, value: Tensor, scale: float) -> Part:
+    """Causal attention of the new tokens of sequences to themselves, all of them [sequences, rows, ...], which no padding behind them
+    changes: shapes as those of `_unmasked`."""
+    assert store.flash.fixed_length is not None
+    return Part(*store.flash.fixed_length.run(q, key, value, scale, True))
+
+
+def _own(
+    store: LayerStore,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[int, ...],
+    scale: float,
+    softcap: float | None,
+) -> Part:
+    """The same of sequences that begin at rows `starts`, all of them [rows of all sequences, ...]: shapes as those of `_attend`."""
+    rows, most = flash.row_starts(starts, q.device), max(b - a for a, b in itertools.pairwise(starts))
+    bounds = flash.Bounds(rows, rows, most, most)
+    out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap, None)
+    return Part(out, lse[..., None])
+
+
+class Tail(NamedTuple):
+    """What the new tokens of a workspace attend to behind the runs, and the queries in the type of attention: all three [rows of all
+    sequences, ...], or, where `rows` is not 0, [sequences with new tokens, padded rows, ...] of which each has so many."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    rows: int = 0
+
+    def of(self, first: int, run: Run) -> Tail:
+        """That of a run, whose first row is `first`: queries [sequences, padded rows, ...], the others [sequences, rows, ...]."""
+        count, rows = run.sequences, run.new
+        if self.rows:
+            part = slice(first // rows, first // rows + count)
+            return Tail(self.q[part], self.out[part, :rows], self.lse[part, :rows], rows)
+        part = slice(first, first + count * rows)
+        (q,) = convert_rows([self.q[part]], self.q.dtype, rows, padded_rows(rows))
+        out, lse = (x[part].unflatten(0, (count, rows)) for x in (self.out, self.lse))
+        return Tail(q, out, lse, rows)
+
+
+def _tail(
+    store: LayerStore,
+    query: Tensor,
+    new: dict[StreamName, Tensor],
+    batch: PagedBatch,
+    rest: list[Span],
+    dtype: torch.dtype,
+    scale: float,
+) -> Tail:
+    """Attention of the new tokens to spans `rest` of their sequences. Where none of them has history, nothing is unpacked; where all
+    have as many new tokens, too, it is one call of the faster attention."""
+    starts = (0, *itertools.accumulate(span.new for span in rest))
+    if any(span.first < span.last for span in rest):
+        q = converted(query, dtype)
+        part = _attend(store, q, new, batch, rest, dtype, scale, None, True)
+        return Tail(q, part.out, part.lse[..., 0])
+    own = slice(rest[0].new_first, rest[0].new_first + len(query))
+    xs = [query, *(new[name][own] for name in STREAMS)]
+    counts = {span.new for span in rest} - {0}
+    if len(counts) == 1:
+        (rows,) = counts
+        q, key, value = convert_rows(xs, dtype, rows, padded_rows(rows))
+        found = _square(store, q, key, value, scale)
+        return Tail(q, found.out, found.lse, rows)
+    q, key, value = (x[0] for x in convert_rows(xs, dtype, len(query), len(query)))
+    part = _own(store, q, key, value, starts, scale, None)
+    return Tail(q, part.out, part.lse[..., 0])
 
 
 def _split(
     store: LayerStore,
-    q: Tensor,
+    query: Tensor,
     new: dict[StreamName, Tensor],
     batch: PagedBatch,
     spans: list[Span],
     dtype: torch.dtype,
     scale: float,
     runs: list[Run],
-    out_type: torch.dtype,
 ) -> Tensor:
-    """As `_attend`, causal: the first tokens of the sequences of `runs` without a mask; the rest of every sequence, with its new
-    tokens, as ever; merged by the log-sum-exps. Outputs are of `out_type`."""
-    q, rest, starts = q.contiguous(), list(spans), [0, *itertools.accumulate(span.new for span in spans)]
+    """As `_attend`, causal: the first tokens of the sequences of `runs` without a mask, what is left of every sequence with its new
+    tokens, merged by the log-sum-exps. Outputs are of the type of the queries."""
+    rest, starts = list(spans), [0, *itertools.accumulate(span.new for span in spans)]
     for run in runs:
         for b in range(run.first, run.first + run.sequences):
             rest[b] = rest[b]._replace(first=run.tokens)
-    tail = _attend(store, q, new, batch, rest, dtype, scale, None, True)
-    out = torch.empty(q.shape, dtype=out_type, device=q.device)
-    if sum(run.sequences * run.new for run in runs) < len(q):
-        out.copy_(tail.out)
+    tail = _tail(store, query, new, batch, rest, dtype, scale)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if sum(run.sequences * run.new for run in runs) < len(query):
+        if tail.rows:
+            out.view(-1, tail.rows, *out.shape[1:]).copy_(tail.out[:, : tail.rows])
+        else:
+            out.copy_(tail.out)
     for run in runs:
+        first, own = starts[run.first], tail.of(starts[run.first], run)
         part = slice(run.first, run.first + run.sequences)
-        rows = slice(starts[part.start], starts[part.stop])
-        first = [Span(0, run.tokens, span.history) for span in spans[part]]
-        history = _unmasked(store, q[rows], some_sequences(batch, part), first, dtype, scale)
-        merge_parts(out[rows], history.out, history.lse, tail.out[rows], tail.lse[rows, :, 0])
+        before = [Span(0, run.tokens, span.history) for span in spans[part]]
+        found = _unmasked(store, own.q, some_sequences(batch, part), before, dtype, scale)
+        rows = out[first : first + run.sequences * run.new]
+        merge_parts(rows, found.out[:, : run.new], found.lse[:, : run.new], own.out, own.lse)
     return out
 
 
@@ -361,21 +432,26 @@ def _long(
         unmasked and unmasked_tokens(last_tokens) == last_tokens
     )
 
+    padded = convert_rows([q], dtype, whole.new, padded_rows(whole.new))[0] if unmasked else None
+    own_rows = slice(whole.new_first, whole.new_first + whole.new)
+
     def attend(first: int, last: int) -> Part:
         if with_new and last == whole.last:
             return _attend(store, q, new, row, [whole._replace(first=first)], dtype, scale, softcap, True)
         span = Span(first, last, whole.history)
-        if unmasked and unmasked_tokens(last - first) == last - first:
-            found = _unmasked(store, q, row, [span], dtype, scale)
-            return Part(found.out[0], found.lse[0, ..., None])
+        if padded is not None and unmasked_tokens(last - first) == last - first:
+            found = _unmasked(store, padded, row, [span], dtype, scale)
+            return Part(found.out[0, : whole.new], found.lse[0, : whole.new, :, None])
         return _attend(store, q, new, row, [span], dtype, scale, softcap, False)
 
     def own() -> Part:
-        rows, part = flash.row_starts((0, whole.new), q.device), slice(whole.new_first, whole.new_first + whole.new)
-        key, value = (new[name][part].to(dtype) for name in STREAMS)
-        bounds = flash.Bounds(rows, rows, whole.new, whole.new)
-        out, lse = store.flash.run(q, key, value, bounds, scale, True, softcap, None)
-        return Part(out, lse[..., None])
+        key_value = [new[name][own_rows] for name in STREAMS]
+        if padded is not None:
+            key, value = convert_rows(key_value, dtype, whole.new, padded.shape[1])
+            found = _square(store, padded, key, value, scale)
+            return Part(found.out[0, : whole.new], found.lse[0, : whole.new, :, None])
+        key, value = (converted(x, dtype) for x in key_value)
+        return _own(store, q, key, value, (0, whole.new), scale, softcap)
 
     return over_spans(spans, attend, None if with_new else own)
 

@@ -20,7 +20,9 @@ from kvant.ops.cuda.books import head_book_bytes
 from kvant.ops.cuda.config import ELEMENT_TYPES, ElementType, ScaleForm, overlay_config, page_config, scale_config
 from kvant.ops.cuda.refusals import INDEX_BITS
 from kvant.ops.fused import SHORTEST_BLOCK, FusedTransform, blocks_of, matrix_of, rope_table
+from kvant.ops.streams import stream_handle
 from kvant.ops.types import Derived, LayerStore, PagedBatch
+from kvant.recipe import Window
 from kvant.rope import Rope
 
 Tensor = torch.Tensor
@@ -389,16 +391,43 @@ def _power(matrix: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class StoredTables(Derived):
-    """How stored tokens come back into the model's space, x M + offset, and what the kernel makes of it, by stream."""
+    """How stored tokens come back into the model's space, x M + offset, and what the kernel makes of it, by stream. A call finds here
+    what depends on the store alone: to hash a layout takes as long as to queue a launch."""
 
     inverse: dict[StreamName, FusedTransform]
+    grid: Grid
     found: dict[StreamName, Tables] = dataclasses.field(default_factory=dict)
+    kernels: dict[tuple[StreamName, torch.dtype | None, torch.dtype], PlannedKernel] = dataclasses.field(
+        default_factory=dict
+    )  # by stream, type of new tokens and type of the rows that come out
     angles: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of short RoPE blocks
+    tabulated: Angles | None = None  # the angles of the last call
 
     @classmethod
     def of(cls, store: LayerStore) -> Self:
         layout, device = store.layout, store.pages.device
-        return cls({name: matrix_of(store.stream(name).transforms, "inverse", layout, device) for name in STREAMS})
+        inverse = {name: matrix_of(store.stream(name).transforms, "inverse", layout, device) for name in STREAMS}
+        return cls(inverse, grid_of(layout, narrow(device)))
+
+
+class PlannedKernel(NamedTuple):
+    plan: UnpackPlan
+    kernel: nvrtc.Kernel
+
+
+def planned_kernel(
+    store: LayerStore, name: StreamName, new_type: torch.dtype | None, out_type: torch.dtype
+) -> PlannedKernel:
+    """The kernel that unpacks a stream of a store; made at the first call."""
+    held, key = store.derive(StoredTables), (name, new_type, out_type)
+    found = held.kernels.get(key)
+    if found is None:
+        layout, device = store.layout, store.pages.device
+        types = layout.overlay_dtype if new_type is None else _type(new_type), _type(out_type)
+        offset = held.inverse[name].offset is not None
+        made = UnpackPlan(layout, name, *types, rotated_pairs(store, name), offset, narrow(device))
+        found = held.kernels[key] = PlannedKernel(made, _kernel(made, device))
+    return found
 
 
 def tables(store: LayerStore, made: UnpackPlan) -> Tables:
@@ -431,29 +460,42 @@ class Joined(NamedTuple):
 
     tokens: int
     longest: int
+    last: int  # tokens of the longest history, up to where it is unpacked
     starts: Tensor  # int32 [sequences + 1], on the device: first row of every span
     sequences: dict[StreamName, Tensor]  # int32 [sequences, 8]: struct Sequence
     units: dict[StreamName, int]
 
 
-def joined(layout: Layout, spans: tuple[Span, ...], device: torch.device) -> Joined:
-    """The rows of these spans. What it made is kept: the layers of a model ask for the same."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _joined(layout, spans, device, stream, narrow(device))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grid:
+    """What decides the work units of spans. Equal ones are one object (`grid_of`), so that it is hashed by its address."""
+
+    origin: int  # position of the first token of the first page
+    windows: dict[StreamName, Window]
+    units: dict[StreamName, int]  # tokens of a work unit
 
 
 @functools.lru_cache(maxsize=64)
-def _joined(layout: Layout, spans: tuple[Span, ...], device: torch.device, stream: int, narrow: bool) -> Joined:
-    origin, starts = layout.recipe.origin, [0]
+def grid_of(layout: Layout, narrow: bool) -> Grid:
+    units = {name: UnpackPlan(layout, name, "bfloat16", "bfloat16", narrow=narrow).unit for name in STREAMS}
+    return Grid(layout.recipe.origin, {name: stream.window for name, stream in layout.recipe.streams.items()}, units)
+
+
+def joined(store: LayerStore, spans: tuple[Span, ...]) -> Joined:
+    """The rows of these spans. What it made is kept: the layers of a model ask for the same."""
+    device = store.pages.device
+    return _joined(store.derive(StoredTables).grid, spans, device, stream_handle(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _joined(grid: Grid, spans: tuple[Span, ...], device: torch.device, stream: int) -> Joined:
+    origin, starts = grid.origin, [0]
     for span in spans:
         starts.append(starts[-1] + span.tokens)
     rows: list[int] = []
     units: dict[StreamName, int] = {}
     for name in STREAMS:
-        window, unit = (
-            layout.recipe.streams[name].window,
-            UnpackPlan(layout, name, "bfloat16", "bfloat16", narrow=narrow).unit,
-        )
+        window, unit = grid.windows[name], grid.units[name]
         before = 0
         for span, start in zip(spans, starts, strict=False):
             packed_end = max(window.packed_end(span.history), window.sink)
@@ -465,8 +507,8 @@ def _joined(layout: Layout, spans: tuple[Span, ...], device: torch.device, strea
     packed = torch.tensor(rows + starts, dtype=torch.int32).to(device, non_blocking=True)  # one copy
     half = 8 * len(spans)
     both = {"key": packed[:half].view(-1, 8), "value": packed[half : 2 * half].view(-1, 8)}
-    longest = max((span.tokens for span in spans), default=0)
-    return Joined(starts[-1], longest, packed[2 * half :], both, units)  # type: ignore[arg-type]
+    longest, last = max((span.tokens for span in spans), default=0), max((span.last for span in spans), default=0)
+    return Joined(starts[-1], longest, last, packed[2 * half :], both, units)  # type: ignore[arg-type]
 
 
 class Angles(NamedTuple):
@@ -486,15 +528,21 @@ def table_block(size: int) -> int:
 
 
 def angles_of(store: LayerStore, tokens: int) -> Angles:
-    """The angles of the first `tokens` of a sequence."""
-    rope, size = store.key.rope, store.key.spec.effective_rope_block
+    """The angles of the first `tokens` of a sequence, at least."""
+    held, rope = store.derive(StoredTables), store.key.rope
     assert rope is not None
-    block, steps = table_block(size), None
+    if held.tabulated is None or rope.first + tokens - 1 > held.tabulated.last:
+        held.tabulated = _angles_of(store, rope, held, tokens)
+    return held.tabulated
+
+
+def _angles_of(store: LayerStore, rope: Rope, held: StoredTables, tokens: int) -> Angles:
+    size, steps = store.key.spec.effective_rope_block, None
+    block = table_block(size)
     blocks = blocks_of(tokens, rope.first, block)
     if block == size:
         cosine, sine = rope_table(store, blocks)
     else:
-        held = store.derive(StoredTables)
         if held.angles is None or len(held.angles[0]) < blocks:
             at = torch.arange(rope.first // block, rope.first // block + max(64, 2 * blocks)) * block
             held.angles = *_tabulated(rope, at), *_tabulated(rope, torch.arange(0, block, size))
@@ -527,20 +575,19 @@ def unpack(
     layout, device = store.layout, store.pages.device
     assert len(spans) == len(batch.block_table)
     assert new is not None or not any(span.new for span in spans)
-    new_type = layout.overlay_dtype if new is None else _type(new.dtype)
-    offset = store.derive(StoredTables).inverse[name].offset is not None
-    made = UnpackPlan(layout, name, new_type, _type(dtype), rotated_pairs(store, name), offset, narrow(device))
-    table, where = tables(store, made), joined(layout, spans, device)
-    angles = None if made.rotated == 0 else angles_of(store, max(span.last for span in spans))
+    where = joined(store, spans)
+    out = torch.empty(where.tokens, layout.heads, layout.head_dim, dtype=dtype, device=device)
+    units = where.units[name]
+    if not units:
+        return out
+    made, kernel = planned_kernel(store, name, None if new is None else new.dtype, dtype)
+    table = tables(store, made)
+    angles = None if made.rotated == 0 else angles_of(store, where.last)
     if new is not None and (new.stride()[1:] != (layout.head_dim, 1) or new.stride(0) % 8 or new.data_ptr() % 16):
         new = new.clone(memory_format=torch.contiguous_format)
     block_table = batch.block_table
     if block_table.shape[1] and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    out = torch.empty(where.tokens, layout.heads, layout.head_dim, dtype=dtype, device=device)
-    units = where.units[name]
-    if not units:
-        return out
     arguments = UnpackArguments.fill(
         pages=store.pages,
         block_table=block_table,
@@ -568,7 +615,6 @@ def unpack(
         rope_first=angles.first if angles else 0,
         rope_last=angles.last if angles else 0,
     )
-    kernel = _kernel(made, device)
     kernel.launch((max(1, min(-(-units // WARPS), kernel.blocks // layout.heads)), layout.heads), arguments)
     return out
 

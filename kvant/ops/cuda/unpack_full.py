@@ -11,6 +11,7 @@ import torch
 from kvant.codecs import DTYPES
 from kvant.layout import StreamName
 from kvant.ops.cuda.unpack import Span
+from kvant.ops.streams import stream_handle
 from kvant.ops.types import LayerStore, PagedBatch
 
 Tensor = torch.Tensor
@@ -29,7 +30,7 @@ class Places(NamedTuple):
 
 def places_of(spans: tuple[Span, ...], page_tokens: int, device: torch.device) -> Places:
     """What it made is kept: the layers of a model ask for the same."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = stream_handle(device)
     return _places(spans, page_tokens, device, stream)
 
 

@@ -29,6 +29,7 @@ COMPILED += (
     "fit squat",
     "overlay_step",
     "append full",
+    "convert_rows",
     "merge_parts",
 )
 KERNEL = re.compile(r"(kvant_\w+)\(const (\w+) a\)")

@@ -26,6 +26,7 @@ QUICK = (  # every kernel file, both forms of copies: what depends on the archit
     "append full",
     "overlay_step",
     "copy_rows",
+    "convert_rows",
     "merge_parts",
 )
 MORE = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from kvant.ops import flash, reference
 from kvant.ops.blocked import attend_plain
 from kvant.ops.cuda import prefill as cuda_prefill
 from kvant.ops.cuda import unpack
+from kvant.ops.cuda.convert_rows import convert_rows
 from kvant.ops.cuda.merge_parts import merge_parts
+from kvant.ops.types import LayerStore
 from tests.conftest import make_layout, relative_error
 from tests.needs import gpu, needs_gpu
 from tests.ops.cuda.filling import filled
@@ -167,43 +169,157 @@ def test_cudnn_attends_to_long_histories(
     q = torch.randn(sum(counts), 8, dim, device="cuda").to(getattr(torch, dtype))
     batch = cache.extend(seqs, counts)
     host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
-    calls = list[tuple[int, ...]]()
-
-    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append((len(q), q.shape[1], k.shape[1]))
-        return flash.attend_cudnn(q, k, v, scale)
-
-    store.flash = dataclasses.replace(flash.TORCH, unmasked=flash.Unmasked(recorded, flash.refuse_cudnn))
+    calls = recorded_calls(store)
     expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=dim**-0.5)
     with attention.poisoned():
         found = cuda_prefill.prefill(store, q, k, v, host, scale=dim**-0.5)
     assert relative_error(found, expected) < 2e-3
     longest = {3000: [(1, 384, 2816), (1, 384, 1664)], 9000: [(1, 384, 4096)], 1 << 16: [(1, 384, 4096)]}[room]
-    assert calls == [(2, 256, 1024), *longest]
+    assert [shape for shape in calls if len(shape) == 3] == [(2, 256, 1024), *longest]
+    before = len(calls)
     monkeypatch.setattr(cuda_prefill, "UNMASKED_TOKENS", 1 << 30)  # and without cuDNN
     with attention.poisoned():
         alone = cuda_prefill.prefill(store, q, k, v, host, scale=dim**-0.5)
-    assert len(calls) == 1 + len(longest) and relative_error(alone, expected) < 2e-3
+    assert all(len(shape) == 2 for shape in calls[before:]) and relative_error(alone, expected) < 2e-3
     assert relative_error(found, alone.double()) < (4e-3 if dtype == "bfloat16" else 1e-3)
+
+
+def recorded_calls(store: LayerStore) -> list[tuple[int | str, ...]]:
+    """The shapes that cuDNN's attention is called with (sequences, rows, tokens), with "causal" behind where it has that mask, and those
+    of FlashAttention-2 (rows, tokens)."""
+    calls = list[tuple[int | str, ...]]()
+
+    def cudnn(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((len(q), q.shape[1], k.shape[1], *(["causal"] if causal else [])))
+        return flash.attend_cudnn(q, k, v, scale, causal)
+
+    def varlen(q: torch.Tensor, k: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((len(q), len(k)))
+        return flash.attend(q, k, *args)
+
+    store.flash = flash.Flash(varlen, torch.float16, fixed_length=flash.FixedLength(cudnn, flash.refuse_cudnn))
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:.* is the plain torch reference:UserWarning")
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["saw-int4", "oscar", "kvant-2", "full"])
+@pytest.mark.parametrize(
+    ("lengths", "counts", "expected"),
+    [  # exactly at a length that is attended to without a mask; new tokens that are padded, and that are not
+        ([1024, 1024], [130, 130], [(2, 256, 256, "causal"), (2, 256, 1024)]),
+        ([1024, 1024], [256, 256], [(2, 256, 256, "causal"), (2, 256, 1024)]),
+        ([1024, 1152], [130, 130], [(2, 256, 256, "causal"), (1, 256, 1024), (1, 256, 1152)]),
+        # one without a history, one without new tokens, one with other new tokens
+        ([1024, 0, 1024], [130, 130, 130], [(3, 256, 256, "causal"), (1, 256, 1024), (1, 256, 1024)]),
+        ([2000, 1024, 1024], [0, 130, 130], [(2, 256, 256, "causal"), (2, 256, 1024)]),
+        ([1024, 1024, 2048], [130, 130, 300], [(560, 560), (2, 256, 1024), (1, 384, 2048)]),
+        ([1024, 0], [130, 3], [(133, 133), (1, 256, 1024)]),
+        # just above: what is left of the history is unpacked with the new tokens
+        ([1024, 1025], [130, 130], [(260, 261), (2, 256, 1024)]),
+        # longer than the workspace
+        ([6144], [130], [(1, 256, 4608), (1, 256, 1536), (1, 256, 256, "causal")]),
+    ],
+)
+def test_new_tokens_attend_to_themselves_where_no_history_is_left(
+    lengths: list[int],
+    counts: list[int],
+    expected: list[tuple[int | str, ...]],
+    name: str,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By cuDNN's causal attention with as many new tokens of every sequence, by FlashAttention-2 otherwise; merged with the histories."""
+    reason = flash.refuse_cudnn(torch.device("cuda"), 128)
+    if reason is not None:
+        pytest.skip(reason)
+    for constant, n in {"JOINED_TOKENS": 4700, "UNMASKED_TOKENS": 1024, "UNMASKED_TILES": 8}.items():
+        monkeypatch.setattr(cuda_prefill, constant, n)
+    cache, seqs = filled(name, 2, 4, 128, dtype, [n for n in lengths if n], spare=20)
+    for at in (i for i, n in enumerate(lengths) if not n):
+        seqs.insert(at, cache.new())
+    store, calls = cache.stores[0], recorded_calls(cache.stores[0])
+    k, v = (vectors(sum(counts), 2, 128, "cuda", shift).to(getattr(torch, dtype)) for shift in (0.0, 0.4))
+    q = torch.randn(sum(counts), 10, 128, device="cuda").to(getattr(torch, dtype))[:, 1:9]  # with a stride
+    batch = cache.extend(seqs, counts)
+    host = batch._replace(seq_lens=batch.seq_lens.cpu(), query_start_loc=batch.query_start_loc.cpu())
+    reference_out = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=128**-0.5)
+    with attention.poisoned():
+        found = cuda_prefill.prefill(store, q, k, v, host, scale=128**-0.5)
+    limit = 5e-3 if name == "full" and dtype == "bfloat16" else 2e-3  # attention in bfloat16
+    assert calls == expected and relative_error(found, reference_out) < limit
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_cudnns_attention_has_a_causal_mask(dim: int, dtype: torch.dtype) -> None:
+    """Of sequences with padding behind their rows, which no row before it sees; log-sum-exps are natural logarithms."""
+    reason = flash.refuse_cudnn(torch.device("cuda"), dim)
+    if reason is not None:
+        pytest.skip(reason)
+    q = torch.randn(3, 256, 8, dim, device="cuda").to(dtype)
+    k, v = (torch.randn(3, 256, 2, dim, device="cuda").to(dtype) for _ in range(2))
+    for x in (q, k, v):
+        x[:, 200:] = 0.0
+    out, lse = flash.attend_cudnn(q, k, v, dim**-0.5, True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    for b in range(3):
+        heads = q[b, :200].double().unflatten(1, (2, 4)).permute(1, 2, 0, 3)
+        part = attend_plain(heads, k[b, :200].double(), v[b, :200].double(), dim**-0.5, None, None, 0, None)
+        expected = part.out.permute(2, 0, 1, 3).flatten(1, 2)
+        assert relative_error(out[b, :200], expected) < (5e-3 if dtype == torch.bfloat16 else 2e-3)
+        torch.testing.assert_close(
+            lse[b, :200].double(), part.lse[..., 0].permute(2, 0, 1).flatten(1, 2), rtol=1e-3, atol=1e-3
+        )
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("types", list(itertools.product(["bfloat16", "float16"], repeat=2)))
+@pytest.mark.parametrize(("sequences", "rows", "padded"), [(1, 1, 1), (4, 512, 512), (3, 130, 256)])
+def test_rows_are_converted_and_padded(sequences: int, rows: int, padded: int, types: tuple[str, str]) -> None:
+    """As torch converts them, bit by bit; queries with a stride; what float16 does not hold is infinite."""
+    given, wanted = (getattr(torch, name) for name in types)
+    xs = [torch.randn(sequences * rows, heads, 128, device="cuda").mul(1e3).to(given) for heads in (34, 8, 8)]
+    xs[0][0, 3, 5], xs[0][0, 3, 6] = 65536.0, 1e-7
+    xs[0] = xs[0][:, 2:]
+    with attention.poisoned():
+        found = convert_rows(xs, wanted, rows, padded)
+    for x, y in zip(xs, found, strict=True):
+        assert y.shape == (sequences, padded, *x.shape[1:]) and y.dtype == wanted and y.is_contiguous()
+        assert torch.equal(y[:, :rows], x.to(wanted).unflatten(0, (sequences, rows))) and not y[:, rows:].any()
 
 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("types", list(itertools.product(["bfloat16", "float16"], repeat=2)))
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_parts_of_attention_are_merged(dim: int, types: tuple[str, str]) -> None:
-    """By their log-sum-exps, which may be far apart; parts are strided as cuDNN and FlashAttention-2 leave them."""
+@pytest.mark.parametrize("both", [False, True])
+def test_parts_of_attention_are_merged(dim: int, types: tuple[str, str], both: bool) -> None:
+    """By their log-sum-exps, which may be far apart; parts are strided as cuDNN leaves them, and FlashAttention-2 or cuDNN."""
     sequences, rows, heads = 3, 37, 6
     in_type, out_type = (getattr(torch, name) for name in types)
-    a = torch.randn(sequences, heads, rows + 27, dim, device="cuda").to(in_type).transpose(1, 2)[:, :rows]
-    b = torch.randn(sequences * rows, heads, dim, device="cuda").to(in_type)
-    lse_a = torch.randn(sequences, heads, rows + 27, device="cuda").transpose(1, 2)[:, :rows] * 30
-    lse_b = torch.randn(heads, sequences * rows, device="cuda").transpose(0, 1) * 30
+
+    def padded() -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.randn(sequences, heads, rows + 27, dim, device="cuda").to(in_type).transpose(1, 2)[:, :rows]
+        return out, torch.randn(sequences, heads, rows + 27, device="cuda").transpose(1, 2)[:, :rows] * 30
+
+    a, lse_a = padded()
+    b, lse_b = padded()
+    if not both:
+        b = torch.randn(sequences, rows, heads, dim, device="cuda").to(in_type)
+        lse_b = (torch.randn(heads, sequences * rows, device="cuda").transpose(0, 1) * 30).unflatten(0, (-1, rows))
     with attention.poisoned():
-        out = torch.empty(b.shape, dtype=out_type, device="cuda")
+        out = torch.empty(sequences * rows, heads, dim, dtype=out_type, device="cuda")
         merge_parts(out, a, lse_a, b, lse_b)
-    w = torch.sigmoid(lse_a.reshape(-1, heads, 1).double() - lse_b[..., None].double())
-    expected = w * a.reshape(b.shape).double() + (1 - w) * b.double()
+    w = torch.sigmoid(lse_a.double() - lse_b.double())[..., None]
+    expected = (w * a.double() + (1 - w) * b.double()).flatten(0, 1)
     tolerance = 2.0**-8 if out_type == torch.bfloat16 else 2.0**-11
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-5)
 

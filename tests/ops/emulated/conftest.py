@@ -13,6 +13,7 @@ from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import (
     append_groups,
     append_pq,
+    convert_rows,
     copy_rows,
     fit_subspace,
     merge_parts,
@@ -33,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches += (cuda_decode._high_batch_kernel, cuda_decode._plan)
     caches += (unpack._kernel, transform_kv._kernel, append_pq._kernel, append_groups._kernel, copy_rows._kernel)
     caches += (fit_subspace._kernel,)
-    caches += (nearest_centroids._kernel, merge_parts._kernel)
+    caches += (nearest_centroids._kernel, merge_parts._kernel, convert_rows._kernel)
     with emulated.on_this_machine(monkeypatch, *caches):
         yield
 

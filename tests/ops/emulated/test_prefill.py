@@ -10,12 +10,13 @@ import torch
 
 from kvant.bench import attention
 from kvant.bench.synthetic import vectors
+from kvant.cache import PagedCache, Sequence
 from kvant.ops import flash, implementations, reference
 from kvant.ops.cuda import prefill as cuda_prefill
 from tests.conftest import relative_error
 from tests.needs import needs_compiler
 from tests.ops.emulated.checks import READ, filled
-from tests.ops.plain_flash import plain, plain_unmasked
+from tests.ops.plain_flash import plain, plain_fixed_length
 from tests.ops.scores import some_sinks
 
 pytestmark = needs_compiler
@@ -65,29 +66,87 @@ def test_prefill_attends_to_long_histories_without_a_mask(
     any; with room for all at once, for some, and not for the longest."""
     for constant, n in {"JOINED_TOKENS": room, "UNMASKED_TOKENS": 64, "UNMASKED_ROWS": 16, "UNMASKED_TILES": 8}.items():
         monkeypatch.setattr(cuda_prefill, constant, n)
+    calls, counts = list[Any](), [20, 20, 20, 37, 0, 3]
     cache, seqs = filled(name, 2, 2, dim, [71, 64, 40, 300, 90, 80], first=first)
-    store, counts, calls = cache.stores[0], [20, 20, 20, 37, 0, 3], list[tuple[int, ...]]()
+    check_long_histories(cache, seqs, counts, dtype, calls)
+    longest = [(1, 48, 192), (1, 48, 104)] if room == 200 else [(1, 48, 288)]
+    assert [shape for shape in calls if len(shape) == 3] == [(2, 32, 64), *longest]
 
-    def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append((len(q), q.shape[1], k.shape[1]))
-        return plain_unmasked(q, k, v, scale)
 
-    def tail(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = plain(q, *args)
+def check_long_histories(
+    cache: PagedCache, seqs: list[Sequence], counts: list[int], dtype: torch.dtype, calls: list[Any]
+) -> None:
+    """Prefill of new tokens against the reference. `calls` are those of the attention of sequences of one length (sequences, rows,
+    tokens), those of a causal mask with "causal" behind, and those of the other (rows, tokens)."""
+    store, dim = cache.stores[0], cache.layout.head_dim
+
+    def fixed_length(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert q.dtype == k.dtype == v.dtype == torch.float16
+        assert q.is_contiguous() and k.is_contiguous() and not (k.isnan().any() or v.isnan().any())
+        calls.append((len(q), q.shape[1], k.shape[1], *(["causal"] if causal else [])))
+        return plain_fixed_length(q, k, v, scale, causal)
+
+    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert q.dtype == k.dtype == v.dtype == torch.float16
+        calls.append((len(q), len(k)))
+        out, lse = plain(q, k, v, *args)
         return out.to(q.dtype), lse
 
-    store.flash = flash.Flash(tail, torch.float16, unmasked=flash.Unmasked(unmasked, lambda device, dim: None))
+    faster = flash.FixedLength(fixed_length, lambda device, dim: None)
+    store.flash = flash.Flash(varlen, torch.float16, fixed_length=faster)
     k, v = (vectors(sum(counts), 2, dim, "cpu", shift).to(dtype) for shift in (0.0, 0.4))
     q = torch.randn(sum(counts), 6, dim).to(dtype)[:, 1:5]  # with a stride
     batch = cache.extend(seqs, counts)
+    expected = reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=dim**-0.5)
     with attention.poisoned():
         found = cuda_prefill.prefill(store, q, k, v, batch, scale=dim**-0.5)
-    assert (
-        relative_error(found, reference.prefill(store, q.double(), k.double(), v.double(), batch, scale=dim**-0.5))
-        < 2e-3
-    )
-    longest = [(1, 48, 192), (1, 48, 104)] if room == 200 else [(1, 48, 288)]
-    assert calls == [(2, 32, 64), *longest]
+    assert found.dtype == dtype and relative_error(found, expected) < 2e-3
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["saw-int4", "kvant-2:sink=5,recent=70"])
+@pytest.mark.parametrize(
+    ("lengths", "counts", "expected"),
+    [  # exactly at a length that is attended to without a mask; new tokens that are padded, and that are not
+        ([64, 64], [20, 20], [(2, 32, 32, "causal"), (2, 32, 64)]),
+        ([64, 64], [32, 32], [(2, 32, 32, "causal"), (2, 32, 64)]),
+        ([64, 72, 64], [20, 20, 20], [(3, 32, 32, "causal"), (1, 32, 64), (1, 32, 72), (1, 32, 64)]),
+        # one without a history, one without new tokens, one with other new tokens
+        ([64, 0, 64], [20, 20, 20], [(3, 32, 32, "causal"), (1, 32, 64), (1, 32, 64)]),
+        ([80, 64, 64, 300], [0, 20, 20, 0], [(2, 32, 32, "causal"), (2, 32, 64)]),
+        ([64, 64, 128], [20, 20, 37], [(77, 77), (2, 32, 64), (1, 48, 128)]),
+        ([64, 0], [40, 3], [(43, 43), (1, 48, 64)]),
+        # just above: what is left of the history is unpacked with the new tokens
+        ([64, 65], [20, 20], [(40, 41), (2, 32, 64)]),
+        ([64, 40], [20, 20], [(40, 80), (1, 32, 64)]),
+        # longer than the workspace, exactly and with some left
+        ([960], [20], [(1, 32, 480), (1, 32, 480), (1, 32, 32, "causal")]),
+        ([968], [20], [(1, 32, 480), (1, 32, 480), (20, 28)]),
+    ],
+)
+def test_new_tokens_attend_to_themselves_where_no_history_is_left(
+    lengths: list[int],
+    counts: list[int],
+    expected: list[tuple[int | str, ...]],
+    name: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    launched: list[str],
+) -> None:
+    """Then nothing is unpacked for them: as many of every sequence in one causal call of sequences of one length, others as ever."""
+    for constant, n in {"JOINED_TOKENS": 490, "UNMASKED_TOKENS": 64, "UNMASKED_ROWS": 16, "UNMASKED_TILES": 4}.items():
+        monkeypatch.setattr(cuda_prefill, constant, n)
+    cache, seqs = filled(name, 2, 2, 64, [n for n in lengths if n], spare=8)
+    for at in (i for i, n in enumerate(lengths) if not n):
+        seqs.insert(at, cache.new())
+    calls = list[Any]()
+    check_long_histories(cache, seqs, counts, dtype, calls)
+    assert calls == expected
+    unpacked = sum(len(shape) == 3 or (len(shape) == 2 and shape[0] < shape[1]) for shape in calls)
+    assert launched.count("kvant_unpack") == 2 * unpacked
 
 
 def test_lengths_that_are_attended_to_without_a_mask() -> None:

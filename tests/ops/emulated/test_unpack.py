@@ -81,3 +81,32 @@ def test_unpacked_rows_have_matrices_of_any_magnitude() -> None:
     for before, name in zip(one, unpack.STREAMS, strict=True):
         found = unpack.unpack(store, name, batch, spans, None, torch.float32)
         torch.testing.assert_close(found, before * sizes[:, None], rtol=1e-6, atol=0)
+
+
+def test_what_a_store_keeps_does_not_go_stale() -> None:
+    """Pages that are replaced are read; a longer history has longer tables of angles; types have kernels of their own, which stores of
+    one layout do not share. The work units of spans are those of all layers of a layout."""
+    cache, seqs = filled("kvant-2:sink=5,recent=20", 2, 1, 64, [100, 20000], first=30)
+    store, batch = cache.stores[0], cache.batch(seqs)
+    short, long = (tuple(unpack.Span(0, min(n, m), m) for m in (100, 20000)) for n in (90, 20000))
+    before = unpack.unpack(store, "key", batch, short, None, torch.float16)
+    held = store.derive(unpack.StoredTables)
+    assert held.tabulated is not None and held.tabulated.last < 20000
+    found = unpack.unpack(store, "key", batch, long, None, torch.float16)
+    assert held.tabulated.last >= 20000 + 29
+    torch.testing.assert_close(found[100:190], before[90:])
+    store.pages = store.pages.clone()
+    store.pages[batch.block_table[0, 0]] = store.pages[batch.block_table[0, 1]]
+    again = unpack.unpack(store, "key", batch, short, None, torch.float16)
+    assert not torch.equal(again[5:64], before[5:64]) and torch.equal(again[64:], before[64:])
+    new = torch.randn(3, 2, 64)
+    spans = (short[0]._replace(new=3), short[1])
+    for dtype in (torch.bfloat16, torch.float16):
+        found = unpack.unpack(store, "key", batch, spans, new.to(dtype), torch.float16)
+        torch.testing.assert_close(found[90:93], new.to(dtype).half())
+    assert len(held.kernels) == 3
+    other = dataclasses.replace(store, derived={})
+    where = unpack.joined(store, spans)
+    assert unpack.joined(other, spans) is where and other.derive(unpack.StoredTables).kernels == {}
+    kivi, _ = filled("kivi-k2v2", 2, 1, 64, [100])
+    assert unpack.joined(kivi.stores[0], spans).units != where.units
