@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import stat
 import sys
 import warnings
@@ -29,6 +30,7 @@ from kvant.ops.streams import stream_handle
 P = TypeVar("P")
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for lambdas
 _MAGIC = b"kvant-kernel-1\n"
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _unkept: dict[str, bytes] = {}  # compiled code that could not be written, by name
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -42,10 +44,22 @@ def headers() -> dict[str, str]:
     return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in files}
 
 
+def headers_digest(text: str) -> str:
+    """Names the content of all headers that a text includes, directly or not: code that was compiled from others is not taken from
+    the cache directory."""
+    found: dict[str, str] = {}
+    waiting = _INCLUDE.findall(text)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = headers()[name]
+            waiting += _included(name)
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
 @functools.cache
-def headers_digest() -> str:
-    """Names the content of all headers: code that was compiled from others is not taken from the cache directory."""
-    return hashlib.sha256(repr(headers()).encode()).hexdigest()
+def _included(name: str) -> list[str]:
+    return _INCLUDE.findall(headers()[name])
 
 
 def program(
@@ -149,7 +163,7 @@ def cached_code(text: str, arch: str, directory: Path | None = None) -> bytes:
     that is said once, and the code serves this process."""
     if directory is None:
         directory = cache_dir() / "kernels"
-    name = hashlib.sha256(repr((text, headers_digest(), arch, compiler_version(), OPTIONS)).encode()).hexdigest()
+    name = hashlib.sha256(repr((text, headers_digest(text), arch, compiler_version(), OPTIONS)).encode()).hexdigest()
     path = directory / f"{name}.cubin"
     code = _unkept.get(name) or _read_code(path, name)
     if code is None:

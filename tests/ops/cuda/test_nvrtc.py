@@ -88,6 +88,28 @@ def test_what_cannot_be_kept_serves_the_process_and_that_is_said_once(compiled: 
     assert compiled == ["a", "b"]
 
 
+def test_a_changed_header_leaves_code_that_does_not_include_it(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"one.cuh": '#pragma once\n#include "two.cuh"\n', "two.cuh": "int two;\n", "three.cuh": "int three;\n"}
+    texts = ['#include "one.cuh"\n', '#include "three.cuh"\n', '#if 0\n  #  include "three.cuh"\n#endif\n']
+    monkeypatch.setattr(nvrtc, "headers", lambda: found)
+    monkeypatch.setattr(nvrtc, "_included", lambda name: nvrtc._INCLUDE.findall(found[name]))
+    for header, again in ((None, texts), (None, []), ("two.cuh", texts[:1]), ("three.cuh", texts[1:])):
+        if header is not None:
+            found[header] += "int more;\n"
+        compiled.clear()
+        for text in texts:
+            nvrtc.cached_code(text, "sm_90", tmp_path / "kernels")
+        assert compiled == again
+
+
+def test_every_include_is_a_header_of_ours() -> None:
+    for name, text in nvrtc.headers().items():
+        assert text.count("#include") == len(nvrtc._INCLUDE.findall(text)), name
+        assert set(nvrtc._INCLUDE.findall(text)) <= set(nvrtc.headers()), name
+
+
 def test_products_of_warpgroups_are_compiled_for_one_architecture() -> None:
     assert nvrtc.architecture(nvrtc.program("include/ptx.cuh"), (9, 0)) == "sm_90"
     assert nvrtc.architecture(nvrtc.program("include/ptx.cuh", defines={"WGMMA": 1}), (9, 0)) == "sm_90a"
