@@ -82,9 +82,9 @@ def _tile_matrix(store: LayerStore, name: StreamName, dtype: torch.dtype, fused:
         )
     forward = matrix_in(store, name)
     assert forward.tensor is not None
-    # where the kernel scales rows as they were read to 2^10, sums below 2^15 are in the range of fp16
-    scaled = dtype is torch.bfloat16 and stream.rope is None
-    parts, entry_step = _fp16_parts(forward.tensor.to(device), -2 if scaled else 8)
+    # the search for where to clip holds sums as fp16: those of rows that the kernel scales to 2^10 are below 2^15 then
+    narrow = dtype is torch.bfloat16 and stream.rope is None and bool(layout.format(name).encoding.clip)
+    parts, entry_step = _fp16_parts(forward.tensor.to(device), -2 if narrow else 8)
     order = _lane_order(layout) if name == "key" and banded else _group_order(layout, name)
     offset = None if forward.offset is None else -forward.offset.expand(layout.heads, -1)
     mean, weights, flag_mean = (

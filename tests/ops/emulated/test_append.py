@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvant.bench.synthetic import vectors
+from kvant.cache import PagedCache, Sequence
 from kvant.ops import reference
 from kvant.ops.cuda import append as cuda_append
 from kvant.ops.cuda import copy_rows, transform_kv
@@ -172,6 +173,29 @@ def test_rows_of_zeros_and_of_any_size(name: str, tile_rows: int, monkeypatch: p
     assert float((one != two).double().mean()) < 1e-3
 
 
+@pytest.mark.parametrize("tile_rows", [1, 1 << 30])
+@pytest.mark.parametrize("name", ["kvant-2:rope=post,sink=0,recent=0", "oscar:sink=0,recent=0"])
+def test_rows_beside_those_that_are_not_finite(name: str, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a tile are multiplied and scaled on their own: what is coded of the finite ones does not depend on the others."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", tile_rows)
+    made = [filled(name, 2, 1, 64, [64]) for _ in range(2)]
+    k, v = (vectors(64, 2, 64, "cpu", shift).bfloat16() for shift in (0.0, 0.4))
+    bad = torch.arange(64) % 3 == 1
+    k_bad, v_bad = k.clone(), v.clone()
+    for x in (k_bad, v_bad):
+        x[bad, :, 5] = torch.tensor([float("inf"), float("nan"), -float("inf")]).repeat(7)[:, None].bfloat16()
+    for (cache, seqs), rows in zip(made, ((k, v), (k_bad, v_bad)), strict=True):
+        cuda_append.append(cache.stores[0], *rows, cache.extend(seqs, [64]))
+    for stream in ("key", "value"):
+        one, two = (
+            cache.layout.unpack(stream, cache.stores[0].pages[cache.batch(seqs).block_table[0, 1:]])  # type: ignore[arg-type]
+            for cache, seqs in made
+        )
+        for part, expected in one.items():
+            assert torch.equal(two[part][~bad], expected[~bad]), (stream, part)
+            assert len(expected) == 64 and bool((expected != 0).any())
+
+
 @pytest.mark.parametrize("way", ["rows", "step", "tiles"])
 @pytest.mark.parametrize(
     "name", ["int2:clip=0.9,zero=float", "int4:k.clip=0.6", "int8:clip=0.95,zero=float", "int2:clip=0.9,group=32"]
@@ -186,6 +210,25 @@ def test_rows_are_clipped_where_the_reference_clips_them(name: str, way: str, mo
     x = torch.randn(64, 2, 64)
     rows = [x, x.sign(), x * (torch.rand_like(x) < 0.05), x**9, x + 300, (x * 2).round() / 2, x * 1e-20, x * 1e20]
     k, v = torch.stack(rows).transpose(0, 1).reshape(2, -1, 2, 64).bfloat16()
+    check_rows_are_clipped(made, k, v)
+
+
+@pytest.mark.parametrize("way", ["rows", "step", "tiles"])
+def test_rows_are_clipped_where_their_largest_magnitudes_are_equal(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are clipped, the other channels zero: a search for where to clip has an interval of nothing to divide."""
+    monkeypatch.setattr(cuda_append, "TILE_ROWS", 1 if way == "tiles" else 1 << 30)
+    monkeypatch.setattr(cuda_append, "_way", lambda *args: way)
+    made = [filled("int2:clip=0.9,zero=float", 2, 1, 64, [1, 63], spare=9) for _ in range(2)]
+    size = 1 + torch.arange(128) / 128  # all that bfloat16 has in [1, 2)
+    count = torch.tensor([8, 11, 13, 17])
+    chosen = torch.rand(2, 128, 4, 64).argsort(-1) < count[:, None]
+    rows = torch.randn(chosen.shape).sign() * size[:, None, None] * chosen
+    k, v = rows.reshape(2, -1, 2, 64).bfloat16()
+    check_rows_are_clipped(made, k, v)
+
+
+def check_rows_are_clipped(made: list[tuple[PagedCache, list[Sequence]]], k: torch.Tensor, v: torch.Tensor) -> None:
+    """All codes, scales, minima and zeros are those of the reference, which has the first of two equal caches."""
     for (cache, seqs), run in zip(made, (reference.append, cuda_append.append), strict=True):
         run(cache.stores[0], k, v, cache.extend(seqs, [100, len(k) - 100]))
     for stream in ("key", "value"):

@@ -6,7 +6,7 @@
 //               nearly always does, otherwise the bin is divided again
 //   walk        down the magnitudes of that bin, from the largest one: a maximum over the warp each, one or two of them on average
 //
-// The result is that of ClipSearch, bit by bit.
+// Of rows of finite numbers, the result is that of ClipSearch, bit by bit.
 
 #pragma once
 #include "codecs/encode_affine.cuh"
@@ -56,6 +56,7 @@ struct ClipRank {
       top = __int_as_float(__reduce_max_sync(FULL, __float_as_int(largest)));
     }
     if (chosen == FIRST + 7u) end = 0.f;
+    if (!(top > end)) return;  // equal, as far as floats tell: the walk finds them. The slope stays positive, or the order of bins would turn around
     slope = reciprocal_approx(top - end) * (6.f / 7.f), offset = fmaf(slope, top, 0.5f / 7.f);
   }
   // m[drop] and m[drop - 1], as integers.
@@ -82,10 +83,11 @@ struct ClipRank {
   }
 };
 
-// The limit of a row of which every lane has N channels; `inverse_mean` is about one over its mean magnitude, which only the number of steps depends on. clip.drop > 0.
+// The limit of a row of which every lane has N channels. `inverse_mean` is about one over its mean magnitude; where it is far off, as of a row that is small beside the mean
+// that was subtracted, only the number of steps depends on it. clip.drop > 0.
 template <int N> DEV float clip_limit_of_warp(const float* x, float inverse_mean, const ClipBins& bins, const Clip& clip) {
   ClipRank found;
-  found.slope = bins.slope * inverse_mean, found.offset = bins.offset;
+  found.slope = bins.slope * fabsf(inverse_mean), found.offset = bins.offset;
   found.count<N>(x, clip.drop);
 #pragma unroll 1
   for (int k = 1; k < ClipRank::HISTOGRAMS && found.rank > ClipRank::WALK; k++) found.divide<N>(x), found.count<N>(x, clip.drop);

@@ -137,6 +137,7 @@ template <class S> DEV float transform_step(const AppendArguments& a, StepShared
   }
 }
 // About one over the mean magnitude of the row x of a warp. Products, below 2^23 before they are scaled, are added as integers of 2^8: one instruction adds them over a warp.
+// Of a row that is small beside the mean that was subtracted, the result may be anything, a negative number included.
 template <class S> DEV float inverse_mean(const float* x, float times) {
   constexpr u32 ZERO = 0x4B400000u;  // bits of ROUNDER
   float sum = 0.f;

@@ -101,7 +101,10 @@ template <class S> DEV void store_row(const AppendArguments& a, float* x, float 
 template <class S> DEV void append_stream(const AppendArguments& a, StepShared& sh, u8* bytes, int head) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, apart = gridDim.x * STEP_TOKENS;
   int first = blockIdx.x * STEP_TOKENS;
-  if (first >= a.tokens) return;
+  if (first >= a.tokens) {
+    if constexpr (Config::EARLY) wait_prior_grid();  // the next kernel waits for this one alone
+    return;
+  }
   StepToken<S> token;
   if constexpr (!Config::EARLY) token.load(a, first + warp, head, lane);
   MatrixShare<S> matrix;
