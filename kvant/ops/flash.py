@@ -47,7 +47,7 @@ class Flash:
 
     dtype         what it takes keys in that were decoded from pages: a number type, or None for that of the queries.
     softcap       whether it can cap logits.
-    fixed_length  what attends to long histories faster, if there is such.
+    fixed_length  what attends faster to long histories, and to new tokens that are as many in every sequence, if there is such.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, Bounds, float, bool, float | None, int | None], tuple[Tensor, Tensor]]
