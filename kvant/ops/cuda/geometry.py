@@ -262,7 +262,7 @@ class Geometry:
 
     @property
     def level_copies(self) -> int:
-        """Copies of the table of levels of the values' codes: one for every lane, or as many as leave room for three CTAs."""
+        """Copies of the table of levels of the values' codes: one for every lane, or so many that registers limit the CTAs."""
         value = self.layout.format("value")
         if value.uniform:
             return 0

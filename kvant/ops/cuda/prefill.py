@@ -63,9 +63,9 @@ class Way(enum.Enum):
 
     FUSED   kernels/unpack.cu unpacks the histories of all sequences into the model's own space, with the new tokens behind each:
             one launch for keys, one for values (torch gathers pages of 16-bit numbers). Fused attention (`store.flash`) for sequences
-            of different lengths reads them. Where there is a faster one without a mask, it reads the first tokens of long histories
-            (`runs_of`). Of a layer with a sliding window, the tokens that the window of the first new one covers are unpacked, and
-            no others.
+            of different lengths reads them. Where there is a faster one for those of one length, it reads the first tokens of long
+            histories without a mask (`runs_of`), and new tokens with one where nothing else is left. Of a layer with a sliding
+            window, the tokens that the window of the first new one covers are unpacked, and no others.
     MASKED  sequence by sequence; scores are held to mask or cap them (kvant.ops.blocked). Slower.
     TORCH   sequence by sequence; histories are unpacked by torch (kvant.ops.blocked), where kernels/unpack.cu cannot rotate keys. The
             slowest.
@@ -307,14 +307,14 @@ def _unmasked(
     return Part(*store.flash.fixed_length.run(q, keys, values, scale, False))
 
 
-def _square(store: LayerStore, q: Tensor, key: Tensor, value: Tensor, scale: float) -> Part:
+def _self_attention(store: LayerStore, q: Tensor, key: Tensor, value: Tensor, scale: float) -> Part:
     """Causal attention of the new tokens of sequences to themselves, all of them [sequences, rows, ...], which no padding behind them
     changes: shapes as those of `_unmasked`."""
     assert store.flash.fixed_length is not None
     return Part(*store.flash.fixed_length.run(q, key, value, scale, True))
 
 
-def _own(
+def _varlen_self_attention(
     store: LayerStore,
     q: Tensor,
     key: Tensor,
@@ -330,7 +330,7 @@ def _own(
     return Part(out, lse[..., None])
 
 
-class Tail(NamedTuple):
+class BehindRuns(NamedTuple):
     """What the new tokens of a workspace attend to behind the runs, and the queries in the type of attention: all three [rows of all
     sequences, ...], or, where `rows` is not 0, [sequences with new tokens, padded rows, ...] of which each has so many."""
 
@@ -339,19 +339,19 @@ class Tail(NamedTuple):
     lse: Tensor
     rows: int = 0
 
-    def of(self, first: int, run: Run) -> Tail:
+    def of(self, first: int, run: Run) -> BehindRuns:
         """That of a run, whose first row is `first`: queries [sequences, padded rows, ...], the others [sequences, rows, ...]."""
         count, rows = run.sequences, run.new
         if self.rows:
             part = slice(first // rows, first // rows + count)
-            return Tail(self.q[part], self.out[part, :rows], self.lse[part, :rows], rows)
+            return BehindRuns(self.q[part], self.out[part, :rows], self.lse[part, :rows], rows)
         part = slice(first, first + count * rows)
         (q,) = convert_rows([self.q[part]], self.q.dtype, rows, padded_rows(rows))
         out, lse = (x[part].unflatten(0, (count, rows)) for x in (self.out, self.lse))
-        return Tail(q, out, lse, rows)
+        return BehindRuns(q, out, lse, rows)
 
 
-def _tail(
+def _behind_runs(
     store: LayerStore,
     query: Tensor,
     new: dict[StreamName, Tensor],
@@ -359,25 +359,25 @@ def _tail(
     rest: list[Span],
     dtype: torch.dtype,
     scale: float,
-) -> Tail:
+) -> BehindRuns:
     """Attention of the new tokens to spans `rest` of their sequences. Where none of them has history, nothing is unpacked; where all
     have as many new tokens, too, it is one call of the faster attention."""
     starts = (0, *itertools.accumulate(span.new for span in rest))
     if any(span.first < span.last for span in rest):
         q = converted(query, dtype)
         part = _attend(store, q, new, batch, rest, dtype, scale, None, True)
-        return Tail(q, part.out, part.lse[..., 0])
+        return BehindRuns(q, part.out, part.lse[..., 0])
     own = slice(rest[0].new_first, rest[0].new_first + len(query))
     xs = [query, *(new[name][own] for name in STREAMS)]
     counts = {span.new for span in rest} - {0}
     if len(counts) == 1:
         (rows,) = counts
         q, key, value = convert_rows(xs, dtype, rows, padded_rows(rows))
-        found = _square(store, q, key, value, scale)
-        return Tail(q, found.out, found.lse, rows)
+        found = _self_attention(store, q, key, value, scale)
+        return BehindRuns(q, found.out, found.lse, rows)
     q, key, value = (x[0] for x in convert_rows(xs, dtype, len(query), len(query)))
-    part = _own(store, q, key, value, starts, scale, None)
-    return Tail(q, part.out, part.lse[..., 0])
+    part = _varlen_self_attention(store, q, key, value, starts, scale, None)
+    return BehindRuns(q, part.out, part.lse[..., 0])
 
 
 def _split(
@@ -396,15 +396,15 @@ def _split(
     for run in runs:
         for b in range(run.first, run.first + run.sequences):
             rest[b] = rest[b]._replace(first=run.tokens)
-    tail = _tail(store, query, new, batch, rest, dtype, scale)
+    behind = _behind_runs(store, query, new, batch, rest, dtype, scale)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if sum(run.sequences * run.new for run in runs) < len(query):
-        if tail.rows:
-            out.view(-1, tail.rows, *out.shape[1:]).copy_(tail.out[:, : tail.rows])
+        if behind.rows:
+            out.view(-1, behind.rows, *out.shape[1:]).copy_(behind.out[:, : behind.rows])
         else:
-            out.copy_(tail.out)
+            out.copy_(behind.out)
     for run in runs:
-        first, own = starts[run.first], tail.of(starts[run.first], run)
+        first, own = starts[run.first], behind.of(starts[run.first], run)
         part = slice(run.first, run.first + run.sequences)
         before = [Span(0, run.tokens, span.history) for span in spans[part]]
         found = _unmasked(store, own.q, some_sequences(batch, part), before, dtype, scale)
@@ -448,10 +448,10 @@ def _long(
         key_value = [new[name][own_rows] for name in STREAMS]
         if padded is not None:
             key, value = convert_rows(key_value, dtype, whole.new, padded.shape[1])
-            found = _square(store, padded, key, value, scale)
+            found = _self_attention(store, padded, key, value, scale)
             return Part(found.out[0, : whole.new], found.lse[0, : whole.new, :, None])
         key, value = (converted(x, dtype) for x in key_value)
-        return _own(store, q, key, value, (0, whole.new), scale, softcap)
+        return _varlen_self_attention(store, q, key, value, (0, whole.new), scale, softcap)
 
     return over_spans(spans, attend, None if with_new else own)
 
