@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,16 @@ def test_a_text_that_does_not_compile_says_so() -> None:
     skip_without_nvrtc()
     with pytest.raises(RuntimeError, match="does not compile for sm_90"):
         nvrtc.compile_text("nonsense", "sm_90")
+
+
+@pytest.mark.slow
+def test_programs_of_gpu_tests_are_compiled_without_a_gpu(tmp_path: Path) -> None:
+    skip_without_nvrtc()
+    root = Path(__file__).parent.parent.parent.parent
+    command = [sys.executable, "scripts/gpu_programs.py", "--out", str(tmp_path), "--processes", "1"]
+    command += ["--", "tests/ops/cuda/test_decode.py", "-k", "every_recipe and int8 and 64"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = list((tmp_path / "kvant" / "kernels").iterdir())
+    assert f"{len(files)} programs for sm_90 in {tmp_path}" in done.stdout and "0 failed" in done.stdout
+    assert any(b"kvant_decode" in file.read_bytes() for file in files)
